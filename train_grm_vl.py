@@ -22,6 +22,8 @@ file. Optional in every kind are "source" and, except for pictures, "videos". A 
                 "preferred": "tie"}
     correct    {"question": "what is this?", "images": ["x.png"], "response": "a cat",
                 "correct": true}
+    rubric     {"question": "what is this?", "images": ["x.png"], "response": "a cat",
+                "criterion": "names the animal", "correct": true}
     score      {"question": "what is this?", "images": ["x.png"], "response": "a cat", "score": 4}
 
 Pairs are shown in both orders (--orders); {A} and {B} in a critique are replaced by the names that
@@ -131,6 +133,9 @@ class JudgeArgs:
         "", "asks which of two answers is better: {prompt}, {response_a}, {response_b}"
     )
     correct_template: str = flag("", "asks whether an answer is correct: {prompt}, {response}")
+    rubric_template: str = flag(
+        "", "asks whether an answer meets a criterion: {prompt}, {response}, {criterion}"
+    )
     score_template: str = flag("", "asks for the score of an answer: {prompt}, {response}")
     orders: str = flag(
         "both",

@@ -568,15 +568,6 @@ def check_args(args: Args) -> None:
         "--system_prompt is for --row_kind prompts: judgements have a judge's system_instruction",
     )
     refuse(
-        values.consistency_coef and values.row_kind != "judgements",
-        "--consistency_coef compares both orders of a pair: it needs --row_kind judgements",
-    )
-    refuse(
-        values.consistency_coef and values.prompts_per_step % max(1, 2 * values.rollouts_per_step),
-        "--consistency_coef draws both orders of a pair together: --prompts_per_step "
-        f"{values.prompts_per_step} must be a multiple of 2 x --rollouts_per_step",
-    )
-    refuse(
         bool(values.ptx_data) != (values.ptx_coef > 0),
         "--ptx_data and a --ptx_coef above 0 are needed together",
     )
@@ -588,10 +579,40 @@ def check_args(args: Args) -> None:
     refuse.divides("rollouts_per_step", "prompts_per_step")
     refuse.exceeds("min_new_tokens", "max_new_tokens")
     refuse.exceeds("overlong_buffer", "max_new_tokens")
+    check_judge_args(refuse)
     check_algorithm_args(refuse)
     check_kl_args(refuse)
     looks.refuse_flags(refuse, args.perception)
     refuse.raise_any()
+
+
+def check_judge_args(refuse: flags.Refusals) -> None:
+    values = refuse.values
+    if values.consistency_coef:
+        refuse(
+            values.row_kind != "judgements",
+            "--consistency_coef compares both orders of a pair: it needs --row_kind judgements",
+        )
+        refuse(
+            values.prompts_per_step % max(1, 2 * values.rollouts_per_step),
+            "--consistency_coef draws both orders of a pair together: --prompts_per_step "
+            f"{values.prompts_per_step} must be a multiple of 2 x --rollouts_per_step",
+        )
+    if values.grm_question == "group":
+        refuse(
+            values.samples_per_prompt < 2 or values.advantage == "remax" or values.env,
+            "--grm_question group compares the samples of a prompt: it needs --samples_per_prompt 2 "
+            "or more, goes without --env, and cannot score the single greedy sample of remax",
+        )
+        refuse(
+            values.reward_combiner and values.eval_samples < 2,
+            "--grm_question group leaves out evaluations of one sample per prompt, which a "
+            "--reward_combiner cannot: set --eval_samples to 2 or more",
+        )
+    refuse(
+        values.grm_opponents % 2 or (values.grm_opponents and values.grm_question != "group"),
+        f"--grm_opponents {values.grm_opponents} must be even, and is for --grm_question group",
+    )
 
 
 def check_algorithm_args(refuse: flags.Refusals) -> None:
@@ -1778,6 +1799,11 @@ def accuracy_columns(metrics: dict[str, float]) -> dict[str, str]:
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record, and print what the run will do."""
     log = logging.RunLogger(args.run, flags.as_flags(args), args.optim.steps, first_step)
+    if args.reward.grm_question == "group" and args.rollout.eval_samples < 2:
+        log.line(
+            "evaluations have one sample per prompt: --grm_question group has nothing to compare it "
+            "with, and is left out of eval/reward_mean (see --eval_samples)"
+        )
     if args.run.eval_only:
         log.line(f"{len(rows.held_out)} held-out rows; output: {log.out}")
         return log

@@ -606,9 +606,17 @@ class RewardArgs:
     )
     grm_question: str = flag(
         "auto",
-        "what a judge is asked; answers: which is better, the response or the reference; auto: "
-        "what it was trained on more, correct or score",
-        choices=("auto", "correct", "score", "answers"),
+        "what a judge is asked; answers: which is better, the response or the reference; group: which "
+        "is better, the response or another to the same prompt, for all of them; rubric: whether the "
+        "response meets each criterion of the row's rubric; auto: correct or, for a judge that was "
+        "not trained on it, score",
+        choices=("auto", "correct", "score", "answers", "group", "rubric"),
+    )
+    grm_opponents: int = flag(
+        0,
+        "with --grm_question group: how many neighbours a response is compared with, half of them "
+        "before it and half after it, in a circle; 0: all others",
+        low=0,
     )
     grm_mode: str = flag(
         "probability",

@@ -37,7 +37,7 @@ NEEDED = words("--model m --data d.jsonl")  # parse_args looks at neither
 def test_every_flag_is_read(script):
     """As `args.<group>.<field>`, or from a local name of the group, by the script or by a room of common; the
     checks and the record do not count."""
-    checks = ("check_args", "check_rollout_args", "check_algorithm_args", "check_kl_args", "run_flags")
+    checks = ("check_args", "check_judge_args", "check_rollout_args", "check_algorithm_args", "check_kl_args", "run_flags")
     rooms = [path for path in (ROOT / "common").rglob("*.py") if path.name != "flags.py"]
     nodes = []
     for path in (Path(script.__file__), *rooms):
@@ -49,7 +49,7 @@ def test_every_flag_is_read(script):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
             read.add((owner, node.attr))
-    read |= {("args", f"{kind}_template") for kind in ("pictures", "answers", "correct", "score")}    # by getattr
+    read |= {("args", f"{kind}_template") for kind in ("pictures", "answers", "correct", "rubric", "score")}    # by getattr
     unread = []
     for group in dataclasses.fields(script.Args):
         for field in dataclasses.fields(group.type):

@@ -48,7 +48,7 @@ ROWS = [json.loads(line) for line in r"""
 {"prompt": "how many?", "images": [], "response": "3", "score": -1.5}
 """.strip().splitlines()]
 PAIR = ["A", "B", "tie"]
-VERDICTS = dict(pictures=PAIR, answers=PAIR, correct=["yes", "no"], score=["-1.5", "4"])
+VERDICTS = dict(pictures=PAIR, answers=PAIR, correct=["yes", "no"], rubric=["yes", "no"], score=["-1.5", "4"])
 # As published with LLaVA 1.5, with another image token: a space before the answer, no end token behind it.
 LLAVA = ("{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
          "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<|image_pad|>\n' }}{% endfor %}"

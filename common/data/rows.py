@@ -114,7 +114,7 @@ def load_prompts(
             folder=folder,
         )
 
-    return read_rows(path, build, args, known={*columns.values(), "videos"})
+    return read_rows(path, build, args, known={*columns.values(), "videos", "rubric"})
 
 
 class BadRow(str):

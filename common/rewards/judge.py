@@ -9,6 +9,7 @@ judge.json holds what is needed to ask a judge in the words it was trained on.
 """
 
 import itertools
+import math
 import os
 import re
 from collections import Counter
@@ -55,6 +56,12 @@ JUDGEMENTS = {
     "correct": (
         "Question: {prompt}\nAnswer: {response}\n"
         "Is the answer correct? End with <answer>yes</answer> or <answer>no</answer>.",
+        ["yes", "no"],
+    ),
+    "rubric": (
+        "Question: {prompt}\nAnswer: {response}\nCriterion: {criterion}\n"
+        "Does the answer meet the criterion? "
+        "End with <answer>yes</answer> or <answer>no</answer>.",
         ["yes", "no"],
     ),
     "score": (
@@ -140,7 +147,13 @@ class JudgeSettings:
             self.kinds["score"]["verdicts"] = scores
 
     def ask(
-        self, kind: str, prompt: str, responses: list[str], images: list, order: str = "given"
+        self,
+        kind: str,
+        prompt: str,
+        responses: list[str],
+        images: list,
+        order: str = "given",
+        criterion: str = "",
     ) -> dict:
         """A question of a kind about one response, or about two sides in this order: kind, order,
         prompt (for the system instruction), question and images."""
@@ -153,6 +166,7 @@ class JudgeSettings:
             response=responses[0],
             response_a=responses[0],
             response_b=responses[-1],
+            criterion=criterion,
         )
         ask = {"kind": kind, "order": order, "prompt": prompt}
         return ask | {"question": question, "images": images}
@@ -172,7 +186,7 @@ class JudgeSettings:
     def question_to_ask(self, wanted: str) -> str:
         """The kind of question to ask: the wanted one or, for auto, the pointwise one that the
         judge was trained on. Raises ValueError: the judge was not trained on it."""
-        kind = wanted
+        kind = "answers" if wanted == "group" else wanted
         if wanted == "auto":
             kind = "correct" if "correct" in self.trained_on else "score"
         if kind not in self.trained_on:
@@ -197,6 +211,11 @@ class RowKind(NamedTuple):
 
 # By the field that tells a row's kind: the first that is there.
 ROW_KINDS = {
+    "criterion": RowKind(
+        "rubric",
+        {"response", "correct", "critique"},
+        "one prompt, a response and a criterion, all texts, and true or false as correct",
+    ),
     "score": RowKind(
         "score",
         {"response", "critique"},
@@ -249,7 +268,7 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[dict
     asks, both = [], kind in PAIRS and orders == "both"
     for order in ORDERS[: 1 + both]:
         verdict = in_order(target, order)
-        ask = settings.ask(kind, prompt, responses, images, order)
+        ask = settings.ask(kind, prompt, responses, images, order, row.get("criterion", ""))
         text = judgement_text(row.get("critique") or "", verdict, ask, both)
         asks.append(ask | {"text": text, "verdict": verdict})
     return asks
@@ -264,7 +283,8 @@ def _read_columns(row: dict) -> tuple[str, str | list, list[str], list, str]:
     listed = row.get("responses", [row.get("response", "" if kind in PAIRS else None)])
     responses = [number_as_text(response) for response in listed]
     images = media_list(row)
-    texts = [*responses, row.get("critique") or "", row.get("source") or ""]
+    optional = [row.get(column) or "" for column in ("critique", "source", "criterion")]
+    texts = [*responses, *optional]
     if kind != "response":
         texts += prompts  # of which a response may have messages
     are_texts = all(isinstance(text, str) for text in texts)
@@ -319,9 +339,9 @@ def _target(row: dict, kind: str, responses: list[str], images: list) -> str | N
     """The right verdict on a row as given, or the response to learn; None: the row has none."""
     if kind == "response":
         return responses[0] if responses[0].strip() else None
-    if kind == "correct":
+    if kind in ("correct", "rubric"):
         words = {True: "yes", False: "no"}
-        return words[row["correct"]] if isinstance(row["correct"], bool) else None
+        return words[row["correct"]] if isinstance(row.get("correct"), bool) else None
     if kind == "score":  # an int may be beyond floats
         is_number = type(row["score"]) in (int, float) and abs(row["score"]) < 1e300
         return f"{row['score']:g}" if is_number else None
@@ -419,6 +439,21 @@ def load_responses(
     args, frame = replace(args, max_prompt_tokens=limit), answer_frame(processor)
     examples = load_judgements(path, processor, JudgeSettings(), args, "given", frame)
     return [(prompt, target) for prompt, target, _ in examples]
+
+
+def read_rubric(row: dict) -> list[tuple[str, float]]:
+    """The criteria of a row and their weights. Raises ValueError."""
+    criteria = []
+    for item in row.get("rubric") or []:
+        text, weight = (item, 1) if isinstance(item, str) else (item["text"], item.get("weight", 1))
+        if not isinstance(text, str) or not 0 < weight < math.inf:
+            raise ValueError(f"rubric: expected a text and a weight above 0, not {item!r:.120}")
+        criteria.append((text, float(weight)))
+    if not criteria:
+        raise ValueError(
+            'no "rubric": ["a criterion", {"text": "another", "weight": 2}] (--grm_question rubric)'
+        )
+    return criteria
 
 
 def order_agreement(rows: list[Prompt], indices: list[int], texts: list[str]) -> list[float]:

@@ -8,7 +8,11 @@ Every rank has all responses, and all ranks together ask a model about them.
 """
 
 import functools
+import itertools
+import math
+import os
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -42,6 +46,7 @@ from common.rewards.judge import (
     encode_target,
     encode_verdicts,
     judge_prompt,
+    read_rubric,
 )
 from common.rewards.rules import parse_verdict
 from common.rewards.scoring import RewardMix
@@ -89,11 +94,15 @@ def build_source(source: Source, rows: list[Prompt], script: Script) -> "RewardM
     for row in rows:
         try:
             check_media(processor, row.images)
-        except ValueError as error:
+            if is_judge and args.reward.grm_question == "rubric":
+                read_rubric(row.row)
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{row.source}: {error}") from error
     module = script.policy(model, processor) if is_judge else script.critic(model)
     module.requires_grad_(False)
     kind = JudgeModel if is_judge else ScalarModel
+    if is_judge and args.reward.grm_question == "group":
+        kind = GroupJudge
     return kind(source.spec, module, processor, not tower_parameters(model), script)
 
 
@@ -103,6 +112,7 @@ class Answer(NamedTuple):
     prompt_index: int
     sample: int | None  # the sample whose images from an environment the text has marks of
     text: str
+    other: str | None = None  # that it is compared with; None: the reference, where there is any
 
 
 @dataclass
@@ -118,12 +128,17 @@ class RewardModel:
     def __call__(
         self, batch: Batch, used: list[int], texts: list[str]
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Columns (n,) of the n samples ``used`` with these ``texts``, and what a judge says of each.
-        Each distinct answer to a prompt is asked about once: rounding, which differs by row, would
-        give equal answers a spread."""
-        keys = []
+        """Columns (n,) of the n samples ``used`` with these ``texts``, and what a judge says of each."""
+        answers = []
         for index, i, text in zip(batch.prompt_index[used].tolist(), used, texts):
-            keys.append(Answer(index, i if IMAGE_MARK in text else None, text))
+            answers.append(Answer(index, i if IMAGE_MARK in text else None, text))
+        return self.ask_once(batch, answers)
+
+    def ask_once(
+        self, batch: Batch, keys: list[Answer]
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """What `ask` returns, of answers that may be equal: rounding, which differs by row, would
+        give these a spread."""
         place_of = {key: k for k, key in enumerate(dict.fromkeys(keys))}  # K answers
         with onloaded(self.module, self.script.args.update.offload):
             columns, notes = self.ask(batch, list(place_of))
@@ -199,8 +214,8 @@ def place_replies(ask: dict, row: Prompt, count: int) -> dict:
 
 @dataclass
 class JudgeModel(RewardModel):
-    """A generative judge (train_grm_vl.py). It looks at each distinct response once; next to the
-    reference answer in both orders.
+    """A generative judge (train_grm_vl.py). It looks at each distinct response once, by a rubric once
+    for each criterion; next to the reference answer in both orders.
 
     Its verdicts are worth: no 0, yes 1; a score itself; a lost pair 0, a tie 1/2, a won pair 1. A
     critique without a verdict is worth the lowest of them.
@@ -214,37 +229,52 @@ class JudgeModel(RewardModel):
         self.settings = JudgeSettings.of(self.processor)
         self.kind = self.settings.question_to_ask(self.args.grm_question)
         self.verdicts = self.settings.kinds[self.kind]["verdicts"]
-        values = {"correct": [1.0, 0.0], "answers": [1.0, 0.0, 0.5]}.get(self.kind)
+        yes_or_no = [1.0, 0.0]
+        known = {"correct": yes_or_no, "rubric": yes_or_no, "answers": [1.0, 0.0, 0.5]}
+        values = known.get(self.kind)
         worth = torch.tensor([values or list(map(float, self.verdicts))], dtype=torch.float64)
         # (orders, verdicts); where the orders are swapped the response stands in place B
         self.worth = torch.cat([worth, 1 - worth]) if self.kind == "answers" else worth
+        self.unread = 0.5 if self.args.grm_question == "group" else float(worth.min())
         doubt = doubtful_accuracy(self.settings, self.kind)
         if doubt and distributed.is_main():
             print(f"warning: --reward {self.spec}: {doubt}; its rewards may mean nothing", flush=True)
 
     def ask(self, batch: Batch, answers: list[Answer]) -> tuple[dict[str, Tensor], list[str]]:
-        prompts, about = [], []
+        prompts, places, weights = [], [], []  # of Q questions; the place of the answer asked about
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
-            for answer in answers:
-                prompts += self.prompts_about(batch, answer)
-                about += [answer[:2]] * len(self.worth)
-        questions = self.with_images(batch, about, prompts)
+            for k, answer in enumerate(answers):
+                for further, weight in self.questions_about(batch.prompts[answer.prompt_index]):
+                    prompts.append(self.question(batch, answer, further))
+                    places.append(k)
+                    weights.append(weight)
+        about = [answers[k][:2] for k in places]
+        chances, notes = self.judge(batch, about, prompts)
+        worth = self.worth[torch.arange(len(places)) % len(self.worth)]  # (Q, V)
+        parsed = chances.sum(dim=1)  # (Q,)
+        values = (chances * worth).sum(dim=1) + (1 - parsed) * self.unread
+        place, weight = torch.tensor(places), torch.tensor(weights, dtype=torch.float64)
+        columns = {"reward": place.bincount(weight * values) / place.bincount(weight)}
         if self.args.grm_mode == "critique":
-            chances, notes = self.read_critiques(questions)
-        else:
-            chances, notes = self.weigh_verdicts(questions)
-        orders, verdicts = self.worth.shape
-        chances = chances.view(-1, orders, verdicts)
-        parsed = chances.sum(dim=2)  # (K, orders)
-        rewards = (chances * self.worth).sum(dim=2) + (1 - parsed) * self.worth.min(dim=1).values
-        columns = {"reward": rewards.mean(dim=1)}
-        if self.args.grm_mode == "critique":
-            columns["parsed"] = parsed.mean(dim=1)
-        parts = [notes[k : k + orders] for k in range(0, len(notes), orders)]
-        return columns, list(map(" | ".join, parts))
+            columns["parsed"] = place.bincount(parsed) / place.bincount()
+        said: list[list[str]] = [[] for _ in answers]
+        for k, note, value in zip(places, notes, values):
+            said[k].append(note)
+            if self.kind == "rubric":
+                nothing = torch.full_like(columns["reward"], math.nan)
+                columns.setdefault(f"criterion_{len(said[k])}", nothing)[k] = value
+        return columns, list(map(" | ".join, said))
 
-    def prompts_about(self, batch: Batch, answer: Answer) -> list[Prompt]:
-        """The questions about an answer, one in each order."""
+    def questions_about(self, row: Prompt) -> list[tuple[dict[str, str], float]]:
+        """What tells apart the questions about a response to a row, see `JudgeSettings.ask`, and
+        their weights: criteria, or the orders."""
+        if self.kind == "rubric":
+            rubric = read_rubric(row.row)
+            return [({"criterion": self.without_markup(text)}, weight) for text, weight in rubric]
+        return [({"order": order}, 1.0) for order in ORDERS[: len(self.worth)]]
+
+    def question(self, batch: Batch, answer: Answer, further: dict[str, str]) -> Prompt:
+        """A question about an answer; of a pair, about what it is compared with, too."""
         row, sizes = batch.prompts[answer.prompt_index], []
         if answer.sample is not None:
             sizes = image_sizes(batch.conversations[answer.sample])
@@ -253,18 +283,37 @@ class JudgeModel(RewardModel):
         prompt = user_text(row.messages, len(row.images), self.without_markup)
         responses = [self.without_markup(answer.text)]
         if self.kind == "answers":
-            responses.append(self.without_markup(row.reference))
-        prompts = []
-        for order in ORDERS[: len(self.worth)]:
-            ask = self.settings.ask(self.kind, prompt, responses, list(row.images), order)
-            if sizes:
-                ask = place_replies(ask, row, len(sizes))
-            options = {"grids": tuple(grids), "index": row.index, "source": row.source}
-            prompts.append(judge_prompt(self.processor, self.settings, ask, **options))
-        return prompts
+            other = row.reference if answer.other is None else answer.other
+            responses.append(self.without_markup(other))
+        ask = self.settings.ask(self.kind, prompt, responses, list(row.images), **further)
+        if sizes:
+            ask = place_replies(ask, row, len(sizes))
+        options = {"grids": tuple(grids), "index": row.index, "source": row.source}
+        return judge_prompt(self.processor, self.settings, ask, **options)
+
+    def judge(
+        self, batch: Batch, about: list[tuple[int, int | None]], prompts: list[Prompt]
+    ) -> tuple[Tensor, list[str]]:
+        """(Q, V) the probability of each verdict on each question, or 1 for the one that the mode
+        picks; and a note on it."""
+        if self.args.grm_mode == "critique":
+            return self.read_critiques(self.with_images(batch, about, prompts))
+        rests = [[prompts[0].input_ids[:0]]] * len(prompts)
+        if self.args.grm_question == "group":
+            about, prompts, rests = self.share_beginnings(about, prompts)
+        questions = self.with_images(batch, about, prompts)
+        chances = self.verdict_logprobs(questions, rests).softmax(dim=1)
+        notes = []
+        for row in chances.tolist():
+            parts = [f"{verdict} {chance:.3f}" for verdict, chance in zip(self.verdicts, row)]
+            notes.append("  ".join(parts))
+        if self.args.grm_mode == "verdict":
+            likeliest = chances.argmax(dim=1)
+            chances = nn.functional.one_hot(likeliest, len(self.verdicts)).double()
+        return chances, notes
 
     def read_critiques(self, questions: Batch) -> tuple[Tensor, list[str]]:
-        """(questions, verdicts) 1 where a critique ends in the verdict, and the critiques."""
+        """(Q, V) 1 where a critique ends in the verdict, and the critiques."""
         written = self.script.write(self.module, questions, self.script.args)
         self.check_finite(written.logprobs)
         critiques = self.processor.decode(written.split(written.tokens))
@@ -274,23 +323,40 @@ class JudgeModel(RewardModel):
             chances.append([float(verdict == other) for other in self.verdicts])
         return torch.tensor(chances, dtype=torch.float64), critiques
 
-    def weigh_verdicts(self, questions: Batch) -> tuple[Tensor, list[str]]:
-        """(questions, verdicts) probabilities, or 1 for the likeliest verdict; and a note on the
-        probabilities."""
-        targets = encode_verdicts(self.processor, self.verdicts)
-        candidates = questions.with_targets([targets] * len(questions.prompts))
+    def share_beginnings(
+        self, about: list[tuple[int, int | None]], prompts: list[Prompt]
+    ) -> tuple[list[tuple[int, int | None]], list[Prompt], list[list[Tensor]]]:
+        """What the questions about the same prompt begin with, as one prompt, and the tokens in which
+        each goes on, if a pack then holds fewer tokens, although each verdict repeats those; or the
+        questions as they are."""
+        stems, rests = [], []  # stems: the prompt asked about, and the tokens
+        images = torch.tensor(self.processor.banned_ids)
+        for key, members in itertools.groupby(zip(about, prompts), key=itemgetter(0)):
+            part = [prompt for _, prompt in members]
+            ids = [prompt.input_ids for prompt in part]
+            shared = len(os.path.commonprefix([tokens.tolist() for tokens in ids]))
+            tails = [tokens[shared:] for tokens in ids]
+            tail = torch.cat(tails)
+            cheaper = (len(self.verdicts) - 1) * len(tail) < (len(part) - 1) * shared
+            if cheaper and not torch.isin(tail, images).any():
+                stems.append((key, replace(part[0], input_ids=ids[0][:shared])))
+                rests.append(tails)
+            else:
+                stems += [(key, prompt) for prompt in part]
+                rests += [[tokens[:0]] for tokens in ids]
+        return *map(list, zip(*stems)), rests
+
+    def verdict_logprobs(self, questions: Batch, rests: list[list[Tensor]]) -> Tensor:
+        """(Q, V) log-prob of each verdict behind each rest of each question."""
+        verdicts, targets = encode_verdicts(self.processor, self.verdicts), []
+        for part in rests:
+            targets.append([torch.cat([rest, verdict]) for rest in part for verdict in verdicts])
+        candidates = questions.with_targets(targets)
         logprobs = self.script.logprobs(self.module, candidates)
         self.check_finite(logprobs)
-        totals = candidates.per_sample_sum(logprobs.double())
-        chances = totals.view(-1, len(self.verdicts)).softmax(dim=1)
-        notes = []
-        for row in chances.tolist():
-            parts = [f"{verdict} {chance:.3f}" for verdict, chance in zip(self.verdicts, row)]
-            notes.append("  ".join(parts))
-        if self.args.grm_mode == "verdict":
-            likeliest = chances.argmax(dim=1)
-            chances = nn.functional.one_hot(likeliest, len(self.verdicts)).double()
-        return chances, notes
+        parts = zip(candidates.split(logprobs.double()), itertools.cycle(verdicts))
+        totals = torch.stack([part[-len(verdict) :].sum() for part, verdict in parts])
+        return totals.view(-1, len(verdicts))
 
     def check_finite(self, logprobs: Tensor) -> None:
         """Raises UserError. The likeliest of NaN would be the first verdict."""
@@ -302,13 +368,48 @@ class JudgeModel(RewardModel):
 
 
 @dataclass
+class GroupJudge(JudgeModel):
+    """A judge of pairs that compares the samples of a prompt with each other: a sample earns its mean
+    probability of winning over its opponents, in both orders, where a tie counts one half, and so
+    does a critique without a verdict. This is the win rate of Pref-GRPO (Wang et al. 2025) without
+    hard verdicts."""
+
+    def __call__(
+        self, batch: Batch, used: list[int], texts: list[str]
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        indices, answers = batch.prompt_index[used].tolist(), []
+        games = list_games(indices, self.args.grm_opponents)
+        games = [sorted(game, key=texts.__getitem__) for game in games]  # equal texts, equal questions
+        for i, j in games:
+            answers.append(Answer(indices[i], None, texts[i], texts[j]))
+        columns, _ = self.ask_once(batch, answers)
+        players, joined = torch.tensor(games).T.flatten(), {}
+        for name, first in columns.items():
+            second = 1 - first if name == "reward" else first
+            joined[name] = players.bincount(torch.cat([first, second])) / players.bincount()
+        return joined, []
+
+
+def list_games(indices: list[int], opponents: int) -> list[tuple[int, int]]:
+    """Which samples are compared: all of a prompt or, with a number of opponents above 0, each with
+    half of that on each side in a circle. ``indices``: (n,) their prompts, ascending."""
+    games = []
+    for _, members in itertools.groupby(range(len(indices)), key=indices.__getitem__):
+        group = list(members)
+        for a, b in itertools.combinations(range(len(group)), 2):
+            if not opponents or 2 * min(b - a, len(group) - b + a) <= opponents:
+                games.append((group[a], group[b]))
+    return games
+
+
+@dataclass
 class ScalarModel(RewardModel):
     """A scalar reward model: what its head says at the end token of a response."""
 
     def ask(self, batch: Batch, answers: list[Answer]) -> tuple[dict[str, Tensor], list[str]]:
         frame = answer_frame(self.processor)
         targets: dict[int, list[Tensor]] = {}  # by prompt
-        for index, _, text in answers:
+        for index, _, text, _ in answers:
             target = encode_target(self.processor, frame, self.without_markup(text))
             # Values stand at the rows that predict a token: one more, for the row of the end token.
             targets.setdefault(index, []).append(torch.cat([target, target[-1:]]))

@@ -46,7 +46,7 @@ def judges(tmp_path_factory, qwen25) -> dict[str, Path]:
             model.lm_head.weight.copy_(torch.randn(model.lm_head.weight.shape, generator=seeded(5)) / 4)
         model.save_pretrained(folder)
         Processor(source).save(str(folder))
-        verdicts = [("correct", "yes"), ("answers", "A"), ("score", "1"), ("score", "2.5"), ("score", "-4")]
+        verdicts = [("correct", "yes"), ("rubric", "no"), ("answers", "A"), ("score", "1"), ("score", "2.5"), ("score", "-4")]
         write_judge(folder, *verdicts, system_instruction="Judge: {prompt}")
         result[name] = folder
     return result

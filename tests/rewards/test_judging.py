@@ -3,7 +3,9 @@
 The references are plain loops over texts, and Hugging Face's own model that is asked one question at a time.
 """
 
+import json
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +14,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import ranks
-from conftest import read_rows, records as records_of, user_error, words, write_image, write_judge, write_rows
+import torch
+from conftest import ROUNDING, read_rows, records as records_of, start, take, user_error, words, write_image, write_judge, write_rows
 
 import train_ppo_vl as ppo
 from common import distributed
 from common.data.processor import Processor
-from common.rewards import accuracy, judge as judgements, rules, scoring
+from common.model import forward as vlm
+from common.rewards import accuracy, judge as judgements, models as reward_models, rules, scoring
 from common.rewards.judge import JudgeSettings, load_judgements
+from test_judge import ask, build, chances, judges, score  # noqa: F401 (a fixture)
 
 PAIRS = [
     {"prompt": "which?", "responses": ["a cat", "a black dog"], "preferred": "B", "source": "animals", "pair": 7},
@@ -227,4 +232,199 @@ def test_what_has_no_other_order_is_refused(qwen25, pairs, tmp_path):
     args = ppo.parse_args(words(*coef, "--data", rows))
     distributed.start(args.run.timeout, args.run.hsdp)
     with user_error("rows.jsonl:1: correct has no other order"):
-        ppo.check_rows(args, ppo.load_rows(args), scoring.load(args.reward), None)
+        scoring.load(args.reward).check_rows(ppo.load_rows(args).train)
+
+
+# ------------------------------------------------------------------------------------------------ a judge inside a group
+SAID = [["3", "a circle", "3", "a red circle <image>"], ["no idea", "3"], ["alone"]]  # of three prompts; one twice for its prompt
+
+
+def answered(qwen25, rows, *flags: str):
+    """What rewards get: an actor, a reward, and SAID as the responses to the first prompts. On any number of ranks."""
+    env = start(qwen25, rows, "--advantage grpo --temperature 0.5", *flags)
+    reward = scoring.load(env.args.reward)
+    build(env, reward, env.prompts)
+    batch = take(env, 3)
+    vlm.compute_features(env.actor.model, batch)
+    end = env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    batch = batch.with_targets([[torch.tensor([*env.processor.tokenizer.encode(text, add_special_tokens=False), end])
+                                 for text in texts] for texts in SAID])
+    batch.truncated = torch.zeros(len(batch), dtype=torch.bool)
+    return env, reward, batch
+
+
+def plain_win_rates(folder: Path, prompt, texts: list[str], opponents: int) -> list[float]:
+    """Asking one question at a time: every answer as A and as B against each of its opponents."""
+    n, rates = len(texts), []
+    for i in range(n):
+        wins = []
+        for j in range(n):
+            if i == j or (opponents and min((i - j) % n, (j - i) % n) > opponents / 2):
+                continue
+            if texts[i] == texts[j]:
+                wins += [0.5, 0.5]
+                continue
+            as_a = chances(folder, prompt, ask(prompt, "answers", response_a=texts[i], response_b=texts[j]), ["A", "B", "tie"])
+            as_b = chances(folder, prompt, ask(prompt, "answers", response_a=texts[j], response_b=texts[i]), ["A", "B", "tie"])
+            wins += [as_a[0] + as_a[2] / 2, as_b[1] + as_b[2] / 2]
+        rates.append(sum(wins) / len(wins))
+    return rates
+
+
+@pytest.mark.parametrize("which, opponents", [("near", 0), ("far", 0), ("near", 2)])
+def test_a_win_rate_is_that_of_pairs_asked_alone(qwen25, picture_rows, judges, which, opponents):
+    env, reward, batch = answered(qwen25, picture_rows, "--reward", f"grm:{judges[which]}", "--grm_question group",
+                                  "--grm_opponents", str(opponents))
+    scored = score(env, reward, batch)
+    expected = plain_win_rates(judges[which], env.prompts[0], SAID[0], opponents)
+    expected += plain_win_rates(judges[which], env.prompts[1], SAID[1], opponents) + [0]             # alone: left out
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
+    assert len({round(reward, 3) for reward in expected}) >= 5
+    if not opponents:
+        assert scored.rewards[:4].sum() == pytest.approx(4 / 2)                                      # each game has one point
+        assert scored.rewards[0] == scored.rewards[2]
+
+
+def test_all_pairs_are_compared():
+    """Of 8 samples 28, in both orders 56 questions; neighbours in a circle, so that all are compared equally often."""
+    assert reward_models.list_games([0] * 8, 0) == [(i, j) for i in range(8) for j in range(i + 1, 8)]
+    games = reward_models.list_games([0] * 8 + [5] * 3 + [7], 4)
+    assert len(set(games)) == len(games) == 8 * 4 / 2 + 3
+    assert sorted(sum(game) - 7 for game in games if 7 in game) == [0, 1, 5, 6]
+    assert reward_models.list_games([0, 0, 0], 2) == reward_models.list_games([0, 0, 0], 0)
+    assert len(reward_models.list_games([0] * 4, 2)) == 4
+
+
+@pytest.mark.parametrize("length, shares", [(1, True), (200, False)])
+@pytest.mark.parametrize("which", ["near", "far"])
+def test_questions_share_their_prompt_where_that_is_cheaper(qwen25, picture_rows, judges, which, length, shares):
+    """A pack holds prompt and images once for all short answers: fewer tokens, the same probabilities."""
+    rows = [row | {"prompt": "how many of them " * 60} for row in read_rows(Path(picture_rows))[1:]]
+    path = write_rows(Path(picture_rows).with_name("long.jsonl"), rows)
+    env, reward, batch = answered(qwen25, path, "--reward", f"grm:{judges[which]}", "--grm_question group")
+    judge, seen = reward.sources[0].ask, []
+    asking = judge.script.logprobs
+    judge.script.logprobs = lambda module, candidates: seen.append(candidates) or asking(module, candidates)
+    texts = [text + " b" * length for text in ("3", "a circle", "5", "x")]
+    columns, _ = judge(batch, [0, 1, 2, 3], texts)
+    candidates, = seen
+    assert len(candidates.prompts) == (1 if shares else 4 * 3)
+    assert len(candidates) == 4 * 3 * 3                                                              # three verdicts
+    judge.share_beginnings = lambda about, prompts: (about, prompts, [[prompt.input_ids[:0]] for prompt in prompts])
+    apart, _ = judge(batch, [0, 1, 2, 3], texts)
+    assert (candidates.total_tokens < seen[1].total_tokens) == shares
+    assert columns["reward"].tolist() == pytest.approx(apart["reward"].tolist(), abs=ROUNDING)
+
+
+def test_verdicts_inside_a_group_may_be_hard_or_written(qwen25, picture_rows, judges, monkeypatch):
+    flags = ("--reward", f"grm:{judges['near']}", "--grm_question group")
+    env, reward, batch = answered(qwen25, picture_rows, *flags, "--grm_mode verdict")
+    rewards = score(env, reward, batch).rewards
+    assert [float(reward) * 12 % 1 for reward in rewards] == pytest.approx([0] * 7, abs=1e-5)        # 3 games of 2 questions
+    assert rewards[:4].sum() == pytest.approx(2)
+    env, reward, batch = answered(qwen25, picture_rows, *flags, "--grm_mode critique --grm_max_new_tokens 4")
+    for verdict in ("A", None):                                                                      # always A; not to be read
+        monkeypatch.setattr(reward_models, "parse_verdict", lambda *_: verdict)
+        scored = score(env, reward, batch)
+        assert scored.rewards.tolist() == pytest.approx([1 / 2] * 6 + [0])
+        assert scored.components["parsed"][:6].tolist() == [float(verdict is not None)] * 6
+
+
+# ------------------------------------------------------------------------------------------------ rubrics
+RUBRICS = [["names a number", {"text": "is <image> short", "weight": 3}], [{"text": "is short"}], ["is one word", "is short", "x"]]
+
+
+@pytest.fixture(scope="module")
+def rubric_rows(picture_rows) -> str:
+    rows = read_rows(Path(picture_rows))[:3]
+    rows = [row | {"rubric": rubric} for row, rubric in zip(rows, RUBRICS)]
+    return write_rows(Path(picture_rows).with_name("rubrics.jsonl"), rows)
+
+
+@pytest.mark.parametrize("which", ["near", "far"])
+def test_a_rubric_is_the_weighted_mean_of_its_criteria(qwen25, rubric_rows, judges, which):
+    env, reward, batch = answered(qwen25, rubric_rows, "--reward", f"grm:{judges[which]}", "--grm_question rubric")
+    scored, k = score(env, reward, batch), 0
+    for prompt, texts, rubric in zip(env.prompts, SAID, RUBRICS):
+        for text in texts:
+            total = weights = 0
+            for m, item in enumerate(rubric, 1):
+                criterion, weight = (item, 1) if isinstance(item, str) else (item["text"], item.get("weight", 1))
+                question = ask(prompt, "rubric", response=text, criterion=criterion)
+                yes, _ = chances(judges[which], prompt, question, ["yes", "no"])
+                assert float(scored.components[f"criterion_{m}"][k]) == pytest.approx(yes, abs=ROUNDING)
+                total, weights = total + weight * yes, weights + weight
+            assert float(scored.rewards[k]) == pytest.approx(total / weights, abs=ROUNDING)
+            assert len(scored.judgements[k].split(" | ")) == len(rubric)
+            k += 1
+    assert scored.components["criterion_2"].isnan().tolist() == [False] * 4 + [True] * 2 + [False]
+    assert set(scored.components) == {"criterion_1", "criterion_2", "criterion_3"}
+
+
+@pytest.mark.parametrize("rubric, message", [
+    (None, "rows.jsonl:1: no \"rubric\""), ([], "no \"rubric\""), ([{"text": 3}], "a text and a weight above 0"),
+    ([{"text": "a", "weight": 0}], "a weight above 0"), ([{"text": "a", "weight": "2"}], "rows.jsonl:1: "),
+    ([{"weight": 1}], "rows.jsonl:1: 'text'"), (["a", 5], "rows.jsonl:1: ")])
+def test_a_row_without_a_rubric_is_refused(qwen25, judges, tmp_path, rubric, message):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "rubric": rubric}])
+    with user_error(re.escape(message)):
+        answered(qwen25, rows, "--reward", f"grm:{judges['near']}", "--grm_question rubric")
+
+
+def test_a_judge_learns_criteria(qwen25, tmp_path):
+    """Rows with a criterion are of a kind of their own, with a template of its own."""
+    settings = judgements.JudgeSettings.to_train(SimpleNamespace(files={"judge": {}}), {"rubric": "{prompt}|{response}|{criterion}"})
+    row = {"question": "what?", "response": "a cat", "criterion": "names <answer>", "correct": False, "critique": "It does not."}
+    asked, = judgements.read_judgement(row, settings, "both")
+    assert (asked["kind"], asked["question"], asked["verdict"]) == ("rubric", "what?|a cat|names <answer>", "no")
+    assert asked["text"] == "It does not.\n<answer>no</answer>"
+    for bad in (row | {"criterion": 3}, row | {"correct": "no"}, {key: row[key] for key in row if key != "correct"}):
+        with pytest.raises(ValueError, match="a row with 'criterion' needs one prompt, a response and a criterion"):
+            judgements.read_judgement(bad, settings, "both")
+    settings.note_training([("rubric", "no")])
+    assert settings.question_to_ask("rubric") == "rubric"
+    with pytest.raises(ValueError, match="not trained on questions of the kind answers"):
+        settings.question_to_ask("group")
+
+
+# ------------------------------------------------------------------------------------------------ both
+def save_rewards(qwen25: str, rows: str, out: str, *flags: str) -> None:
+    """In every rank: what the responses earn."""
+    env, reward, batch = answered(qwen25, rows, *flags)
+    scored = score(env, reward, batch)
+    if distributed.is_main():
+        columns = {"reward": scored.rewards.tolist()}
+        columns |= {name: values.nan_to_num(-1).tolist() for name, values in scored.components.items()}
+        Path(out).write_text(json.dumps(columns))
+
+
+@pytest.mark.parametrize("question", ["group", "rubric"])
+def test_two_ranks_judge_as_one(qwen25, rubric_rows, judges, tmp_path, question):
+    flags = ("--reward", f"grm:{judges['far']}", "--grm_question", question)
+    save_rewards(qwen25, rubric_rows, str(tmp_path / "one"), *flags)
+    ranks.run(save_rewards, str(qwen25), rubric_rows, str(tmp_path / "two"), *map(str, flags), world=2)
+    one, two = (json.loads((tmp_path / name).read_text()) for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, values in one.items():
+        assert two[name] == pytest.approx(values, abs=ROUNDING)
+
+
+def test_a_group_needs_others(qwen25, picture_rows, judges, tmp_path, capsys):
+    line = words("--model", qwen25, "--data", picture_rows, "--eval_data", picture_rows, "--reward", f"grm:{judges['near']}",
+                 "--grm_question group --advantage grpo --samples_per_prompt 2 --max_new_tokens 4 --max_prompt_tokens 256 "
+                 "--prompts_per_step 4")
+    for more, message in [
+        ("--samples_per_prompt 1 --advantage reinforce", "--samples_per_prompt 2 or more"), ("--advantage remax", "greedy sample of remax"),
+        ("--grm_opponents 3", "--grm_opponents 3 must be even"), ("--grm_question correct --grm_opponents 2", "is for --grm_question group"),
+        ("--reward_combiner x.py:f", "set --eval_samples to 2 or more"), ("--env x.py:E", "goes without --env"),
+    ]:
+        with user_error(message):
+            ppo.parse_args(line + words(more))
+    ppo.main(line + words("--out", tmp_path / "run", "--steps 1 --export_every 0 --save_every 0"))
+    assert "evaluations have one sample per prompt: --grm_question group has nothing to compare" in capsys.readouterr().out
+    first, step, last = records_of(tmp_path / "run")
+    assert first["eval/reward_mean"] == last["eval/reward_mean"] == 0
+    assert step["rollout/reward"] == pytest.approx(0.5)                                              # each game has one point
+    ppo.main(line + words("--out", tmp_path / "two", "--steps 1 --export_every 0 --save_every 0 --eval_samples 2"))
+    assert "nothing to compare" not in capsys.readouterr().out
+    assert records_of(tmp_path / "two")[-1]["eval/reward_mean"] == pytest.approx(0.5)
