@@ -598,19 +598,18 @@ def check_judge_args(refuse: flags.Refusals) -> None:
             "--consistency_coef draws both orders of a pair together: --prompts_per_step "
             f"{values.prompts_per_step} must be a multiple of 2 x --rollouts_per_step",
         )
-    if values.grm_question == "group":
-        refuse(
-            values.samples_per_prompt < 2 or values.advantage == "remax" or values.env,
-            "--grm_question group compares the samples of a prompt: it needs --samples_per_prompt 2 "
-            "or more, goes without --env, and cannot score the single greedy sample of remax",
-        )
-        refuse(
-            values.reward_combiner and values.eval_samples < 2,
-            "--grm_question group leaves out evaluations of one sample per prompt, which a "
-            "--reward_combiner cannot: set --eval_samples to 2 or more",
-        )
+    grouped = values.grm_question == "group"
     refuse(
-        values.grm_opponents % 2 or (values.grm_opponents and values.grm_question != "group"),
+        grouped and (values.samples_per_prompt < 2 or values.advantage == "remax"),
+        "--grm_question group compares the samples of a prompt: it needs --samples_per_prompt 2 or "
+        "more, and cannot score the single greedy sample of remax",
+    )
+    refuse(
+        grouped and (values.env or values.reward_combiner),
+        "--grm_question group goes without --env and --reward_combiner (--reward_recipe has weights)",
+    )
+    refuse(
+        values.grm_opponents % 2 or (values.grm_opponents and not grouped),
         f"--grm_opponents {values.grm_opponents} must be even, and is for --grm_question group",
     )
 
@@ -1799,11 +1798,6 @@ def accuracy_columns(metrics: dict[str, float]) -> dict[str, str]:
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record, and print what the run will do."""
     log = logging.RunLogger(args.run, flags.as_flags(args), args.optim.steps, first_step)
-    if args.reward.grm_question == "group" and args.rollout.eval_samples < 2:
-        log.line(
-            "evaluations have one sample per prompt: --grm_question group has nothing to compare it "
-            "with, and is left out of eval/reward_mean (see --eval_samples)"
-        )
     if args.run.eval_only:
         log.line(f"{len(rows.held_out)} held-out rows; output: {log.out}")
         return log

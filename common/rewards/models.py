@@ -374,6 +374,14 @@ class GroupJudge(JudgeModel):
     does a critique without a verdict. This is the win rate of Pref-GRPO (Wang et al. 2025) without
     hard verdicts."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.script.args.rollout.eval_samples < 2 and distributed.is_main():
+            print(
+                f"--reward {self.spec}: evaluations have one sample per prompt (--eval_samples); "
+                "--grm_question group compares none there, and is left out of eval/reward_mean"
+            )
+
     def __call__(
         self, batch: Batch, used: list[int], texts: list[str]
     ) -> tuple[dict[str, Tensor], list[str]]:

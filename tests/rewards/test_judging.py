@@ -416,15 +416,15 @@ def test_a_group_needs_others(qwen25, picture_rows, judges, tmp_path, capsys):
     for more, message in [
         ("--samples_per_prompt 1 --advantage reinforce", "--samples_per_prompt 2 or more"), ("--advantage remax", "greedy sample of remax"),
         ("--grm_opponents 3", "--grm_opponents 3 must be even"), ("--grm_question correct --grm_opponents 2", "is for --grm_question group"),
-        ("--reward_combiner x.py:f", "set --eval_samples to 2 or more"), ("--env x.py:E", "goes without --env"),
+        ("--reward_combiner x.py:f", "goes without --env and --reward_combiner"), ("--env x.py:E", "goes without --env"),
     ]:
         with user_error(message):
             ppo.parse_args(line + words(more))
     ppo.main(line + words("--out", tmp_path / "run", "--steps 1 --export_every 0 --save_every 0"))
-    assert "evaluations have one sample per prompt: --grm_question group has nothing to compare" in capsys.readouterr().out
+    assert "evaluations have one sample per prompt (--eval_samples); --grm_question group compares none" in capsys.readouterr().out
     first, step, last = records_of(tmp_path / "run")
     assert first["eval/reward_mean"] == last["eval/reward_mean"] == 0
     assert step["rollout/reward"] == pytest.approx(0.5)                                              # each game has one point
     ppo.main(line + words("--out", tmp_path / "two", "--steps 1 --export_every 0 --save_every 0 --eval_samples 2"))
-    assert "nothing to compare" not in capsys.readouterr().out
+    assert "compares none" not in capsys.readouterr().out
     assert records_of(tmp_path / "two")[-1]["eval/reward_mean"] == pytest.approx(0.5)
