@@ -240,8 +240,7 @@ def embedded_toy(task: str, name: str) -> Path:
 # Names of other systems
 # -------------------------------------------------------------------------------------------------
 
-# Flags of ours -> what TRL, verl, OpenRLHF, LightRFT and earlier versions call them. Where a name
-# stands for several flags, the first one that a script has is meant.
+# Flags of ours -> what TRL, verl, OpenRLHF, LightRFT and earlier versions call them.
 FOREIGN_NAMES = {
     # model
     "model": "model_name_or_path model_path pretrain path",
@@ -348,7 +347,7 @@ def suggestions(unknown: str, known: list[str]) -> list[str]:
             if flag in known and foreign in others.split()
         ]
         if ours:
-            return ours if ours == ["clip_low", "clip_high"] else ours[:1]
+            return ours
     longer = [other for other in known if other.startswith(name)]
     return longer[:1] or get_close_matches(name, known, 1)
 
@@ -429,8 +428,6 @@ class Refusals:
             values.image_root and not os.path.isdir(values.image_root),
             f"--image_root {values.image_root}: no such folder",
         )
-        if values.max_pixels:
-            self.exceeds("min_pixels", "max_pixels")
 
 
 def parse_datasets(spec: str) -> list[tuple[str, float | None]]:

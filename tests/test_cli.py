@@ -172,7 +172,6 @@ stray                                         | unrecognized arguments: stray
 --min_new_tokens 9 --max_new_tokens 8         | --min_new_tokens 9 exceeds --max_new_tokens 8
 --dual_clip 1                                 | --dual_clip 1.0 must be above 1, or 0
 --max_tokens_per_pack 4607                    | --max_prompt_tokens + --max_new_tokens = 4608
---min_pixels 9 --max_pixels 8                 | --min_pixels 9 exceeds --max_pixels 8
 --eval_only                                   | --eval_only needs --eval_data
 --row_kind judgements --system_prompt x       | --system_prompt is for --row_kind prompts
 --ptx_data p.jsonl                            | --ptx_data and a --ptx_coef above 0 are needed together
@@ -209,7 +208,7 @@ grm | --max_completion_length 512           | --eval_max_new_tokens
 ppo | --beta 0.04                           | --kl_coef
 ppo | --epsilon 0.2                         | --clip_high, --clip_low
 ppo | --num_train_epochs 3                  | --steps
-grm | --num_train_epochs 3                  | --max_epochs
+grm | --num_train_epochs 3                  | --max_epochs, --steps
 ppo | --output-dir runs/x                   | --out
 ppo | actor_rollout_ref.actor.optim.lr=1e-6 | --actor_lr
 ppo | actor_rollout_ref.rollout.n=5 algorithm.adv_estimator=grpo | --advantage, --samples_per_prompt
