@@ -506,14 +506,10 @@ def evaluate(
     }
     state.metrics |= metrics
     log.json(f"eval/eval_result_{state.step}.json", {"summary": summary, "records": records})
-    count = args.run.log_samples
-    every = max(1, len(records) // max(1, count))
-    chosen = records[::every][:count]  # evenly from all
     caption = "right: {response_text}"
     if "accuracy" in summary:  # some have a verdict
         caption = "verdict: {predicted_answer}   right: {gt_answer}"
-    cards = draw_cards(chosen, "generated_text", caption)
-    log.samples(state.step, records, cards, stem="eval")
+    log_samples(log, state.step, records, "generated_text", caption, stem="eval")
     # written last: if this record is missing, a resumed run evaluates again
     log.evaluation(state.step, metrics, EVALUATION_COLUMNS)
     return metrics
@@ -715,10 +711,8 @@ def report(
     log.step(step, metrics, STEP_COLUMNS)
     if log.shows_samples(step, args.optim.steps):
         records = target_records(questions, batch, target_logprobs)
-        cards = draw_cards(
-            records[: args.run.log_samples], "response_text", "{nats_per_token} nats per token"
-        )
-        log.samples(step, records, cards)
+        caption = "{nats_per_token} nats per token"
+        log_samples(log, step, records, "response_text", caption, stem="step")
 
 
 def target_records(questions: list[Question], batch: Batch, target_logprobs: Tensor) -> list[dict]:
@@ -731,16 +725,20 @@ def target_records(questions: list[Question], batch: Batch, target_logprobs: Ten
     return records
 
 
-def draw_cards(records: list[dict], text: str, caption: str) -> list:
-    """One picture per record, on the main rank: its images, its field ``text``, and the caption."""
-    cards = []
+def log_samples(
+    log: logging.RunLogger, step: int, records: list[dict], text: str, caption: str, stem: str
+) -> None:
+    """Log the records, and a card for some, evenly from all: its images, its field ``text``, and the
+    caption."""
+    count, cards = log.log_samples, []
+    every = max(1, len(records) // max(1, count))
     if distributed.is_main():
-        for record in records:
+        for record in records[::every][:count]:
             info, line = record["info"], caption.format(**record)
             frames = data.read_frames(info["images"], 6)
             spoken = f"PROMPT\n{info['question']}\n\nANSWER\n{record[text]}"
             cards.append(sample_card(frames, spoken, line))
-    return cards
+    log.samples(step, records, cards, stem)
 
 
 if __name__ == "__main__":

@@ -243,19 +243,15 @@ class RunLogger:
     # What a run tells
 
     def step(self, step: int, metrics: dict[str, float], columns: dict[str, str]) -> None:
-        """Record a step; print those of ``columns`` (word -> metric) that it has on one line and next
-        to the bar. Raises UserError: see `_record`."""
-        self._record(step, metrics)
-        values = format_columns(metrics, columns)
-        self.line(f"step {step:5d}  " + as_line(values))
+        """Record a step; those of ``columns`` (word -> metric) that it has stand next to the bar,
+        too. Raises UserError: see `_record`."""
+        values = self._record(f"step {step:5d}", step, metrics, columns)
         self.bar.set_postfix(values, refresh=False)
         self.bar.update(step - self.bar.n)
 
     def evaluation(self, step: int, metrics: dict[str, float], columns: dict[str, str]) -> None:
-        """Record an evaluation after ``step`` steps, and print those of ``columns`` that it has.
-        Raises UserError: see `_record`."""
-        self._record(step, metrics)
-        self.line(f"eval  step {step:5d}  " + as_line(format_columns(metrics, columns)))
+        """Record an evaluation after ``step`` steps. Raises UserError: see `_record`."""
+        self._record(f"eval  step {step:5d}", step, metrics, columns)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether an earlier process has recorded an evaluation after ``step`` steps: the same on
@@ -331,9 +327,15 @@ class RunLogger:
 
     # How it is written
 
-    def _record(self, step: int, metrics: dict[str, float]) -> None:
-        # One JSON object and one TensorBoard point per metric. All ranks check: reduced metrics are
-        # equal, so that all of them raise a UserError together.
+    def _record(
+        self, title: str, step: int, metrics: dict[str, float], columns: dict[str, str]
+    ) -> dict[str, str]:
+        """Write one JSON object and one TensorBoard point per metric, and print one line with those
+        of ``columns`` (word -> metric) that there are; returns what it says of each word.
+
+        Raises UserError: a metric is not finite. All ranks check: reduced metrics are equal, so
+        that they raise together.
+        """
         record = {
             name: value if isinstance(value, int) else float(value)
             for name, value in metrics.items()
@@ -349,16 +351,10 @@ class RunLogger:
                 for name, value in record.items():
                     self._writer.add_scalar(name, value, step)
                 self._writer.flush()
-
-
-def format_columns(metrics: dict[str, float], columns: dict[str, str]) -> dict[str, str]:
-    """word -> value of its metric, for those words whose metric there is."""
-    values = {word: metrics[name] for word, name in columns.items() if name in metrics}
-    return {word: f"{v:.3f}" if abs(v) < 1000 else f"{v:.0f}" for word, v in values.items()}
-
-
-def as_line(values: dict[str, str]) -> str:
-    return "  ".join(f"{word} {value}" for word, value in values.items())
+        values = {word: record[name] for word, name in columns.items() if name in record}
+        texts = {word: f"{v:.3f}" if abs(v) < 1000 else f"{v:.0f}" for word, v in values.items()}
+        self.line("  ".join([title, *(f"{word} {text}" for word, text in texts.items())]))
+        return texts
 
 
 def is_evaluation(record: dict) -> bool:
@@ -393,13 +389,10 @@ def read_records(path: Path) -> list[dict]:
     line, or NUL bytes where a block was never written. Raises ValueError: a line that is no
     JSON."""
     written, _, _ = path.read_bytes().partition(b"\0")  # no JSON text has a NUL byte
-    records = []
-    for number, line in enumerate(written.split(b"\n")[:-1], start=1):  # a string may hold U+2028
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number} is no JSON, repair or remove it") from error
-    return records
+    try:
+        return [json.loads(line) for line in written.split(b"\n")[:-1]]  # a string may hold U+2028
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def as_lines(records: list[dict]) -> str:

@@ -276,7 +276,7 @@ def test_generation_needs_no_pad_token(env):
 def evaluate(env, out: Path, held_out: list, step: int, **changes) -> dict[str, float]:
     """The script's evaluation of some rows, with other flags."""
     rows, state, written = grm.replace(env.rows, held_out=held_out), grm.TrainState(step=step), {}
-    log = SimpleNamespace(samples=lambda *_, **__: None, evaluation=lambda *_: None, line=lambda _: None,
+    log = SimpleNamespace(log_samples=4, samples=lambda *_, **__: None, evaluation=lambda *_: None, line=lambda _: None,
                           json=lambda name, value: written.update({out / name: json.dumps(value, allow_nan=False)}))
     metrics = grm.evaluate(env.judge, rows, state, log, with_flags(env.args, **changes))
     for path, text in written.items():
@@ -288,7 +288,7 @@ def evaluate(env, out: Path, held_out: list, step: int, **changes) -> dict[str, 
 def test_an_evaluation_is_recorded_when_its_files_are_written(env):
     """A resumed run repeats an evaluation without a record, so the record comes last."""
     order = []
-    log = SimpleNamespace(samples=lambda *_, **__: order.append("samples"), json=lambda *_: order.append("text"),
+    log = SimpleNamespace(log_samples=4, samples=lambda *_, **__: order.append("samples"), json=lambda *_: order.append("text"),
                           evaluation=lambda *_: order.append("record"), line=lambda _: None)
     rows = grm.replace(env.rows, held_out=env.held_out[:1])
     grm.evaluate(env.judge, rows, grm.TrainState(step=2), log, env.args)
@@ -686,7 +686,7 @@ def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path)
     assert sorted(path.name for path in (out / "export").iterdir()) == ["latest", "step-4"]
     with open(out / "metrics.jsonl", "a") as file:
         file.write("no JSON\n")
-    with user_error(r"metrics.jsonl:\d+ is no JSON"):
+    with user_error("metrics.jsonl cannot be read: Expecting"):
         grm.main(argv)
 
 

@@ -714,7 +714,7 @@ def test_most_prompts_without_spread_are_enough(env, tmp_path, capsys):
         ppo.report(log, env.batch, state, env.actor, SimpleNamespace(metrics=dict), args)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert [line.split(" prompts")[0] for line in lines] == [
-        "warning: step 2: the samples of 30 of 32", "warning: step 5: the samples of 29 of 32"]
+        "warning: step 2: 30 of 32", "warning: step 5: 29 of 32"]
     log.close(5, 5)
 
 
@@ -777,8 +777,8 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
     whole = train(qwen25, task, tmp_path / "whole", more, "--steps 4")
     text = capsys.readouterr().out
     assert "15 training prompts" in text
-    assert f"{task / 'train.jsonl'}: 8 rows, 75.0% of the draws, 1.5 passes" in text
-    assert f"{task / 'eval.jsonl'}: 7 rows, 25.0% of the draws, 0.6 passes" in text
+    assert f"{task / 'train.jsonl'}: 8 rows, 1.5 passes" in text
+    assert f"{task / 'eval.jsonl'}: 7 rows, 0.6 passes" in text
     train(qwen25, task, tmp_path / "parts", more, "--steps 2")
     parts = train(qwen25, task, tmp_path / "parts", more, "--steps 4")
     assert [record["rollout/reward"] for record in parts] == [record["rollout/reward"] for record in whole]

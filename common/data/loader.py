@@ -90,9 +90,8 @@ def describe_shares(spec: str, sets: list[list], draws: int) -> list[str]:
     """One line for each set of rows: how often it is drawn."""
     lines, shares = [], shares_of(spec, sets)
     for rows, weight, (path, _) in zip(sets, shares, parse_datasets(spec)):
-        share = weight / sum(shares)
-        passes = share * draws / len(rows)
-        lines.append(f"  {path}: {len(rows)} rows, {share:.1%} of the draws, {passes:.1f} passes")
+        passes = draws * weight / sum(shares) / len(rows)
+        lines.append(f"  {path}: {len(rows)} rows, {passes:.1f} passes")
     return lines
 
 
