@@ -274,7 +274,26 @@ def gumbel_race(logits: Tensor, keys: Tensor) -> Tensor:
     CDF. On a GPU this is one compiled kernel instead of about twenty, each of which would pass over
     (B, V); its logarithms may differ from those of eager mode in the last bits.
     """
-    return _race(logits, keys, _id_hashes(logits.shape[-1], logits.device))
+    race = _fused_race(logits.device) if logits.is_cuda else _race
+    return race(logits, keys, _id_hashes(logits.shape[-1], logits.device))
+
+
+def _race(logits: Tensor, keys: Tensor, hashes: Tensor) -> Tensor:
+    return (logits - _exponentials(keys, hashes).log_()).argmax(-1)
+
+
+@functools.cache
+def _fused_race(device: torch.device) -> Callable:
+    """`_race` as one kernel of torch.compile, for any sizes; as it is where nothing compiles, after a
+    warning."""
+    fused = torch.compile(_race, dynamic=True)
+    try:
+        fused(torch.zeros(2, 3, device=device), torch.arange(2, device=device), _id_hashes(3, device))
+    except Exception as error:  # compilers raise anything
+        text = " ".join(str(error).split())[:200]
+        print(f"warning: torch.compile failed, which costs only time: {text}", flush=True)
+        return _race
+    return fused
 
 
 def _exponentials(keys: Tensor, hashes: Tensor) -> Tensor:
@@ -286,35 +305,6 @@ def _exponentials(keys: Tensor, hashes: Tensor) -> Tensor:
     # u = (x + 1/2) / 2^31, and the draw is -log(1 - u). Unlikely tokens win by small u, which a float
     # resolves. It would round the largest u to 1, which the clamp prevents.
     return (x + 0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1).log1p_().neg_()
-
-
-def _eager_race(logits: Tensor, keys: Tensor, hashes: Tensor) -> Tensor:
-    return (logits - _exponentials(keys, hashes).log_()).argmax(-1)
-
-
-class Fused:
-    """A function of tensors that torch.compile turns into one kernel, for any sizes, at its first
-    call on a GPU. Without a compiler it runs eagerly, after one warning."""
-
-    def __init__(self, function: Callable, devices: tuple[str, ...] = ("cuda",)):
-        self.function, self.devices = function, devices
-        self.compiled: Callable | None = None
-        self.failed = False
-
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        if self.failed or tensors[0].device.type not in self.devices:
-            return self.function(*tensors)
-        self.compiled = self.compiled or torch.compile(self.function, dynamic=True)
-        try:
-            return self.compiled(*tensors)
-        except Exception as error:  # compilers raise anything
-            self.failed = True
-            text = " ".join(str(error).split())[:200]
-            print(f"warning: torch.compile failed, which costs only time: {text}", flush=True)
-        return self.function(*tensors)
-
-
-_race = Fused(_eager_race)
 
 
 def sequence_keys(seed: int, stream: int, draw: Tensor, sample: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def launches(folder, count_layers: int, **sampling) -> Launches:
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch):
     """A trace cannot be; the draw of tokens counts as its many kernels."""
-    monkeypatch.setattr(ppo.logprobs, "_race", ppo.logprobs._eager_race)
+    monkeypatch.setattr(ppo.logprobs, "_fused_race", lambda device: ppo.logprobs._race)
 
 
 @pytest.fixture
