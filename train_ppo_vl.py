@@ -1203,7 +1203,7 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
         with torch.inference_mode(), bare:
             results = engine.generate()
     del engine  # frees its slots and graphs
-    memory.release()
+    torch.cuda.empty_cache()  # NCCL and the libraries allocate beside it
     samples = [(index, number) for index in mine for number in range(samples_per_prompt)]
     responses: list[list[Tensor]] = [[] for _ in batch.prompts]
     for index, number in samples:

@@ -307,7 +307,6 @@ def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monk
     graphs_of()
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(ppo.RolloutEngine, "step", failing_step)
-    monkeypatch.setattr(ppo.memory, "release", empty_cache)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Binding)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     monkeypatch.setattr(torch._C, "_host_emptyCache", empty_cache, raising=False)

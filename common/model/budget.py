@@ -221,7 +221,7 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
         return
     layer = max(memory.gathered_bytes(module)[1] for module in plan.models.values())
     distributed.warm_up(ranks, layer)
-    memory.release()
+    torch.cuda.empty_cache()  # NCCL and the libraries allocate beside it
     free, _ = torch.cuda.mem_get_info()
     line = require_fit(plan, min(distributed.gather_objects(free)) / GIB)
     if distributed.is_main():

@@ -47,20 +47,12 @@ def utilisation(
 ) -> dict[str, float]:
     """The metric perf/update_mfu, on a known GPU: the share of its peak that the operations of
     `update_flops` on all ranks reached."""
-    if not torch.cuda.is_available():
-        return {}
-    name = torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     for known, peak_flops in PEAK_FLOPS.items():
         if known in name:
             possible = seconds * peak_flops * distributed.world_size()
             return {"perf/update_mfu": update_flops(policy, tokens, responses) / possible}
     return {}
-
-
-def release() -> None:
-    """Give cached memory of the GPU back: NCCL and the libraries allocate beside torch's cache."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def peak() -> dict[str, float]:
@@ -98,7 +90,10 @@ def resident_bytes(module: nn.Module, shards: int) -> dict[str, int]:
         share = rows * (p.numel() // len(p))
         weights += share * p.itemsize
         trained += share * p.requires_grad
-    return {"weights": weights, "Adam": 8 * trained}
+    return {
+        "weights": weights,
+        "Adam": 8 * trained,
+    }
 
 
 def gathered_bytes(module: nn.Module) -> tuple[int, int, int]:
@@ -122,7 +117,10 @@ def layer_activations(module: nn.Module) -> int:
     layer = decoder(module.model).layers[-1]
     width = module.model.compute.dtype.itemsize
     # one scale for all heads
-    repeats = {"q_norm": text.num_attention_heads, "k_norm": text.num_key_value_heads}
+    repeats = {
+        "q_norm": text.num_attention_heads,
+        "k_norm": text.num_key_value_heads,
+    }
     norms = 0
     for name, p in layer.named_parameters():
         if "norm" in name:
@@ -132,9 +130,11 @@ def layer_activations(module: nn.Module) -> int:
         experts = text.num_experts_per_tok
         inner = experts * text.moe_intermediate_size
         inner += getattr(text, "shared_expert_intermediate_size", 0)
-    heads = 2 * head_dim(text) * (text.num_attention_heads + text.num_key_value_heads)
-    mixing = max(width * heads, activation_bytes(text, width))
-    return (4 + width) * norms + mixing + width * ((2 + experts) * text.hidden_size + 4 * inner)
+    heads = text.num_attention_heads + text.num_key_value_heads
+    attention = 2 * width * head_dim(text) * heads
+    mixing = max(attention, activation_bytes(text, width))
+    products = width * ((2 + experts) * text.hidden_size + 4 * inner)
+    return (4 + width) * norms + mixing + products
 
 
 def logits_bytes(module: nn.Module, rows: int) -> int:

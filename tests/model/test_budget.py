@@ -131,7 +131,7 @@ def test_a_rollout_leaves_no_cache_behind(qwen25, picture_rows, monkeypatch):
             seen.append(weakref.ref(self.cache))
 
     monkeypatch.setattr(ppo, "RolloutEngine", Engine)
-    monkeypatch.setattr(memory, "release", lambda: seen.append(seen[0]() is None))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(seen[0]() is None))
     ppo.rollout(env.actor, take(env), env.sampling, 2)
     assert seen[1:] == [True]
 
