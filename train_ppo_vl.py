@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     modules = build_models(args, rows.processor, ranks.device)  # on meta: no weights are read yet
     modules |= build_reward_models(args, reward, rows, modules["actor"])
     if not args.run.export_only:
-        looks.check(args, modules, rows)
+        looks.prepare(args, modules, rows)
         budget.fit(budget.policy_plan(args, modules, rows, ranks.world), ranks)
     models = load_models(args, modules, ranks)
 
@@ -92,8 +92,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if args.run.export_only:
         return checkpoints.export_now(trainables["actor"], rows.processor)
     log = open_log(args, rows, state.step)
-    sampling = Sampling.of(args, rows.processor, ranks.device, models.teacher)
-    sampling = replace(sampling, environment=environment)
+    sampling = replace(Sampling.of(args, rows.processor, ranks.device), environment=environment)
     if not args.run.eval_only:  # an evaluation has nothing to save
         distributed.catch_signals()
 
@@ -108,8 +107,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 break
             if logging.evaluation_due(step, args, rows) and not log.has_evaluation(step):
                 metrics, records, pictures = evaluate(trainables, reward, rows, sampling, state, args)
-                if step == 0 and models.teacher is not None and environment is None:
-                    metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, args)
+                metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, step, args)
                 report_evaluation(log, metrics, records, pictures, state)
             checkpoints.export_if_due(step, last, trainables["actor"], rows.processor)
             if step == last or args.run.eval_only:
@@ -872,9 +870,7 @@ class Sampling:
     training use the distribution that was sampled from."""
 
     max_new_tokens: int
-    # (V,) bool: ids that are never drawn, such as image tokens; with a teacher, V is the smaller of
-    # the two vocabularies
-    banned: Tensor
+    banned: Tensor  # (V,) bool: ids that are never drawn, such as image tokens
     stop_ids: Tensor  # (k,) ids that end a response
     temperature: float = 1.0
     top_k: int = 0
@@ -889,19 +885,12 @@ class Sampling:
     cuda_graphs: str = "auto"
 
     @staticmethod
-    def of(
-        args: Args,
-        processor: data.Processor,
-        device: torch.device,
-        teacher: looks.Teacher | None = None,
-    ) -> "Sampling":
-        """The sampling that the flags ask for, of ids that the teacher can score."""
-        rollout, banned = args.rollout, processor.banned_mask()
-        if teacher is not None:
-            banned = banned[: teacher.policy.processor.vocab_size]
+    def of(args: Args, processor: data.Processor, device: torch.device) -> "Sampling":
+        """The sampling that the flags ask for."""
+        rollout = args.rollout
         return Sampling(
             max_new_tokens=rollout.max_new_tokens,
-            banned=banned.to(device),
+            banned=processor.banned_mask().to(device),
             stop_ids=torch.tensor(processor.stop_ids, device=device),
             temperature=rollout.temperature,
             top_k=rollout.top_k,
@@ -1701,10 +1690,17 @@ def evaluate(
 
 
 def evaluate_teacher(
-    teacher: looks.Teacher, reward: rewards.RewardMix, rows: Rows, sampling: Sampling, args: Args
+    teacher: looks.Teacher | None,
+    reward: rewards.RewardMix,
+    rows: Rows,
+    sampling: Sampling,
+    step: int,
+    args: Args,
 ) -> dict[str, float]:
-    """How often the teacher is right about held-out prompts, as it sees them: it cannot teach what it
-    cannot answer."""
+    """Before the first step, how often the teacher is right about held-out prompts, as it sees them:
+    it cannot teach what it cannot answer. Not with an environment, whose images it might not see."""
+    if teacher is None or args.env.env or step:
+        return {}
     batches = data.batches_in_order(rows.held_out, len(rows.held_out))
     sampling = replace(sampling, stream=EVAL, greedy=True)
     with teacher.asked() as policy, data.PromptLoader(rows.processor, args.data, batches) as loader:

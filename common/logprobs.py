@@ -49,14 +49,15 @@ def logits_fp32(
     Args:
         weight: (V, H) of the language-model head.
         temperature: the sampling temperature, positive.
-        banned: (V,) bool, ids that are -inf in every row; if it is shorter, so are all ids beyond it.
+        banned: (V,) bool, ids that are -inf in every row, of a model that may have more or fewer ids;
+            those beyond it are -inf as well.
         row_banned: (n,) bool, rows in which the ids ``row_banned_ids`` (k,) are -inf as well.
     """
     logits = _product(hidden, weight.t())
     if temperature != 1.0:
         logits /= temperature
     if banned is not None:
-        logits[:, : len(banned)].masked_fill_(banned, -math.inf)
+        logits[:, : len(banned)].masked_fill_(banned[: logits.shape[1]], -math.inf)
         logits[:, len(banned) :] = -math.inf
     if row_banned is not None:
         chosen = logits[:, row_banned_ids]  # (n, k)

@@ -73,7 +73,7 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     reward.check_rows(rows.train + rows.held_out)
     models = ppo.build_models(args, rows.processor, META)
     models |= ppo.build_reward_models(args, reward, rows, models["actor"])
-    looks.check(args, models, rows)
+    looks.prepare(args, models, rows)
     return budget.policy_plan(args, models, rows, gpus)
 
 

@@ -125,7 +125,7 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     rows = ppo.load_rows(args)
     modules = ppo.build_models(args, rows.processor, ranks.device)
-    looks.check(args, modules, rows)
+    looks.prepare(args, modules, rows)
     models = ppo.load_models(args, modules, ranks)
     return SimpleNamespace(
         args=args,
@@ -133,7 +133,7 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
         rows=rows,
         processor=rows.processor,
         prompts=rows.train,
-        sampling=ppo.Sampling.of(args, rows.processor, ranks.device, models.teacher),
+        sampling=ppo.Sampling.of(args, rows.processor, ranks.device),
         models=models,
         actor=models.actor,
         critic=models.critic,

@@ -102,7 +102,7 @@ def distributions(env, model, prompts: list, processor) -> list[torch.Tensor]:
     for index, tokens in responses_of(env.batch):
         logits = logits_of(model, prompts[index], tokens, processor)[:, :size] / 0.7
         logits[:2, list(env.processor.stop_ids)] = -torch.inf
-        logits[:, list(env.processor.banned_ids)] = -torch.inf
+        logits[:, [i for i in env.processor.banned_ids if i < size]] = -torch.inf
         found.append(logits.log_softmax(-1))
     return found
 

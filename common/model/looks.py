@@ -278,16 +278,17 @@ def teacher_of(args: Any, modules: dict[str, nn.Module]) -> Teacher | None:
     return teacher if args.teacher.teacher_model else None
 
 
-def check(args: Any, modules: dict[str, nn.Module], rows: Any) -> None:
-    """Raises UserError, on every rank: a teacher that lacks tokens of the policy or cannot read rows,
-    no image that could be damaged."""
+def prepare(args: Any, modules: dict[str, nn.Module], rows: Any) -> None:
+    """Ban the ids for which the teacher has no embedding. Raises UserError, on every rank: a teacher
+    that lacks tokens of the policy or cannot read rows, no image that could be damaged."""
     if args.teacher.student_images and not any(row.images for row in rows.train):
         raise UserError("--student_images: no row of --data has images")
     teacher = teacher_of(args, modules)
     if teacher is None:
         return
-    processor, template = teacher.policy.processor, args.teacher.teacher_prompt
-    tokens, others = (p.tokenizer.get_vocab() for p in (teacher.actor.processor, processor))
+    own, processor, template = rows.processor, teacher.policy.processor, args.teacher.teacher_prompt
+    own.banned_ids += tuple(range(processor.vocab_size, own.vocab_size))
+    tokens, others = own.tokenizer.get_vocab(), processor.tokenizer.get_vocab()
     lacking = tokens.items() - others.items()
     with distributed.raise_on_all_ranks(f"--teacher_model {args.teacher.teacher_model}: "):
         if lacking:
