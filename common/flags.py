@@ -112,7 +112,8 @@ def parse(
     config = typed.pop("config", None)
     if config is None and "model" not in typed:
         if typed.get("export_only"):
-            config = own_config(args_class, typed)
+            out = typed.setdefault("out", RunArgs.out)  # it may have been moved since
+            config = out / "args.json"
         elif not typed.keys() & {"data", "eval_data"}:
             config = embedded_toy(*toy)
     values = read_config(config, parser) if config else {}
@@ -201,19 +202,7 @@ def read_config(path: str | Path, parser: "Parser") -> dict[str, Any]:
                 words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
         return vars(parser.parse_args(words))
     except (OSError, ValueError) as error:
-        raise UserError(f"--config {path}: {error}") from error
-
-
-def own_config(args_class: type, typed: dict[str, Any]) -> Path:
-    """The args.json of the run in --out. Raises UserError: there is none."""
-    out = Path(typed.get("out", list_fields(args_class)["out"].default))
-    if not (out / "args.json").is_file():
-        raise UserError(
-            f"--export_only: {out} holds no run, there is no {out / 'args.json'}; name the run "
-            "with --out"
-        )
-    typed.setdefault("out", out)  # the folder may have been moved since
-    return out / "args.json"
+        raise UserError(f"{path}: {error}") from error
 
 
 def embedded_toy(task: str, name: str) -> Path:
@@ -443,8 +432,7 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
         is_weight = re.fullmatch(NUMBER, weight)
         sets.append((path, float(weight)) if path and is_weight else (part, None))
     weights = [weight for _, weight in sets if weight is not None]
-    complete = len(weights) in (0, len(sets)) and bool(sets) == bool(spec)
-    if not complete or not all(weight > 0 for weight in weights):
+    if len(weights) not in (0, len(sets)) or not all(weight > 0 for weight in weights):
         raise ValueError(
             f"{spec}: expected files separated by commas, all of them or none with a weight above "
             "0, as in a.jsonl:0.7,b.jsonl:0.3"
@@ -806,9 +794,7 @@ def load_object(flag_name: str, spec: str, expected: str) -> Any:
     sys.modules[module_spec.name] = module  # dataclasses look there
     try:
         module_spec.loader.exec_module(module)
+        return getattr(module, name)
     except (Exception, SystemExit) as error:
         problem = describe(error)
         raise UserError(f"{flag_name} {spec}: {path} raised {problem}") from error
-    if not hasattr(module, name):
-        raise UserError(f"{flag_name} {spec}: {path} has no function {name!r}")
-    return getattr(module, name)

@@ -64,8 +64,7 @@ class Prompt:
 def parse_columns(text: str) -> dict[str, str]:
     """--columns: prompt=question,answer=solution -> the name in the file of each of our columns."""
     columns = dict(COLUMNS)
-    pairs = text.split(",") if text else []
-    for pair in pairs:
+    for pair in filter(None, text.split(",")):
         ours, _, theirs = (part.strip() for part in pair.partition("="))
         if ours not in COLUMNS or not theirs:
             raise ValueError(

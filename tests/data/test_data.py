@@ -359,7 +359,7 @@ def test_system_prompt_and_column_names(load):
     assert [p.reference for p in load([{"prompt": "x", "solution": "s", "answer": "a"}], "answer=solution")] == ["s"]
 
 
-@pytest.mark.parametrize("columns", ["question", "prompt=", "=question", "prompt=q,question=prompt", "prompt=q,,"])
+@pytest.mark.parametrize("columns", ["question", "prompt=", "=question", "prompt=q,question=prompt"])
 def test_columns_that_cannot_be(columns):
     with value_error(f"--columns {columns}: .* is not one of prompt, images, answer, label"):
         parse_columns(columns)

@@ -552,6 +552,6 @@ def test_what_cannot_speak_is_refused_at_load(qwen25, labelled, tmp_path):
         "{%- for message in messages -%}{%- if message.role == 'tool' -%}{{ raise_exception('no tools') }}{%- endif -%}"))
     refused("--reward env needs an environment", "--env", "")
     refused("rm: scalar models", "--reward rm:somewhere")
-    refused("no function 'Nobody'", "--env", f"{PROGRAMS}:Nobody")
+    refused("AttributeError: module .* has no attribute 'Nobody'", "--env", f"{PROGRAMS}:Nobody")
     refused("no method .reset.", "--env", f"{PROGRAMS}:picture")
     refused("--max_tokens_per_pack 100 must hold .*--max_reply_tokens", "--max_tokens_per_pack 100")
