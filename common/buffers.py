@@ -44,7 +44,6 @@ class Conversation:
     """One sample's conversation. Own tokens are those of the policy, counted across turns."""
 
     role: str = "user"
-    label: str | None = None  # of the row
     opening: Content = field(default_factory=list)  # the first observation
     replies: list[Content] = field(default_factory=list)
     tokens_before: list[int] = field(default_factory=list)  # own tokens before each reply

@@ -151,7 +151,7 @@ class EnvRollout:
         for index in indices:
             row = batch.prompts[index]
             for number in range(count):
-                conversation = Conversation(self.environment.role, row.label)
+                conversation = Conversation(self.environment.role)
                 episode = Episode((index, number), row, conversation)
                 self.episodes[episode.key] = episode
                 columns = env_row(row, (*self.seed, batch.prompt_ids[index]), number)

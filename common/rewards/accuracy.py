@@ -8,6 +8,8 @@ settings -> whether that is above chance                           doubtful_accu
 
 import math
 from collections import Counter
+from itertools import groupby
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -92,16 +94,14 @@ def vote_rates(records: list[dict]) -> dict[int, float]:
     """k = 1, 3, ... -> how often the verdict of most of the first k judgements on a question is
     right, of those that could be read; a tie with another counts one half. Records of
     train_ppo_vl.py, by sample; those without a right verdict are left out."""
-    by_question: dict[int, list[dict]] = {}
-    for record in records:
-        if "verdict" in record and record["reference"] is not None:
-            by_question.setdefault(record["index"], []).append(record)
+    judged = [one for one in records if "verdict" in one and one["reference"] is not None]
+    questions = [list(part) for _, part in groupby(judged, key=itemgetter("index"))]
     rates = {}
-    for k in range(1, max(map(len, by_question.values()), default=0) + 1, 2):
+    for k in range(1, max(map(len, questions), default=0) + 1, 2):
         votes = []
-        for judged in by_question.values():
-            verdicts = [record["verdict"] for record in judged[:k]]
-            votes.append(vote(verdicts, judged[0]["reference"]))
+        for samples in questions:
+            verdicts = [record["verdict"] for record in samples[:k]]
+            votes.append(vote(verdicts, samples[0]["reference"]))
         rates[k] = fmean(votes)
     return rates
 

@@ -2,11 +2,10 @@
 pixels."""
 
 import textwrap
-from functools import lru_cache
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-INK, GREY, PAPER, BLUE = "#1f2933", "#7b8794", "#ffffff", "#1d4ed8"
+INK, PAPER, BLUE = "#1f2933", "#ffffff", "#1d4ed8"
 WIDTH, MARGIN = 480, 18  # of a card
 IMAGE_HEIGHT = 224  # at most
 SIZE, LINE_HEIGHT = 14, 19  # of the text
@@ -14,41 +13,36 @@ CHARACTERS = 64  # of a line
 LINES = 32  # of a card, at most
 
 
-@lru_cache
-def font(size: int) -> ImageFont.FreeTypeFont:
-    """Pillow's own font: Latin only, other scripts come out as boxes."""
-    return ImageFont.load_default(size)
-
-
 def sample_card(images: list[Image.Image], text: str, caption: str) -> Image.Image:
     """A picture of a sample: its images side by side, what was said, and a caption in blue (what it
     earned)."""
     fitted = fit_images(images)
     top = MARGIN + max((image.height + MARGIN for image in fitted), default=0)
-    lines = [(line, INK) for line in wrap(text, LINES)] + [("", INK)]
-    lines += [(line, BLUE) for line in wrap(caption, 4)]
-    card = Image.new("RGB", (WIDTH, top + LINE_HEIGHT * len(lines) + MARGIN), PAPER)
+    texts = [(wrap(text, LINES), INK), (wrap(caption, 4), BLUE)]
+    height = top + LINE_HEIGHT * sum(len(lines) + 1 for lines, _ in texts)
+    card = Image.new("RGB", (WIDTH, height), PAPER)
     x = MARGIN
     for image in fitted:
         card.paste(image, (x, MARGIN))
         x += image.width + MARGIN
-    draw = ImageDraw.Draw(card)
-    for k, (line, colour) in enumerate(lines):
-        draw.text((MARGIN, top + LINE_HEIGHT * k), line, colour, font(SIZE))
+    draw, font = ImageDraw.Draw(card), ImageFont.load_default(SIZE)  # Latin only: others are boxes
+    for lines, colour in texts:
+        for line in lines:
+            draw.text((MARGIN, top), line, colour, font)
+            top += LINE_HEIGHT
+        top += LINE_HEIGHT
     return card
 
 
 def fit_images(images: list[Image.Image]) -> list[Image.Image]:
-    """The images in a size that fits side by side. Tiny ones are enlarged by whole pixels: the
+    """The images in a size that fits side by side. Tiny ones are enlarged without smoothing: the
     reader sees exactly what they hold."""
     share = max(1, (WIDTH - MARGIN) // max(1, len(images)) - MARGIN)
     fitted = []
     for image in images:
-        image = image.convert("RGB")
-        factor = max(1, min(share // image.width, IMAGE_HEIGHT // image.height))
-        image = ImageOps.scale(image, factor, Image.Resampling.NEAREST)
-        image.thumbnail((share, IMAGE_HEIGHT))
-        fitted.append(image)
+        tiny = max(image.width / share, image.height / IMAGE_HEIGHT) < 1
+        method = Image.Resampling.NEAREST if tiny else Image.Resampling.BICUBIC
+        fitted.append(ImageOps.contain(image.convert("RGB"), (share, IMAGE_HEIGHT), method))
     return fitted
 
 

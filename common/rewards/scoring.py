@@ -151,10 +151,8 @@ class RewardMix:
         other in a thread; `score` waits for them."""
         rank, calls, worker = dist.get_rank(), {}, Workers(1)
         for source in self.sources:
-            own = []
-            for i in self.samples_of(source, batch):
-                if batch.owners[batch.prompt_index[i]] == rank:
-                    own.append(i)
+            used = self.samples_of(source, batch)
+            own = [i for i in used if batch.owners[batch.prompt_index[i]] == rank]
             if source.function is not None and own:  # a rank may have no samples
                 samples = read_samples(batch, own, processor)
                 calls[source.name] = own, worker.submit(score_samples, source, samples, self.args)

@@ -8,6 +8,7 @@ gather_images        the images of some samples, from the ranks that have them
 """
 
 import itertools
+from statistics import fmean
 from typing import Sequence
 
 from PIL import Image
@@ -74,26 +75,17 @@ def image_sizes(conversation: Conversation) -> list[tuple[int, int]]:
 
 
 def conversation_metrics(conversations: list[Conversation], section: str) -> dict[str, float]:
-    """Means over samples, as ``section/...``; of several labels also one by one."""
-    parts: dict[str, list[Conversation]] = {}
-    for one in conversations:
-        if one.label is not None:
-            parts.setdefault(f"/{one.label}", []).append(one)
-    if len(parts) == 1:
-        parts = {}
-    if conversations:
-        parts[""] = conversations
-    metrics = {}
-    for label, part in parts.items():
-        columns = {
-            "turns": [len(one.tokens_before) + 1 for one in part],
-            "env_seconds": [one.seconds for one in part],
-        }
-        for ending in ENDINGS:
-            columns[f"ended_{ending}"] = [one.ended == ending for one in part]
-        for name, values in columns.items():
-            metrics[f"{section}/{name}{label}"] = sum(values) / len(values)
-        metrics[f"{section}/env_errors{label}"] = float(sum(one.error != "" for one in part))
+    """Means over samples, as ``section/...``, and the number of samples whose environment failed."""
+    if not conversations:
+        return {}
+    columns = {
+        "turns": [len(one.tokens_before) + 1 for one in conversations],
+        "env_seconds": [one.seconds for one in conversations],
+    }
+    for ending in ENDINGS:
+        columns[f"ended_{ending}"] = [one.ended == ending for one in conversations]
+    metrics = {f"{section}/{name}": fmean(values) for name, values in columns.items()}
+    metrics[f"{section}/env_errors"] = float(sum(one.error != "" for one in conversations))
     return metrics
 
 
