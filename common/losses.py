@@ -56,7 +56,8 @@ class AdvantageInputs:
         token. The rest of the sample's reward falls on the sample's last token."""
         if self.turn_rewards is None:
             return token_rewards(self.rewards, self.kl, self.lengths, self.kl_coef)
-        left = (self.rewards.double() - self.per_sample(self.turn_rewards)).to(self.rewards.dtype)
+        earned = self.per_sample(self.turn_rewards)  # (S,)
+        left = (self.rewards.double() - earned).to(self.rewards.dtype)
         at_turns = self.turn_rewards.to(left.dtype)
         return at_turns + token_rewards(left, self.kl, self.lengths, self.kl_coef)
 
@@ -130,7 +131,9 @@ def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:
     it is NaN, and where the samples of a prompt are equal in it.
     """
     columns = list(x.components.values()) or [x.rewards]
-    weights = torch.ones(len(x.rewards), len(columns)) if x.weights is None else x.weights
+    weights = x.weights
+    if weights is None:
+        weights = torch.ones(len(x.rewards), len(columns))
     total = torch.zeros_like(x.rewards, dtype=torch.float64)  # (S,)
     for values, weight in zip(columns, weights.T):
         (places,) = torch.where(~values.isnan())
@@ -186,7 +189,8 @@ def _subtract_kl(x: AdvantageInputs, standard: Tensor) -> AdvantagesAndReturns:
     """
     per_sample = x.kl.split(x.lengths.tolist())
     kl_to_go = torch.cat([part.flip(0).cumsum(0).flip(0) for part in per_sample])  # (N,)
-    advantages = x.per_token(standard.to(x.rewards.dtype)) - x.kl_coef * kl_to_go
+    advantages = x.per_token(standard.to(x.rewards.dtype))
+    advantages = advantages - x.kl_coef * kl_to_go
     return advantages, advantages
 
 
@@ -207,7 +211,8 @@ def centre(rewards: Tensor, compared: Tensor, weight: Tensor | None = None) -> T
             "one: draw two or more samples per prompt"
         )
     x = rewards.double()
-    weight = torch.ones_like(x) if weight is None else weight
+    if weight is None:
+        weight = torch.ones_like(x)
     empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
     total = empty.index_add(0, place, weight)
     baseline = empty.index_add(0, place, weight * x) / total.clamp(min=1)
@@ -221,8 +226,8 @@ def standardize(rewards: Tensor, compared: Tensor) -> Tensor:
     deviation."""
     centred = centre(rewards, compared)
     ids, place, count = compared.unique(return_inverse=True, return_counts=True)
-    # (G,)
-    squares = torch.zeros(len(ids), dtype=torch.float64).index_add(0, place, centred.square())
+    empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
+    squares = empty.index_add(0, place, centred.square())
     deviation = (squares / (count - 1)).sqrt()
     return centred / (deviation[place] + 1e-6)
 
@@ -254,7 +259,8 @@ def gae(
     """
     longest_first = lengths.argsort(descending=True)
     starts = (lengths.cumsum(0) - lengths)[longest_first]  # (S,)
-    lam = torch.as_tensor(lam, dtype=torch.float64).expand(len(lengths))[longest_first]  # (S,)
+    lam = torch.as_tensor(lam, dtype=torch.float64)
+    lam = lam.expand(len(lengths))[longest_first]  # (S,)
     # (longest,) sequences with a token at position t
     reach = len(lengths) - torch.bincount(lengths).cumsum(0)[:-1]
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
@@ -404,12 +410,15 @@ def perception_factors(seen: Tensor, lengths: Tensor, low: float) -> Tensor:
     one of the S quotients is 1. A factor is 1 without images, and if all s are equal. All responses of
     the step are compared; the authors' code takes min and max per device, and the mean per micro-batch.
     """
-    means = torch.stack([part.double().mean() for part in seen.split(lengths.tolist())])  # (S,)
-    counts = ~means.isnan()  # responses with images and at least one token
-    s, factors = means[counts], torch.ones_like(means)
+    responses = seen.double().split(lengths.tolist())
+    means = torch.stack([response.mean() for response in responses])  # (S,)
+    factors = torch.ones_like(means)
+    seeing = ~means.isnan()  # responses with images and at least one token
+    s = means[seeing]
     if len(s) and s.max() - s.min() > ROUNDING:
         place = (s - s.min()) / (s.max() - s.min())
-        factors[counts] = low + (1 - low) / place.mean() * place
+        top = low + (1 - low) / place.mean()
+        factors[seeing] = low + (top - low) * place
     return factors.to(seen.dtype)
 
 
@@ -420,7 +429,8 @@ def perception_kl(logp: Tensor, masked: Tensor) -> Tensor:
     As in the authors' runs, ``masked`` has no gradient. The paper's entropy of the masked policy is
     left out, as it would have none either.
     """
-    return kl_penalty("k3", logp, torch.where(masked.isnan(), logp.detach(), masked))
+    masked = torch.where(masked.isnan(), logp.detach(), masked)
+    return kl_penalty("k3", logp, masked)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -481,9 +491,8 @@ def ppo(x: PolicyLossInputs, low: float, high: float, dual_clip: float = 0.0) ->
     out = _clipped(x, x.ratio, low, high)
     if dual_clip:
         out.dual = x.down & (x.ratio > dual_clip)
-        out.per_token = torch.where(
-            x.adv < 0, torch.minimum(out.per_token, -dual_clip * x.adv), out.per_token
-        )
+        bounded = torch.minimum(out.per_token, -dual_clip * x.adv)
+        out.per_token = torch.where(x.adv < 0, bounded, out.per_token)
     return out
 
 
@@ -553,13 +562,19 @@ def ratio_sums(x: PolicyLossInputs, out: PolicyLossOutput) -> dict[str, Tensor]:
     and clipped tokens. The KL is not clamped, so that a policy that has run away is noticed."""
     log_ratio = (x.logp.detach() - x.old).double()
     moved = torch.expm1(log_ratio) - log_ratio
-    sums = {"ratio": (out.ratio.detach() * x.in_loss).sum(), "approx_kl": (moved * x.in_loss).sum()}
+    sums = {
+        "ratio": (out.ratio.detach() * x.in_loss).sum(),
+        "approx_kl": (moved * x.in_loss).sum(),
+    }
     for name, clipped in (
         ("clipped_high", out.high),
         ("clipped_low", out.low),
         ("clipped_dual", out.dual),
     ):
-        sums[name] = sums["ratio"].new_zeros(()) if clipped is None else (clipped & x.in_loss).sum()
+        if clipped is None:
+            sums[name] = sums["ratio"].new_zeros(())
+        else:
+            sums[name] = (clipped & x.in_loss).sum()
     return sums
 
 
