@@ -1652,8 +1652,7 @@ def evaluate(
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     # as many prompts per rollout as fill all slots: every rollout waits for its slowest answer
-    slots = distributed.world_size() * (args.rollout.slots or attention.MOST_SLOTS)
-    size = max(2, slots // count // 2 * 2)  # even: both orders of a pair
+    size = max(2, all_slots(args) // count // 2 * 2)  # even: both orders of a pair
     batches = data.batches_in_order(rows.held_out, size)
     records: list[dict] = []
     pictures: list[Image.Image] = []
@@ -1697,11 +1696,12 @@ def evaluate_teacher(
     step: int,
     args: Args,
 ) -> dict[str, float]:
-    """Before the first step, how often the teacher is right about held-out prompts, as it sees them:
-    it cannot teach what it cannot answer. Not with an environment, whose images it might not see."""
+    """Before the first step, how often the teacher is right about held-out prompts, as many as one
+    rollout answers, as it sees them: it cannot teach what it cannot answer. Not with an environment,
+    whose images it might not see."""
     if teacher is None or args.env.env or step:
         return {}
-    batches = data.batches_in_order(rows.held_out, len(rows.held_out))
+    batches = data.batches_in_order(rows.held_out, all_slots(args))[:1]
     sampling = replace(sampling, stream=EVAL, greedy=True)
     with teacher.asked() as policy, data.PromptLoader(rows.processor, args.data, batches) as loader:
         batch = loader.take()
@@ -1710,6 +1710,10 @@ def evaluate_teacher(
     reward.score(answers, rows.processor)
     metrics = rewards.summarise(rewards.sample_records(answers, rows.processor), 1)
     return {f"eval/teacher_{word}": metrics[name] for word, name in accuracy_columns(metrics).items()}
+
+
+def all_slots(args: Args) -> int:
+    return distributed.world_size() * (args.rollout.slots or attention.MOST_SLOTS)
 
 
 def values_and_returns(

@@ -298,8 +298,8 @@ def prepare(args: Any, modules: dict[str, nn.Module], rows: Any) -> None:
             )
         if args.env.env and teacher.own_tower:
             raise ValueError("with --env it must have the vision tower of the policy")
+        everything = rows.train + rows.held_out if template or processor is not own else []
         with ThreadPoolExecutor(8) as pool:  # headers of images wait for the file system
-            everything = rows.train + rows.held_out
             list(pool.map(lambda row: read_prompt(row, processor, template), everything))
 
 

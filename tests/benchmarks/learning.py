@@ -4,6 +4,7 @@
     python tests/benchmarks/learning.py --only "loss gspo" --flags "--actor_lr 3e-5"       # some of them, with other flags
     python tests/benchmarks/learning.py --task describe --seeds 3     # CRITIC_RUNS: is a critic worth its cost?
     python tests/benchmarks/learning.py --task looking --seeds 3      # LOOKING_RUNS: do PAPO and VPPO help to look?
+    python tests/benchmarks/learning.py --task teacher --seeds 3      # TEACHER_RUNS: does a larger model teach faster than rewards?
     python tests/benchmarks/learning.py --task judge --seeds 3        # JUDGE_RUNS: a judge's learning rate and tower
 
 Each run is `python train_ppo_vl.py --config toy/args.json` (256 samples in 4 updates a step, actor_lr 3e-4) with the flags of
@@ -19,11 +20,15 @@ critic's explained variance on these held-out answers.
 With --task looking the same descriptions, of which nothing can be guessed; beside the held-out reward the vision gap, what an
 answer's log-prob loses with blank images (nats), and the KL to the policy's own log-probs with masked ones.
 
+With --task teacher the same descriptions; the teacher is twice as large as the policy, and was trained as the quickstart
+trains: by PPO with a critic, 60 steps. What that took is no part of the CPU seconds, and is printed first.
+
 With --task judge, `python train_grm_vl.py --config toy/grm_args.json`, 1,500 steps: accuracy of all held-out judgements
 along the run, its mean over them; of single answers and of pairs at the end.
 """
 
 import argparse
+import functools
 import json
 import math
 import multiprocessing
@@ -40,8 +45,9 @@ from typing import Callable
 os.environ["OMP_NUM_THREADS"] = "1"  # CPU seconds hold on one thread only
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 
+import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from machine import machine
@@ -132,6 +138,15 @@ LOOKING_RUNS = {
     "VPPO, all tokens": f"{VPPO} --perception_ratio 1",
     "penalty 0.06": f"{GRPO} --entropy_coef -0.06",
 }
+TEACHER = "runs/toy_teacher/export/latest"  # of the project's folder; made before the first run
+DISTILLED = f"--advantage none --teacher_model {ROOT / TEACHER}"
+TEACHER_RUNS = {
+    "gae": "",
+    "grpo": GRPO,
+    "teacher in the advantage": DISTILLED,
+    "teacher in the loss": f"{DISTILLED} --teacher_in loss",
+    "teacher in the loss, grpo": f"{DISTILLED} --teacher_in loss {GRPO}",
+}
 # of the toy's judge; each with its vision tower as it is, and trained
 TOWERS = {"": "", ", tower trained": "--train_vision"}
 JUDGE_RUNS = {
@@ -197,6 +212,35 @@ def looking_figures(lines: list[dict]) -> dict[str, float]:
     return found | {"KL(masked)": last.get("train/perception_kl", math.nan)}
 
 
+def teacher_figures(lines: list[dict]) -> dict[str, float]:
+    """Of --task teacher, from the records of a run."""
+    found = {name: value for name, value in critic_figures(lines).items() if not name.startswith("ev")}
+    steps = [line["train/teacher_kl"] for line in lines if "train/teacher_kl" in line] or [math.nan]
+    first = lines[1].get("eval/teacher_accuracy", math.nan)
+    return found | {"KL(teacher), first": steps[0], "last": steps[-1], "teacher": first}
+
+
+def make_teacher() -> None:
+    """A toy of 96 dimensions and 4 layers in place of 64 and 3, trained by the toy's own flags."""
+    out, made = ROOT / TEACHER, ROOT / "runs" / "toy_teacher_start"
+    if out.exists():
+        return
+    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    for script, argv in ((write_larger_toy, ["--task", "describe", "--out", str(made)]),
+                         (ppo.main, ["--config", str(made / "args.json"), "--save_every", "0", "--out", str(out.parents[1])])):
+        if script is ppo.main or not made.exists():
+            child = multiprocessing.get_context("fork").Process(target=script, args=(argv,))
+            child.start()
+            child.join()
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began
+    print(f"the teacher: {seconds:.0f} CPU seconds")
+
+
+def write_larger_toy(argv: list[str]) -> None:
+    toy.make_model = functools.partial(toy.make_model, hidden_size=96, layers=4)
+    toy.main(argv)
+
+
 def figures(lines: list[dict]) -> dict[str, float]:
     """Of --task questions, from the records of a run."""
     found = {f"at {line['step']}": line["eval/accuracy_reward_mean"] for line in lines if "eval/accuracy_reward_mean" in line}
@@ -224,6 +268,7 @@ TASKS = {
     "questions": Task("toy", "args.json", ppo.main, RUNS, figures, steps=40, evaluations=4),
     "describe": Task("toy_describe", "args.json", ppo.main, CRITIC_RUNS, critic_figures, steps=40, evaluations=4),
     "looking": Task("toy_describe", "args.json", ppo.main, LOOKING_RUNS, looking_figures, steps=40, evaluations=4),
+    "teacher": Task("toy_describe", "args.json", ppo.main, TEACHER_RUNS, teacher_figures, steps=40, evaluations=4),
     "judge": Task("toy", "grm_args.json", grm.main, JUDGE_RUNS, judge_figures, steps=1500, evaluations=5),
 }
 
@@ -233,7 +278,7 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, default="questions", help="what is learned from launch/toy.py's data")
     parser.add_argument("--steps", type=int, help="of each run; default: 40, of a judge 1500")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each, seeds 0, 1, ...")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help=", ".join(RUNS | CRITIC_RUNS | LOOKING_RUNS | JUDGE_RUNS))
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=", ".join(RUNS | CRITIC_RUNS | LOOKING_RUNS | TEACHER_RUNS | JUDGE_RUNS))
     parser.add_argument("--flags", type=shlex.split, default=[], help="further flags of every run, in one argument")
     flags = parser.parse_args()
     task = TASKS[flags.task]
@@ -248,6 +293,8 @@ def main() -> None:
         program = [sys.executable, str(ROOT / "launch" / "toy.py"), "--task", kind]
         subprocess.run([*program, "--out", str(ROOT / task.folder)], check=True)
     print(machine() + "\n")
+    if flags.task == "teacher":
+        make_teacher()
     ranges = {}
     for name in flags.only or task.runs:
         runs = []
