@@ -9,7 +9,7 @@ size, V vocabulary.
 
 import functools
 import math
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 import torch.nn.functional as F
@@ -275,26 +275,40 @@ def gumbel_race(logits: Tensor, keys: Tensor) -> Tensor:
     CDF. On a GPU this is one compiled kernel instead of about twenty, each of which would pass over
     (B, V); its logarithms may differ from those of eager mode in the last bits.
     """
-    race = _fused_race(logits.device) if logits.is_cuda else _race
-    return race(logits, keys, _id_hashes(logits.shape[-1], logits.device))
+    return fuse(_race, logits, keys, _id_hashes(logits.shape[-1], logits.device))
 
 
 def _race(logits: Tensor, keys: Tensor, hashes: Tensor) -> Tensor:
     return (logits - _exponentials(keys, hashes).log_()).argmax(-1)
 
 
+def fuse(function: Callable, *tensors: Tensor) -> Any:
+    """``function(*tensors)``, on a GPU by one compiled kernel for each result, with the roundings of
+    the function itself. It runs as it is where gradients are wanted, inside other compiled code,
+    and where nothing compiles."""
+    eager = torch.is_grad_enabled() or torch.compiler.is_compiling() or not tensors[0].is_cuda
+    if eager or not _compiles(tensors[0].device):
+        return function(*tensors)
+    return _compiled(function)(*tensors)
+
+
 @functools.cache
-def _fused_race(device: torch.device) -> Callable:
-    """`_race` as one kernel of torch.compile, for any sizes; as it is where nothing compiles, after a
-    warning."""
-    fused = torch.compile(_race, dynamic=True)
+def _compiled(function: Callable) -> Callable:
+    """A function through torch.compile, for any sizes."""
+    return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
+
+
+@functools.cache
+def _compiles(device: torch.device) -> bool:
+    """Whether torch.compile works here; if not, this warns."""
+    small = torch.zeros(2, 3, device=device), torch.arange(2, device=device), _id_hashes(3, device)
     try:
-        fused(torch.zeros(2, 3, device=device), torch.arange(2, device=device), _id_hashes(3, device))
+        _compiled(_race)(*small)
     except Exception as error:  # compilers raise anything
         text = " ".join(str(error).split())[:200]
         print(f"warning: torch.compile failed, which costs only time: {text}", flush=True)
-        return _race
-    return fused
+        return False
+    return True
 
 
 def _exponentials(keys: Tensor, hashes: Tensor) -> Tensor:

@@ -1,11 +1,15 @@
-"""The compiled draw of tokens against the eager one, and what happens where nothing compiles."""
+"""Compiled functions of decoding against the eager ones, and what happens where nothing compiles."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import seeded
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 from common import logprobs
+from common.model import layers
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
@@ -13,9 +17,11 @@ needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("cl
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled_yet():
-    logprobs._fused_race.cache_clear()
+    for function in (logprobs._compiles, logprobs._compiled):
+        function.cache_clear()
     yield
-    logprobs._fused_race.cache_clear()
+    for function in (logprobs._compiles, logprobs._compiled):
+        function.cache_clear()
 
 
 @pytest.mark.slow
@@ -24,26 +30,39 @@ def test_the_compiled_race_draws_the_same_ids():
     """Of other batches and vocabularies without compiling anew, banned ids among them."""
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
-        fused = logprobs._fused_race(CPU)
-        assert fused is not logprobs._race
+        assert logprobs._compiles(CPU)
         for batch, vocabulary in ((5, 997), (64, 4001)):
             logits = torch.randn(batch, vocabulary, generator=generator) * 3
             logits[:, ::7] = -torch.inf
             keys = torch.randint(-2**62, 2**62, (batch,), generator=generator)
             with torch.compiler.set_stance("fail_on_recompile"):
-                ids = fused(logits, keys, logprobs._id_hashes(vocabulary, CPU))
+                ids = logprobs._compiled(logprobs._race)(logits, keys, logprobs._id_hashes(vocabulary, CPU))
             assert torch.equal(ids, logprobs.gumbel_race(logits, keys))
 
 
+@pytest.mark.slow
+@needs_compiler
+def test_rotary_positions_and_gates_are_compiled_bit_for_bit():
+    """In bfloat16, whose roundings between two operations a compiler would leave out."""
+    layers.fuse_rotary(modeling_qwen2_5_vl)
+    (rotate,) = modeling_qwen2_5_vl.apply_rotary_pos_emb.args
+    generator = seeded(0)
+    q, k, cos, sin, gate, up = (torch.randn(1, 8, size, generator=generator).bfloat16() for size in (96, 32, 16, 16, 99, 99))
+    q, k = (x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in (q, k))
+    for function, *tensors in ((rotate, q, k, cos, sin), (layers.silu_product, gate, up)):
+        with torch.inference_mode():
+            torch.testing.assert_close(logprobs._compiled(function)(*tensors), function(*tensors), rtol=0, atol=0)
+
+
 def test_where_nothing_compiles_it_runs_as_it_is(monkeypatch, capsys):
-    def failing(function, dynamic):
+    def failing(function, **options):
         def compiled(*tensors):
             raise RuntimeError("ptxas not found")
 
         return compiled
 
     monkeypatch.setattr(torch, "compile", failing)
-    assert logprobs._fused_race(CPU) is logprobs._fused_race(CPU) is logprobs._race
+    assert not logprobs._compiles(CPU) and not logprobs._compiles(CPU)
     text = capsys.readouterr().out
     assert text.count("warning") == 1
     assert "failed, which costs only time: ptxas not found" in text
@@ -51,4 +70,17 @@ def test_where_nothing_compiles_it_runs_as_it_is(monkeypatch, capsys):
 
 def test_a_cpu_compiles_nothing(monkeypatch):
     monkeypatch.delattr(torch, "compile")
-    logprobs.gumbel_race(torch.zeros(2, 5), torch.arange(2))
+    with torch.no_grad():
+        logprobs.gumbel_race(torch.zeros(2, 5), torch.arange(2))
+
+
+def test_with_gradients_nothing_is_compiled(monkeypatch):
+    """Nor inside what is compiled anyway."""
+    monkeypatch.setattr(logprobs, "_compiles", lambda device: True)
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: lambda *tensors: "compiled")
+    tensor = SimpleNamespace(is_cuda=True, device=None)
+    assert logprobs.fuse(lambda x: "as it is", tensor) == "as it is"
+    with torch.no_grad():
+        assert logprobs.fuse(lambda x: "as it is", tensor) == "compiled"
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert logprobs.fuse(lambda x: "as it is", tensor) == "as it is"

@@ -1,4 +1,5 @@
-"""What transformers' own layers compute, in fewer kernels: norms, the patch embedding, DeepStack's sum.
+"""What transformers' own layers compute, in fewer kernels: norms, rotary positions, gates, the patch
+embedding, DeepStack's sum.
 
 Their weights keep their names, so checkpoints load and export as without them.
 
@@ -7,12 +8,19 @@ size, M image tokens.
 """
 
 import functools
+import sys
+from types import ModuleType
 from typing import Callable
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.activations import ACT2FN
+
+from common.logprobs import fuse
+
+SILU = type(ACT2FN["silu"])
 
 
 class RMSNorm(nn.Module):
@@ -41,6 +49,22 @@ class RMSNormPlusOne(RMSNorm):
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
 
 
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020), with the layers of transformers' own module."""
+
+    def __init__(self, theirs: nn.Module):
+        super().__init__()
+        self.gate_proj, self.up_proj = theirs.gate_proj, theirs.up_proj
+        self.down_proj = theirs.down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(fuse(silu_product, self.gate_proj(x), self.up_proj(x)))
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
 class PatchProjection(nn.Conv3d):
     """The patch embedding of Qwen-VL as the matrix product that it is: its kernel covers exactly
     one patch. cuDNN's convolution of so many tiny volumes is slow in some versions, and its
@@ -59,6 +83,14 @@ def add_images(theirs: Callable, hidden: Tensor, places: Tensor, features: Tenso
     return hidden.index_add(1, places, features[None])
 
 
+def fuse_rotary(theirs: ModuleType) -> None:
+    """Let the layers of a module of transformers rotate queries and keys by one kernel each. They
+    look the function up by its name, so it is replaced there, for all models of this process."""
+    rotate = getattr(theirs, "apply_rotary_pos_emb", None)
+    if rotate and not isinstance(rotate, functools.partial):
+        theirs.apply_rotary_pos_emb = functools.partial(fuse, rotate)
+
+
 def use_fewer_kernels(model: nn.Module) -> None:
     """Put these in the place of transformers' own."""
     for name, module in list(model.named_modules()):
@@ -68,6 +100,10 @@ def use_fewer_kernels(model: nn.Module) -> None:
             ours = RMSNormPlusOne if plus_one else RMSNorm
             eps = module.eps if plus_one else module.variance_epsilon
             model.set_submodule(name, ours(module.weight, eps))
+        elif kind.endswith("Attention"):
+            fuse_rotary(sys.modules[type(module).__module__])
+        elif isinstance(getattr(module, "act_fn", None), SILU) and hasattr(module, "gate_proj"):
+            model.set_submodule(name, SwiGLU(module))
         elif kind.endswith("PatchEmbed") and isinstance(module.proj, nn.Conv3d):
             module.proj.__class__ = PatchProjection
         elif hasattr(module, "_deepstack_process"):

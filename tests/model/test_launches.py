@@ -5,6 +5,8 @@ for the device. Otherwise it runs on the CPU: the same Python, with one operator
 """
 
 import collections
+import functools
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from conftest import write_checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import train_ppo_vl as ppo
 from common.model import layers, weights
@@ -33,6 +36,7 @@ class Launches(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.count, self.waits = collections.Counter(), []
+        self.compiled = False  # inside a function that a GPU compiles
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function)
@@ -43,9 +47,18 @@ class Launches(TorchDispatchMode):
         tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, found)) if torch.is_tensor(x)]
         if any(x.device != DEVICE for x in tensors) or any(word in name for word in WAITS):
             self.waits.append(name)
-        if not name.startswith("prim") and not function.is_view and "_unsafe_view" not in name:
+        if not (name.startswith("prim") or function.is_view or "_unsafe_view" in name or self.compiled):
             self.count[name] += 1
         return found
+
+    def fuse(self, function, *tensors):
+        """A compiled function: a kernel for each result. (Inductor of torch 2.14, made to write for an H100, writes two for
+        the rotation of queries and keys and one for the gate.)"""
+        self.compiled = True
+        results = function(*tensors)
+        self.compiled = False
+        self.count["compiled"] += len(results) if isinstance(results, tuple) else 1
+        return results
 
 
 def filled(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -83,7 +96,11 @@ def launches(folder, count_layers: int, **sampling) -> Launches:
         actor = SimpleNamespace(model=filled(model, torch.bfloat16))
         batch = SimpleNamespace(prompt_lengths=[8] * SLOTS)
         engine = ppo.RolloutEngine(actor, batch, settings, list(range(SLOTS)), 1)
-        with Launches() as found:
+        with Launches() as found, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layers, "fuse", found.fuse)
+            theirs = sys.modules[type(decoder).__module__]
+            if isinstance(theirs.apply_rotary_pos_emb, functools.partial):
+                patch.setattr(theirs, "apply_rotary_pos_emb", functools.partial(found.fuse, *theirs.apply_rotary_pos_emb.args))
             engine.step(SLOTS, engine.cache.capacity)                               # makes tables that later steps share
             found.count.clear(), found.waits.clear()
             engine.step(SLOTS, engine.cache.capacity)
@@ -94,7 +111,7 @@ def launches(folder, count_layers: int, **sampling) -> Launches:
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch):
     """A trace cannot be; the draw of tokens counts as its many kernels."""
-    monkeypatch.setattr(ppo.logprobs, "_fused_race", lambda device: ppo.logprobs._race)
+    monkeypatch.setattr(ppo.logprobs, "_compiles", lambda device: False)
 
 
 @pytest.fixture
@@ -105,8 +122,8 @@ def kernels_of_a_gpu(monkeypatch):
         monkeypatch.setattr(ppo.logprobs, "_product", lambda a, b: (a @ b).float())
 
 
-# Projections 4, MLP 5, norms 2 (Qwen3: and 2 of queries and keys), rotary 10, keys and values 2, attention 1, sums 2.
-LAYER = {"qwen2_5_vl": 26, "qwen3_vl": 28}
+# Projections 4, MLP 4, norms 2 (Qwen3: and 2 of queries and keys), rotary 2, keys and values 2, attention 1, sums 2.
+LAYER = {"qwen2_5_vl": 17, "qwen3_vl": 19}
 
 
 @pytest.mark.parametrize("kind", LAYER)
@@ -114,15 +131,18 @@ def test_a_layer_of_a_decoding_step_launches_few_kernels(kind, tmp_path, kernels
     folder = write_checkpoint(tmp_path, kind)
     one, two = (launches(folder, number) for number in (1, 2))
     more = {name: count - one.count[name] for name, count in two.count.items() if count > one.count[name]}
-    assert sum(more.values()) <= LAYER[kind] <= 32, more
+    assert sum(more.values()) <= LAYER[kind], more
 
 
-def test_norms_of_transformers_would_be_found(tmp_path, monkeypatch):
-    """The same count, without our own layers."""
+def test_layers_of_transformers_would_be_found(tmp_path, monkeypatch):
+    """The same count, without our own: 10 for rotary positions, 5 for an MLP, 8 for a norm."""
     monkeypatch.setattr(weights, "use_fewer_kernels", lambda model: None)
+    rotate = modeling_qwen2_5_vl.apply_rotary_pos_emb
+    if isinstance(rotate, functools.partial):  # another test has built a model
+        monkeypatch.setattr(modeling_qwen2_5_vl, "apply_rotary_pos_emb", *rotate.args)
     folder = write_checkpoint(tmp_path, "qwen2_5_vl")
     one, two = (launches(folder, number) for number in (1, 2))
-    assert sum(two.count.values()) - sum(one.count.values()) == LAYER["qwen2_5_vl"] - 2 + 2 * 8
+    assert sum(two.count.values()) - sum(one.count.values()) == LAYER["qwen2_5_vl"] + 8 + 1 + 2 * 7
 
 
 SAMPLING = {"plain": {}, "everything": dict(temperature=0.7, top_k=5, top_p=0.9, min_new_tokens=3), "greedy": {"greedy": True}}
