@@ -84,7 +84,7 @@ class Kernels:
     def varlen_attn(self, q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), **more):
         self.note("varlen_attn", (q, k, v, cu_q, cu_k, max_q, max_k), {"scale": scale, "window_size": window_size, **more})
         assert q.shape[1] == k.shape[1] or not self.grouped or more["enable_gqa"]
-        assert window_size[1] in (-1, 0)
+        assert window_size[1] in (max_k, 0)  # -1: torch 2.14 may leave the backward to cuDNN
         return attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size[1] == 0, window_size[0])
 
     def operator(self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, **named):

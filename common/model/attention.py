@@ -176,13 +176,14 @@ def varlen_attention(
         )
     from torch.nn.attention.varlen import varlen_attn  # a second of import
 
+    # Not -1, for which torch 2.14 leaves a backward without grouped heads to cuDNN, whatever computed
+    # the forward. FlashAttention knows that no key is further away.
+    right = 0 if call.causal else call.max_k
     options = {}
     # torch 2.11 has no such flag, and does not compare the heads
     if "enable_gqa" in varlen_attn.__kwdefaults__:
         options["enable_gqa"] = True
-    return varlen_attn(
-        q, k, v, *lengths, scale=scale, window_size=(left, 0 if call.causal else -1), **options
-    )
+    return varlen_attn(q, k, v, *lengths, scale=scale, window_size=(left, right), **options)
 
 
 class PackedAttention:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -94,6 +94,15 @@ def test_a_failure_to_pin_is_not_blamed_on_training(monkeypatch, capsys):
         cuda.launch()
     assert cuda.pins == 1
     assert "could not be pinned (2); saves hold training up for longer" in capsys.readouterr().out
+
+
+def test_the_thread_that_writes_waits_on_the_gpu_of_its_rank(monkeypatch):
+    """Not on GPU 0, where every rank would then have a context."""
+    cuda, stager = MagicMock(), Staging()
+    stager.stream, stager.copied = SimpleNamespace(device="cuda:3"), cuda.copied
+    monkeypatch.setattr(staging, "torch", SimpleNamespace(cuda=cuda))
+    stager.wait()
+    assert cuda.mock_calls == [call.set_device("cuda:3"), call.copied.synchronize()]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

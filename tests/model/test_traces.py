@@ -84,14 +84,37 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
     assert logp.dtype == torch.float32
 
 
-SELECTOR = {"_should_use_cudnn": True, "_cudnn_version": 92600, "_cudnn_supports_head_dims": True}
+@pytest.fixture
+def h100(monkeypatch):
+    """Where torch would take cuDNN for the windows of a vision tower: an H100 with a new cuDNN."""
+    for name, answer in {"_should_use_cudnn": True, "_cudnn_version": 92600, "_cudnn_supports_head_dims": True}.items():
+        monkeypatch.setattr(torch_varlen, name, lambda *_, answer=answer: answer, raising=False)
+
+
+class Calls(TorchDispatchMode):
+    """Keeps the arguments of varlen_attn's operator."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if str(function).startswith("torch_attn._varlen_attn"):
+            self.arguments = args
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not hasattr(torch_varlen, "_can_use_cudnn"), reason="torch 2.14 alone chooses so")
+def test_the_backward_of_a_tower_never_takes_cudnn(h100):
+    """That heads may be grouped keeps the forward from it; of the backward, torch does not tell the selector."""
+    with FakeTensorMode(), Calls() as calls:
+        q, k, v = (torch.empty(512, 16, 80, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+        bounds = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+        vlm_attention.varlen_attention(q, k, v, vlm_attention.VarlenCall(bounds, bounds, 256, 256, False), 1.0, "varlen")
+        window, grouped = calls.arguments[9:11]
+        assert grouped is True
+        assert torch_varlen._can_use_cudnn(q, k, v, 256, [-1, -1])
+        assert not torch_varlen._can_use_cudnn(q, k, v, 256, window)  # as the backward asks
 
 
 @pytest.mark.skipif(not hasattr(torch_varlen, "_select_backend"), reason="this torch has no choice: 2.15 is the first")
-def test_varlen_never_takes_cudnn(monkeypatch):
-    """Which torch would choose for the windows of a vision tower on an H100."""
-    for name, answer in SELECTOR.items():
-        monkeypatch.setattr(torch_varlen, name, lambda *_, answer=answer: answer)
+def test_varlen_never_takes_cudnn(h100):
     with FakeTensorMode():
         q, k, v = (torch.empty(512, 16, 80, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
         bounds = torch.zeros(5, dtype=torch.int32, device=DEVICE)
