@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             state.metrics |= performance(batch) | checkpoints.metrics()
             # logged before it is saved
             report(log, loader.rows, batch, target_logprobs, state, args)
-            checkpoints.check_skipped(step + 1, {"judge": state.skipped_steps})
+            checkpoints.check_skipped()
 
     log.close(state.step, last)
     return state.metrics
@@ -356,7 +356,6 @@ class TrainState:
     step: int = 0  # finished steps
     dropped_prompts: int = 0  # because an image did not decode
     loss_mean: float | None = None  # running average
-    skipped_steps: int = 0  # latest consecutive steps without an applied update
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step
 
     def state_dict(self) -> dict[str, Any]:
@@ -438,7 +437,6 @@ def update(
         done.append((pack.flat, logp.detach()))
     target_logprobs = vlm.join_packs(done, tokens)
     norm, applied = trained.update(step)
-    state.skipped_steps = 0 if applied else state.skipped_steps + 1
     metrics = {
         "train/lr": trained.learning_rate(step),
         "train/skipped": float(not applied),

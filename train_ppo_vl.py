@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             advance(state, batch, metrics, rows, args)
             state.metrics |= performance(batch, models, metrics, args)
             report(log, batch, state, models.actor, checkpoints, args)  # logged before it is saved
-            checkpoints.check_skipped(state.step, state.skipped_steps)
+            checkpoints.check_skipped()
             check_sampler(log, state, models.actor, begun, args)
 
     log.close(state.step, last)
@@ -792,8 +792,6 @@ class TrainState:
     passes: float = 0.0  # over the data
     dropped_prompts: int = 0  # because an image did not decode
     evaluations: int = 0
-    # role -> latest consecutive steps without an applied update
-    skipped_steps: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step
 
     def state_dict(self) -> dict[str, Any]:
@@ -812,12 +810,12 @@ def advance(
 ) -> None:
     """Bring the state up to date after a step, and add its counters to the metrics."""
     algorithm = args.algorithm
-    if "train/kl" in metrics and state.step >= args.update.critic_warmup_steps:
+    if batch.kl is not None and state.step >= args.update.critic_warmup_steps:
         metrics["train/kl_coef"] = state.kl_coef
         if algorithm.kl_target:
             state.kl_coef = losses.adapt_kl_coef(
                 state.kl_coef,
-                metrics["train/kl"],
+                float(batch.kl.mean()),
                 algorithm.kl_target,
                 len(batch),
                 algorithm.kl_horizon,
@@ -825,10 +823,6 @@ def advance(
     state.step += 1
     state.passes = state.batches_taken * args.prompts_per_rollout / max(1, len(rows.train))
     state.evaluations += logging.evaluation_due(state.step, args, rows)
-    for role in ("actor", "critic"):
-        skipped = metrics.get(f"train/{role}_skipped")  # share of its updates; None: no updates
-        if skipped is not None:
-            state.skipped_steps[role] = state.skipped_steps.get(role, 0) + 1 if skipped == 1 else 0
     for part in ("rollout", "train"):
         metrics |= {f"{part}/episode": state.passes, f"{part}/global_step": state.step}
     state.metrics = metrics

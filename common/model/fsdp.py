@@ -82,6 +82,7 @@ class Trainable:
     ):
         self.module, self.args, self.lr, self.delay = module, args, lr, delay
         self.ema_beta = ema_beta
+        self.skipped: set[int] = set()  # steps of the updates skipped since the last applied one
         self.optimizer = adamw(module, lr, args)
         if ema_beta:
             # The average is optimizer state, on the same shards: it is saved and resumed with it.
@@ -100,7 +101,10 @@ class Trainable:
         norm = nn.utils.clip_grad_norm_(list(self.optimizer.state), bound, foreach=True)
         norm = float(whole(norm))
         applied = math.isfinite(norm)
-        if applied:
+        if not applied:
+            self.skipped.add(step)
+        else:
+            self.skipped.clear()
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate(step)
             self.optimizer.step()
