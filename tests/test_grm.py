@@ -381,7 +381,7 @@ def test_a_response_is_no_place_for_a_picture(env, task):
     asked = [judgements.read_judgement(row, settings(), "given")[0] for row in (
         dict(question="what <image>?", images=["0.png"], response="an <image>", correct=True),
         dict(prompt="what?", images=["0.png"], responses=["<video>", "b"], preferred="A"))]
-    texts = [judgements.judge_prompt(env.processor, settings(), ask, 0, "x", folder=str(task)).text for ask in asked]
+    texts = [judgements.judge_prompt(env.processor, settings(), ask, folder=str(task)).text for ask in asked]
     assert "Question: what <|vision_start|>" in texts[0]
     assert "Answer: an  \n" in texts[0]
     assert "Answer A:  \n" in texts[1]

@@ -88,9 +88,8 @@ def load_prompts(
     Raises ValueError: no rows, bad rows (the first five and their number), no row left after
     skipping.
     """
-    folder = os.path.dirname(os.path.abspath(path))
 
-    def build(index: int, source: str, row: dict) -> Prompt:
+    def build(row: dict, fields: dict) -> Prompt:
         needed = [columns["prompt"]]
         # Text-only rows may lack "images"; a column that the user named must exist, or all images
         # may be lost.
@@ -105,12 +104,9 @@ def load_prompts(
             media_list(row, columns["images"]),
             args,
             system_prompt,
-            index=index,
-            source=source,
             reference=read_text(row, columns["answer"]),
             label=read_text(row, columns["label"]),
-            row=row,
-            folder=folder,
+            **fields,
         )
 
     return read_rows(path, build, args, known={*columns.values(), "videos", "rubric"})
@@ -121,22 +117,25 @@ class BadRow(str):
 
 
 def read_rows(
-    path: str, build: Callable[[int, str, dict], Any], args: DataArgs, known: Collection[str]
+    path: str, build: Callable[[dict, dict], Any], args: DataArgs, known: Collection[str]
 ) -> list:
-    """``build(index, "file.jsonl:12", row)`` of every row of a JSONL file, in file order; blank
-    lines are no rows. One for which ``build`` raises stops the run or is skipped, by --on_bad_row.
+    """``build(row, fields)`` of every row of a JSONL file, in file order; blank lines are no rows.
+    ``fields`` are those of `Prompt` that say where a row is from: index, source, row and folder.
+    A row for which ``build`` raises stops the run or is skipped, by --on_bad_row.
 
     Columns that are not ``known`` are no error, but rank 0 prints their names: one may be
     misspelled.
     """
-    name, further = os.path.basename(path), set()
+    folder, name = os.path.split(os.path.abspath(path))
+    further: set[str] = set()
 
     def read_row(index: int, number: int, line: bytes) -> Any:
         source = f"{name}:{number}"
         try:
             row = json.loads(line)
             further.update(row.keys() - known)
-            return build(index, source, row)
+            fields = {"index": index, "source": source, "row": row, "folder": folder}
+            return build(row, fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
             return BadRow(f"{source}: {kind}{error}")

@@ -10,7 +10,6 @@ judge.json holds what is needed to ask a judge in the words it was trained on.
 
 import itertools
 import math
-import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -354,8 +353,6 @@ def judge_prompt(
     processor: Processor,
     settings: JudgeSettings,
     ask: dict,
-    index: int,
-    source: str,
     args: DataArgs | None = None,
     **further: Any,
 ) -> Prompt:
@@ -368,7 +365,6 @@ def judge_prompt(
     system = settings.system_instruction
     if "{prompt}" in system:
         system = format_template(system, prompt=user_text(message_turns(ask["prompt"])))
-    further |= {"index": index, "source": source}
     return make_prompt(processor, ask["question"], ask["images"], args, system, **further)
 
 
@@ -390,15 +386,14 @@ def load_judgements(
     Raises:
         ValueError: see `load_prompts`.
     """
-    folder, limit = os.path.dirname(os.path.abspath(path)), args.max_prompt_tokens
+    limit = args.max_prompt_tokens
 
-    def build(index: int, source: str, row: dict) -> list[tuple[Prompt, Tensor | None, dict]]:
+    def build(row: dict, fields: dict) -> list[tuple[Prompt, Tensor | None, dict]]:
         judgements = []
         for k, ask in enumerate(read_judgement(row, settings, orders)):
             further = {"reference": ask["verdict"], "label": ask["kind"], "order": ask["order"]}
-            further |= {"folder": folder, "row": row}
-            number = 2 * index + k
-            prompt = judge_prompt(processor, settings, ask, number, source, args, **further)
+            further |= fields | {"index": 2 * fields["index"] + k}
+            prompt = judge_prompt(processor, settings, ask, args, **further)
             target = None
             if frame is not None:
                 target = encode_target(processor, frame, ask["text"])

@@ -212,7 +212,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     for prompt, question, text, score in zip(env.prompts, questions, said, batch.rewards.tolist()):
         ask = {"prompt": question, "images": list(prompt.images), "question": judgements.format_template(
             judgements.JUDGEMENTS["correct"][0], prompt=question, response=text.replace("<video>", " "))}
-        asked = hf_inputs(family, judgements.judge_prompt(processor, reward.sources[0].ask.settings, ask, 0, ""))
+        asked = hf_inputs(family, judgements.judge_prompt(processor, reward.sources[0].ask.settings, ask))
         chances = []
         for word in ("yes", "no"):
             target = judgements.encode_target(processor, judgements.answer_frame(processor), f"<answer>{word}</answer>")[None]

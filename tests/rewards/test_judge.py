@@ -188,7 +188,7 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
     for row, prompt in zip(rows, asked, strict=True):
         (example,) = judgements.read_judgement(dict(question=row["prompt"], images=row["images"], response=said, correct=True),
                                               settings, "both")
-        trained = judgements.judge_prompt(processor, settings, example, 0, "x")
+        trained = judgements.judge_prompt(processor, settings, example)
         assert prompt.text == trained.text
         assert prompt.images == trained.images
         assert torch.equal(prompt.input_ids, trained.input_ids)
