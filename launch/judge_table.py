@@ -11,7 +11,7 @@ accuracy: a bootstrap over pairs, in which rows that count together stay togethe
 import json
 import sys
 from collections import Counter, defaultdict
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Collection
@@ -22,6 +22,7 @@ from benchmarks import VL_ELSEWHERE, vl_group
 
 MIRRORED = {"A": "B", "B": "A"}
 ACCURACY = "accuracy, unread is wrong"
+TOGETHER = "all that count together right"
 BOOTSTRAPS = 1000
 
 # ---- Judgements
@@ -30,7 +31,7 @@ BOOTSTRAPS = 1000
 def read_judgements(run: Path) -> list[dict[str, list[dict]]]:
     """Of every row of a run's newest evaluation: order -> records, by sample. Raises ValueError: it judged nothing."""
     records = []
-    for path in sorted(run.glob("samples/eval-*.jsonl"))[-1:]:
+    for path in sorted(run.rglob("samples/eval-*.jsonl"), key=attrgetter("name"))[-1:]:
         records = list(map(json.loads, open(path, encoding="utf-8")))
     if not records or "verdict" not in records[0]:
         raise ValueError(f"{run} has no judgements: make them by train_ppo_vl.py --eval_only --row_kind judgements")
@@ -74,27 +75,20 @@ class Unit:
         for k in range(1, len(both) + 1, 2):
             lines[f"votes@{k}"] = vote(given[:k], right) + vote(swapped[:k], right), 2
         lines[f"votes@{len(both)} of both orders"] = vote(verdicts, right), 1
-        self.count(lines)
-        self.hits.append([verdict == right for verdict in verdicts])
-
-    def count(self, lines: dict[str, tuple[float, float]]) -> None:
         for line, (part, whole) in lines.items():
             self.parts[line] += part
             self.wholes[line] += whole
-
-    def close(self) -> "Unit":
-        """Count ACC+, or best of 4."""
-        self.count({"all that count together right": (sum(map(all, zip(*self.hits))), len(self.hits[0]))})
-        return self
+        self.hits.append([verdict == right for verdict in verdicts])
+        if first["pair"] is not None:  # ACC+, best of 4
+            self.parts[TOGETHER] = sum(map(all, zip(*self.hits)))
+            self.wholes[TOGETHER] = total
 
 
 def vote(verdicts: list[str | None], right: str) -> float:
     """What the majority of those that could be read is worth."""
-    votes = Counter(verdict for verdict in verdicts if verdict)
-    most = max(votes.values(), default=1)
-    if votes[right] < most:
-        return 0.0
-    return 1.0 if list(votes.values()).count(most) == 1 else 0.5
+    votes = Counter(filter(None, verdicts))
+    winners = [verdict for verdict in votes if votes[verdict] == max(votes.values())]
+    return (right in winners) / (1 + (len(winners) > 1))
 
 
 def read_units(run: Path) -> list[Unit]:
@@ -106,21 +100,21 @@ def read_units(run: Path) -> list[Unit]:
             units.setdefault((first["group"], first["pair"] or first["source"]), Unit(first)).add(orders)
     if not units:
         raise ValueError(f"{run}: nothing was judged in two orders")
-    return [unit.close() for unit in units.values()]
+    return list(units.values())
 
 
 # ---- Table
 
 
 def make_table(units: list[Unit]) -> dict[str, dict[str, str]]:
-    """Column -> line -> cell: of each group, of all, and of means over groups."""
-    groups = by_group(units)
-    table = {group: column([members]) for group, members in groups.items()}
-    table["overall"] = column([units])
+    """Column -> line -> cell: of all, of each group, and of means over groups."""
+    table, groups = {"overall": column([units])}, by_group(units)
     decided = [unit for unit in units if unit.first["reference"] != "tie"]
     if 0 < len(decided) < len(units):
         table["without ties"] = column([decided])
-    table["macro"] = column(groups.values())
+    if len(groups) > 1:
+        table |= {group: column([members]) for group, members in groups.items()}
+        table["macro"] = column(groups.values())
     if units[0].first["row"].get("benchmark") == "vl_rewardbench":
         for script in VL_ELSEWHERE:
             table[f"macro of {script}"] = column(by_group(units, script).values())

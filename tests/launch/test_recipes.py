@@ -74,7 +74,7 @@ def parsed(call: list[str], monkeypatch, folder: Path):
     return script, script.parse_args(call[place + 1:])
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith(".sh") and name not in ("setup.sh", "smoke.sh")])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith(".sh") and name not in ("setup.sh", "smoke.sh", "judge_loop.sh")])
 def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatch, tmp_path, name):
     environment = {}
     if name.startswith("grm"):
@@ -135,6 +135,26 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
     assert rules == [(naive, "gae", True), (strict, "gae", True), (naive, "grpo", False)]
 
 
+@pytest.mark.parametrize("model", ["", "a model"])
+def test_the_stages_of_a_judge_fit_together(launch, monkeypatch, tmp_path, model):
+    """Each begins with what an earlier one wrote, and every flag is accepted."""
+    environment = dict(MODEL=model, COLD="c.jsonl", DATA="d.jsonl", EVAL_DATA="e.jsonl") if model else {}
+    calls = [parsed(call, monkeypatch, tmp_path / "a project") for call in launch("judge_loop.sh", "--seed 7", OUT="o", **environment)]
+    start, cold_data, data, held = ["a model", "c.jsonl", "d.jsonl", "e.jsonl"] if model else [
+        "o/toy/model", "o/pairs/cold.jsonl", "o/pairs/train.jsonl", "o/pairs/eval.jsonl"]
+    cold, right, rl = (f"o/{stage}/export/latest" for stage in ("cold", "right", "rl"))
+    found = [(script is ppo, args.model.model, args.data.data, args.data.eval_data, str(args.run.out)) for script, args in calls]
+    assert found == [
+        (True, start, "", held, "o/start-table"), (False, start, cold_data, "", "o/cold"), (True, cold, "", held, "o/cold-table"),
+        (True, cold, "", data, "o/judged"), (False, cold, "o/right.jsonl", "", "o/right"), (True, right, "", held, "o/right-table"),
+        (True, right, "o/wrong.jsonl", "", "o/rl"), (True, rl, "", held, "o/rl-table")]
+    assert {args.run.seed for _, args in calls} == {7}
+    assert [args.run.eval_only for script, args in calls if script is ppo] == [True, True, True, True, False, True]
+    if model:
+        with pytest.raises(AssertionError, match="EVAL_DATA: held-out pairs"):
+            launch("judge_loop.sh", MODEL="m", COLD="c", DATA="d")
+
+
 @pytest.mark.parametrize("name, script", [("geo3k_grpo.sh", "ppo"), ("grm_7b.sh", "grm"), ("grm_rl.sh", "ppo")])
 def test_a_recipe_for_another_model_under_slurm(launch, monkeypatch, tmp_path, name, script):
     """The recipe submits the job script, and the job script hands every flag to the trainer."""
@@ -172,8 +192,8 @@ standalone nproc_per_node nnodes rdzv_backend rdzv_endpoint rdzv_id max_restarts
 nodes gpus-per-node time partition signal output open-mode job-name ntasks-per-node requeue exclusive cpus-per-task array
 export wait nv
 quiet disable-pip-version-check no-deps version logdir
-critic words fetch imitation_coef task gpus gib versions
-"""  # torchrun, SLURM and apptainer, pip and tensorboard, real_words.sh, launch/toy.py, launch/plan.py, tests/run.sh
+critic words fetch imitation_coef task gpus gib versions eval benchmark markdown right wrong
+"""  # torchrun, SLURM and apptainer, pip and tensorboard, real_words.sh, tools of launch/, tests/run.sh
 
 
 def test_no_launch_file_speaks_of_a_flag_that_is_not_there():
