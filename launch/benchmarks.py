@@ -30,6 +30,7 @@ VL_GROUPS = {prefix: group for group, *prefixes in map(str.split, VL_TABLE.split
 VL_ELSEWHERE = {"R1-Reward": "rlhf rlaif", "UnifiedReward": "hallucination"}
 
 MM_RLHF_GROUPS = {"mcq", "long", "short", "safety", "video"}  # folders of its images and videos
+BETTER = {"Output1": "A", "Output2": "B"}
 VOTES = {"leftvote": "A", "rightvote": "B", "tievote": "tie", "bothbad_vote": "tie"}
 
 
@@ -75,15 +76,14 @@ def mm_rlhf(row: dict) -> list[dict]:
 
 
 def multimodal_rewardbench(row: dict) -> list[dict]:
-    chosen = row.pop(row["Better"])
-    rejected = row.pop("Output1", None) or row.pop("Output2")
+    responses = [row.pop("Output1"), row.pop("Output2")]
     group, name = row["Category"], row["ID"].lower()
     if group == "safety":
         group += "/bias" if name.startswith("pairs") else "/toxicity"
     elif group == "reasoning":
         group += "/math" if name.startswith("math") else "/coding"
-    image = take_media(row, "Image")
-    return [row | {"prompt": row.pop("Text"), "image": image, "chosen": chosen, "rejected": rejected, "source": group}]
+    pair = {"prompt": row["Text"], "image": take_media(row, "Image"), "id": row["ID"], "source": group}
+    return [pair | {"responses": responses, "preferred": BETTER[row["Better"]]}]
 
 
 def rewardbench2(row: dict) -> list[dict]:

@@ -76,10 +76,10 @@ def convert(row: dict, images: "Images", label: str = "") -> dict:
     rest = {column: value for column, value in row.items() if value is not None}
     is_pair = bool(rest.keys() & {"human_ranking", "preferred"}) or {"chosen", "rejected"} <= rest.keys()
     converted = convert_pair(rest, images) if is_pair else convert_prompt(rest, images)
-    column = first_of(LABELS, rest)
-    label = as_text(rest.pop(column)) if column else label
-    if label:
-        converted["source" if is_pair else "label"] = label
+    value = take(rest, *LABELS)
+    value = label if value is None else as_text(value)
+    if value:
+        converted["source" if is_pair else "label"] = value
     for column, value in rest.items():
         if is_pair and column in NOT_IN_PAIRS:
             column = f"original_{column}"
@@ -96,13 +96,9 @@ def convert_prompt(rest: dict, images: "Images") -> dict:
     elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         response = last_text(prompt)
         prompt = prompt[:-1]
-    converted = {"prompt": prompt} | take_media(rest, images)
-    answer = take_answer(rest)
-    if answer is not None:
-        converted["answer"] = answer
-    if response is not None:
-        converted["response"] = response
-    return converted
+    media, answer = take_media(rest, images), take_answer(rest)
+    texts = {"answer": answer, "response": response}
+    return {"prompt": prompt} | media | {name: text for name, text in texts.items() if text is not None}
 
 
 def convert_pair(rest: dict, images: "Images") -> dict:
@@ -134,7 +130,7 @@ def take_chosen(rest: dict, images: "Images") -> tuple[str | list, list[str]]:
     what both conversations begin with."""
     chosen, rejected = rest.pop("chosen"), rest.pop("rejected")
     responses = [last_text(chosen), last_text(rejected)]
-    if not first_of(PROMPTS, rest) and not isinstance(chosen, str):
+    if not (set(PROMPTS) & rest.keys() or isinstance(chosen, str)):
         if chosen[:-1] != rejected[:-1]:
             raise ValueError("without a prompt, 'chosen' and 'rejected' must begin with the same messages")
         rest["prompt"] = chosen[:-1]
@@ -143,10 +139,10 @@ def take_chosen(rest: dict, images: "Images") -> tuple[str | list, list[str]]:
 
 def take_prompt(rest: dict, images: "Images") -> str | list:
     """The prompt as text, or as messages whose images are written."""
-    column = first_of(PROMPTS, rest)
-    if column is None:
-        raise ValueError(f"no column {', '.join(PROMPTS)}; the row has {', '.join(rest)}")
-    prompt = rest.pop(column)
+    columns = ", ".join(rest)
+    prompt = take(rest, *PROMPTS)
+    if prompt is None:
+        raise ValueError(f"no column {', '.join(PROMPTS)}; the row has {columns}")
     if isinstance(prompt, str):
         return prompt
     messages = []
@@ -174,16 +170,16 @@ def take_media(rest: dict, images: "Images") -> dict:
     """The columns of images and videos: files, absolute paths, lists of frames."""
     if "image" in rest and "images" in rest:
         raise ValueError("columns 'image' and 'images': choose one by --columns images=image or image=images")
-    beside = as_list(rest.pop("image", None) or rest.pop("images", None))
-    converted = {"images": [images.write(image) for image in beside]}
-    clips = as_list(rest.pop("video", None) or rest.pop("videos", None))
+    converted = {"images": [images.write(image) for image in as_list(take(rest, "image", "images"))]}
+    clips = as_list(take(rest, "video", "videos"))
     if clips:
         converted["videos"] = [images.find_clip(clip) for clip in clips]
     return converted
 
 
-def first_of(names: tuple[str, ...], row: dict) -> str | None:
-    return next((name for name in names if name in row), None)
+def take(rest: dict, *columns: str) -> Any:
+    """The first of these columns that is there, which is taken out."""
+    return next((rest.pop(column) for column in columns if column in rest), None)
 
 
 def as_list(value: Any) -> list:

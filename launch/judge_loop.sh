@@ -21,7 +21,7 @@ if [ -z "${MODEL:-}" ]; then
     launch=(${LAUNCH:-torchrun --standalone --nproc_per_node 2})
     export CUDA_VISIBLE_DEVICES=
     [ -f "$out/toy/grm_args.json" ] || python launch/toy.py --out "$out/toy" --eval 1024
-    [ -f "$out/pairs/eval.jsonl" ] || python launch/judge_toy.py "$out/toy" "$out/pairs"
+    [ -f "$out/pairs/eval.jsonl" ] || python tests/benchmarks/judge_toy.py "$out/toy" "$out/pairs"
     MODEL="$out/toy/model" COLD="$out/pairs/cold.jsonl" DATA="$out/pairs/train.jsonl" EVAL_DATA="$out/pairs/eval.jsonl"
     flags=(--max_prompt_tokens 256 --max_tokens_per_pack 4096 ${flags[@]+"${flags[@]}"})
     tune=(--prompts_per_step 32 --lr_schedule linear --warmup_steps 10 --pictures_template $'A<image>B<image>\n{prompt}\n')

@@ -35,7 +35,7 @@ def read_judgements(run: Path) -> list[dict[str, list[dict]]]:
         records = list(map(json.loads, open(path, encoding="utf-8")))
     if not records or "verdict" not in records[0]:
         raise ValueError(f"{run} has no judgements: make them by train_ppo_vl.py --eval_only --row_kind judgements")
-    rows: dict = defaultdict(lambda: defaultdict(list))
+    rows = defaultdict(lambda: defaultdict(list))
     for record in sorted(records, key=itemgetter("sample")):
         rows[record["group"], record["source"]][record["order"]].append(record)
     return list(rows.values())
@@ -46,9 +46,8 @@ class Unit:
 
     def __init__(self, first: dict):
         self.first = first  # of its records
-        self.parts: Counter = Counter()
-        self.wholes: Counter = Counter()
-        self.hits: list[list[bool]] = []  # of each row: which judgements are right
+        self.parts, self.wholes = Counter(), Counter()
+        self.hits = []  # of each row: which judgements are right
 
     def add(self, orders: dict[str, list[dict]]) -> None:
         """Count the judgements on a row, all as if its answers stood in the order given."""

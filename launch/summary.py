@@ -49,13 +49,11 @@ def draw_curves(curves: Curves, path: Path, title: str) -> None:
         y = BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP)
         return x, y
 
-    for value in np.linspace(low, high, 5):
-        x, y = place(0, value)
-        draw.line((x, y, RIGHT, y), fill="#e9edf2", width=3)
-        draw.text((x - 24, y), f"{value:.3g}", GREY, small, "rm")
-    for step in np.linspace(0, last, 5):
-        x, y = place(step, low)
-        draw.text((x, y + 27), f"{step:.4g}", GREY, small, "mt")
+    for step, value in zip(np.linspace(0, last, 5), np.linspace(low, high, 5)):
+        x, y = place(step, value)
+        draw.line((LEFT, y, RIGHT, y), fill="#e9edf2", width=3)
+        draw.text((LEFT - 24, y), f"{value:.3g}", GREY, small, "rm")
+        draw.text((x, BOTTOM + 27), f"{step:.4g}", GREY, small, "mt")
     draw.text((1200, 1290), "step", GREY, small, "mb")
     draw.text((LEFT, 36), title, INK, font(48), "la")
     x = LEFT

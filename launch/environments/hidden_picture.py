@@ -1,6 +1,6 @@
 """The picture is hidden until the policy says "look": a row's column "hidden" names it.
 
-    python launch/environments/hidden_toy.py TOY OUT       # rows and a model for it, from a toy of launch/toy.py
+    python tests/benchmarks/hidden_toy.py TOY OUT       # rows and a model for it, from a toy of launch/toy.py
     python train_ppo_vl.py --config TOY/args.json --model OUT/model --data OUT/train.jsonl \\
         --eval_data OUT/eval.jsonl --env launch/environments/hidden_picture.py:Look --reward env \\
         --max_new_tokens 12 --max_turns 3 --max_reply_tokens 40 --entropy_coef 0.05 --steps 60 --out OUT/run

@@ -430,7 +430,7 @@ def make_toys(checkout: Path, toy: Path) -> None:
         run_program(checkout, "toy.py", "--out", str(toy), *TOY)
     if not hidden.exists():
         run_program(checkout, "toy.py", "--out", str(shown), *[word for word in TOY if word != "--mixed"])
-        run_program(checkout, "environments/hidden_toy.py", str(shown), str(hidden))
+        run_program(ROOT, "../tests/benchmarks/hidden_toy.py", str(shown), str(hidden))
     if not hybrid.exists():
         run_program(checkout, "toy.py", "--out", str(hybrid), *TOY, "--model", "qwen3_5")
     with open(ptx, "w", encoding="utf-8") as file:

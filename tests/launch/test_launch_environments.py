@@ -18,8 +18,8 @@ from common.flags import EnvArgs
 FOLDER = ROOT / "launch" / "environments"
 
 
-def program(name: str):
-    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+def program(name: str, folder: Path = FOLDER):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -119,7 +119,7 @@ def test_zoom_shows_what_was_asked_for(tmp_path):
 def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
     """The toy that is taught to look, a little: its rows have no pictures, its model says "look", and a rollout shows them."""
     toy.main(words("--out", tmp_path / "toy", "--train 64 --eval 16 --warm_start_steps 0"))
-    hidden = program("hidden_toy")
+    hidden = program("hidden_toy", ROOT / "tests" / "benchmarks")
     hidden.main(str(tmp_path / "toy"), str(tmp_path / "look"), steps=2)
     rows = read_rows(tmp_path / "look" / "train.jsonl")
     assert all("images" not in row and (tmp_path / "look" / row["hidden"]).exists() for row in rows)

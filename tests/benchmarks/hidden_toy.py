@@ -1,6 +1,6 @@
 """The rows of a toy without their pictures, and its model, taught to say "look" now and then.
 
-    python launch/environments/hidden_toy.py TOY OUT       TOY: a folder of launch/toy.py
+    python tests/benchmarks/hidden_toy.py TOY OUT       TOY: a folder of launch/toy.py
 
 It says "look" in 3 of 10 answers to a question without a picture, and guesses blindly in the others
 and after the picture: to look, and to use what it then sees, is left to reinforcement learning.
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 import toy
 
 

@@ -1,6 +1,6 @@
 """Pairs for launch/judge_loop.sh: which of two pictures of the toy shows more? Noise makes it hard to see.
 
-    python launch/judge_toy.py TOY OUT       TOY: a folder of launch/toy.py
+    python tests/benchmarks/judge_toy.py TOY OUT       TOY: a folder of launch/toy.py
 
 OUT/train.jsonl and OUT/eval.jsonl hold pairs and verdicts, OUT/cold.jsonl 64 of the training pairs, in both orders, with a
 written judgement: how many objects A shows, and how many B.
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
 import toy
 
 NOISE = 400  # standard deviation, where white is 255
