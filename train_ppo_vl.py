@@ -287,8 +287,8 @@ class AlgorithmArgs:
         "advantage estimator. gae trains a critic; grpo (alias group_norm), gdpo, dr_grpo, rloo, opo, "
         "gpg and reinforce_baseline compare the samples of a prompt, at least 2; remax adds a greedy "
         "one. gdpo compares each source of rewards separately or, if there is one source, each of "
-        "the components that it returns besides its reward. none: only a teacher teaches, rewards are "
-        "just measured; --reward none implies it",
+        "the components that it returns besides its reward, but for parsed; of env the reward. none: "
+        "only a teacher teaches, rewards are just measured; --reward none implies it",
         choices=tuple(ESTIMATORS),
     )
     gamma: float = flag(
@@ -1307,7 +1307,7 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
         kl_coef=state.kl_coef if algorithm.kl_in == "reward" else 0.0,
         lengths=batch.lengths,
         prompt_index=batch.prompt_index,
-        components=batch.components,
+        components={name: batch.components[name] for name in batch.compared},
         weights=batch.weights,
         turn_rewards=batch.turn_rewards,
         values=batch.values,

@@ -140,10 +140,11 @@ class Batch:
     turn_rewards: PerToken = None
     greedy_rewards: PerSample = None  # of the prompt's greedy response (remax)
     greedy_lengths: PerSample = None  # tokens of that response
-    # (S,) each; NaN where a sample does not have it. If there are several sources of rewards, the
-    # first components are their rewards
+    # (S,) each; NaN where a sample does not have it. If there are several sources of rewards, their
+    # rewards are among them
     components: dict[str, Tensor] = field(default_factory=dict)
-    weights: PerSample = None  # (S, K) float64, of these sources; NaN where the component is
+    compared: tuple = ()  # the names of components that gdpo compares
+    weights: PerSample = None  # (S, K) float64, of the K sources; NaN where one does not score
     judgements: list[str] = field(default_factory=list)  # (S,) what judges wrote about each sample
 
     # Scoring and advantages.
@@ -291,7 +292,7 @@ class Batch:
             end = start + len(part.prompts)
             shifted.append(part._renumbered(dict(enumerate(range(start, end)))))
             start = end
-        joined = {"sampling": parts[0].sampling}
+        joined = {}
         for name in tensor_fields(parts[0]):
             joined[name] = torch.cat([getattr(part, name) for part in shifted])
         for name in (*PER_PROMPT, "dropped", *LISTS):
@@ -305,7 +306,7 @@ class Batch:
             for part in parts
             for name in part.components
         }
-        return Batch(**joined)
+        return replace(parts[0], **joined)
 
 
 PER_TOKEN = [part.name for part in fields(Batch) if part.type == PerToken]

@@ -37,7 +37,8 @@ class AdvantageInputs:
     kl_coef: float  # its weight in the reward
     lengths: Tensor  # (S,) response tokens
     prompt_index: Tensor  # (S,) int64, the prompt of a sample
-    # (S,) each, before shaping; NaN where a sample has none. The rewards of several sources come first
+    # (S,) each, before shaping; NaN where a sample has none: the rewards of several sources, or the
+    # parts of the reward of one
     components: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None  # (S, K) of the K sources
     # (N,) the part of the rewards that was earned turn by turn, at the last token of each turn
@@ -130,10 +131,12 @@ def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:
     version of verl takes it over tokens. The mean of the sum is 0 already. A source counts as 0 where
     it is NaN, and where the samples of a prompt are equal in it.
     """
-    columns = list(x.components.values()) or [x.rewards]
-    weights = x.weights
+    columns, weights = list(x.components.values()), x.weights
+    if not columns:
+        columns, weights = [x.rewards], None
     if weights is None:
-        weights = torch.ones(len(x.rewards), len(columns))
+        weights = torch.ones(len(x.rewards), 1)
+    weights = weights.expand(-1, len(columns))  # that of one source is that of all its components
     total = torch.zeros_like(x.rewards, dtype=torch.float64)  # (S,)
     for values, weight in zip(columns, weights.T):
         (places,) = torch.where(~values.isnan())
@@ -399,7 +402,8 @@ def perception(old: Tensor, masked: Tensor) -> Tensor:
 def perception_mask(seen: Tensor, lengths: Tensor, ratio: float) -> Tensor:
     """(N,) bool: the ``ceil(ratio * n)`` tokens of largest `perception` (N,) in each response of n
     tokens (VPPO), and all tokens of responses without images."""
-    return _largest(seen, lengths, (ratio * lengths).ceil()) | seen.isnan()
+    counts = (ratio * lengths.double() - ROUNDING).ceil().clamp(min=1)
+    return _largest(seen, lengths, counts) | seen.isnan()
 
 
 def perception_factors(seen: Tensor, lengths: Tensor, low: float) -> Tensor:

@@ -135,7 +135,7 @@ def test_select_takes_every_field_along(seed):
     for field in dataclasses.fields(Batch):
         name = field.name
         old, new = getattr(samples, name), getattr(chosen, name)
-        if name in (*OF_PROMPTS, "sampling", "kl_coef"):
+        if name in (*OF_PROMPTS, "sampling", "kl_coef", "compared"):
             assert new is old
         elif name in ("judgements", "conversations"):
             assert new == [old[i] for i in order]

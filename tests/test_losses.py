@@ -376,8 +376,9 @@ def test_perception_chooses_tokens_of_each_response():
         mask = losses.perception_mask(seen, SEEN_LENGTHS, ratio)
         assert mask.nonzero()[:, 0].tolist() == chosen, ratio
     assert losses.perception_mask(seen, SEEN_LENGTHS, 1.0).all()
-    even = losses.perception_mask(torch.ones(10), torch.tensor([10]), 0.7)
-    assert even.nonzero()[:, 0].tolist() == list(range(7))                                           # not 8 by rounding
+    for ratio, length, kept in ((0.7, 10, 7), (0.6, 25, 15), (0.3, 50, 15), (0.07, 100, 7)):          # not one more by rounding
+        even = losses.perception_mask(torch.ones(length), torch.tensor([length]), ratio)
+        assert even.nonzero()[:, 0].tolist() == list(range(kept))
 
 
 def test_perception_factors_golden():

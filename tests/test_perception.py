@@ -2,6 +2,7 @@
 Hugging Face forward per sample and loops in plain Python; and which samples a masked image concerns."""
 
 import dataclasses
+import json
 import math
 import statistics
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (ROUNDING, hugging_face, responses_of, start, token_logprobs, user_error, with_flags, words, write_image,
-                      write_rows)
+from conftest import (ROUNDING, hugging_face, read_rows, responses_of, start, take, token_logprobs, user_error, with_flags, words,
+                      write_image, write_rows)
 from PIL import Image
 from test_environments import talk
 from test_training import Caught, distance
@@ -72,7 +73,8 @@ def forward(env, oracle, prompt, tokens: torch.Tensor, pixels) -> torch.Tensor:
 
 def sampled(folder: Path, rows: Path, *flags: str):
     """A start, and the samples of its first step with their rewards and log-probs; a value head that is not 0."""
-    env = start(folder, rows, f"--seed {SEED} --samples_per_prompt 4 --steps 1 --reward", f"{rows.parent / 'reward.py'}:score", *flags)
+    reward = () if "--reward_recipe" in flags[0] else ("--reward", f"{rows.parent / 'reward.py'}:score")
+    env = start(folder, rows, f"--seed {SEED} --samples_per_prompt 4 --steps 1", *reward, *flags)
     if env.critic is not None:
         with torch.no_grad():
             head = env.critic.value_head.weight.to_local()
@@ -210,6 +212,41 @@ def test_a_step_has_the_gradient_of_the_naive_oracle(qwen25, rows, name):
         mean = sum(sum(row) for row in seen if row) / total
         assert metrics["train/perception_kl"] == pytest.approx(mean, rel=1e-3)
         assert mean > 0.01
+
+
+def test_gdpo_pays_what_a_recipe_pays(qwen25, rows):
+    """A label of weight 0 is only measured, also where there is one source."""
+    labelled = write_rows(rows.parent / "labelled.jsonl", [row | {"label": "ab"[k % 2]} for k, row in enumerate(read_rows(rows))])
+    recipe = {label: [[f"{rows.parent / 'reward.py'}:score", weight]] for label, weight in (("a", 2.0), ("b", 0.0))}
+    env = sampled(qwen25, Path(labelled), "--advantage gdpo --reward_recipe", json.dumps(recipe))
+    ppo.compute_advantages(env.batch, env.state, env.args)
+    sums = [a + b for a, b in zip(*(by_prompt(env.batch.components[name].tolist()) for name in ("vowels", "letters")))]
+    paid = [env.batch.prompts[index].label == "a" for index in env.batch.prompt_index.tolist()]
+    sums = [value * earns for value, earns in zip(sums, paid)]
+    expected = torch.tensor(sums) / (statistics.stdev(sums) + 1e-6)
+    assert torch.allclose(env.batch.advantages, expected.repeat_interleave(env.batch.lengths), atol=1e-5)
+    assert 0 < sum(paid) < 16
+
+
+def test_gdpo_compares_parts_of_a_reward(qwen25, rows):
+    """Not what is only measured: whether an answer can be read, and accuracies of an environment, by whose rewards it is grpo
+    over the deviation in the step."""
+    env = start(qwen25, rows, "--max_new_tokens 16 --stop_strings", '["a", "e", "r"]')
+    texts = ["\\boxed{1}", "1", "<think>x</think>\\boxed{2}", "\\boxed{1}"]
+    batch = take(env).with_targets([[torch.tensor(env.processor.token_ids(text)) for text in texts]] * 4)
+    scoring.load(with_flags(env.args, reward="boxed").reward).score(batch, env.processor)
+    assert batch.compared == ("accuracy", "format")
+    assert batch.components.keys() == {"accuracy", "format", "parsed"}
+    batch = talk(env, "Noise", 4)
+    scoring.load(with_flags(env.args, reward="env").reward).score(batch, env.processor)
+    assert not torch.equal(batch.components["accuracy"], batch.rewards)
+    batch.old_logprobs = batch.logprobs
+    advantages = []
+    for name in ("gdpo", "grpo"):
+        ppo.compute_advantages(batch, ppo.TrainState(0.0), with_flags(env.args, advantage=name))
+        advantages.append(torch.stack([part.mean() for part in batch.split(batch.advantages)]))
+    assert torch.allclose(advantages[0], advantages[1] / advantages[1].std(), atol=1e-4)
+    assert advantages[1].abs().max() > 0.5
 
 
 def test_nothing_is_masked_without_the_flags(qwen25, rows, monkeypatch):

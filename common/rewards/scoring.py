@@ -12,7 +12,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from common.rewards.judge import PAIRS, order_agreement
 from common.rewards.rules import ACCURACY
 from common.rewards.transcripts import messages, turn_texts, whole_texts
 
+MEASURED = "parsed"  # a component that is no part of a reward
 Calls = dict[str, tuple[list[int], Call]]  # by source: which samples it scores, and its call
 
 # --------------------------------------------------------------------------------------------------
@@ -162,8 +163,8 @@ class RewardMix:
     def score(self, batch: Batch, processor: Processor, begun: Calls | None = None) -> None:
         """Fill rewards, turn_rewards (with environments), components (NaN where a source does not
         score a sample) and judgements of all samples, alike on every rank. With several sources, a
-        component of one is named SOURCE/COMPONENT, its reward is the component SOURCE, and the
-        sources' weights are filled too.
+        component of one is named SOURCE/COMPONENT, its reward is the component SOURCE. `compared` and
+        the sources' weights are filled too.
 
         Args:
             begun: what `begin` returned, if it was called before.
@@ -200,10 +201,19 @@ class RewardMix:
             total = self.combine(by_source)
         if len(self.sources) > 1:
             components = by_source | components
-            batch.weights = torch.stack(weights, dim=1)
+        batch.compared, batch.weights = self.compared(components), torch.stack(weights, dim=1)
         batch.rewards = check_finite(total.float(), by_source)
         batch.components = {name: values.float() for name, values in components.items()}
         batch.judgements = [text.strip() for text in judgements]
+
+    def compared(self, components: Iterable[str]) -> tuple[str, ...]:
+        """The components that gdpo compares: the rewards of several sources, or the parts of the reward
+        of one. It has no parts if an environment gave it, or if consistency multiplies one of them."""
+        if len(self.sources) > 1:
+            return tuple(source.name for source in self.sources)
+        if self.sources[0].kind == "env" or self.args.consistency_coef:
+            return ()
+        return tuple(name for name in components if name != MEASURED)
 
     def ask(
         self, source: Source, batch: Batch, processor: Processor, used: list[int], by_rank: list[dict]
