@@ -83,8 +83,8 @@ def linear_logprobs(
     weight: Tensor,
     targets: Tensor,
     *,
+    chunk: int,
     entropy: bool = False,
-    chunk: int = 0,
     **head,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (N,) of ``targets`` (N,) under the distribution of `logits_fp32`, and its entropy
@@ -95,7 +95,7 @@ def linear_logprobs(
     gradient of the weight in float32.
 
     Args:
-        chunk: number of tokens whose logits exist at the same time; 0: 4,096 on a GPU, 256 on a CPU.
+        chunk: number of tokens whose logits exist at the same time.
         head: further arguments of `logits_fp32`.
     """
     outputs = _ChunkedHead.apply(hidden, weight, head, chunk, _LogProbs(targets, entropy))
@@ -108,7 +108,7 @@ def full_kl(
     weight: Tensor,
     ref_weight: Tensor,
     *,
-    chunk: int = 0,
+    chunk: int,
     **head,
 ) -> Tensor:
     """(N,) exact KL(policy | reference), a sum over the vocabulary, with gradients for hidden (N, H)
@@ -193,9 +193,6 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, head, chunk, function):
-        # Every chunk costs a pass over the gradient of the weight. On a GPU this is expensive; on a
-        # CPU it is not, and less memory is better.
-        chunk = chunk or (4096 if hidden.is_cuda else 256)
         # At least one chunk, even if empty: a rank without responses needs gradients, all zero.
         ctx.rows = [slice(start, start + chunk) for start in range(0, max(len(hidden), 1), chunk)]
         parts = []

@@ -502,7 +502,7 @@ def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
 def test_linear_logprobs_of_banned_targets_and_of_nothing():
     hidden, weight, targets, banned, _ = head_case(dtype=torch.float32)
     targets[2] = 8
-    logp, entropy = logprobs.linear_logprobs(hidden, weight, targets, banned=banned, entropy=True)
+    logp, entropy = logprobs.linear_logprobs(hidden, weight, targets, banned=banned, entropy=True, chunk=256)
     assert logp.dtype == entropy.dtype == torch.float32
     assert logp[2] == -math.inf
     assert logp[:2].isfinite().all()
@@ -511,7 +511,7 @@ def test_linear_logprobs_of_banned_targets_and_of_nothing():
     assert grad.isfinite().all()
     assert not grad[banned].any()
 
-    logp, entropy = logprobs.linear_logprobs(hidden[:0], weight, targets[:0], entropy=True)
+    logp, entropy = logprobs.linear_logprobs(hidden[:0], weight, targets[:0], entropy=True, chunk=256)
     assert logp.shape == entropy.shape == (0,)
     (logp.sum() + entropy.sum()).backward()
     assert not hidden.grad.any()
@@ -564,7 +564,7 @@ def test_full_kl_equals_naive(chunk):
     ours, theirs = (torch.autograd.grad(kl, (hidden, weight), upstream) for kl in (actual, expected))
     for a, b in zip(ours, theirs):
         close(a, b, 1e-11)
-    assert not logprobs.full_kl(hidden, hidden, weight, weight, banned=banned).any()
+    assert not logprobs.full_kl(hidden, hidden, weight, weight, banned=banned, chunk=256).any()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

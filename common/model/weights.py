@@ -183,6 +183,8 @@ def choose_compute(args: ModelArgs, device: torch.device, longest: int) -> Compu
         if distributed.is_main():
             ranks = f"{distributed.world_size()} x {device.type}"
             print(f"{ranks}, attention: {backend}{install}, compute: {name}", flush=True)
+    # Every chunk costs a pass over the gradient of the head's weight: on a GPU this is expensive, on
+    # a CPU it is not, and memory decides.
     head_chunk = 256 if small else 4096
     return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk, longest)
 

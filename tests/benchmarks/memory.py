@@ -49,7 +49,7 @@ def measure_head(kind: str, tokens: int, vocabulary: int, hidden_size: int, chun
     weight = torch.randn(vocabulary, hidden_size, generator=generator).mul_(hidden_size ** -0.5).requires_grad_(train_head)
     hidden = torch.randn(tokens, hidden_size, generator=generator).requires_grad_()
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
-    logprobs.linear_logprobs(hidden[:2], weight, targets[:2])[0].sum().backward()  # libraries and buffers are loaded here
+    logprobs.linear_logprobs(hidden[:2], weight, targets[:2], chunk=2)[0].sum().backward()  # libraries and buffers are loaded here
     hidden.grad = weight.grad = None
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")                                                        # resets VmHWM
