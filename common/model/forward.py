@@ -48,9 +48,6 @@ from common.model.attention import (
 )
 from common.model.linear_attention import Decay, DeltaNet, THEIRS
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}  # all that we support
-
-
 # -------------------------------------------------------------------------------------------------
 # Parts of a model
 # -------------------------------------------------------------------------------------------------
@@ -144,12 +141,6 @@ def use_mixers(model: nn.Module) -> None:
             each token would see the whole pack.
     """
     text = model.config.get_text_config()
-    unknown = set(getattr(text, "layer_types", None) or []) - LAYER_TYPES
-    if unknown:
-        raise ValueError(
-            f"the text model {text.model_type} has layers of type {', '.join(sorted(unknown))}, "
-            "which are not supported"
-        )
     counts = {True: 0, False: 0}  # layers with linear attention, and without
     for layer in decoder(model).layers:
         for name, part in layer.named_children():
@@ -177,7 +168,12 @@ def is_ours(mixer: nn.Module) -> bool:
     return by_name or isinstance(mixer, DeltaNet)
 
 
-UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+UNSUPPORTED = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+    "attention_chunk_size",
+)
 
 
 def check_decoder(model: nn.Module) -> None:

@@ -453,7 +453,7 @@ def text_model(kind: str, **changes):
 FOREIGN = {
     "qwen3_next": (LINEAR | EXPERTS | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
                    "Qwen3NextGatedDeltaNet"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "mixes tokens by Lfm2ShortConv"),
     "qwen3_5_text": (LINEAR | {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3 and hidden_act silu"),
 }
 
