@@ -48,6 +48,7 @@ from common.model.attention import (
 )
 from common.model.linear_attention import Decay, DeltaNet, THEIRS
 
+
 # -------------------------------------------------------------------------------------------------
 # Parts of a model
 # -------------------------------------------------------------------------------------------------

@@ -190,19 +190,16 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_shard(target: Tensor, value, transposed: bool = False) -> None:
-    """Copy a safetensors slice into a tensor, or this rank's rows of it into a DTensor sharded on
-    dimension 0; if ``transposed``, with dimensions 1 and 2 exchanged."""
+def copy_shard(target: Tensor, value: Tensor) -> None:
+    """Copy a tensor into another, or this rank's rows of it into a DTensor sharded on dimension 0."""
     local = shard_of(target)
-    if not isinstance(target, DTensor):
-        value = value[:]
-    elif not len(local):  # the last ranks may have no row
+    if not len(local):  # the last ranks may have no row
         return
-    else:
+    if isinstance(target, DTensor):
         (chunk,) = target.__create_chunk_list__()
         start = chunk.offsets[0]
         value = value[start : start + len(local)]
-    local.copy_(value.transpose(1, 2) if transposed else value)
+    local.copy_(value)
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ of linear attention would not come out as they went in.
 """
 
 import copy
-import functools
 import json
 import math
 import re
@@ -22,7 +21,7 @@ import shutil
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Callable, Iterable, Iterator
+from typing import Iterable, Iterator
 
 import torch
 import torch.nn as nn
@@ -70,12 +69,7 @@ KEY_SPELLINGS = (
 COPIED_KEYS = "mtp."
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
 # of floats; a quantized weight has its scales under another key
-WEIGHT_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-}
+WEIGHT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -401,19 +395,19 @@ def same_tower(first: Path, second: Path) -> bool:
     if not all(any(folder.glob("*.safetensors")) for folder in (first, second)):
         return True
     a, b = vision_tensors(first), vision_tensors(second)
-    return a.keys() == b.keys() and all(torch.equal(a[name](), b[name]()) for name in a)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def vision_tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """name -> function that reads the weight, for the vision tower in a folder's files."""
-    readers = {}
+def vision_tensors(folder: Path) -> dict[str, Tensor]:
+    """The weights of the vision tower in a folder's files, which are read when they are used."""
+    tensors = {}
     for path in weight_files(folder):
-        tensors = open_weights(path)
-        for key in tensors.keys():
+        file = open_weights(path)
+        for key in file.keys():
             name = key.removeprefix("model.")
             if name.startswith(VISION_KEYS):
-                readers[name] = functools.partial(tensors.get_tensor, key)
-    return readers
+                tensors[name] = file.get_tensor(key)
+    return tensors
 
 
 # -------------------------------------------------------------------------------------------------
@@ -549,12 +543,12 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
         with open_weights(path) as tensors:
             for key in tensors.keys():
                 name = parameter_name(key, parameters)
-                value = tensors.get_slice(key)
-                if name is not None or key.startswith(COPIED_KEYS):
-                    dtype = WEIGHT_TYPES.get(value.get_dtype())
-                    like = torch.empty(value.get_shape(), dtype=dtype, device="meta")
-                    model.stored[key] = StoredWeight(name, path, like)
-                if name is None:  # of a part that this role leaves out, or that no model has
+                if name is None and not key.startswith(COPIED_KEYS):
+                    continue  # of a part that this role leaves out, or that no model has
+                value = tensors.get_tensor(key)  # of mapped memory: read when it is copied
+                like = torch.empty_like(value, device="meta")
+                model.stored[key] = StoredWeight(name, path, like)
+                if name is None:
                     continue
                 target = parameters[name]
                 tied = shard_of(target).clone() if target in read else None
@@ -582,16 +576,19 @@ def parameter_name(key: str, parameters: dict[str, nn.Parameter]) -> str | None:
     return None
 
 
-def read_weight(place: str, target: Tensor, value) -> None:
-    """Copy a slice of a file, at ``place``, into a parameter."""
-    dtype, shape, wanted = value.get_dtype(), tuple(value.get_shape()), tuple(target.shape)
-    if dtype not in WEIGHT_TYPES:
-        raise ValueError(f"{place} is of type {dtype}; quantized weights are not supported")
+def read_weight(place: str, target: Tensor, value: Tensor) -> None:
+    """Copy a tensor of a file, at ``place``, into a parameter."""
+    if value.dtype not in WEIGHT_TYPES:
+        raise ValueError(f"{place} is of type {value.dtype}; quantized weights are not supported")
     # those of Qwen3-VL-MoE have the matrices of the experts (E, I, O) transposed
-    transposed = shape != wanted and target.ndim == 3 and shape == (wanted[0], wanted[2], wanted[1])
-    if shape != wanted and not transposed:
-        raise ValueError(f"{place} is {shape}, the model's config.json asks for {wanted}")
-    copy_shard(target, value, transposed)
+    is_transposed = value.ndim == 3 and value.shape != target.shape
+    weight = value.mT if is_transposed else value
+    if weight.shape != target.shape:
+        raise ValueError(
+            f"{place} is {tuple(value.shape)}, the model's config.json asks for "
+            f"{tuple(target.shape)}"
+        )
+    copy_shard(target, weight)
 
 
 # -------------------------------------------------------------------------------------------------

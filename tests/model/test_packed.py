@@ -138,7 +138,7 @@ def test_quantized_weights_are_refused(qwen25, tmp_path):
     weights = load_file(qwen25 / "model.safetensors")
     key = next(key for key in weights if key.endswith("mlp.up_proj.weight"))
     save_weights(tmp_path, weights | {key: weights[key].to(torch.float8_e4m3fn), f"{key}_scale": torch.ones(1)})
-    with value_error(f"{key} is of type F8_E4M3; quantized weights are not supported"
+    with value_error(f"{key} is of type torch.float8_e4m3fn; quantized weights are not supported"
     ):
         load(model, tmp_path)
 
