@@ -200,7 +200,7 @@ class RowArgs:
     row_kind: str = flag(
         "prompts",
         "kind of rows: prompts; or judgements (see train_grm_vl.py --help), to train a judge by RL: "
-        "--reward verdict compares its answers with their verdicts",
+        "--reward verdict or judgement compares its answers with their verdicts",
         choices=("prompts", "judgements"),
     )
     columns: str = flag(
