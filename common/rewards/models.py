@@ -106,6 +106,9 @@ def build_source(source: Source, rows: list[Prompt], script: Script) -> "RewardM
     return kind(source.spec, module, processor, not tower_parameters(model), script)
 
 
+WORTH = {"yes": 1.0, "no": 0.0, "A": 1.0, "B": 0.0, "tie": 0.5}  # of a verdict; a score is its own
+
+
 class Answer(NamedTuple):
     """What a reward model is asked about."""
 
@@ -229,10 +232,10 @@ class JudgeModel(RewardModel):
         self.settings = JudgeSettings.of(self.processor)
         self.kind = self.settings.question_to_ask(self.args.grm_question)
         self.verdicts = self.settings.kinds[self.kind]["verdicts"]
-        yes_or_no = [1.0, 0.0]
-        known = {"correct": yes_or_no, "rubric": yes_or_no, "answers": [1.0, 0.0, 0.5]}
-        values = known.get(self.kind)
-        worth = torch.tensor([values or list(map(float, self.verdicts))], dtype=torch.float64)
+        values = [WORTH.get(verdict) for verdict in self.verdicts]
+        if self.kind == "score":
+            values = list(map(float, self.verdicts))
+        worth = torch.tensor([values], dtype=torch.float64)
         # (orders, verdicts); where the orders are swapped the response stands in place B
         self.worth = torch.cat([worth, 1 - worth]) if self.kind == "answers" else worth
         self.unread = 0.5 if self.args.grm_question == "group" else float(worth.min())
