@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.logging import read_records
-from common.rewards.cards import GREY, INK, PAPER, font
+from common.rewards.cards import INK, PAPER
 
+GREY = "#7b8794"  # of the axes
 COLOURS = ("#2563eb", "#e8710a", "#138a5b", "#b3266e", "#7048c6", "#8a6d00", "#0e7c9b", "#c0392b")
 WIDTH, HEIGHT = 800, 440  # pixels of a figure
 SCALE = 3  # it is drawn so many times as large and scaled down: Pillow's lines have no anti-aliasing
@@ -42,7 +43,8 @@ def draw_curves(curves: Curves, path: Path, title: str) -> None:
     last = max(*steps, 1)
     low, high = min(0.0, *values), max(1.0, *values)  # a share has its full scale, so that runs compare by eye
     image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), PAPER)
-    draw, small, medium = ImageDraw.Draw(image), font(36), font(39)
+    draw = ImageDraw.Draw(image)
+    small, medium, large = (ImageFont.load_default(size) for size in (36, 39, 48))
 
     def place(step: float, value: float) -> tuple[float, float]:
         x = LEFT + step / last * (RIGHT - LEFT)
@@ -55,7 +57,7 @@ def draw_curves(curves: Curves, path: Path, title: str) -> None:
         draw.text((LEFT - 24, y), f"{value:.3g}", GREY, small, "rm")
         draw.text((x, BOTTOM + 27), f"{step:.4g}", GREY, small, "mt")
     draw.text((1200, 1290), "step", GREY, small, "mb")
-    draw.text((LEFT, 36), title, INK, font(48), "la")
+    draw.text((LEFT, 36), title, INK, large, "la")
     x = LEFT
     for colour, (name, points) in zip(COLOURS * len(curves), curves.items()):
         draw.line([place(*point) for point in points], fill=colour, width=6, joint="curve")

@@ -5,12 +5,16 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test must not depend on the network
+# torch keeps compiled kernels by their source, and would load those of a run with other instructions
+kernels = f"torchinductor-{os.getuid()}-{os.environ.get('ATEN_CPU_CAPABILITY', 'native')}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), kernels))
 if not any("gpu.py" in argument or argument == "gpu" for argument in sys.argv):
     # Tests expect the numbers of a CPU, and start more ranks than there may be GPUs: only what is named sees them, as by
     # `pytest tests/test_gpu.py`, `pytest tests -k gpu` or the benchmark gpu.py.

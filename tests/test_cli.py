@@ -49,6 +49,8 @@ def test_every_flag_is_read(script):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
             read.add((owner, node.attr))
+    groups = ast.walk(ast.parse((ROOT / "common/flags.py").read_text()))    # their properties read flags too
+    read |= {("args", node.attr) for node in groups if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"}
     read |= {("args", f"{kind}_template") for kind in ("pictures", "answers", "correct", "rubric", "score")}    # by getattr
     unread = []
     for group in dataclasses.fields(script.Args):

@@ -127,7 +127,7 @@ def use_attention(model: nn.Module, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
     # Set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
     decoder(model).config._attn_implementation = ATTENTION_NAME
-    if isinstance(model.family, Qwen):
+    if isinstance(model.family, Qwen) and model.model.visual is not None:
         # the other towers have no windows: SDPA, their default, is one call per block
         vision = "sdpa" if backend == "sdpa" else VISION_ATTENTION_NAME + backend
         model.model.visual.config._attn_implementation = vision
