@@ -1502,8 +1502,9 @@ def update_actor(
     with fsdp.onloaded(trained, offload), fsdp.onloaded(kl_ref, offload), fsdp.onloaded(teacher, offload):
         look = None if teacher is None else (teacher.model, models.teacher.look(batch))
         for number, minibatch in enumerate(minibatches_of(actor, batch, step, args.update.epochs, args)):
-            if not minibatch.policy_weights.any():
-                continue  # no token is in the policy loss: there is nothing to learn
+            # a teacher in the loss also teaches the tokens that are not in the policy loss
+            if not (minibatch.policy_weights + args.teacher.in_loss * minibatch.weights).any():
+                continue  # there is nothing to learn
             if ptx is not None:
                 # number of updates scheduled before this one
                 scheduled = (step - 1 - args.update.critic_warmup_steps) * updates_per_step + number

@@ -170,6 +170,18 @@ def test_the_loss_is_the_exact_kl(case, rows):
     assert kl > 0.1
 
 
+def test_tokens_outside_of_the_policy_loss_are_taught_too(qwen25, rows):
+    """As by --mask_truncated, where every response of a minibatch is cut off."""
+    env = taught(qwen25, rows, "--teacher_in loss --teacher_model self --teacher_prompt", HINT)
+    for mask in (torch.ones, torch.zeros):
+        env.batch.in_policy_loss = mask(len(env.batch.tokens)).bool()
+        trained = Caught(env.actor, env.args)
+        metrics = ppo.update_actor(trained, env.models, env.batch, 1, None, env.args)
+        whole = trained.gradients[0] if mask is torch.ones else whole
+        assert distance(trained.gradients[0], whole) < 1e-10
+        assert metrics["train/teacher_kl"] > 0.1
+
+
 def test_the_advantage_is_the_difference_of_log_probs(qwen25, other, rows):
     """Added to what rewards say, which alone is whitened and clipped, neither discounted nor whitened itself."""
     env = start(qwen25, rows, "--advantage reinforce++ --gamma 0.5 --teacher_coef 0.3 --teacher_model", other)
