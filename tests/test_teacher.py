@@ -6,6 +6,7 @@ import functools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from test_training import TALKING, Caught, distance, flags, hand_batch, resumed,
 import train_ppo_vl as ppo
 from common.data.processor import Processor
 from common.data.rows import load_prompts
-from common.model import forward as vlm, fsdp
+from common.model import forward as vlm, fsdp, looks
 
 HINT = "{prompt} (The answer is {answer}, said {who}.)"
 
@@ -243,6 +244,13 @@ def test_an_empty_hint_gives_the_reference(qwen25, task, tmp_path):  # noqa: F81
     assert hint[1]["train/teacher_kl"] > 1e-4
 
 
+def test_a_hint_before_the_question_follows_the_images():
+    content = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    row = SimpleNamespace(reference="a cat", row={}, messages=[{"role": "user", "content": content}])
+    (message,) = looks.with_hint(row, "It is {answer}. {prompt}")
+    assert [part.get("text") for part in message["content"]] == [None, "It is a cat. ", "What is this?"]
+
+
 @pytest.mark.parametrize("form", ["advantage", "loss"])
 def test_with_adapters_it_is_the_base_model(qwen25, task, tmp_path, form):  # noqa: F811
     """As a second copy of the base in a folder of its own."""
@@ -357,6 +365,8 @@ def test_bad_flags(qwen25, task, tmp_path):  # noqa: F811
         ("--teacher_model ema", "--teacher_model ema needs an --ema_beta above 0"),
         ("--teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo", "ema has no adapters"),
         ("--teacher_prompt {prompt}{answer}", "--teacher_prompt needs a --teacher_model"),
+        ("--teacher_model self --teacher_prompt {answer}", "has no {prompt}, the place of the row's prompt"),
+        ("--teacher_model self --advantage none --dynamic_sampling 2", "chooses prompts by rewards"),
         ("--teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y", "conversations are scored as held"),
         ("--student_images noise:0.3 --env x.py:Y", "conversations are scored as held"),
         ("--student_images blur:3", "not one of mask, noise, with :0.3"),

@@ -219,7 +219,11 @@ def with_hint(prompt: Prompt, template: str) -> list[dict]:
         raise ValueError(f"--teacher_prompt: no column {error}; {columns_of(prompt.row)}") from error
     before, _, after = text.partition("{prompt}")
     *earlier, last = prompt.messages
-    parts = [{"type": "text", "text": before}, *last["content"], {"type": "text", "text": after}]
+    content = last["content"]
+    places = [k for k, part in enumerate(content) if part["type"] == "text"]
+    first = places[0] if places else len(content)  # images that lead the prompt stay in front
+    hint = {"type": "text", "text": before}
+    parts = [*content[:first], hint, *content[first:], {"type": "text", "text": after}]
     return [*earlier, last | {"content": [part for part in parts if part.get("text") != ""]}]
 
 
@@ -317,6 +321,14 @@ def refuse_flags(refuse: Refusals, perception: PerceptionArgs) -> None:
     refuse(ema and not values.ema_beta, "--teacher_model ema needs an --ema_beta above 0")
     refuse(ema and values.lora_rank, "--teacher_model ema has no adapters (--lora_rank); use self")
     refuse(values.teacher_prompt and not teacher, "--teacher_prompt needs a --teacher_model")
+    refuse(
+        values.teacher_prompt and "{prompt}" not in values.teacher_prompt,
+        f"--teacher_prompt {values.teacher_prompt} has no {{prompt}}, the place of the row's prompt",
+    )
+    refuse(
+        idle and values.dynamic_sampling,
+        "--dynamic_sampling chooses prompts by rewards, which --advantage none does not use",
+    )
     refuse(
         values.env and (values.teacher_prompt or values.student_images),
         "--env: conversations are scored as held, without --teacher_prompt or --student_images",
