@@ -726,7 +726,7 @@ def target_records(questions: list[Question], batch: Batch, target_logprobs: Ten
 def log_samples(
     log: logging.RunLogger, step: int, records: list[dict], text: str, caption: str, stem: str
 ) -> None:
-    """Log the records, and a card for some, evenly from all: its images, its field ``text``, and the
+    """Log the records, and cards for some of them, evenly spaced: images, the field ``text``, and the
     caption."""
     count, cards = log.log_samples, []
     every = max(1, len(records) // max(1, count))

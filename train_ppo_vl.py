@@ -287,8 +287,8 @@ class AlgorithmArgs:
         "advantage estimator. gae trains a critic; grpo (alias group_norm), gdpo, dr_grpo, rloo, opo, "
         "gpg and reinforce_baseline compare the samples of a prompt, at least 2; remax adds a greedy "
         "one. gdpo compares each source of rewards separately or, if there is one source, each of "
-        "the components that it returns besides its reward, but for parsed; of env the reward. none: "
-        "only a teacher teaches, rewards are just measured; --reward none implies it",
+        "the components that it returns besides its reward, except parsed; for env the reward. none: "
+        "learn only from a teacher, and just measure rewards; --reward none implies it",
         choices=tuple(ESTIMATORS),
     )
     gamma: float = flag(
@@ -1186,7 +1186,7 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
         with torch.inference_mode(), bare:
             results = engine.generate()
     del engine  # frees its slots and graphs
-    torch.cuda.empty_cache()  # NCCL and the libraries allocate beside it
+    torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache
     samples = [(index, number) for index in mine for number in range(samples_per_prompt)]
     responses: list[list[Tensor]] = [[] for _ in batch.prompts]
     for index, number in samples:
@@ -1691,8 +1691,8 @@ def evaluate_teacher(
     step: int,
     args: Args,
 ) -> dict[str, float]:
-    """Before the first step, how often the teacher is right about held-out prompts, as many as one
-    rollout answers, as it sees them: it cannot teach what it cannot answer. Not with an environment,
+    """Before the first step: how often the teacher answers held-out prompts correctly as it sees them, for
+    as many as one rollout takes. It cannot teach what it cannot answer. Not with an environment,
     whose images it might not see."""
     if teacher is None or args.env.env or step:
         return {}

@@ -548,7 +548,7 @@ class PerceptionArgs:
     perception_scale: float = flag(
         1.0,
         "below 1: multiply advantages by a factor that grows with how much the response depends on "
-        "its images; this is the least, and the mean is 1 (VPPO: 0.9)",
+        "its images; this is the smallest factor, and their mean is 1 (VPPO: 0.9)",
         low=0,
         high=1,
     )
@@ -569,7 +569,7 @@ class RewardArgs:
         "boxed",
         "source of rewards, or several separated by commas: a rule (exact, boxed, answer, "
         "verdict, judgement), env (what --env gives), file.py:function, grm:FOLDER (generative judge), "
-        "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: a teacher is enough",
+        "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: only a teacher",
         paths=True,
     )
     reward_recipe: str = flag(
@@ -591,8 +591,8 @@ class RewardArgs:
     )
     grm_question: str = flag(
         "auto",
-        "what a judge is asked; answers: which is better, the response or the reference; group: which "
-        "is better, the response or another to the same prompt, for all of them; rubric: whether the "
+        "what a judge is asked; answers: whether the response or the reference is better; group: which "
+        "of two responses to a prompt is better, for every pair of them; rubric: whether the "
         "response meets each criterion of the row's rubric; auto: correct or, for a judge that was "
         "not trained on it, score",
         choices=("auto", "correct", "score", "answers", "group", "rubric"),
@@ -630,28 +630,28 @@ class TeacherArgs:
 
     teacher_model: str = flag(
         "",
-        "frozen model that scores the sampled tokens too, from which the policy learns: a "
-        "checkpoint of any size with the policy's tokens, whose processor reads the rows; self: the "
+        "frozen model that also scores the sampled tokens, and from which the policy learns: a checkpoint "
+        "of any size that has the policy's tokens and reads rows by its own processor; self: the "
         "initial weights (with adapters, the base model); ema: the average of --ema_beta; empty: none",
         paths=True,
     )
     teacher_in: str = flag(
         "advantage",
-        "advantage: that of each token gains --teacher_coef * (its log-prob by the teacher - by the "
-        "policy); loss: it gains the exact KL(policy | teacher) over the vocabulary, which costs a "
+        "advantage: add --teacher_coef * (the teacher's log-prob - the policy's) to each token's advantage; "
+        "loss: add --teacher_coef * the exact KL(policy | teacher) over the vocabulary, which costs a "
         "forward pass of the teacher per update",
         choices=("advantage", "loss"),
     )
     teacher_coef: float = flag(1.0, "weight of the teacher", low=0)
     teacher_prompt: str = flag(
         "",
-        "what the teacher reads in place of a prompt, with columns of its row, as in "
+        "template of what the teacher reads in place of a prompt; braces take columns of the row: "
         "'{prompt} (The answer is {answer}.)'; empty: the prompt",
     )
     student_images: str = flag(
         "",
-        "damage to the images of training, which the teacher sees whole: noise:0.3 (deviation, "
-        "on a scale of 1) or mask:0.3 (share of squares of 14 pixels, black); empty: none",
+        "damage to the policy's images in training, which the teacher sees undamaged: noise:0.3 (standard "
+        "deviation, on a scale of 1) or mask:0.3 (share of squares of 14 pixels, black); empty: none",
     )
 
     @property

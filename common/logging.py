@@ -243,8 +243,8 @@ class RunLogger:
     # What a run tells
 
     def step(self, step: int, metrics: dict[str, float], columns: dict[str, str]) -> None:
-        """Record a step; those of ``columns`` (word -> metric) that it has stand next to the bar,
-        too. Raises UserError: see `_record`."""
+        """Record a step; the bar, too, shows the metrics among ``columns`` (word -> metric) that
+        it has. Raises UserError: see `_record`."""
         values = self._record(f"step {step:5d}", step, metrics, columns)
         self.bar.set_postfix(values, refresh=False)
         self.bar.update(step - self.bar.n)

@@ -49,8 +49,8 @@ def logits_fp32(
     Args:
         weight: (V, H) of the language-model head.
         temperature: the sampling temperature, positive.
-        banned: (V,) bool, ids that are -inf in every row, of a model that may have more or fewer ids;
-            those beyond it are -inf as well.
+        banned: (V,) bool, ids that are -inf in every row. The model may have more or fewer than V
+            ids; those from V on are -inf as well.
         row_banned: (n,) bool, rows in which the ids ``row_banned_ids`` (k,) are -inf as well.
     """
     logits = _product(hidden, weight.t())
@@ -280,8 +280,8 @@ def _race(logits: Tensor, keys: Tensor, hashes: Tensor) -> Tensor:
 
 
 def fuse(function: Callable, *tensors: Tensor) -> Any:
-    """``function(*tensors)``, on a GPU by one compiled kernel for each result, with the roundings of
-    the function itself. It runs as it is where gradients are wanted, inside other compiled code,
+    """``function(*tensors)``, on a GPU by one compiled kernel for each result, rounded as the
+    function itself rounds. It runs uncompiled where gradients are wanted, inside other compiled code,
     and where nothing compiles."""
     eager = torch.is_grad_enabled() or torch.compiler.is_compiling() or not tensors[0].is_cuda
     if eager or not _compiles(tensors[0].device):

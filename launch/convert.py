@@ -22,7 +22,7 @@ and so on.
     response     completion, or a last message by the assistant
     label        label, source, data_source, query_source, or else --label; it is called source in pairs
     responses    chosen and rejected, as text or conversations, or the two of response (VL-RewardBench)
-    preferred    A or B, the chosen one of the responses, or by human_ranking, where it may be a tie
+    preferred    A or B, the response that was chosen, or as human_ranking says, which may be a tie
 
 With --benchmark NAME the files are those of a benchmark of judges (launch/benchmarks.py). Its rows get "source" (the
 official group) and "pair" (what counts together, as in ACC+). Rows without their image, or of a kind that judges here
@@ -178,7 +178,7 @@ def take_media(rest: dict, images: "Images") -> dict:
 
 
 def take(rest: dict, *columns: str) -> Any:
-    """The first of these columns that is there, which is taken out."""
+    """Take out the first of these columns that is there; None if there is none."""
     return next((rest.pop(column) for column in columns if column in rest), None)
 
 

@@ -3,7 +3,7 @@
     python launch/judge_filter.py RUN --right sft.jsonl --wrong rl.jsonl
 
 RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K` over training rows (its --eval_data).
-Of every question, a row in one order, the first right judgement becomes a row of prompt and response: what the judge was
+For every question (a row in one order), the first right judgement becomes a row of prompt and response: what the judge was
 asked, and what it wrote. A row with a wrong judgement, in either order, goes to RL as it is. Paths become absolute.
 """
 
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         right, wrong = filter_rows(read_judgements(args.run))
         print(f"{len(right)} right judgements, {len(wrong)} rows with a wrong one", flush=True)
         if not right or not wrong:
-            raise ValueError("nothing is left to train on in one of both")
+            raise ValueError("one of the two files would be empty")
         for path, rows in ((args.right, right), (args.wrong, wrong)):
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     except (ValueError, OSError) as error:

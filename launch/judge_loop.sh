@@ -3,16 +3,16 @@
 # that were right, RL on the pairs with a wrong one. Its table on held-out pairs before and after each stage: OUT/*.txt
 #
 #   export MODEL=Qwen/Qwen2.5-VL-7B-Instruct COLD=written.jsonl DATA=pairs.jsonl EVAL_DATA=benchmark.jsonl
-#   bash launch/judge_loop.sh                      further flags go to every stage, as --seed 1
+#   bash launch/judge_loop.sh                      further flags, such as --seed 1, go to every stage
 #
-# COLD: pairs with a critique. DATA: pairs with their verdicts alone. EVAL_DATA: such as launch/convert.py --benchmark makes.
-# OUT gets a folder per stage, LAUNCH starts a script; a stage that was interrupted goes on.
+# COLD: pairs with a critique. DATA: pairs with only their verdicts. EVAL_DATA: such as launch/convert.py --benchmark makes.
+# OUT gets a folder per stage; LAUNCH is the command that starts a script. The same command continues an interrupted stage.
 #
-# Without MODEL: which of two noisy pictures of the toy shows more, on 2 processes. Run on 2 CPU cores, with figures:
+# Without MODEL, the toy judges which of two noisy pictures shows more, on 2 processes. Run on 2 CPU cores, with figures:
 # tests/benchmarks/RESULTS.md.
 # Not run: a real model on GPUs. Fine-tuning (2.5e-6 with a cosine, 128 rows a step, 3 passes) and the use of right and wrong
 # judgements are those of UnifiedReward-Think (github.com/CodeGoat24/UnifiedReward), as are 8 samples and 1e-6 in RL; its KL is
-# 0.04, LightRFT's and R1-Reward's 1e-3. The reward with its consistency of both orders is ours, after R1-Reward's.
+# 0.04, LightRFT's and R1-Reward's 1e-3. The reward for consistency between both orders is ours, after R1-Reward's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="${OUT:-runs/judge_loop}" flags=("$@")

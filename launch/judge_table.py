@@ -1,11 +1,11 @@
-"""The table of a judge, by every convention in which published tables differ.
+"""The accuracy of a judge, by every convention in which published tables differ.
 
     python launch/judge_table.py RUN [--markdown]
 
 RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K`, in which every pair was judged K
-times in each order. "votes@k" is the majority of the first k verdicts of an order that could be read, of which a tie
-counts one half; all other lines are of single judgements. "macro" is the mean over groups. The interval is of the first
-accuracy: a bootstrap over pairs, in which rows that count together stay together.
+times in each order. "votes@k" is the majority of the first k verdicts in an order, as far as they could be read; a tied
+vote counts one half. All other lines are of single judgements. "macro" is the mean over groups. The interval belongs to the
+first accuracy: a bootstrap over pairs, in which rows that count together stay together.
 """
 
 import json
@@ -29,7 +29,7 @@ BOOTSTRAPS = 1000
 
 
 def read_judgements(run: Path) -> list[dict[str, list[dict]]]:
-    """Of every row of a run's newest evaluation: order -> records, by sample. Raises ValueError: it judged nothing."""
+    """For every row of a run's newest evaluation: order -> records, by sample. Raises ValueError: it judged nothing."""
     records = []
     for path in sorted(run.rglob("samples/eval-*.jsonl"), key=attrgetter("name"))[-1:]:
         records = list(map(json.loads, open(path, encoding="utf-8")))
@@ -45,7 +45,7 @@ class Unit:
     """Rows that count together, mostly one: for each line of the table what counts, and out of how much."""
 
     def __init__(self, first: dict):
-        self.first = first  # of its records
+        self.first = first  # one of its records
         self.parts, self.wholes = Counter(), Counter()
         self.hits = []  # of each row: which judgements are right
 
@@ -84,14 +84,14 @@ class Unit:
 
 
 def vote(verdicts: list[str | None], right: str) -> float:
-    """What the majority of those that could be read is worth."""
+    """1 if the majority of those that could be read is right, 1/2 if it ties with another, else 0."""
     votes = Counter(filter(None, verdicts))
     winners = [verdict for verdict in votes if votes[verdict] == max(votes.values())]
     return (right in winners) / (1 + (len(winners) > 1))
 
 
 def read_units(run: Path) -> list[Unit]:
-    """Raises ValueError: there are none."""
+    """The units of a run. Raises ValueError: there are none."""
     units: dict[tuple, Unit] = {}
     for orders in read_judgements(run):
         first = orders["given"][0]
@@ -129,7 +129,7 @@ def by_group(units: list[Unit], script: str = "") -> dict[str, list[Unit]]:
 
 
 def column(groups: Collection[list[Unit]]) -> dict[str, str]:
-    """Of every line the mean over groups."""
+    """For every line, the mean over groups."""
     shares, sizes, bootstrap, rng = defaultdict(list), [], 0, np.random.default_rng(0)
     for units in groups:
         parts, wholes = Counter(), Counter()

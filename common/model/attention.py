@@ -176,8 +176,8 @@ def varlen_attention(
         )
     from torch.nn.attention.varlen import varlen_attn  # a second of import
 
-    # Not -1, for which torch 2.14 leaves a backward without grouped heads to cuDNN, whatever computed
-    # the forward. FlashAttention knows that no key is further away.
+    # Not -1: torch 2.14 would leave a backward without grouped heads to cuDNN, whatever computed the
+    # forward. No key is further away than max_k, so FlashAttention knows that this is no limit.
     right = 0 if call.causal else call.max_k
     options = {}
     # torch 2.11 has no such flag, and does not compare the heads

@@ -221,7 +221,7 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
         return
     layer = max(memory.gathered_bytes(module)[1] for module in plan.models.values())
     distributed.warm_up(ranks, layer)
-    torch.cuda.empty_cache()  # NCCL and the libraries allocate beside it
+    torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache
     free, _ = torch.cuda.mem_get_info()
     line = require_fit(plan, min(distributed.gather_objects(free)) / GIB)
     if distributed.is_main():

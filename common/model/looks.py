@@ -2,8 +2,8 @@
 other prompts or images, which is scored like any other.
 
     with_prompts   every prompt in a template, as some processor reads it
-    with_images    every image of prompts and conversations changed, or as its file is
-    blank, ...     changes: of an image and its place in the run
+    with_images    every image of prompts and conversations changed, or as in its file
+    blank, ...     changes: functions of an image and its place in the run
     vision_gaps    what answers lose with blank images: the vision audit
     changed_logprobs, focus  log-probs with changed images, and what VPPO makes of them
     Teacher        another model that scores the tokens, and how it looks at them
@@ -37,8 +37,8 @@ from common.model.weights import without_adapters
 # Other images
 # -------------------------------------------------------------------------------------------------
 
-# Which image of a run: the draw of its prompt, 0 or 1 + the number of the sample in whose
-# conversation it is, and which image of that. What is random in a change is seeded by it.
+# Which image of a run: the draw of its prompt; 0 for an image of the prompt, or 1 + the number of the
+# sample whose conversation has it; and its index there. It seeds what is random in a change.
 Place = tuple[int, int, int]
 MASK_SQUARE = 14  # pixels
 
@@ -84,7 +84,7 @@ DAMAGE = {"mask": masked_images, "noise": noisy_images}
 
 
 def damage(spec: str, seed: int) -> Callable | None:
-    """noise:0.3 -> a change; none of an empty text. Raises UserError: it cannot be read."""
+    """The change that a flag such as noise:0.3 asks for; None if it is empty. Raises UserError: bad flag."""
     if not spec:
         return None
     kind, _, amount = spec.partition(":")
@@ -107,7 +107,7 @@ def with_images(
     batch: Batch, model: nn.Module, processor: Processor, change: Callable = unchanged
 ) -> Batch:
     """The batch with ``change(image, place)`` for every image (Pillow's) and every frame of a clip,
-    of the same sizes, as a processor reads it and the tower of a model sees it.
+    of the same sizes, as the processor reads it and the tower of the model sees it.
 
     Raises UserError, on every rank: a file that has changed since it was read.
     """
@@ -115,7 +115,7 @@ def with_images(
     with distributed.raise_on_all_ranks():
         for index in batch.own_prompts():
             prompt = batch.prompts[index]
-            # a first observation that all samples of a prompt share has grids there, and no file
+            # a first observation shared by all samples of a prompt adds grids to it, but no file
             files = replace(prompt, grids=prompt.grids[: len(prompt.images)])
             pixels = load_pixels(files, processor, change, (batch.prompt_ids[index], 0))
             if pixels is not None:
@@ -157,7 +157,7 @@ def vision_gaps(policy: nn.Module, batch: Batch, compute_logprobs: Callable) -> 
 def changed_logprobs(
     policy: nn.Module, batch: Batch, change: Callable, compute_logprobs: Callable
 ) -> Tensor:
-    """(N,) log-probs of the batch's tokens with ``change`` of the images; NaN where there are none."""
+    """(N,) log-probs of the batch's tokens with images changed; NaN for samples without images."""
     seeing = has_images(batch)
     logprobs = torch.zeros(len(batch.tokens))
     if seeing.any():
@@ -167,8 +167,8 @@ def changed_logprobs(
 
 
 def focus(batch: Batch, args: PerceptionArgs) -> Tensor:
-    """(N,) factors of the advantages by what the tokens owe to the images (VPPO). Tokens that owe them
-    little leave the policy loss."""
+    """(N,) factors on the advantages, by how much responses depend on their images (VPPO). Tokens that
+    depend on them little leave the policy loss."""
     seen = losses.perception(batch.old_logprobs, batch.masked_logprobs)  # (N,)
     batch.in_policy_loss &= losses.perception_mask(seen, batch.lengths, args.perception_ratio)
     factors = losses.perception_factors(seen, batch.lengths, args.perception_scale)  # (S,)
@@ -192,8 +192,8 @@ def with_patches(model: nn.Module, conversation: Conversation, patches: list[Ten
 
 
 def with_prompts(batch: Batch, processor: Processor, template: str = "") -> Batch:
-    """The batch with all prompts as `read_prompt` has them. To a processor that is not that of the
-    batch images are of other grids: `with_images` must follow."""
+    """The batch with all prompts as `read_prompt` returns them. A processor other than the batch's own
+    may cut images into other grids: `with_images` must follow."""
     prompts = [read_prompt(prompt, processor, template) for prompt in batch.prompts]
     return replace(batch, prompts=prompts, positions={})
 
@@ -210,8 +210,8 @@ def read_prompt(prompt: Prompt, processor: Processor, template: str) -> Prompt:
 
 
 def with_hint(prompt: Prompt, template: str) -> list[dict]:
-    """The messages of a prompt, the last one in the place of {prompt} in a template of Python's, whose
-    other fields are columns of the row. Raises ValueError: one that the row lacks."""
+    """The messages of a prompt, the last one in place of {prompt} in a Python format string, whose
+    other fields are columns of the row. Raises ValueError: the row lacks one of them."""
     answer = {} if prompt.reference is None else {"answer": prompt.reference}
     try:
         text = template.format_map(prompt.row | answer | {"prompt": "{prompt}"})
@@ -240,7 +240,7 @@ class Teacher:
     policy: nn.Module  # gives log-probs; has a model and a processor, as the actor
     actor: nn.Module
     args: TeacherArgs
-    offload: str  # as the flag says
+    offload: str  # of --offload
 
     @contextmanager
     def asked(self):
@@ -276,15 +276,15 @@ class Teacher:
 
 
 def teacher_of(args: Any, modules: dict[str, nn.Module]) -> Teacher | None:
-    """That of --teacher_model: without a module of its own it is the actor without its adapters."""
+    """The teacher of --teacher_model, if any: without its own module, the actor without its adapters."""
     actor = modules["actor"]
     teacher = Teacher(modules.get("teacher", actor), actor, args.teacher, args.update.offload)
     return teacher if args.teacher.teacher_model else None
 
 
 def prepare(args: Any, modules: dict[str, nn.Module], rows: Any) -> None:
-    """Ban the ids for which the teacher has no embedding. Raises UserError, on every rank: a teacher
-    that lacks tokens of the policy or cannot read rows, no image that could be damaged."""
+    """Ban the ids for which the teacher has no embedding. Raises UserError, on every rank: the
+    teacher lacks tokens of the policy or cannot read a row; no row has an image to damage."""
     if args.teacher.student_images and not any(row.images for row in rows.train):
         raise UserError("--student_images: no row of --data has images")
     teacher = teacher_of(args, modules)
@@ -303,7 +303,7 @@ def prepare(args: Any, modules: dict[str, nn.Module], rows: Any) -> None:
         if args.env.env and teacher.own_tower:
             raise ValueError("with --env it must have the vision tower of the policy")
         everything = rows.train + rows.held_out if template or processor is not own else []
-        with ThreadPoolExecutor(8) as pool:  # headers of images wait for the file system
+        with ThreadPoolExecutor(8) as pool:  # image headers wait for the file system
             list(pool.map(lambda row: read_prompt(row, processor, template), everything))
 
 

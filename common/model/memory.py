@@ -152,7 +152,7 @@ def forward_bytes(module: nn.Module, rows: int) -> int:
 
 
 def slot_bytes(module: nn.Module, length: int) -> int:
-    """Of the cache of one sequence of up to ``length`` tokens: that of a cache on meta."""
+    """Bytes of the cache of one sequence of up to ``length`` tokens, counted on meta."""
     text, compute = module.model.config.get_text_config(), module.model.compute
     meta = torch.device("meta")
     return SlotCache(text, 1, length, compute.dtype, meta, compute.backend).nbytes

@@ -91,8 +91,8 @@ def calibration(likely: list[dict]) -> dict[str, float]:
 
 
 def vote_rates(records: list[dict]) -> dict[int, float]:
-    """k = 1, 3, ... -> how often the verdict of most of the first k judgements on a question is
-    right, of those that could be read; a tie with another counts one half. Records of
+    """k = 1, 3, ... -> how often the majority of the first k judgements on a question is right,
+    among those that could be read; a tie with another verdict counts one half. Records of
     train_ppo_vl.py, by sample; those without a right verdict are left out."""
     judged = [one for one in records if "verdict" in one and one["reference"] is not None]
     questions = [list(part) for _, part in groupby(judged, key=itemgetter("index"))]

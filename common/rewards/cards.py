@@ -25,7 +25,7 @@ def sample_card(images: list[Image.Image], text: str, caption: str) -> Image.Ima
     for image in fitted:
         card.paste(image, (x, MARGIN))
         x += image.width + MARGIN
-    draw, font = ImageDraw.Draw(card), ImageFont.load_default(SIZE)  # Latin only: others are boxes
+    draw, font = ImageDraw.Draw(card), ImageFont.load_default(SIZE)  # Latin only; others: boxes
     for lines, colour in texts:
         for line in lines:
             draw.text((MARGIN, top), line, colour, font)

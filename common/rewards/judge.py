@@ -133,7 +133,7 @@ class JudgeSettings:
         return settings
 
     def note_training(self, verdicts: Iterable[tuple[str, str]]) -> None:
-        """Note what the judge is trained on: (kind, verdict) of its rows, beside what it learned
+        """Note what the judge is trained on: (kind, verdict) of its rows, besides what it learned
         before. Raises ValueError: too many different scores."""
         trained = {(kind, verdict) for kind, verdict in verdicts if kind in JUDGEMENTS}
         self.trained_on = sorted({*self.trained_on, *(kind for kind, _ in trained)})
@@ -452,8 +452,8 @@ def read_rubric(row: dict) -> list[tuple[str, float]]:
 
 
 def order_agreement(rows: list[Prompt], indices: list[int], texts: list[str]) -> list[float]:
-    """Of each judgement on a pair, the share of the judgements on its other order that say the same,
-    mirrored; 0 for one that cannot be read.
+    """For each judgement on a pair: the share of the judgements on the other order that agree with it,
+    once mirrored; 0 if it cannot be read.
 
     Args:
         rows: both orders of each pair, one after the other.

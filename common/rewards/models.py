@@ -115,7 +115,7 @@ class Answer(NamedTuple):
     prompt_index: int
     sample: int | None  # the sample whose images from an environment the text has marks of
     text: str
-    other: str | None = None  # that it is compared with; None: the reference, where there is any
+    other: str | None = None  # the answer it is compared with; None: the reference, if any
 
 
 @dataclass
@@ -131,7 +131,7 @@ class RewardModel:
     def __call__(
         self, batch: Batch, used: list[int], texts: list[str]
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Columns (n,) of the n samples ``used`` with these ``texts``, and what a judge says of each."""
+        """Columns (n,) for the n samples ``used`` with these ``texts``, and what a judge says of each."""
         answers = []
         for index, i, text in zip(batch.prompt_index[used].tolist(), used, texts):
             answers.append(Answer(index, i if IMAGE_MARK in text else None, text))
@@ -140,8 +140,8 @@ class RewardModel:
     def ask_once(
         self, batch: Batch, keys: list[Answer]
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """What `ask` returns, of answers that may be equal: rounding, which differs by row, would
-        give these a spread."""
+        """What `ask` returns, of which equal answers share a result: asked separately, they would
+        differ by rounding."""
         place_of = {key: k for k, key in enumerate(dict.fromkeys(keys))}  # K answers
         with onloaded(self.module, self.script.args.update.offload):
             columns, notes = self.ask(batch, list(place_of))
@@ -217,8 +217,8 @@ def place_replies(ask: dict, row: Prompt, count: int) -> dict:
 
 @dataclass
 class JudgeModel(RewardModel):
-    """A generative judge (train_grm_vl.py). It looks at each distinct response once, by a rubric once
-    for each criterion; next to the reference answer in both orders.
+    """A generative judge (train_grm_vl.py). It is asked about each distinct response once, with a
+    rubric once for each criterion, and about a pair in both orders.
 
     Its verdicts are worth: no 0, yes 1; a score itself; a lost pair 0, a tie 1/2, a won pair 1. A
     critique without a verdict is worth the lowest of them.
@@ -244,7 +244,7 @@ class JudgeModel(RewardModel):
             print(f"warning: --reward {self.spec}: {doubt}; its rewards may mean nothing", flush=True)
 
     def ask(self, batch: Batch, answers: list[Answer]) -> tuple[dict[str, Tensor], list[str]]:
-        prompts, places, weights = [], [], []  # of Q questions; the place of the answer asked about
+        prompts, places, weights = [], [], []  # of Q questions; places of their answers
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
             for k, answer in enumerate(answers):
                 for further, weight in self.questions_about(batch.prompts[answer.prompt_index]):
@@ -269,15 +269,15 @@ class JudgeModel(RewardModel):
         return columns, list(map(" | ".join, said))
 
     def questions_about(self, row: Prompt) -> list[tuple[dict[str, str], float]]:
-        """What tells apart the questions about a response to a row, see `JudgeSettings.ask`, and
-        their weights: criteria, or the orders."""
+        """What differs between the questions about one response, as arguments of
+        `JudgeSettings.ask`, and their weights: criteria, or the orders."""
         if self.kind == "rubric":
             rubric = read_rubric(row.row)
             return [({"criterion": self.without_markup(text)}, weight) for text, weight in rubric]
         return [({"order": order}, 1.0) for order in ORDERS[: len(self.worth)]]
 
     def question(self, batch: Batch, answer: Answer, further: dict[str, str]) -> Prompt:
-        """A question about an answer; of a pair, about what it is compared with, too."""
+        """A question about an answer and, for a pair, about the answer it is compared with."""
         row, sizes = batch.prompts[answer.prompt_index], []
         if answer.sample is not None:
             sizes = image_sizes(batch.conversations[answer.sample])
@@ -329,9 +329,9 @@ class JudgeModel(RewardModel):
     def share_beginnings(
         self, about: list[tuple[int, int | None]], prompts: list[Prompt]
     ) -> tuple[list[tuple[int, int | None]], list[Prompt], list[list[Tensor]]]:
-        """What the questions about the same prompt begin with, as one prompt, and the tokens in which
-        each goes on, if a pack then holds fewer tokens, although each verdict repeats those; or the
-        questions as they are."""
+        """The common beginning of the questions about the same prompt, as one prompt, and the tokens
+        with which each goes on. As every verdict repeats these, some packs would hold more tokens:
+        their questions stay as they are."""
         stems, rests = [], []  # stems: the prompt asked about, and the tokens
         images = torch.tensor(self.processor.banned_ids)
         for key, members in itertools.groupby(zip(about, prompts), key=itemgetter(0)):
@@ -350,7 +350,7 @@ class JudgeModel(RewardModel):
         return *map(list, zip(*stems)), rests
 
     def verdict_logprobs(self, questions: Batch, rests: list[list[Tensor]]) -> Tensor:
-        """(Q, V) log-prob of each verdict behind each rest of each question."""
+        """(Q, V) log-prob of each verdict after each rest of each question."""
         verdicts, targets = encode_verdicts(self.processor, self.verdicts), []
         for part in rests:
             targets.append([torch.cat([rest, verdict]) for rest in part for verdict in verdicts])
@@ -373,8 +373,8 @@ class JudgeModel(RewardModel):
 @dataclass
 class GroupJudge(JudgeModel):
     """A judge of pairs that compares the samples of a prompt with each other: a sample earns its mean
-    probability of winning over its opponents, in both orders, where a tie counts one half, and so
-    does a critique without a verdict. This is the win rate of Pref-GRPO (Wang et al. 2025) without
+    probability of beating its opponents, over both orders; a tie counts one half, and so does a
+    critique without a verdict. This is the win rate of Pref-GRPO (Wang et al. 2025) without
     hard verdicts."""
 
     def __post_init__(self):
@@ -390,7 +390,7 @@ class GroupJudge(JudgeModel):
     ) -> tuple[dict[str, Tensor], list[str]]:
         indices, answers = batch.prompt_index[used].tolist(), []
         games = list_games(indices, self.args.grm_opponents)
-        games = [sorted(game, key=texts.__getitem__) for game in games]  # equal texts, equal questions
+        games = [sorted(game, key=texts.__getitem__) for game in games]  # equal texts: one question
         for i, j in games:
             answers.append(Answer(indices[i], None, texts[i], texts[j]))
         columns, _ = self.ask_once(batch, answers)
@@ -402,8 +402,8 @@ class GroupJudge(JudgeModel):
 
 
 def list_games(indices: list[int], opponents: int) -> list[tuple[int, int]]:
-    """Which samples are compared: all of a prompt or, with a number of opponents above 0, each with
-    half of that on each side in a circle. ``indices``: (n,) their prompts, ascending."""
+    """The pairs of samples to compare: all of a prompt or, with ``opponents`` above 0, each sample and
+    half as many neighbours on each side, in a circle. ``indices``: (n,) their prompts, ascending."""
     games = []
     for _, members in itertools.groupby(range(len(indices)), key=indices.__getitem__):
         group = list(members)

@@ -141,7 +141,7 @@ class RewardMix:
         return torch.tensor(shares, dtype=torch.float64)[batch.prompt_index]
 
     def samples_of(self, source: Source, batch: Batch) -> list[int]:
-        """The samples that a source scores; of a judge inside a group, those that are not alone."""
+        """The samples that a source scores; a judge that compares skips the only sample of a prompt."""
         scored = ~self.share_of(source, batch).isnan()
         if source.kind == "grm" and self.args.grm_question == "group":
             scored &= batch.prompt_index.bincount()[batch.prompt_index] > 1
@@ -163,7 +163,7 @@ class RewardMix:
     def score(self, batch: Batch, processor: Processor, begun: Calls | None = None) -> None:
         """Fill rewards, turn_rewards (with environments), components (NaN where a source does not
         score a sample) and judgements of all samples, alike on every rank. With several sources, a
-        component of one is named SOURCE/COMPONENT, its reward is the component SOURCE. `compared` and
+        component of one is named SOURCE/COMPONENT, and its reward SOURCE. `compared` and
         the sources' weights are filled too.
 
         Args:

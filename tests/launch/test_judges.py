@@ -429,5 +429,5 @@ def test_a_filter_that_leaves_nothing(tmp_path, capsys, letters, counts):
     assert stop.value.code == 2
     printed = capsys.readouterr()
     assert printed.out.startswith(counts)
-    assert printed.err == "error: nothing is left to train on in one of both\n"
+    assert printed.err == "error: one of the two files would be empty\n"
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
