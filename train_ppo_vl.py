@@ -604,7 +604,7 @@ def check_judge_args(refuse: flags.Refusals) -> None:
     )
     refuse(
         grouped and (values.env or values.reward_combiner),
-        "--grm_question group goes without --env and --reward_combiner (--reward_recipe has weights)",
+        "--grm_question group excludes --env and --reward_combiner (--reward_recipe has weights)",
     )
     refuse(
         values.grm_opponents % 2 or (values.grm_opponents and not grouped),

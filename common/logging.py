@@ -331,10 +331,10 @@ class RunLogger:
         self, title: str, step: int, metrics: dict[str, float], columns: dict[str, str]
     ) -> dict[str, str]:
         """Write one JSON object and one TensorBoard point per metric, and print one line with those
-        of ``columns`` (word -> metric) that there are; returns what it says of each word.
+        of ``columns`` (word -> metric) that there are. Returns what it prints after each word.
 
-        Raises UserError: a metric is not finite. All ranks check: reduced metrics are equal, so
-        that they raise together.
+        Raises UserError: a metric is not finite. Every rank checks the same reduced metrics, so
+        they raise together.
         """
         record = {
             name: value if isinstance(value, int) else float(value)

@@ -38,7 +38,7 @@ class AdvantageInputs:
     lengths: Tensor  # (S,) response tokens
     prompt_index: Tensor  # (S,) int64, the prompt of a sample
     # (S,) each, before shaping; NaN where a sample has none: the rewards of several sources, or the
-    # parts of the reward of one
+    # parts of a single source's reward
     components: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None  # (S, K) of the K sources
     # (N,) the part of the rewards that was earned turn by turn, at the last token of each turn
@@ -136,7 +136,7 @@ def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:
         columns, weights = [x.rewards], None
     if weights is None:
         weights = torch.ones(len(x.rewards), 1)
-    weights = weights.expand(-1, len(columns))  # that of one source is that of all its components
+    weights = weights.expand(-1, len(columns))  # all components of one source have its weight
     total = torch.zeros_like(x.rewards, dtype=torch.float64)  # (S,)
     for values, weight in zip(columns, weights.T):
         (places,) = torch.where(~values.isnan())

@@ -361,16 +361,16 @@ def test_its_own_accuracy_is_measured_first(qwen25, other, task, tmp_path):  # n
 def test_bad_flags(qwen25, task, tmp_path):  # noqa: F811
     for line, message in [
         ("--reward none", "--advantage none, which --reward none implies, needs a --teacher_model"),
-        ("--advantage none --teacher_model self --kl_coef 0.1", "and a KL in the loss"),
+        ("--advantage none --teacher_model self --kl_coef 0.1", "--kl_coef then needs --kl_in loss"),
         ("--teacher_model ema", "--teacher_model ema needs an --ema_beta above 0"),
         ("--teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo", "ema has no adapters"),
         ("--teacher_prompt {prompt}{answer}", "--teacher_prompt needs a --teacher_model"),
         ("--teacher_model self --teacher_prompt {answer}", "has no {prompt}, the place of the row's prompt"),
         ("--teacher_model self --advantage none --dynamic_sampling 2", "chooses prompts by rewards"),
-        ("--teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y", "conversations are scored as held"),
-        ("--student_images noise:0.3 --env x.py:Y", "conversations are scored as held"),
-        ("--student_images blur:3", "not one of mask, noise, with :0.3"),
-        ("--student_images noise:much", "not one of mask, noise, with :0.3"),
+        ("--teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y", "conversations are scored unchanged"),
+        ("--student_images noise:0.3 --env x.py:Y", "conversations are scored unchanged"),
+        ("--student_images blur:3", "expected one of mask, noise and an amount"),
+        ("--student_images noise:much", "expected one of mask, noise and an amount"),
         ("--student_images noise:0.2 --perception_coef 0.1", "choose one of them"),
     ]:
         with user_error(message):

@@ -51,7 +51,7 @@ class Family:
     processor_options: dict = {}  # whatever the files say
     # A pattern of the special tokens around images that no config names: never to be sampled.
     unnamed_tokens = ""
-    begins_image = "image_token_id"  # the token that the chat template writes, by the config
+    begins_image = "image_token_id"  # config key of the token that the chat template writes
     types_input = ""  # by which transformers is told what each token is
 
     def __init__(self, config):

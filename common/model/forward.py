@@ -55,7 +55,7 @@ from common.model.linear_attention import Decay, DeltaNet, THEIRS
 
 
 def decoder(model: nn.Module) -> nn.Module:
-    """The language model: a part of `model.model`, or all of it in a model of text only."""
+    """The language model: a part of `model.model`, or all of it in a text-only model."""
     return model.get_decoder()
 
 

@@ -92,7 +92,9 @@ def damage(spec: str, seed: int) -> Callable | None:
         return DAMAGE[kind](float(amount), seed)
     except (KeyError, ValueError) as error:
         kinds = ", ".join(DAMAGE)
-        raise UserError(f"--student_images {spec}: not one of {kinds}, with :0.3, say") from error
+        raise UserError(
+            f"--student_images {spec}: expected one of {kinds} and an amount, as in noise:0.3"
+        ) from error
 
 
 def has_images(batch: Batch) -> Tensor:
@@ -331,7 +333,7 @@ def refuse_flags(refuse: Refusals, perception: PerceptionArgs) -> None:
     )
     refuse(
         values.env and (values.teacher_prompt or values.student_images),
-        "--env: conversations are scored as held, without --teacher_prompt or --student_images",
+        "--env: conversations are scored unchanged, without --teacher_prompt or --student_images",
     )
     refuse(
         values.student_images and perception.masks_images,
@@ -340,5 +342,6 @@ def refuse_flags(refuse: Refusals, perception: PerceptionArgs) -> None:
     damage(values.student_images, values.seed)
     refuse(
         idle and (not teacher or values.kl_coef and values.kl_in == "reward"),
-        "--advantage none, which --reward none implies, needs a --teacher_model, and a KL in the loss",
+        "--advantage none, which --reward none implies, needs a --teacher_model, and --kl_coef then "
+        "needs --kl_in loss",
     )

@@ -544,8 +544,8 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
             for key in tensors.keys():
                 name = parameter_name(key, parameters)
                 if name is None and not key.startswith(COPIED_KEYS):
-                    continue  # of a part that this role leaves out, or that no model has
-                value = tensors.get_tensor(key)  # of mapped memory: read when it is copied
+                    continue  # its part is left out by this role, or by all
+                value = tensors.get_tensor(key)  # in mapped memory: read when it is copied
                 like = torch.empty_like(value, device="meta")
                 model.stored[key] = StoredWeight(name, path, like)
                 if name is None:

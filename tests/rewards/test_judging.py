@@ -416,7 +416,7 @@ def test_a_group_needs_others(qwen25, picture_rows, judges, tmp_path, capsys):
     for more, message in [
         ("--samples_per_prompt 1 --advantage reinforce", "--samples_per_prompt 2 or more"), ("--advantage remax", "greedy sample of remax"),
         ("--grm_opponents 3", "--grm_opponents 3 must be even"), ("--grm_question correct --grm_opponents 2", "is for --grm_question group"),
-        ("--reward_combiner x.py:f", "goes without --env and --reward_combiner"), ("--env x.py:E", "goes without --env"),
+        ("--reward_combiner x.py:f", "excludes --env and --reward_combiner"), ("--env x.py:E", "excludes --env"),
     ]:
         with user_error(message):
             ppo.parse_args(line + words(more))
