@@ -30,15 +30,16 @@ VL_GROUPS = {prefix: group for group, *prefixes in map(str.split, VL_TABLE.split
 VL_ELSEWHERE = {"R1-Reward": "rlhf rlaif", "UnifiedReward": "hallucination"}
 
 MM_RLHF_GROUPS = {"mcq", "long", "short", "safety", "video"}  # folders of its images and videos
-BETTER = {"Output1": "A", "Output2": "B"}
-VOTES = {"leftvote": "A", "rightvote": "B", "tievote": "tie", "bothbad_vote": "tie"}
+PREFERRED = {"Output1": "A", "Output2": "B", "leftvote": "A", "rightvote": "B", "tievote": "tie", "bothbad_vote": "tie"}
+
+Rows = list[dict]
 
 
 class LeftOut(Exception):
     """Judges here cannot read such rows. The text says what they are."""
 
 
-def rows_of(benchmark: str, row: dict) -> list[dict]:
+def rows_of(benchmark: str, row: dict) -> Rows:
     """What `convert` reads of a published row: pairs with "benchmark", "source" (the official group) and, where pairs
     count together, "pair".
 
@@ -52,8 +53,8 @@ def rows_of(benchmark: str, row: dict) -> list[dict]:
     return [pair | {"benchmark": benchmark} for pair in READERS[benchmark](dict(row))]
 
 
-def vl_rewardbench(row: dict) -> list[dict]:
-    if "human_ranking" in row and row["human_ranking"] is None:
+def vl_rewardbench(row: dict) -> Rows:
+    if row.get("human_ranking", "a copy") is None:
         raise ValueError("no human_ranking")
     return [row | {"image": take_media(row, "image"), "source": vl_group(row["id"])}]
 
@@ -66,7 +67,7 @@ def vl_group(name: str, script: str = "") -> str:
     return "general" if prefix in VL_ELSEWHERE.get(script, "").split() else VL_GROUPS[prefix]
 
 
-def mm_rlhf(row: dict) -> list[dict]:
+def mm_rlhf(row: dict) -> Rows:
     column = "video" if row.get("video") else "image"
     path = take_media(row, column)
     groups = MM_RLHF_GROUPS.intersection(path.split("/"))
@@ -75,7 +76,7 @@ def mm_rlhf(row: dict) -> list[dict]:
     return [row | {column: path, "source": groups.pop(), "pair": row["id"]}]
 
 
-def multimodal_rewardbench(row: dict) -> list[dict]:
+def multimodal_rewardbench(row: dict) -> Rows:
     responses = [row.pop("Output1"), row.pop("Output2")]
     group, name = row["Category"], row["ID"].lower()
     if group == "safety":
@@ -83,10 +84,10 @@ def multimodal_rewardbench(row: dict) -> list[dict]:
     elif group == "reasoning":
         group += "/math" if name.startswith("math") else "/coding"
     pair = {"prompt": row["Text"], "image": take_media(row, "Image"), "id": row["ID"], "source": group}
-    return [pair | {"responses": responses, "preferred": BETTER[row["Better"]]}]
+    return [pair | {"responses": responses, "preferred": PREFERRED[row["Better"]]}]
 
 
-def rewardbench2(row: dict) -> list[dict]:
+def rewardbench2(row: dict) -> Rows:
     if row["subset"] == "Ties":
         raise LeftOut("subset Ties")  # its metric needs scores
     if isinstance(row["chosen"], str):
@@ -95,13 +96,13 @@ def rewardbench2(row: dict) -> list[dict]:
     return [row | group | {"chosen": row["chosen"][0], "rejected": answer} for answer in row["rejected"]]
 
 
-def genai_bench(row: dict) -> list[dict]:
+def genai_bench(row: dict) -> Rows:
     if "left_video" in row:
         raise LeftOut("two videos")
     if "source_image" in row:
         raise LeftOut("an image beside those of both sides")
     images = [take_media(row, "left_image"), take_media(row, "right_image")]
-    return [row | {"images": images, "preferred": VOTES[row["vote_type"]], "source": "image_generation"}]
+    return [row | {"images": images, "preferred": PREFERRED[row["vote_type"]], "source": "image_generation"}]
 
 
 def take_media(row: dict, column: str):

@@ -310,7 +310,7 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
     """Write <folder>/<split>.jsonl and its images. Raises ValueError with file and row."""
     total = written = 0
     skipped = (benchmarks.LeftOut, FileNotFoundError) if args.benchmark else ()
-    left_out: dict[str, list[str]] = defaultdict(list)  # why -> which rows
+    left_out = defaultdict(list)  # why -> which rows
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
         for path in paths:
             for number, row in enumerate(read_rows(path), start=1):
@@ -341,7 +341,7 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
 
 def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
     """The files by split: the name without suffix and without the number of the shard."""
-    splits: dict[str, list[Path]] = {}
+    splits = {}
     for source in sources:
         for path in sorted(source.iterdir()) if source.is_dir() else [source]:
             if path.suffix in (".parquet", ".jsonl") or path == source and path.suffix == ".json":

@@ -12,10 +12,10 @@ import json
 import sys
 from pathlib import Path
 
-from judge_table import read_judgements
+from judge_table import Orders, read_judgements
 
 
-def filter_rows(rows: list[dict[str, list[dict]]]) -> tuple[list[dict], list[dict]]:
+def filter_rows(rows: list[Orders]) -> tuple[list, list]:
     """Rows to imitate, and rows for RL."""
     right, wrong = [], []
     for orders in rows:
@@ -32,7 +32,7 @@ def filter_rows(rows: list[dict[str, list[dict]]]) -> tuple[list[dict], list[dic
     return right, wrong
 
 
-def media_of(record: dict) -> dict[str, list]:
+def media_of(record: dict) -> dict:
     """The columns of images and of videos, which are lists."""
     columns = {"images": [], "videos": []}
     for item in record["images"]:

@@ -21,15 +21,17 @@ import numpy as np
 from benchmarks import VL_ELSEWHERE, vl_group
 
 MIRRORED = {"A": "B", "B": "A"}
-ACCURACY = "accuracy, unread is wrong"
-TOGETHER = "all that count together right"
+INTERVAL = "95 % of the first accuracy"
 BOOTSTRAPS = 1000
+
+Orders = dict[str, list[dict]]  # order -> the judgements on a row, sample by sample
+Column = dict[str, str]  # line -> cell
 
 # ---- Judgements
 
 
-def read_judgements(run: Path) -> list[dict[str, list[dict]]]:
-    """For every row of a run's newest evaluation: order -> records, by sample. Raises ValueError: it judged nothing."""
+def read_judgements(run: Path) -> list[Orders]:
+    """The rows of a run's newest evaluation. Raises ValueError: it judged nothing."""
     records = []
     for path in sorted(run.rglob("samples/eval-*.jsonl"), key=attrgetter("name"))[-1:]:
         records = list(map(json.loads, open(path, encoding="utf-8")))
@@ -46,10 +48,10 @@ class Unit:
 
     def __init__(self, first: dict):
         self.first = first  # one of its records
-        self.parts, self.wholes = Counter(), Counter()
+        self.counts = {}  # line -> (2,)
         self.hits = []  # of each row: which judgements are right
 
-    def add(self, orders: dict[str, list[dict]]) -> None:
+    def add(self, orders: Orders) -> None:
         """Count the judgements on a row, all as if its answers stood in the order given."""
         first = orders["given"][0]
         right, (size_a, size_b) = first["reference"], first["lengths"] or (0, 0)
@@ -58,32 +60,29 @@ class Unit:
         verdicts, both = given + swapped, list(zip(given, swapped))
         total, hits, unread = len(verdicts), verdicts.count(right), verdicts.count(None)
         sides = verdicts.count("A") + verdicts.count("B")
+        longer, differ = "A" if size_a > size_b else "B", size_a != size_b
+        self.hits.append([verdict == right for verdict in verdicts])
         lines = {
-            ACCURACY: (hits, total),
+            "accuracy, unread is wrong": (hits, total),
             "accuracy, unread left out": (hits, total - unread),
             "accuracy, unread is one half": (hits + unread / 2, total),
             "could not be read": (unread, total),
             "both orders right": (both.count((right, right)), len(both)),
-            "both orders alike": (sum(one is not None and one == other for one, other in both), len(both)),
+            "both orders alike": (sum(both.count((verdict, verdict)) for verdict in ("A", "B", "tie")), len(both)),
             "says A": (given.count("A") + swapped.count("B"), sides),
+            "says the longer answer": (differ * verdicts.count(longer), differ * sides),
+            "the longer answer is right": (differ * (right == longer), differ * (right in MIRRORED)),
         }
-        if size_a != size_b:
-            longer = "A" if size_a > size_b else "B"
-            lines["says the longer answer"] = verdicts.count(longer), sides
-            lines["the longer answer is right"] = right == longer, right in MIRRORED
         for k in range(1, len(both) + 1, 2):
             lines[f"votes@{k}"] = vote(given[:k], right) + vote(swapped[:k], right), 2
         lines[f"votes@{len(both)} of both orders"] = vote(verdicts, right), 1
-        for line, (part, whole) in lines.items():
-            self.parts[line] += part
-            self.wholes[line] += whole
-        self.hits.append([verdict == right for verdict in verdicts])
-        if first["pair"] is not None:  # ACC+, best of 4
-            self.parts[TOGETHER] = sum(map(all, zip(*self.hits)))
-            self.wholes[TOGETHER] = total
+        self.counts = {line: np.add(counts, self.counts.get(line, 0)) for line, counts in lines.items()}
+        # ACC+, best of 4
+        together = [sum(map(all, zip(*self.hits))), total] if first["pair"] is not None else [0, 0]
+        self.counts["all that count together right"] = np.array(together)
 
 
-def vote(verdicts: list[str | None], right: str) -> float:
+def vote(verdicts: list, right: str) -> float:
     """1 if the majority of those that could be read is right, 1/2 if it ties with another, else 0."""
     votes = Counter(filter(None, verdicts))
     winners = [verdict for verdict in votes if votes[verdict] == max(votes.values())]
@@ -92,7 +91,7 @@ def vote(verdicts: list[str | None], right: str) -> float:
 
 def read_units(run: Path) -> list[Unit]:
     """The units of a run. Raises ValueError: there are none."""
-    units: dict[tuple, Unit] = {}
+    units = {}
     for orders in read_judgements(run):
         first = orders["given"][0]
         if "swapped" in orders:
@@ -105,8 +104,8 @@ def read_units(run: Path) -> list[Unit]:
 # ---- Table
 
 
-def make_table(units: list[Unit]) -> dict[str, dict[str, str]]:
-    """Column -> line -> cell: of all, of each group, and of means over groups."""
+def make_table(units: list[Unit]) -> dict[str, Column]:
+    """Of all, of each group, and of means over groups."""
     table, groups = {"overall": column([units])}, by_group(units)
     decided = [unit for unit in units if unit.first["reference"] != "tie"]
     if 0 < len(decided) < len(units):
@@ -128,26 +127,22 @@ def by_group(units: list[Unit], script: str = "") -> dict[str, list[Unit]]:
     return dict(sorted(groups.items()))
 
 
-def column(groups: Collection[list[Unit]]) -> dict[str, str]:
+def column(groups: Collection[list[Unit]]) -> Column:
     """For every line, the mean over groups."""
     shares, sizes, bootstrap, rng = defaultdict(list), [], 0, np.random.default_rng(0)
     for units in groups:
-        parts, wholes = Counter(), Counter()
-        for unit in units:
-            parts.update(unit.parts)
-            wholes.update(unit.wholes)
-        for line in filter(wholes.get, wholes):
-            shares[line].append(parts[line] / wholes[line])
+        counts = np.array([list(unit.counts.values()) for unit in units])  # (units, lines, 2)
+        for line, (part, whole) in zip(units[0].counts, counts.sum(axis=0)):
+            shares[line] += [part / whole] if whole else []
         sizes.append(str(sum(len(unit.hits) for unit in units)))
-        counts = np.array([(unit.parts[ACCURACY], unit.wholes[ACCURACY]) for unit in units])
-        hits, totals = counts[rng.integers(len(units), size=(BOOTSTRAPS, len(units)))].sum(axis=1).T
-        bootstrap += hits / totals / len(groups)
+        drawn = counts[rng.integers(len(units), size=(BOOTSTRAPS, len(units))), 0].sum(axis=1)  # (BOOTSTRAPS, 2)
+        bootstrap += drawn[:, 0] / drawn[:, 1] / len(groups)
+    cells = {line: f"{fmean(values):.3f}" for line, values in shares.items() if values}
     low, high = np.percentile(bootstrap, (2.5, 97.5))
-    cells = {"rows": "/".join(sizes), ACCURACY: "", "its 95 % interval": f"{low:.3f}-{high:.3f}"}
-    return cells | {line: f"{fmean(values):.3f}" for line, values in shares.items()}
+    return {"rows": "/".join(sizes)} | cells | {INTERVAL: f"{low:.3f}-{high:.3f}"}
 
 
-def print_table(table: dict[str, dict[str, str]], markdown: bool) -> None:
+def print_table(table: dict[str, Column], markdown: bool) -> None:
     lines = [["", *table]]
     for name in table["overall"]:
         lines.append([name, *(cells.get(name, "") for cells in table.values())])

@@ -91,6 +91,7 @@ COUNTS = ("1", "2", "3", "4")
 ANSWERS = {"colour": list(COLOURS), "shape": list(SHAPES), "count": list(COUNTS)}  # by label
 CELLS = ((0, 0), (0, 1), (1, 0), (1, 1))  # (row, column) on the board
 Objects = dict[tuple[int, int], tuple[str, str]]  # {cell: (colour, shape)}
+Rows = list[dict]
 CAPTION_PROMPT = "describe the picture in three words."
 LIST_PROMPT = "list all objects, then say how many."  # --task describe
 SIGHT_PROMPT = "what is there?"  # its warm start's
@@ -189,7 +190,7 @@ def draw_objects(rng: random.Random, objects: Objects, cell: int) -> Image.Image
     return image
 
 
-def new_picture(rng: random.Random, board: Callable, known, cell: int, seen: set[bytes]) -> tuple[Objects, Image.Image]:
+def new_picture(rng: random.Random, board: Callable, known, cell: int, seen: set) -> tuple[Objects, Image.Image]:
     """Objects from `board(rng, known)`, and a picture of them that is not in `seen`."""
     while True:
         objects = board(rng, known)
@@ -199,7 +200,7 @@ def new_picture(rng: random.Random, board: Callable, known, cell: int, seen: set
             return objects, image
 
 
-def random_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> list[dict]:
+def random_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
     """`count` questions with new pictures: every 64 in a row hold each of `question_cells` once."""
     rows, cells = [], []
     while len(rows) < count:
@@ -218,7 +219,7 @@ def description(objects: Objects) -> str:
     return ", ".join([*map(" ".join, objects.values()), str(len(objects))])
 
 
-def description_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> list[dict]:
+def description_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
     """`count` rows of --task describe with new pictures; equally many with each of OBJECT_COUNTS."""
     rows = []
     for number in range(count):
@@ -229,7 +230,7 @@ def description_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]
     return rows
 
 
-def mixed_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> list[dict]:
+def mixed_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
     """`count` rows of other forms: two pictures of different size, and text without a picture, by turns."""
     rows = []
     for first, second in zip(random_rows(rng, count, cell, seen), random_rows(rng, count, cell * 3 // 2, seen)):
@@ -241,7 +242,7 @@ def mixed_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> l
     return rows
 
 
-def judgement_rows(rng: random.Random, rows: list[dict]) -> list[dict]:
+def judgement_rows(rng: random.Random, rows: Rows) -> Rows:
     """Rows of train_grm_vl.py about the boards of `rows`, whose "files" are written: for every board a right and a wrong
     answer to its question; for every second a pair of pictures, of which it fits a request and the other not at all."""
     boards, judgements = [row for row in rows if len(row["images"]) == 1], []
@@ -263,7 +264,7 @@ def judgement_rows(rng: random.Random, rows: list[dict]) -> list[dict]:
     return judgements
 
 
-def write_rows(rows: list[dict], folder: Path, split: str) -> None:
+def write_rows(rows: Rows, folder: Path, split: str) -> None:
     """Write <folder>/<split>.jsonl, and <folder>/images/<split>-<row>[-1].png, which become the rows' "files"."""
     lines = []
     for number, row in enumerate(rows):
@@ -274,7 +275,7 @@ def write_rows(rows: list[dict], folder: Path, split: str) -> None:
     write_lines(folder / f"{split}.jsonl", lines)
 
 
-def write_lines(path: Path, rows: list[dict]) -> None:
+def write_lines(path: Path, rows: Rows) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
@@ -409,7 +410,7 @@ def warm_start_example(rng: random.Random, row: dict, task: Task) -> list[str]:
     return [ASK.format(PICTURE + prompt), response + "<|im_end|>"]
 
 
-def warm_start(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch.Tensor, rng: random.Random, steps: int,
+def warm_start(model, tokenizer: Qwen2Tokenizer, rows: Rows, pixels: torch.Tensor, rng: random.Random, steps: int,
                task: Task) -> None:
     """Train all weights, tower included, by next-token prediction on the responses; pixels (rows, 16, C)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
@@ -454,7 +455,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def board_pixels(processor: Qwen2VLImageProcessorPil, rows: list[dict]) -> torch.Tensor:
+def board_pixels(processor: Qwen2VLImageProcessorPil, rows: Rows) -> torch.Tensor:
     """Patches of one board per row, (rows, 16, C)."""
     patches = processor(images=[row["images"][0] for row in rows], return_tensors="pt").pixel_values
     return patches.unflatten(0, (len(rows), -1))

@@ -224,7 +224,7 @@ def test_a_judge_at_random(tmp_path):
     """Counted by hand: 36 judgements, of which 17 are right and 5 could not be read."""
     table = table_of(tmp_path, AT_RANDOM)
     overall = dict(table["overall"])
-    overall.pop("its 95 % interval")
+    overall.pop(judge_table.INTERVAL)
     assert overall == {
         "rows": "6",
         "accuracy, unread is wrong": "0.472",  # 17 / 36
@@ -298,7 +298,7 @@ def test_a_judge_that_is_right(tmp_path):
         cells = dict(cells)
         assert cells.pop("could not be read") == "0.000"
         assert 0.45 < float(cells.pop("says A")) < 0.55 or name != "overall"
-        assert cells.pop("its 95 % interval") == "1.000-1.000"
+        assert cells.pop(judge_table.INTERVAL) == "1.000-1.000"
         cells.pop("rows")
         assert set(cells.values()) == {"1.000"}
         assert {"votes@1", "votes@3", "votes@5", "votes@5 of both orders"} < cells.keys()
@@ -337,7 +337,7 @@ def test_interval(tmp_path):
         for k in range(400):
             letters = ("A", "B") if k // size % 2 else ("B", "A")
             rows.append(("g", "A", *letters, {"pair": f"p{k // size}"}))
-        low, high = table_of(tmp_path / name, rows)["overall"]["its 95 % interval"].split("-")
+        low, high = table_of(tmp_path / name, rows)["overall"][judge_table.INTERVAL].split("-")
         assert float(high) - float(low) == pytest.approx(width, rel=0.08)
         assert (float(low) + float(high)) / 2 == pytest.approx(0.5, abs=0.01)
 
