@@ -262,7 +262,9 @@ def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path)
             images.append(str(tmp_path / f"{index}-{k}.png"))
             noisy(Image.open(path).convert("RGB"), (index, 0, k)).save(images[-1])
         text = {"type": "text", "text": f" It is {prompt.reference}."}
-        content = [{"type": "text", "text": "Look: "}, *prompt.messages[-1]["content"], text]
+        content = [*prompt.messages[-1]["content"], text]
+        question = next(k for k, part in enumerate(content) if part["type"] == "text")    # behind leading images
+        content.insert(question, {"type": "text", "text": "Look: "})
         messages = [*prompt.messages[:-1], prompt.messages[-1] | {"content": content}]
         if family.kind in TEXT_ONLY:
             messages[-1]["content"] = "".join(part["text"] for part in content)
