@@ -95,7 +95,8 @@ def read_units(run: Path) -> list[Unit]:
     for orders in read_judgements(run):
         first = orders["given"][0]
         if "swapped" in orders:
-            units.setdefault((first["group"], first["pair"] or first["source"]), Unit(first)).add(orders)
+            together = first["source"] if first["pair"] is None else first["pair"]
+            units.setdefault((first["group"], together), Unit(first)).add(orders)
     if not units:
         raise ValueError(f"{run}: nothing was judged in two orders")
     return list(units.values())

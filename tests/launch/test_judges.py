@@ -7,6 +7,7 @@ GenAI-Bench (TIGER-AI-Lab/GenAI-Bench inference.py).
 """
 
 import json
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -19,6 +20,7 @@ import judge_table
 import pytest
 from conftest import ROOT, judge_settings, read_rows, words
 from test_convert import base64_of, encode, noise
+from test_judging import PAIRS, judge_by_a_policy, pairs  # noqa: F401 (a fixture)
 
 from common.data.processor import Processor
 from common.flags import DataArgs
@@ -418,6 +420,23 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
     asked = load_judgements(str(wrong), processor, judge_settings(), DataArgs())
     assert [prompt.input_ids.tolist() for prompt, *_ in asked] == [
         questions[k][0].input_ids.tolist() for k in (0, 1, 4)]
+
+
+def test_a_run_of_the_trainer_is_read(tmp_path, qwen25, pairs, monkeypatch, capsys):  # noqa: F811
+    """Votes are those of its metrics, and rows for RL those of its data."""
+    draw = random.Random(5)
+    said = [[draw.choice(["<answer>A</answer>", "so <answer>b</answer>", "?"])] for _ in range(18)]
+    monkeypatch.setattr("common.rewards.records.turn_texts", lambda *_: said)
+    _, metrics = judge_by_a_policy(qwen25, pairs, tmp_path / "run", "--eval_samples 3")
+    table = judge_table.make_table(judge_table.read_units(tmp_path / "run"))
+    for k in (1, 3):
+        assert table["overall"][f"votes@{k}"] == f"{metrics[f'eval/votes@{k}']:.3f}"
+    assert set(table) == {"overall", "without ties", "animals", "pairs.jsonl", "pictures", "macro"}
+    rl, (samples,) = tmp_path / "rl.jsonl", tmp_path.glob("run/*/samples/eval-*.jsonl")
+    samples.write_text(samples.read_text().replace('"truncated": true', '"truncated": false'))
+    judge_filter.main(words(tmp_path / "run", "--right", tmp_path / "sft.jsonl", "--wrong", rl))
+    assert [row | {"images": len(row.get("images", []))} for row in read_rows(rl)] == [
+        row | {"images": len(row.get("images", []))} for row in PAIRS]
 
 
 @pytest.mark.parametrize("letters, counts", [("AA", "2 right judgements, 0 rows"), ("BB", "0 right judgements, 1 rows")])
