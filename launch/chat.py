@@ -45,8 +45,8 @@ class Chat:
         # Not the checkpoint's own repetition penalty, top_p or top_k, which no rollout applies.
         self.model.generation_config = transformers.GenerationConfig()
         self.system_prompt = system_prompt
-        self.messages: list[dict] = []
-        self.pictures: list[str] = []
+        self.messages = []
+        self.pictures = []
 
     @torch.no_grad()
     def ask(self, question: str, pictures: list[str], max_new_tokens: int) -> str:

@@ -23,9 +23,9 @@ def filter_rows(rows: list[Orders]) -> tuple[list, list]:
         for records in orders.values():
             hits = [record for record in records if record["verdict"] == record["reference"]]
             misses += len(records) - len(hits)
-            whole = [record for record in hits if not record["truncated"]]
-            for record in whole[:1]:
-                right.append({"messages": record["messages"], "response": record["response"]} | media_of(record))
+            first = next((record for record in hits if not record["truncated"]), None)
+            if first:
+                right.append({"messages": first["messages"], "response": first["response"]} | media_of(first))
         if misses:
             given = orders["given"][0]
             wrong.append(given["row"] | media_of(given))

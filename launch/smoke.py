@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict[str, Any]]:
+def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict]:
     """Reports of runs on one rank; on all ranks of one that is killed after its first checkpoint, of the same resumed;
     and of loading its export."""
     for name, more in plan_runs(gpus):
@@ -112,7 +112,7 @@ def plan_runs(gpus: int) -> list[tuple[str, list[str]]]:
     return runs
 
 
-def start(name: str, out: Path, ranks: int, flags: list[str], is_killed: bool = False) -> dict[str, Any]:
+def start(name: str, out: Path, ranks: int, flags: list[str], is_killed: bool = False) -> dict:
     """Run train_ppo_vl.py: what was measured, and what is wrong with it. ``is_killed``: after its first checkpoint."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, str(ROOT / "train_ppo_vl.py"), *flags, "--out", str(out)]
@@ -158,7 +158,7 @@ def newest_checkpoint(out: Path) -> int:
     return max((step for step, _ in step_folders(out / "checkpoints")), default=0)
 
 
-def load_export(folder: Path) -> dict[str, Any]:
+def load_export(folder: Path) -> dict:
     """Whether transformers loads an export and computes with it."""
     problems = []
     try:
