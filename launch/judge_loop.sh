@@ -6,7 +6,8 @@
 #   bash launch/judge_loop.sh                      further flags, such as --seed 1, go to every stage
 #
 # COLD: pairs with a critique. DATA: pairs with only their verdicts. EVAL_DATA: such as launch/convert.py --benchmark makes.
-# OUT gets a folder per stage; LAUNCH is the command that starts a script. The same command continues an interrupted stage.
+# OUT gets a folder per stage; LAUNCH is the command that starts a script; K (4) judgements are drawn of a pair in each order.
+# The same command continues an interrupted stage.
 #
 # Without MODEL, the toy judges which of two noisy pictures shows more, on 2 processes. Run on 2 CPU cores, with figures:
 # tests/benchmarks/RESULTS.md.
@@ -25,7 +26,7 @@ if [ -z "${MODEL:-}" ]; then
     MODEL="$out/toy/model" COLD="$out/pairs/cold.jsonl" DATA="$out/pairs/train.jsonl" EVAL_DATA="$out/pairs/eval.jsonl"
     flags=(--max_prompt_tokens 256 --max_tokens_per_pack 4096 ${flags[@]+"${flags[@]}"})
     tune=(--prompts_per_step 32 --lr_schedule linear --warmup_steps 10 --pictures_template $'A<image>B<image>\n{prompt}\n')
-    cold=(--lr 1e-3 --steps 200) right=(--lr 5e-4 --steps 100)
+    cold=(--orders given --lr 1e-3 --steps 200) right=(--lr 5e-4 --steps 100)
     judge=(--max_new_tokens 40)
     rl=(--prompts_per_step 32 --minibatches 2 --actor_lr 3e-4 --steps 80)
 else
@@ -39,7 +40,7 @@ fi
 judge+=(--row_kind judgements --reward judgement)
 
 fine_tune() {    # stage, model, rows, flags
-    "${launch[@]}" train_grm_vl.py "${tune[@]}" --orders given --model "$2" --data "$3" --out "$out/$1" "${@:4}" "${flags[@]}"
+    "${launch[@]}" train_grm_vl.py "${tune[@]}" --model "$2" --data "$3" --out "$out/$1" "${@:4}" "${flags[@]}"
 }
 judge_pairs() {  # name, model, pairs, how often in each order
     "${launch[@]}" train_ppo_vl.py --eval_only "${judge[@]}" --model "$2" --eval_data "$3" --eval_samples "$4" --out "$out/$1" "${flags[@]}"
