@@ -6,8 +6,8 @@
 
 One step, in the order of `main`:
 
-    prompts + images -> rollout -> rewards (meanwhile reference log-probs and values) -> advantages
-                     -> update critic -> update actor -> report
+    prompts + images -> rollout -> rewards (meanwhile log-probs of reference and teacher, values)
+                     -> advantages -> update critic -> update actor -> report
 
 What happens in common/:
 

@@ -21,7 +21,7 @@ With --task looking the same descriptions, of which nothing can be guessed; besi
 answer's log-prob loses with blank images (nats), and the KL to the policy's own log-probs with masked ones.
 
 With --task teacher the same descriptions; the teacher is twice as large as the policy, and was trained as the quickstart
-trains: by PPO with a critic, 60 steps. What that took is no part of the CPU seconds, and is printed first.
+trains: by PPO with a critic, but for 120 steps. What that took is no part of the CPU seconds, and is printed first.
 
 With --task judge, `python train_grm_vl.py --config toy/grm_args.json`, 1,500 steps: accuracy of all held-out judgements
 along the run, its mean over them; of single answers and of pairs at the end.
@@ -227,7 +227,7 @@ def make_teacher() -> None:
         return
     began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     for script, argv in ((write_larger_toy, ["--task", "describe", "--out", str(made)]),
-                         (ppo.main, ["--config", str(made / "args.json"), "--save_every", "0", "--out", str(out.parents[1])])):
+                         (ppo.main, ["--config", str(made / "args.json"), "--steps", "120", "--save_every", "0", "--out", str(out.parents[1])])):
         if script is ppo.main or not made.exists():
             child = multiprocessing.get_context("fork").Process(target=script, args=(argv,))
             child.start()
