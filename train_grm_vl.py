@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             state.metrics |= performance(batch) | checkpoints.metrics()
             # logged before it is saved
             report(log, loader.rows, batch, target_logprobs, state, args)
-            checkpoints.check_skipped()
+            checkpoints.check_skipped_updates()
 
     log.close(state.step, last)
     return state.metrics

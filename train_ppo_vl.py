@@ -14,9 +14,10 @@ What happens in common/:
     losses.py              every formula: advantages, the clipped ratio, KL
     model/forward.py       puts image features into a packed sequence
     model/attention.py     fills the KV cache
-    rewards/functions.py   calls your reward; an exception there ends every rank with one message
-    model/storage.py       weights and optimizer states, as a checkpoint has them
-    model/checkpoint.py    saves in the background; chooses what a resume loads
+    rewards/functions.py   `call_source` calls your reward
+    rewards/scoring.py     collects the rewards; if a call has raised, ends every rank with a message
+    model/storage.py       the weights and optimizer states that a checkpoint holds
+    model/checkpoint.py    saves in the background; resumes from the newest undamaged checkpoint
 
 Shapes: G prompts and S samples in a step, with N response tokens in all; L tokens in a pack, T of
 them response tokens and M image tokens; P prompt tokens, H hidden size, V vocabulary, B slots that
@@ -25,11 +26,11 @@ decode together.
 Invariants, each with a test:
 * Every rank holds the text of all samples, so advantages and their statistics need no all-reduce.
   Images and their features stay on the rank that decoded them, unless another rank trains on them.
-* A loss is a weighted sum over response tokens, and the weights are computed over all ranks. The
+* A loss is a sum over response tokens, each with a coefficient that is computed over all ranks. The
   number of ranks and the way samples are packed affect only rounding.
 * The model that samples is the model that is trained: same weights, positions and `Sampling`.
 * Noise and data order are functions of (seed, counters); there is no generator state.
-* No condition that could differ between ranks decides whether a collective runs.
+* Whether a collective runs never depends on what could differ between ranks.
 """
 
 import json
@@ -64,7 +65,7 @@ from common.model import (
 
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
 TRAIN, EVAL, JUDGE = 0, 1, 2
-# eager decoding steps before a batch size gets a CUDA graph: capturing takes about as long
+# a batch size gets a CUDA graph after so many eager tokens, which take about as long as capturing it
 GRAPH_PAYS = 2
 
 
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             advance(state, batch, metrics, rows, args)
             state.metrics |= performance(batch, models, metrics, args)
             report(log, batch, state, models.actor, checkpoints, args)  # logged before it is saved
-            checkpoints.check_skipped()
+            checkpoints.check_skipped_updates()
             check_sampler(log, state, models.actor, begun, args)
 
     log.close(state.step, last)
@@ -155,7 +156,7 @@ class PolicyLoss(NamedTuple):
     # (losses.PolicyLossInputs, clip_low, clip_high) -> losses.PolicyLossOutput
     compute: Callable
     clip: tuple[float, float]  # how far the ratio may go below and above 1 (gmpo: in log space)
-    aggregation: str = "token-mean"  # as in the paper
+    aggregation: str = "token-mean"  # unless --loss_aggregation says otherwise
 
 
 # To add an estimator or a loss, write a function and add an entry here.
@@ -200,7 +201,7 @@ class RowArgs:
     row_kind: str = flag(
         "prompts",
         "kind of rows: prompts; or judgements (see train_grm_vl.py --help), to train a judge by RL: "
-        "--reward verdict or judgement compares its answers with their verdicts",
+        "--reward verdict or judgement compares the judge's answers with the rows' verdicts",
         choices=("prompts", "judgements"),
     )
     columns: str = flag(
@@ -266,8 +267,8 @@ class RolloutArgs:
     )
     cuda_graphs: str = flag(
         "auto",
-        "decode with CUDA graphs (one launch per step), captured again in every rollout. auto: "
-        f"on a GPU, after {GRAPH_PAYS} steps at the same batch size",
+        "decode with CUDA graphs (one launch per token), captured again in every rollout. auto: "
+        f"on a GPU, after {GRAPH_PAYS} tokens at the same batch size",
         choices=("auto", "on", "off"),
     )
     eval_samples: int = flag(
@@ -285,10 +286,10 @@ class AlgorithmArgs:
     advantage: str = flag(
         "gae",
         "advantage estimator. gae trains a critic; grpo (alias group_norm), gdpo, dr_grpo, rloo, opo, "
-        "gpg and reinforce_baseline compare the samples of a prompt, at least 2; remax adds a greedy "
-        "one. gdpo compares each source of rewards separately or, if there is one source, each of "
-        "the components that it returns besides its reward, except parsed; for env the reward. none: "
-        "learn only from a teacher, and just measure rewards; --reward none implies it",
+        "gpg and reinforce_baseline compare the samples of a prompt, at least 2; remax adds one greedy "
+        "sample. gdpo compares each source of rewards separately; with a single source, each of its "
+        "components except reward and parsed (of env the reward). none: rewards are only measured, "
+        "and learning is from a teacher; --reward none implies it",
         choices=tuple(ESTIMATORS),
     )
     gamma: float = flag(
@@ -328,18 +329,18 @@ class AlgorithmArgs:
     )
     dynamic_sampling: int = flag(
         0,
-        "replace prompts whose samples all earn the same reward, in at most this many rollouts per "
-        "step (DAPO); 0: off",
+        "replace prompts whose samples all earn the same reward, until this many rollouts per step in "
+        "all (DAPO); 0: off",
         low=0,
     )
     critic_model: str = flag(
         "",
-        "checkpoint of the critic; empty: the actor's (a value head is read if it has one)",
+        "model folder of the critic, with its value head if it has one; empty: the actor's",
         paths=True,
     )
     reference_model: str = flag(
         "",
-        "checkpoint of the frozen reference, loaded only with --kl_coef; empty: the actor's",
+        "model folder of the frozen reference, loaded only with --kl_coef; empty: the actor's",
         paths=True,
     )
     reference_every: int = flag(
@@ -371,19 +372,19 @@ class AlgorithmArgs:
     policy_loss: str = flag("ppo", "loss of the actor", choices=tuple(POLICY_LOSSES))
     clip_low: float = flag(
         -1.0,
-        "how far below 1 the ratio is clipped; -1: as the loss has it: ppo and cpgd 0.2, gspo 3e-4, "
+        "how far below 1 the ratio is clipped; -1: the loss's default: ppo and cpgd 0.2, gspo 3e-4, "
         "gmpo 0.4 (in log space), cispo 1 (no clip)",
         low=-1,
         high=1,
     )
     clip_high: float = flag(
         -1.0,
-        "how far above 1 the ratio is clipped; more than --clip_low is clip-higher; -1: as the loss "
-        "has it: ppo and cpgd 0.2, gspo 4e-4, gmpo 0.4, cispo 4",
+        "how far above 1 the ratio is clipped; more than --clip_low is clip-higher; -1: the loss's "
+        "default: ppo and cpgd 0.2, gspo 4e-4, gmpo 0.4, cispo 4",
         low=-1,
     )
     dual_clip: float = flag(
-        3.0, "largest ratio that counts where the advantage is negative (ppo), above 1; 0: off"
+        3.0, "bound of the ratio where the advantage is negative (ppo); above 1, or 0: off"
     )
     value_clip: float = flag(0.2, "how far a value may move in a step; 0: any distance", low=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus; below 0 it is a penalty")
@@ -403,7 +404,8 @@ class AlgorithmArgs:
     importance_cap: float = flag(
         0.0,
         "above 0: recompute old log-probs in a forward pass instead of taking the sampler's, "
-        "and weight each token by the ratio of the two, at most this (2 is usual)",
+        "and weight each token by its recomputed probability over the sampler's, at most this (2 is "
+        "usual)",
         low=0,
     )
 
@@ -419,9 +421,12 @@ class UpdateArgs:
     critic_epochs: int = flag(
         0, "passes of the critic over the samples of a step; 0: as many as --epochs", low=0
     )
-    critic_warmup_steps: int = flag(0, "update only the critic in this many first steps", low=0)
+    critic_warmup_steps: int = flag(0, "first steps that update only the critic", low=0)
     target_kl: float = flag(
-        0.0, "stop a step's actor updates when KL(old, new) per token exceeds this; 0: off", low=0
+        0.0,
+        "end a step's actor updates at the first whose KL(old, new) per token exceeds this, without "
+        "applying it; 0: off",
+        low=0,
     )
     aux_loss_coef: float = flag(
         0.0,
@@ -432,7 +437,7 @@ class UpdateArgs:
     sampler_gap_limit: float = flag(
         -1.0,
         "largest train/sampler_gap, the mean difference between the log-probs of sampler and "
-        "training: the first step stops the run above it, later ones warn; -1: 0.1, in float32 "
+        "training: above it, the first step ends the run, and later ones warn; -1: 0.1, in float32 "
         "0.001; 0: off",
         low=-1,
     )
@@ -473,13 +478,13 @@ class Args:
 
     @property
     def longest_response(self) -> int:
-        """Most tokens of a response, with the replies of an environment."""
+        """The longest response in tokens, with the replies of an environment."""
         replies = self.env.max_reply_tokens if self.env.env else 0
         return self.rollout.max_new_tokens + replies
 
     @property
     def longest(self) -> int:
-        """Most tokens of a prompt with a response."""
+        """The longest prompt and response together, in tokens."""
         return self.data.max_prompt_tokens + self.longest_response
 
     @property
@@ -509,12 +514,25 @@ class Args:
         return self.update.critic_epochs or self.update.epochs
 
     @property
-    def exact_kl_in_loss(self) -> bool:
-        return (
-            self.algorithm.kl_coef > 0
-            and self.algorithm.kl_estimator == "full"
-            and self.algorithm.kl_in == "loss"
+    def adds_terms(self) -> bool:
+        """Whether the actor's loss has other terms than the policy loss."""
+        terms = (
+            self.kl_in_loss,
+            self.algorithm.entropy_coef,
+            self.perception.perception_coef,
+            self.teacher.in_loss,
+            self.update.aux_loss_coef,
+            self.rows.ptx_coef,
         )
+        return any(terms)
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.algorithm.kl_coef > 0 and self.algorithm.kl_in == "loss"
+
+    @property
+    def exact_kl_in_loss(self) -> bool:
+        return self.kl_in_loss and self.algorithm.kl_estimator == "full"
 
 
 # these flags have no effect without a critic
@@ -845,7 +863,7 @@ IDENTITY = {
 
 
 def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
-    """By which a resumed run is compared with its checkpoint: flags, and digests of the data."""
+    """Flags and digests of the data, which a resume compares with those of its checkpoint."""
     listed = flags.as_flags(args)
     listed["data (rows)"] = data.digest_data(args.data.data, len(rows.train))
     if rows.ptx is not None:
@@ -911,8 +929,8 @@ class Sampling:
 
 
 class Policy(nn.Module):
-    """Actor or reference: maps a pack to the log-probs of its response tokens. The full logits are
-    never materialized."""
+    """Actor, reference, teacher or judge: maps a pack to the log-probs of its response tokens. The
+    full logits are never materialized."""
 
     def __init__(self, model: nn.Module, processor: data.Processor):
         super().__init__()
@@ -971,8 +989,8 @@ class Critic(nn.Module):
 def build_models(
     args: Args, processor: data.Processor, device: torch.device
 ) -> dict[str, nn.Module]:
-    """Actor, critic (gae only) and reference (only if a KL is used) by role, on meta; they will
-    compute on ``device``. With adapters the reference is the actor without them.
+    """Actor, critic (with gae), reference (with a KL) and teacher by role, on meta; they will compute
+    on ``device``. With adapters, the actor without them is the reference, and the teacher `self`.
 
     Raises:
         UserError: on every rank; a checkpoint is missing, or cannot serve in its role.
@@ -1146,9 +1164,9 @@ def sample_and_score(
         if remax:
             greedy = rollout(actor, prompts, replace(sampling, greedy=True), 1)
     generated = len(batch.tokens)
-    # functions and servers compute rewards in threads; score waits for them
+    # functions and servers compute rewards in threads; reward.score waits for them
     call = reward.begin(batch, actor.processor)
-    if not args.algorithm.dynamic_sampling:  # else after it has dropped prompts
+    if not args.algorithm.dynamic_sampling:  # with it later, for the prompts that are kept
         fill_logprobs_and_values(batch, models, args)
     with logging.timer("reward"):
         reward.score(batch, actor.processor, call)
@@ -1290,9 +1308,11 @@ def shape_rewards(reward: Tensor, lengths: Tensor, state: TrainState, args: Args
     if algorithm.reward_clip:
         reward = reward.clamp(-algorithm.reward_clip, algorithm.reward_clip)
     if algorithm.overlong_buffer:
-        limit = args.rollout.max_new_tokens
         reward = reward + losses.overlong_penalty(
-            lengths, limit, algorithm.overlong_buffer, algorithm.overlong_factor
+            lengths,
+            args.rollout.max_new_tokens,
+            algorithm.overlong_buffer,
+            algorithm.overlong_factor,
         )
     return reward
 
@@ -1333,11 +1353,13 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str,
     batch.kl_coef = state.kl_coef
     inputs = advantage_inputs(batch, state, args)
     advantages, batch.returns = estimator.estimate(inputs)
-    batch.in_policy_loss = policy_loss_mask(batch, algorithm)
     if args.whiten:
         advantages = losses.whiten(advantages)
+    batch.in_policy_loss = policy_loss_mask(batch, algorithm)
     if args.perception.masks_images:
-        advantages = advantages * looks.focus(batch, args.perception)
+        factors, depends = looks.focus(batch, args.perception)
+        advantages = advantages * factors
+        batch.in_policy_loss &= depends
     if batch.teacher_logprobs is not None:
         apart = batch.teacher_logprobs - batch.old_logprobs
         advantages = advantages + args.teacher.teacher_coef * apart
@@ -1356,8 +1378,9 @@ def policy_loss_mask(batch: Batch, algorithm: AlgorithmArgs) -> Tensor:
     """(N,) bool: which tokens take part in the policy loss."""
     mask = torch.ones(len(batch.tokens), dtype=torch.bool)
     if algorithm.high_entropy_ratio < 1:
-        ratio = algorithm.high_entropy_ratio
-        mask &= losses.high_entropy_mask(batch.entropy, batch.lengths, ratio)
+        mask &= losses.high_entropy_mask(
+            batch.entropy, batch.lengths, algorithm.high_entropy_ratio
+        )
     if algorithm.mask_truncated:
         mask &= ~batch.truncated.repeat_interleave(batch.lengths)
     return mask
@@ -1404,6 +1427,11 @@ class Minibatch(NamedTuple):
     weights: Tensor  # (N,) in the value, entropy and KL terms; 0 outside of the minibatch
     policy_weights: Tensor  # (N,) in the policy term, which may leave tokens out
     expert_load: Tensor | None  # (E,) how often each expert is chosen; with --aux_loss_coef only
+
+    def teaches(self, args: Args) -> bool:
+        """Whether the actor can learn from it. What the policy loss leaves out has other terms."""
+        weights = self.weights if args.adds_terms else self.policy_weights
+        return bool(weights.any())
 
 
 def minibatches_of(
@@ -1502,9 +1530,8 @@ def update_actor(
     with fsdp.onloaded(trained, offload), fsdp.onloaded(kl_ref, offload), fsdp.onloaded(teacher, offload):
         look = None if teacher is None else (teacher.model, models.teacher.look(batch))
         for number, minibatch in enumerate(minibatches_of(actor, batch, step, args.update.epochs, args)):
-            # a teacher in the loss also teaches the tokens that are not in the policy loss
-            if not (minibatch.policy_weights + args.teacher.in_loss * minibatch.weights).any():
-                continue  # there is nothing to learn
+            if not minibatch.teaches(args):
+                continue
             if ptx is not None:
                 # number of updates scheduled before this one
                 scheduled = (step - 1 - args.update.critic_warmup_steps) * updates_per_step + number
@@ -1594,7 +1621,7 @@ def added_terms(
     terms, algorithm = {}, args.algorithm
     if pack.look is not None:
         terms["teacher_kl"] = args.teacher.teacher_coef, kls.pop()
-    if algorithm.kl_in == "loss" and batch.kl is not None:
+    if args.kl_in_loss:
         if not kls:
             kls = [losses.kl_penalty(algorithm.kl_estimator, logp, *pack.pick(batch.ref_logprobs))]
         terms["kl_loss"] = batch.kl_coef, kls[0]
@@ -1691,10 +1718,10 @@ def evaluate_teacher(
     step: int,
     args: Args,
 ) -> dict[str, float]:
-    """Before the first step: how often the teacher answers held-out prompts correctly as it sees them, for
-    as many as one rollout takes. It cannot teach what it cannot answer. Not with an environment,
-    whose images it might not see."""
-    if teacher is None or args.env.env or step:
+    """Before the first step: the teacher's own accuracy and reward on one rollout of held-out prompts,
+    which it reads with its hint and its images. It cannot teach what it cannot answer. Skipped with
+    an environment, whose images it might not see."""
+    if teacher is None or args.env.env or args.reward.reward == "none" or step:
         return {}
     batches = data.batches_in_order(rows.held_out, all_slots(args))[:1]
     sampling = replace(sampling, stream=EVAL, greedy=True)
@@ -1704,7 +1731,8 @@ def evaluate_teacher(
     answers = replace(answers, prompts=batch.prompts, features=batch.features, positions={})
     reward.score(answers, rows.processor)
     metrics = rewards.summarise(rewards.sample_records(answers, rows.processor), 1)
-    return {f"eval/teacher_{word}": metrics[name] for word, name in accuracy_columns(metrics).items()}
+    columns = accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
+    return {f"eval/teacher_{word}": metrics[name] for word, name in columns.items()}
 
 
 def all_slots(args: Args) -> int:
@@ -1850,8 +1878,8 @@ def check_sampler(
     log: logging.RunLogger, state: TrainState, actor: Policy, begun: int, args: Args
 ) -> None:
     """Compare the sampler's log-probs with those of training. A gap beyond rounding raises a
-    UserError on every rank after the first update of this process, which began at step ``begun``;
-    later it is only a warning."""
+    UserError on every rank after the first update of this process (it began at step ``begun``), and
+    is only warned about later."""
     limit = args.update.sampler_gap_limit
     if limit < 0:
         limit = logprobs.gap_limit(actor.model.compute.dtype)
@@ -1918,8 +1946,8 @@ class RolloutEngine:
     (`attention.PackedAttention`). Slots 0..B-1 then decode together, and each step adds the key and
     value of one token (`attention.DecodeAttention`). A finished slot is refilled at once. The state
     of sampling lives on the device, and the host looks at it every few steps. A token depends only
-    on the logits and (seed, stream, draw, sample number, position): not on slots, ranks, or what
-    else is in the batch.
+    on the logits and (seed, stream, draw of the prompt, number of the sample, position): not on
+    slots, ranks, or what else is in the batch.
     """
 
     def __init__(
@@ -1954,7 +1982,7 @@ class RolloutEngine:
         if envs is not None and self.cache.linear is not None:
             self.cache.linear.done = self.done
             if sampling.stop_strings:
-                self.poll = 1  # the states cannot be rewound to the end of a stop string
+                self.poll = 1  # the states of linear attention cannot go back to the end of a stop string
         self.graphs: graphs.StepGraphs | None = None
         if device.type == "cuda" and sampling.cuda_graphs != "off":
             eager = GRAPH_PAYS if sampling.cuda_graphs == "auto" else 1
@@ -1969,13 +1997,12 @@ class RolloutEngine:
         # cached tokens, next position, response tokens
         self.length, self.rope, self.response_tokens = self.counters
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)  # newest token
-        # noise key of the sequence
-        self.keys = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.noise_keys = torch.zeros(slots, dtype=torch.int64, device=device)
         self.done = torch.ones(slots, dtype=torch.bool, device=device)
         # One spare column: a finished slot keeps computing, and writes there.
         self.out_tokens = torch.zeros(slots, longest + 1, dtype=torch.int64, device=device)
         self.out_logprobs = torch.zeros(slots, longest + 1, device=device)
-        names = ("length", "rope", "response_tokens", "last", "keys", "done")
+        names = ("length", "rope", "response_tokens", "last", "noise_keys", "done")
         self.state = {name: getattr(self, name) for name in (*names, "out_tokens", "out_logprobs")}
 
     def slot_count(self, capacity: int, wanted: int) -> int:
@@ -2002,7 +2029,7 @@ class RolloutEngine:
             self.admit(waiting)
             if self.envs is not None:
                 self.collect_replies()
-            self.harvest()  # turns of one token end with the prefill
+            self.harvest()  # the token that a prefill draws may end a turn
             if not waiting:
                 self.compact()
             speaking = self.speaking()
@@ -2048,7 +2075,7 @@ class RolloutEngine:
         hidden = vlm.hidden_states(model, pack)[pack.predict]  # (b, H)
         *state, prompt_ids, numbers = torch.tensor(started, device=hidden.device).T  # (b,) each
         keys = logprobs.sequence_keys(sampling.seed, sampling.stream, prompt_ids, numbers)
-        self.keys[state[0]] = keys
+        self.noise_keys[state[0]] = keys
         self.begin(hidden, *state)
         if self.envs is not None:
             self.read_replies([slot for slot, *_ in started])
@@ -2076,15 +2103,15 @@ class RolloutEngine:
         for sample in busy:
             sample.stored = min(sample.stored + 1, capacity - 1)
         if self.graphs is None:
-            self.step(size, longest)
+            self.decode_on_device(size, longest)
             return
         slots = self.cache.slots
         size = min(next((s for s in GRAPH_SIZES if s >= size), slots), slots)
-        if self.compute.backend == "sdpa":  # it reads everything under its mask, so keep that short
+        if self.compute.backend == "sdpa":  # it reads what it masks, too: keep that short
             capacity = min(1 << (longest - 1).bit_length(), capacity)
-        self.graphs.run(self.step, size, capacity)
+        self.graphs.run(self.decode_on_device, size, capacity)
 
-    def step(self, size: int, longest: int) -> None:
+    def decode_on_device(self, size: int, longest: int) -> None:
         """The device's part of `decode`; the host reads nothing back. No slot has more than
         ``longest`` cached tokens, the new one included."""
         pack = Pack(
@@ -2111,7 +2138,7 @@ class RolloutEngine:
             ids = logits.argmax(dim=-1)
         else:
             candidates = logprobs.truncate(logits, sampling.top_k, sampling.top_p)
-            ids = logprobs.gumbel_race(candidates, logprobs.token_keys(self.keys[slots], step))
+            ids = logprobs.gumbel_race(candidates, logprobs.token_keys(self.noise_keys[slots], step))
         place = self.slot_ids[slots], step
         self.out_tokens[place] = ids
         # under the full distribution, without top-k and top-p, as in training
@@ -2204,7 +2231,7 @@ class RolloutEngine:
         self.begin(hidden, *torch.tensor(state, device=hidden.device).T)
 
     def stop_string_end(self, sample: Sample, tokens: Tensor) -> int | None:
-        """Number of tokens up to and with the one that completes a stop string, but at least
+        """Number of tokens up to and including the one that completes a stop string, but at least
         --min_new_tokens; None if there is no stop string."""
         strings, shortest = self.sampling.stop_strings, self.sampling.min_new_tokens
         if not strings or len(tokens) < shortest:
@@ -2228,8 +2255,8 @@ class RolloutEngine:
         return any(stop in text for stop in self.sampling.stop_strings)
 
     def compact(self) -> None:
-        """Move busy slots to the front if an eighth of those that decode is free: when no prompt
-        is waiting any more, the last responses decode in small batches."""
+        """Move busy slots to the front if an eighth of the decoding slots is free, so that the last
+        responses decode in small batches."""
         busy = [slot for slot, sample in enumerate(self.slots) if sample]
         if len(busy) > 0.875 * (max(busy, default=-1) + 1):
             return

@@ -85,7 +85,7 @@ AdvantagesAndReturns = tuple[Tensor, Tensor]  # (N,) each
 
 
 def no_advantages(x: AdvantageInputs) -> AdvantagesAndReturns:
-    """Rewards that are only measured."""
+    """Zeros: rewards are only measured."""
     return torch.zeros_like(x.kl), torch.zeros_like(x.kl)
 
 
@@ -124,12 +124,12 @@ def grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
 
 def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:
     """Each source of rewards (or each component, if there is one source) is standardized among the
-    samples of a prompt; their weighted sum is divided by its deviation in the step (Liu et al. 2026,
-    arXiv 2601.05242).
+    samples of a prompt; the weighted sum of the results is divided by its standard deviation over
+    the step (Liu et al. 2026, arXiv 2601.05242).
 
-    That deviation is taken over samples, as in the paper and the authors' version of TRL; their
-    version of verl takes it over tokens. The mean of the sum is 0 already. A source counts as 0 where
-    it is NaN, and where the samples of a prompt are equal in it.
+    That deviation is over samples, as in the paper and the authors' TRL; the authors' verl takes it
+    over tokens. The mean of the sum is 0 already. A source adds 0 where it is NaN, and where it is
+    equal for all samples of a prompt.
     """
     columns, weights = list(x.components.values()), x.weights
     if not columns:
@@ -171,8 +171,8 @@ def opo(x: AdvantageInputs) -> AdvantagesAndReturns:
 
 
 def gpg(x: AdvantageInputs) -> AdvantagesAndReturns:
-    """The reward minus the mean of its prompt, divided by the share of samples whose prompt's
-    rewards, before the KL, differ (Chu et al. 2025)."""
+    """The reward minus the mean of its prompt, divided by the share of samples in prompts whose
+    rewards (before the KL) differ (Chu et al. 2025)."""
     alive = int(has_spread(x.rewards, x.prompt_index).sum())
     scale = len(x.rewards) / alive if alive else 0.0
     return _for_all_tokens(x, centre(x.rewards_after_kl, x.prompt_index) * scale)
@@ -188,10 +188,10 @@ def _subtract_kl(x: AdvantageInputs, standard: Tensor) -> AdvantagesAndReturns:
     """Advantages from rewards (S,) that were standardized without the KL: each token subtracts its
     undiscounted KL to go.
 
-    If the rewards had included the KL, samples with equal rewards would be told apart by its noise.
+    With the KL in the rewards, its noise would tell equal samples apart.
     """
-    per_sample = x.kl.split(x.lengths.tolist())
-    kl_to_go = torch.cat([part.flip(0).cumsum(0).flip(0) for part in per_sample])  # (N,)
+    kl_by_sample = x.kl.split(x.lengths.tolist())
+    kl_to_go = torch.cat([kl.flip(0).cumsum(0).flip(0) for kl in kl_by_sample])  # (N,)
     advantages = x.per_token(standard.to(x.rewards.dtype))
     advantages = advantages - x.kl_coef * kl_to_go
     return advantages, advantages
@@ -236,7 +236,7 @@ def standardize(rewards: Tensor, compared: Tensor) -> Tensor:
 
 
 def has_spread(rewards: Tensor, compared: Tensor) -> Tensor:
-    """(S,) bool: whether the rewards that a sample is compared with differ by more than rounding."""
+    """(S,) bool: whether the compared rewards, a sample's own among them, differ by more than rounding."""
     ids, place = compared.unique(return_inverse=True)
     x = rewards.double()
     empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
@@ -264,7 +264,7 @@ def gae(
     starts = (lengths.cumsum(0) - lengths)[longest_first]  # (S,)
     lam = torch.as_tensor(lam, dtype=torch.float64)
     lam = lam.expand(len(lengths))[longest_first]  # (S,)
-    # (longest,) sequences with a token at position t
+    # (longest,) how many sequences reach position t
     reach = len(lengths) - torch.bincount(lengths).cumsum(0)[:-1]
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
     following = torch.zeros(len(lengths), dtype=torch.float64)  # (S,)
@@ -408,11 +408,12 @@ def perception_mask(seen: Tensor, lengths: Tensor, ratio: float) -> Tensor:
 
 def perception_factors(seen: Tensor, lengths: Tensor, low: float) -> Tensor:
     """(S,) factors of the responses' advantages (VPPO, Huang et al. 2025): ``low + (top - low) *
-    (s - min) / (max - min)`` of the mean `perception` s of each response to images.
+    (s - min) / (max - min)``, where s is the mean `perception` of a response that has images.
 
-    ``top`` is such that the mean of the factors is 1; it is at most ``low + (1 - low) * S``, because
-    one of the S quotients is 1. A factor is 1 without images, and if all s are equal. All responses of
-    the step are compared; the authors' code takes min and max per device, and the mean per micro-batch.
+    ``top`` makes the mean factor 1; it is at most ``low + (1 - low) * S``, as the largest s has the
+    quotient 1. Responses without images have the factor 1, and so have all if all s are equal. All
+    responses of the step are compared; the authors' code takes min and max per device, and the mean
+    per micro-batch.
     """
     responses = seen.double().split(lengths.tolist())
     means = torch.stack([response.mean() for response in responses])  # (S,)
@@ -427,18 +428,18 @@ def perception_factors(seen: Tensor, lengths: Tensor, low: float) -> Tensor:
 
 
 def perception_kl(logp: Tensor, masked: Tensor) -> Tensor:
-    """(N,) k3 of the policy's log-probs and ``masked``, those with masked images at the start of the
-    update. The actor's loss subtracts it (PAPO, Wang et al. 2025). 0 without images.
+    """(N,) k3 between the policy's log-probs and ``masked``, the log-probs with masked images at the
+    start of the update. The actor's loss subtracts it (PAPO, Wang et al. 2025). 0 without images.
 
-    As in the authors' runs, ``masked`` has no gradient. The paper's entropy of the masked policy is
-    left out, as it would have none either.
+    As in the authors' runs, ``masked`` has no gradient. The paper's entropy of the masked policy would
+    have none either, and is left out.
     """
     masked = torch.where(masked.isnan(), logp.detach(), masked)
     return kl_penalty("k3", logp, masked)
 
 
 # -------------------------------------------------------------------------------------------------
-# Policy losses: `PolicyLossInputs` and how far the ratio may go below and above 1 -> `PolicyLossOutput`
+# Policy losses: (`PolicyLossInputs`, clip below 1, clip above 1) -> `PolicyLossOutput`
 # -------------------------------------------------------------------------------------------------
 
 
@@ -466,8 +467,8 @@ class PolicyLossInputs:
         self.seq, self.n_seq, self.in_loss = seq, n_seq, in_loss
         self.delta = (logp - old).clamp(-20, 20)  # keeps exp and its gradient finite
         self.ratio = self.delta.exp()
-        # By these, clipped tokens are counted. Where the samples of a prompt earned the same,
-        # whitening leaves rounding errors of either sign.
+        # The sign of adv when clipped tokens are counted. The margin ignores the rounding that whitening
+        # leaves where the samples of a prompt earned the same.
         self.up, self.down = adv > ROUNDING, adv < -ROUNDING
 
     def sequence_mean(self, x: Tensor) -> Tensor:
@@ -517,8 +518,8 @@ def _clipped(x: PolicyLossInputs, ratio: Tensor, low: float, high: float) -> Pol
 
 
 def cpgd_loss(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
-    """The log-prob, clipped where PPO clips the ratio, in the direction in which adv pushes it (Liu
-    et al. 2025)."""
+    """The log-prob, clipped where PPO clips the ratio, on the side to which adv pushes it (Liu et al.
+    2025)."""
     upper = x.old + math.log1p(high)
     lower = x.old + (math.log1p(-low) if low < 1 else -math.inf)
     clipped = torch.where(x.adv > 0, torch.minimum(x.logp, upper), torch.maximum(x.logp, lower))
@@ -531,8 +532,8 @@ def cpgd_loss(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
 
 
 def gmpo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
-    """Geometric mean of the ratios, which are clipped in log space, in the direction in which adv
-    pushes them (Zhao et al. 2025)."""
+    """Geometric mean of the ratios, which are clipped in log space, on the side to which adv pushes
+    them (Zhao et al. 2025)."""
     adv = x.sequence_mean(x.adv)
     clipped = torch.where(adv > 0, x.delta.clamp(max=high), x.delta.clamp(min=-low))
     return PolicyLossOutput(
@@ -608,9 +609,9 @@ def kl_penalty(kind: str, logp: Tensor, ref: Tensor) -> Tensor:
     "Approximating KL divergence"). ``kind``: k1, k2, k3 or abs; with a trailing ``+`` the value is
     the same, but the gradient is that of k2, whose expectation is the gradient of the KL.
 
-    Only k1 belongs in the reward: there the estimate multiplies grad log p, which gives the gradient
-    of the KL if the estimate is the log-ratio itself. (The exact KL is the same for every draw and
-    would cancel.) As a loss, k1 has an expected gradient of zero.
+    Only k1 belongs in the reward: there the estimate multiplies grad log p, and only the log-ratio
+    makes that the gradient of the KL. (The exact KL is the same for every draw: its gradient would
+    average to 0.) As a loss, k1 has an expected gradient of zero.
     """
     if kind.endswith("+"):
         k2 = kl_penalty("k2", logp, ref)

@@ -3,6 +3,7 @@
 #
 #   bash launch/real_words.sh                 pictures, GRPO
 #   bash launch/real_words.sh --critic        pictures, PPO with a critic
+#   bash launch/real_words.sh --teacher       pictures, no reward: it learns from itself with the answer in its prompt
 #   bash launch/real_words.sh --words         text, and a reward that is hacked: the naive rule, then the strict one
 #   bash launch/real_words.sh --words naive   one of the two
 #   bash launch/real_words.sh --fetch         no training: the model as a folder, real/smollm2
@@ -15,6 +16,7 @@ task=pictures advantage=grpo rules=(naive strict)
 while [ $# -gt 0 ]; do
     case "$1" in
         --critic) advantage=gae ;;
+        --teacher) advantage=none ;;
         --fetch) task=fetch ;;
         --words) task=words; if [[ "${2:-}" =~ ^(naive|strict)$ ]]; then rules=("$2"); shift; fi ;;
         *) break ;;
@@ -45,7 +47,9 @@ fi
 stamp="$(date +%Y%m%d-%H%M%S)"
 common=(--advantage "$advantage" --lora_rank 16 --actor_lr 5e-4 --samples_per_prompt 8 --temperature 0.7
         --minibatches 2 --max_prompt_tokens 128 --max_tokens_per_pack 2048 --save_every 0)
-[ "$advantage" = grpo ] || common+=(--critic_lr 1e-3)
+[ "$advantage" != gae ] || common+=(--critic_lr 1e-3)
+hint=$'{answer}\nAnswer with one word.\n{prompt}\n{answer}'    # of the hints tried, the one with which it answers best
+[ "$advantage" != none ] || common+=(--teacher_model self --teacher_in loss --teacher_prompt "$hint")
 folder() {    # of --out if that is among the flags, else $1
     local i
     for ((i = 0; i < ${#flags[@]} - 1; i++)); do

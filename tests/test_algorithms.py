@@ -368,6 +368,21 @@ def test_value_kl_and_entropy_terms_keep_truncated_responses(env):
         assert_close(masked[name], whole[name])
 
 
+@pytest.mark.parametrize("terms", [{"kl_in": "loss", "kl_estimator": "k3+"}, {"entropy_coef": 0.3}])
+def test_a_minibatch_of_truncated_responses_has_other_terms(env, terms):
+    """Their gradient is that of a loss whose advantages are zero."""
+    samples, silent = copied(env), copied(env)
+    samples.truncated, silent.advantages = torch.ones(16, dtype=torch.bool), torch.zeros_like(samples.advantages)
+    args = with_flags(env.args, **({"kl_in": "reward", "mask_truncated": True} | terms))
+    trained = Caught(env.actor, args)
+    for batch in (samples, silent):
+        batch.kl_coef, batch.in_policy_loss = 0.5, ppo.policy_loss_mask(batch, args.algorithm)
+        assert ppo.update_actor(trained, None, batch, 1, None, args)["train/actor_updates"] == 1
+    weights, expected = (torch.cat([part.flatten() for part in gradient.values()]) for gradient in trained.gradients)
+    assert expected.norm() > 1e-2
+    assert_close(weights, expected)
+
+
 def test_statistics_are_those_of_the_tokens_in_the_policy_term(qwen25, picture_rows, tmp_path):
     """Before any update the ratio is 1 and KL(old, new) is 0 on average, also where only some of the tokens take part."""
     metrics = ppo.main(words("--model", qwen25, "--data", picture_rows, "--out", tmp_path,

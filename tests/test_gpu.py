@@ -293,10 +293,10 @@ def test_a_decoding_step_never_waits_for_the_device(checkpoint, picture_rows):
         vlm.compute_features(env.actor.model, batch)
         engine = ppo.RolloutEngine(env.actor, batch, env.sampling, [0, 1], 2)
         engine.prefill([(0, [(0, 0), (1, 1)]), (1, [(2, 0), (3, 1)])])
-        engine.step(4, engine.cache.capacity)                                          # the first makes tables and workspaces
+        engine.decode_on_device(4, engine.cache.capacity)                                          # the first makes tables and workspaces
         torch.cuda.set_sync_debug_mode("error")
         try:
-            engine.step(4, engine.cache.capacity)
+            engine.decode_on_device(4, engine.cache.capacity)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -367,7 +367,7 @@ class Checkpoints:
         waited, self.waited = self.waited, 0.0
         return {"perf/failed_saves": self.failed, "perf/save_seconds": waited}
 
-    def check_skipped(self) -> None:
+    def check_skipped_updates(self) -> None:
         """Raises UserError on every rank if updates of a model were skipped in MOST_FAILURES steps of
         this process, and none was applied in between."""
         for role, part in self.roles.items():

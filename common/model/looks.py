@@ -168,13 +168,13 @@ def changed_logprobs(
     return logprobs.masked_fill(~seeing.repeat_interleave(batch.lengths), math.nan)
 
 
-def focus(batch: Batch, args: PerceptionArgs) -> Tensor:
-    """(N,) factors on the advantages, by how much responses depend on their images (VPPO). Tokens that
-    depend on them little leave the policy loss."""
+def focus(batch: Batch, args: PerceptionArgs) -> tuple[Tensor, Tensor]:
+    """(N,) factors on the advantages, by how much responses depend on their images, and (N,) bool:
+    the tokens that depend on them most, which stay in the policy loss (VPPO)."""
     seen = losses.perception(batch.old_logprobs, batch.masked_logprobs)  # (N,)
-    batch.in_policy_loss &= losses.perception_mask(seen, batch.lengths, args.perception_ratio)
     factors = losses.perception_factors(seen, batch.lengths, args.perception_scale)  # (S,)
-    return factors.repeat_interleave(batch.lengths)
+    depends = losses.perception_mask(seen, batch.lengths, args.perception_ratio)
+    return factors.repeat_interleave(batch.lengths), depends
 
 
 def with_patches(model: nn.Module, conversation: Conversation, patches: list[Tensor]) -> Conversation:

@@ -101,9 +101,9 @@ def launches(folder, count_layers: int, **sampling) -> Launches:
             theirs = sys.modules[type(decoder).__module__]
             if isinstance(theirs.apply_rotary_pos_emb, functools.partial):
                 patch.setattr(theirs, "apply_rotary_pos_emb", functools.partial(found.fuse, *theirs.apply_rotary_pos_emb.args))
-            engine.step(SLOTS, engine.cache.capacity)                               # makes tables that later steps share
+            engine.decode_on_device(SLOTS, engine.cache.capacity)                               # makes tables that later steps share
             found.count.clear(), found.waits.clear()
-            engine.step(SLOTS, engine.cache.capacity)
+            engine.decode_on_device(SLOTS, engine.cache.capacity)
     ppo.logprobs._id_hashes.cache_clear()
     return found
 
