@@ -1758,7 +1758,8 @@ EVALUATION_COLUMNS = {
     "length": "eval/response_length_mean",
     "truncated": "eval/truncated_mean",
     "vision_gap": "eval/vision_gap_logprob",
-    "teacher": "eval/teacher_accuracy",
+    "teacher_accuracy": "eval/teacher_accuracy",
+    "teacher_reward": "eval/teacher_reward",
 }
 # ... and of a step
 STEP_COLUMNS = {

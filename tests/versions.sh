@@ -5,7 +5,7 @@
 # import them, and the tests that trace on fake tensors of a GPU then run instead of skipping.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python="$(command -v python3.12 || command -v python3.11 || command -v python3)"
+python="$(for name in python3.12 python3.11 python3; do "$name" -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)"
 oldest=($(sed -n 's/^\(torch\|transformers\)>=\([0-9.]*\),.*/\1==\2.0/p' requirements.txt))
 newest=(torch "$(grep '^transformers' requirements.txt)")
 others=($(grep -v '^#\|^torch\|^transformers' requirements.txt) pytest)
