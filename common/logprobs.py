@@ -9,6 +9,7 @@ size, V vocabulary.
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
@@ -122,12 +123,13 @@ def full_kl(
     return _ChunkedHead.apply(hidden, weight, head, chunk, _FullKL(ref_hidden, ref_weight, head))[0]
 
 
+@dataclass
 class _LogProbs:
     """Log-probs of targets, and the entropy. Works in place, because the (n, V) logits of a chunk are
     the largest tensor of an update."""
 
-    def __init__(self, targets: Tensor, entropy: bool):
-        self.targets, self.entropy = targets, entropy
+    targets: Tensor
+    entropy: bool
 
     def values(self, logits: Tensor, rows: slice) -> tuple[Tensor, ...]:
         logp = logits.sub_(logits.logsumexp(-1, keepdim=True))  # (n, V)
@@ -150,11 +152,13 @@ class _LogProbs:
         return probs.mul_(scale).scatter_add_(1, self.targets[rows, None], dlogp[:, None])
 
 
+@dataclass
 class _FullKL:
     """The KL to a reference that has its own hidden states and head."""
 
-    def __init__(self, ref_hidden: Tensor, ref_weight: Tensor, head: dict):
-        self.ref_hidden, self.ref_weight, self.head = ref_hidden, ref_weight, head
+    ref_hidden: Tensor
+    ref_weight: Tensor
+    head: dict
 
     def log_ratio(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """(n, V) log-probs of the policy, and their difference from the reference's: 0 for banned
