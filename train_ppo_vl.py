@@ -775,8 +775,8 @@ def load_ptx(args: Args, processor: data.Processor) -> text_loss.TextLoss | None
             args.rows.ptx_data, processor, args.data, args.model.max_tokens_per_pack
         )
     return text_loss.TextLoss(
-        rows,
-        data.PromptLoader(processor, args.data),
+        rows=rows,
+        loader=data.PromptLoader(processor, args.data),
         batch=args.rows.ptx_batch,
         coef=args.rows.ptx_coef,
         labels=args.rows.ptx_labels,
@@ -1940,6 +1940,7 @@ class Sample:
     waits: bool = False  # for its environment
 
 
+@dataclass(eq=False)
 class RolloutEngine:
     """Continuous batching over KV slots, with the model's own layers.
 
@@ -1951,28 +1952,26 @@ class RolloutEngine:
     slots, ranks, or what else is in the batch.
     """
 
-    def __init__(
-        self,
-        actor: Policy,
-        batch: Batch,
-        sampling: Sampling,
-        indices: list[int],
-        samples_per_prompt: int,
-        envs: dialogue.EnvRollout | None = None,
-    ):
-        self.actor, self.batch, self.sampling = actor, batch, sampling
-        self.indices, self.count, self.envs = indices, samples_per_prompt, envs
-        self.compute = actor.model.compute
+    actor: Policy
+    batch: Batch
+    sampling: Sampling
+    indices: list[int]  # of the prompts of this rank
+    count: int  # samples per prompt
+    envs: dialogue.EnvRollout | None = None
+
+    def __post_init__(self):
+        model, sampling, envs = self.actor.model, self.sampling, self.envs
+        self.compute = model.compute
         device = self.compute.device
         # decoding steps between two checks by the host for finished slots
         self.poll = 8 if device.type == "cuda" else 1
-        longest = max((batch.prompt_lengths[g] for g in indices), default=1)
+        longest = max((self.batch.prompt_lengths[g] for g in self.indices), default=1)
         capacity = longest + sampling.max_new_tokens
         if envs is not None:
             capacity += envs.extra_tokens
-        slots = self.slot_count(capacity, max(1, len(indices) * samples_per_prompt))
+        slots = self.slot_count(capacity, max(1, len(self.indices) * self.count))
         self.cache = attention.SlotCache(
-            actor.model.config.get_text_config(),
+            model.config.get_text_config(),
             slots,
             capacity,
             self.compute.dtype,

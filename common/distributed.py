@@ -212,6 +212,7 @@ class Call(Future):
     seconds: float = 0.0  # that it took
 
 
+@dataclass
 class Workers:
     """Threads that run calls in the order of submission.
 
@@ -219,11 +220,14 @@ class Workers:
     Its thread goes on for itself, what it returns is ignored, and another takes its place.
     """
 
-    def __init__(self, threads: int, limit: float = math.inf, limit_name: str = ""):
-        self.threads, self.limit, self.limit_name = threads, limit, limit_name
+    threads: int
+    limit: float = math.inf
+    limit_name: str = ""
+
+    def __post_init__(self):
         self.waiting: queue.SimpleQueue = queue.SimpleQueue()
         self.running: dict[Call, float] = {}  # when they began; who takes one out says how it ended
-        for _ in range(threads):
+        for _ in range(self.threads):
             self.add_thread()
 
     def submit(self, function: Callable, *args: Any) -> Call:

@@ -443,33 +443,25 @@ def perception_kl(logp: Tensor, masked: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class PolicyLossInputs:
-    """The tokens of a pack as a policy loss sees them.
+    """The tokens of a pack as a policy loss sees them."""
 
-    Args:
-        logp, old, adv: (T,) log-probs under the policy that is trained, log-probs under the policy
-            as it was before the update, and advantages.
-        seq: (T,) int64 in [0, n_seq), the sequence of each token.
-        in_loss: (T,) bool, the tokens that take part in the loss, and so in means over a sequence
-            and in statistics; the others get weight 0.
-    """
+    logp: Tensor  # (T,) log-probs under the policy that is trained
+    old: Tensor  # (T,) log-probs under the policy as it was before the update
+    adv: Tensor  # (T,) advantages
+    seq: Tensor  # (T,) int64 in [0, n_seq), the sequence of each token
+    n_seq: int
+    # (T,) bool, the tokens that take part in the loss, and so in means over a sequence and in
+    # statistics; the others get weight 0
+    in_loss: Tensor
 
-    def __init__(
-        self,
-        logp: Tensor,
-        old: Tensor,
-        adv: Tensor,
-        seq: Tensor,
-        n_seq: int,
-        in_loss: Tensor,
-    ):
-        self.logp, self.old, self.adv = logp, old, adv
-        self.seq, self.n_seq, self.in_loss = seq, n_seq, in_loss
-        self.delta = (logp - old).clamp(-20, 20)  # keeps exp and its gradient finite
+    def __post_init__(self):
+        self.delta = (self.logp - self.old).clamp(-20, 20)  # keeps exp and its gradient finite
         self.ratio = self.delta.exp()
         # The sign of adv when clipped tokens are counted. The margin ignores the rounding that whitening
         # leaves where the samples of a prompt earned the same.
-        self.up, self.down = adv > ROUNDING, adv < -ROUNDING
+        self.up, self.down = self.adv > ROUNDING, self.adv < -ROUNDING
 
     def sequence_mean(self, x: Tensor) -> Tensor:
         """(T,) mean of ``x`` over the `in_loss` tokens of a sequence, at each of its tokens."""

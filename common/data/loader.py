@@ -9,6 +9,7 @@ and the numbers.
 
 import hashlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Callable, Sequence
 
 import numpy as np
@@ -110,31 +111,21 @@ def digest_data(spec: str, rows: int) -> str:
 # -------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class PromptLoader:
-    """Decodes the images of the next batch in threads while the model works on this one.
+    """Decodes the images of the next batch in threads while the model works on this one."""
 
-    Args:
-        batches: those to come. Rows are prompts, or objects with a ``prompt``.
-        together: how many prompts that follow each other are of one rank.
-        change: of images, as in `load_pixels`, at the place (draw number, 0).
+    processor: Processor
+    args: DataArgs
+    batches: Sequence[Drawn] = ()  # to come; rows are prompts, or objects with a ``prompt``
+    together: int = 1  # how many prompts that follow each other are of one rank
+    change: Callable | None = None  # of images, as in `load_pixels`, at the place (draw number, 0)
 
-    ``rows`` are those of the batch taken last.
-    """
-
-    def __init__(
-        self,
-        processor: Processor,
-        args: DataArgs,
-        batches: Sequence[Drawn] = (),
-        together: int = 1,
-        change: Callable | None = None,
-    ):
-        self.processor, self.on_bad_row = processor, args.on_bad_row
-        self.together, self.change = together, change
+    def __post_init__(self):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="images")
-        self.rows: list = []
-        self.later = iter(batches)
+        self.rows: list = []  # of the batch taken last
+        self.later = iter(self.batches)
 
     def __enter__(self) -> "PromptLoader":
         self.ahead = self.submit_next()  # what is decoding for the next `take`
@@ -188,7 +179,7 @@ class PromptLoader:
         problems: dict[int, str] = {}
         for part in distributed.gather_objects(bad):
             problems |= part
-        is_error = self.on_bad_row == "error"
+        is_error = self.args.on_bad_row == "error"
         report_bad("images of a batch", list(problems.values()), len(prompts), is_error)
         owners = self.owners(len(prompts))
         return Batch(prompts, draws, owners, dropped=sorted(problems), patches=patches)

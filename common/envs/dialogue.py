@@ -94,20 +94,18 @@ class Episode:
         return ids[-new:], places[-new:].T
 
 
+@dataclass(eq=False)
 class EnvRollout:
     """The episodes of this rank's samples."""
 
-    def __init__(
-        self,
-        environment: Environment,
-        model: nn.Module,
-        processor: Processor,
-        max_new_tokens: int,
-        seed: tuple[int, ...],
-    ):
-        self.environment, self.args = environment, environment.args
-        self.model, self.processor = model, processor
-        self.max_new_tokens, self.seed = max_new_tokens, seed
+    environment: Environment
+    model: nn.Module
+    processor: Processor
+    max_new_tokens: int
+    seed: tuple[int, ...]
+
+    def __post_init__(self):
+        self.args = self.environment.args
         threads = max(1, self.args.env_workers)
         self.workers = Workers(threads, self.args.env_timeout, "--env_timeout")
         self.episodes: dict[Key, Episode] = {}

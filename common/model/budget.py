@@ -7,6 +7,7 @@
 The formulas of each part are in `common.model.memory`; launch/plan.py prints them as a table.
 """
 
+from dataclasses import dataclass
 from typing import Any, Iterable
 
 import torch
@@ -31,33 +32,21 @@ Parts = dict[str, float]  # bytes on a GPU by part
 # -------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class MemoryPlan:
-    """Bytes on a GPU by phase of a step and part: sums of what may be there at the same time.
+    """Bytes on a GPU by phase of a step and part: sums of what may be there at the same time."""
 
-    Args:
-        args: the flags of the script.
-        models: by role, on any device.
-        ranks: of the run.
-        offload: what is kept in host memory while it is not in use, as the flag says.
-        longest: tokens of the longest sequence that is written.
-        least_pack: tokens that a pack must hold.
-    """
+    args: Any  # the flags of the script
+    models: dict[str, nn.Module]  # by role, on any device
+    ranks: int  # of the run
+    offload: str  # what is kept in host memory while it is not in use, as the flag says
+    longest: int  # tokens of the longest sequence that is written
+    least_pack: int  # tokens that a pack must hold
 
-    def __init__(
-        self,
-        args: Any,
-        models: dict[str, nn.Module],
-        ranks: int,
-        *,
-        offload: str,
-        longest: int,
-        least_pack: int,
-    ):
-        self.args, self.models, self.offload = args, models, offload
-        self.longest, self.least_pack = longest, least_pack
-        self.shards = args.run.hsdp or ranks  # ranks that share one copy of the weights
+    def __post_init__(self):
+        self.shards = self.args.run.hsdp or self.ranks  # ranks that share one copy of the weights
         self.held: dict[tuple[str, str], float] = {}  # (role, part)
-        for role, module in models.items():
+        for role, module in self.models.items():
             for part, size in memory.resident_bytes(module, self.shards).items():
                 if size:
                     self.held[role, part] = size

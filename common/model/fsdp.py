@@ -12,6 +12,7 @@ import inspect
 import math
 from collections import OrderedDict
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Callable
 
 import torch
@@ -62,29 +63,20 @@ def backward(loss: Tensor) -> None:
     (loss * dist.get_world_size()).backward()
 
 
+@dataclass(eq=False)
 class Trainable:
-    """A model in training: its optimizer, its learning rate, the running average of its weights.
+    """A model in training: its optimizer, its learning rate, the running average of its weights."""
 
-    Args:
-        lr: base learning rate.
-        delay: first steps in which the model is not trained; its schedule starts after them.
-        ema_beta: weight of the past in the running average; 0: no average.
-    """
+    module: nn.Module
+    args: OptimArgs
+    lr: float  # base learning rate
+    delay: int = 0  # first steps in which the model is not trained; its schedule starts after them
+    ema_beta: float = 0.0  # weight of the past in the running average; 0: no average
 
-    def __init__(
-        self,
-        module: nn.Module,
-        args: OptimArgs,
-        lr: float,
-        *,
-        delay: int = 0,
-        ema_beta: float = 0.0
-    ):
-        self.module, self.args, self.lr, self.delay = module, args, lr, delay
-        self.ema_beta = ema_beta
+    def __post_init__(self):
         self.skipped: set[int] = set()  # steps of the updates skipped since the last applied one
-        self.optimizer = adamw(module, lr, args)
-        if ema_beta:
+        self.optimizer = adamw(self.module, self.lr, self.args)
+        if self.ema_beta:
             # The average is optimizer state, on the same shards: it is saved and resumed with it.
             for parameter, state in self.optimizer.state.items():
                 state["ema"] = parameter.detach().clone()

@@ -1,5 +1,6 @@
 """A next-token loss on rows of text beside the RL loss: PPO-ptx (Ouyang et al. 2022, equation 2)."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,30 +14,20 @@ from common.data.rows import Prompt
 from common.model import experts, forward as vlm, fsdp
 
 
+@dataclass(kw_only=True)
 class TextLoss:
-    """Rows with their target tokens, and the loader whose threads decode their images.
+    """Rows with their target tokens, and the loader whose threads decode their images."""
 
-    Args:
-        rows: prompts and their targets (n,).
-        batch: rows per update, over all ranks.
-        coef: weight of the loss in the actor's.
-        labels: which tokens carry the loss: all "text", or "responses".
-    """
+    rows: list[tuple[Prompt, Tensor]]  # prompts and their targets (n,)
+    loader: PromptLoader
+    batch: int  # rows per update, over all ranks
+    coef: float  # weight of the loss in the actor's
+    labels: str  # which tokens carry the loss: all "text", or "responses"
+    seed: int
 
-    def __init__(
-        self,
-        rows: list[tuple[Prompt, Tensor]],
-        loader: PromptLoader,
-        *,
-        batch: int,
-        coef: float,
-        labels: str,
-        seed: int,
-    ):
-        self.rows, self.loader, self.batch = rows, loader, batch
-        self.coef, self.labels, self.seed = coef, labels, seed
+    def __post_init__(self):
         # (V,) bool: image tokens and such are no labels
-        self.banned = loader.processor.banned_mask()
+        self.banned = self.loader.processor.banned_mask()
 
     def start(self, update: int) -> tuple:
         """Begin to decode the images of the rows of an update, counted from 0 over the whole run. The
