@@ -876,42 +876,29 @@ def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Sampling:
-    """How tokens are drawn. A batch keeps the `Sampling` it was drawn with, so that scoring and
-    training use the distribution that was sampled from."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sampling(RolloutArgs):
+    """How tokens are drawn: the flags of the rollout, and what they do not say. A batch keeps the
+    `Sampling` it was drawn with, so that scoring and training use the distribution that was sampled
+    from."""
 
-    max_new_tokens: int
     banned: Tensor  # (V,) bool: ids that are never drawn, such as image tokens
     stop_ids: Tensor  # (k,) ids that end a response
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_new_tokens: int = 0
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: Sequence[str] = ()
     seed: int = 0
     stream: int = TRAIN
     greedy: bool = False
     environment: Any = None  # answers the policy's turns; None: a response is one turn
-    slots: int = 0  # sequences that decode together; 0: as many as fit
-    cuda_graphs: str = "auto"
 
     @staticmethod
     def of(args: Args, processor: data.Processor, device: torch.device) -> "Sampling":
         """The sampling that the flags ask for."""
-        rollout = args.rollout
+        strings = parse_stop_strings(args.rollout.stop_strings)
         return Sampling(
-            max_new_tokens=rollout.max_new_tokens,
+            **vars(args.rollout) | {"stop_strings": strings},
             banned=processor.banned_mask().to(device),
             stop_ids=torch.tensor(processor.stop_ids, device=device),
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_new_tokens=rollout.min_new_tokens,
-            stop_strings=tuple(parse_stop_strings(rollout.stop_strings)),
             seed=args.run.seed,
-            slots=rollout.slots,
-            cuda_graphs=rollout.cuda_graphs,
         )
 
     def logits_options(self, step: Tensor) -> dict[str, Any]:

@@ -169,7 +169,8 @@ def decode_table(compute, folder: Path, size: str, batches, contexts, steps: int
     bytes_read = compute.dtype.itemsize * (layers + model.lm_head.weight.numel())
     per_token = SlotCache(text, 1, 1, compute.dtype, torch.device("meta"), compute.backend).nbytes
     nothing = torch.zeros(text.vocab_size, dtype=torch.bool, device=DEVICE)
-    sampling = ppo.Sampling(1, nothing, torch.zeros(0, dtype=torch.int64, device=DEVICE))
+    no_ids = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    sampling = ppo.Sampling(max_new_tokens=1, banned=nothing, stop_ids=no_ids)
     print(f"\nDecoding, {size}, {compute.backend}: weights {bytes_read / 1e9:.2f} GB, {per_token / 1e3:.1f} kB per cached token; "
           "bound in ms; ms per step, tokens/s, per cent of the bound\n")
     print("| batch x context | bound | eager | graphs | generate |\n|---|---|---|---|---|")
