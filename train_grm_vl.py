@@ -60,6 +60,7 @@ from common.flags import flag
 from common.model import budget, checkpoint, forward as vlm, fsdp, memory, weights
 from common.rewards import accuracy, judge as judgements
 from common.rewards.cards import sample_card
+from common.rewards.judge import Example
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -248,16 +249,6 @@ def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class Example:
-    """A question, and the judgement to learn."""
-
-    prompt: data.Prompt  # its label is the kind of question, its reference the right verdict
-    target: Tensor  # (n,) label tokens, the end token last
-    source: str  # evaluations report each source: the row's "source", or else its file
-    text: str  # the target as text
-
-
-@dataclass(frozen=True, eq=False)
 class Question:
     """A prompt and its examples, whose targets share one copy of the prompt in a pack."""
 
@@ -310,17 +301,13 @@ def load_examples(
     settings: judgements.JudgeSettings,
 ) -> list[list[Example]]:
     """The examples of each file of --data or --eval_data. Raises ValueError with file and line."""
-    paths = [path for path, _ in flags.parse_datasets(spec)]
-    names = list(map(os.path.basename, paths))
     frame, loaded = judgements.answer_frame(processor), []
-    for path, name in zip(paths, names):
-        examples = []
-        for prompt, target, ask in judgements.load_judgements(
-            path, processor, settings, args.data, args.judge.orders, frame
-        ):
-            source = prompt.row.get("source") or (name if names.count(name) == 1 else path)
-            examples.append(Example(prompt, target, source, ask["text"]))
-        loaded.append(examples)
+    for path, _ in flags.parse_datasets(spec):
+        loaded.append(
+            judgements.load_judgements(
+                path, processor, settings, args.data, args.judge.orders, frame
+            )
+        )
     return loaded
 
 
@@ -648,7 +635,7 @@ def example_record(example: Example) -> dict:
     prompt = example.prompt
     info = {
         "row": prompt.source,
-        "source": example.source,
+        "source": judgements.group_of(prompt),
         "kind": prompt.label,
         "images": list(prompt.images),
         "question": data.user_text(prompt.messages),

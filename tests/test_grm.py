@@ -493,7 +493,7 @@ def test_a_response_says_the_verdict_however_it_is_spelled(env):
     examples = {example.prompt.label: example for example in env.held_out}
 
     def read(text: str, kind: str, verdict: str | None) -> str | None:
-        example = replace(examples[kind], prompt=replace(examples[kind].prompt, reference=verdict))
+        example = examples[kind]._replace(prompt=replace(examples[kind].prompt, reference=verdict))
         return grm.judgement_record(settings(), 0, example, text)["predicted_answer"]
 
     answers = [f"<answer>{word}</answer>" for word in ("yes", "no", "")] + ["yes"]
@@ -502,12 +502,6 @@ def test_a_response_says_the_verdict_however_it_is_spelled(env):
     assert read("No", "response", None) is None
     assert read("<answer>4.0</answer>", "score", "4") == "4"
     assert read("<answer>5</answer>", "score", "4") is None
-
-
-def test_files_of_one_name_are_told_apart(qwen25, task, tmp_path):
-    more = write_rows(tmp_path / "eval.jsonl", ROWS[9:])
-    held_out = start(qwen25, task, tmp_path, "--eval_data", f"{task / 'eval.jsonl'},{more},{task / 'more.jsonl'}").held_out
-    assert {example.source for example in held_out} == {str(task / "eval.jsonl"), more, "more.jsonl", "chat", "texts"}
 
 
 def record(line: str) -> dict:

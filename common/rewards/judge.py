@@ -368,6 +368,14 @@ def judge_prompt(
     return make_prompt(processor, ask["question"], ask["images"], args, system, **further)
 
 
+class Example(NamedTuple):
+    """A question, and the judgement to learn."""
+
+    prompt: Prompt  # its label is the kind of question, its reference the right verdict
+    target: Tensor | None  # (n,) label tokens, the end token last
+    text: str  # the target as text
+
+
 def load_judgements(
     path: str,
     processor: Processor,
@@ -375,10 +383,8 @@ def load_judgements(
     args: DataArgs,
     orders: str = "both",
     frame: "AnswerFrame | None" = None,
-) -> list[tuple[Prompt, Tensor | None, dict]]:
-    """Rows of judgements: prompts, targets, and the entries of `read_judgement`. A prompt's
-    reference is the verdict, its label the row's kind. A response without <answer> has no
-    reference, which some rewards need.
+) -> list[Example]:
+    """Rows of judgements. A response without <answer> has no reference, which some rewards need.
 
     Args:
         frame: of rows to imitate, which get the tokens of their targets; prompt and target have at
@@ -388,8 +394,8 @@ def load_judgements(
     """
     limit = args.max_prompt_tokens
 
-    def build(row: dict, fields: dict) -> list[tuple[Prompt, Tensor | None, dict]]:
-        judgements = []
+    def build(row: dict, fields: dict) -> list[Example]:
+        examples = []
         for k, ask in enumerate(read_judgement(row, settings, orders)):
             further = {"reference": ask["verdict"], "label": ask["kind"], "order": ask["order"]}
             further |= fields | {"index": 2 * fields["index"] + k}
@@ -403,11 +409,10 @@ def load_judgements(
                         f"example too long: {size} tokens, {len(target)} of them target; the limit"
                         f" is {limit}"
                     )
-            judgements.append((prompt, target, ask))
-        return judgements
+            examples.append(Example(prompt, target, ask["text"]))
+        return examples
 
-    loaded = read_rows(path, build, args, JUDGEMENT_COLUMNS)
-    return [judgement for judgements in loaded for judgement in judgements]
+    return list(itertools.chain(*read_rows(path, build, args, JUDGEMENT_COLUMNS)))
 
 
 def load_rl_rows(processor: Processor, args: DataArgs) -> tuple[list[list[Prompt]], list[Prompt]]:
@@ -423,17 +428,13 @@ def load_rl_rows(processor: Processor, args: DataArgs) -> tuple[list[list[Prompt
     return train_sets, list(itertools.chain(*eval_sets))
 
 
-def load_responses(
-    path: str, processor: Processor, args: DataArgs, limit: int
-) -> list[tuple[Prompt, Tensor]]:
-    """Rows of a prompt and its response: prompts, and the tokens of the responses, of at most
-    ``limit`` tokens together.
+def load_responses(path: str, processor: Processor, args: DataArgs, limit: int) -> list[Example]:
+    """Rows of a prompt and its response, of at most ``limit`` tokens together.
 
     Raises ValueError: see `load_prompts`.
     """
     args, frame = replace(args, max_prompt_tokens=limit), answer_frame(processor)
-    examples = load_judgements(path, processor, JudgeSettings(), args, "given", frame)
-    return [(prompt, target) for prompt, target, _ in examples]
+    return load_judgements(path, processor, JudgeSettings(), args, "given", frame)
 
 
 def read_rubric(row: dict) -> list[tuple[str, float]]:
@@ -472,6 +473,11 @@ def order_agreement(rows: list[Prompt], indices: list[int], texts: list[str]) ->
     return shares
 
 
+def group_of(row: Prompt) -> str:
+    """What evaluations report a row under: its "source", or else its file."""
+    return row.row.get("source") or row.source.rpartition(":")[0]
+
+
 def row_record(row: Prompt) -> dict[str, Any]:
     """What records say of a judged row: the order of its sides, its group, what it counts together
     with, and how many characters each of two answers has, in that order."""
@@ -481,7 +487,7 @@ def row_record(row: Prompt) -> dict[str, Any]:
         lengths.reverse()
     return {
         "order": row.order,
-        "group": columns.get("source") or row.source.rpartition(":")[0],
+        "group": group_of(row),
         "pair": columns.get("pair"),
         "lengths": lengths or None,
     }

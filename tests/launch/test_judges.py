@@ -392,13 +392,13 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
 
     # The answer is "It is so." and a verdict, by sample: right is r, wrong w, unreadable -.
     records, said = [], {}
-    for (prompt, _, ask), letters in zip(questions, ("wr", "rr", "rr", "rr", "-w")):
+    for (prompt, *_), letters in zip(questions, ("wr", "rr", "rr", "rr", "-w")):
         for sample, letter in enumerate(letters):
-            verdict = {"r": ask["verdict"], "w": "tie", "-": None}[letter]
+            verdict = {"r": prompt.reference, "w": "tie", "-": None}[letter]
             response = f"It is {sample}. {with_verdict(verdict) if verdict else ''}"
             said.setdefault((prompt.index, letter), response)
-            records.append({"source": prompt.source, "group": "g", "pair": None, "sample": sample, "order": ask["order"],
-                            "verdict": verdict, "reference": ask["verdict"], "response": response, "truncated": False,
+            records.append({"source": prompt.source, "group": "g", "pair": None, "sample": sample, "order": prompt.order,
+                            "verdict": verdict, "reference": prompt.reference, "response": response, "truncated": False,
                             "images": list(prompt.images), "row": prompt.row, "messages": prompt.messages, "lengths": None})
     (tmp_path / "run" / "samples").mkdir(parents=True)
     (tmp_path / "run/samples/eval-000000.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -410,11 +410,11 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
 
     again = load_judgements(str(right), processor, judge_settings(), DataArgs(), "both", frame)
     assert len(again) == 4
-    for (prompt, target, ask), (copy, label, imitated) in zip(questions, again):
+    for (prompt, *_), (copy, label, _) in zip(questions, again):
         assert copy.input_ids.tolist() == prompt.input_ids.tolist()
         assert copy.images == prompt.images
         assert label.tolist() == encode_target(processor, frame, said[prompt.index, "r"]).tolist()
-        assert imitated["kind"] == "response"
+        assert copy.label == "response"
     images = [str(folder / f"{name}.png") for name in "abc"]
     assert read_rows(wrong) == [rows[0] | {"images": images[:2]}, rows[2] | {"images": images[2:]}]
     asked = load_judgements(str(wrong), processor, judge_settings(), DataArgs())
