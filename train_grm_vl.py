@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args = parse_args(argv)
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     distributed.check_same_flags(flags.as_flags(args))
-    checkpoints = checkpoint.Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
+    checkpoints = checkpoint.Checkpoints(args.run, args.checkpoint)
     rows = load_rows(args)
     args = count_steps(args, len(rows.train))
     judge = load_judge(args, rows, ranks)
@@ -76,8 +76,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     trained = fsdp.Trainable(judge, args.optim, args.update.lr)
     roles = {"judge": trained}
     state = TrainState()
-    read_only = args.run.eval_only or args.run.export_only
-    checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY, read_only=read_only)
+    checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY)
     rows.judge.held_out = newest_evaluation(args.run.out, state.step)
     if args.run.export_only:
         return checkpoints.export_now(trained, rows.processor)

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     environment = environments.load(args.env, args.data.max_prompt_tokens)
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     distributed.check_same_flags(flags.as_flags(args))
-    checkpoints = checkpoint.Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
+    checkpoints = checkpoint.Checkpoints(args.run, args.checkpoint)
     rows = load_rows(args)
     check_rows(args, rows, reward, environment)
     modules = build_models(args, rows.processor, ranks.device)  # on meta: no weights are read yet
@@ -88,8 +88,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     trainables = make_trainables(args, models)
     state = TrainState(args.algorithm.kl_coef)
-    read_only = args.run.eval_only or args.run.export_only
-    checkpoints.resume(state, trainables, run_flags(args, rows), IDENTITY, read_only=read_only)
+    checkpoints.resume(state, trainables, run_flags(args, rows), IDENTITY)
     if args.run.export_only:
         return checkpoints.export_now(trainables["actor"], rows.processor)
     log = open_log(args, rows, state.step)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.data.folder import read_json
 from common.distributed import UserError, from_main, gather_objects, is_main, raise_on_all_ranks
-from common.flags import CheckpointArgs, follow_pointer
+from common.flags import CheckpointArgs, RunArgs, follow_pointer
 from common.logging import due, sync_folder, write_durably, write_pointer
 from common.model import weights
 from common.model.fsdp import Trainable
@@ -55,23 +55,25 @@ class Checkpoints:
     As a context manager it waits for the save in flight at the end, even after a UserError.
     """
 
-    def __init__(self, out: Path, args: CheckpointArgs, timeout: float):
-        self.out, self.folder, self.args, self.timeout = out, out / "checkpoints", args, timeout
+    def __init__(self, run: RunArgs, args: CheckpointArgs):
+        self.out, self.args, self.timeout = run.out, args, run.timeout
+        self.folder = run.out / "checkpoints"
         self.first_step = 0  # the step that was resumed from
-        self.read_only = False
+        # nothing will be saved: --steps may lie before the checkpoint
+        self.read_only = run.eval_only or run.export_only
         self.failed = 0  # saves in a row
         self.waited = 0.0  # seconds that training waited for saves since they were last recorded
         # a save in flight: its step, and the sha256 of each file that this rank writes
         self.pending: tuple[int, Future] | None = None
         self.staging = Staging()
         self.start_writer()
-        host, lock = socket.gethostname(), out / ".lock"
+        host, lock = socket.gethostname(), run.out / ".lock"
         owner = {"host": host, "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}
         owner = from_main(json.dumps(owner | {"started": time.time_ns()}))
-        with raise_on_all_ranks(f"--out {out}: "):
+        with raise_on_all_ranks(f"--out {run.out}: "):
             if is_main():
                 self.take_folder(lock, owner)
-        with raise_on_all_ranks(f"--out {out}: "):
+        with raise_on_all_ranks(f"--out {run.out}: "):
             if not lock.exists() or lock.read_text() != owner:  # each node would keep its shards
                 raise ValueError(
                     f"on {host} this is not rank 0's folder: use a file system that all nodes share"
@@ -118,12 +120,7 @@ class Checkpoints:
     # ---------------------------------------------------------------------------------------------
 
     def resume(
-        self,
-        state,
-        roles: Roles,
-        flags: dict[str, Any],
-        identity: Container[str],
-        read_only: bool = False,
+        self, state, roles: Roles, flags: dict[str, Any], identity: Container[str]
     ) -> None:
         """Load the checkpoint that --resume asks for, if there is one.
 
@@ -132,13 +129,12 @@ class Checkpoints:
             flags: of this run, and digests of its data files.
             identity: those that make it another run: --resume auto does not go on from the
                 checkpoint of another one. All other changes are printed.
-            read_only: nothing will be saved: --steps may lie before the checkpoint.
 
         Raises:
             UserError: no checkpoint where one must be, one where none may be, one of another run,
                 or one that does not fit into the models.
         """
-        self.state, self.roles, self.flags, self.read_only = state, roles, flags, read_only
+        self.state, self.roles, self.flags = state, roles, flags
         message = f"starting from step 0: no complete checkpoint in {self.folder}"
         path = self.choose()
         if path is not None:

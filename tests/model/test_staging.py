@@ -128,7 +128,7 @@ sys.path.insert(0, sys.argv[1])
 from common import distributed
 import torch
 from common.model import checkpoint
-from common.flags import CheckpointArgs
+from common.flags import CheckpointArgs, RunArgs
 
 def resident(field):
     return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -137,7 +137,7 @@ distributed.start(60.0, 0)
 tensors = {f"actor.{i}": torch.full((4, 2**20), float(i)) for i in range(16)}            # 256 MiB
 checkpoint.training_state = lambda trained: tensors
 peaks = []
-with checkpoint.Checkpoints(Path(sys.argv[2]), CheckpointArgs(), 60.0) as checkpoints:
+with checkpoint.Checkpoints(RunArgs(out=Path(sys.argv[2]), timeout=60.0), CheckpointArgs()) as checkpoints:
     checkpoints.state, checkpoints.roles, checkpoints.flags = SimpleNamespace(state_dict=dict), {}, {}
     (Path(sys.argv[2]) / "metrics.jsonl").touch()
     for step in (1, 2):
