@@ -219,15 +219,14 @@ class Checkpoints:
         started = time.perf_counter()
         self.finish()
         folder = self.unfinished(step)
-        tensors = training_state(self.roles)
         try:
             with raise_on_all_ranks():
                 if is_main():
-                    self.begin(folder, tensors)
+                    self.begin(folder)
         except UserError as error:
             self.count_failure(step, error)
             return
-        shards, offsets = own_shards(tensors)
+        shards, offsets = own_shards(training_state(self.roles))
         copies = self.staging.stage(shards)
         done = self.thread.submit(self.write, self.group, folder, copies, offsets)
         self.pending = step, done
@@ -239,16 +238,10 @@ class Checkpoints:
         """The folder that is written, before it becomes step-N."""
         return self.folder / f".tmp-step-{step}"
 
-    def begin(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        """Make the folder, with state.json. Raises OSError: the disk is too full; ValueError: a
-        scalar is not finite."""
-        self.folder.mkdir(exist_ok=True)
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        free = shutil.disk_usage(self.folder).free
-        if needed > free:
-            sizes = f"{needed / 2**30:.3f} GiB are needed and {free / 2**30:.3f} GiB free"
-            raise OSError(f"{sizes} in {self.folder}")
-        folder.mkdir()
+    def begin(self, folder: Path) -> None:
+        """Make the folder, with state.json. Raises OSError: the disk is full; ValueError: a scalar is
+        not finite."""
+        folder.mkdir(parents=True)
         scalars = self.state.state_dict() | {"flags": self.flags}
         write_durably(folder / "state.json", json.dumps(scalars, indent=1, allow_nan=False))
 

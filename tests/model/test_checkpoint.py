@@ -564,13 +564,11 @@ def small_disk(tmp_path, mount):
 
 @pytest.mark.slow
 def test_full_disk(flags, small_disk):
-    """Full in the middle of a write, then before a write: the numbers are told, the earlier checkpoint is intact."""
+    """Full in the middle of a write, then before a write: the earlier checkpoint is intact."""
     argv = flags(small_disk, "--steps 6 --save_blocking")
     ballast = small_disk / "checkpoints" / "ballast"
     output = live(argv, 2, [(change_writes, 1, [2], 0, str(ballast.parent))], codes=[2, 2])
     assert "No space left on device" in output
-    needed, free = re.search(r"([\d.]+) GiB are needed and ([\d.]+) GiB free in", output).groups()
-    assert float(needed) > float(free)
     assert steps(small_disk) == [1]
     assert pointer(small_disk) == "step-1"
     ballast.unlink()
