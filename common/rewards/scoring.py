@@ -21,7 +21,7 @@ from torch import Tensor
 from common import distributed, losses
 from common.buffers import Batch
 from common.data.processor import Processor
-from common.data.rows import Prompt
+from common.data.rows import Prompt, report_bad
 from common.distributed import Call, UserError, Workers, describe
 from common.flags import RewardArgs
 from common.rewards.functions import Samples, Source, load_function, load_source, score_samples
@@ -131,9 +131,7 @@ class RewardMix:
             names = [source.name for source in comparing if source.spec in self.weights(row.label)]
             if names and row.reference is None:
                 bad.append(f"{row.source}: no reference answer, which {names[0]} compares with")
-        if bad:
-            problem = f"{len(bad)} of {len(rows)} rows cannot be scored"
-            raise UserError("\n  ".join([problem, *bad[:5]]))
+        report_bad("--reward", bad, len(rows), is_error=True)
 
     def share_of(self, source: Source, batch: Batch) -> Tensor:
         """(S,) float64, the weight of a source in each sample; NaN where it does not score it."""
