@@ -128,20 +128,17 @@ def rule_scores(rule: str, response: str, reference: str) -> dict[str, float]:
     if rule == "exact":
         right = same_words(response, reference)
         return {"reward": right, "accuracy": right}
-    if rule == "verdict":
+    if rule in ("verdict", "judgement"):
         right = parse_verdict(response, [reference]) is not None
         formed = parse_verdict(response) is not None
-        return {"reward": right, "accuracy": right, "format": formed}
-    if rule == "judgement":
-        right = parse_verdict(response, [reference]) is not None
-        formed = ends_with_verdict(response)
-        return {"reward": ACCURACY * right + FORM * formed, "accuracy": right, "format": formed}
-    answer = extract_answer(response, rule)
-    right = answers_equal(answer or "", reference)
-    formed = format_score(response, rule)
-    reward = ACCURACY * right + FORM * formed
-    parsed = answer is not None
-    return {"reward": reward, "accuracy": right, "format": formed, "parsed": parsed}
+        if rule == "verdict":
+            return {"reward": right, "accuracy": right, "format": formed}
+        scores = {"accuracy": right, "format": formed and ends_with_verdict(response)}
+    else:
+        answer = extract_answer(response, rule)
+        right, formed = answers_equal(answer or "", reference), format_score(response, rule)
+        scores = {"accuracy": right, "format": formed, "parsed": answer is not None}
+    return {"reward": ACCURACY * right + FORM * scores["format"]} | scores
 
 
 def parse_verdict(text: str, verdicts: list[str] | None = None) -> str | None:
@@ -154,9 +151,8 @@ def parse_verdict(text: str, verdicts: list[str] | None = None) -> str | None:
 
 
 def ends_with_verdict(response: str) -> bool:
-    """Whether the one answer of a judgement, not an empty one, is its end."""
-    is_last = response.rstrip().endswith("</answer>") and response.count("answer>") == 2
-    return is_last and parse_verdict(response) is not None
+    """Whether the one answer of a judgement is its end."""
+    return response.rstrip().endswith("</answer>") and response.count("answer>") == 2
 
 
 def same_words(response: str, reference: str) -> bool:
