@@ -415,7 +415,7 @@ def update(
     ranks. Returns metrics and log p (N,)."""
     judge, tokens, step = trained.module, len(batch.tokens), state.step + 1
     judge.train()
-    compute_features(judge, batch)
+    vlm.compute_frozen_features(judge.model, batch)
     done = []
     for pack in vlm.packs(judge.model, batch):
         logp = judge(pack)  # (T,)
@@ -436,12 +436,6 @@ def update(
         state.loss_mean = 0.9 * before + 0.1 * loss
         metrics |= {"train/loss": loss, "train/loss_mean": state.loss_mean}
     return metrics, target_logprobs
-
-
-def compute_features(judge: Judge, batch: Batch) -> None:
-    """Run a frozen vision tower, once per prompt. (A trained one runs in every forward pass.)"""
-    if not judge.model.trains_vision:
-        vlm.compute_features(judge.model, batch)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -609,7 +603,7 @@ def weigh_verdicts(
     batch = batch.with_targets(targets)
     if not len(batch):
         return {}  # no image decodes
-    compute_features(judge, batch)
+    vlm.compute_frozen_features(judge.model, batch)
     totals = batch.per_sample_sum(fsdp.run_forward(judge, batch, judge).double())  # (S,)
     likelihoods = {}
     for index in set(batch.prompt_index.tolist()):

@@ -21,16 +21,6 @@ from torch.autograd.function import once_differentiable
 VOCABULARY_SLICE = 16384
 
 
-def gap_limit(dtype: torch.dtype) -> float:
-    """The mean difference, in nats, above which log-probs of the same tokens, computed in two ways,
-    differ by more than rounding to ``dtype``.
-
-    Between sampling and training it is 1e-7 to 1e-5 in float32 and 0.01 to 0.03 in bfloat16. If a
-    kernel reads one wrong key, it is 0.5 or more.
-    """
-    return 1e-3 if dtype == torch.float32 else 0.1
-
-
 # -------------------------------------------------------------------------------------------------
 # Logits
 # -------------------------------------------------------------------------------------------------

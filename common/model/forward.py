@@ -246,6 +246,12 @@ def compute_features(model: nn.Module, batch: Batch) -> None:
                 del batch.patches[index]
 
 
+def compute_frozen_features(model: nn.Module, batch: Batch) -> None:
+    """`compute_features`, unless the tower is trained: then every forward pass computes its own."""
+    if not model.trains_vision:
+        compute_features(model, batch)
+
+
 def prompt_positions(model: nn.Module, prompt) -> Tensor:
     """(3, P) rotary positions of a prompt by the model's own rule; a response continues at ``max +
     1``."""

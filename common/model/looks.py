@@ -29,7 +29,7 @@ from common.data.processor import Processor
 from common.data.rows import Prompt, columns_of, make_prompt
 from common.distributed import UserError
 from common.flags import PerceptionArgs, Refusals, TeacherArgs
-from common.model.forward import compute_features, image_features, tower_parameters
+from common.model.forward import compute_frozen_features, image_features, tower_parameters
 from common.model.fsdp import Trainable, copy_weights, onloaded
 from common.model.weights import without_adapters
 
@@ -139,8 +139,7 @@ def with_images(
         later = [patched for patched, _ in pixels[in_prompt:]]
         conversations[i] = with_patches(model, conversation, later)
     changed = replace(batch, patches=patches, features={}, conversations=conversations)
-    if not model.trains_vision:
-        compute_features(model, changed)
+    compute_frozen_features(model, changed)
     return changed
 
 
@@ -265,8 +264,7 @@ class Teacher:
     def look(self, batch: Batch) -> Batch:
         """The batch, with or without samples, as the teacher sees it."""
         actor, processor, template = self.actor, self.policy.processor, self.args.teacher_prompt
-        if not actor.model.trains_vision:
-            compute_features(actor.model, batch)
+        compute_frozen_features(actor.model, batch)
         if batch.conversations:
             return batch
         if template or processor is not actor.processor:

@@ -46,8 +46,7 @@ class TextLoss:
         model = policy.model
         prompts = self.loader.collect(*pending)
         batch = prompts.with_targets([[self.rows[k][1]] for k in prompts.prompt_ids])
-        if not model.trains_vision:  # a trained tower computes them in each forward
-            vlm.compute_features(model, batch)
+        vlm.compute_frozen_features(model, batch)
         load = experts.count_experts(policy, batch) if aux_loss_coef else None
         count = self.count_labels(batch)
         total = torch.zeros((), device=model.compute.device)
