@@ -63,7 +63,7 @@ from common.rewards.cards import sample_card
 from common.rewards.judge import Example
 
 
-def main(argv: list[str] | None = None) -> dict[str, float]:
+def main(argv: list[str] | None = None) -> logging.Metrics:
     """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
     args = parse_args(argv)
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
@@ -342,7 +342,7 @@ class TrainState:
     step: int = 0  # finished steps
     dropped_prompts: int = 0  # because an image did not decode
     loss_mean: float | None = None  # running average
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last step
+    metrics: logging.Metrics = field(default_factory=dict)  # of the last step
 
     def state_dict(self) -> dict[str, Any]:
         return vars(self)
@@ -352,7 +352,7 @@ class TrainState:
 
 
 def advance(
-    state: TrainState, metrics: dict[str, float], batch: Batch, rows: Rows, args: Args
+    state: TrainState, metrics: logging.Metrics, batch: Batch, rows: Rows, args: Args
 ) -> None:
     """Bring the state up to date after a step, and add its counters to the metrics."""
     state.step += 1
@@ -410,7 +410,7 @@ def load_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
 
 def update(
     trained: fsdp.Trainable, batch: Batch, state: TrainState
-) -> tuple[dict[str, float], Tensor]:
+) -> tuple[logging.Metrics, Tensor]:
     """The optimizer update of the next step, on the mean of -log p over the target tokens of all
     ranks. Returns metrics and log p (N,)."""
     judge, tokens, step = trained.module, len(batch.tokens), state.step + 1
@@ -461,7 +461,7 @@ STEP_COLUMNS = {
 
 def evaluate(
     judge: Judge, rows: Rows, state: TrainState, log: logging.RunLogger, args: Args
-) -> dict[str, float]:
+) -> logging.Metrics:
     """Judge every held-out example, spread over the ranks: by a generated judgement, and by the
     likelihood of every verdict. Log the judgements, and return the eval/ metrics."""
     started = time.perf_counter()
@@ -668,7 +668,7 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     return log
 
 
-def performance(batch: Batch) -> dict[str, float]:
+def performance(batch: Batch) -> logging.Metrics:
     """Seconds per stage, throughput and memory."""
     metrics = logging.timer.metrics()
     metrics["perf/tokens_per_second"] = batch.total_tokens / metrics["perf/update_seconds"]

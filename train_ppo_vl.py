@@ -69,7 +69,7 @@ TRAIN, EVAL, JUDGE = 0, 1, 2
 GRAPH_PAYS = 2
 
 
-def main(argv: list[str] | None = None) -> dict[str, float]:
+def main(argv: list[str] | None = None) -> logging.Metrics:
     """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
     args = parse_args(argv)
     reward = rewards.load(args.reward)  # runs the user's code before a GPU is touched
@@ -809,7 +809,7 @@ class TrainState:
     passes: float = 0.0  # over the data
     dropped_prompts: int = 0  # because an image did not decode
     evaluations: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last step
+    metrics: logging.Metrics = field(default_factory=dict)  # of the last step
 
     def state_dict(self) -> dict[str, Any]:
         return vars(self) | {"moments": vars(self.moments)}
@@ -821,7 +821,7 @@ class TrainState:
 def advance(
     state: TrainState,
     batch: Batch,
-    metrics: dict[str, float],
+    metrics: logging.Metrics,
     rows: Rows,
     args: Args,
 ) -> None:
@@ -1088,7 +1088,7 @@ def collect(
     sampling: Sampling,
     state: TrainState,
     args: Args,
-) -> tuple[Batch, dict[str, float]]:
+) -> tuple[Batch, logging.Metrics]:
     """Roll out the prompts of a step and fill in rewards, log-probs and values; also returns
     metrics. With --dynamic_sampling, roll out more prompts until --prompts_per_step of them have
     samples that earn different rewards (DAPO, Yu et al. 2025, section 3.2).
@@ -1331,7 +1331,7 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
     return inputs
 
 
-def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str, float]:
+def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.Metrics:
     """Fill advantages, returns and in_policy_loss: for the whole step at once, the same on every
     rank. Returns the rollout's metrics."""
     algorithm = args.algorithm
@@ -1372,7 +1372,7 @@ def policy_loss_mask(batch: Batch, algorithm: AlgorithmArgs) -> Tensor:
     return mask
 
 
-def batch_metrics(batch: Batch) -> dict[str, float]:
+def batch_metrics(batch: Batch) -> logging.Metrics:
     """Metrics of responses, rewards and advantages."""
     lengths = batch.lengths.float()
     metrics = {
@@ -1453,10 +1453,10 @@ def update_models(
     step: int,
     ptx: text_loss.TextLoss | None,
     args: Args,
-) -> dict[str, float]:
+) -> logging.Metrics:
     """Update the critic and, after --critic_warmup_steps, the actor. Steps count from 1. Returns the
     metrics of both."""
-    metrics: dict[str, float] = {}
+    metrics: logging.Metrics = {}
     if "critic" in trainables:
         with logging.timer("update_critic"):
             metrics |= update_critic(trainables["critic"], batch, step, args)
@@ -1466,7 +1466,7 @@ def update_models(
     return metrics
 
 
-def update_critic(trained: fsdp.Trainable, batch: Batch, step: int, args: Args) -> dict[str, float]:
+def update_critic(trained: fsdp.Trainable, batch: Batch, step: int, args: Args) -> logging.Metrics:
     """Regress the values on the returns, in all epochs and minibatches of ``step`` (from 1)."""
     critic, sums = trained.module, logging.MetricSums()
     critic.train()
@@ -1504,7 +1504,7 @@ def update_actor(
     step: int,
     ptx: text_loss.TextLoss | None,
     args: Args,
-) -> dict[str, float]:
+) -> logging.Metrics:
     """Policy-gradient updates in all epochs and minibatches of ``step`` (from 1), or until
     --target_kl is exceeded."""
     actor, sums = trained.module, logging.MetricSums()
@@ -1653,7 +1653,7 @@ def evaluate(
     sampling: Sampling,
     state: TrainState,
     args: Args,
-) -> tuple[dict[str, float], list[dict], list[Image.Image]]:
+) -> tuple[logging.Metrics, list[dict], list[Image.Image]]:
     """Answer every held-out prompt, spread over the ranks; with --ema_beta, with the averaged
     weights. Returns metrics, a record of each answer and, on rank 0, pictures of the first ones."""
     actor, count = trainables["actor"].module, args.rollout.eval_samples
@@ -1703,7 +1703,7 @@ def evaluate_teacher(
     sampling: Sampling,
     step: int,
     args: Args,
-) -> dict[str, float]:
+) -> logging.Metrics:
     """Before the first step: the teacher's own accuracy and reward on one rollout of held-out prompts,
     which it reads with its hint and its images. It cannot teach what it cannot answer. Skipped with
     an environment, whose images it might not see."""
@@ -1764,7 +1764,7 @@ BLIND = 1e-3
 
 def report_evaluation(
     log: logging.RunLogger,
-    metrics: dict[str, float],
+    metrics: logging.Metrics,
     records: list[dict],
     pictures: list[Image.Image],
     state: TrainState,
@@ -1794,7 +1794,7 @@ def report_evaluation(
     log.evaluation(state.step, metrics, accuracies | EVALUATION_COLUMNS)
 
 
-def accuracy_columns(metrics: dict[str, float]) -> dict[str, str]:
+def accuracy_columns(metrics: logging.Metrics) -> dict[str, str]:
     """word -> metric, for each reward component named accuracy; the word is "source/accuracy" if
     there are several sources."""
     columns = {}
@@ -1887,8 +1887,8 @@ def check_sampler(
 
 
 def performance(
-    batch: Batch, models: Models, metrics: dict[str, float], args: Args
-) -> dict[str, float]:
+    batch: Batch, models: Models, metrics: logging.Metrics, args: Args
+) -> logging.Metrics:
     """Seconds per stage, throughput, memory and, on a known GPU, MFU of the updates counted in
     ``metrics``."""
     perf = logging.timer.metrics()

@@ -38,6 +38,9 @@ from common.flags import RunArgs
 # -------------------------------------------------------------------------------------------------
 
 
+Metrics = dict[str, float]  # of a step or an evaluation, by name
+
+
 class Mean(NamedTuple):
     """A statistic that is logged as its mean: a sum over ``count`` tokens or samples."""
 
@@ -97,7 +100,7 @@ class MetricSums:
         if applied:
             self.record([*packs, {f"{role}_grad_norm": Mean(norm, 1)}])
 
-    def reduce(self) -> dict[str, float]:
+    def reduce(self) -> Metrics:
         """Means and maxima over all ranks, the same on each; metrics without samples are
         omitted."""
         own = {name: combine(parts) for name, parts in self.parts.items()}
@@ -130,7 +133,7 @@ class StageTimer:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """perf/<stage>_seconds since the last reset, and perf/step_seconds, their sum."""
         stages = {f"perf/{name}_seconds": value for name, value in self._seconds.items()}
         return stages | {"perf/step_seconds": sum(self._seconds.values())}
@@ -242,14 +245,14 @@ class RunLogger:
 
     # What a run tells
 
-    def step(self, step: int, metrics: dict[str, float], columns: dict[str, str]) -> None:
+    def step(self, step: int, metrics: Metrics, columns: dict[str, str]) -> None:
         """Record a step; the bar, too, shows the metrics among ``columns`` (word -> metric) that
         it has. Raises UserError: see `_record`."""
         values = self._record(f"step {step:5d}", step, metrics, columns)
         self.bar.set_postfix(values, refresh=False)
         self.bar.update(step - self.bar.n)
 
-    def evaluation(self, step: int, metrics: dict[str, float], columns: dict[str, str]) -> None:
+    def evaluation(self, step: int, metrics: Metrics, columns: dict[str, str]) -> None:
         """Record an evaluation after ``step`` steps. Raises UserError: see `_record`."""
         self._record(f"eval  step {step:5d}", step, metrics, columns)
 
@@ -328,7 +331,7 @@ class RunLogger:
     # How it is written
 
     def _record(
-        self, title: str, step: int, metrics: dict[str, float], columns: dict[str, str]
+        self, title: str, step: int, metrics: Metrics, columns: dict[str, str]
     ) -> dict[str, str]:
         """Write one JSON object and one TensorBoard point per metric, and print one line with those
         of ``columns`` (word -> metric) that there are. Returns what it prints after each word.

@@ -23,7 +23,7 @@ from torch import Tensor
 from common.data.folder import read_json
 from common.distributed import UserError, from_main, gather_objects, is_main, raise_on_all_ranks
 from common.flags import CheckpointArgs, RunArgs, follow_pointer
-from common.logging import due, sync_folder, write_durably, write_pointer
+from common.logging import Metrics, due, sync_folder, write_durably, write_pointer
 from common.model import weights
 from common.model.fsdp import Trainable
 from common.model.staging import Staging
@@ -350,7 +350,7 @@ class Checkpoints:
     # Records and checks
     # ---------------------------------------------------------------------------------------------
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """For the record of a step: failed saves in a row, and the seconds that training has waited
         for saves since the last record."""
         waited, self.waited = self.waited, 0.0
@@ -379,7 +379,7 @@ class Checkpoints:
         if not self.read_only and due(step, self.args.export_every, last):
             self.export(step, trained, processor, must=step == last)
 
-    def export_now(self, trained: Trainable, processor) -> dict[str, float]:
+    def export_now(self, trained: Trainable, processor) -> Metrics:
         """Export the weights of the checkpoint that was resumed from, for --export_only. Returns
         the metrics of its step. Raises UserError if that fails."""
         step = self.first_step

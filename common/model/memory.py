@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 
 from common import distributed
+from common.logging import Metrics
 from common.model.attention import SlotCache, head_dim
 from common.model.forward import decoder, routers, tower_parameters
 from common.model.linear_attention import activation_bytes
@@ -42,9 +43,7 @@ def update_flops(policy: nn.Module, tokens: float, responses: float) -> float:
     return per_weight * (tokens * weights + responses * policy.model.lm_head.weight.numel())
 
 
-def utilisation(
-    policy: nn.Module, tokens: float, responses: float, seconds: float
-) -> dict[str, float]:
+def utilisation(policy: nn.Module, tokens: float, responses: float, seconds: float) -> Metrics:
     """The metric perf/update_mfu, on a known GPU: the share of its peak that the operations of
     `update_flops` on all ranks reached."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -55,7 +54,7 @@ def utilisation(
     return {}
 
 
-def peak() -> dict[str, float]:
+def peak() -> Metrics:
     """The metric perf/peak_memory_gib: of the GPU since its counter was reset, or of this
     process."""
     if torch.cuda.is_available():

@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from typing import Callable, NamedTuple
 
 import torch
+from torch import Tensor
 
 from common.distributed import UserError, Workers, describe
 from common.flags import RewardArgs, load_object
 from common.rewards.remote import Server
-from common.rewards.rules import RULES, rule_reward
+from common.rewards.rules import RULES, Columns, rule_reward
+
+# Columns (n,) of n samples, "reward" and its components, and what a judge says of each, if anything.
+Scored = tuple[dict[str, Tensor], list[str]]
 
 
 @dataclass
@@ -90,7 +94,7 @@ class Samples(NamedTuple):
     rows: list[dict]
 
 
-def score_samples(source: Source, samples: Samples, args: RewardArgs) -> dict[str, list[float]]:
+def score_samples(source: Source, samples: Samples, args: RewardArgs) -> Columns:
     """Score n samples, at least one, by --reward_workers calls side by side, of at most
     `source.batch` samples each: n rewards under "reward", and n values of each component.
 
@@ -106,7 +110,7 @@ def score_samples(source: Source, samples: Samples, args: RewardArgs) -> dict[st
     calls = [workers.submit(call_source, source, part) for part in parts]
     ended, late = wait(calls, args.reward_timeout, FIRST_EXCEPTION)
     workers.close()
-    columns: dict[str, list[float]] = {}
+    columns: Columns = {}
     for call in sorted(ended, key=calls.index):
         for name, values in call.result().items():  # or raises what the call has raised
             columns.setdefault(name, []).extend(values)
@@ -121,7 +125,7 @@ def score_samples(source: Source, samples: Samples, args: RewardArgs) -> dict[st
     return columns
 
 
-def call_source(source: Source, samples: Samples) -> dict[str, list[float]]:
+def call_source(source: Source, samples: Samples) -> Columns:
     """Columns of finite numbers, as the function returns them, also of numpy or torch. Raises
     UserError."""
     *inputs, rows = samples

@@ -38,7 +38,7 @@ from common.model import weights
 from common.model.forward import compute_features, tower_parameters
 from common.model.fsdp import onloaded
 from common.rewards.accuracy import doubtful_accuracy
-from common.rewards.functions import Source
+from common.rewards.functions import Scored, Source
 from common.rewards.judge import (
     JudgeSettings,
     ORDERS,
@@ -108,6 +108,10 @@ def build_source(source: Source, rows: list[Prompt], script: Script) -> "RewardM
 
 WORTH = {"yes": 1.0, "no": 0.0, "A": 1.0, "B": 0.0, "tie": 0.5}  # of a verdict; a score is its own
 
+# Whose images a question holds: a prompt of the batch and, if its text has marks of images from an
+# environment, the sample that was shown these.
+ImagesOf = tuple[int, int | None]
+
 
 class Answer(NamedTuple):
     """What a reward model is asked about."""
@@ -128,18 +132,14 @@ class RewardModel:
     shares_tower: bool  # with the actor, whose image features serve
     script: Script
 
-    def __call__(
-        self, batch: Batch, used: list[int], texts: list[str]
-    ) -> tuple[dict[str, Tensor], list[str]]:
+    def __call__(self, batch: Batch, used: list[int], texts: list[str]) -> Scored:
         """Columns (n,) for the n samples ``used`` with these ``texts``, and what a judge says of each."""
         answers = []
         for index, i, text in zip(batch.prompt_index[used].tolist(), used, texts):
             answers.append(Answer(index, i if IMAGE_MARK in text else None, text))
         return self.ask_once(batch, answers)
 
-    def ask_once(
-        self, batch: Batch, keys: list[Answer]
-    ) -> tuple[dict[str, Tensor], list[str]]:
+    def ask_once(self, batch: Batch, keys: list[Answer]) -> Scored:
         """What `ask` returns, of which equal answers share a result: asked separately, they would
         differ by rounding."""
         place_of = {key: k for k, key in enumerate(dict.fromkeys(keys))}  # K answers
@@ -149,15 +149,14 @@ class RewardModel:
         columns = {name: column[places] for name, column in columns.items()}
         return columns, [notes[k] for k in places if notes]
 
-    def ask(self, batch: Batch, answers: list[Answer]) -> tuple[dict[str, Tensor], list[str]]:
+    def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
         """Columns (K,) of answers in the order of their prompts, and what a judge says of each."""
         raise NotImplementedError
 
     def with_images(
-        self, batch: Batch, about: list[tuple[int, int | None]], asked: list[Prompt]
+        self, batch: Batch, about: list[ImagesOf], asked: list[Prompt]
     ) -> Batch:
-        """Questions ``asked``, each about (a prompt of the batch, the sample whose images from an
-        environment it holds too, or None). The same images are read and encoded once, by the rank
+        """Questions ``asked`` with their images. The same images are read and encoded once, by the rank
         that has them."""
         owners = [batch.owners[index] for index, _ in about]
         questions = Batch(prompts=asked, prompt_ids=list(range(len(asked))), owners=owners)
@@ -243,7 +242,7 @@ class JudgeModel(RewardModel):
         if doubt and distributed.is_main():
             print(f"warning: --reward {self.spec}: {doubt}; its rewards may mean nothing", flush=True)
 
-    def ask(self, batch: Batch, answers: list[Answer]) -> tuple[dict[str, Tensor], list[str]]:
+    def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
         prompts, places, weights = [], [], []  # of Q questions; places of their answers
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
             for k, answer in enumerate(answers):
@@ -295,7 +294,7 @@ class JudgeModel(RewardModel):
         return judge_prompt(self.processor, self.settings, ask, **options)
 
     def judge(
-        self, batch: Batch, about: list[tuple[int, int | None]], prompts: list[Prompt]
+        self, batch: Batch, about: list[ImagesOf], prompts: list[Prompt]
     ) -> tuple[Tensor, list[str]]:
         """(Q, V) the probability of each verdict on each question, or 1 for the one that the mode
         picks; and a note on it."""
@@ -327,8 +326,8 @@ class JudgeModel(RewardModel):
         return torch.tensor(chances, dtype=torch.float64), critiques
 
     def share_beginnings(
-        self, about: list[tuple[int, int | None]], prompts: list[Prompt]
-    ) -> tuple[list[tuple[int, int | None]], list[Prompt], list[list[Tensor]]]:
+        self, about: list[ImagesOf], prompts: list[Prompt]
+    ) -> tuple[list[ImagesOf], list[Prompt], list[list[Tensor]]]:
         """The common beginning of the questions about the same prompt, as one prompt, and the tokens
         with which each goes on. As every verdict repeats these, some packs would hold more tokens:
         their questions stay as they are."""
@@ -385,9 +384,7 @@ class GroupJudge(JudgeModel):
                 "--grm_question group compares none there, and is left out of eval/reward_mean"
             )
 
-    def __call__(
-        self, batch: Batch, used: list[int], texts: list[str]
-    ) -> tuple[dict[str, Tensor], list[str]]:
+    def __call__(self, batch: Batch, used: list[int], texts: list[str]) -> Scored:
         indices, answers = batch.prompt_index[used].tolist(), []
         games = list_games(indices, self.args.grm_opponents)
         games = [sorted(game, key=texts.__getitem__) for game in games]  # equal texts: one question
@@ -417,7 +414,7 @@ def list_games(indices: list[int], opponents: int) -> list[tuple[int, int]]:
 class ScalarModel(RewardModel):
     """A scalar reward model: what its head says at the end token of a response."""
 
-    def ask(self, batch: Batch, answers: list[Answer]) -> tuple[dict[str, Tensor], list[str]]:
+    def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
         frame = answer_frame(self.processor)
         targets: dict[int, list[Tensor]] = {}  # by prompt
         for index, _, text, _ in answers:

@@ -12,6 +12,7 @@ from urllib.error import HTTPError
 from common.data.images import read_frames
 from common.distributed import UserError
 from common.flags import RewardArgs
+from common.rewards.rules import Columns
 
 URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:\d+)?(/[^\s#]*)?", re.ASCII | re.IGNORECASE)
 RETRIES = 4  # of a request, after 0.5, 1, 2 and 4 seconds
@@ -36,7 +37,7 @@ class Server:
             )
         self.opener = request.build_opener(request.ProxyHandler({}))
 
-    def __call__(self, prompts, responses, references, labels, images) -> dict[str, list[float]]:
+    def __call__(self, prompts, responses, references, labels, images) -> Columns:
         encoded = {item: encode_image(item) for item in set().union(*images)}
         question = {
             "queries": [prompt + response for prompt, response in zip(prompts, responses)],
@@ -79,7 +80,7 @@ def encode_image(item: str | tuple[str, ...]) -> str | list[str]:
     return encoded[0] if isinstance(item, str) else encoded
 
 
-def read_answer(answer: bytes) -> dict[str, list[float]]:
+def read_answer(answer: bytes) -> Columns:
     """{"rewards": [...], further components} of an answer, as a reward function returns them; the
     lists are not looked at. Raises UserError."""
     try:

@@ -11,6 +11,7 @@ import re
 from fractions import Fraction
 
 
+Columns = dict[str, list[float]]  # a number for each sample: "reward" and its components
 ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.DOTALL)
 RULES = ("exact", "boxed", "answer", "verdict", "judgement")
 ACCURACY, FORM = 0.9, 0.1  # weights of the rules that also pay the form
@@ -109,11 +110,9 @@ def parse_number(text: str) -> Fraction | None:
     return over / under if under else None
 
 
-def rule_reward(
-    rule: str, prompts, responses, references, labels, images
-) -> dict[str, list[float]]:
+def rule_reward(rule: str, prompts, responses, references, labels, images) -> Columns:
     """A rule as a reward function."""
-    columns: dict[str, list[float]] = {}
+    columns: Columns = {}
     for response, reference in zip(responses, references):
         for name, value in rule_scores(rule, response, reference).items():
             columns.setdefault(name, []).append(float(value))

@@ -24,7 +24,14 @@ from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.distributed import Call, UserError, Workers, describe
 from common.flags import RewardArgs
-from common.rewards.functions import Samples, Source, load_function, load_source, score_samples
+from common.rewards.functions import (
+    Samples,
+    Scored,
+    Source,
+    load_function,
+    load_source,
+    score_samples,
+)
 from common.rewards.judge import PAIRS, order_agreement
 from common.rewards.rules import ACCURACY
 from common.rewards.transcripts import messages, turn_texts, whole_texts
@@ -215,7 +222,7 @@ class RewardMix:
 
     def ask(
         self, source: Source, batch: Batch, processor: Processor, used: list[int], by_rank: list[dict]
-    ) -> tuple[dict[str, Tensor], list[str]]:
+    ) -> Scored:
         """Columns (S,) float64, NaN but for the n samples ``used``: "reward" and components; and what
         a judge says of each of the n. Models see whole conversations, functions the last turn as the
         response; what these said is in ``by_rank``."""
