@@ -45,7 +45,6 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -236,7 +235,7 @@ IDENTITY = {
 }
 
 
-def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
+def run_flags(args: Args, rows: "Rows") -> dict:
     """By which a resumed run is compared with its checkpoint: flags, and a digest of the data."""
     return flags.as_flags(args) | {"data (rows)": data.digest_data(args.data.data, len(rows.train))}
 
@@ -344,10 +343,10 @@ class TrainState:
     loss_mean: float | None = None  # running average
     metrics: logging.Metrics = field(default_factory=dict)  # of the last step
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return vars(self)
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict) -> None:
         vars(self).update(saved)
 
 
@@ -544,7 +543,7 @@ def generate(
     return dict(itertools.chain(*distributed.gather_objects(texts)))
 
 
-def generation_options(processor: data.Processor, args: EvalArgs) -> dict[str, Any]:
+def generation_options(processor: data.Processor, args: EvalArgs) -> dict:
     """The arguments of `generate` that are the same for all batches."""
     pad = processor.tokenizer.pad_token_id
     options = {
@@ -591,7 +590,7 @@ def plain_attention(model: nn.Module):
 
 def weigh_verdicts(
     judge: Judge, rows: Rows, examples: list[Example], batch: Batch
-) -> dict[int, dict[str, Any]]:
+) -> dict[int, dict]:
     """For every example whose images decode: its loss, summed over the target's tokens, and the
     probability of each verdict, a softmax over the verdicts' log-probs right after the prompt. One
     packed forward pass computes both."""

@@ -811,10 +811,10 @@ class TrainState:
     evaluations: int = 0
     metrics: logging.Metrics = field(default_factory=dict)  # of the last step
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict:
         return vars(self) | {"moments": vars(self.moments)}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict) -> None:
         vars(self).update(saved, moments=losses.RunningMoments(**saved["moments"]))
 
 
@@ -861,7 +861,7 @@ IDENTITY = {
 }
 
 
-def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
+def run_flags(args: Args, rows: "Rows") -> dict:
     """Flags and digests of the data, which a resume compares with those of its checkpoint."""
     listed = flags.as_flags(args)
     listed["data (rows)"] = data.digest_data(args.data.data, len(rows.train))
@@ -900,7 +900,7 @@ class Sampling(RolloutArgs):
             seed=args.run.seed,
         )
 
-    def logits_options(self, step: Tensor) -> dict[str, Any]:
+    def logits_options(self, step: Tensor) -> dict:
         """The arguments of `logprobs.logits_fp32` for tokens at positions ``step`` (n,) of their
         responses."""
         options = {"temperature": self.temperature, "banned": self.banned}
@@ -987,7 +987,7 @@ def build_models(
     with distributed.raise_on_all_ranks():
         builder = weights.Builder(args.model, device, args.longest)
         actor = Policy(builder.actor(), processor)
-        models: dict[str, nn.Module] = {"actor": actor}
+        models = {"actor": actor}
         if args.update.aux_loss_coef and not vlm.routers(actor.model):
             raise ValueError(
                 f"--aux_loss_coef {args.update.aux_loss_coef}: {builder.folder} has no experts "
@@ -1059,7 +1059,7 @@ def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable | nn
     """What a checkpoint contains, by role: models with their optimizers, and the reference if
     --reference_every changes it."""
     update = args.update
-    trainables: dict[str, fsdp.Trainable | nn.Module] = {}
+    trainables = {}
     trainables["actor"] = fsdp.Trainable(
         models.actor,
         args.optim,
@@ -1456,7 +1456,7 @@ def update_models(
 ) -> logging.Metrics:
     """Update the critic and, after --critic_warmup_steps, the actor. Steps count from 1. Returns the
     metrics of both."""
-    metrics: logging.Metrics = {}
+    metrics = {}
     if "critic" in trainables:
         with logging.timer("update_critic"):
             metrics |= update_critic(trainables["critic"], batch, step, args)
@@ -1549,7 +1549,7 @@ def update_actor(
 
 def actor_loss(
     actor: Policy, models: Models, pack: Pack, batch: Batch, minibatch: Minibatch, args: Args
-) -> tuple[Tensor, dict[str, Any]]:
+) -> tuple[Tensor, dict]:
     """This pack's share of the minibatch's loss, and statistics, each logged as ``train/<name>``.
 
     A statistic is a `Mean` (a sum over the pack's tokens, and their number; for ratios only the
@@ -1579,7 +1579,7 @@ def actor_loss(
     # counted on the host: in_loss.sum() would wait for the device
     n_kept = int(batch.in_policy_loss[pack.flat].sum())
     sums = losses.ratio_sums(inputs, out)
-    stats: dict[str, Any] = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
+    stats = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
     stats["ratio_max"] = logging.Largest(losses.largest_ratio(inputs, out))
     stats |= sampler_stats(logp.detach(), sampled)
     stats["entropy"] = logging.Mean(entropy.detach().sum(), len(logp))
@@ -1617,7 +1617,7 @@ def added_terms(
     return terms
 
 
-def sampler_stats(logp: Tensor, sampled: Tensor) -> dict[str, Any]:
+def sampler_stats(logp: Tensor, sampled: Tensor) -> dict:
     """How far log-probs (T,) are from those that the sampler recorded. Before the first update of a
     step only rounding separates them."""
     apart = logp - sampled
@@ -1627,7 +1627,7 @@ def sampler_stats(logp: Tensor, sampled: Tensor) -> dict[str, Any]:
     }
 
 
-def exceeds(stats: list[dict[str, Any]], target_kl: float) -> bool:
+def exceeds(stats: list[dict], target_kl: float) -> bool:
     """Whether KL(old, new) per token of a minibatch, over all ranks, is above the target."""
     sums = logging.MetricSums()
     sums.record([{"approx_kl": part["approx_kl"]} for part in stats])
@@ -1662,9 +1662,7 @@ def evaluate(
     # as many prompts per rollout as fill all slots: every rollout waits for its slowest answer
     size = max(2, all_slots(args) // count // 2 * 2)  # even: both orders of a pair
     batches = data.batches_in_order(rows.held_out, size)
-    records: list[dict] = []
-    pictures: list[Image.Image] = []
-    conversations, dropped = [], 0
+    records, pictures, conversations, dropped = [], [], [], 0
     value_pairs: list[Tensor] = []  # (2, N) each: the critic's values, and the returns
     gaps: list[Tensor] = []  # (k,) each, see `looks.vision_gaps`
     with trainables["actor"].averaged(), data.PromptLoader(rows.processor, args.data, batches) as loader:

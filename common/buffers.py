@@ -365,7 +365,7 @@ def make_blocks(
     for i, index in enumerate(batch.prompt_index.tolist()):
         members.setdefault(index, []).append(i)
 
-    blocks: list[Block] = []
+    blocks = []
     for index in sorted(members if indices is None else map(int, indices)):
         samples = members.get(index, [])
         prompt = batch.prompt_lengths[index]

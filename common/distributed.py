@@ -407,7 +407,7 @@ def raise_on_all_ranks(prefix: str = ""):
         raise UserError("\n".join(problems))
 
 
-def check_same_flags(flags: dict[str, Any]) -> None:
+def check_same_flags(flags: dict) -> None:
     """Raises UserError on every rank if two ranks were started with different flags, as by hand on
     several nodes."""
     first, *others = gather_objects(flags)

@@ -58,9 +58,9 @@ def list_fields(args_class: type) -> dict[str, dataclasses.Field]:
     return {field.name: field for group in groups for field in dataclasses.fields(group)}
 
 
-def as_flags(groups: Any) -> dict[str, Any]:
+def as_flags(groups: Any) -> dict:
     """The values of a script's Args by flag, JSON-ready: what --config reads back."""
-    values: dict[str, Any] = {}
+    values = {}
     for group in vars(groups).values():
         values |= vars(group)
     return values | {"out": str(values["out"])}
@@ -148,7 +148,7 @@ def build_parser(args_class: type, description: str) -> "Parser":
         for field in dataclasses.fields(group.type):
             text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
             choices = field.metadata["choices"]
-            options: dict[str, Any] = {"type": field.type}
+            options = {"type": field.type}
             if field.metadata["paths"]:
                 options["type"] = absolute_paths
             if field.type is bool:
@@ -184,7 +184,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"unrecognized arguments: {' '.join(rest)}{hint}")
 
 
-def read_config(path: str | Path, parser: "Parser") -> dict[str, Any]:
+def read_config(path: str | Path, parser: "Parser") -> dict:
     """Flags from a JSON file, read as if they stood on the command line.
 
     Raises:
@@ -425,7 +425,7 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
     Raises:
         ValueError: no file, a weight that is not above 0, or weights for some of the files only.
     """
-    sets: list[tuple[str, float | None]] = []
+    sets = []
     for part in filter(None, map(str.strip, spec.split(","))):
         path, _, weight = part.rpartition(":")
         # another colon belongs to the name of a file or folder

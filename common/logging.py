@@ -77,7 +77,7 @@ class MetricSums:
     def __init__(self):
         self.parts: dict[str, list] = defaultdict(list)  # by metric, each detached
 
-    def record(self, packs: list[dict[str, Any]]) -> None:
+    def record(self, packs: list[dict]) -> None:
         """Add the statistics of this rank's packs of a minibatch, as ``train/NAME`` where a name
         has no section.
 
@@ -91,7 +91,7 @@ class MetricSums:
             self.parts[name if "/" in name else f"train/{name}"] += values
 
     def record_update(
-        self, role: str, norm: float, applied: bool, packs: list[dict[str, Any]]
+        self, role: str, norm: float, applied: bool, packs: list[dict]
     ) -> None:
         """Add an update of a model: whether it was applied, the norm of its gradient, and its packs.
         The sums of a skipped one would be NaN."""
@@ -197,7 +197,7 @@ class RunLogger:
     training stay as they are.
     """
 
-    def __init__(self, run: RunArgs, recorded: dict[str, Any], total_steps: int, first_step: int):
+    def __init__(self, run: RunArgs, recorded: dict, total_steps: int, first_step: int):
         """Open the files; ``recorded`` (all flags) goes into args.json and the first record of this
         process.
 
@@ -226,7 +226,7 @@ class RunLogger:
                 self._writer = SummaryWriter(self.out / "tensorboard", purge_step=purge)
         self._evaluated = distributed.from_main(evaluated)
 
-    def _open_records(self, recorded: dict[str, Any]) -> set[int]:
+    def _open_records(self, recorded: dict) -> set[int]:
         """Open metrics.jsonl with the records up to the first step; the steps of its
         evaluations."""
         path, records = self.out / "metrics.jsonl", []
@@ -364,7 +364,7 @@ def is_evaluation(record: dict) -> bool:
     return any(name.startswith("eval/") for name in record)
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict:
     """Versions, device and git commit ("-dirty" after it: tracked files were changed; "unknown": no
     checkout)."""
     root = Path(__file__).resolve().parents[1]

@@ -315,7 +315,7 @@ class Gemma3(Family):
         places = image_index.cpu().numpy()
         runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
         images = [(int(run[0]), int(run[-1]) + 1) for run in runs]
-        pieces: list[Segment] = []
+        pieces = []
         for start, end, *prefix in segments:
             at = start
             for first, after in images:

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
@@ -61,7 +60,7 @@ def read_tokenizer(folder: str | Path):
     return tokenizer
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
+def read_json(path: str | Path) -> dict:
     """The JSON object in a file. Raises ValueError, with the file's name: it cannot be read."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -191,7 +191,7 @@ class Processor:
                 f"image-token mismatch: placeholders {pieces[1::2]} in the rendered prompt for "
                 f"{len(grids)} images and videos (a template for text only?)"
             )
-        counts: list[int] = []
+        counts = []
         for k, grid in enumerate(grids):
             pieces[2 * k + 1], repeats = family.expand(grid)
             counts += repeats

@@ -69,7 +69,7 @@ def load(args: EnvArgs, max_prompt_tokens: int) -> Environment | None:
     return Environment(made, role, bool(shared), bool(shows_images), args, max_prompt_tokens)
 
 
-def env_row(row: Prompt, seed: tuple[int, ...], number: int) -> dict[str, Any]:
+def env_row(row: Prompt, seed: tuple[int, ...], number: int) -> dict:
     """What `reset` gets: all columns of the row, its folder, a seed that the samples of a prompt
     share, and the sample's number among them."""
     (word,) = np.random.SeedSequence(seed).generate_state(1)

@@ -65,7 +65,7 @@ class MemoryPlan:
     def resident(self, *busy: str) -> Parts:
         """What lies on the GPU; of what is offloaded, the parts of the roles that are ``busy``: in
         training, or frozen and asked."""
-        parts: Parts = {"reserved": RESERVED}
+        parts = {"reserved": RESERVED}
         for (role, part), size in self.held.items():
             if part == "weights":
                 offloaded = self.offload == "all" and role not in self.trained

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Container
+from typing import Container
 
 import torch.distributed as dist
 from torch import Tensor
@@ -120,7 +120,7 @@ class Checkpoints:
     # ---------------------------------------------------------------------------------------------
 
     def resume(
-        self, state, roles: Roles, flags: dict[str, Any], identity: Container[str]
+        self, state, roles: Roles, flags: dict, identity: Container[str]
     ) -> None:
         """Load the checkpoint that --resume asks for, if there is one.
 
@@ -181,7 +181,7 @@ class Checkpoints:
         path = self.folder / f"step-{choice}" if choice.isdecimal() else follow_pointer(choice)
         return path.resolve()
 
-    def compare_flags(self, step: int, saved: dict[str, Any], identity: Container[str]) -> str:
+    def compare_flags(self, step: int, saved: dict, identity: Container[str]) -> str:
         """How flags have changed from those ``saved`` after ``step`` steps. Raises ValueError: they
         make this another run, or --steps is less."""
         steps = self.flags["steps"]

@@ -18,7 +18,7 @@ of image features.
 import inspect
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Iterable, Iterator, NamedTuple
+from typing import Iterable, Iterator, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ def vision_parts(model: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
 
 def tower_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of `vision_parts`."""
-    parameters: list[nn.Parameter] = []
+    parameters = []
     for part in vision_parts(model).values():
         parameters += [part] if isinstance(part, nn.Parameter) else part.parameters()
     return parameters
@@ -362,7 +362,7 @@ def local_images(model: nn.Module, batch: Batch) -> dict[int, Tensor]:
 
 def pack_grids(batch: Batch, blocks: list[Block]) -> list[tuple]:
     """(t, h, w) of the images and clips of a pack, in the order of the pack."""
-    grids: list[tuple] = []
+    grids = []
     for index, members in blocks:
         grids += batch.prompts[index].grids
         for i in members:
@@ -475,7 +475,7 @@ def hidden_states(model: nn.Module, pack: Pack) -> Tensor:
         # the image of zeros of `with_grids`: every rank takes part in the tower's collectives
         if not len(pack.image_index):
             embeds, features = embeds + 0.0 * features.sum(), None
-    deepstack: dict[str, Any] = {}
+    deepstack = {}
     if features is not None:
         features = features.to(embeds.dtype)
         embeds = embeds.index_copy(1, pack.image_index, features[:1])

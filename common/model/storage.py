@@ -40,7 +40,7 @@ def training_state(roles: Roles) -> dict[str, Tensor]:
     The frozen weights of a trained role are those of --model; a role without an optimizer has all
     of its own. Rates and decays are flags.
     """
-    state: dict[str, Tensor] = {}
+    state = {}
     for role, part in roles.items():
         trained = isinstance(part, Trainable)
         module = part.module if trained else part

@@ -1,7 +1,6 @@
 """A next-token loss on rows of text beside the RL loss: PPO-ptx (Ouyang et al. 2022, equation 2)."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ class TextLoss:
         picks = data_order(places, len(self.rows), self.seed)
         return self.loader.submit([self.rows[k][0] for k in picks], picks)
 
-    def backward(self, policy: nn.Module, pending: tuple, aux_loss_coef: float) -> dict[str, Any]:
+    def backward(self, policy: nn.Module, pending: tuple, aux_loss_coef: float) -> dict:
         """Add the gradient of the loss, a mean over the label tokens of all ranks. Returns statistics
         as the actor's loss does.
 

@@ -11,7 +11,6 @@ from collections import Counter
 from itertools import groupby
 from operator import itemgetter
 from statistics import fmean
-from typing import Any
 
 from common.rewards.judge import JudgeSettings, in_order
 from common.rewards.rules import same_words
@@ -19,11 +18,11 @@ from common.rewards.rules import same_words
 SHORT_ANSWER = 16  # tokens; a longer response without a verdict is not compared word by word
 
 
-def summarise(records: list[dict]) -> dict[str, Any]:
+def summarise(records: list[dict]) -> dict:
     """Loss over all records, exact match over short responses without a verdict, and accuracy and
     related metrics over records with one; the second order of a pair follows the first."""
     loss = sum(record["loss"] for record in records)
-    summary: dict[str, Any] = {"loss": loss / sum(record["tokens"] for record in records)}
+    summary = {"loss": loss / sum(record["tokens"] for record in records)}
     graded, exact = [], []
     for record in records:
         if record["gt_answer"] is not None:
@@ -68,7 +67,7 @@ def is_right(record: dict) -> bool:
 
 def confusion(graded: list[dict]) -> dict[str, dict]:
     """Kind -> right verdict -> verdict -> how often."""
-    table: dict[str, dict] = {}
+    table = {}
     for record in graded:
         by_answer = table.setdefault(record["info"]["kind"], {})
         counts = by_answer.setdefault(record["gt_answer"], Counter())

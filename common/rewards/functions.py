@@ -110,7 +110,7 @@ def score_samples(source: Source, samples: Samples, args: RewardArgs) -> Columns
     calls = [workers.submit(call_source, source, part) for part in parts]
     ended, late = wait(calls, args.reward_timeout, FIRST_EXCEPTION)
     workers.close()
-    columns: Columns = {}
+    columns = {}
     for call in sorted(ended, key=calls.index):
         for name, values in call.result().items():  # or raises what the call has raised
             columns.setdefault(name, []).extend(values)

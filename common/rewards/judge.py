@@ -478,7 +478,7 @@ def group_of(row: Prompt) -> str:
     return row.row.get("source") or row.source.rpartition(":")[0]
 
 
-def row_record(row: Prompt) -> dict[str, Any]:
+def row_record(row: Prompt) -> dict:
     """What records say of a judged row: the order of its sides, its group, what it counts together
     with, and how many characters each of two answers has, in that order."""
     columns = row.row

@@ -112,7 +112,7 @@ def parse_number(text: str) -> Fraction | None:
 
 def rule_reward(rule: str, prompts, responses, references, labels, images) -> Columns:
     """A rule as a reward function."""
-    columns: Columns = {}
+    columns = {}
     for response, reference in zip(responses, references):
         for name, value in rule_scores(rule, response, reference).items():
             columns.setdefault(name, []).append(float(value))
