@@ -974,7 +974,7 @@ class Critic(nn.Module):
 
 def build_models(
     args: Args, processor: data.Processor, device: torch.device
-) -> dict[str, nn.Module]:
+) -> vlm.Modules:
     """Actor, critic (with gae), reference (with a KL) and teacher by role, on meta; they will compute
     on ``device``. With adapters, the actor without them is the reference, and the teacher `self`.
 
@@ -1016,7 +1016,7 @@ def build_models(
 
 def build_reward_models(
     args: Args, reward: rewards.RewardMix, rows: Rows, actor: Policy
-) -> dict[str, nn.Module]:
+) -> vlm.Modules:
     """The reward models by the name of their source, on meta. Raises UserError: see
     `rewards.models.build`."""
     if args.run.export_only:
@@ -1042,7 +1042,7 @@ class Models(NamedTuple):
     teacher: looks.Teacher | None = None
 
 
-def load_models(args: Args, modules: dict[str, nn.Module], ranks: distributed.Ranks) -> Models:
+def load_models(args: Args, modules: vlm.Modules, ranks: distributed.Ranks) -> Models:
     """Shard and load all modules, including reward models."""
     with distributed.raise_on_all_ranks():
         for role, module in modules.items():
@@ -1919,7 +1919,7 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 class Sample:
     """What the host knows about the sample in a slot."""
 
-    key: tuple[int, int]  # (index of the prompt, sample number)
+    key: dialogue.Key
     stored: int  # upper bound of its cached tokens
     begun: int = 0  # response tokens before this turn
     searched: int = 0  # response tokens already searched for stop strings
@@ -2001,14 +2001,14 @@ class RolloutEngine:
         free, _ = torch.cuda.mem_get_info()
         return memory.fitting_slots(self.actor, capacity, wanted, free)
 
-    def generate(self) -> dict[tuple[int, int], dialogue.Response]:
+    def generate(self) -> dict[dialogue.Key, dialogue.Response]:
         """Sample all responses; returns them by (index of the prompt, sample number)."""
         # (prompt, sample numbers), each with at most as many samples as there are slots
-        waiting: deque[tuple[int, range]] = deque()
+        waiting = deque()
         for index in self.indices:
             for first in range(0, self.count, self.cache.slots):
                 waiting.append((index, range(first, min(first + self.cache.slots, self.count))))
-        self.results: dict[tuple[int, int], dialogue.Response] = {}
+        self.results = {}
         self.bar = logging.progress(range(len(self.indices) * self.count), "own samples")
         while waiting or any(self.slots):
             self.bar.update(len(self.results) - self.bar.n)
@@ -2036,7 +2036,7 @@ class RolloutEngine:
         """Prefill waiting prompts while there are free slots for all their samples."""
         free = deque(slot for slot, sample in enumerate(self.slots) if sample is None)
         # (prompt, [(slot, sample number), ...])
-        members: list[tuple[int, list[tuple[int, int]]]] = []
+        members = []
         while waiting and len(free) >= len(waiting[0][1]):
             index, numbers = waiting.popleft()
             members.append((index, [(free.popleft(), number) for number in numbers]))

@@ -83,6 +83,7 @@ def gather_conversations(mine: list[Conversation]) -> list[Conversation]:
 
 Block = tuple[int, list[int]]  # (index of a prompt, indices of its samples)
 Segment = tuple[int, int, int, int]  # (start, end, prefix_start, prefix_end) in a pack
+Features = dict[int, Tensor]  # (K, M, H) each, by `image_keys`
 PerToken = Annotated[Tensor | None, "(N,)"]
 PerSample = Annotated[Tensor | None, "(S,)"]
 
@@ -113,7 +114,7 @@ class Batch:
     dropped: list[int] = field(default_factory=list)
     # images of own prompts, until their features exist
     patches: dict[int, tuple] = field(default_factory=dict)
-    features: dict[int, Tensor] = field(default_factory=dict)  # of own prompts, (K, M, H), on the CPU
+    features: Features = field(default_factory=dict)  # of own prompts, (K, M, H), on the CPU
     # (3, P) rotary positions, cached at first use
     positions: dict[int, Tensor] = field(default_factory=dict)
 
@@ -516,7 +517,7 @@ def build_pack(
     batch: Batch,
     blocks: list[Block],
     prompt_positions: dict[int, Tensor],
-    features: dict[int, Tensor],
+    features: Features,
     image_token_ids: Tensor,
 ) -> Pack:
     """Lay out blocks as [prompt | r1 | r2 | ...]; the positions of a response start at ``max(prompt

@@ -32,6 +32,7 @@ Grid = tuple  # see above
 Patches = tuple[Tensor, Grid]
 Inputs = dict[str, Tensor]  # of a model of transformers, by name
 Files = dict[str, dict]  # the small files of a checkpoint, by name
+Expansion = tuple[str, list[int]]  # a text, and how often each image token in it is repeated
 Segment = tuple  # (start, end, prefix_start, prefix_end[, whether its tokens all see each other])
 
 
@@ -131,10 +132,9 @@ class Family:
         side = self.config.vision_config.image_size
         return side, side
 
-    def expand(self, grid: Grid) -> tuple[str, list[int]]:
-        """What stands in the prompt for an image or clip: a text, and how often each image or
-        video token in it is repeated. The counts are those of the features that the model makes, by
-        its config; the texts those of the families' processors."""
+    def expand(self, grid: Grid) -> Expansion:
+        """What stands in the prompt for an image or clip. The counts are those of the features that the
+        model makes, by its config; the texts those of the families' processors."""
         raise NotImplementedError
 
     def patches(self, image: Image.Image) -> Patches:
@@ -267,7 +267,7 @@ class Qwen(Family):
             h, w = smart_resize(height, width, side, 0, self.max_frame_pixels)
         return w, h
 
-    def expand(self, grid: Grid) -> tuple[str, list[int]]:
+    def expand(self, grid: Grid) -> Expansion:
         t, h, w = grid[:3]
         tokens = h * w // self.merge_size**2  # of a temporal patch; an image is one
         if not is_clip(grid):
@@ -327,7 +327,7 @@ class Gemma3(Family):
             pieces.append((at, end, *prefix))
         return [piece for piece in pieces if piece[0] < piece[1]]
 
-    def expand(self, grid: Grid) -> tuple[str, list[int]]:
+    def expand(self, grid: Grid) -> Expansion:
         token, end = self.token(self.image_token_id), self.token(self.config.eoi_token_id)
         return f"\n\n{self.placeholder}{token}{end}\n\n", [self.config.mm_tokens_per_image]
 
@@ -343,7 +343,7 @@ class InternVL(Family):
     def grid(self, width: int, height: int) -> Grid:
         return (self.image_processor.get_number_of_image_patches(height, width),)
 
-    def expand(self, grid: Grid) -> tuple[str, list[int]]:
+    def expand(self, grid: Grid) -> Expansion:
         tokens_of_tile = int(self.tile_side() * self.config.downsample_ratio) ** 2
         return f"<img>{self.placeholder}</img>", [grid[0] * tokens_of_tile]
 
@@ -354,7 +354,7 @@ class Llava(Family):
     model_types = ("llava",)
     image_processors = ("CLIP", "Llava", "Siglip")
 
-    def expand(self, grid: Grid) -> tuple[str, list[int]]:
+    def expand(self, grid: Grid) -> Expansion:
         count = self.tile_side() ** 2
         if self.config.vision_config.model_type == "clip_vision_model":
             count += 1  # CLIP puts one class token before the patches
@@ -380,7 +380,7 @@ class SmolVLM(Family):
         _, *tiles = self.image_processor.get_number_of_image_patches(height, width)
         return tuple(tiles)
 
-    def expand(self, grid: Grid) -> tuple[str, list[int]]:
+    def expand(self, grid: Grid) -> Expansion:
         rows, columns = grid
         around, whole = "<fake_token_around_image>", "<global-img>"
         text = get_image_prompt_string(rows, columns, 1, around, self.placeholder, whole)

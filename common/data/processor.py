@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.data.families import family_of, is_clip
+from common.data.families import Expansion, family_of, is_clip
 from common.data.folder import read_model_config, read_settings, read_tokenizer
 from common.flags import DataArgs
 
@@ -178,9 +178,8 @@ class Processor:
             return messages
         return [{**message, "content": text} for message, text in zip(messages, texts)]
 
-    def expand(self, text: str, grids: tuple) -> tuple[str, list[int]]:
-        """A rendered prompt with what stands for each image and clip in the placeholders' places,
-        and how often each image token in it is repeated."""
+    def expand(self, text: str, grids: tuple) -> Expansion:
+        """A rendered prompt with what stands for each image and clip in the placeholders' places."""
         family = self.family
         marks = family.placeholder, family.clip_placeholder
         pattern = "|".join(re.escape(mark) for mark in marks if mark)

@@ -18,6 +18,7 @@ from common.data.rows import Prompt
 from common.distributed import UserError
 from common.model import memory
 from common.model.attention import MOST_SLOTS
+from common.model.forward import Modules
 
 GIB = 2**30
 RESERVED = 2 * GIB  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
@@ -37,7 +38,7 @@ class MemoryPlan:
     """Bytes on a GPU by phase of a step and part: sums of what may be there at the same time."""
 
     args: Any  # the flags of the script
-    models: dict[str, nn.Module]  # by role, on any device
+    models: Modules  # by role, on any device
     ranks: int  # of the run
     offload: str  # what is kept in host memory while it is not in use, as the flag says
     longest: int  # tokens of the longest sequence that is written
@@ -108,7 +109,7 @@ class MemoryPlan:
         return memory.fitting_slots(self.models["actor"], self.longest, MOST_SLOTS, free)
 
 
-def policy_plan(args: Any, models: dict[str, nn.Module], rows: Any, ranks: int) -> MemoryPlan:
+def policy_plan(args: Any, models: Modules, rows: Any, ranks: int) -> MemoryPlan:
     """Of a PPO step. A rollout needs --slots or one, and takes more of what is free."""
     longest = longest_prompt(rows.train + rows.held_out)
     if args.env.env:  # a first observation may fill the prompt

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Container
 
 import torch.distributed as dist
-from torch import Tensor
 
 from common.data.folder import read_json
 from common.distributed import UserError, from_main, gather_objects, is_main, raise_on_all_ranks
@@ -249,7 +248,7 @@ class Checkpoints:
         self,
         group: dist.ProcessGroup,
         folder: Path,
-        copies: dict[str, Tensor],
+        copies: weights.Tensors,
         offsets: dict[str, list[int]],
     ) -> dict[str, str]:
         """In the thread: `write_shards`, when it is this rank's turn."""

@@ -29,6 +29,7 @@ from common import distributed
 from common.buffers import (
     Batch,
     Block,
+    Features,
     Pack,
     assign_blocks,
     build_pack,
@@ -47,6 +48,8 @@ from common.model.attention import (
     VISION_ATTENTION_NAME,
 )
 from common.model.linear_attention import Decay, DeltaNet, THEIRS
+
+Modules = dict[str, nn.Module]  # by role
 
 
 # -------------------------------------------------------------------------------------------------
@@ -335,7 +338,7 @@ def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
 
 
 def make_pack(
-    model: nn.Module, batch: Batch, blocks: list[Block], features: dict[int, Tensor]
+    model: nn.Module, batch: Batch, blocks: list[Block], features: Features
 ) -> Pack:
     """One pack, on the device."""
     positions = {index: positions_of(model, batch, index) for index, _ in blocks}
@@ -348,7 +351,7 @@ def make_pack(
     return pack
 
 
-def local_images(model: nn.Module, batch: Batch) -> dict[int, Tensor]:
+def local_images(model: nn.Module, batch: Batch) -> Features:
     """What packs need of the images that this rank decoded, by `image_keys`: features (K, M, H), or
     pixels (1, patches, patch size) if the model trains its tower."""
     images = dict(batch.features)
@@ -371,8 +374,8 @@ def pack_grids(batch: Batch, blocks: list[Block]) -> list[tuple]:
 
 
 def exchange_features(
-    local: dict[int, Tensor], needed: list[set[int]], dtype: torch.dtype
-) -> dict[int, Tensor]:
+    local: Features, needed: list[set[int]], dtype: torch.dtype
+) -> Features:
     """Send image features from the ranks that computed them to the ranks that need them.
 
     Args:

@@ -29,7 +29,12 @@ from common.data.processor import Processor
 from common.data.rows import Prompt, columns_of, make_prompt
 from common.distributed import UserError
 from common.flags import PerceptionArgs, Refusals, TeacherArgs
-from common.model.forward import compute_frozen_features, image_features, tower_parameters
+from common.model.forward import (
+    Modules,
+    compute_frozen_features,
+    image_features,
+    tower_parameters,
+)
 from common.model.fsdp import Trainable, copy_weights, onloaded
 from common.model.weights import without_adapters
 
@@ -275,14 +280,14 @@ class Teacher:
         return batch
 
 
-def teacher_of(args: Any, modules: dict[str, nn.Module]) -> Teacher | None:
+def teacher_of(args: Any, modules: Modules) -> Teacher | None:
     """The teacher of --teacher_model, if any: without its own module, the actor without its adapters."""
     actor = modules["actor"]
     teacher = Teacher(modules.get("teacher", actor), actor, args.teacher, args.update.offload)
     return teacher if args.teacher.teacher_model else None
 
 
-def prepare(args: Any, modules: dict[str, nn.Module], rows: Any) -> None:
+def prepare(args: Any, modules: Modules, rows: Any) -> None:
     """Ban the ids for which the teacher has no embedding. Raises UserError, on every rank: the
     teacher lacks tokens of the policy or cannot read a row; no row has an image to damage."""
     if args.teacher.student_images and not any(row.images for row in rows.train):

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from common.data.folder import read_json
 from common.distributed import UserError, gather_objects
 from common.model.fsdp import Trainable, shard_of
-from common.model.weights import save_tensors
+from common.model.weights import Tensors, save_tensors
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
 Roles = dict[str, Trainable | nn.Module]
@@ -34,7 +34,7 @@ Roles = dict[str, Trainable | nn.Module]
 # -------------------------------------------------------------------------------------------------
 
 
-def training_state(roles: Roles) -> dict[str, Tensor]:
+def training_state(roles: Roles) -> Tensors:
     """Weights and optimizer state of all roles, as they are in use, by their names in a checkpoint.
 
     The frozen weights of a trained role are those of --model; a role without an optimizer has all
@@ -71,7 +71,7 @@ def load_training_state(path: Path, roles: Roles) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-def own_shards(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+def own_shards(tensors: Tensors) -> tuple[Tensors, dict[str, list[int]]]:
     """What this rank writes: its rows of tensors, and their offsets in the whole ones."""
     shards, offsets = {}, {}
     for number, (name, tensor) in enumerate(tensors.items()):
@@ -98,9 +98,7 @@ def is_writer(tensor: Tensor, number: int) -> bool:
     )
 
 
-def write_shards(
-    folder: Path, shards: dict[str, Tensor], offsets: dict[str, list[int]]
-) -> dict[str, str]:
+def write_shards(folder: Path, shards: Tensors, offsets: dict[str, list[int]]) -> dict[str, str]:
     """Write a safetensors file that torch's HuggingFaceStorageReader reads, unless there is nothing
     to write. Returns the sha256 of each file.
 

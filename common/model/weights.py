@@ -68,6 +68,7 @@ KEY_SPELLINGS = (
 # Multi-token prediction, which no model here has: exports copy its weights from the files.
 COPIED_KEYS = "mtp."
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
+Tensors = dict[str, Tensor]  # by name
 # of floats; a quantized weight has its scales under another key
 WEIGHT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -398,7 +399,7 @@ def same_tower(first: Path, second: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def vision_tensors(folder: Path) -> dict[str, Tensor]:
+def vision_tensors(folder: Path) -> Tensors:
     """The weights of the vision tower in a folder's files, which are read when they are used."""
     tensors = {}
     for path in weight_files(folder):
@@ -596,7 +597,7 @@ def read_weight(place: str, target: Tensor, value: Tensor) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def save_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
     """Write a safetensors file that survives a power cut. Raises ValueError: a number is not
     finite; OSError: a full disk, say."""
     for name, tensor in tensors.items():
@@ -651,7 +652,7 @@ def export(
 
 def gather_files(
     model: nn.Module, files: dict[str, list[str]]
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
+) -> Iterator[tuple[str, Tensors]]:
     """The files of an export by their keys, each with its tensors on rank 0, and with none on the
     others; without weights that the model does not have. All ranks must iterate."""
     for file, keys in files.items():
@@ -681,7 +682,7 @@ def gather_files(
 
 
 def write_file(
-    path: Path, keys: Iterable[str], tensors: dict[str, Tensor], stored: dict[str, StoredWeight]
+    path: Path, keys: Iterable[str], tensors: Tensors, stored: dict[str, StoredWeight]
 ) -> None:
     """One of the safetensors files of an export; what ``tensors`` lacks of its keys comes from the
     checkpoint's files. Raises ValueError: a weight that is not finite, or whose file is gone."""

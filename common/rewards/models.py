@@ -35,7 +35,7 @@ from common.data.rows import (
 )
 from common.distributed import UserError
 from common.model import weights
-from common.model.forward import compute_features, tower_parameters
+from common.model.forward import Modules, compute_features, tower_parameters
 from common.model.fsdp import onloaded
 from common.rewards.accuracy import doubtful_accuracy
 from common.rewards.functions import Scored, Source
@@ -66,7 +66,7 @@ class Script:
     write: Callable  # (policy, batch, args) -> the likeliest response to every prompt
 
 
-def build(reward: RewardMix, rows: list[Prompt], script: Script) -> dict[str, nn.Module]:
+def build(reward: RewardMix, rows: list[Prompt], script: Script) -> Modules:
     """The judges (grm:FOLDER) and scalar reward models (rm:FOLDER) among the sources of rewards by
     name, frozen and on meta; the sources learn how to ask them.
 
