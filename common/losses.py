@@ -514,7 +514,9 @@ def cpgd_loss(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
     2025)."""
     upper = x.old + math.log1p(high)
     lower = x.old + (math.log1p(-low) if low < 1 else -math.inf)
-    clipped = torch.where(x.adv > 0, torch.minimum(x.logp, upper), torch.maximum(x.logp, lower))
+    risen = torch.minimum(x.logp, upper)
+    fallen = torch.maximum(x.logp, lower)
+    clipped = torch.where(x.adv > 0, risen, fallen)
     return PolicyLossOutput(
         per_token=-x.adv * clipped,
         ratio=x.ratio,
@@ -550,8 +552,8 @@ def cispo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
 def sapo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
     """A soft gate instead of a clip (Gao et al. 2025); it decays faster for negative advantages."""
     tau = torch.where(x.adv > 0, 1.0, 1.05)
-    terms = -x.adv * 4 / tau * torch.sigmoid(tau * (x.ratio - 1))
-    return PolicyLossOutput(terms, x.ratio)
+    gate = torch.sigmoid(tau * (x.ratio - 1))
+    return PolicyLossOutput(-x.adv * 4 / tau * gate, x.ratio)
 
 
 def ratio_sums(x: PolicyLossInputs, out: PolicyLossOutput) -> dict[str, Tensor]:
