@@ -590,8 +590,8 @@ def check_args(args: Args) -> None:
         parse_stop_strings(values.stop_strings) is None,
         f"--stop_strings {values.stop_strings} is not a JSON list of non-empty strings",
     )
-    refuse.divides("minibatches", "prompts_per_step")
-    refuse.divides("rollouts_per_step", "prompts_per_step")
+    refuse.divides("minibatches")
+    refuse.divides("rollouts_per_step")
     refuse.exceeds("min_new_tokens", "max_new_tokens")
     refuse.exceeds("overlong_buffer", "max_new_tokens")
     check_judge_args(refuse)
@@ -725,10 +725,10 @@ def load_rows(args: Args) -> Rows:
     with distributed.raise_on_all_ranks():
         folder = weights.resolve_folder(args.model.model, weights=False)
         processor = data.Processor(folder, args.data)
-        # a judge's recorded accuracy does not hold for weights that are trained further
-        processor.files["judge"].pop("held_out", None)
+        # of a judge that is trained further: its recorded accuracy holds no longer
+        settings = rewards.JudgeSettings.to_train(processor)
         if args.rows.row_kind == "judgements":
-            train_sets, held_out = rewards.load_rl_rows(processor, args.data)
+            train_sets, held_out = rewards.load_rl_rows(processor, settings, args.data)
         else:
             columns = data.parse_columns(args.rows.columns)
             options = {"columns": columns, "system_prompt": args.rows.system_prompt}

@@ -375,10 +375,10 @@ class Refusals:
         low, high = getattr(self.values, smaller), getattr(self.values, larger)
         self(low > high, f"--{smaller} {low} exceeds --{larger} {high}")
 
-    def divides(self, part: str, whole: str) -> None:
-        """Refuse a flag whose value does not divide that of another."""
-        number, total = getattr(self.values, part), getattr(self.values, whole)
-        self(number > 0 and total % number, f"--{part} {number} must divide --{whole} {total}")
+    def divides(self, part: str) -> None:
+        """Refuse a flag whose value does not divide --prompts_per_step."""
+        number, total = getattr(self.values, part), self.values.prompts_per_step
+        self(total % max(1, number), f"--{part} {number} must divide --prompts_per_step {total}")
 
     def raise_any(self) -> None:
         """Raises UserError if anything was refused."""

@@ -269,7 +269,10 @@ def build_reader(
     folder = resolve_folder(name, weights=not compute.planned)
     # It sees images at the size that it was trained on.
     processor = Processor(folder, replace(args, min_pixels=0, max_pixels=0))
-    shares = shares and reads_features_of(actor.model, actor.processor, folder, processor)
+    # It can if family, image processor and tower are the actor's, and stay so.
+    shares = shares and not actor.model.trains_vision
+    shares = shares and image_settings(processor) == image_settings(actor.processor)
+    shares = shares and same_tower(actor.model.folder, folder)
     model = build_model(processor.config, compute, vision=not shares, head=head)
     model.folder = folder
     return model.requires_grad_(False), processor
@@ -371,14 +374,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-def reads_features_of(
-    actor: nn.Module, actor_processor: Processor, folder: Path, processor: Processor
-) -> bool:
-    """Whether the model in a folder can read the actor's image features: family, image processor
-    and vision tower are the actor's, and stay so because they are not trained."""
-    if actor.trains_vision or image_settings(processor) != image_settings(actor_processor):
-        return False
-    return same_tower(actor.folder, folder)
+
 
 
 def image_settings(processor: Processor) -> list:

@@ -415,10 +415,11 @@ def load_judgements(
     return list(itertools.chain(*read_rows(path, build, args, JUDGEMENT_COLUMNS)))
 
 
-def load_rl_rows(processor: Processor, args: DataArgs) -> tuple[list[list[Prompt]], list[Prompt]]:
+def load_rl_rows(
+    processor: Processor, settings: JudgeSettings, args: DataArgs
+) -> tuple[list[list[Prompt]], list[Prompt]]:
     """Judgement rows for RL of a judge: training sets and held-out rows. Raises ValueError: bad
     rows."""
-    settings = JudgeSettings.to_train(processor)
     train_sets, eval_sets = [], []
     for files, sets in ((args.data, train_sets), (args.eval_data, eval_sets)):
         for path, _ in parse_datasets(files):
