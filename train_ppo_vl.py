@@ -96,9 +96,9 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     if not args.run.eval_only:  # an evaluation has nothing to save
         distributed.catch_signals()
 
-    begun, last = state.step, args.optim.steps
+    last = args.optim.steps
     with checkpoints, open_loader(args, rows, state) as loader:
-        for step in range(begun, max(begun, last) + 1):  # the number of finished steps
+        for step in range(state.step, max(state.step, last) + 1):  # the number of finished steps
             # Between two steps: save, evaluate, export, stop. A resumed run starts here and does
             # whatever was left undone.
             stopping = distributed.stop_requested()  # the same answer on every rank
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             state.metrics |= performance(batch, models, metrics, args)
             report(log, batch, state, models.actor, checkpoints, args)  # logged before it is saved
             checkpoints.check_skipped_updates()
-            check_sampler(log, state, models.actor, begun, args)
+            check_sampler(log, state, models.actor, args)
 
     log.close(state.step, last)
     return state.metrics
@@ -1859,12 +1859,9 @@ def report(
     log.warn("spread", compared and flat > 0.9 * prompts, text)
 
 
-def check_sampler(
-    log: logging.RunLogger, state: TrainState, actor: Policy, begun: int, args: Args
-) -> None:
+def check_sampler(log: logging.RunLogger, state: TrainState, actor: Policy, args: Args) -> None:
     """Compare the sampler's log-probs with those of training. A gap beyond rounding raises a
-    UserError on every rank after the first update of this process (it began at step ``begun``), and
-    is only warned about later."""
+    UserError on every rank after the first update of this process, and is only warned about later."""
     limit = args.update.sampler_gap_limit
     if limit < 0:
         # Rounding makes 1e-7 to 1e-5 nats in float32 and 0.01 to 0.03 in bfloat16; a kernel that
@@ -1879,7 +1876,7 @@ def check_sampler(
         "sampling policy is not the policy being trained. Try --attention sdpa or --cuda_graphs "
         "off; --sampler_gap_limit changes the limit (0: none)"
     )
-    if state.step == 1 + max(begun, args.update.critic_warmup_steps):
+    if state.step == 1 + max(log.first_step, args.update.critic_warmup_steps):
         raise UserError(problem)
     log.line(f"warning: {problem}")
 
@@ -1921,7 +1918,7 @@ class Sample:
 
     key: dialogue.Key
     stored: int  # upper bound of its cached tokens
-    begun: int = 0  # response tokens before this turn
+    turn_start: int = 0  # response tokens before this turn
     searched: int = 0  # response tokens already searched for stop strings
     waits: bool = False  # for its environment
 
@@ -2224,7 +2221,7 @@ class RolloutEngine:
             return None
         # enough tokens for any stop string, as a token has at least one byte
         window = 8 + 2 * max(len(stop.encode()) for stop in strings)
-        first = max(sample.begun, sample.searched + 1 - window)
+        first = max(sample.turn_start, sample.searched + 1 - window)
         recent = tokens[first:].tolist()
         if self.shows_stop_string(recent):
             for n in range(sample.searched + 1, len(tokens) + 1):

@@ -331,7 +331,7 @@ def ragged_index(starts: Tensor, lengths: Tensor) -> Tensor:
     )
 
 
-def of_sample(i: int) -> int:
+def reply_key(i: int) -> int:
     """The key of the images in an environment's replies to sample i. (The key of a prompt's images
     is the prompt's index.)"""
     return -1 - i
@@ -339,7 +339,7 @@ def of_sample(i: int) -> int:
 
 def image_keys(blocks: list["Block"]) -> list[int]:
     """The keys of everything in a pack that may have images, in the order of the pack."""
-    return [key for index, members in blocks for key in (index, *map(of_sample, members))]
+    return [key for index, members in blocks for key in (index, *map(reply_key, members))]
 
 
 # -------------------------------------------------------------------------------------------------

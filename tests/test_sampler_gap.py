@@ -67,4 +67,4 @@ def test_nan_does_not_pass(qwen25, task, tmp_path):  # noqa: F811
     state = SimpleNamespace(step=1, metrics={"train/sampler_gap": float("nan")})
     actor = SimpleNamespace(model=SimpleNamespace(compute=SimpleNamespace(dtype=torch.bfloat16)))
     with user_error("sampler_gap nan is above 0.1"):
-        ppo.check_sampler(None, state, actor, 0, args)
+        ppo.check_sampler(SimpleNamespace(first_step=0), state, actor, args)

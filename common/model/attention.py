@@ -1,6 +1,6 @@
 """Attention: packs (training, scoring, prefill) and decoding over KV slots.
 
-    PackedAttention    the segments of one row: prompts, and responses that see their prompt
+    PackedAttention    the segments of a pack: prompts, and responses that see their prompt
     DecodeAttention    one new token for each slot of a SlotCache
 
 Either is handed to the language model as the keyword argument ``attention`` and reaches the
@@ -137,7 +137,7 @@ class VarlenCall:
     """Segments that one kernel call can take, as the kernel wants them.
 
     Attributes:
-        q_rows, k_rows: rows of the pack to gather first; None: all, as they lie.
+        q_rows, k_rows: tokens of the pack to gather first; None: all, as they lie.
         cu_q, cu_k: (S + 1,) int32, where each segment starts and ends.
         max_q, max_k: tokens of the longest segment, of queries and of keys.
     """
@@ -220,7 +220,7 @@ class PackedAttention:
 
     @functools.cached_property
     def linear(self) -> PackedDelta:
-        """What mixes the row's tokens in layers with linear attention; made for the first one."""
+        """What mixes the pack's tokens in layers with linear attention; made for the first one."""
         states = None if self.cache is None else self.cache.linear
         resumed = bool(self.earlier)
         return PackedDelta(self.segments, self.device, states, self.plan, resumed=resumed)
@@ -242,7 +242,7 @@ class PackedAttention:
             order[q_rows[inside]] = offset + np.flatnonzero(inside)
             offset += q_rows.size
             self.buckets.append((table[members], self.to_device(q_rows), self.to_device(k_rows)))
-        # (N,) where the buckets' outputs hold each row of the pack
+        # (N,) where the buckets' outputs hold each token of the pack
         self.order = self.to_device(order)
 
     def make_calls(self, table: np.ndarray) -> None:
@@ -269,14 +269,14 @@ class PackedAttention:
                     k_rows=self.unless_all(ragged_index(starts, lengths)),
                 )
             )
-        # (N,) where the calls' outputs hold each row of the pack
+        # (N,) where the calls' outputs hold each token of the pack
         self.order = self.unless_all(torch.cat(places).argsort())
 
     def cumulated(self, lengths: Tensor) -> Tensor:
         return self.to_device(F.pad(lengths.cumsum(0), (1, 0)).int())
 
     def unless_all(self, rows: Tensor) -> Tensor | None:
-        """The rows on the device; None if they are those of the pack as they lie."""
+        """The tokens on the device; None if they are those of the pack as they lie."""
         if torch.equal(rows, torch.arange(self.segments[-1][1])):
             return None
         return self.to_device(rows)
@@ -368,8 +368,8 @@ def bucket_segments(len_q: np.ndarray, len_k: np.ndarray) -> list[np.ndarray]:
 
 
 def bucket_indices(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row indices of a bucket of segments: table (b, 5) -> q_rows (b, Lq), k_rows (b, Lk). Padding
-    points at the segment's first row."""
+    """Places in the pack of a bucket of segments: table (b, 5) -> q_rows (b, Lq), k_rows (b, Lk). Padding
+    points at the segment's first token."""
     start, end, prefix_start, prefix_end = (table[:, i : i + 1] for i in range(4))  # (b, 1)
     length, prefix = end - start, prefix_end - prefix_start
     i, j = np.arange(length.max())[None], np.arange((length + prefix).max())[None]
@@ -430,7 +430,7 @@ class DecodeAttention:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        """q (1, Hq, B, D), k and v (1, Hkv, B, D): the B tokens stand in one row -> (1, B, Hq,
+        """q (1, Hq, B, D), k and v (1, Hkv, B, D): the B tokens stand side by side -> (1, B, Hq,
         D)."""
         size = len(self.lengths)
         keys, values = self.cache.keys[layer], self.cache.values[layer]  # (slots, M, Hkv, D)

@@ -36,8 +36,8 @@ from common.buffers import (
     fill_packs,
     image_keys,
     make_blocks,
-    of_sample,
     ragged_index,
+    reply_key,
 )
 from common.data.families import Qwen
 from common.logging import progress
@@ -47,7 +47,7 @@ from common.model.attention import (
     SlotCache,
     VISION_ATTENTION_NAME,
 )
-from common.model.linear_attention import Decay, DeltaNet, THEIRS
+from common.model.linear_attention import Decay, DeltaNet, HF_LAYERS
 
 Modules = dict[str, nn.Module]  # by role
 
@@ -148,7 +148,7 @@ def use_mixers(model: nn.Module) -> None:
     counts = {True: 0, False: 0}  # layers with linear attention, and without
     for layer in decoder(model).layers:
         for name, part in layer.named_children():
-            if type(part) in THEIRS:
+            if type(part) in HF_LAYERS:
                 setattr(layer, name, DeltaNet(part))
         # transformers numbers the modules that need earlier tokens
         mixers = [part for part in layer.children() if hasattr(part, "layer_idx")]
@@ -359,7 +359,7 @@ def local_images(model: nn.Module, batch: Batch) -> Features:
         images = {index: patches[None] for index, (patches, _) in batch.patches.items()}
     for i, conversation in enumerate(batch.conversations):
         if conversation.features is not None:
-            images[of_sample(i)] = conversation.features
+            images[reply_key(i)] = conversation.features
     return images
 
 

@@ -9,7 +9,7 @@ end of its prompt, and gradients flow back through both; a slot keeps both from 
     PackedDelta    mixes the tokens of one pack
     SlotStates     mixes one new token of each slot, and keeps what the next one needs
 
-Shapes: N tokens of a row, C channels of the convolution, K its width, Hk and Hv heads of keys and
+Shapes: N tokens of a pack, C channels of the convolution, K its width, Hk and Hv heads of keys and
 values, Dk and Dv numbers of a head, B slots, W segments without a prefix, R with one.
 """
 
@@ -32,8 +32,8 @@ from common import distributed
 
 WIDTH = 4  # K of every Qwen3.5; another one is refused because it is untested
 FLA_INSTALL = "pip install fla-core"
-# the same but for the name
-THEIRS = (qwen3_5.Qwen3_5GatedDeltaNet, qwen3_5_moe.Qwen3_5MoeGatedDeltaNet)
+# of transformers, the same but for the name
+HF_LAYERS = (qwen3_5.Qwen3_5GatedDeltaNet, qwen3_5_moe.Qwen3_5MoeGatedDeltaNet)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class DeltaNet(nn.Module):
         """(1, N, H) -> (1, N, H). With a cache of transformers, as in Hugging Face's `generate`, it
         is the layer of transformers."""
         if cache_params is not None:
-            return THEIRS[0].forward(self, hidden_states, cache_params, **more)
+            return HF_LAYERS[0].forward(self, hidden_states, cache_params, **more)
         x = hidden_states[0]  # (N, H)
         taps = self.conv1d.weight[:, 0].T  # (K, C)
         mixed = attention.linear.convolve(self.slot_layer, self.in_proj_qkv(x), taps)
@@ -141,12 +141,12 @@ class DeltaNet(nn.Module):
 
 @dataclass(frozen=True)
 class Stretch:
-    """Segments of a row that one call of the delta rule takes.
+    """Segments of a pack that one call of the delta rule takes.
 
     Attributes:
-        rows: (n,) their rows of the pack, one segment after the other; None: all rows.
+        rows: (n,) their tokens in the pack, one segment after the other; None: all.
         bounds: (segments + 1,) int64, where each begins and ends among these.
-        padded: (segments, longest) rows of the pack; padding points at a segment's first.
+        padded: (segments, longest) tokens of the pack; padding points at a segment's first.
         is_padding: (segments, longest, 1) bool.
         places: (n,) where ``padded``, flattened, holds them.
     """
@@ -191,7 +191,7 @@ class PackedDelta:
         self.forked = None
         if len(forked):
             self.forked = self.stretch(table[forked])
-            # (N,) where the two calls' outputs hold each row
+            # (N,) where the two calls' outputs hold each token
             self.order = torch.cat([self.whole.rows, self.forked.rows]).argsort()
         inputs = convolved_rows(table, resumed)  # (S, K - 1 + longest)
         # The convolution of the first K - 1 tokens of each segment reaches beyond its start.
@@ -233,10 +233,10 @@ class PackedDelta:
         self.last = self.to_device(last)[self.ending]
 
     def convolve(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
-        """The causal convolution, x (N, C) and taps (K, C) -> (N, C): over the row, and once more
+        """The causal convolution, x (N, C) and taps (K, C) -> (N, C): over the pack, and once more
         for the first tokens of each segment. In float32, rounded once, as in decoding."""
         padded = F.pad(x.float(), (0, 0, WIDTH - 1, 1))
-        rows = padded[WIDTH - 1 :]  # the row, and after it zeros
+        rows = padded[WIDTH - 1 :]  # the pack, and after it zeros
         if self.resumed:
             held = self.states.inputs[layer, self.slots].float()
             rows = torch.cat([rows, held.flatten(0, 1)])
@@ -306,7 +306,7 @@ def load_fla() -> Callable:
 def fla_rule(
     stretch: Stretch, inputs: tuple[Tensor, ...], state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """By the kernels of flash-linear-attention: inputs of the whole row, states (segments, Hv, Dk,
+    """By the kernels of flash-linear-attention: inputs of the whole pack, states (segments, Hv, Dk,
     Dv) to start from -> outputs (n, Hv, Dv) of the segments one after the other, final states."""
     if stretch.rows is not None:
         inputs = tuple(x.index_select(0, stretch.rows) for x in inputs)

@@ -165,19 +165,19 @@ class RewardMix:
         worker.close()
         return calls
 
-    def score(self, batch: Batch, processor: Processor, begun: Calls | None = None) -> None:
+    def score(self, batch: Batch, processor: Processor, calls: Calls | None = None) -> None:
         """Fill rewards, turn_rewards (with environments), components (NaN where a source does not
         score a sample) and judgements of all samples, alike on every rank. With several sources, a
         component of one is named SOURCE/COMPONENT, and its reward SOURCE. `compared` and
         the sources' weights are filled too.
 
         Args:
-            begun: what `begin` returned, if it was called before.
+            calls: what `begin` returned, if it was called before.
 
         Raises:
             UserError: on every rank, when a source fails on any; the sample is in the message.
         """
-        calls = begun or self.begin(batch, processor)
+        calls = calls or self.begin(batch, processor)
         with distributed.raise_on_all_ranks():
             scored = {name: (own, call.result()) for name, (own, call) in calls.items()}
         by_rank = distributed.gather_objects(scored)
