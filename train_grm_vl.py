@@ -285,9 +285,7 @@ def load_rows(args: Args) -> Rows:
         )
         loaded = load_examples(args.data.data, args, processor, settings)
         held_out = load_examples(args.data.eval_data, args, processor, settings)
-        examples = itertools.chain(*loaded)
-        prompts = [example.prompt for example in examples]
-        settings.note_training((prompt.label, prompt.reference) for prompt in prompts)
+        settings.note_training(example.prompt for examples in loaded for example in examples)
     train_sets = [group_by_prompt(examples) for examples in loaded]
     return Rows(processor, settings, train_sets, list(itertools.chain(*held_out)))
 

@@ -33,6 +33,7 @@ Invariants, each with a test:
 * Whether a collective runs never depends on what could differ between ranks.
 """
 
+import itertools
 import json
 import time
 from collections import deque
@@ -727,18 +728,20 @@ def load_rows(args: Args) -> Rows:
         processor = data.Processor(folder, args.data)
         # of a judge that is trained further: its recorded accuracy holds no longer
         settings = rewards.JudgeSettings.to_train(processor)
+        columns, system = data.parse_columns(args.rows.columns), args.rows.system_prompt
+
+        def load(path: str) -> list[data.Prompt]:
+            if args.rows.row_kind == "prompts":
+                return data.load_prompts(path, processor, args.data, columns, system)
+            examples = rewards.load_judgements(path, processor, settings, args.data)
+            return [example.prompt for example in examples]
+
+        train_sets = [load(path) for path, _ in flags.parse_datasets(args.data.data)]
+        held_out = [load(path) for path, _ in flags.parse_datasets(args.data.eval_data)]
         if args.rows.row_kind == "judgements":
-            train_sets, held_out = rewards.load_rl_rows(processor, settings, args.data)
-        else:
-            columns = data.parse_columns(args.rows.columns)
-            options = {"columns": columns, "system_prompt": args.rows.system_prompt}
-            train_sets, held_out = [], []
-            for path, _ in flags.parse_datasets(args.data.data):
-                train_sets.append(data.load_prompts(path, processor, args.data, **options))
-            for path, _ in flags.parse_datasets(args.data.eval_data):
-                held_out += data.load_prompts(path, processor, args.data, **options)
+            settings.note_training(row for rows in train_sets for row in rows)
     # numbered across all files
-    held_out = [replace(row, index=number) for number, row in enumerate(held_out)]
+    held_out = [replace(row, index=k) for k, row in enumerate(itertools.chain(*held_out))]
     return Rows(processor, train_sets, held_out, load_ptx(args, processor))
 
 
@@ -1985,8 +1988,15 @@ class RolloutEngine:
         # One spare column: a finished slot keeps computing, and writes there.
         self.out_tokens = torch.zeros(slots, longest + 1, dtype=torch.int64, device=device)
         self.out_logprobs = torch.zeros(slots, longest + 1, device=device)
-        names = ("length", "rope", "response_tokens", "last", "noise_keys", "done")
-        self.state = {name: getattr(self, name) for name in (*names, "out_tokens", "out_logprobs")}
+        # what moves with a sample
+        self.state = [
+            *self.counters,
+            self.last,
+            self.noise_keys,
+            self.done,
+            self.out_tokens,
+            self.out_logprobs,
+        ]
 
     def slot_count(self, capacity: int, wanted: int) -> int:
         """--slots, or else as many as fit into memory beside a prefill and a margin, at most
@@ -2248,7 +2258,7 @@ class RolloutEngine:
         if not source:
             return
         self.cache.move(source, target, max(self.slots[slot].stored for slot in source))
-        for state in self.state.values():
+        for state in self.state:
             state[target] = state[source]
         for old, new in zip(source, target):
             self.slots[new], self.slots[old] = self.slots[old], None

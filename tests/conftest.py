@@ -164,7 +164,7 @@ def judge_settings(*verdicts: tuple[str, str], saved: dict = {}, **settings):
     from common.rewards.judge import JudgeSettings
 
     judge = JudgeSettings.to_train(SimpleNamespace(files={"judge": saved}), **settings)
-    judge.note_training(verdicts)
+    judge.note_training(SimpleNamespace(label=kind, reference=verdict) for kind, verdict in verdicts)
     return judge
 
 

@@ -117,9 +117,9 @@ def score_samples(source: Source, samples: Samples, args: RewardArgs) -> Columns
     if late:
         part = parts[min(map(calls.index, late))]
         limit = f"{args.reward_timeout:g} s (--reward_timeout)"
-        raise failure(source, part, 0, f"took longer than {limit}")
+        raise failure(source, part, f"took longer than {limit}")
     if any(len(values) != count for values in columns.values()):
-        raise failure(source, samples, 0, f"not all calls return the components {sorted(columns)}")
+        raise failure(source, samples, f"not all calls return the components {sorted(columns)}")
     if "reward" not in columns:
         columns["reward"] = [sum(values) for values in zip(*columns.values())]
     return columns
@@ -133,12 +133,12 @@ def call_source(source: Source, samples: Samples) -> Columns:
     try:
         result = source.function(*inputs, **by_name)
     except UserError as error:  # of a server
-        raise failure(source, samples, 0, str(error)) from error
+        raise failure(source, samples, str(error)) from error
     except (Exception, SystemExit) as error:
-        raise failure(source, samples, 0, f"it raised {describe(error)}") from error
+        raise failure(source, samples, f"it raised {describe(error)}") from error
     columns = result if isinstance(result, dict) else {"reward": result}
     if not columns:
-        raise failure(source, samples, 0, "no components, expected at least one")
+        raise failure(source, samples, "no components, expected at least one")
     count, floats = len(samples.responses), {}
     for name, values in columns.items():
         try:
@@ -147,16 +147,16 @@ def call_source(source: Source, samples: Samples) -> Columns:
             numbers = torch.empty(())
         if numbers.shape != (count,):
             problem = f"{name} must be a list of {count} numbers, got {values!r:.200}"
-            raise failure(source, samples, 0, problem)
+            raise failure(source, samples, problem)
         finite = numbers.isfinite()
         if not finite.all():
             i = int(finite.int().argmin())
-            raise failure(source, samples, i, f"{name} is {numbers[i]:g}, not a finite number")
+            raise failure(source, samples, f"{name} is {numbers[i]:g}, not a finite number", i)
         floats[name] = numbers.tolist()
     return floats
 
 
-def failure(source: Source, samples: Samples, i: int, problem: str) -> UserError:
+def failure(source: Source, samples: Samples, problem: str, i: int = 0) -> UserError:
     """An error of a source, with the texts of sample ``i``."""
     names = ("prompt", "response", "reference", "label")
     texts = [f"\n  {name}: {str(column[i])[-500:]!r}" for name, column in zip(names, samples)]

@@ -31,7 +31,7 @@ from common.data.rows import (
     read_rows,
     user_text,
 )
-from common.flags import DataArgs, parse_datasets
+from common.flags import DataArgs
 from common.rewards.rules import parse_verdict
 
 # --------------------------------------------------------------------------------------------------
@@ -132,10 +132,10 @@ class JudgeSettings:
         processor.files["judge"] = vars(settings)
         return settings
 
-    def note_training(self, verdicts: Iterable[tuple[str, str]]) -> None:
-        """Note what the judge is trained on: (kind, verdict) of its rows, besides what it learned
+    def note_training(self, rows: Iterable[Prompt]) -> None:
+        """Note what the judge is trained on: kinds and verdicts of these rows, besides what it learned
         before. Raises ValueError: too many different scores."""
-        trained = {(kind, verdict) for kind, verdict in verdicts if kind in JUDGEMENTS}
+        trained = {(row.label, row.reference) for row in rows if row.label in JUDGEMENTS}
         self.trained_on = sorted({*self.trained_on, *(kind for kind, _ in trained)})
         scores = sorted({verdict for kind, verdict in trained if kind == "score"}, key=float)
         if len(scores) > MAX_SCORES:
@@ -413,20 +413,6 @@ def load_judgements(
         return examples
 
     return list(itertools.chain(*read_rows(path, build, args, JUDGEMENT_COLUMNS)))
-
-
-def load_rl_rows(
-    processor: Processor, settings: JudgeSettings, args: DataArgs
-) -> tuple[list[list[Prompt]], list[Prompt]]:
-    """Judgement rows for RL of a judge: training sets and held-out rows. Raises ValueError: bad
-    rows."""
-    train_sets, eval_sets = [], []
-    for files, sets in ((args.data, train_sets), (args.eval_data, eval_sets)):
-        for path, _ in parse_datasets(files):
-            loaded = load_judgements(path, processor, settings, args)
-            sets.append([prompt for prompt, *_ in loaded])
-    settings.note_training((row.label, row.reference) for rows in train_sets for row in rows)
-    return train_sets, list(itertools.chain(*eval_sets))
 
 
 def load_responses(path: str, processor: Processor, args: DataArgs, limit: int) -> list[Example]:

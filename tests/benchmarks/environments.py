@@ -50,7 +50,7 @@ def give_turns(table: torch.Tensor) -> None:
     def prefill_with_ends(engine, members):
         if not hasattr(engine, "ends"):
             engine.ends = torch.zeros(engine.cache.slots, TURNS, dtype=torch.int64)
-            engine.state["ends"] = engine.ends                                   # moves with its slot
+            engine.state.append(engine.ends)                                     # moves with its slot
         for group, samples in members:
             for slot, number in samples:
                 ends = table[group, number].cumsum(0)

@@ -67,7 +67,7 @@ def give_lengths(table: torch.Tensor) -> None:
     def prefill_with_limit(engine, members):
         if not hasattr(engine, "limit"):
             engine.limit = torch.zeros_like(engine.response_tokens)
-            engine.state["limit"] = engine.limit                                 # moves with its slot
+            engine.state.append(engine.limit)                                    # moves with its slot
         for group, samples in members:
             for slot, number in samples:
                 engine.limit[slot] = table[group, number]

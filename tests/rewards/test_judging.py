@@ -381,7 +381,7 @@ def test_a_judge_learns_criteria(qwen25, tmp_path):
     for bad in (row | {"criterion": 3}, row | {"correct": "no"}, {key: row[key] for key in row if key != "correct"}):
         with pytest.raises(ValueError, match="a row with 'criterion' needs one prompt, a response and a criterion"):
             judgements.read_judgement(bad, settings, "both")
-    settings.note_training([("rubric", "no")])
+    settings.note_training([SimpleNamespace(label="rubric", reference="no")])
     assert settings.question_to_ask("rubric") == "rubric"
     with pytest.raises(ValueError, match="not trained on questions of the kind answers"):
         settings.question_to_ask("group")
