@@ -1260,7 +1260,8 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
     if models.critic is not None:
         batch.values = compute_values(models.critic, batch)
     if models.teacher is not None and not args.teacher.in_loss:
-        batch.teacher_logprobs = models.teacher.logprobs(batch, compute_logprobs)
+        with models.teacher.asked() as policy:
+            batch.teacher_logprobs = compute_logprobs(policy, models.teacher.look(batch))
 
 
 def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator: str) -> None:

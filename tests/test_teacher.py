@@ -427,7 +427,8 @@ def test_conversations_are_scored_as_they_were_held(qwen25, rows):
             if parameter.requires_grad:
                 parameter.to_local().add_(torch.randn(parameter.shape, generator=generator) * 0.02)
     batch = talk(env, "Noise", 2, batch=take(env))
-    found = env.models.teacher.logprobs(batch, ppo.compute_logprobs)
+    with env.models.teacher.asked() as asked:
+        found = ppo.compute_logprobs(asked, env.models.teacher.look(batch))
     expected = expected_logprobs(env, hugging_face(qwen25), batch)
     assert batch.is_own.sum() < len(batch.is_own)
     assert (found - expected).abs().max() < 1e-4 < 1e-2 < (batch.logprobs - expected).abs().max()

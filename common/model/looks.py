@@ -261,11 +261,6 @@ class Teacher:
         model = self.policy.model
         return not (self.policy is self.actor or model.trains_vision or not tower_parameters(model))
 
-    def logprobs(self, batch: Batch, compute_logprobs: Callable) -> Tensor:
-        """(N,) of the batch's tokens, by the teacher."""
-        with self.asked() as policy:
-            return compute_logprobs(policy, self.look(batch))
-
     def look(self, batch: Batch) -> Batch:
         """The batch, with or without samples, as the teacher sees it."""
         actor, processor, template = self.actor, self.policy.processor, self.args.teacher_prompt

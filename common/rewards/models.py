@@ -259,7 +259,7 @@ class JudgeModel(RewardModel):
         columns = {"reward": place.bincount(weight * values) / place.bincount(weight)}
         if self.args.grm_mode == "critique":
             columns["parsed"] = place.bincount(parsed) / place.bincount()
-        said: list[list[str]] = [[] for _ in answers]
+        said = [[] for _ in answers]
         for k, note, value in zip(places, notes, values):
             said[k].append(note)
             if self.kind == "rubric":

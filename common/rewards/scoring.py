@@ -182,9 +182,8 @@ class RewardMix:
             scored = {name: (own, call.result()) for name, (own, call) in calls.items()}
         by_rank = distributed.gather_objects(scored)
         total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
-        by_source: dict[str, Tensor] = {}
-        components: dict[str, Tensor] = {}
-        weights: list[Tensor] = []  # (S,) each, by source
+        by_source, components = {}, {}  # (S,) each
+        weights = []  # (S,) each, by source
         judgements = [""] * len(batch)
         for source in self.sources:
             share, used = self.share_of(source, batch), self.samples_of(source, batch)
