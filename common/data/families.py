@@ -14,7 +14,6 @@ A new family is a new class here, one entry in CLASSES, and a test.
 """
 
 import math
-import re
 
 import numpy as np
 import torch
