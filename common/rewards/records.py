@@ -12,7 +12,6 @@ from common.data.rows import Prompt, user_text
 from common.rewards.accuracy import vote_rates
 from common.rewards.cards import sample_card
 from common.rewards.judge import JudgeSettings, row_record
-from common.rewards.rules import Columns
 from common.rewards.transcripts import gather_images, messages, plain_text, turn_texts
 
 
@@ -110,7 +109,7 @@ def summarise(records: list[dict], count: int) -> dict[str, float]:
     """Means over all samples; of several samples of each prompt (``count``) also the share of
     prompts that one of them solves, by components named accuracy, and the votes of judgements.
     Every rank has all records, so nothing is reduced."""
-    columns: Columns = {}
+    columns = {}
     for record in records:
         for name in ("reward", "response_length", "truncated"):
             columns.setdefault(f"{name}_mean", []).append(float(record[name]))
