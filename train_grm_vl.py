@@ -529,7 +529,7 @@ def generate(
     by Hugging Face's `generate`, in batches that are padded on the left."""
     model, mine = judge.model, batch.own_prompts()
     options = generation_options(processor, args)
-    texts: list[tuple[int, str]] = []
+    texts = []
     judge.eval()
     with fsdp.unsharded(judge), plain_attention(model):
         for start in range(0, len(mine), args.eval_batch):

@@ -115,20 +115,12 @@ class Output:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        with self.without_reader():
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with self.without_reader():
-            self.stream.flush()
-
-    @contextmanager
-    def without_reader(self):
         try:
-            yield
+            self.stream.write(text)
+            self.stream.flush()
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

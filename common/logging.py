@@ -241,7 +241,7 @@ class RunLogger:
         header = {"type": "header", "first_step": self.first_step, "environment": environment()}
         replace_durably(path, as_lines([*records, header | {"arguments": recorded}]))
         self._file = open(path, "a", encoding="utf-8", buffering=1)
-        return {record["step"] for record in records if is_evaluation(record)}
+        return {record["step"] for record in records if any(name.startswith("eval/") for name in record)}
 
     # What a run tells
 
@@ -358,10 +358,6 @@ class RunLogger:
         texts = {word: f"{v:.3f}" if abs(v) < 1000 else f"{v:.0f}" for word, v in values.items()}
         self.line("  ".join([title, *(f"{word} {text}" for word, text in texts.items())]))
         return texts
-
-
-def is_evaluation(record: dict) -> bool:
-    return any(name.startswith("eval/") for name in record)
 
 
 def environment() -> dict:

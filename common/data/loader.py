@@ -176,7 +176,7 @@ class PromptLoader:
                 patches[i] = future.result()
             except ValueError as error:
                 bad[i] = f"{prompts[i].source}: {error}"
-        problems: dict[int, str] = {}
+        problems = {}
         for part in distributed.gather_objects(bad):
             problems |= part
         is_error = self.args.on_bad_row == "error"

@@ -133,7 +133,7 @@ class EnvRollout:
         One that all samples of a prompt share ends the prompt. Of others a prompt keeps what they
         have in common; the rest begins the stream of each sample.
         """
-        changed: dict[int, Prompt] = {}
+        changed = {}
         self.reset_all(batch, indices, count)
         for index in indices:
             episodes = [self.episodes[index, number] for number in range(count)]

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from common.buffers import ROLES, Conversation
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.distributed import UserError
-from common.envs.replies import check_template
+from common.envs.replies import encode_reply, read_parts
 from common.flags import EnvArgs, load_object
 
 
@@ -34,9 +35,10 @@ class Environment:
     max_prompt_tokens: int  # with a first observation
 
     def check_model(self, processor: Processor) -> None:
-        """Raises UserError: the checkpoint's template cannot express its messages."""
+        """Raises UserError: the checkpoint's chat template cannot express its messages."""
+        parts = [Image.new("RGB", (64, 64), "white"), "seen"] if self.shows_images else "seen"
         try:
-            check_template(processor, self.role, self.shows_images)
+            encode_reply(processor, read_parts(parts, processor), self.role, by_string=False)
         except ValueError as error:
             raise UserError(
                 f"--env {self.args.env} does not work with this model: {error} (a class that never "

@@ -104,12 +104,6 @@ def render_reply(processor: Processor, reply: Reply, role: str) -> str:
     return tail
 
 
-def check_template(processor: Processor, role: str, shows_images: bool) -> None:
-    """Raises ValueError: the chat template cannot say what an environment of that role may."""
-    images = [Image.new("RGB", (64, 64), "white")] if shows_images else []
-    encode_reply(processor, read_parts([*images, "seen"], processor), role, by_string=False)
-
-
 # -------------------------------------------------------------------------------------------------
 # Images of replies
 # -------------------------------------------------------------------------------------------------

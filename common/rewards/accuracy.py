@@ -34,7 +34,7 @@ def summarise(records: list[dict]) -> dict:
     if graded:
         summary |= grades(graded)
     for key in ("source", "kind"):
-        hits: dict[str, list[bool]] = {}
+        hits = {}
         for record in graded:
             hits.setdefault(record["info"][key], []).append(is_right(record))
         summary[f"accuracy_per_{key}"] = {name: fmean(hits[name]) for name in sorted(hits)}

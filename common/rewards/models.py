@@ -230,7 +230,7 @@ class JudgeModel(RewardModel):
         self.read_grid = functools.cache(functools.partial(media_grid, self.processor.family))
         self.settings = JudgeSettings.of(self.processor)
         self.kind = self.settings.question_to_ask(self.args.grm_question)
-        self.verdicts = self.settings.kinds[self.kind]["verdicts"]
+        self.verdicts = self.settings.verdicts(self.kind)
         values = [WORTH.get(verdict) for verdict in self.verdicts]
         if self.kind == "score":
             values = list(map(float, self.verdicts))
