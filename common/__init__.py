@@ -13,5 +13,5 @@ LEAST = {
     "transformers": (transformers.__version__, "5.17"),
 }
 for name, (version, least) in LEAST.items():
-    if Version(version) < Version(least):
+    if Version(version).release < Version(least).release:  # 2.11.0a0 of a container is 2.11
         raise ImportError(f"{name} {version}: too old; {least} or newer is needed")

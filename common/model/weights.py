@@ -374,9 +374,6 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-
-
-
 def image_settings(processor: Processor) -> list:
     """Whatever decides how a processor turns an image into patches."""
     settings = [processor.config.model_type]
