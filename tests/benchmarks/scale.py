@@ -20,7 +20,7 @@ GIB, GB = 2**30, 1e9
 # vision tower, which has depth 32, hidden_size 1280, patches of 2 x 14 x 14 and a merger of 2 x 2 in all of them.
 MODELS = {"3B": (2048, 11008, 36, 16, 2, 151936, True, 3420), "7B": (3584, 18944, 28, 28, 4, 152064, False, 3420),
           "32B": (5120, 27648, 64, 40, 8, 152064, False, 3456), "72B": (8192, 29568, 80, 64, 8, 152064, False, 3456)}
-GPUS = (8, 64, 512)
+TRAFFIC_GPUS, MEMORY_GPUS = (8, 512), (8, 64)
 HEAD_DIM = 128
 
 # One step, the same per GPU at every size (weak scaling): what the tables assume and a user would change.
@@ -186,7 +186,7 @@ def tables() -> dict[str, str]:
     found["models"] = table(["model", "actor (1e9)", "critic", "tower", "layer (1e6)", "checkpoint (GB)"], rows)
     rows = []
     for name in MODELS:
-        for gpus in GPUS:
+        for gpus in TRAFFIC_GPUS:
             moved, work = traffic(name, gpus), compute_seconds(name)
             update = sum(moved.values()) - moved["rollout gather"]
             seconds = [f"{(moved['rollout gather'] + update) / bandwidth(gpus, ports):.1f}" if gpus > NODE or ports == 8 else ""
@@ -195,7 +195,7 @@ def tables() -> dict[str, str]:
     found["traffic"] = table(["model", "GPUs", "traffic (GB)", "its seconds, 8 ports a node", "1 port", "arithmetic and decoding (s)"], rows)
     rows = []
     for name in MODELS:
-        for gpus in GPUS:
+        for gpus in MEMORY_GPUS:
             need = memory(name, gpus)
             fits = [stage for stage in ("rollout", "update") if need[stage] > MEMORY]
             rows.append(

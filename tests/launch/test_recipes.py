@@ -116,7 +116,7 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
     with pytest.raises(AssertionError, match="EVAL_DATA: the held-out rows of PPO"):    # before the first half takes its hours
         launch("sft_then_ppo.sh", MODEL="m", SFT_DATA="s.jsonl", SFT_EVAL="h.jsonl", DATA="d.jsonl")
     assert not (tmp_path / "noted").exists()
-    for flags, advantage in (((), "grpo"), (("--critic",), "gae")):
+    for flags, advantage in (((), "grpo"), (("--critic",), "gae"), (("--teacher",), "none")):
         (call,) = launch("real_words.sh", *flags)
         args = parsed(call, monkeypatch, project)[1]
         assert args.algorithm.advantage == advantage
@@ -192,7 +192,7 @@ standalone nproc_per_node nnodes rdzv_backend rdzv_endpoint rdzv_id max_restarts
 nodes gpus-per-node time partition signal output open-mode job-name ntasks-per-node requeue exclusive cpus-per-task array
 export wait nv
 quiet disable-pip-version-check no-deps version logdir
-critic words fetch imitation_coef task gpus gib versions eval benchmark markdown right wrong
+critic teacher words fetch imitation_coef task gpus gib versions eval benchmark markdown right wrong
 """  # torchrun, SLURM and apptainer, pip and tensorboard, real_words.sh, tools of launch/, tests/run.sh
 
 
