@@ -56,7 +56,7 @@ def text_gradient(env, args: ppo.Args, picks: list[int]) -> tuple[float, Tensors
 
 def labelled(env, pick: int, labels: str) -> dict:
     """Inputs of Hugging Face's own model for a row, unpacked, with its labels; -100 at what the policy may never say."""
-    prompt, target = env.text.rows[pick]
+    prompt, target, _ = env.text.rows[pick]
     inputs = inputs_of(prompt, target, env.processor)
     inputs["labels"] = inputs["input_ids"].clone()
     if labels == "responses":
@@ -87,8 +87,8 @@ def test_loss_and_gradient_are_hugging_faces(qwen25, picture_rows, rows, labels,
 
 def test_text_labels_are_all_text(env):
     """The system prompt, both turns and the template's own marks are labels, pictures are not."""
-    prompt, target = env.text.rows[3]
-    drawn = env.text.loader.collect(*env.text.loader.submit([p for p, _ in env.text.rows[:4]], [0, 1, 2, 3]))
+    prompt, target, _ = env.text.rows[3]
+    drawn = env.text.loader.collect(*env.text.loader.submit([p for p, *_ in env.text.rows[:4]], [0, 1, 2, 3]))
     batch = drawn.with_targets([[], [], [], [target]])
     vlm.compute_features(env.actor.model, batch)
     row, = vlm.packs(env.actor.model, batch)

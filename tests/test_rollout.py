@@ -287,7 +287,7 @@ def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monk
     """At once, with the cause: up to torch 2.12 the allocator stays in a capture that has failed, and emptying its cache
     would raise an internal assert later."""
     env, capture = start(qwen25, picture_rows, STOPPING), graphs.capture
-    capturing, step = [], ppo.RolloutEngine.step
+    capturing, step = [], ppo.RolloutEngine.decode_on_device
 
     class Binding:
         def capture_begin(self, *_, **__):
@@ -306,7 +306,7 @@ def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monk
 
     graphs_of()
     monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(ppo.RolloutEngine, "step", failing_step)
+    monkeypatch.setattr(ppo.RolloutEngine, "decode_on_device", failing_step)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Binding)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     monkeypatch.setattr(torch._C, "_host_emptyCache", empty_cache, raising=False)

@@ -578,7 +578,7 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     data.write_text('{"prompt": "count", "response": "one two three"}\n{"prompt": "red", "response": "blue"}')
     env, found = start(family.folder, family.data, "--ptx_data", data, "--ptx_coef 1"), {}
     text = env.rows.ptx
-    drawn = [row for row, _ in text.rows], [0, 1]
+    drawn = [row for row, *_ in text.rows], [0, 1]
     for ptx, aux in ((1.0, 0.0), (1.0, 0.5), (0.5, 0.5)):
         text.coef = ptx
         text.backward(env.actor, text.loader.submit(*drawn), aux)
