@@ -155,7 +155,9 @@ class Checkpoints:
         if choice == "never" and (candidates or from_main((self.out / "metrics.jsonl").exists())):
             raise UserError(f"--resume never: {self.out} already holds a run; choose another --out")
         if choice not in ("auto", "must", "never"):
-            asked = from_main(self.find_path(choice))
+            # a step of this --out, a folder, or a pointer `latest`
+            step = self.folder / f"step-{choice}"
+            asked = from_main((step if choice.isdecimal() else follow_pointer(choice)).resolve())
             if asked.parent != self.folder.resolve():
                 candidates.append(asked)  # behind its own, from which a requeued job goes on
             elif self.read_only:
@@ -174,11 +176,6 @@ class Checkpoints:
         if choice not in ("auto", "never"):
             raise UserError(f"--resume {choice}: no complete checkpoint in {asked}")
         return None
-
-    def find_path(self, choice: str) -> Path:
-        """The folder of --resume PATH, of a step of this --out, or of the pointer `latest`."""
-        path = self.folder / f"step-{choice}" if choice.isdecimal() else follow_pointer(choice)
-        return path.resolve()
 
     def compare_flags(self, step: int, saved: dict, identity: Container[str]) -> str:
         """How flags have changed from those ``saved`` after ``step`` steps. Raises ValueError: they
