@@ -146,7 +146,7 @@ def test_a_benchmark_becomes_judgements(tmp_path, published, qwen25, capsys, ben
         assert len(rows[3]["videos"][0]) == 2
 
     loaded = load_judgements(str(tmp_path / "out" / "rows.jsonl"), Processor(str(qwen25)), judge_settings(), DataArgs())
-    assert [ask["order"] for *_, ask in loaded] == ["given", "swapped"] * len(rows)
+    assert [prompt.order for prompt, *_ in loaded] == ["given", "swapped"] * len(rows)
     assert [prompt.row["source"] for prompt, *_ in loaded[::2]] == GROUPS[benchmark]
 
 
