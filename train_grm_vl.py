@@ -376,7 +376,7 @@ class Judge(nn.Module):
     def forward(self, pack: Pack) -> Tensor:
         """Returns logp (T,) float32."""
         hidden = vlm.hidden_states(self.model, pack)[pack.predict]  # (T, H)
-        chunk = self.model.compute.head_chunk
+        chunk = self.model.setup.head_chunk
         return logprobs.linear_logprobs(
             hidden, self.model.lm_head.weight, pack.targets, chunk=chunk
         )[0]
@@ -566,12 +566,12 @@ def generation_inputs(
     ones = [torch.ones_like(ids) for ids in prompts]
     ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")
     mask = pad_sequence(ones, batch_first=True, padding_side="left")
-    inputs = {"input_ids": ids, "attention_mask": mask} | model.family.token_types(ids)
+    inputs = {"input_ids": ids, "attention_mask": mask} | model.setup.family.token_types(ids)
     pixels = [batch.patches[index] for index in indices if index in batch.patches]
     if pixels:
         items = [grid for index in indices for grid in batch.prompts[index].grids]
-        inputs |= model.family.vision_inputs(*data.join_pixels(pixels), tuple(items))
-    return {name: value.to(model.compute.device) for name, value in inputs.items()}
+        inputs |= model.setup.family.vision_inputs(*data.join_pixels(pixels), tuple(items))
+    return {name: value.to(model.setup.device) for name, value in inputs.items()}
 
 
 @contextmanager

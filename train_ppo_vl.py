@@ -945,7 +945,7 @@ class Policy(nn.Module):
         hidden = vlm.hidden_states(self.model, pack)[pack.predict]  # (T, H)
         if hidden_only:
             return hidden
-        options = {"chunk": self.model.compute.head_chunk}
+        options = {"chunk": self.model.setup.head_chunk}
         if sampling is not None:
             options |= sampling.logits_options(pack.step)
         weight = self.model.lm_head.weight  # (V, H)
@@ -1212,7 +1212,7 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
 def write_critiques(judge: Policy, questions: Batch, args: Args) -> Batch:
     """The judge's critique of every question, sampled greedily."""
     sampling = replace(
-        Sampling.of(args, judge.processor, judge.model.compute.device),
+        Sampling.of(args, judge.processor, judge.model.setup.device),
         max_new_tokens=args.reward.grm_max_new_tokens,
         min_new_tokens=0,
         stop_strings=(),
@@ -1870,7 +1870,7 @@ def check_sampler(log: logging.RunLogger, state: TrainState, actor: Policy, args
     if limit < 0:
         # Rounding makes 1e-7 to 1e-5 nats in float32 and 0.01 to 0.03 in bfloat16; a kernel that
         # reads one wrong key makes 0.5 or more.
-        limit = 1e-3 if actor.model.compute.dtype == torch.float32 else 0.1
+        limit = 1e-3 if actor.model.setup.dtype == torch.float32 else 0.1
     gap = state.metrics.get("train/sampler_gap", 0.0)
     if not limit or gap <= limit:
         return
@@ -1948,8 +1948,8 @@ class RolloutEngine:
 
     def __post_init__(self):
         model, sampling, envs = self.actor.model, self.sampling, self.envs
-        self.compute = model.compute
-        device = self.compute.device
+        self.setup = model.setup
+        device = self.setup.device
         # decoding steps between two checks by the host for finished slots
         self.poll = 8 if device.type == "cuda" else 1
         longest = max((self.batch.prompt_lengths[g] for g in self.indices), default=1)
@@ -1961,9 +1961,9 @@ class RolloutEngine:
             model.config.get_text_config(),
             slots,
             capacity,
-            self.compute.dtype,
+            self.setup.dtype,
             device,
-            self.compute.backend,
+            self.setup.backend,
         )
         self.make_slots(slots)
         if envs is not None and self.cache.linear is not None:
@@ -1977,7 +1977,7 @@ class RolloutEngine:
 
     def make_slots(self, slots: int) -> None:
         """The state of each slot, on the device and on the host."""
-        device, longest = self.compute.device, self.sampling.max_new_tokens
+        device, longest = self.setup.device, self.sampling.max_new_tokens
         self.slots: list[Sample | None] = [None] * slots  # None: free
         self.slot_ids = torch.arange(slots, device=device)
         self.counters = torch.zeros(3, slots, dtype=torch.int64, device=device)
@@ -2003,7 +2003,7 @@ class RolloutEngine:
         """--slots, or else as many as fit into memory beside a prefill and a margin, at most
         `attention.MOST_SLOTS`."""
         wanted = min(wanted, self.sampling.slots or attention.MOST_SLOTS)
-        if self.sampling.slots or self.compute.device.type != "cuda":
+        if self.sampling.slots or self.setup.device.type != "cuda":
             return wanted
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
@@ -2049,7 +2049,7 @@ class RolloutEngine:
             index, numbers = waiting.popleft()
             members.append((index, [(free.popleft(), number) for number in numbers]))
         sizes = [self.batch.prompt_lengths[index] for index, _ in members]
-        for part in fill_packs(members, sizes, self.compute.max_tokens_per_pack):
+        for part in fill_packs(members, sizes, self.setup.max_tokens_per_pack):
             self.prefill(part)
 
     def prefill(self, members: list[tuple[int, list[tuple[int, int]]]]) -> None:
@@ -2101,7 +2101,7 @@ class RolloutEngine:
             return
         slots = self.cache.slots
         size = min(next((s for s in GRAPH_SIZES if s >= size), slots), slots)
-        if self.compute.backend == "sdpa":  # it reads what it masks, too: keep that short
+        if self.setup.backend == "sdpa":  # it reads what it masks, too: keep that short
             capacity = min(1 << (longest - 1).bit_length(), capacity)
         self.graphs.run(self.decode_on_device, size, capacity)
 
@@ -2112,7 +2112,7 @@ class RolloutEngine:
             input_ids=self.last[None, :size],
             positions=self.rope[:size].expand(3, 1, -1),
             attention=attention.DecodeAttention(
-                self.cache, self.length[:size], longest, self.compute.backend
+                self.cache, self.length[:size], longest, self.setup.backend
             ),
         )
         hidden = vlm.hidden_states(self.actor.model, pack)  # (B, H)
@@ -2204,7 +2204,7 @@ class RolloutEngine:
         episodes = [(slot, self.envs.episodes[self.slots[slot].key]) for slot in slots]
         unread = [(slot, episode) for slot, episode in episodes if episode.reply is not None]
         sizes = [1 + len(episode.reply.input_ids) for _, episode in unread]
-        for part in fill_packs(unread, sizes, self.compute.max_tokens_per_pack):
+        for part in fill_packs(unread, sizes, self.setup.max_tokens_per_pack):
             self.resume(part)
 
     def resume(self, episodes: list[tuple[int, dialogue.Episode]]) -> None:

@@ -210,7 +210,7 @@ class RunLogger:
             self.out, first_step = self.out / f"evaluation-step-{first_step}", 0
         self.first_step = first_step
         self._warned: dict[str, bool] = {}  # name -> whether it held when it was looked at last
-        evaluated: set[int] = set()
+        evaluated = set()
         self.bar = tqdm(
             total=total_steps,
             initial=first_step,

@@ -49,7 +49,7 @@ def logits_fp32(
         logits /= temperature
     if banned is not None:
         logits[:, : len(banned)].masked_fill_(banned[: logits.shape[1]], -math.inf)
-        logits[:, len(banned) :] = -math.inf
+        logits[:, len(banned) :].fill_(-math.inf)
     if row_banned is not None:
         chosen = logits[:, row_banned_ids]  # (n, k)
         logits[:, row_banned_ids] = chosen.masked_fill(row_banned[:, None], -math.inf)

@@ -324,14 +324,14 @@ def computing(module, apart=False, **changes):
 
     from common.model import forward as vlm
 
-    compute, make_blocks = module.model.compute, vlm.make_blocks
-    module.model.compute = dataclasses.replace(compute, **changes)
+    setup, make_blocks = module.model.setup, vlm.make_blocks
+    module.model.setup = dataclasses.replace(setup, **changes)
     if apart:
         vlm.make_blocks = lambda batch, max_tokens, groups, score_cost: make_blocks(batch, 0, groups)
     try:
         yield
     finally:
-        module.model.compute, vlm.make_blocks = compute, make_blocks
+        module.model.setup, vlm.make_blocks = setup, make_blocks
 
 
 @pytest.fixture(scope="session")

@@ -65,6 +65,6 @@ def test_later_it_is_a_warning(qwen25, task, tmp_path, sampler, capsys, monkeypa
 def test_nan_does_not_pass(qwen25, task, tmp_path):  # noqa: F811
     args = ppo.parse_args(flags(qwen25, task, tmp_path))
     state = SimpleNamespace(step=1, metrics={"train/sampler_gap": float("nan")})
-    actor = SimpleNamespace(model=SimpleNamespace(compute=SimpleNamespace(dtype=torch.bfloat16)))
+    actor = SimpleNamespace(model=SimpleNamespace(setup=SimpleNamespace(dtype=torch.bfloat16)))
     with user_error("sampler_gap nan is above 0.1"):
         ppo.check_sampler(SimpleNamespace(first_step=0), state, actor, args)

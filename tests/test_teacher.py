@@ -66,7 +66,7 @@ def rows(tmp_path_factory) -> Path:
 
 def in_float64(module) -> None:
     module.to(torch.float64)
-    module.model.compute = dataclasses.replace(module.model.compute, dtype=torch.float64)
+    module.model.setup = dataclasses.replace(module.model.setup, dtype=torch.float64)
 
 
 def taught(policy: Path, rows: Path, *more):
@@ -163,7 +163,7 @@ def test_the_loss_is_the_exact_kl(case, rows):
     expected = {f"model.{name}": p.grad for name, p in student.named_parameters() if "visual" not in name}
     for most in (600, 130):
         for module in {env.actor, env.models.teacher.policy}:
-            module.model.compute = dataclasses.replace(module.model.compute, max_tokens_per_pack=most)
+            module.model.setup = dataclasses.replace(module.model.setup, max_tokens_per_pack=most)
         trained = Caught(env.actor, env.args)
         metrics = ppo.update_actor(trained, env.models, env.batch, 1, None, env.args)
         assert distance(trained.gradients[0], expected) < 1e-7

@@ -97,7 +97,7 @@ def clip_times(files: tuple[str, ...], fps: float) -> tuple[tuple[int, int], lis
     Raises ValueError: no such file, not a clip, fewer than 2 frames, frames of different size, no
     decoder installed.
     """
-    durations: list[float] = []  # milliseconds of each frame, where the file has them
+    durations = []  # milliseconds of each frame, where the file has them
     if len(files) > 1:
         sizes = {image_size(file): file for file in files}
         if len(sizes) > 1:

@@ -124,7 +124,7 @@ class PromptLoader:
     def __post_init__(self):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="images")
-        self.rows: list = []  # of the batch taken last
+        self.rows = []  # of the batch taken last
         self.later = iter(self.batches)
 
     def __enter__(self) -> "PromptLoader":

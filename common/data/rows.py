@@ -127,7 +127,7 @@ def read_rows(
     misspelled.
     """
     folder, name = os.path.split(os.path.abspath(path))
-    further: set[str] = set()
+    further = set()
 
     def read_row(index: int, number: int, line: bytes) -> Any:
         source = f"{name}:{number}"

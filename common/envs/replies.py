@@ -119,9 +119,9 @@ def compute_features(model: nn.Module, replies: list[Reply]) -> list[Tensor]:
     grids = torch.tensor([grid for reply in replies for grid in reply.grids])
     with torch.inference_mode(False), torch.no_grad():  # they are trained on later
         features = image_features(model, patches, grids).cpu()
-    image_ids = model.family.visual_token_ids()
+    image_ids = model.setup.family.visual_token_ids()
     counts = [int(torch.isin(reply.input_ids, image_ids).sum()) for reply in replies]
     parts = features.split(counts, dim=1)
     for reply, part in zip(replies, parts):
-        reply.features = reply.patches[None] if model.trains_vision else part
+        reply.features = reply.patches[None] if model.setup.trains_vision else part
     return list(parts)

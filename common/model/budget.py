@@ -89,7 +89,7 @@ class MemoryPlan:
         than their updates."""
         module = self.models[role]
         root, layer, _ = memory.gathered_bytes(module)
-        forward = memory.forward_bytes(module, module.model.compute.head_chunk)
+        forward = memory.forward_bytes(module, module.model.setup.head_chunk)
         return self.resident(role) | {"gathered weights": root + 2 * layer, "forward": forward}
 
     def decoding(self, role: str, length: int, slots: int, *busy: str) -> Parts:

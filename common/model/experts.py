@@ -17,7 +17,7 @@ def count_experts(module: nn.Module, batch: Batch, indices=None) -> Tensor:
     over all ranks."""
     model = module.model
     text = model.config.get_text_config()
-    load = torch.zeros(text.num_experts, device=model.compute.device)
+    load = torch.zeros(text.num_experts, device=model.setup.device)
     for pack in vlm.packs(model, batch, indices):
         with vlm.router_logits(model) as routed:
             module(pack)

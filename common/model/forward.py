@@ -7,9 +7,8 @@ packs.
     pack    -> embeddings, with image features in the places of image tokens -> language model
                                                            hidden_states
 
-A model here is one of transformers with three more attributes: ``family``, its class of `families`;
-``compute``, how it computes (`weights.Compute`); and ``trains_vision``, whether its own forward
-computes image features.
+A model here is one of transformers with one more attribute: ``setup``, what it is and how it
+computes (`weights.Setup`).
 
 Shapes: P prompt tokens, I images, M image tokens, L tokens of a pack, H hidden size, K levels
 of image features.
@@ -82,12 +81,12 @@ def tower_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def trained_parts(model: nn.Module) -> list[nn.Module]:
     """The decoder, and the vision tower if it is trained."""
-    return [decoder(model), model.model.visual] if model.trains_vision else [decoder(model)]
+    return [decoder(model), model.model.visual] if model.setup.trains_vision else [decoder(model)]
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
     """The layers of `trained_parts`, which FSDP gathers one by one."""
-    blocks = model.model.visual.blocks if model.trains_vision else []
+    blocks = model.model.visual.blocks if model.setup.trains_vision else []
     return [*decoder(model).layers, *blocks]
 
 
@@ -110,7 +109,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
 def router_logits(model: nn.Module):
     """Yields a list, to which each forward of the decoder appends the router logits (L, E) of its MoE
     layers."""
-    logits: list[Tensor] = []
+    logits = []
     hooks = []
     for router in routers(model):
         hooks.append(router.register_forward_hook(lambda module, args, out: logits.append(out[0])))
@@ -130,7 +129,7 @@ def use_attention(model: nn.Module, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
     # Set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
     decoder(model).config._attn_implementation = ATTENTION_NAME
-    if isinstance(model.family, Qwen) and model.model.visual is not None:
+    if isinstance(model.setup.family, Qwen) and model.model.visual is not None:
         # the other towers have no windows: SDPA, their default, is one call per block
         vision = "sdpa" if backend == "sdpa" else VISION_ATTENTION_NAME + backend
         model.model.visual.config._attn_implementation = vision
@@ -197,10 +196,10 @@ def check_decoder(model: nn.Module) -> None:
         return
     # Dynamic positions change with a batch's longest sequence, but only beyond this limit.
     limit = text.max_position_embeddings
-    if model.compute.longest > limit:
+    if model.setup.longest > limit:
         raise ValueError(
             "the checkpoint's rope_type dynamic is supported up to its max_position_embeddings "
-            f"{limit}; the flags allow sequences of {model.compute.longest} tokens"
+            f"{limit}; the flags allow sequences of {model.setup.longest} tokens"
         )
     # "default" does not inspect the positions, which a CUDA graph could not capture
     language.rotary_emb.rope_type = "default"
@@ -220,8 +219,8 @@ def image_features(model: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
     """
     weight = tower_parameters(model)[0]
     patches, grids = patches.to(weight.device, weight.dtype), grids.to(weight.device)
-    inputs = model.family.vision_inputs(patches, grids)
-    with torch.set_grad_enabled(model.trains_vision and torch.is_grad_enabled()):
+    inputs = model.setup.family.vision_inputs(patches, grids)
+    with torch.set_grad_enabled(model.setup.trains_vision and torch.is_grad_enabled()):
         out = model.model.get_image_features(**inputs, return_dict=True)
     levels = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
     flat = []
@@ -239,19 +238,19 @@ def compute_features(model: nn.Module, batch: Batch) -> None:
     waiting = sorted(batch.patches.keys() - batch.features.keys())
     # roughly the number of patches, even if images are split into tiles
     sizes = [batch.patches[index][0].numel() // 1024 for index in waiting]
-    for part in fill_packs(waiting, sizes, model.compute.max_tokens_per_pack):
+    for part in fill_packs(waiting, sizes, model.setup.max_tokens_per_pack):
         pixels, grids = zip(*(batch.patches[index] for index in part))
         features = image_features(model, torch.cat(pixels), torch.cat(grids)).cpu()  # (K, M, H)
         counts = [batch.prompts[index].image_tokens for index in part]
         batch.features.update(zip(part, features.split(counts, dim=1)))
-        if not model.trains_vision:
+        if not model.setup.trains_vision:
             for index in part:
                 del batch.patches[index]
 
 
 def compute_frozen_features(model: nn.Module, batch: Batch) -> None:
     """`compute_features`, unless the tower is trained: then every forward pass computes its own."""
-    if not model.trains_vision:
+    if not model.setup.trains_vision:
         compute_features(model, batch)
 
 
@@ -265,7 +264,7 @@ def prompt_positions(model: nn.Module, prompt) -> Tensor:
     images = [grid for grid in prompt.grids if len(grid) == 3]
     positions, _ = model.model.get_rope_index(
         ids,
-        **model.family.token_types(ids),
+        **model.setup.family.token_types(ids),
         image_grid_thw=torch.tensor(images) if images else None,
         video_grid_thw=torch.tensor([clip[:3] for clip in clips]) if clips else None,
         second_per_grid_ts=torch.tensor([clip[3] for clip in clips]),
@@ -300,24 +299,24 @@ def packs(
         look: another model, and the same samples as that model sees them. The ``look`` of each pack
             is then the pack of the same blocks for the other model.
     """
-    compute = model.compute
+    setup = model.setup
     hidden_size = model.config.get_text_config().hidden_size
     # of a masked score, in units of tokens
-    score_cost = 1 / (6 * hidden_size) if compute.backend == "sdpa" else 0.0
+    score_cost = 1 / (6 * hidden_size) if setup.backend == "sdpa" else 0.0
     sized = batch
     if look is not None:
         pairs = zip(batch.prompts, look[1].prompts)
         longer = [max(pair, key=lambda prompt: len(prompt.input_ids)) for pair in pairs]
         sized = replace(batch, prompts=longer)
-    blocks = make_blocks(sized, compute.max_tokens_per_pack, indices, score_cost)
+    blocks = make_blocks(sized, setup.max_tokens_per_pack, indices, score_cost)
     assigned = assign_blocks(
-        sized, blocks, dist.get_world_size(), compute.max_tokens_per_pack, hidden_size
+        sized, blocks, dist.get_world_size(), setup.max_tokens_per_pack, hidden_size
     )
     needed = [{key for blocks in part for key in image_keys(blocks)} for part in assigned]
     mine = progress(assigned[dist.get_rank()], "packs")
 
     def packs_of(model: nn.Module, batch: Batch, mine: Iterable[list[Block]]) -> Iterator[Pack]:
-        features = exchange_features(local_images(model, batch), needed, model.compute.dtype)
+        features = exchange_features(local_images(model, batch), needed, model.setup.dtype)
         return (make_pack(model, batch, blocks, features) for blocks in mine)
 
     if look is None:
@@ -341,13 +340,14 @@ def make_pack(
     model: nn.Module, batch: Batch, blocks: list[Block], features: Features
 ) -> Pack:
     """One pack, on the device."""
+    setup = model.setup
     positions = {index: positions_of(model, batch, index) for index, _ in blocks}
-    pack = build_pack(batch, blocks, positions, features, model.family.visual_token_ids())
-    if model.trains_vision:
+    pack = build_pack(batch, blocks, positions, features, setup.family.visual_token_ids())
+    if setup.trains_vision:
         pack = with_grids(model, pack, pack_grids(batch, blocks))
-    segments = model.family.attention_segments(pack.segments, pack.image_index)
-    pack = pack.to(model.compute.device)
-    pack.attention = PackedAttention(segments, model.compute.backend, model.compute.device)
+    segments = setup.family.attention_segments(pack.segments, pack.image_index)
+    pack = pack.to(setup.device)
+    pack.attention = PackedAttention(segments, setup.backend, setup.device)
     return pack
 
 
@@ -355,7 +355,7 @@ def local_images(model: nn.Module, batch: Batch) -> Features:
     """What packs need of the images that this rank decoded, by `image_keys`: features (K, M, H), or
     pixels (1, patches, patch size) if the model trains its tower."""
     images = dict(batch.features)
-    if model.trains_vision:
+    if model.setup.trains_vision:
         images = {index: patches[None] for index, (patches, _) in batch.patches.items()}
     for i, conversation in enumerate(batch.conversations):
         if conversation.features is not None:
@@ -428,7 +428,7 @@ def prefill_pack(
     """One pack of several parts, each of which sees what its slot has cached, with the ``features``
     (K, M, H) of their images. The forward pass of the pack stores keys and values into the slots
     (`PackedAttention`). ``predict`` (b,) is the last token that each slot reads, in order."""
-    compute, device = model.compute, model.compute.device
+    setup, device = model.setup, model.setup.device
     counts = torch.tensor([len(part.input_ids) for part in parts])
     cached = torch.tensor([part.cached for part in parts])
     ends = counts.cumsum(0)
@@ -446,10 +446,10 @@ def prefill_pack(
     plan, earlier = (tuple(x.to(device) for x in places) for places in (plan, earlier))
     ids = torch.cat([part.input_ids for part in parts])  # (L,)
     positions = torch.cat([part.positions for part in parts], dim=1)  # (3, L)
-    image_index = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
-    segments = model.family.attention_segments(bounds.tolist(), image_index)
+    image_index = torch.isin(ids, model.setup.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
+    segments = model.setup.family.attention_segments(bounds.tolist(), image_index)
     attention = PackedAttention(
-        segments, compute.backend, device, cache, plan, earlier if cached.any() else ()
+        segments, setup.backend, device, cache, plan, earlier if cached.any() else ()
     )
     return Pack(
         input_ids=ids[None].to(device),

@@ -39,7 +39,7 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """ZeRO-3: every decoder layer, then the root. A frozen vision tower is replicated, outside of
     FSDP; a value head is always float32."""
     model = module.model
-    dtype = model.compute.dtype
+    dtype = model.setup.dtype
     full = dtype == torch.float32  # then nothing is cast: tests compute in float64
     mixed = MixedPrecisionPolicy(
         param_dtype=None if full else dtype,
@@ -54,7 +54,7 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         fully_shard(layer, mesh=mesh, mp_policy=mixed)
     if hasattr(module, "value_head"):
         fully_shard(module.value_head, mesh=mesh)
-    replicated = set() if model.trains_vision else set(vlm.tower_parameters(model))
+    replicated = set() if model.setup.trains_vision else set(vlm.tower_parameters(model))
     return fully_shard(module, mesh=mesh, mp_policy=mixed, ignored_params=replicated)
 
 
@@ -311,7 +311,7 @@ def onloaded(part: Trainable | nn.Module | None, offload: str):
     """Inside, what `rests` in host memory is on its device."""
     if rests(part, offload):
         module = part.module if isinstance(part, Trainable) else part
-        move(part, module.model.compute.device)
+        move(part, module.model.setup.device)
     try:
         yield
     finally:

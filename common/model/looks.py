@@ -186,7 +186,7 @@ def with_patches(model: nn.Module, conversation: Conversation, patches: list[Ten
     if not patches:
         return conversation
     joined = torch.cat(patches)
-    if model.trains_vision:
+    if model.setup.trains_vision:
         return replace(conversation, features=joined[None])
     features = image_features(model, joined, torch.tensor(conversation.grids)).cpu()
     return replace(conversation, features=features)
@@ -259,7 +259,7 @@ class Teacher:
     def own_tower(self) -> bool:
         """Whether image features must be made for it."""
         model = self.policy.model
-        return not (self.policy is self.actor or model.trains_vision or not tower_parameters(model))
+        return not (self.policy is self.actor or model.setup.trains_vision or not tower_parameters(model))
 
     def look(self, batch: Batch) -> Batch:
         """The batch, with or without samples, as the teacher sees it."""
@@ -270,7 +270,7 @@ class Teacher:
         if template or processor is not actor.processor:
             batch = with_prompts(batch, processor, template)
         if self.own_tower or self.args.student_images:
-            sees = self.own_tower or actor.model.trains_vision
+            sees = self.own_tower or actor.model.setup.trains_vision
             batch = with_images(batch, (self.policy if sees else actor).model, processor)
         return batch
 

@@ -39,7 +39,7 @@ def update_flops(policy: nn.Module, tokens: float, responses: float) -> float:
         p.numel() * (used if ".experts." in name else 1)
         for name, p in decoder(policy.model).layers.named_parameters()
     )
-    per_weight = 4 if hasattr(policy.model, "adapter") else 6
+    per_weight = 4 if policy.model.setup.adapter else 6
     return per_weight * (tokens * weights + responses * policy.model.lm_head.weight.numel())
 
 
@@ -98,7 +98,7 @@ def resident_bytes(module: nn.Module, shards: int) -> dict[str, int]:
 def gathered_bytes(module: nn.Module) -> tuple[int, int, int]:
     """Gathered weights of the root group (embeddings, head, norm), of the largest layer, and of all
     layers."""
-    width = module.model.compute.dtype.itemsize
+    width = module.model.setup.dtype.itemsize
     layers = [count(layer.parameters()) for layer in decoder(module.model).layers]
     tower = count(tower_parameters(module.model))
     root = count(module.parameters()) - tower - sum(layers)
@@ -114,7 +114,7 @@ def layer_activations(module: nn.Module) -> int:
     """
     text = module.model.config.get_text_config()
     layer = decoder(module.model).layers[-1]
-    width = module.model.compute.dtype.itemsize
+    width = module.model.setup.dtype.itemsize
     # one scale for all heads
     repeats = {
         "q_norm": text.num_attention_heads,
@@ -146,15 +146,15 @@ def logits_bytes(module: nn.Module, rows: int) -> int:
 def forward_bytes(module: nn.Module, rows: int) -> int:
     """What a forward without gradients needs besides gathered weights and cache: for a layer of a
     pack, or for so many rows of logits."""
-    pack = module.model.compute.max_tokens_per_pack * layer_activations(module)
+    pack = module.model.setup.max_tokens_per_pack * layer_activations(module)
     return max(pack, logits_bytes(module, rows))
 
 
 def slot_bytes(module: nn.Module, length: int) -> int:
     """Bytes of the cache of one sequence of up to ``length`` tokens, counted on meta."""
-    text, compute = module.model.config.get_text_config(), module.model.compute
+    text, setup = module.model.config.get_text_config(), module.model.setup
     meta = torch.device("meta")
-    return SlotCache(text, 1, length, compute.dtype, meta, compute.backend).nbytes
+    return SlotCache(text, 1, length, setup.dtype, meta, setup.backend).nbytes
 
 
 def fitting_slots(policy: nn.Module, length: int, most: int, free: float) -> int:
@@ -174,14 +174,14 @@ def backward_bytes(module: nn.Module, tokens: int, recompute: bool) -> dict[str,
     """
     model = module.model
     layers = decoder(model).layers
-    width = model.compute.dtype.itemsize
+    width = model.setup.dtype.itemsize
     activations = tokens * layer_activations(module)
     hidden = tokens * model.config.get_text_config().hidden_size
     saved = hidden * (4 + 4 * width)  # embeddings, with pictures, and the last norm
     saved += len(layers) * (width * hidden if recompute else activations)
 
     head = 0 if model.lm_head is None else count_trained([model.lm_head.weight])
-    at_head = logits_bytes(module, model.compute.head_chunk) + 4 * head
+    at_head = logits_bytes(module, model.setup.head_chunk) + 4 * head
     largest = max(count_trained(layer.parameters()) for layer in layers)
     in_layer = activations // 3 + 2 * largest * (4 + width) + width * head
     if recompute:

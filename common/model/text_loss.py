@@ -48,7 +48,7 @@ class TextLoss:
         vlm.compute_frozen_features(model, batch)
         load = experts.count_experts(policy, batch) if aux_loss_coef else None
         count = self.count_labels(batch)
-        total = torch.zeros((), device=model.compute.device)
+        total = torch.zeros((), device=model.setup.device)
         for pack in vlm.packs(model, batch):
             if self.labels == "text":
                 pack = pack.label_text(self.banned.to(total.device))

@@ -3,10 +3,8 @@
     folder -> model on meta -> (sharded by the script) -> weights streamed    Builder, load
     shards -> safetensors under the checkpoint's names, whole on rank 0       export
 
-A user's mistake is a ValueError that names the file and the numbers. A model that is built here
-has, beside what `forward` describes: ``folder``, its checkpoint; ``stored``, the weights of the
-checkpoint's files by their keys there, set by `load`; and ``adapter``, if it has adapters: what
-PEFT's adapter_config.json says of them.
+A user's mistake is a ValueError that names the file and the numbers. A model that is built here is
+one of transformers with one more attribute: ``setup``, a `Setup`.
 
 transformers' `from_pretrained` and `save_pretrained` are not used: a rank would hold the whole
 model, and multi-token prediction, a tied head that the files hold all the same and float32 weights
@@ -33,7 +31,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common import distributed
-from common.data.families import Qwen, family_of
+from common.data.families import Family, Qwen, family_of
 from common.data.folder import read_json, read_model_config
 from common.data.processor import Processor
 from common.flags import DataArgs, ModelArgs, follow_pointer
@@ -134,24 +132,23 @@ def open_weights(path: Path):
 # -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Compute:
-    """How a model computes here.
+@dataclass
+class Setup:
+    """``model.setup``: what a model here is, and how it computes."""
 
-    Attributes:
-        backend: of attention.
-        dtype: of forward passes; trained weights and their optimizer are float32.
-        max_tokens_per_pack: tokens of a pack.
-        head_chunk: tokens whose logits exist at the same time.
-        longest: tokens of the longest sequence.
-    """
-
-    backend: str
-    dtype: torch.dtype
+    backend: str  # of attention
+    dtype: torch.dtype  # of forward passes; trained weights and their optimizer are float32
     device: torch.device
     max_tokens_per_pack: int
-    head_chunk: int
-    longest: int
+    head_chunk: int  # tokens whose logits exist at the same time
+    longest: int  # tokens of the longest sequence
+    family: Family | None = None
+    trains_vision: bool = False  # its own forward computes image features
+    folder: Path | None = None  # its checkpoint
+    # the weights of the checkpoint's files by their keys there, set by `load`
+    stored: dict | None = None
+    # what PEFT's adapter_config.json says of its adapters, if it has any
+    adapter: dict | None = None
 
     @property
     def planned(self) -> bool:
@@ -159,7 +156,7 @@ class Compute:
         return self.device.type == "meta"
 
 
-def choose_compute(args: ModelArgs, device: torch.device, longest: int) -> Compute:
+def choose_setup(args: ModelArgs, device: torch.device, longest: int) -> Setup:
     """What the flags mean on this device; the main rank prints it. On the meta device, where models
     are only planned, they mean what they do on a GPU. Raises ValueError: an attention back-end that
     cannot run here.
@@ -181,7 +178,7 @@ def choose_compute(args: ModelArgs, device: torch.device, longest: int) -> Compu
     # Every chunk costs a pass over the gradient of the head's weight: on a GPU this is expensive, on
     # a CPU it is not, and memory decides.
     head_chunk = 256 if small else 4096
-    return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk, longest)
+    return Setup(backend, dtype, device, args.max_tokens_per_pack, head_chunk, longest)
 
 
 class Builder:
@@ -192,8 +189,8 @@ class Builder:
     """
 
     def __init__(self, args: ModelArgs, device: torch.device, longest: int):
-        self.args, self.compute = args, choose_compute(args, device, longest)
-        self.folder = resolve_folder(args.model, weights=not self.compute.planned)
+        self.args, self.setup = args, choose_setup(args, device, longest)
+        self.folder = resolve_folder(args.model, weights=not self.setup.planned)
 
     def actor(self) -> nn.Module:
         """The model to train, with its vision tower."""
@@ -209,7 +206,7 @@ class Builder:
         """
         folder = self.folder
         if name:
-            folder = resolve_folder(name, weights=not self.compute.planned)
+            folder = resolve_folder(name, weights=not self.setup.planned)
             self.check_role(folder)
         return self.build(folder, self.args.train_vision, head, frozen)
 
@@ -235,17 +232,17 @@ class Builder:
         args = self.args
         model = build_model(
             read_model_config(folder),  # each its own: same shapes do not make the same model
-            self.compute,
+            self.setup,
             vision=vision,
             head=head,
             trains_vision=args.train_vision,
         )
-        model.folder = folder
+        model.setup.folder = folder
         if frozen:
             return model.requires_grad_(False)
         if args.lora_rank:
             add_adapters(model, args.model, args.lora_rank, args.lora_alpha)
-        by_default = args.gradient_checkpointing == "auto" and self.compute.device.type == "cuda"
+        by_default = args.gradient_checkpointing == "auto" and self.setup.device.type == "cuda"
         if by_default or args.gradient_checkpointing == "on":
             recompute_layers(model)
         if args.compile == "layers":
@@ -265,16 +262,16 @@ def build_reader(
 
     Raises ValueError: a folder that is no model, or of a family that is not supported.
     """
-    compute = actor.model.compute
-    folder = resolve_folder(name, weights=not compute.planned)
+    setup = actor.model.setup
+    folder = resolve_folder(name, weights=not setup.planned)
     # It sees images at the size that it was trained on.
     processor = Processor(folder, replace(args, min_pixels=0, max_pixels=0))
     # It can if family, image processor and tower are the actor's, and stay so.
-    shares = shares and not actor.model.trains_vision
+    shares = shares and not setup.trains_vision
     shares = shares and image_settings(processor) == image_settings(actor.processor)
-    shares = shares and same_tower(actor.model.folder, folder)
-    model = build_model(processor.config, compute, vision=not shares, head=head)
-    model.folder = folder
+    shares = shares and same_tower(setup.folder, folder)
+    model = build_model(processor.config, setup, vision=not shares, head=head)
+    model.setup.folder = folder
     return model.requires_grad_(False), processor
 
 
@@ -288,7 +285,7 @@ def recompute_layers(model: nn.Module) -> None:
 
 def build_model(
     config,
-    compute: Compute,
+    setup: Setup,
     *,
     vision: bool = True,
     head: bool = True,
@@ -314,10 +311,10 @@ def build_model(
     with parameters_on_meta():
         # a copy: it is written into
         model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
-    model.family, model.compute, model.trains_vision = family, compute, trains_vision
+    model.setup = replace(setup, family=family, trains_vision=trains_vision, adapter=None)
     use_mixers(model)
     use_fewer_kernels(model)
-    use_attention(model, compute.backend)
+    use_attention(model, setup.backend)
     check_decoder(model)
     # EOS may serve as padding, and learns like any token
     decoder(model).get_input_embeddings().padding_idx = None
@@ -327,9 +324,9 @@ def build_model(
     if not head:
         model.lm_head = None
     if not trains_vision:
-        freeze(tower_parameters(model), compute.dtype)
-    if float32_parts(model) and not compute.planned:
-        choose_rule(compute.device.type, compute.dtype)  # which names a missing package
+        freeze(tower_parameters(model), setup.dtype)
+    if float32_parts(model) and not setup.planned:
+        choose_rule(setup.device.type, setup.dtype)  # which names a missing package
     return model
 
 
@@ -435,7 +432,7 @@ def add_adapters(model: nn.Module, base: str, rank: int, alpha: int) -> None:
     attention and MLP, an adapter in float32, scaled by alpha / rank. ``base``: the checkpoint that
     the adapters belong to.
     """
-    freeze(model.parameters(), model.compute.dtype)
+    freeze(model.parameters(), model.setup.dtype)
     for part in float32_parts(model):
         freeze(part.parameters(), torch.float32)
     inside = set(decoder(model).layers.modules())
@@ -447,7 +444,7 @@ def add_adapters(model: nn.Module, base: str, rank: int, alpha: int) -> None:
     for name, layer in layers.items():
         model.set_submodule(name, LoRALinear(layer, rank, alpha / rank))
     # Whole names: a suffix alone would also fit layers of a vision tower.
-    model.adapter = {
+    model.setup.adapter = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -514,7 +511,7 @@ def shard_and_load(module: nn.Module, ranks: distributed.Ranks, seed: int) -> No
     head = getattr(module, "value_head", None)
     if head is not None:
         nn.init.zeros_(head.weight)
-    load(module.model, module.model.folder, value_head=head)
+    load(module.model, module.model.setup.folder, value_head=head)
 
 
 def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) -> None:
@@ -531,8 +528,8 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
         parameters["value_head.weight"] = value_head.weight
         if value_head.weight.requires_grad:
             fresh.add("value_head.weight")
-    model.stored = {}
-    read: set[Tensor] = set()  # tied ones are one
+    stored = model.setup.stored = {}
+    read = set()  # tied ones are one
     for path in weight_files(folder):
         with open_weights(path) as tensors:
             for key in tensors.keys():
@@ -541,7 +538,7 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                     continue  # its part is left out by this role, or by all
                 value = tensors.get_tensor(key)  # in mapped memory: read when it is copied
                 like = torch.empty_like(value, device="meta")
-                model.stored[key] = StoredWeight(name, path, like)
+                stored[key] = StoredWeight(name, path, like)
                 if name is None:
                     continue
                 target = parameters[name]
@@ -616,7 +613,7 @@ def export(
     them. Returns on every rank why the folder could not be written, or None.
     """
     model, problem = module.model, None
-    empty = {key: weight.like for key, weight in model.stored.items()}
+    empty = {key: weight.like for key, weight in model.setup.stored.items()}
     plan = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
     files = gather_files(model, plan.filename_to_tensors)
     if distributed.is_main():
@@ -626,7 +623,7 @@ def export(
             aside.mkdir(parents=True)
             for file, tensors in files:
                 keys = plan.filename_to_tensors.get(file, tensors)
-                write_file(aside / file, keys, tensors, model.stored)
+                write_file(aside / file, keys, tensors, model.setup.stored)
             if plan.is_sharded:
                 index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
                 (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
@@ -651,7 +648,7 @@ def gather_files(
     for file, keys in files.items():
         tensors = {}
         for key in keys:  # in one order on all ranks
-            weight = model.stored[key]
+            weight = model.setup.stored[key]
             if weight.name is None:
                 continue
             full = whole(model.get_parameter(weight.name))
@@ -665,7 +662,7 @@ def gather_files(
                 # copy: a tied weight stands in the files twice
                 tensors[key] = full.to(weight.like.dtype, copy=True).cpu().contiguous()
         yield file, tensors
-    if hasattr(model, "adapter"):
+    if model.setup.adapter:
         tensors = {
             f"base_model.model.{name}.weight": whole(parameter).cpu()
             for name, parameter in model.named_parameters()
@@ -689,8 +686,9 @@ def write_file(
 
 def write_settings(aside: Path, model: nn.Module, processor: Processor) -> None:
     """The small files of an export, and everything durable."""
-    if hasattr(model, "adapter"):
-        (aside / "adapter" / "adapter_config.json").write_text(json.dumps(model.adapter, indent=2))
+    adapter = model.setup.adapter
+    if adapter:
+        (aside / "adapter" / "adapter_config.json").write_text(json.dumps(adapter, indent=2))
     processor.config.save_pretrained(aside)
     processor.save(str(aside))
     for path in aside.rglob("*.safetensors"):  # safetensors 0.8 writes them for their owner alone

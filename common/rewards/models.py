@@ -416,7 +416,7 @@ class ScalarModel(RewardModel):
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
         frame = answer_frame(self.processor)
-        targets: dict[int, list[Tensor]] = {}  # by prompt
+        targets = {}  # by prompt
         for index, _, text, _ in answers:
             target = encode_target(self.processor, frame, self.without_markup(text))
             # Values stand at the rows that predict a token: one more, for the row of the end token.

@@ -45,7 +45,7 @@ def extract_answer(response: str, rule: str) -> str | None:
     if rule == "answer":
         answers = ANSWER.findall(response)
         return answers[-1].strip() if answers else None
-    opened: list[tuple[int, bool]] = []  # where the content of each brace begins; whether of a box
+    opened = []  # where the content of each brace begins; whether of a box
     last = (-1, -1)
     for match in BRACES.finditer(response):
         if match[0] == "}" and opened:

@@ -117,10 +117,10 @@ def random_weights(model, folder=None, value_head=None) -> set[str]:
     return set()
 
 
-def text_model(folder: Path, compute: weights.Compute):
+def text_model(folder: Path, setup: weights.Setup):
     """The language model alone, without gradients, in the compute dtype."""
-    model = weights.build_model(text_config(folder)[0], compute, vision=False, head=True)
-    weights.freeze(model.parameters(), compute.dtype)
+    model = weights.build_model(text_config(folder)[0], setup, vision=False, head=True)
+    weights.freeze(model.parameters(), setup.dtype)
     weights.materialize(model, DEVICE)
     random_weights(model)
     return model.eval()
@@ -163,15 +163,15 @@ def generate_seconds(model, batch: int, context: int, steps: int) -> float:
         return (timed(lambda: call(2 + steps)) - timed(lambda: call(2))) / steps
 
 
-def decode_table(compute, folder: Path, size: str, batches, contexts, steps: int, bandwidth: float) -> None:
-    model, (_, text) = text_model(folder, compute), text_config(folder)
+def decode_table(setup, folder: Path, size: str, batches, contexts, steps: int, bandwidth: float) -> None:
+    model, (_, text) = text_model(folder, setup), text_config(folder)
     layers = sum(p.numel() for p in model.model.language_model.layers.parameters())
-    bytes_read = compute.dtype.itemsize * (layers + model.lm_head.weight.numel())
-    per_token = SlotCache(text, 1, 1, compute.dtype, torch.device("meta"), compute.backend).nbytes
+    bytes_read = setup.dtype.itemsize * (layers + model.lm_head.weight.numel())
+    per_token = SlotCache(text, 1, 1, setup.dtype, torch.device("meta"), setup.backend).nbytes
     nothing = torch.zeros(text.vocab_size, dtype=torch.bool, device=DEVICE)
     no_ids = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     sampling = ppo.Sampling(max_new_tokens=1, banned=nothing, stop_ids=no_ids)
-    print(f"\nDecoding, {size}, {compute.backend}: weights {bytes_read / 1e9:.2f} GB, {per_token / 1e3:.1f} kB per cached token; "
+    print(f"\nDecoding, {size}, {setup.backend}: weights {bytes_read / 1e9:.2f} GB, {per_token / 1e3:.1f} kB per cached token; "
           "bound in ms; ms per step, tokens/s, per cent of the bound\n")
     print("| batch x context | bound | eager | graphs | generate |\n|---|---|---|---|---|")
     free = torch.cuda.mem_get_info()[0] if DEVICE.type == "cuda" else 8e9
@@ -188,7 +188,7 @@ def decode_table(compute, folder: Path, size: str, batches, contexts, steps: int
                         model.config.text_config._attn_implementation = "sdpa"
                         model.model.language_model.config._attn_implementation = "sdpa"
                         seconds = generate_seconds(model, batch, context, steps)
-                        vlm.use_attention(model, compute.backend)
+                        vlm.use_attention(model, setup.backend)
                     else:
                         seconds = decoding_seconds(sampling, model, batch, context, mode, steps)
                     cells.append(f"{1e3 * seconds:.2f} ms, {batch / seconds:.0f}, {100 * bound / seconds:.0f} %")
@@ -196,8 +196,8 @@ def decode_table(compute, folder: Path, size: str, batches, contexts, steps: int
             print(f"| {batch} x {context} | {1e3 * bound:.2f} | " + " | ".join(cells) + " |", flush=True)
 
 
-def prefill_table(compute, folder: Path, size: str, totals, peak: float) -> None:
-    model, (_, text) = text_model(folder, compute), text_config(folder)
+def prefill_table(setup, folder: Path, size: str, totals, peak: float) -> None:
+    model, (_, text) = text_model(folder, setup), text_config(folder)
     layers = sum(p.numel() for p in model.model.language_model.layers.parameters())
     print(f"\nPrefill, {size}, prompts of 1,024 tokens\n\n| tokens | ms | tokens/s | MFU |\n|---|---|---|---|")
     for total in totals:
@@ -206,7 +206,7 @@ def prefill_table(compute, folder: Path, size: str, totals, peak: float) -> None
         row = Pack(
             input_ids=torch.randint(5, 100, (1, total), device=DEVICE),
             positions=(torch.arange(total, device=DEVICE) % length).expand(3, 1, -1),
-            attention=PackedAttention(segments, compute.backend, DEVICE),
+            attention=PackedAttention(segments, setup.backend, DEVICE),
         )
         with torch.inference_mode(), bare_forwards(vlm.decoder(model)):
             vlm.hidden_states(model, row)
@@ -271,12 +271,12 @@ def main() -> None:
              "--max_new_tokens", "8" if tiny else "256", "--max_prompt_tokens", "2048", "--gradient_checkpointing", "--out",
              str(folder / "run")]
     args = ppo.parse_args(flags)
-    compute = weights.choose_compute(args.model, DEVICE, 32768)
-    bandwidth, peak = limits(compute.dtype, tiny)
+    setup = weights.choose_setup(args.model, DEVICE, 32768)
+    bandwidth, peak = limits(setup.dtype, tiny)
     tables = [attention_table]
     for size in sizes:
-        tables += [functools.partial(decode_table, compute, folders[size], size, batches, contexts, steps, bandwidth),
-                   functools.partial(prefill_table, compute, folders[size], size, (256,) if tiny else (4096, 16384), peak)]
+        tables += [functools.partial(decode_table, setup, folders[size], size, batches, contexts, steps, bandwidth),
+                   functools.partial(prefill_table, setup, folders[size], size, (256,) if tiny else (4096, 16384), peak)]
     tables += [functools.partial(update_table, args, (2048 + 8,) if tiny else (8192, 16384, 32768), 8 if tiny else 512, peak),
                functools.partial(whole_step, flags)]
     failed = 0

@@ -108,7 +108,7 @@ def make_task(args, processor, actor, prompt_tokens: int, image_tokens: int, res
     batch = asked.with_targets([list(part.split(response_tokens)) for part in tokens.split(samples * response_tokens)])
     batch.advantages = torch.randn(len(tokens), generator=generator)
     batch.in_policy_loss = torch.ones(len(tokens), dtype=torch.bool)
-    batch.sampling = ppo.Sampling.of(args, processor, actor.model.compute.device)
+    batch.sampling = ppo.Sampling.of(args, processor, actor.model.setup.device)
     batch.old_logprobs = ppo.compute_logprobs(actor, batch)
     batch.logprobs = batch.old_logprobs
     return batch, patches
@@ -207,7 +207,7 @@ def compare(flags, args, processor, actor, oracle) -> None:
         print(f"  {name:7s} {value:7.3f} CPU seconds   {value / seconds['shared']:5.2f} times those of shared")
     if patches:
         grouped = [torch.cat(parts) for parts in zip(*(patches[g] for g in batch.prompt_index[:flags.samples].tolist()))]
-        oracle.trains_vision, oracle.family = False, actor.model.family                                   # no gradient
+        oracle.setup = actor.model.setup
         tower = alternate({"tower": lambda: vlm.image_features(oracle, *grouped)}, flags.repeats)["tower"] * flags.prompts
         print(
             f"  of which the vision tower in padded and kept: {tower:.3f}; without it padded / shared "

@@ -14,7 +14,7 @@ import pytest
 from conftest import read_json, table, value_error, write_image
 import torch
 from PIL import Image
-from test_packed import COMPUTE
+from test_packed import SETUP
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3VLConfig
 
@@ -120,7 +120,7 @@ def test_pad_falls_back_to_eos_and_the_config_is_told(tmp_path):
     retokenize(folder, None)
     processor = Processor(folder)
     assert processor.tokenizer.pad_token_id == IM_END == processor.config.get_text_config().pad_token_id
-    model = build_model(processor.config, COMPUTE)
+    model = build_model(processor.config, SETUP)
     assert model.config.get_text_config().pad_token_id == IM_END
     materialize(model, torch.device("cpu"))                                          # the end of a turn is still trained
     embedding = model.get_input_embeddings()

@@ -18,7 +18,7 @@ from conftest import (ROUNDING, computing, our_name, read_json, read_rows, respo
                       start, take, token_logprobs, user_error, value_error, words)
 from PIL import Image
 from safetensors.torch import load_file
-from test_packed import COMPUTE, random_responses
+from test_packed import SETUP, random_responses
 from test_training import assert_same_run, launch, on_a_gpu
 from tokenizers.processors import TemplateProcessing
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -483,11 +483,11 @@ def test_what_our_attention_is_not_is_refused():
                 original_max_position_embeddings=64)
     text = dict(model_type="gpt_oss", num_local_experts=2, num_experts_per_tok=1, layer_types=None)
     with value_error("llama has rope_type longrope or attention sinks"):
-        vlm_weights.build_model(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope), COMPUTE)
+        vlm_weights.build_model(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope), SETUP)
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
     config["text_config"] |= text
     with value_error("gpt_oss has rope_type longrope or attention sinks"):
-        vlm_weights.build_model(AutoConfig.for_model(**config), COMPUTE)
+        vlm_weights.build_model(AutoConfig.for_model(**config), SETUP)
 
 
 def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):

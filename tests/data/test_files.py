@@ -7,7 +7,7 @@ import pytest
 from conftest import read_json, start, user_error, value_error, words
 from PIL import Image
 from test_data import RED, edit, load, processor, write_checkpoint  # noqa: F401  (fixtures)
-from test_packed import COMPUTE
+from test_packed import SETUP
 from transformers import PreTrainedTokenizerFast
 
 import train_grm_vl as grm
@@ -64,7 +64,7 @@ def test_index_of_weights(qwen25, tmp_path):
     index = {"weight_map": {"a": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with value_error(f"{tmp_path}/b.safetensors cannot be read as safetensors: No such file"):
-        load_weights(build_model(Processor(str(qwen25)).config, COMPUTE), tmp_path)
+        load_weights(build_model(Processor(str(qwen25)).config, SETUP), tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------- messages

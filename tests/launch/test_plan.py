@@ -176,7 +176,7 @@ def test_peak_of_an_update(qwen25, picture_rows, tmp_path, dtype, checkpointing,
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     recompute = ["--gradient_checkpointing"] * checkpointing
     env = start(tmp_path, picture_rows, "--dtype", dtype, *recompute)
-    env.actor.model.compute = replace(env.actor.model.compute, head_chunk=chunk)
+    env.actor.model.setup = replace(env.actor.model.setup, head_chunk=chunk)
     n = 1000
     batch = take(env, 1).with_targets([[torch.randint(4, 200, (n,))]])
     batch.sampling, batch.logprobs, batch.old_logprobs = (

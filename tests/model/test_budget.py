@@ -113,7 +113,7 @@ def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypa
     free = int(60.0 * GIB - taken)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 80 * GIB))
     engine = SimpleNamespace(actor=actor, sampling=SimpleNamespace(slots=0),
-                             compute=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
+                             setup=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
     slots = ppo.RolloutEngine.slot_count(engine, capacity, 512)
     assert dry.needed.slots(60.0) == slots < 256
     assert dry.needed.slots(40.0) < slots

@@ -61,7 +61,7 @@ def logprobs_by_sdpa(folders, case: str, batch) -> torch.Tensor:
     env = env_of(folders, case, "sdpa")
     again = take(env).with_targets(responses_by_prompt(batch))
     again.sampling = batch.sampling
-    if not env.actor.model.trains_vision:
+    if not env.actor.model.setup.trains_vision:
         vlm.compute_features(env.actor.model, again)
     return score(env.actor, again)
 

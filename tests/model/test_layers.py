@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import rounding, write_checkpoint
 from test_families import make_config, make_tokenizer
-from test_packed import COMPUTE
+from test_packed import SETUP
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionPatchEmbed, Qwen2_5_VLRMSNorm
@@ -82,7 +82,7 @@ def types_of(modules, *bases: type) -> list[type]:
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_every_model_that_is_built_has_them(kind, tmp_path):
-    model = weights.build_model(read_model_config(write_checkpoint(tmp_path, kind)), COMPUTE)
+    model = weights.build_model(read_model_config(write_checkpoint(tmp_path, kind)), SETUP)
     norms = {type(module).__name__ for module in model.modules() if "RMSNorm" in type(module).__name__}
     assert norms == {"RMSNorm"}
     assert types_of(model.modules(), nn.Conv3d) == [layers.PatchProjection]
@@ -90,6 +90,6 @@ def test_every_model_that_is_built_has_them(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
 def test_no_tower_that_can_be_trained_has_a_convolution(kind):
-    model = weights.build_model(make_config(kind, make_tokenizer(kind)), COMPUTE)
-    assert isinstance(model.family, Qwen)
+    model = weights.build_model(make_config(kind, make_tokenizer(kind)), SETUP)
+    assert isinstance(model.setup.family, Qwen)
     assert types_of(model.model.visual.modules(), nn.Conv1d, nn.Conv2d, nn.Conv3d) == [layers.PatchProjection]

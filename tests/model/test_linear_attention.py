@@ -14,7 +14,7 @@ import torch
 from conftest import (ROUNDING, hugging_face, inputs_of, keep_activations, our_name, read_json, save_weights, seeded,
                       start, take, token_logprobs, value_error, words, write_checkpoint)
 from test_families import EXPERTS, LINEAR, TEXT, THROUGH_CHUNKS, make_config, make_tokenizer
-from test_packed import COMPUTE
+from test_packed import SETUP
 from test_plan import LiveBytes
 from test_training import records, resumed, score, tensors
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -447,7 +447,7 @@ def text_model(kind: str, **changes):
     """InternVL around a text model of another kind, on meta."""
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
     config["text_config"] = TEXT | {"model_type": kind, "vocab_size": config["text_config"]["vocab_size"]} | changes
-    return vlm_weights.build_model(AutoConfig.for_model(**config), COMPUTE)
+    return vlm_weights.build_model(AutoConfig.for_model(**config), SETUP)
 
 
 FOREIGN = {
@@ -501,7 +501,7 @@ def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
     for part in (model, tokenizer, toy.make_image_processor("qwen3_5")):
         part.save_pretrained(tmp_path)
     env = start(tmp_path, picture_rows, "--dtype bfloat16 --advantage grpo", *flags_)
-    env.actor.model.compute = replace(env.actor.model.compute, head_chunk=64)
+    env.actor.model.setup = replace(env.actor.model.setup, head_chunk=64)
     batch = take(env, 1).with_targets([[torch.randint(4, 200, (1000,))]])
     batch.sampling, batch.in_policy_loss = env.sampling, torch.ones(1000, dtype=torch.bool)
     batch.logprobs = batch.old_logprobs = torch.zeros(1000)
@@ -539,7 +539,7 @@ def test_slots_are_counted_with_their_states(decoding, monkeypatch):
     """On a GPU with room for three of them."""
     text = decoding.actor.model.config.get_text_config()
     engine = SimpleNamespace(actor=decoding.actor, sampling=decoding.sampling,
-                             compute=SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32))
+                             setup=SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32))
     slots = attention.SlotCache(text, 2, 100, torch.float32, CPU, "sdpa")
     room = 3.5 / 2 * slots.nbytes + ppo.memory.forward_bytes(decoding.actor, 50) + ppo.memory.MARGIN
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -201,7 +201,7 @@ def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_
     vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
     before, after, weights = tensors(tmp_path / "bf16"), tensors(tmp_path / "hf"), weights_of(env.actor.model)
     for key, value in after.items():
-        stem, expected = env.actor.model.stored[key].name.removesuffix(".weight"), before[key]
+        stem, expected = env.actor.model.setup.stored[key].name.removesuffix(".weight"), before[key]
         if f"{stem}.lora_A" in weights:                                               # the sum in float32, rounded once
             expected = (expected.float() + 2 * weights[f"{stem}.lora_B"] @ weights[f"{stem}.lora_A"]).bfloat16()
         assert torch.equal(value, expected), key
@@ -277,5 +277,5 @@ def test_other_families(kind, picture_rows, tmp_path):
     vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
     other = start(tmp_path / "hf", tmp_path / "base" / "rows.jsonl", "--advantage grpo")
     assert (score(other.actor, batch) - batch.logprobs).abs().max() < ROUNDING
-    targets = {name.rpartition(".")[2] for name in env.actor.model.adapter["target_modules"]}
+    targets = {name.rpartition(".")[2] for name in env.actor.model.setup.adapter["target_modules"]}
     assert targets == OF_FAMILY.get(kind, TARGETS)

@@ -21,10 +21,10 @@ from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.model.forward import decoder, hidden_states, image_features, prompt_positions
-from common.model.weights import Compute, build_model, load, materialize, resolve_folder
+from common.model.weights import Setup, build_model, load, materialize, resolve_folder
 
 CPU = torch.device("cpu")
-COMPUTE = Compute("sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_chunk=256, longest=1000)
+SETUP = Setup("sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_chunk=256, longest=1000)
 
 
 def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tensor]]:
@@ -38,7 +38,7 @@ def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tens
 
 def load_model(folder, loaded: bool = True):
     """The model of a folder, not sharded; without its weights if not ``loaded``."""
-    model = build_model(Processor(folder, DataArgs()).config, COMPUTE).requires_grad_(False)
+    model = build_model(Processor(folder, DataArgs()).config, SETUP).requires_grad_(False)
     if loaded:
         materialize(model, CPU)
         load(model, folder)
@@ -85,7 +85,7 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget,
     assert (len(packs) == 1) == (budget > 10**5)
     logp, values = torch.zeros(len(batch.tokens)), torch.zeros(len(batch.tokens))
     for pack in packs:
-        row = build_pack(batch, pack, positions, features, ours.family.visual_token_ids())
+        row = build_pack(batch, pack, positions, features, ours.setup.family.visual_token_ids())
         hidden = hidden_of(ours, row, row.segments)[row.predict]
         row_logp = token_logprobs(ours.lm_head(hidden), row.targets)
         row_values = hidden @ value_head
@@ -107,7 +107,7 @@ def test_a_wrong_segment_is_noticed(qwen25):
         random_responses([2], 200)
     )
     positions = {0: torch.arange(7).expand(3, -1)}
-    row = build_pack(batch, [(0, (0, 1))], positions, {}, model.family.visual_token_ids())
+    row = build_pack(batch, [(0, (0, 1))], positions, {}, model.setup.family.visual_token_ids())
     right = hidden_of(model, row, row.segments)
     start, end, *_ = row.segments[2]
     wrong = hidden_of(model, row, row.segments[:2] + [(start, end, 0, start)])
