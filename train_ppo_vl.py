@@ -107,9 +107,9 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             if stopping and step < last:
                 break
             if logging.evaluation_due(step, args, rows) and not log.has_evaluation(step):
-                metrics, records, pictures = evaluate(trainables, reward, rows, sampling, state, args)
+                metrics, records, cards = evaluate(trainables, reward, rows, sampling, state, args)
                 metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, step, args)
-                report_evaluation(log, metrics, records, pictures, state)
+                report_evaluation(log, metrics, records, cards, state)
             checkpoints.export_if_due(step, last, trainables["actor"], rows.processor)
             if step == last or args.run.eval_only:
                 break
@@ -1659,14 +1659,14 @@ def evaluate(
     args: Args,
 ) -> tuple[logging.Metrics, list[dict], list[Image.Image]]:
     """Answer every held-out prompt, spread over the ranks; with --ema_beta, with the averaged
-    weights. Returns metrics, a record of each answer and, on rank 0, pictures of the first ones."""
+    weights. Returns metrics, a record of each answer and, on rank 0, cards of the first ones."""
     actor, count = trainables["actor"].module, args.rollout.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     # as many prompts per rollout as fill all slots: every rollout waits for its slowest answer
     size = max(2, all_slots(args) // count // 2 * 2)  # even: both orders of a pair
     batches = data.batches_in_order(rows.held_out, size)
-    records, pictures, conversations, dropped = [], [], [], 0
+    records, cards, conversations, dropped = [], [], [], 0
     value_pairs: list[Tensor] = []  # (2, N) each: the critic's values, and the returns
     gaps: list[Tensor] = []  # (k,) each, see `looks.vision_gaps`
     with trainables["actor"].averaged(), data.PromptLoader(rows.processor, args.data, batches) as loader:
@@ -1682,7 +1682,7 @@ def evaluate(
             gaps.append(looks.vision_gaps(actor, batch, compute_logprobs))
             answers = rewards.sample_records(batch, actor.processor)
             picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
-            pictures += rewards.sample_cards(batch, answers, picks)
+            cards += rewards.sample_cards(batch, answers, picks)
             records += answers
             conversations += batch.conversations
     if not records:
@@ -1695,7 +1695,7 @@ def evaluate(
         explained = losses.explained_variance(*torch.cat(value_pairs, dim=1))
         metrics["eval/explained_variance"] = float(explained)
     metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": dropped}
-    return metrics | {"eval/seconds": time.perf_counter() - started}, records, pictures
+    return metrics | {"eval/seconds": time.perf_counter() - started}, records, cards
 
 
 def evaluate_teacher(
@@ -1768,7 +1768,7 @@ def report_evaluation(
     log: logging.RunLogger,
     metrics: logging.Metrics,
     records: list[dict],
-    pictures: list[Image.Image],
+    cards: list[Image.Image],
     state: TrainState,
 ) -> None:
     """Log an evaluation: metrics, a line on the console, and the answers."""
@@ -1778,7 +1778,7 @@ def report_evaluation(
         "eval/train_step": state.step,
     }
     state.metrics |= metrics
-    log.samples(state.step, records, pictures, stem="eval")
+    log.samples(state.step, records, cards, stem="eval")
     accuracies = accuracy_columns(metrics)
     for word, name in accuracies.items():
         # before the first step this is no cause for alarm

@@ -514,11 +514,11 @@ class DataArgs:
     )
     video_frames: int = flag(16, "largest number of frames per video, evenly spaced", low=2)
     video_fps: float = flag(
-        2.0, "frames per second of videos that do not state it: lists of pictures", low=1e-3
+        2.0, "frames per second of videos that do not state it: lists of images", low=1e-3
     )
     image_root: str = flag(
         "",
-        "refuse pictures and videos outside of this folder, links resolved; empty: any file",
+        "refuse images and videos outside of this folder, links resolved; empty: any file",
         paths=True,
     )
     on_bad_row: str = flag(

@@ -103,9 +103,9 @@ class MetricSums:
     def reduce(self) -> Metrics:
         """Means and maxima over all ranks, the same on each; metrics without samples are
         omitted."""
-        own = {name: combine(parts) for name, parts in self.parts.items()}
+        local = {name: combine(parts) for name, parts in self.parts.items()}
         # Not as vectors: names may differ between ranks, and vectors of unequal length would hang.
-        ranks = distributed.gather_objects(own)
+        ranks = distributed.gather_objects(local)
         reduced = {}
         for name in sorted(set().union(*ranks)):
             result = combine([part[name] for part in ranks if name in part]).result

@@ -276,8 +276,8 @@ def convolved_rows(table: np.ndarray, resumed: bool) -> np.ndarray:
     before = np.where(before < prefix_start, size, before)
     if resumed:
         before = size + 1 + np.arange(width * len(table)).reshape(-1, width)
-    own = start + np.arange(max((end - start).max(), width))
-    return np.concatenate([before, own], axis=1)
+    inside = start + np.arange(max((end - start).max(), width))
+    return np.concatenate([before, inside], axis=1)
 
 
 # -------------------------------------------------------------------------------------------------

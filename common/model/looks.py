@@ -290,9 +290,9 @@ def prepare(args: Any, modules: Modules, rows: Any) -> None:
     teacher = teacher_of(args, modules)
     if teacher is None:
         return
-    own, processor, template = rows.processor, teacher.policy.processor, args.teacher.teacher_prompt
-    own.banned_ids += tuple(range(processor.vocab_size, own.vocab_size))
-    tokens, others = own.tokenizer.get_vocab(), processor.tokenizer.get_vocab()
+    student, processor, template = rows.processor, teacher.policy.processor, args.teacher.teacher_prompt
+    student.banned_ids += tuple(range(processor.vocab_size, student.vocab_size))
+    tokens, others = student.tokenizer.get_vocab(), processor.tokenizer.get_vocab()
     lacking = tokens.items() - others.items()
     with distributed.raise_on_all_ranks(f"--teacher_model {args.teacher.teacher_model}: "):
         if lacking:
@@ -302,7 +302,7 @@ def prepare(args: Any, modules: Modules, rows: Any) -> None:
             )
         if args.env.env and teacher.own_tower:
             raise ValueError("with --env it must have the vision tower of the policy")
-        everything = rows.train + rows.held_out if template or processor is not own else []
+        everything = rows.train + rows.held_out if template or processor is not student else []
         with ThreadPoolExecutor(8) as pool:  # image headers wait for the file system
             list(pool.map(lambda row: read_prompt(row, processor, template), everything))
 

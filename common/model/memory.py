@@ -177,7 +177,7 @@ def backward_bytes(module: nn.Module, tokens: int, recompute: bool) -> dict[str,
     width = model.setup.dtype.itemsize
     activations = tokens * layer_activations(module)
     hidden = tokens * model.config.get_text_config().hidden_size
-    saved = hidden * (4 + 4 * width)  # embeddings, with pictures, and the last norm
+    saved = hidden * (4 + 4 * width)  # embeddings, with images, and the last norm
     saved += len(layers) * (width * hidden if recompute else activations)
 
     head = 0 if model.lm_head is None else count_trained([model.lm_head.weight])

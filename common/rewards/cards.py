@@ -1,4 +1,4 @@
-"""Samples as pictures, by Pillow alone: a card per sample, several cards on one sheet. Sizes are
+"""Samples as images, by Pillow alone: a card per sample, several cards on one sheet. Sizes are
 pixels."""
 
 import textwrap
@@ -14,7 +14,7 @@ LINES = 32  # of a card, at most
 
 
 def sample_card(images: list[Image.Image], text: str, caption: str) -> Image.Image:
-    """A picture of a sample: its images side by side, what was said, and a caption in blue (what it
+    """A sample as an image: its own images side by side, what was said, and a caption in blue (what it
     earned)."""
     fitted = fit_images(images)
     top = MARGIN + max((image.height + MARGIN for image in fitted), default=0)

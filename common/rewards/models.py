@@ -259,13 +259,13 @@ class JudgeModel(RewardModel):
         columns = {"reward": place.bincount(weight * values) / place.bincount(weight)}
         if self.args.grm_mode == "critique":
             columns["parsed"] = place.bincount(parsed) / place.bincount()
-        said = [[] for _ in answers]
+        remarks = [[] for _ in answers]
         for k, note, value in zip(places, notes, values):
-            said[k].append(note)
+            remarks[k].append(note)
             if self.kind == "rubric":
                 nothing = torch.full_like(columns["reward"], math.nan)
-                columns.setdefault(f"criterion_{len(said[k])}", nothing)[k] = value
-        return columns, list(map(" | ".join, said))
+                columns.setdefault(f"criterion_{len(remarks[k])}", nothing)[k] = value
+        return columns, list(map(" | ".join, remarks))
 
     def questions_about(self, row: Prompt) -> list[tuple[dict[str, str], float]]:
         """What differs between the questions about one response, as arguments of

@@ -158,10 +158,10 @@ class RewardMix:
         rank, calls, worker = dist.get_rank(), {}, Workers(1)
         for source in self.sources:
             used = self.samples_of(source, batch)
-            own = [i for i in used if batch.owners[batch.prompt_index[i]] == rank]
-            if source.function is not None and own:  # a rank may have no samples
-                samples = read_samples(batch, own, processor)
-                calls[source.name] = own, worker.submit(score_samples, source, samples, self.args)
+            mine = [i for i in used if batch.owners[batch.prompt_index[i]] == rank]
+            if source.function is not None and mine:  # a rank may have no samples
+                samples = read_samples(batch, mine, processor)
+                calls[source.name] = mine, worker.submit(score_samples, source, samples, self.args)
         worker.close()
         return calls
 
@@ -179,7 +179,7 @@ class RewardMix:
         """
         calls = calls or self.begin(batch, processor)
         with distributed.raise_on_all_ranks():
-            scored = {name: (own, call.result()) for name, (own, call) in calls.items()}
+            scored = {name: (mine, call.result()) for name, (mine, call) in calls.items()}
         by_rank = distributed.gather_objects(scored)
         total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
         by_source, components = {}, {}  # (S,) each
