@@ -595,23 +595,23 @@ def check_args(args: Args) -> None:
     refuse.divides("rollouts_per_step")
     refuse.exceeds("min_new_tokens", "max_new_tokens")
     refuse.exceeds("overlong_buffer", "max_new_tokens")
-    check_judge_args(refuse)
+    check_judge_args(args, refuse)
     check_algorithm_args(refuse)
     check_kl_args(refuse)
     looks.refuse_flags(refuse, args.perception)
     refuse.raise_any()
 
 
-def check_judge_args(refuse: flags.Refusals) -> None:
+def check_judge_args(args: Args, refuse: flags.Refusals) -> None:
     values = refuse.values
-    if values.consistency_coef:
+    if args.reward.in_pairs:
         refuse(
             values.row_kind != "judgements",
-            "--consistency_coef compares both orders of a pair: it needs --row_kind judgements",
+            "--reward judgement draws both orders of a pair: it needs --row_kind judgements",
         )
         refuse(
             values.prompts_per_step % max(1, 2 * values.rollouts_per_step),
-            "--consistency_coef draws both orders of a pair together: --prompts_per_step "
+            "--reward judgement draws both orders of a pair together: --prompts_per_step "
             f"{values.prompts_per_step} must be a multiple of 2 x --rollouts_per_step",
         )
     grouped = values.grm_question == "group"
@@ -756,8 +756,7 @@ def check_rows(
     imageless = rows.train and not any(row.grids for row in rows.train)
     if imageless and environment is None and args.perception.masks_images:
         raise UserError("--perception_*: no row of --data has an image that could be masked")
-    everything = rows.train + rows.held_out
-    reward.check_rows(everything)
+    reward.check_rows(rows.train + rows.held_out)
     kinds = {source.kind for source in reward.sources}
     if environment is None and "env" in kinds:
         raise UserError("--reward env needs an environment that gives rewards: --env file.py:Class")
@@ -791,14 +790,18 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoade
     rollouts = args.optim.steps * max(
         args.rollout.rollouts_per_step, args.algorithm.dynamic_sampling
     )
-    together = 2 if args.reward.consistency_coef else 1  # both orders of a pair
+    together = 1 + args.reward.in_pairs
     shares = data.shares_of(args.data.data, rows.train_sets)
     batches = data.draw_batches(
         rows.train_sets, shares, args.prompts_per_rollout, rollouts, args.run.seed, together
     )
-    change = looks.damage(args.teacher.student_images, args.run.seed)
-    batches = batches[state.batches_taken :]
-    return data.PromptLoader(rows.processor, args.data, batches, together, change)
+    return data.PromptLoader(
+        rows.processor,
+        args.data,
+        batches[state.batches_taken :],
+        together,
+        looks.damage(args.teacher.student_images, args.run.seed),
+    )
 
 
 @dataclass

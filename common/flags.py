@@ -568,7 +568,8 @@ class RewardArgs:
     reward: str = flag(
         "boxed",
         "source of rewards, or several separated by commas: a rule (exact, boxed, answer, "
-        "verdict, judgement), env (what --env gives), file.py:function, grm:FOLDER (generative judge), "
+        "verdict, or judgement, which draws both orders of pairs together), env (what --env gives), "
+        "file.py:function, grm:FOLDER (generative judge), "
         "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: only a teacher",
         paths=True,
     )
@@ -586,7 +587,7 @@ class RewardArgs:
     consistency_coef: float = flag(
         0.0,
         "with --reward judgement on pairs: a right verdict earns accuracy x (1 + this x the share of "
-        "the samples to the other order that say the same); both orders are drawn together; 0: off",
+        "the samples to the other order that say the same); 0: off",
         low=0,
     )
     grm_question: str = flag(
@@ -622,6 +623,11 @@ class RewardArgs:
         low=1,
     )
     remote_batch: int = flag(32, "samples per request to a reward server", low=1)
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether both orders of a pair are drawn together."""
+        return self.reward == "judgement" or self.consistency_coef > 0
 
 
 @dataclass(frozen=True)

@@ -97,14 +97,14 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
     patterns = ["*.json", "*.txt", "*.jinja", "*.model"]
     if weights:
         patterns.append("*.safetensors")
-    # Mistral's own copy of the weights
-    second = "consolidated*"
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=second))
+        # not Mistral's second copy of the weights
+        folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns="consolidated*")
     except (OSError, ValueError) as error:  # whatever the hub raises is one of them
-        reason = str(error).splitlines()[0]
-        message = f"checkpoint {name}: no such folder, and the hub says: {reason}"
-        raise ValueError(message) from error
+        raise ValueError(
+            f"checkpoint {name}: no such folder, and the hub says: {str(error).splitlines()[0]}"
+        ) from error
+    return Path(folder)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -129,11 +129,13 @@ class RewardMix:
         comparing = [source for source in self.sources if source.kind in kinds]
         bad = []
         for row in rows:
-            if self.args.consistency_coef and row.label not in PAIRS:
-                bad.append(f"{row.source}: {row.label} has no other order, see --consistency_coef")
+            if self.args.in_pairs and row.label not in PAIRS:
+                bad.append(f"{row.source}: {row.label} has no other order; use --reward verdict")
             if row.label not in self.recipe and "*" not in self.recipe:
-                known = ", ".join(self.recipe)
-                bad.append(f"{row.source}: label {row.label!r} is not in --reward_recipe: {known}")
+                bad.append(
+                    f"{row.source}: label {row.label!r} is not in --reward_recipe: "
+                    + ", ".join(self.recipe)
+                )
                 continue
             names = [source.name for source in comparing if source.spec in self.weights(row.label)]
             if names and row.reference is None:

@@ -159,7 +159,7 @@ FLAGS = ("--row_kind judgements --reward judgement --advantage grpo --max_new_to
 
 def test_both_orders_of_a_pair_are_drawn_together(qwen25, pairs):
     """In both passes over the data, of several files, and as a resumed run draws them."""
-    args = ppo.parse_args(words("--model", qwen25, "--data", f"{pairs}:0.3,{pairs}:0.7", FLAGS, "--consistency_coef 1 --steps 5"))
+    args = ppo.parse_args(words("--model", qwen25, "--data", f"{pairs}:0.3,{pairs}:0.7", FLAGS, "--steps 5"))
     distributed.start(args.run.timeout, args.run.hsdp)
     rows = ppo.load_rows(args)
     state = ppo.TrainState(0.0)
@@ -218,7 +218,7 @@ def test_a_consistent_right_judge_earns_more(qwen25, pairs, tmp_path, world):
 
 
 def test_what_has_no_other_order_is_refused(qwen25, pairs, tmp_path):
-    coef = ("--model", qwen25, "--data", pairs, FLAGS, "--consistency_coef 0.5")
+    coef = ("--model", qwen25, "--data", pairs, FLAGS)
     for more, message in [
         ("--prompts_per_step 3", "--prompts_per_step 3 must be a multiple of 2"),
         ("--prompts_per_step 4 --rollouts_per_step 4", "must be a multiple of 2 x --rollouts_per_step"),
@@ -227,7 +227,7 @@ def test_what_has_no_other_order_is_refused(qwen25, pairs, tmp_path):
         with user_error(message):
             ppo.parse_args(words(*coef, more))
     with user_error("--consistency_coef is a part of --reward judgement"):
-        scoring.load(ppo.parse_args(words(*coef, "--reward verdict")).reward)
+        scoring.load(ppo.parse_args(words(*coef, "--reward verdict --consistency_coef 0.5")).reward)
     rows = write_rows(tmp_path / "rows.jsonl", [{"question": "2 + 2?", "response": "4", "correct": True}])
     args = ppo.parse_args(words(*coef, "--data", rows))
     distributed.start(args.run.timeout, args.run.hsdp)
