@@ -236,7 +236,7 @@ IDENTITY = {
 
 
 def run_flags(args: Args, rows: "Rows") -> dict:
-    """By which a resumed run is compared with its checkpoint: flags, and a digest of the data."""
+    """Flags and a digest of the data, which a resume compares with those of its checkpoint."""
     return flags.as_flags(args) | {"data (rows)": data.digest_data(args.data.data, len(rows.train))}
 
 
