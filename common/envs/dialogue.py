@@ -121,8 +121,22 @@ class EnvRollout:
             self.workers.wait_for_any([episode.call])
 
     def reply_features(self, episodes: list[Episode]) -> list[Tensor]:
-        """Image features (K, M, H) of the replies to episodes, where these show images."""
-        return replies.compute_features(self.model, [episode.reply for episode in episodes])
+        """Image features (K, M, H) of the replies to episodes that show images, by one call of the
+        vision tower. The replies have them, too; a tower that is trained computes them again, from
+        the patches."""
+        unseen, setup = [each.reply for each in episodes if each.reply.grids], self.model.setup
+        if not unseen:
+            return []
+        patches = torch.cat([reply.patches for reply in unseen])
+        grids = torch.tensor([grid for reply in unseen for grid in reply.grids])
+        with torch.inference_mode(False), torch.no_grad():  # they are trained on later
+            features = vlm.image_features(self.model, patches, grids).cpu()
+        image_ids = setup.family.visual_token_ids()
+        counts = [int(torch.isin(reply.input_ids, image_ids).sum()) for reply in unseen]
+        parts = features.split(counts, dim=1)
+        for reply, part in zip(unseen, parts):
+            reply.features = reply.patches[None] if setup.trains_vision else part
+        return list(parts)
 
     # First observations
 

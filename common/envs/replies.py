@@ -1,14 +1,13 @@
 """What an environment says, as the model reads it.
 
-    parts           -> texts and images                                  read_parts
-    reply           -> token ids that follow the assistant's end token   encode_reply
-    waiting replies -> features of their images                          compute_features
+    parts -> texts and images                                  read_parts
+    reply -> token ids that follow the assistant's end token   encode_reply
 
 A reply is written by the chat template itself: in a conversation of a user, an assistant and the
 reply, it is what follows after the assistant's words. Only these tokens are new; what the policy
 has sampled is never tokenized again. Raised are ValueErrors: what is wrong with a reply.
 
-Shapes: E tokens of a reply, M image tokens, H hidden size, K levels of image features.
+Shapes: E tokens of a reply.
 """
 
 import re
@@ -17,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn as nn
 from PIL import Image
 from torch import Tensor
 
 from common.buffers import Content
 from common.data.images import read_image, upright_rgb
 from common.data.processor import Processor
-from common.model.forward import image_features
 
 TURN = "\x02turn\x03"  # nothing else contains it, and no template changes it
 
@@ -102,26 +99,3 @@ def render_reply(processor: Processor, reply: Reply, role: str) -> str:
         raise ValueError("the chat template leaves out what the assistant said")
     processor.check_holds(tail, reply.content)
     return tail
-
-
-# -------------------------------------------------------------------------------------------------
-# Images of replies
-# -------------------------------------------------------------------------------------------------
-
-
-def compute_features(model: nn.Module, replies: list[Reply]) -> list[Tensor]:
-    """Fill the image features of the replies, by one call of the vision tower, and return those
-    there are. A tower that is trained computes them again, from the patches."""
-    replies = [reply for reply in replies if reply.grids]
-    if not replies:
-        return []
-    patches = torch.cat([reply.patches for reply in replies])
-    grids = torch.tensor([grid for reply in replies for grid in reply.grids])
-    with torch.inference_mode(False), torch.no_grad():  # they are trained on later
-        features = image_features(model, patches, grids).cpu()
-    image_ids = model.setup.family.visual_token_ids()
-    counts = [int(torch.isin(reply.input_ids, image_ids).sum()) for reply in replies]
-    parts = features.split(counts, dim=1)
-    for reply, part in zip(replies, parts):
-        reply.features = reply.patches[None] if model.setup.trains_vision else part
-    return list(parts)
