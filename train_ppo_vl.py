@@ -1007,7 +1007,7 @@ def build_models(
             models["reference"] = reference
             if algorithm.reference_every and not fsdp.same_shapes(reference, actor):
                 raise ValueError(
-                    f"--reference_every: the reference {body.folder} and the actor "
+                    f"--reference_every: the reference {body.setup.folder} and the actor "
                     f"{builder.folder} have weights of different names or shapes; leave out "
                     "--reference_model"
                 )
