@@ -19,6 +19,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="${OUT:-runs/judge_loop}" flags=("$@")
 mkdir -p "$out"
 if [ -z "${MODEL:-}" ]; then
+    set --    # a sourced file without arguments of its own sees ours, and setup.sh takes its arguments for packages
+    source launch/setup.sh
     launch=(${LAUNCH:-torchrun --standalone --nproc_per_node 2})
     export CUDA_VISIBLE_DEVICES=
     [ -f "$out/toy/grm_args.json" ] || python launch/toy.py --out "$out/toy" --eval 1024

@@ -16,6 +16,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="${OUT:-runs/sft_then_ppo}"
 if [ -z "${MODEL:-}" ]; then
+    flags=("$@")
+    set --    # a sourced file without arguments of its own sees ours, and setup.sh takes its arguments for packages
+    source launch/setup.sh
     launch=(${LAUNCH:-torchrun --standalone --nproc_per_node 2})
     export CUDA_VISIBLE_DEVICES=
     [ -f toy/args.json ] || python launch/toy.py --out toy
@@ -28,7 +31,7 @@ if [ -z "${MODEL:-}" ]; then
     "${launch[@]}" train_grm_vl.py --model toy/model --data "$out/written.jsonl" --eval_data "$out/eval.jsonl" \
         --steps 8 --prompts_per_step 16 --eval_every 4 --lr 1e-3 --max_prompt_tokens 256 --max_tokens_per_pack 4096 --eval_batch 128 \
         --eval_max_new_tokens 4 --out "$out/sft"
-    exec "${launch[@]}" train_ppo_vl.py --config toy/args.json --model "$out/sft/export/latest" --out "$out/ppo" "$@"
+    exec "${launch[@]}" train_ppo_vl.py --config toy/args.json --model "$out/sft/export/latest" --out "$out/ppo" ${flags[@]+"${flags[@]}"}
 fi
 : "${SFT_DATA:?rows of prompt and response, JSONL}" "${DATA:?the training rows of PPO, JSONL}" "${EVAL_DATA:?the held-out rows of PPO, JSONL}"
 launch=(${LAUNCH:-torchrun --standalone --nproc_per_node 8})
