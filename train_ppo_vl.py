@@ -726,7 +726,7 @@ def load_rows(args: Args) -> Rows:
     with distributed.raise_on_all_ranks():
         folder = weights.resolve_folder(args.model.model, weights=False)
         processor = data.Processor(folder, args.data)
-        # of a judge that is trained further: its recorded accuracy holds no longer
+        # without the recorded accuracy of a judge, which is now trained further
         settings = rewards.JudgeSettings.to_train(processor)
         columns, system = data.parse_columns(args.rows.columns), args.rows.system_prompt
 
@@ -790,7 +790,7 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoade
     rollouts = args.optim.steps * max(
         args.rollout.rollouts_per_step, args.algorithm.dynamic_sampling
     )
-    together = 1 + args.reward.in_pairs
+    together = 2 if args.reward.in_pairs else 1  # both orders of a pair
     shares = data.shares_of(args.data.data, rows.train_sets)
     batches = data.draw_batches(
         rows.train_sets, shares, args.prompts_per_rollout, rollouts, args.run.seed, together
@@ -1422,7 +1422,7 @@ class Minibatch(NamedTuple):
     expert_load: Tensor | None  # (E,) how often each expert is chosen; with --aux_loss_coef only
 
     def teaches(self, args: Args) -> bool:
-        """Whether the actor can learn from it. What the policy loss leaves out has other terms."""
+        """Whether the actor can learn from it. Tokens outside the policy loss may have other terms."""
         weights = self.weights if args.adds_terms else self.policy_weights
         return bool(weights.any())
 

@@ -124,9 +124,10 @@ class EnvRollout:
         """Image features (K, M, H) of the replies to episodes that show images, by one call of the
         vision tower. The replies have them, too; a tower that is trained computes them again, from
         the patches."""
-        unseen, setup = [each.reply for each in episodes if each.reply.grids], self.model.setup
+        unseen = [episode.reply for episode in episodes if episode.reply.grids]
         if not unseen:
             return []
+        setup = self.model.setup
         patches = torch.cat([reply.patches for reply in unseen])
         grids = torch.tensor([grid for reply in unseen for grid in reply.grids])
         with torch.inference_mode(False), torch.no_grad():  # they are trained on later

@@ -266,7 +266,7 @@ def build_reader(
     folder = resolve_folder(name, weights=not setup.planned)
     # It sees images at the size that it was trained on.
     processor = Processor(folder, replace(args, min_pixels=0, max_pixels=0))
-    # It can if family, image processor and tower are the actor's, and stay so.
+    # The actor's image features serve if family, image processor and tower are the actor's, untrained.
     shares = shares and not setup.trains_vision
     shares = shares and image_settings(processor) == image_settings(actor.processor)
     shares = shares and same_tower(setup.folder, folder)
