@@ -113,11 +113,11 @@ class DeltaNet(nn.Module):
     def dt_bias(self) -> Tensor:
         return self.decay.dt_bias
 
-    def forward(self, hidden_states: Tensor, cache_params=None, attention=None, **more) -> Tensor:
-        """(1, N, H) -> (1, N, H). With a cache of transformers, as in Hugging Face's `generate`, it
-        is the layer of transformers."""
-        if cache_params is not None:
-            return HF_LAYERS[0].forward(self, hidden_states, cache_params, **more)
+    def forward(self, hidden_states: Tensor, attention=None, **theirs) -> Tensor:
+        """(1, N, H) -> (1, N, H). Without ``attention``, as in Hugging Face's `generate`, it is the
+        layer of transformers."""
+        if attention is None:
+            return HF_LAYERS[0].forward(self, hidden_states, **theirs)
         x = hidden_states[0]  # (N, H)
         taps = self.conv1d.weight[:, 0].T  # (K, C)
         mixed = attention.linear.convolve(self.slot_layer, self.in_proj_qkv(x), taps)
