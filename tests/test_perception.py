@@ -28,7 +28,7 @@ def score(prompts, responses, references, labels, images):
     return {"vowels": [float(sum(c in "aeiou" for c in r)) for r in responses],
             "letters": [20.0 * sum(c.isalpha() for c in r) / max(1, len(r)) for r in responses]}
 '''
-SHARE, SEED, DRAWS = 0.6, 5, 4
+SHARE, SEED = 0.6, 5
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +72,19 @@ def forward(env, oracle, prompt, tokens: torch.Tensor, pixels) -> torch.Tensor:
 
 
 def sampled(folder: Path, rows: Path, *flags: str):
-    """A start, and the samples of its first step with their rewards and log-probs; a value head that is not 0."""
+    """A start, and the samples of its second step, which draws the rows once more, with their rewards and log-probs; a value
+    head that is not 0."""
     reward = () if "--reward_recipe" in flags[0] else ("--reward", f"{rows.parent / 'reward.py'}:score")
-    env = start(folder, rows, f"--seed {SEED} --samples_per_prompt 4 --steps 1", *reward, *flags)
+    env = start(folder, rows, f"--seed {SEED} --samples_per_prompt 4 --steps 2", *reward, *flags)
     if env.critic is not None:
         with torch.no_grad():
             head = env.critic.value_head.weight.to_local()
             head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(5)) / 8)
-    env.models, env.state = ppo.Models(env.actor, env.critic, env.reference), ppo.TrainState(env.args.algorithm.kl_coef)
+    env.models = ppo.Models(env.actor, env.critic, env.reference)
+    env.state = ppo.TrainState(env.args.algorithm.kl_coef, batches_taken=1)
     with ppo.open_loader(env.args, env.rows, env.state) as loader:
         env.batch, _ = ppo.collect(env.models, loader, scoring.load(env.args.reward), env.sampling, env.state, env.args)
+    assert env.batch.prompt_ids == [4, 5, 6, 7]       # draws of the run, which seed the masks, are no indices of prompts
     return env
 
 
