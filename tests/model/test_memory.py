@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 import train_ppo_vl as ppo
 from common import losses
-from common.model import fsdp
+from common.model import fsdp, looks
 from common.model import forward as vlm
 
 EMA = "--ema_beta 0.75"
@@ -125,6 +125,18 @@ def test_swapped_for_an_evaluation_and_back(qwen25, picture_rows):
     assert torch.equal(score(env.actor, env.batch), logprobs)
 
 
+def test_a_teacher_gets_the_average(qwen25, picture_rows):
+    """Of all weights that are trained, in every bit; the policy goes on as it was."""
+    env = with_average(qwen25, picture_rows, "--teacher_model ema")
+    for step in (1, 2):
+        step_of(env, step)
+    weights, average = weights_of(env.actor), average_of(env)
+    looks.follow_average(env.models.teacher, env.trained)
+    assert same_tensors(weights_of(env.models.teacher.policy), average)
+    assert same_tensors(weights_of(env.actor), weights)
+    assert not any(torch.equal(average[name], weights[name]) for name in average)
+
+
 @pytest.mark.slow
 def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
     """Evaluated in place of the weights and exported beside them; what is trained, and its samples,
@@ -194,6 +206,15 @@ def apart(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     rest.fill_(math.nan if old.is_floating_point() else 1)
     MOVED.append((new.numel() * new.element_size(), new))
     return DTensor(new, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else new
+
+
+def asleep(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As `apart`, and nothing can be computed with what rests in host memory: each move inverts all
+    bits, so that the move there and the move back cancel."""
+    moved = apart(tensor, device)
+    bits = torch.empty(0, dtype=torch.uint8).set_(fsdp.shard_of(moved).untyped_storage())
+    bits.bitwise_not_()
+    return moved
 
 
 def run_apart(lines: list[list[str]]) -> None:
