@@ -12,6 +12,7 @@
 #
 # Without MODEL: the toy on 2 processes, the answers of 32 of its rows as responses. Run on 2 CPU cores: see launch/README.md.
 # Not run: a real model on GPUs; learning rate and passes of its first half are what is common for SFT, not a result.
+# By launch/plan.py, its packs fit a 7B model on 8 GPUs with 80 GB without recomputation.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="${OUT:-runs/sft_then_ppo}"
@@ -36,6 +37,6 @@ fi
 : "${SFT_DATA:?rows of prompt and response, JSONL}" "${DATA:?the training rows of PPO, JSONL}" "${EVAL_DATA:?the held-out rows of PPO, JSONL}"
 launch=(${LAUNCH:-torchrun --standalone --nproc_per_node 8})
 "${launch[@]}" train_grm_vl.py --model "$MODEL" --data "$SFT_DATA" --eval_data "${SFT_EVAL:-$EVAL_DATA}" --max_epochs 2 --lr 1e-5 --lr_schedule cosine \
-    --prompts_per_step 64 --gradient_checkpointing --out "$out/sft"
+    --prompts_per_step 64 --gradient_checkpointing off --max_tokens_per_pack 7168 --out "$out/sft"
 exec "${launch[@]}" train_ppo_vl.py --model "$out/sft/export/latest" --data "$DATA" --eval_data "$EVAL_DATA" \
-    --gradient_checkpointing --out "$out/ppo" "$@"
+    --gradient_checkpointing off --max_tokens_per_pack 5120 --out "$out/ppo" "$@"
