@@ -261,7 +261,7 @@ def test_float32_says_the_same(checkpoint, picture_rows):
 @needs_gpu
 def test_the_kernels_compute_what_they_should(capsys):
     """Of each back-end that is installed."""
-    assert check_kernels.main([]) == 0
+    assert check_kernels.main([]) == []
     assert "varlen on cuda" in capsys.readouterr().out
 
 

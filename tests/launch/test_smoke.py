@@ -33,31 +33,47 @@ def test_it_passes_here(tmp_path):
     assert "\nPASS; " in done.stdout
     assert "FAIL" not in done.stdout
     report = read_json(tmp_path / "out" / "smoke.json")
-    assert [run["name"] for run in report["runs"]] == ["sdpa", "2 ranks, killed", "2 ranks, resumed", "export loaded"]
-    assert [run.get("exit_code") for run in report["runs"]] == [0, -9, 0, None]
+    assert [run["name"] for run in report["runs"]] == ["kernels", "sdpa", "2 ranks, killed", "2 ranks, resumed", "export loaded"]
+    assert [run.get("exit_code") for run in report["runs"]] == [None, 0, -9, 0, None]
     assert report["passed"]
-    for run in report["runs"][:3]:
+    for run in report["runs"][1:4]:
         assert run["metrics"]["train/sampler_gap"] < 1e-4
         assert run["metrics"]["perf/rollout_tokens_per_second"] > 0
         assert f"\n{run['name']}: ok  perf/step_seconds " in done.stdout
     assert report["machine"]["torch"]
     assert report["machine"]["transformers"]
-    before, after = (run["metrics"]["step"] for run in report["runs"][1:3])
+    before, after = (run["metrics"]["step"] for run in report["runs"][2:4])
     assert after > before >= 2 or after == before + 1
 
 
 def test_it_fails_with_the_reason(tmp_path, monkeypatch, capsys):
     start = smoke.start
     monkeypatch.setattr(smoke, "start", lambda name, out, ranks, *rest, **more: start(name, out, 1, *rest, **more))
-    monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: 0)
+    monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: ["varlen fails in: head"])
     assert smoke.main(words("--out", tmp_path / "out", "--min_new_tokens 9")) == 1
     told = capsys.readouterr().out
     assert "\nFAIL; " in told
+    assert "\nkernels: varlen fails in: head\n" in told
     assert "sdpa: exit code 2; see" in told
     assert "it did not resume from step 0" in told
     report = read_json(tmp_path / "out" / "smoke.json")
     assert not report["passed"]
-    assert "--min_new_tokens 9 exceeds --max_new_tokens 8" in report["runs"][0]["tail"]
+    assert report["runs"][0]["problems"] == ["varlen fails in: head"]
+    assert "--min_new_tokens 9 exceeds --max_new_tokens 8" in report["runs"][1]["tail"]
+
+
+def test_kernels_that_fail_alone_are_reported(tmp_path, monkeypatch, capsys):
+    """The runs go on, as they tell more, and the whole fails."""
+    monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: ["varlen fails in: packs"])
+    monkeypatch.setattr(smoke, "plan_runs", lambda gpus: [])
+    monkeypatch.setattr(smoke, "start", lambda name, *rest, **more: {
+        "name": name, "problems": [], "metrics": {}, "tail": f"resuming from {tmp_path}/out/interrupted/checkpoints/step-0"})
+    monkeypatch.setattr(smoke, "load_export", lambda folder: {"name": "export", "problems": [], "metrics": {}})
+    assert smoke.main(words("--out", tmp_path / "out")) == 1
+    assert "\nFAIL; " in capsys.readouterr().out
+    report = read_json(tmp_path / "out" / "smoke.json")
+    assert [(run["name"], run["problems"]) for run in report["runs"]] == [
+        ("kernels", ["varlen fails in: packs"]), ("2 ranks, killed", []), ("2 ranks, resumed", []), ("export", [])]
 
 
 def test_gpus_that_torch_cannot_use_are_a_failure(tmp_path, monkeypatch, capsys):
