@@ -39,7 +39,7 @@ def read_judgements(run: Path) -> list[Orders]:
         raise ValueError(f"{run} has no judgements: make them by train_ppo_vl.py --eval_only --row_kind judgements")
     rows = defaultdict(lambda: defaultdict(list))
     for record in sorted(records, key=itemgetter("sample")):
-        rows[record["group"], record["source"]][record["order"]].append(record)
+        rows[record["index"] - (record["order"] == "swapped")][record["order"]].append(record)
     return list(rows.values())
 
 
@@ -95,8 +95,8 @@ def read_units(run: Path) -> list[Unit]:
     for orders in read_judgements(run):
         first = orders["given"][0]
         if "swapped" in orders:
-            together = first["source"] if first["pair"] is None else first["pair"]
-            units.setdefault((first["group"], together), Unit(first)).add(orders)
+            key = first["group"], first["pair"], first["pair"] is None and first["index"]
+            units.setdefault(key, Unit(first)).add(orders)
     if not units:
         raise ValueError(f"{run}: nothing was judged in two orders")
     return list(units.values())

@@ -8,6 +8,7 @@ GenAI-Bench (TIGER-AI-Lab/GenAI-Bench inference.py).
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -189,10 +190,11 @@ MIRRORED = {"A": "B", "B": "A", "tie": "tie"}
 def judged(folder, rows: list[tuple]) -> Path:
     """A run that judged rows (group, right, verdicts in the order given, swapped, further fields), a letter for a sample."""
     records = []
-    for number, (group, right, given, swapped, *further) in enumerate(rows):
-        for order, reference, letters in (("given", right, given), ("swapped", MIRRORED[right], swapped)):
+    for number, (group, right, first, second, *further) in enumerate(rows):
+        orders = (("given", right, first), ("swapped", MIRRORED[right], second))
+        for place, (order, reference, letters) in enumerate(orders):
             for sample, letter in enumerate(letters):
-                record = {"source": f"held.jsonl:{number + 1}", "sample": sample, "order": order, "group": group, "pair": None,
+                record = {"index": 2 * number + place, "sample": sample, "order": order, "group": group, "pair": None,
                           "verdict": VERDICTS[letter], "reference": reference, "lengths": None, "row": {}}
                 records.append(record | dict(*further))
     (folder / "samples").mkdir(parents=True)
@@ -397,7 +399,7 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
             verdict = {"r": prompt.reference, "w": "tie", "-": None}[letter]
             response = f"It is {sample}. {with_verdict(verdict) if verdict else ''}"
             said.setdefault((prompt.index, letter), response)
-            records.append({"source": prompt.source, "group": "g", "pair": None, "sample": sample, "order": prompt.order,
+            records.append({"index": prompt.index, "group": "g", "pair": None, "sample": sample, "order": prompt.order,
                             "verdict": verdict, "reference": prompt.reference, "response": response, "truncated": False,
                             "images": list(prompt.images), "row": prompt.row, "messages": prompt.messages, "lengths": None})
     (tmp_path / "run" / "samples").mkdir(parents=True)
@@ -423,12 +425,15 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
 
 
 def test_a_run_of_the_trainer_is_read(tmp_path, qwen25, pairs, monkeypatch, capsys):  # noqa: F811
-    """Votes are those of its metrics, and rows for RL those of its data."""
+    """Votes are those of its metrics, and rows for RL those of its data: of two files of one name."""
     draw = random.Random(5)
-    said = [[draw.choice(["<answer>A</answer>", "so <answer>b</answer>", "?"])] for _ in range(18)]
-    monkeypatch.setattr("common.rewards.records.turn_texts", lambda *_: said)
-    _, metrics = judge_by_a_policy(qwen25, pairs, tmp_path / "run", "--eval_samples 3")
+    texts = [[draw.choice(["<answer>A</answer>", "so <answer>b</answer>", "?"])] for _ in range(36)]
+    monkeypatch.setattr("common.rewards.records.turn_texts", lambda *_: texts)
+    shutil.copytree(pairs.parent, tmp_path / "other")
+    files = f"{pairs},{tmp_path / 'other' / pairs.name}"
+    _, metrics = judge_by_a_policy(qwen25, files, tmp_path / "run", "--eval_samples 3")
     table = judge_table.make_table(judge_table.read_units(tmp_path / "run"))
+    assert table["overall"]["rows"] == "6"
     for k in (1, 3):
         assert table["overall"][f"votes@{k}"] == f"{metrics[f'eval/votes@{k}']:.3f}"
     assert set(table) == {"overall", "without ties", "animals", "pairs.jsonl", "pictures", "macro"}
@@ -436,7 +441,7 @@ def test_a_run_of_the_trainer_is_read(tmp_path, qwen25, pairs, monkeypatch, caps
     samples.write_text(samples.read_text().replace('"truncated": true', '"truncated": false'))
     judge_filter.main(words(tmp_path / "run", "--right", tmp_path / "sft.jsonl", "--wrong", rl))
     assert [row | {"images": len(row.get("images", []))} for row in read_rows(rl)] == [
-        row | {"images": len(row.get("images", []))} for row in PAIRS]
+        row | {"images": len(row.get("images", []))} for row in PAIRS * 2]
 
 
 @pytest.mark.parametrize("letters, counts", [("AA", "2 right judgements, 0 rows"), ("BB", "0 right judgements, 1 rows")])
