@@ -10,10 +10,10 @@ first accuracy: a bootstrap over pairs, in which rows that count together stay t
 
 import json
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from statistics import fmean
+from statistics import multimode
 from typing import Collection
 
 import numpy as np
@@ -84,8 +84,7 @@ class Unit:
 
 def vote(verdicts: list, right: str) -> float:
     """1 if the majority of those that could be read is right, 1/2 if it ties with another, else 0."""
-    votes = Counter(filter(None, verdicts))
-    winners = [verdict for verdict in votes if votes[verdict] == max(votes.values())]
+    winners = multimode(filter(None, verdicts))
     return (right in winners) / (1 + (len(winners) > 1))
 
 
@@ -129,16 +128,17 @@ def by_group(units: list[Unit], script: str = "") -> dict[str, list[Unit]]:
 
 
 def column(groups: Collection[list[Unit]]) -> Column:
-    """For every line, the mean over groups."""
-    shares, sizes, bootstrap, rng = defaultdict(list), [], 0, np.random.default_rng(0)
+    """For every line of which all groups have something, the mean over groups."""
+    shares, sizes, bootstrap, rng = 0, [], 0, np.random.default_rng(0)
     for units in groups:
         counts = np.array([list(unit.counts.values()) for unit in units])  # (units, lines, 2)
-        for line, (part, whole) in zip(units[0].counts, counts.sum(axis=0)):
-            shares[line] += [part / whole] if whole else []
+        parts, wholes = counts.sum(axis=0).T  # (lines,)
+        with np.errstate(invalid="ignore"):
+            shares += parts / wholes / len(groups)  # nan: of a line of which the group has nothing
         sizes.append(str(sum(len(unit.hits) for unit in units)))
         drawn = counts[rng.integers(len(units), size=(BOOTSTRAPS, len(units))), 0].sum(axis=1)  # (BOOTSTRAPS, 2)
         bootstrap += drawn[:, 0] / drawn[:, 1] / len(groups)
-    cells = {line: f"{fmean(values):.3f}" for line, values in shares.items() if values}
+    cells = {line: f"{share:.3f}" for line, share in zip(units[0].counts, shares) if np.isfinite(share)}
     low, high = np.percentile(bootstrap, (2.5, 97.5))
     return {"rows": "/".join(sizes)} | cells | {INTERVAL: f"{low:.3f}-{high:.3f}"}
 

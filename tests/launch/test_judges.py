@@ -324,6 +324,16 @@ def test_rows_that_count_together(tmp_path):
     assert table["overall"]["rows"] == "8"
 
 
+def test_a_mean_over_groups_needs_all_of_them(tmp_path):
+    """Of group h nothing could be read, so that two means over g and h would be of g alone."""
+    table = table_of(tmp_path, [("g", "A", "A", "B"), ("h", "A", "-", "-")])
+    line = "accuracy, unread left out"
+    assert table["overall"][line] == table["g"][line] == "1.000"
+    assert line not in table["h"]
+    assert line not in table["macro"]
+    assert table["macro"]["accuracy, unread is wrong"] == "0.500"
+
+
 def test_ties_of_genai_bench(tmp_path):
     """Accuracy with ties, as its own script, and without the rows that are ties, as most papers."""
     rows = [("image_generation", right, given, swapped) for right, given, swapped in
