@@ -113,7 +113,7 @@ def make_table(units: list[Unit]) -> dict[str, Column]:
     if len(groups) > 1:
         table |= {group: column([members]) for group, members in groups.items()}
         table["macro"] = column(groups.values())
-    if units[0].first["row"].get("benchmark") == "vl_rewardbench":
+    if {unit.first["row"].get("benchmark") for unit in units} == {"vl_rewardbench"}:
         for script in VL_ELSEWHERE:
             table[f"macro of {script}"] = column(by_group(units, script).values())
     return table

@@ -344,6 +344,13 @@ def test_ties_of_genai_bench(tmp_path):
     assert table["without ties"]["rows"] == "2"
 
 
+@pytest.mark.parametrize("row", [{"benchmark": "mm_rlhf", "id": "0737_6"}, {"benchmark": "genai_bench"}])
+def test_two_benchmarks_in_one_table(tmp_path, row):
+    """Groups of other scripts are those of VL-RewardBench alone."""
+    rows = [vl_row("RLAIF-V-1", "A", "A", "B"), ("mcq", "A", "A", "B", {"row": row})]
+    assert set(table_of(tmp_path, rows)) == {"overall", "hallucination", "mcq", "macro"}
+
+
 def test_interval(tmp_path):
     """Of 400 pairs half of which are right in both orders: that of 400 coins, or of 100 where four count together."""
     for name, size, width in (("alone", 1, 2 * 1.96 * 0.5 / 400**0.5), ("together", 4, 2 * 1.96 * 0.5 / 100**0.5)):
