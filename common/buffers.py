@@ -144,7 +144,8 @@ class Batch:
     # (S,) each; NaN where a sample does not have it. If there are several sources of rewards, their
     # rewards are among them
     components: dict[str, Tensor] = field(default_factory=dict)
-    compared: tuple = ()  # the names of components that gdpo compares
+    # the names of components that gdpo compares; of joined batches perhaps repeated
+    compared: list[str] = field(default_factory=list)
     weights: PerSample = None  # (S, K) float64, of the K sources; NaN where one does not score
     judgements: list[str] = field(default_factory=list)  # (S,) what judges wrote about each sample
 
@@ -296,7 +297,7 @@ class Batch:
         joined = {}
         for name in tensor_fields(parts[0]):
             joined[name] = torch.cat([getattr(part, name) for part in shifted])
-        for name in (*PER_PROMPT, "dropped", *LISTS):
+        for name in (*PER_PROMPT, "dropped", "compared", *LISTS):
             joined[name] = [value for part in shifted for value in getattr(part, name)]
         for name in BY_PROMPT:
             joined[name] = dict(ChainMap(*(getattr(part, name) for part in shifted)))

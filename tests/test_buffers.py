@@ -175,8 +175,10 @@ def test_parts_are_joined_in_order(seed):
     parts = [samples.select_prompts(groups) for groups in ([0, 1], [], [2, 3, 4, 5])]
     first = len(parts[0])
     parts[0].components["length"] = parts[0].lengths.float()
+    parts[0].compared, parts[2].compared = ["length"], ["vowels", "length"]
     joined = Batch.concatenate(parts)
-    assert_equal(joined, samples)
+    assert set(joined.compared) == {"length", "vowels"}
+    assert_equal(dataclasses.replace(joined, compared=[]), samples)
     assert joined.components["length"][:first].tolist() == samples.lengths[:first].tolist()
     assert joined.components["length"][first:].isnan().all()
 

@@ -381,7 +381,7 @@ class GroupJudge(JudgeModel):
         if self.script.args.rollout.eval_samples < 2 and distributed.is_main():
             print(
                 f"--reward {self.spec}: evaluations have one sample per prompt (--eval_samples); "
-                "--grm_question group compares none there, and is left out of eval/reward_mean"
+                "--grm_question group compares none there, and adds 0 to eval/reward_mean"
             )
 
     def __call__(self, batch: Batch, used: list[int], texts: list[str]) -> Scored:

@@ -59,8 +59,11 @@ def load(args: RewardArgs) -> "RewardMix":
             f"--reward {args.reward}: {len(specs)} sources need a --reward_recipe with their"
             " weights, or a --reward_combiner"
         )
-    if args.consistency_coef and "judgement" not in specs:
-        raise UserError("--consistency_coef is a part of --reward judgement, which is not used")
+    if args.in_pairs != ("judgement" in specs):
+        raise UserError(
+            "--consistency_coef needs the reward judgement, and judgement beside others needs "
+            "--consistency_coef (without it: verdict)"
+        )
     sources = [load_source(spec, args) for spec in specs]
     name_apart(sources)
     combiner = None
@@ -212,14 +215,14 @@ class RewardMix:
         batch.components = {name: values.float() for name, values in components.items()}
         batch.judgements = [text.strip() for text in judgements]
 
-    def compared(self, components: Iterable[str]) -> tuple[str, ...]:
+    def compared(self, components: Iterable[str]) -> list[str]:
         """The components that gdpo compares: the rewards of several sources, or the parts of the reward
         of one. It has no parts if an environment gave it, or if consistency multiplies one of them."""
         if len(self.sources) > 1:
-            return tuple(source.name for source in self.sources)
+            return [source.name for source in self.sources]
         if self.sources[0].kind == "env" or self.args.consistency_coef:
-            return ()
-        return tuple(name for name in components if name != MEASURED)
+            return []
+        return [name for name in components if name != MEASURED]
 
     def ask(
         self, source: Source, batch: Batch, processor: Processor, used: list[int], by_rank: list[dict]

@@ -223,16 +223,26 @@ def test_what_has_no_other_order_is_refused(qwen25, pairs, tmp_path):
         ("--prompts_per_step 3", "--prompts_per_step 3 must be a multiple of 2"),
         ("--prompts_per_step 4 --rollouts_per_step 4", "must be a multiple of 2 x --rollouts_per_step"),
         ("--row_kind prompts", "it needs --row_kind judgements"),
+        ("--dynamic_sampling 2", "--dynamic_sampling may drop one"),
     ]:
         with user_error(message):
             ppo.parse_args(words(*coef, more))
-    with user_error("--consistency_coef is a part of --reward judgement"):
-        scoring.load(ppo.parse_args(words(*coef, "--reward verdict --consistency_coef 0.5")).reward)
+    for reward, coefficient in (({"verdict": 1}, 0.5), ({"judgement": 1, "verdict": 0}, 0.0)):
+        recipe = json.dumps({"*": list(reward.items())})
+        with user_error("--consistency_coef needs the reward judgement, and judgement beside others needs"):
+            scoring.load(replace(ppo.parse_args(words(*coef)).reward, reward_recipe=recipe, reward="",
+                                 consistency_coef=coefficient))
     rows = write_rows(tmp_path / "rows.jsonl", [{"question": "2 + 2?", "response": "4", "correct": True}])
     args = ppo.parse_args(words(*coef, "--data", rows))
     distributed.start(args.run.timeout, args.run.hsdp)
     with user_error("rows.jsonl:1: correct has no other order"):
         scoring.load(args.reward).check_rows(ppo.load_rows(args).train)
+
+
+def test_an_evaluation_keeps_both_orders_together(qwen25, pairs):
+    for slots, samples, expected in ((3, 1, 2), (1, 1, 2), (4, 8, 2), (9, 2, 4)):
+        args = ppo.parse_args(words("--model", qwen25, "--data", pairs, FLAGS, "--slots", slots))
+        assert ppo.prompts_together(args, samples) == expected
 
 
 # ------------------------------------------------------------------------------------------------ a judge inside a group
