@@ -14,7 +14,7 @@ import torch
 from conftest import (assert_same_records, hugging_face, inputs_of, logits_of, read_json, read_rows, records, responses_of, same_tensors, start,
                       take, token_logprobs, user_error, with_flags, write_checkpoint, write_image, write_rows)
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from test_environments import expected_logprobs, talk
 from test_memory import asleep
 from test_training import TALKING, Caught, distance, flags, hand_batch, resumed, task, tensors, train  # noqa: F401
@@ -364,17 +364,21 @@ def test_its_own_accuracy_is_measured_first(qwen25, other, task, tmp_path):  # n
 # ------------------------------------------------------------------------------------------------ what is refused
 def test_bad_flags(qwen25, task, tmp_path):  # noqa: F811
     for line, message in [
-        ("--reward none", "--advantage none, which --reward none implies, needs a --teacher_model"),
-        ("--advantage none --teacher_model self --kl_coef 0.1", "--kl_coef then needs --kl_in loss"),
+        ("--reward none", "--reward none and --advantage none learn from a teacher alone"),
+        ("--reward none --advantage grpo", "pass a --teacher_model"),
+        ("--advantage none --teacher_model self --kl_coef 0.1", "needs --kl_in loss for its --kl_coef"),
         ("--teacher_model ema", "--teacher_model ema needs an --ema_beta above 0"),
         ("--teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo", "ema has no adapters"),
-        ("--teacher_prompt {prompt}{answer}", "--teacher_prompt needs a --teacher_model"),
+        ("--teacher_prompt {prompt}{answer}", "--teacher_prompt and --teacher_in loss need a --teacher_model"),
+        ("--teacher_in loss", "need a --teacher_model"),
         ("--teacher_model self --teacher_prompt {answer}", "has no {prompt}, the place of the row's prompt"),
         ("--teacher_model self --advantage none --dynamic_sampling 2", "chooses prompts by rewards"),
         ("--teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y", "conversations are scored unchanged"),
         ("--student_images noise:0.3 --env x.py:Y", "conversations are scored unchanged"),
         ("--student_images blur:3", "expected one of mask, noise and an amount"),
         ("--student_images noise:much", "expected one of mask, noise and an amount"),
+        ("--student_images noise:-1", "an amount up to 1"),
+        ("--student_images mask:nan", "an amount up to 1"),
         ("--student_images noise:0.2 --perception_coef 0.1", "choose one of them"),
     ]:
         with user_error(message):
@@ -392,6 +396,7 @@ def test_bad_rows_and_folders(qwen25, other, task, tmp_path):  # noqa: F811
 
     rows = read_rows(task / "train.jsonl")
     write_rows(task / "unanswered.jsonl", [{key: x for key, x in row.items() if key != "answer" or i != 3} for i, row in enumerate(rows)])
+    write_rows(task / "null.jsonl", [row | ({"answer": None} if i == 3 else {}) for i, row in enumerate(rows)])
     write_rows(task / "text.jsonl", [row | {"images": []} for row in rows])
     tokenizer = tmp_path / "tokenizer"
     shutil.copytree(qwen25, tokenizer)
@@ -407,8 +412,9 @@ def test_bad_rows_and_folders(qwen25, other, task, tmp_path):  # noqa: F811
     reads, before = [], weights.read_weight
     weights.read_weight = lambda *arguments: reads.append(arguments) or before(*arguments)
     try:
-        refused(qwen25, task, "unanswered.jsonl:4: --teacher_prompt: no column 'answer'; the row has 'prompt', 'images'",
-                "--teacher_model self --teacher_prompt {prompt}{answer} --data", task / "unanswered.jsonl")
+        for name in ("unanswered", "null"):
+            refused(qwen25, task, f"{name}.jsonl:4: --teacher_prompt: no 'answer'; the row has 'prompt', 'images'",
+                    "--teacher_model self --teacher_prompt {prompt}{answer} --data", task / f"{name}.jsonl")
         refused(qwen25, task, r"text.jsonl:1: prompt too long: \d+ tokens, 0 of them of images; the limit is 80",
                 "--teacher_model self --max_prompt_tokens 80 --teacher_prompt", "{prompt}" + " word" * 80, "--data", task / "text.jsonl")
         refused(qwen25, task, "another tokenizer, which lacks 2 of the policy's 395 tokens .*'a'", "--teacher_model", tokenizer)
@@ -419,6 +425,20 @@ def test_bad_rows_and_folders(qwen25, other, task, tmp_path):  # noqa: F811
     finally:
         weights.read_weight = before
     assert not reads
+
+
+def test_with_an_environment_it_sees_as_the_policy_does(qwen25, other, task, tmp_path):  # noqa: F811
+    """Neither a tower of its own nor none will do, even if no row has an image: the environment may show one."""
+    write_rows(task / "text.jsonl", [row | {"images": []} for row in read_rows(task / "train.jsonl")])
+    blind = tmp_path / "blind"
+    shutil.copytree(qwen25, blind)
+    (blind / "preprocessor_config.json").unlink()
+    text = {name: value for name, value in read_json(qwen25 / "config.json")["text_config"].items() if name not in ("model_type", "rope_parameters")}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **text)).save_pretrained(blind)
+    talker = Path(__file__).parent / "talkers.py"
+    for folder in (other, blind):
+        refused(qwen25, task, "with --env it must have the vision tower of the policy", f"--env {talker}:Noise --max_reply_tokens 40 --teacher_model",
+                folder, "--data", task / "text.jsonl", "--eval_data", task / "text.jsonl")
 
 
 # ------------------------------------------------------------------------------------------------ conversations

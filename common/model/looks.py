@@ -94,11 +94,13 @@ def damage(spec: str, seed: int) -> Callable | None:
         return None
     kind, _, amount = spec.partition(":")
     try:
+        if not 0 < float(amount) <= 1:
+            raise ValueError(amount)
         return DAMAGE[kind](float(amount), seed)
     except (KeyError, ValueError) as error:
         kinds = ", ".join(DAMAGE)
         raise UserError(
-            f"--student_images {spec}: expected one of {kinds} and an amount, as in noise:0.3"
+            f"--student_images {spec}: expected one of {kinds} and an amount up to 1, as in noise:0.3"
         ) from error
 
 
@@ -218,11 +220,11 @@ def read_prompt(prompt: Prompt, processor: Processor, template: str) -> Prompt:
 def with_hint(prompt: Prompt, template: str) -> list[dict]:
     """The messages of a prompt, the last one in place of {prompt} in a Python format string, whose
     other fields are columns of the row. Raises ValueError: the row lacks one of them."""
-    answer = {} if prompt.reference is None else {"answer": prompt.reference}
+    columns = prompt.row | {"answer": prompt.reference, "prompt": "{prompt}"}
     try:
-        text = template.format_map(prompt.row | answer | {"prompt": "{prompt}"})
+        text = template.format_map({name: columns[name] for name in columns if columns[name] is not None})
     except KeyError as error:
-        raise ValueError(f"--teacher_prompt: no column {error}; {columns_of(prompt.row)}") from error
+        raise ValueError(f"--teacher_prompt: no {error}; {columns_of(prompt.row)}") from error
     before, _, after = text.partition("{prompt}")
     *earlier, last = prompt.messages
     content = last["content"]
@@ -285,7 +287,7 @@ def teacher_of(args: Any, modules: Modules) -> Teacher | None:
 def prepare(args: Any, modules: Modules, rows: Any) -> None:
     """Ban the ids for which the teacher has no embedding. Raises UserError, on every rank: the
     teacher lacks tokens of the policy or cannot read a row; no row has an image to damage."""
-    if args.teacher.student_images and not any(row.images for row in rows.train):
+    if args.teacher.student_images and rows.train and not any(row.images for row in rows.train):
         raise UserError("--student_images: no row of --data has images")
     teacher = teacher_of(args, modules)
     if teacher is None:
@@ -300,7 +302,8 @@ def prepare(args: Any, modules: Modules, rows: Any) -> None:
                 f"another tokenizer, which lacks {len(lacking)} of the policy's {len(tokens)} tokens "
                 f"or has them under other ids, such as {min(lacking)}"
             )
-        if args.env.env and teacher.own_tower:
+        sees = processor.family.media == student.family.media
+        if args.env.env and (teacher.own_tower or not sees):
             raise ValueError("with --env it must have the vision tower of the policy")
         everything = rows.train + rows.held_out if template or processor is not student else []
         with ThreadPoolExecutor(8) as pool:  # image headers wait for the file system
@@ -320,7 +323,10 @@ def refuse_flags(refuse: Refusals, perception: PerceptionArgs) -> None:
     ema, idle = teacher == "ema", values.advantage == "none"
     refuse(ema and not values.ema_beta, "--teacher_model ema needs an --ema_beta above 0")
     refuse(ema and values.lora_rank, "--teacher_model ema has no adapters (--lora_rank); use self")
-    refuse(values.teacher_prompt and not teacher, "--teacher_prompt needs a --teacher_model")
+    refuse(
+        (values.teacher_prompt or values.teacher_in == "loss") and not teacher,
+        "--teacher_prompt and --teacher_in loss need a --teacher_model",
+    )
     refuse(
         values.teacher_prompt and "{prompt}" not in values.teacher_prompt,
         f"--teacher_prompt {values.teacher_prompt} has no {{prompt}}, the place of the row's prompt",
@@ -339,7 +345,10 @@ def refuse_flags(refuse: Refusals, perception: PerceptionArgs) -> None:
     )
     damage(values.student_images, values.seed)
     refuse(
-        idle and (not teacher or values.kl_coef and values.kl_in == "reward"),
-        "--advantage none, which --reward none implies, needs a --teacher_model, and --kl_coef then "
-        "needs --kl_in loss",
+        not teacher and (idle or values.reward == "none"),
+        "--reward none and --advantage none learn from a teacher alone: pass a --teacher_model",
+    )
+    refuse(
+        idle and values.kl_coef and values.kl_in == "reward",
+        "--advantage none, which --reward none implies, needs --kl_in loss for its --kl_coef",
     )
