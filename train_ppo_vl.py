@@ -145,8 +145,7 @@ class Estimator(NamedTuple):
 
     # losses.AdvantageInputs -> (N,) advantages before whitening, (N,) returns
     estimate: Callable
-    # compares the samples of a "prompt" or of the "step", at least two; "": compares none
-    compares: str = ""
+    compares: bool = False  # the samples of a prompt with each other, at least two
     whiten: bool = False  # over the step, unless --advantages_norm says otherwise
 
 
@@ -165,16 +164,16 @@ ESTIMATORS = {
     "gae": Estimator(losses.gae_estimate, whiten=True),
     "reinforce": Estimator(losses.reinforce),
     "reinforce++": Estimator(losses.reinforce, whiten=True),
-    "reinforce_baseline": Estimator(losses.dr_grpo, compares="prompt", whiten=True),
-    "grpo": Estimator(losses.grpo, compares="prompt"),
-    "group_norm": Estimator(losses.grpo, compares="prompt"),
-    "gdpo": Estimator(losses.gdpo, compares="prompt"),
-    "dr_grpo": Estimator(losses.dr_grpo, compares="prompt"),
-    "rloo": Estimator(losses.rloo, compares="prompt"),
+    "reinforce_baseline": Estimator(losses.dr_grpo, compares=True, whiten=True),
+    "grpo": Estimator(losses.grpo, compares=True),
+    "group_norm": Estimator(losses.grpo, compares=True),
+    "gdpo": Estimator(losses.gdpo, compares=True),
+    "dr_grpo": Estimator(losses.dr_grpo, compares=True),
+    "rloo": Estimator(losses.rloo, compares=True),
     "remax": Estimator(losses.remax),
-    "opo": Estimator(losses.opo, compares="prompt"),
-    "gpg": Estimator(losses.gpg, compares="prompt"),
-    "cpgd": Estimator(losses.cpgd, compares="step"),
+    "opo": Estimator(losses.opo, compares=True),
+    "gpg": Estimator(losses.gpg, compares=True),
+    "cpgd": Estimator(losses.cpgd),
 }
 POLICY_LOSSES = {
     "ppo": PolicyLoss(losses.ppo, clip=(0.2, 0.2)),
@@ -614,6 +613,10 @@ def check_judge_args(args: Args, refuse: flags.Refusals) -> None:
             "--reward judgement draws both orders of a pair together: --prompts_per_step "
             f"{values.prompts_per_step} must be a multiple of 2 x --rollouts_per_step",
         )
+        refuse(
+            values.dynamic_sampling,
+            "--reward judgement trains on both orders of a pair, but --dynamic_sampling may drop one",
+        )
     grouped = values.grm_question == "group"
     refuse(
         grouped and (values.samples_per_prompt < 2 or values.advantage == "remax"),
@@ -632,20 +635,17 @@ def check_judge_args(args: Args, refuse: flags.Refusals) -> None:
 
 def check_algorithm_args(refuse: flags.Refusals) -> None:
     values = refuse.values
-    if ESTIMATORS[values.advantage].compares == "prompt" or values.dynamic_sampling:
+    if ESTIMATORS[values.advantage].compares or values.dynamic_sampling:
         comparing = "dynamic_sampling" if values.dynamic_sampling else f"advantage {values.advantage}"
         refuse(
             values.samples_per_prompt < 2,
             f"--{comparing} compares the samples of a prompt: "
             f"--samples_per_prompt {values.samples_per_prompt} must be at least 2",
         )
-    refuse(
-        ESTIMATORS[values.advantage].compares == "step"
-        and values.samples_per_prompt * values.prompts_per_step < 2,
-        f"--advantage {values.advantage} compares the samples of a step: it needs at least 2",
-    )
     if values.advantage == "gdpo":
-        for name in ("reward_combiner", "reward_norm", "reward_clip", "overlong_buffer"):
+        for name in (
+            "reward_combiner", "reward_norm", "reward_clip", "overlong_buffer", "dynamic_sampling"
+        ):
             why = "--advantage gdpo compares the sources of rewards before they become one number"
             refuse(getattr(values, name), f"--{name}: {why}")
     if values.dynamic_sampling:
@@ -653,6 +653,10 @@ def check_algorithm_args(refuse: flags.Refusals) -> None:
     for name in ("clip_low", "clip_high", "gae_lambda_policy"):
         value = getattr(values, name)
         refuse(-1 < value < 0, f"--{name} {value} must be at least 0, or -1 for its default")
+    refuse(
+        values.policy_loss == "sapo" and max(values.clip_low, values.clip_high) >= 0,
+        "--policy_loss sapo has a soft gate in place of --clip_low and --clip_high",
+    )
     refuse(
         values.perception_ratio < 1 and values.policy_loss in ("gspo", "gmpo"),
         f"--perception_ratio chooses tokens, but --policy_loss {values.policy_loss} takes whole "
@@ -677,7 +681,7 @@ def check_kl_args(refuse: flags.Refusals) -> None:
     if not values.kl_coef:
         for name in ("reference_model", "reference_every", "kl_target"):
             refuse(getattr(values, name), f"--{name} has no effect without a --kl_coef above 0")
-    refuse.both("reference_every", "lora_rank", "; with adapters the reference is the base model")
+    refuse.both("reference_every", "lora_rank")  # with adapters the reference is the base model
     samples = values.prompts_per_step * values.samples_per_prompt
     refuse(
         values.kl_target and 5 * values.kl_horizon <= samples,
@@ -1666,9 +1670,7 @@ def evaluate(
     actor, count = trainables["actor"].module, args.rollout.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
-    # as many prompts per rollout as fill all slots: every rollout waits for its slowest answer
-    size = max(2, all_slots(args) // count // 2 * 2)  # even: both orders of a pair
-    batches = data.batches_in_order(rows.held_out, size)
+    batches = data.batches_in_order(rows.held_out, prompts_together(args, count))
     records, cards, conversations, dropped = [], [], [], 0
     value_pairs: list[Tensor] = []  # (2, N) each: the critic's values, and the returns
     gaps: list[Tensor] = []  # (k,) each, see `looks.vision_gaps`
@@ -1714,7 +1716,7 @@ def evaluate_teacher(
     an environment, whose images it might not see."""
     if teacher is None or args.env.env or args.reward.reward == "none" or step:
         return {}
-    batches = data.batches_in_order(rows.held_out, all_slots(args))[:1]
+    batches = data.batches_in_order(rows.held_out, prompts_together(args, 1))[:1]
     sampling = replace(sampling, stream=EVAL, greedy=True)
     with teacher.asked() as policy, data.PromptLoader(rows.processor, args.data, batches) as loader:
         batch = loader.take()
@@ -1726,8 +1728,11 @@ def evaluate_teacher(
     return {f"eval/teacher_{word}": metrics[name] for word, name in columns.items()}
 
 
-def all_slots(args: Args) -> int:
-    return distributed.world_size() * (args.rollout.slots or attention.MOST_SLOTS)
+def prompts_together(args: Args, samples: int) -> int:
+    """The held-out prompts of a rollout, as many as fill all slots, as each rollout waits for its
+    slowest answer; an even number, for both orders of a pair."""
+    slots = distributed.world_size() * (args.rollout.slots or attention.MOST_SLOTS)
+    return max(2, slots // samples // 2 * 2)
 
 
 def values_and_returns(
@@ -1794,7 +1799,8 @@ def report_evaluation(
             "the model does not use what it sees: with blank images its answers are just as likely; "
             f"log-probs differ by {abs(gap):.1e} nats (eval/vision_gap_logprob)"
         )
-        log.warn("vision", abs(gap) < BLIND, text)
+        if abs(gap) < BLIND:
+            log.line(f"warning: {text}")
     # written last: if this record is missing, a resumed run evaluates again
     log.evaluation(state.step, metrics, accuracies | EVALUATION_COLUMNS)
 
@@ -1824,9 +1830,6 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
-    draws = args.optim.steps * prompts
-    for text in data.describe_shares(args.data.data, rows.train_sets, draws):
-        log.line(text)
     return log
 
 
@@ -1862,8 +1865,8 @@ def report(
         f"reward {metrics['rollout/reward']:.3f}), so nothing tells better answers from worse; see "
         f"{log.out}/samples"
     )
-    compared = args.algorithm.advantage != "none"
-    log.warn("spread", compared and flat > 0.9 * prompts, text)
+    by_sum = args.algorithm.advantage not in ("none", "gdpo")
+    log.warn("spread", by_sum and flat > 0.9 * prompts, text)
 
 
 def check_sampler(log: logging.RunLogger, state: TrainState, actor: Policy, args: Args) -> None:
@@ -2252,15 +2255,13 @@ class RolloutEngine:
         return any(stop in text for stop in self.sampling.stop_strings)
 
     def compact(self) -> None:
-        """Move busy slots to the front if an eighth of the decoding slots is free, so that the last
+        """Move busy slots to the front if over an eighth of the decoding slots is free, so that the last
         responses decode in small batches."""
         busy = [slot for slot, sample in enumerate(self.slots) if sample]
-        if len(busy) > 0.875 * (max(busy, default=-1) + 1):
+        if len(busy) >= 0.875 * (max(busy, default=-1) + 1):
             return
         target = [slot for slot in range(len(busy)) if self.slots[slot] is None]
         source = [slot for slot in busy if slot >= len(busy)]
-        if not source:
-            return
         self.cache.move(source, target, max(self.slots[slot].stored for slot in source))
         for state in self.state:
             state[target] = state[source]

@@ -365,10 +365,10 @@ class Refusals:
         if condition:
             self.problems.append(message)
 
-    def both(self, one: str, other: str, why: str = "") -> None:
+    def both(self, one: str, other: str) -> None:
         """Refuse two flags that exclude each other."""
         clash = getattr(self.values, one) and getattr(self.values, other)
-        self(clash, f"--{one} and --{other}: choose one of them{why}")
+        self(clash, f"--{one} and --{other}: choose one of them")
 
     def exceeds(self, smaller: str, larger: str) -> None:
         """Refuse a flag whose value is above that of another."""

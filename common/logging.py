@@ -318,8 +318,7 @@ class RunLogger:
         if stopped:
             self.line(f"stopped by a signal after step {step}; the same command goes on from there")
         else:
-            done = "done before this start" if self.first_step >= last else "done"
-            self.line(f"{done}: all results are in {self.out}")
+            self.line(f"done: all results are in {self.out}")
         self.bar.close()
         if distributed.is_main():
             self._file.close()

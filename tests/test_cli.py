@@ -161,6 +161,8 @@ stray                                         | unrecognized arguments: stray
 --advantage gdpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
 --advantage gdpo --reward exact,boxed --reward_combiner m.py:f | --reward_combiner: --advantage gdpo compares the sources
 --advantage gdpo --reward_norm --overlong_buffer 5 | --overlong_buffer: --advantage gdpo compares the sources
+--advantage gdpo --dynamic_sampling 2         | --dynamic_sampling: --advantage gdpo compares the sources
+--policy_loss sapo --clip_high 0              | --policy_loss sapo has a soft gate
 --perception_ratio 0.4 --policy_loss gspo     | --perception_ratio chooses tokens, but --policy_loss gspo takes whole responses
 --perception_ratio 0.4 --policy_loss gmpo     | --policy_loss gmpo takes whole responses
 --perception_ratio 0                          | --perception_ratio 0.0 must be at least 1e-06

@@ -200,7 +200,7 @@ def test_how_a_run_ended(tmp_path, capsys):
     assert steps(tmp_path) == [2]
     assert "stopped by a signal after step 2; the same command goes on from there" in capsys.readouterr().out
     open_log(tmp_path, first_step=6).close(6, 6)
-    assert capsys.readouterr().out.endswith(f"done before this start: all results are in {tmp_path}\n")
+    assert capsys.readouterr().out.endswith(f"done: all results are in {tmp_path}\n")
 
 
 def test_an_evaluation_alone_has_a_folder_of_its_own(tmp_path, capsys):

@@ -315,7 +315,7 @@ def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monk
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", object())
-    with user_error("could not be captured: operation not permitted .*--cuda_graphs off"):
+    with pytest.raises(RuntimeError, match="could not be captured: operation not permitted .*--cuda_graphs off"):
         generate(env, take(env), 5)
     assert len(capturing) == 1
 

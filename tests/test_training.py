@@ -718,7 +718,8 @@ def test_most_prompts_without_spread_are_enough(env, tmp_path, capsys):
     log.close(5, 5)
 
 
-def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer_once_until_it_changes(env, tmp_path, capsys):
+def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer(env, tmp_path, capsys):
+    """Of the former every time, of the latter once until it changes."""
     args = with_flags(env.args, out=tmp_path)
     state, log = ppo.TrainState(args.algorithm.kl_coef), ppo.open_log(args, env.rows, 0)
     warned = []
@@ -731,7 +732,7 @@ def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer_once_until
         assert state.step != 1 or "4.8e-04 nats" in text
         blind = "warning: the model does not use what it sees" in text
         warned.append((blind, "warning: no held-out answer is right" in text))
-    assert warned == [(False, False), (True, True), (False, False), (False, True), (True, False)]
+    assert warned == [(False, False), (True, True), (True, False), (False, True), (True, False)]
     log.close(5, 5)
 
 
@@ -777,8 +778,6 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
     whole = train(qwen25, task, tmp_path / "whole", more, "--steps 4")
     text = capsys.readouterr().out
     assert "15 training prompts" in text
-    assert f"{task / 'train.jsonl'}: 8 rows, 1.5 passes" in text
-    assert f"{task / 'eval.jsonl'}: 7 rows, 0.6 passes" in text
     train(qwen25, task, tmp_path / "parts", more, "--steps 2")
     parts = train(qwen25, task, tmp_path / "parts", more, "--steps 4")
     assert [record["rollout/reward"] for record in parts] == [record["rollout/reward"] for record in whole]

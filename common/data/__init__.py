@@ -4,7 +4,6 @@ from common.data.images import read_frames
 from common.data.loader import (
     PromptLoader,
     batches_in_order,
-    describe_shares,
     digest_data,
     draw_batches,
     join_pixels,

@@ -87,15 +87,6 @@ def shares_of(spec: str, sets: list[list]) -> list[float]:
     return [weight or float(len(rows)) for (_, weight), rows in zip(parse_datasets(spec), sets)]
 
 
-def describe_shares(spec: str, sets: list[list], draws: int) -> list[str]:
-    """One line for each set of rows: how often it is drawn."""
-    lines, shares = [], shares_of(spec, sets)
-    for rows, weight, (path, _) in zip(sets, shares, parse_datasets(spec)):
-        passes = draws * weight / sum(shares) / len(rows)
-        lines.append(f"  {path}: {len(rows)} rows, {passes:.1f} passes")
-    return lines
-
-
 def digest_data(spec: str, rows: int) -> str:
     """The number of rows in use and a digest of each of their files: rows that were edited make
     another run."""

@@ -8,8 +8,6 @@ from typing import Any, Callable
 
 import torch
 
-from common.distributed import UserError
-
 
 class StepGraphs:
     """Graphs of one rollout, one per batch size and capacity, all in one memory pool.
@@ -27,7 +25,7 @@ class StepGraphs:
 
     def run(self, step: Callable, size: int, capacity: int) -> None:
         """``step(size, capacity)`` for the slots 0..size-1, by its graph if there is one. Raises
-        UserError: it cannot be captured."""
+        RuntimeError: it cannot be captured."""
         kind = size, capacity
         self.steps[kind] = self.steps.get(kind, 0) + 1
         if self.steps[kind] <= self.eager_steps:
@@ -38,7 +36,7 @@ class StepGraphs:
             except RuntimeError as error:
                 # ending a capture that has failed raises once more, and says nothing of the cause
                 cause = error.__context__ or error
-                raise UserError(
+                raise RuntimeError(
                     f"a CUDA graph of {size} slots could not be captured: {cause}; "
                     "--cuda_graphs off decodes without graphs"
                 ) from error

@@ -267,9 +267,12 @@ def build_reader(
     # It sees images at the size that it was trained on.
     processor = Processor(folder, replace(args, min_pixels=0, max_pixels=0))
     # The actor's image features serve if family, image processor and tower are the actor's, untrained.
-    shares = shares and not setup.trains_vision
-    shares = shares and image_settings(processor) == image_settings(actor.processor)
-    shares = shares and same_tower(setup.folder, folder)
+    shares = (
+        shares
+        and not setup.trains_vision
+        and image_settings(processor) == image_settings(actor.processor)
+        and same_tower(setup.folder, folder)
+    )
     model = build_model(processor.config, setup, vision=not shares, head=head)
     model.setup.folder = folder
     return model.requires_grad_(False), processor
