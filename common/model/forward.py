@@ -8,7 +8,8 @@ packs.
                                                            hidden_states
 
 A model here is one of transformers with one more attribute: ``setup``, what it is and how it
-computes (`weights.Setup`).
+computes (`weights.Setup`); and what mixes tokens in a layer has a ``slot_layer``, the layer's number
+in the cache.
 
 Shapes: P prompt tokens, I images, M image tokens, L tokens of a pack, H hidden size, K levels
 of image features.
