@@ -27,7 +27,8 @@ if [[ "$(cat .venv/installed 2>/dev/null)" != "$wanted"* ]]; then    # further p
 fi
 source .venv/bin/activate
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
-# On a GPU, segments that grow leave fewer holes; CUDA graphs work with them (pytorch#128068).
+# On a GPU, segments that grow leave fewer holes. CUDA graphs work with them (pytorch#128068), although torch had turned them
+# off for graphs for a while, until August 2026 (pytorch#194767).
 [ -n "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF=expandable_segments:True
 # In bfloat16 on a CPU, torch keeps a compiled product for each of 1,024 shapes; lengths are never twice the same, and that is
 # a gigabyte. 64 are as fast (tests/benchmarks/RESULTS.md).

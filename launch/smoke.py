@@ -101,7 +101,7 @@ def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict]:
 
 
 def plan_runs(gpus: int) -> list[tuple[str, list[str]]]:
-    """(name, flags) of the runs on one rank: each back-end with graphs and without."""
+    """(name, flags) of the runs on one rank: on GPUs varlen and flash-attn, with graphs and without."""
     if not gpus:
         return [("sdpa", ["--steps", "2"])]
     runs = []

@@ -24,7 +24,7 @@ from typing import Iterable, Iterator
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -91,8 +91,6 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
                 "run's models are <out>/export/step-N"
             )
         return path
-
-    from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.txt", "*.jinja", "*.model"]
     if weights:

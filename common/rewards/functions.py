@@ -34,7 +34,7 @@ class Source:
     function: Callable | None = None
     batch: int = 0  # most samples per call of the function; 0: any number
     takes_rows: bool = False  # the function has a parameter ``rows``
-    ask: Callable | None = None  # of a model, see `reward_models`; the script sets it
+    ask: Callable | None = None  # of a model; `models.build` sets it
 
 
 def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:

@@ -156,8 +156,7 @@ def test_of_a_hub_name_weights_are_fetched_once(weights, tmp_path, monkeypatch):
     ]
     asked = {}
     monkeypatch.setattr(
-        huggingface_hub,
-        "snapshot_download",
+        "common.model.weights.snapshot_download",
         lambda name, **patterns: asked.update(patterns) or tmp_path,
     )
     assert resolve_folder("owner/name", weights) == tmp_path
