@@ -45,17 +45,23 @@ def rows_of(benchmark: str, row: dict) -> Rows:
 
     Raises LeftOut, FileNotFoundError (no image), and ValueError: a row without an answer, or of another benchmark.
     """
-    missing = [column for column in COLUMNS[benchmark].split() if row.get(column) in (None, "", [])]
-    if missing:
-        raise ValueError(
-            f"no {', '.join(missing)} in a row with {', '.join(row)}: a pair without an answer, or a file of another "
-            f"benchmark or version than {benchmark}")
+    require(row, COLUMNS[benchmark])
     return [pair | {"benchmark": benchmark} for pair in READERS[benchmark](dict(row))]
 
 
+def require(row: dict, columns: str) -> None:
+    """Raises ValueError: one of the columns is missing or empty, or an entry of its list is."""
+    for column in columns.split():
+        value = row.get(column)
+        entries = value if isinstance(value, list) else [value]
+        if not entries or None in entries or "" in entries:
+            raise ValueError(
+                f"no {column} in a row with {', '.join(row)}: a pair without an answer, or a file of another benchmark "
+                "or version")
+
+
 def vl_rewardbench(row: dict) -> Rows:
-    if row.get("human_ranking", "a copy") is None:
-        raise ValueError("no human_ranking")
+    require(row, "chosen rejected" if "chosen" in row else "response human_ranking")
     return [row | {"image": take_media(row, "image"), "source": vl_group(row["id"])}]
 
 
@@ -77,7 +83,7 @@ def mm_rlhf(row: dict) -> Rows:
 
 
 def multimodal_rewardbench(row: dict) -> Rows:
-    responses = [row.pop("Output1"), row.pop("Output2")]
+    responses = [row["Output1"], row["Output2"]]
     group, name = row["Category"], row["ID"].lower()
     if group == "safety":
         group += "/bias" if name.startswith("pairs") else "/toxicity"

@@ -109,6 +109,8 @@ def convert_pair(rest: dict, images: "Images") -> dict:
     if "human_ranking" in rest:
         prompt = take_prompt(rest, images)
         responses, (one, other) = rest.pop("response"), rest.pop("human_ranking")
+        if len(responses) != 2:
+            raise ValueError("a pair has two responses")
         preferred = "tie" if one == other else "A" if one < other else "B"
     else:
         prompt, responses = take_chosen(rest, images)

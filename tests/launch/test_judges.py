@@ -54,6 +54,10 @@ def ranked(name: str, better: int) -> dict:
             "query_source": "COCO", "ground_truth": None}
 
 
+def without(column: str, row: dict) -> dict:
+    return {name: value for name, value in row.items() if name != column}
+
+
 def chosen(name, **further) -> dict:
     """A row of MM-RLHF-RewardBench, or of R1-Reward's copy of VL-RewardBench."""
     return {"id": name, "prompt": "what?", "chosen": f"good {name}", "rejected": f"bad {name}", "chosen_reason": "",
@@ -159,14 +163,24 @@ def test_the_copy_of_vl_rewardbench(tmp_path, published):
 
 @pytest.mark.parametrize("benchmark, row, message", [
     ("vl_rewardbench", chosen("073712_6205145", image="mcq/a.png"), "no id of VL-RewardBench begins as '073712_6205145'"),
+    ("vl_rewardbench", without("human_ranking", ranked("RLHF-V-1", 0)), "no human_ranking in a row with id, query, response"),
     ("vl_rewardbench", ranked("RLHF-V-1", 0) | {"human_ranking": None}, "no human_ranking"),
+    ("vl_rewardbench", ranked("RLHF-V-1", 0) | {"human_ranking": [None, None]}, "no human_ranking"),
+    ("vl_rewardbench", ranked("RLHF-V-1", 0) | {"response": ["good", ""]}, "no response"),
+    ("vl_rewardbench", ranked("RLHF-V-1", 0) | {"response": [None, "bad"]}, "no response"),
+    ("vl_rewardbench", ranked("RLHF-V-1", 0) | {"response": ["good"]}, "a pair has two responses"),
+    ("vl_rewardbench", ranked("RLHF-V-1", 0) | {"response": ["good", "bad", "bad"]}, "a pair has two responses"),
+    ("vl_rewardbench", without("rejected", chosen("RLHF-V-1", image="a.png")), "no rejected in a row with id, prompt, chosen"),
+    ("vl_rewardbench", chosen("RLHF-V-1", image="a.png") | {"chosen": None}, "no chosen"),
+    ("vl_rewardbench", chosen("RLHF-V-1", image="a.png") | {"rejected": ""}, "no rejected"),
     ("mm_rlhf", chosen("RLHF-V-1", image="a.png"), "a.png is in none of the folders"),
-    ("mm_rlhf", ranked("RLHF-V-1", 0), "no prompt, chosen, rejected in a row with id, query"),
+    ("mm_rlhf", ranked("RLHF-V-1", 0), "no prompt in a row with id, query"),
     ("mm_rlhf", chosen("1", image="mcq/a.png") | {"chosen": None}, "no chosen in a row with id, prompt, chosen"),
     ("multimodal_rewardbench", named("PAIRS_1", "safety", Better=None), "no Better in a row with ID, Text"),
     ("multimodal_rewardbench", named("PAIRS_1", "safety", Text=""), "no Text in a row with ID, Text"),
     ("rewardbench2", {"id": 1, "prompt": "a", "chosen": "b", "rejected": "c", "subset": "math-prm"},
      "one answer as chosen: the first RewardBench?"),
+    ("rewardbench2", best_of_4("7") | {"chosen": [""]}, "no chosen in a row with id, prompt"),
     ("rewardbench2", best_of_4("9", "Ties"), "no row is left"),
     ("genai_bench", chosen("1", image="mcq/a.png"), "no vote_type in a row with id, prompt"),
     ("genai_bench", voted("best"), "KeyError: 'best'"),
