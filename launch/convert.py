@@ -42,6 +42,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -264,8 +265,8 @@ class Images:
             return self.read(next((image[key] for key in IMAGE_KEYS if image.get(key)), None))
         if isinstance(image, bytes):
             return image
-        if not image or not isinstance(image, str):
-            raise ValueError(f"an image must be bytes, base64, a data URL or a path, not {image!r:.80}")
+        if not image:
+            raise FileNotFoundError("an image without bytes or path")
         file = self.root / image.removeprefix("file://")
         if os.path.isfile(file):
             return file.read_bytes()
@@ -336,7 +337,7 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
                     raise ValueError(f"{path}, row {number}: {type(error).__name__}: {error}") from error
     print(f"{split}.jsonl: {total} rows, {written} images", flush=True)
     for kind, names in left_out.items():
-        print(f"left out: {len(names)} rows, {kind}: {', '.join(names):.200}", flush=True)
+        print(f"left out: {len(names)} rows, {kind}: {textwrap.shorten(', '.join(names), 200)}", flush=True)
     if left_out and not total:
         raise ValueError(f"{split}: no row is left (images are looked for in --image_root)")
 

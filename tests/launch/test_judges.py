@@ -20,7 +20,7 @@ import judge_filter
 import judge_table
 import pytest
 from conftest import ROOT, judge_settings, read_rows, words
-from test_convert import base64_of, encode, noise
+from test_convert import base64_of, encode, noise, pyarrow  # noqa: F401 (a fixture)
 from test_judging import PAIRS, judge_by_a_policy, pairs  # noqa: F401 (a fixture)
 
 from common.data.processor import Processor
@@ -83,7 +83,8 @@ def voted(vote: str) -> dict:
 
 
 ROWS = {
-    "vl_rewardbench": [ranked(name, k % 2) for k, name in enumerate(VL_IDS)] + [ranked("RLHF-V-1", 0) | {"image": None}],
+    "vl_rewardbench": [ranked(name, k % 2) for k, name in enumerate(VL_IDS)] + [
+        ranked("RLHF-V-1", 0) | {"image": None}, ranked("RLHF-V-2", 0) | {"image": {"bytes": None, "path": None}}],
     "mm_rlhf": [chosen("1_2", image="mcq/a.png"), chosen("1_2", image="mcq/a.png"), chosen("3", image="/data/safety/a.png"),
                 chosen("v", video="video/clip"), chosen("4", image="long/none.png")],
     "multimodal_rewardbench": [
@@ -105,7 +106,7 @@ GROUPS = {
     "genai_bench": ["image_generation"] * 4,
 }
 LEFT_OUT = {
-    "vl_rewardbench": "left out: 1 rows, image missing: RLHF-V-1\n",
+    "vl_rewardbench": "left out: 2 rows, image missing: RLHF-V-1, RLHF-V-2\n",
     "mm_rlhf": "left out: 1 rows, image missing: 4\n",
     "multimodal_rewardbench": "left out: 1 rows, image missing: hateful_1\n",
     "rewardbench2": "left out: 1 rows, subset Ties: 9\n",
@@ -159,6 +160,29 @@ def test_the_copy_of_vl_rewardbench(tmp_path, published):
     rows = [chosen(name, image="a.png") for name in VL_IDS]
     convert.main(words(published("", rows), "--benchmark vl_rewardbench --out", tmp_path / "out"))
     assert [row["source"] for row in read_rows(tmp_path / "out" / "rows.jsonl")] == GROUPS["vl_rewardbench"]
+
+
+def test_many_missing_images(tmp_path, published, capsys):
+    """All are counted; names that do not fit on the line are not cut in silence."""
+    rows = [named(f"hateful_{k}", "safety", Image="none.png") for k in range(400)] + [named("MMBench_1", "vqa")]
+    convert.main(words(published("multimodal_rewardbench", rows), "--benchmark multimodal_rewardbench --out", tmp_path / "out"))
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith("left out: 400 rows, image missing: hateful_0, hateful_1, ")
+    assert line.endswith(", [...]")
+    assert len(line) < 250
+
+
+def test_a_benchmark_in_parquet(tmp_path, pyarrow, capsys):  # noqa: F811
+    """Images as structs, of which one is empty."""
+    empty, whole = {"bytes": None, "path": None}, {"bytes": encode(noise(1)), "path": None}
+    rows = [ranked("RLHF-V-1", 1) | {"image": empty}, ranked("mathverse_2", 1) | {"image": whole}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test-00000-of-00001.parquet")
+    convert.main(words(tmp_path, "--benchmark vl_rewardbench --out", tmp_path / "out"))
+    lines = ["test.jsonl: 1 rows, 1 images", "left out: 1 rows, image missing: RLHF-V-1"]
+    assert capsys.readouterr().out.splitlines() == lines
+    row, = read_rows(tmp_path / "out" / "test.jsonl")
+    assert row["responses"]["AB".index(row["preferred"])] == "good mathverse_2"
+    assert (tmp_path / "out" / row["images"][0]).read_bytes() == encode(noise(1))
 
 
 @pytest.mark.parametrize("benchmark, row, message", [
