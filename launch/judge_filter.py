@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         right, wrong = filter_rows(read_judgements(args.run))
-        print(f"{len(right)} right judgements, {len(wrong)} rows with a wrong one", flush=True)
+        print(len(right), "right judgements,", len(wrong), "rows with a wrong one", flush=True)
         if not right or not wrong:
             raise ValueError("one of the two files would be empty")
         for path, rows in ((args.right, right), (args.wrong, wrong)):

@@ -11,7 +11,7 @@ first accuracy: a bootstrap over pairs, in which rows that count together stay t
 import json
 import sys
 from collections import defaultdict
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from statistics import multimode
 from typing import Collection
@@ -31,14 +31,15 @@ Column = dict[str, str]  # line -> cell
 
 
 def read_judgements(run: Path) -> list[Orders]:
-    """The rows of a run's newest evaluation. Raises ValueError: it judged nothing."""
+    """The rows of a run's newest evaluation, whose file it names. Raises ValueError: nothing was judged."""
     records = []
     for path in sorted(run.rglob("samples/eval-*.jsonl"), key=attrgetter("name"))[-1:]:
+        print(path, file=sys.stderr)
         records = list(map(json.loads, open(path, encoding="utf-8")))
     if not records or "verdict" not in records[0]:
         raise ValueError(f"{run} has no judgements: make them by train_ppo_vl.py --eval_only --row_kind judgements")
     rows = defaultdict(lambda: defaultdict(list))
-    for record in sorted(records, key=itemgetter("sample")):
+    for record in records:
         rows[record["index"] - (record["order"] == "swapped")][record["order"]].append(record)
     return list(rows.values())
 
@@ -78,8 +79,8 @@ class Unit:
         lines[f"votes@{len(both)} of both orders"] = vote(verdicts, right), 1
         self.counts = {line: np.add(counts, self.counts.get(line, 0)) for line, counts in lines.items()}
         # ACC+, best of 4
-        together = [sum(map(all, zip(*self.hits))), total] if first["pair"] is not None else [0, 0]
-        self.counts["all that count together right"] = np.array(together)
+        together = np.array([sum(map(all, zip(*self.hits))), total])
+        self.counts["all that count together right"] = (first["pair"] is not None) * together
 
 
 def vote(verdicts: list, right: str) -> float:
@@ -89,15 +90,17 @@ def vote(verdicts: list, right: str) -> float:
 
 
 def read_units(run: Path) -> list[Unit]:
-    """The units of a run. Raises ValueError: there are none."""
-    units = {}
-    for orders in read_judgements(run):
-        first = orders["given"][0]
-        if "swapped" in orders:
-            key = first["group"], first["pair"], first["pair"] is None and first["index"]
-            units.setdefault(key, Unit(first)).add(orders)
-    if not units:
+    """The units of a run; says how many rows count. Raises ValueError: none does."""
+    rows = read_judgements(run)
+    pairs = [orders for orders in rows if "swapped" in orders]
+    print(len(pairs), "of", len(rows), "rows were judged in two orders and count", file=sys.stderr)
+    if not pairs:
         raise ValueError(f"{run}: nothing was judged in two orders")
+    units = {}
+    for orders in pairs:
+        first = orders["given"][0]
+        key = first["group"], first["pair"], first["pair"] is None and first["index"]
+        units.setdefault(key, Unit(first)).add(orders)
     return list(units.values())
 
 

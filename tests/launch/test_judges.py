@@ -236,7 +236,7 @@ def judged(folder, rows: list[tuple]) -> Path:
                           "verdict": VERDICTS[letter], "reference": reference, "lengths": None, "row": {}}
                 records.append(record | dict(*further))
     (folder / "samples").mkdir(parents=True)
-    lines = [json.dumps(record) for record in records[::-1]]  # in any order
+    lines = map(json.dumps, records)
     (folder / "samples" / "eval-000000.jsonl").write_text('{"prompt": "of an older evaluation"}\n')
     (folder / "samples" / "eval-000040.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
@@ -424,7 +424,28 @@ def test_a_run_without_judgements(tmp_path, capsys):
             with pytest.raises(SystemExit) as stop:
                 program([str(run), "--right", str(tmp_path / "a"), "--wrong", str(tmp_path / "b")])
             assert stop.value.code == 2
-            assert capsys.readouterr().err.startswith(f"error: {run} has no judgements: make them by train_ppo_vl.py --eval_only")
+            error = capsys.readouterr().err.splitlines()[-1]
+            assert error.startswith(f"error: {run} has no judgements: make them by train_ppo_vl.py --eval_only")
+
+
+def test_what_the_table_read_and_left_out(tmp_path, capsys):
+    """The file, of which a run may have several, and the rows that have no other order."""
+    folder = judged(tmp_path / "of two evaluations", [("g", "A", "A", "B"), ("g", "A", "A", "")])
+    judge_table.main([str(folder)])
+    file = folder / "samples" / "eval-000040.jsonl"
+    assert capsys.readouterr().err == f"{file}\n1 of 2 rows were judged in two orders and count\n"
+
+
+def test_a_file_of_judgements_that_is_cut(tmp_path, capsys):
+    folder = judged(tmp_path, AT_RANDOM)
+    file = folder / "samples" / "eval-000040.jsonl"
+    file.write_text(file.read_text()[:-20])
+    with pytest.raises(SystemExit) as stop:
+        judge_table.main([str(folder)])
+    assert stop.value.code == 2
+    name, error = capsys.readouterr().err.splitlines()
+    assert name == str(file)
+    assert error.startswith("error: ")
 
 
 def test_the_table_needs_no_torch():
@@ -510,5 +531,5 @@ def test_a_filter_that_leaves_nothing(tmp_path, capsys, letters, counts):
     assert stop.value.code == 2
     printed = capsys.readouterr()
     assert printed.out.startswith(counts)
-    assert printed.err == "error: one of the two files would be empty\n"
+    assert printed.err.splitlines()[-1] == "error: one of the two files would be empty"
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
