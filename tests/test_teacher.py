@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import (assert_same_records, hugging_face, inputs_of, logits_of, read_json, read_rows, records, responses_of, same_tensors, start,
-                      take, token_logprobs, user_error, with_flags, write_checkpoint, write_image, write_rows)
+from conftest import (assert_same_records, hugging_face, inputs_of, logits_of, read_json, read_rows, records, responses_of,
+                      same_tensors, start, take, token_logprobs, user_error, with_flags, write_checkpoint, write_image, write_rows)
 from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from test_environments import expected_logprobs, talk
@@ -93,6 +93,11 @@ def oracle(folder: Path):
     return model
 
 
+def gradients_of(student) -> dict[str, torch.Tensor]:
+    """Of Hugging Face's model by our names; its tower is not trained."""
+    return {f"model.{name}": p.grad for name, p in student.named_parameters() if "visual" not in name}
+
+
 def plain_norm(norm, x: torch.Tensor) -> torch.Tensor:
     return norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
 
@@ -161,7 +166,7 @@ def test_the_loss_is_the_exact_kl(case, rows):
         total = total + (logp.exp() * (logp - logq).masked_fill(~possible, 0.0)).masked_fill(~possible, 0.0).sum()
     (0.3 * total / len(env.batch.tokens)).backward()
     kl = float(total.detach()) / len(env.batch.tokens)
-    expected = {f"model.{name}": p.grad for name, p in student.named_parameters() if "visual" not in name}
+    expected = gradients_of(student)
     for most in (600, 130):
         for module in {env.actor, env.models.teacher.policy}:
             module.model.setup = dataclasses.replace(module.model.setup, max_tokens_per_pack=most)
@@ -185,7 +190,7 @@ def test_tokens_outside_of_the_policy_loss_are_taught_too(qwen25, rows):
 
 
 def test_the_advantage_is_the_difference_of_log_probs(qwen25, other, rows):
-    """Added to what rewards say, which alone is whitened and clipped, neither discounted nor whitened itself."""
+    """Added to what rewards say, which alone is whitened, and not discounted itself; --advantage_clip bounds their sum."""
     env = start(qwen25, rows, "--advantage reinforce++ --gamma 0.5 --teacher_coef 0.3 --teacher_model", other)
     env.batch = hand_batch(env)
     env.batch.rewards = torch.arange(16.0)
@@ -205,9 +210,37 @@ def test_the_advantage_is_the_difference_of_log_probs(qwen25, other, rows):
             logits[:, env.processor.vocab_size:] = -torch.inf
             expected.append(0.3 * (token_logprobs(logits, tokens) - old))
     expected = torch.cat(expected).float()
-    finite = expected.isfinite()
-    assert torch.allclose((together - rewarded)[finite], expected[finite], atol=2e-5)
-    assert metrics["train/teacher_kl"] == pytest.approx(-float((expected / 0.3).mean()), abs=1e-4) or not finite.all()
+    assert torch.allclose(together - rewarded, expected, atol=2e-5)
+    assert metrics["train/teacher_kl"] == pytest.approx(-float((expected / 0.3).mean()), abs=1e-4)
+    ppo.compute_advantages(env.batch, state, with_flags(env.args, advantage_clip=0.5))
+    sums = (rewarded + expected).tolist()
+    assert env.batch.advantages.tolist() == pytest.approx([min(0.5, max(-0.5, x)) for x in sums], abs=2e-5)
+    assert min(map(abs, sums)) < 0.4
+
+
+def test_the_advantage_has_the_gradient_of_the_naive_oracle(qwen25, other, rows):
+    """Of an update with the teacher's advantages alone, by autograd of Hugging Face's models; the policy has moved since the
+    samples were drawn, though not as far as its loss is clipped."""
+    env = taught(qwen25, rows, "--teacher_coef 0.3 --teacher_prompt", HINT, "--teacher_model", other)
+    batch, banned = env.batch, {*env.processor.banned_ids, *env.processor.stop_ids}
+    possible = torch.tensor([token for token in range(300) if token not in banned])
+    batch.tokens = possible[batch.tokens % len(possible)]
+    batch.rewards = torch.zeros(len(batch))
+    batch.logprobs = ppo.compute_logprobs(env.actor, batch) + torch.linspace(-0.1, 0.1, len(batch.tokens))
+    ppo.fill_logprobs_and_values(batch, env.models, env.args)
+    ppo.compute_advantages(batch, ppo.TrainState(0.0), env.args)
+    trained = Caught(env.actor, env.args)
+    ppo.update_actor(trained, env.models, batch, 1, None, env.args)
+    student, loss = oracle(qwen25), torch.zeros(())
+    with torch.no_grad():
+        theirs = distributions(env, *seen_by(other, env, rows))
+    ours = distributions(env, student, env.prompts, env.processor)
+    for policy, teacher, tokens, old in zip(ours, theirs, batch.split(batch.tokens), batch.split(batch.logprobs)):
+        advantages = 0.3 * (token_logprobs(teacher, tokens) - old)
+        loss = loss - (advantages * (token_logprobs(policy, tokens) - old).exp()).sum() / len(batch.tokens)
+    loss.backward()
+    assert distance(trained.gradients[0], gradients_of(student)) < 1e-6
+    assert batch.advantages.abs().max() > 1
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
