@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from test_packed import SETUP, random_responses
 from test_training import assert_same_run, launch, on_a_gpu
 from tokenizers.processors import TemplateProcessing
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer,
@@ -270,12 +271,36 @@ def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path)
             messages[-1]["content"] = "".join(part["text"] for part in content)
         return hf_inputs(family, replace(prompt, messages=messages, images=tuple(images)))
 
-    def look(batch: Batch) -> Batch:
+    def look(family, batch: Batch) -> Batch:
         model, processor = family.env.actor.model, family.env.processor
         batch = looks.with_prompts(batch, processor, "Look: {prompt} It is {answer}.")
         return looks.with_images(batch, model, processor, noisy) if family.kind in TOKENS else batch
 
     check_logprobs(family, [2, 1, 3, 2], by_hand, look)
+    exact = in_float64(family)
+    with Wide():
+        check_logprobs(exact, [2, 1, 3, 2], by_hand, look, bound=1e-10)
+
+
+class Wide(TorchFunctionMode):
+    """Inside, models of float64 cast nothing to float32, as they do for norms and softmaxes."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        options = {"dtype": torch.float64} if function is torch.zeros else {}
+        options |= {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        return (torch.Tensor.double if function is torch.Tensor.float else function)(*args, **options)
+
+
+def in_float64(family) -> SimpleNamespace:
+    """Policy and oracle anew, with weights in float64."""
+    env = start(family.folder, family.data)
+    oracle = type(family.oracle).from_pretrained(family.folder, attn_implementation="eager").eval()
+    for model in (env.actor.model, oracle):
+        model.config._experts_implementation = "eager"                         # the products of all experts in one are float32's
+    env.actor.double()
+    env.actor.model.setup = replace(env.actor.model.setup, dtype=torch.float64)
+    return SimpleNamespace(**vars(family) | {"env": env, "oracle": oracle.double()})
 
 
 def test_prompt_ids_equal_those_of_the_familys_processor(family):
@@ -310,11 +335,11 @@ def logprobs(policy: ppo.Policy, batch: Batch, sampling) -> torch.Tensor:
     return fsdp.run_forward(policy, batch, lambda row: policy(row, sampling)[0])
 
 
-def check_logprobs(family, counts: list[int], inputs_of, look=lambda batch: batch) -> None:
+def check_logprobs(family, counts: list[int], inputs_of, look=lambda family, batch: batch, bound: float = 0.0) -> None:
     """Packed log-probs of ``counts`` random samples per prompt = one forward per sample of what ``inputs_of`` makes of it;
     ``look``: at other prompts and images."""
     env = family.env
-    batch = look(responses_to(env, counts, family.oracle.config.get_text_config().vocab_size))
+    batch = look(family, responses_to(env, counts, family.oracle.config.get_text_config().vocab_size))
     with torch.no_grad():
         expected = []
         for group, tokens in responses_of(batch):
@@ -329,7 +354,7 @@ def check_logprobs(family, counts: list[int], inputs_of, look=lambda batch: batc
     expected, ours = torch.cat(expected), logprobs(env.actor, batch, env.sampling)
     finite = expected.isfinite()                                           # a drawn token may be a banned one
     assert finite.sum() > 0.9 * len(finite)
-    assert (ours - expected)[finite].abs().max() < ROUNDING * expected[finite].abs().max()
+    assert (ours - expected)[finite].abs().max() < (bound or ROUNDING * expected[finite].abs().max())
 
 
 def generated(family, prompt, inputs_of, count: int) -> list[int]:
