@@ -978,12 +978,12 @@ RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that 
     "masked": ("qwen2_5_vl", "--steps 2 --prompts_per_step 5 --advantage gdpo --perception_coef 0.1 --perception_ratio 0.5 "
                "--perception_scale 0.8 --entropy_coef -0.01 --eval_every 0"),
     "talking": ("qwen2_5_vl", "--steps 3 --kl_coef 0.1 --gamma 0.9 --env TALKERS:Talk --reward_recipe TASK/talk.json "
-                "--grm_question correct --eval_data TASK/talk.jsonl " + TALKING),
+                "--grm_question correct --eval_data TASK/talk.jsonl --perception_coef 0.1 --perception_scale 0.8 " + TALKING),
     "taught": ("qwen2_5_vl", "--steps 2 --teacher_model self --teacher_in loss --teacher_prompt {prompt}={answer} "
                "--student_images noise:0.3 --advantage none --actor_lr 1e-2"),
     "distilled": ("qwen2_5_vl", "--steps 2 --advantage grpo --teacher_model TASK/judge --teacher_prompt {prompt}={answer}"),
     "looking": ("qwen2_5_vl", "--steps 2 --advantage rloo --train_vision --env TALKERS:Same --reward env "
-                "--eval_samples 2 " + TALKING),
+                "--eval_samples 2 --teacher_model self --teacher_in loss " + TALKING),
 }
 SLOW = ("skip", "judged", "average", "looking", "distilled")
 FAILURES = {  # name -> flags, the message
