@@ -46,6 +46,7 @@ PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 # Signals that arrived; all ranks look at them together between two steps.
 STOP_SIGNALS: list[int] = []
+GIVEN_UP: list["Call"] = []  # calls whose threads may be running still
 
 
 class UserError(ValueError):
@@ -141,6 +142,7 @@ def run_main(program: Callable[[], Any]) -> None:
     """Run a script's main; what it raises becomes one message and an exit code."""
     die_with_torchrun()
     default_interrupt()
+    code = 0
     with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
         try:
             program()
@@ -153,10 +155,9 @@ def run_main(program: Callable[[], Any]) -> None:
             if int(os.environ.get("RANK", 0)) == 0:
                 print(message, file=sys.stderr, flush=True)
             tell_torchrun(message)
-            leave_group()
-            raise Exit(EXIT_USER_ERROR) from None
-        except Exit:
-            raise
+            code = EXIT_USER_ERROR
+        except Exit as end:
+            code = end.code
         except (Exception, SystemExit) as error:  # a SystemExit of user code is an error, too
             traceback.print_exc()
             message = traceback.format_exc()
@@ -166,6 +167,10 @@ def run_main(program: Callable[[], Any]) -> None:
             tell_torchrun(message)
             os._exit(1)  # no destructor may wait for the other ranks
     leave_group()
+    if GIVEN_UP:
+        os._exit(code)  # Python's own way ends a thread that is inside of C++ by an abort of the process
+    if code:
+        raise Exit(code)
 
 
 def tell_torchrun(message: str) -> None:
@@ -257,6 +262,7 @@ class Workers:
             if time.monotonic() - began > self.limit and self.take(call):
                 problem = f"took longer than {self.limit:g} s ({self.limit_name})"
                 call.set_exception(LateError(problem))
+                GIVEN_UP.append(call)
                 self.add_thread()
 
     def wait_for_any(self, calls: Iterable[Call]) -> None:

@@ -72,6 +72,33 @@ def test_exit_code_0_means_done(program, code, message):
     assert ("Traceback" in result.stderr) == (code == 1)
 
 
+LATE = """
+import torch
+from common import distributed
+matrix = torch.ones(300, 300)
+def compute():
+    while True:
+        matrix @ matrix
+def main():
+    workers = distributed.Workers(1, 0.2, "--env_timeout")
+    call = workers.submit(compute)
+    workers.wait_for_any([call])
+    print(call.exception())
+    {end}
+distributed.run_main(main)
+"""
+
+
+@pytest.mark.parametrize("end, code, message", [
+    ("pass", 0, ""), ("raise distributed.UserError('a disk')", 2, "error: a disk\n"),
+    ("raise distributed.Exit(distributed.EXIT_PREEMPTED)", 75, "")])
+def test_a_call_that_was_given_up_does_not_end_the_process(end, code, message):
+    """Its thread is inside of C++, which Python ends by an abort."""
+    result = subprocess.run([sys.executable, "-c", LATE.format(end=end)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (code, message)
+    assert "took longer than 0.2 s (--env_timeout)" in result.stdout
+
+
 # -------------------------------------------------------------------------------- Ctrl-C
 LOOP = """
 import os, signal, time

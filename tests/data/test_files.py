@@ -94,6 +94,7 @@ def test_a_message_has_one_first_line(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(distributed.signal, "signal", lambda *_: None)
     monkeypatch.setattr(distributed, "leave_group", lambda: None)
+    monkeypatch.setattr(distributed, "GIVEN_UP", [])
     with pytest.raises(SystemExit):
         distributed.run_main(program)
     lines = capsys.readouterr().err.split("\n")
