@@ -915,7 +915,7 @@ class Sampling(RolloutArgs):
         responses."""
         options = {"temperature": self.temperature, "banned": self.banned}
         if self.min_new_tokens:
-            options |= {"row_banned": step < self.min_new_tokens, "row_banned_ids": self.stop_ids}
+            options |= {"early": step < self.min_new_tokens, "early_banned": self.stop_ids}
         return options
 
 

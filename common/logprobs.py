@@ -31,8 +31,8 @@ def logits_fp32(
     weight: Tensor,
     temperature: float = 1.0,
     banned: Tensor | None = None,
-    row_banned: Tensor | None = None,
-    row_banned_ids: Tensor | None = None,
+    early: Tensor | None = None,
+    early_banned: Tensor | None = None,
 ) -> Tensor:
     """(n, H) hidden states -> (n, V) logits of the distribution that is sampled from and trained, in
     float32: rounding them to bf16 would change log-probs by up to 0.1 nats.
@@ -40,9 +40,10 @@ def logits_fp32(
     Args:
         weight: (V, H) of the language-model head.
         temperature: the sampling temperature, positive.
-        banned: (V,) bool, ids that are -inf in every row. The model may have more or fewer than V
+        banned: (V,) bool, ids that are -inf at every position. The model may have more or fewer than V
             ids; those from V on are -inf as well.
-        row_banned: (n,) bool, rows in which the ids ``row_banned_ids`` (k,) are -inf as well.
+        early: (n,) bool, positions at which the ids ``early_banned`` (k,) are -inf as well: of
+            responses that must not end yet.
     """
     logits = _product(hidden, weight.t())
     if temperature != 1.0:
@@ -50,9 +51,9 @@ def logits_fp32(
     if banned is not None:
         logits[:, : len(banned)].masked_fill_(banned[: logits.shape[1]], -math.inf)
         logits[:, len(banned) :].fill_(-math.inf)
-    if row_banned is not None:
-        chosen = logits[:, row_banned_ids]  # (n, k)
-        logits[:, row_banned_ids] = chosen.masked_fill(row_banned[:, None], -math.inf)
+    if early is not None:
+        chosen = logits[:, early_banned]  # (n, k)
+        logits[:, early_banned] = chosen.masked_fill(early[:, None], -math.inf)
     return logits
 
 
@@ -121,15 +122,15 @@ class _LogProbs:
     targets: Tensor
     entropy: bool
 
-    def values(self, logits: Tensor, rows: slice) -> tuple[Tensor, ...]:
+    def values(self, logits: Tensor, span: slice) -> tuple[Tensor, ...]:
         logp = logits.sub_(logits.logsumexp(-1, keepdim=True))  # (n, V)
-        picked = logp.gather(1, self.targets[rows, None])[:, 0]  # (n,)
+        picked = logp.gather(1, self.targets[span, None])[:, 0]  # (n,)
         if not self.entropy:
             return (picked,)
         # 0 * log 0 must be 0: the bound makes it 0 * 1e4 instead of 0 * inf
         return picked, -logp.exp().mul_(logp.clamp_(min=-1e4)).sum(-1)
 
-    def dlogits(self, logits: Tensor, rows: slice, outputs: list, grads: list) -> Tensor:
+    def dlogits(self, logits: Tensor, span: slice, outputs: list, grads: list) -> Tensor:
         dlogp = torch.zeros_like(outputs[0]) if grads[0] is None else grads[0]  # (n,)
         logp = logits.sub_(logits.logsumexp(-1, keepdim=True))  # (n, V)
         probs = logp.exp()
@@ -139,7 +140,7 @@ class _LogProbs:
             scale = shifted.mul_(-grads[1][:, None]).add_(scale)
         # the logit of a banned target is a constant
         dlogp = torch.where(outputs[0].isinf(), 0.0, dlogp)
-        return probs.mul_(scale).scatter_add_(1, self.targets[rows, None], dlogp[:, None])
+        return probs.mul_(scale).scatter_add_(1, self.targets[span, None], dlogp[:, None])
 
 
 @dataclass
@@ -150,48 +151,48 @@ class _FullKL:
     ref_weight: Tensor
     head: dict
 
-    def log_ratio(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def log_ratio(self, logits: Tensor, span: slice) -> tuple[Tensor, Tensor]:
         """(n, V) log-probs of the policy, and their difference from the reference's: 0 for banned
         ids."""
-        ref = _logits_of(self.ref_hidden, self.ref_weight, self.head, rows).log_softmax(-1)
+        ref = _logits_of(self.ref_hidden, self.ref_weight, self.head, span).log_softmax(-1)
         logp = logits.log_softmax(-1)
         if ref.shape != logp.shape:  # pad or cut
             ref = F.pad(ref, (0, logp.shape[1] - ref.shape[1]), value=-math.inf)
         return logp, (logp - ref).masked_fill_(logp == -math.inf, 0.0)
 
-    def values(self, logits: Tensor, rows: slice) -> tuple[Tensor, ...]:
-        logp, ratio = self.log_ratio(logits, rows)
+    def values(self, logits: Tensor, span: slice) -> tuple[Tensor, ...]:
+        logp, ratio = self.log_ratio(logits, span)
         return (ratio.mul_(logp.exp()).sum(-1),)
 
-    def dlogits(self, logits: Tensor, rows: slice, outputs: list, grads: list) -> Tensor:
-        logp, ratio = self.log_ratio(logits, rows)
+    def dlogits(self, logits: Tensor, span: slice, outputs: list, grads: list) -> Tensor:
+        logp, ratio = self.log_ratio(logits, span)
         # dKL/dz_v = p_v (log p_v - log q_v - KL)
         return ratio.sub_(outputs[0][:, None]).mul_(logp.exp()).mul_(grads[0][:, None])
 
 
-def _logits_of(hidden: Tensor, weight: Tensor, head: dict, rows: slice) -> Tensor:
-    """(n, V) logits of a slice of the rows of ``hidden``."""
-    if head.get("row_banned") is not None:
-        head = head | {"row_banned": head["row_banned"][rows]}
-    return logits_fp32(hidden[rows], weight, **head)
+def _logits_of(hidden: Tensor, weight: Tensor, head: dict, span: slice) -> Tensor:
+    """(n, V) logits of a slice of ``hidden``."""
+    if head.get("early") is not None:
+        head = head | {"early": head["early"][span]}
+    return logits_fp32(hidden[span], weight, **head)
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Computes functions of each row of the logits without ever holding more than a chunk of the
+    """Computes functions of the logits of each position without ever holding more than a chunk of the
     logits; the backward pass computes them again.
 
-    ``function`` is a `_LogProbs` or a `_FullKL`. Its ``values(logits, rows)`` returns tensors (n,)
-    for a slice of the N rows; its ``dlogits(logits, rows, outputs, grads)`` returns the gradient
+    ``function`` is a `_LogProbs` or a `_FullKL`. Its ``values(logits, span)`` returns tensors (n,)
+    for a slice of the N positions; its ``dlogits(logits, span, outputs, grads)`` returns the gradient
     (n, V) of the logits, given the gradients of the outputs. Both may overwrite the logits.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, head, chunk, function):
         # At least one chunk, even if empty: a rank without responses needs gradients, all zero.
-        ctx.rows = [slice(start, start + chunk) for start in range(0, max(len(hidden), 1), chunk)]
+        ctx.spans = [slice(start, start + chunk) for start in range(0, max(len(hidden), 1), chunk)]
         parts = []
-        for rows in ctx.rows:
-            parts.append(function.values(_logits_of(hidden, weight, head, rows), rows))
+        for span in ctx.spans:
+            parts.append(function.values(_logits_of(hidden, weight, head, span), span))
         outputs = [torch.cat(part) for part in zip(*parts)]
         ctx.save_for_backward(hidden, weight, *outputs)
         ctx.head, ctx.function = head, function
@@ -208,28 +209,28 @@ class _ChunkedHead(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             exact = torch.promote_types(hidden.dtype, torch.float32)  # for the sum over chunks
             dweight = torch.zeros_like(weight, dtype=exact)
-        for rows in ctx.rows:
-            dlogits = _ChunkedHead.dlogits(ctx, rows, outputs, grads)  # (n, V)
+        for span in ctx.spans:
+            dlogits = _ChunkedHead.dlogits(ctx, span, outputs, grads)  # (n, V)
             if dhidden is not None:
-                dhidden[rows] = _product(dlogits, weight).to(hidden.dtype)
+                dhidden[span] = _product(dlogits, weight).to(hidden.dtype)
             if dweight is not None:
                 # In slices: another (V, H) float32 tensor would be larger than the chunk's logits.
                 slices = zip(dweight.split(VOCABULARY_SLICE), dlogits.t().split(VOCABULARY_SLICE))
                 for part, columns in slices:
-                    part += _product(columns, hidden[rows])
+                    part += _product(columns, hidden[span])
             del dlogits  # else it would still exist while the next chunk's logits are computed
         if dweight is not None:
             dweight = dweight.to(weight.dtype)
         return dhidden, dweight, None, None, None
 
     @staticmethod
-    def dlogits(ctx, rows, outputs, grads):
+    def dlogits(ctx, span, outputs, grads):
         """(n, V) gradient of the product of hidden states and weight, in their type."""
         hidden, weight, *_ = ctx.saved_tensors
-        logits = _logits_of(hidden, weight, ctx.head, rows)
-        own_outputs = [output[rows] for output in outputs]
-        own_grads = [None if grad is None else grad[rows] for grad in grads]
-        dlogits = ctx.function.dlogits(logits, rows, own_outputs, own_grads)
+        logits = _logits_of(hidden, weight, ctx.head, span)
+        own_outputs = [output[span] for output in outputs]
+        own_grads = [None if grad is None else grad[span] for grad in grads]
+        dlogits = ctx.function.dlogits(logits, span, own_outputs, own_grads)
         temperature = ctx.head.get("temperature", 1.0)
         if temperature != 1.0:
             dlogits /= temperature

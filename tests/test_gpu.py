@@ -180,8 +180,8 @@ def head_errors(device: torch.device, dtype: torch.dtype, rows: int) -> list[flo
     for where, kind in ((device, dtype), (CPU, torch.float64)):
         inputs = [x.to(where, kind).requires_grad_() for x in (hidden, weight)]
         out = logprobs.linear_logprobs(*inputs, targets.to(where), entropy=True, chunk=4, temperature=0.7,
-                                     banned=banned.to(where), row_banned=(targets % 2 == 0).to(where),
-                                     row_banned_ids=torch.tensor([3, 4]).to(where))
+                                     banned=banned.to(where), early=(targets % 2 == 0).to(where),
+                                     early_banned=torch.tensor([3, 4]).to(where))
         results.append([*out, *torch.autograd.grad((out[0] + 0.1 * out[1]).sum(), inputs)])
     if not rows:
         assert all(x.numel() == 0 or not x.any() for x in results[0])

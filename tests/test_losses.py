@@ -465,28 +465,28 @@ def head_case(n=13, vocab=17, dim=5, dtype=torch.float64, seed=0):
     return hidden, weight, 9 + torch.randint(vocab - 9, (n,), generator=g), banned, torch.arange(n) < 4
 
 
-def naive_distribution(hidden, weight, temperature, banned, row_banned, ids):
+def naive_distribution(hidden, weight, temperature, banned, early, ids):
     logits = hidden.double() @ weight.double().t() / temperature
     out = torch.zeros_like(logits, dtype=torch.bool) if banned is None else banned.expand_as(logits).clone()
-    if row_banned is not None:
-        for row in row_banned.nonzero()[:, 0].tolist():
+    if early is not None:
+        for row in early.nonzero()[:, 0].tolist():
             out[row, ids] = True
     logp = logits.masked_fill(out, -1e300).log_softmax(-1)
     return torch.where(out, -math.inf, logp), out
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"banned": True}, {"row_banned": True},
-                                     {"temperature": 1.3, "banned": True, "row_banned": True}])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"banned": True}, {"early": True},
+                                     {"temperature": 1.3, "banned": True, "early": True}])
 @pytest.mark.parametrize("chunk", [5, 100])
 def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
-    hidden, weight, targets, banned, row_banned = head_case()
+    hidden, weight, targets, banned, early = head_case()
     banned = banned if "banned" in options else None
-    row_banned, ids = (row_banned, torch.tensor([1, 2])) if "row_banned" in options else (None, None)
+    early, ids = (early, torch.tensor([1, 2])) if "early" in options else (None, None)
     temperature = options.get("temperature", 1.0)
-    logp, out = naive_distribution(hidden, weight, temperature, banned, row_banned, ids)
+    logp, out = naive_distribution(hidden, weight, temperature, banned, early, ids)
     entropy = -torch.where(out, 0.0, logp.exp() * logp.masked_fill(out, 0)).sum(-1)
     expected = logp.gather(1, targets[:, None])[:, 0], entropy
-    head = dict(temperature=temperature, banned=banned, row_banned=row_banned, row_banned_ids=ids, chunk=chunk)
+    head = dict(temperature=temperature, banned=banned, early=early, early_banned=ids, chunk=chunk)
     actual = logprobs.linear_logprobs(hidden, weight, targets, entropy=True, **head)
     only, no_entropy = logprobs.linear_logprobs(hidden, weight, targets, **head)
     assert no_entropy is None
@@ -536,8 +536,8 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(function):
     """Four times the tokens, 64 to 256: full logits of the others would be 768,000 bytes, forward and backward."""
     chunk, vocab, peaks = 8, 1000, []
     for n in (64, 256):
-        hidden, weight, targets, banned, row_banned = head_case(n, vocab, 4, torch.float32)
-        options = dict(temperature=0.7, banned=banned, row_banned=row_banned, row_banned_ids=torch.tensor([1]), chunk=chunk)
+        hidden, weight, targets, banned, early = head_case(n, vocab, 4, torch.float32)
+        options = dict(temperature=0.7, banned=banned, early=early, early_banned=torch.tensor([1]), chunk=chunk)
         with LiveBytes() as live:
             if function == "full_kl":
                 result = logprobs.full_kl(hidden, hidden.detach() + 1, weight, weight.detach(), **options)
@@ -551,14 +551,14 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(function):
 
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_full_kl_equals_naive(chunk):
-    hidden, weight, _, banned, row_banned = head_case()
+    hidden, weight, _, banned, early = head_case()
     ref_hidden, ref_weight, *_ = head_case(seed=1)
     ids = torch.tensor([1, 2])
-    logp, out = naive_distribution(hidden, weight, 0.7, banned, row_banned, ids)
-    ref, _ = naive_distribution(ref_hidden, ref_weight, 0.7, banned, row_banned, ids)
+    logp, out = naive_distribution(hidden, weight, 0.7, banned, early, ids)
+    ref, _ = naive_distribution(ref_hidden, ref_weight, 0.7, banned, early, ids)
     expected = (logp.exp() * (logp.masked_fill(out, 0) - ref.masked_fill(out, 0).detach())).sum(-1)
-    actual = logprobs.full_kl(hidden, ref_hidden, weight, ref_weight, temperature=0.7, banned=banned, row_banned=row_banned,
-                              row_banned_ids=ids, chunk=chunk)
+    actual = logprobs.full_kl(hidden, ref_hidden, weight, ref_weight, temperature=0.7, banned=banned, early=early,
+                              early_banned=ids, chunk=chunk)
     close(actual, expected, 1e-12)
     upstream = torch.randn(len(actual), generator=generator(2), dtype=torch.float64)
     ours, theirs = (torch.autograd.grad(kl, (hidden, weight), upstream) for kl in (actual, expected))

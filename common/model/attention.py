@@ -23,7 +23,7 @@ from transformers.modeling_utils import AttentionInterface
 from common.buffers import ragged_index
 from common.model.linear_attention import PackedDelta, SlotStates, linear_layers
 
-ATTENTION_NAME = "packed_rows"  # registered for the language model
+ATTENTION_NAME = "packs"  # registered for the language model
 # With the back-end as its ending. transformers passes cu_seqlens only to names that contain
 # "flash".
 VISION_ATTENTION_NAME = "packed_flash_"
@@ -137,7 +137,7 @@ class VarlenCall:
     """Segments that one kernel call can take, as the kernel wants them.
 
     Attributes:
-        q_rows, k_rows: tokens of the pack to gather first; None: all, as they lie.
+        q_tokens, k_tokens: tokens of the pack to gather first; None: all, as they lie.
         cu_q, cu_k: (S + 1,) int32, where each segment starts and ends.
         max_q, max_k: tokens of the longest segment, of queries and of keys.
     """
@@ -147,8 +147,8 @@ class VarlenCall:
     max_q: int
     max_k: int
     causal: bool
-    q_rows: Tensor | None = None
-    k_rows: Tensor | None = None
+    q_tokens: Tensor | None = None
+    k_tokens: Tensor | None = None
 
 
 def varlen_attention(
@@ -237,11 +237,11 @@ class PackedAttention:
         order = np.empty(len_q.sum(), dtype=np.int64)
         offset = 0
         for members in bucket_segments(len_q, len_q + prefix):
-            q_rows, k_rows = bucket_indices(table[members])
-            inside = np.arange(q_rows.shape[1])[None] < len_q[members][:, None]  # (b, Lq)
-            order[q_rows[inside]] = offset + np.flatnonzero(inside)
-            offset += q_rows.size
-            self.buckets.append((table[members], self.to_device(q_rows), self.to_device(k_rows)))
+            q_tokens, k_tokens = bucket_indices(table[members])
+            inside = np.arange(q_tokens.shape[1])[None] < len_q[members][:, None]  # (b, Lq)
+            order[q_tokens[inside]] = offset + np.flatnonzero(inside)
+            offset += q_tokens.size
+            self.buckets.append((table[members], self.to_device(q_tokens), self.to_device(k_tokens)))
         # (N,) where the buckets' outputs hold each token of the pack
         self.order = self.to_device(order)
 
@@ -265,8 +265,8 @@ class PackedAttention:
                     max_q=int(len_q.max()),
                     max_k=int((len_q + prefix).max()),
                     causal=not both,
-                    q_rows=self.unless_all(places[-1]),
-                    k_rows=self.unless_all(ragged_index(starts, lengths)),
+                    q_tokens=self.unless_all(places[-1]),
+                    k_tokens=self.unless_all(ragged_index(starts, lengths)),
                 )
             )
         # (N,) where the calls' outputs hold each token of the pack
@@ -275,11 +275,11 @@ class PackedAttention:
     def cumulated(self, lengths: Tensor) -> Tensor:
         return self.to_device(F.pad(lengths.cumsum(0), (1, 0)).int())
 
-    def unless_all(self, rows: Tensor) -> Tensor | None:
+    def unless_all(self, tokens: Tensor) -> Tensor | None:
         """The tokens on the device; None if they are those of the pack as they lie."""
-        if torch.equal(rows, torch.arange(self.segments[-1][1])):
+        if torch.equal(tokens, torch.arange(self.segments[-1][1])):
             return None
-        return self.to_device(rows)
+        return self.to_device(tokens)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
@@ -287,9 +287,9 @@ class PackedAttention:
         """q (1, Hq, N, D), k and v (1, Hkv, N, D) -> (1, N, Hq, D)."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, H, D)
         if self.cache is not None:
-            rows, slots, positions = self.plan
-            self.cache.keys[layer][slots, positions] = k[rows]
-            self.cache.values[layer][slots, positions] = v[rows]
+            tokens, slots, positions = self.plan
+            self.cache.keys[layer][slots, positions] = k[tokens]
+            self.cache.values[layer][slots, positions] = v[tokens]
         if self.earlier:
             k = torch.cat([k, self.cache.keys[layer][self.earlier]])
             v = torch.cat([v, self.cache.values[layer][self.earlier]])
@@ -300,13 +300,13 @@ class PackedAttention:
             for call in self.calls:
                 # Repeats a prompt's keys for each response; its backward sums their gradients.
                 gathered = [
-                    rows_of(q, call.q_rows),
-                    rows_of(k, call.k_rows),
-                    rows_of(v, call.k_rows),
+                    select(q, call.q_tokens),
+                    select(k, call.k_tokens),
+                    select(v, call.k_tokens),
                 ]
                 outputs.append(varlen_attention(*gathered, call, scale, self.backend, window))
         out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return rows_of(out, self.order)[None]
+        return select(out, self.order)[None]
 
     def attend_by_buckets(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -320,12 +320,12 @@ class PackedAttention:
                 mask if mask is None else torch.from_numpy(mask).to(q.device) for mask in masks
             ]
         outputs = []
-        for (_, q_rows, k_rows), mask in zip(self.buckets, self.masks[window]):
+        for (_, q_tokens, k_tokens), mask in zip(self.buckets, self.masks[window]):
             batch = []
-            for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows)):
+            for x, tokens in ((q, q_tokens), (k, k_tokens), (v, k_tokens)):
                 # (b, H, L, D)
                 batch.append(
-                    x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+                    x.index_select(0, tokens.flatten()).unflatten(0, tokens.shape).transpose(1, 2)
                 )
             grouped = q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(
@@ -335,8 +335,8 @@ class PackedAttention:
         return outputs
 
 
-def rows_of(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x.index_select(0, rows)
+def select(x: Tensor, tokens: Tensor | None) -> Tensor:
+    return x if tokens is None else x.index_select(0, tokens)
 
 
 # A call costs about as much as CALL_ENTRIES entries of a score matrix, so that padding up to WASTE
@@ -368,14 +368,14 @@ def bucket_segments(len_q: np.ndarray, len_k: np.ndarray) -> list[np.ndarray]:
 
 
 def bucket_indices(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places in the pack of a bucket of segments: table (b, 5) -> q_rows (b, Lq), k_rows (b, Lk). Padding
-    points at the segment's first token."""
+    """Places in the pack of a bucket of segments: table (b, 5) -> q_tokens (b, Lq), k_tokens
+    (b, Lk). Padding points at the segment's first token."""
     start, end, prefix_start, prefix_end = (table[:, i : i + 1] for i in range(4))  # (b, 1)
     length, prefix = end - start, prefix_end - prefix_start
     i, j = np.arange(length.max())[None], np.arange((length + prefix).max())[None]
-    q_rows = np.where(i < length, start + i, start)
+    q_tokens = np.where(i < length, start + i, start)
     of_itself = np.where(j < prefix + length, start + j - prefix, start)
-    return q_rows, np.where(j < prefix, prefix_start + j, of_itself)
+    return q_tokens, np.where(j < prefix, prefix_start + j, of_itself)
 
 
 def bucket_mask(table: np.ndarray, window: int | None) -> np.ndarray | None:

@@ -2,7 +2,7 @@
 the matrix products become a few kernels, forward and backward.
 
 What mixes tokens, linear attention and experts run as they are written, between the compiled
-parts. All layers of a kind, of actor and critic, share their graphs, for rows of any length.
+parts. All layers of a kind, of actor and critic, share their graphs, for packs of any length.
 """
 
 import functools
@@ -24,7 +24,7 @@ GRAPHS = 32
 
 
 class CompiledLayer(nn.Module):
-    """Comes before the class of a layer, whose forward it compiles for rows of training and
+    """Comes before the class of a layer, whose forward it compiles for packs of training and
     scoring."""
 
     compiled: Callable
@@ -41,7 +41,7 @@ class CompiledLayer(nn.Module):
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Let the decoder's layers be compiled, each at its first row."""
+    """Let the decoder's layers be compiled, each at its first pack."""
     torch._dynamo.config.recompile_limit = GRAPHS
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(language_attention))
     choosing = set(routers(model))

@@ -467,8 +467,8 @@ def hidden_states(model: nn.Module, pack: Pack) -> Tensor:
     tokens.
 
     If a pack has ``grids``, it contains pixels, and their features are computed here, inside FSDP's
-    forward. Positions have three rows, all equal in families without three-dimensional rotary
-    positions. The others get a fourth row, in which transformers looks for packed sequences; it is
+    forward. Each token has three positions, all equal in families without three-dimensional rotary
+    positions. The others get a fourth, in which transformers looks for packed sequences; it is
     zero, so that no mask is built, as our attention goes by segments.
     """
     language = decoder(model)

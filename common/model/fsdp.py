@@ -177,15 +177,15 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """This rank's rows of a tensor that may be sharded; they share its memory."""
+    """This rank's part of a tensor that may be sharded; it shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def copy_shard(target: Tensor, value: Tensor) -> None:
-    """Copy a tensor into another, or this rank's rows of it into a DTensor sharded on dimension 0."""
+    """Copy a tensor into another, or this rank's part of it into a DTensor sharded on dimension 0."""
     local = shard_of(target)
-    if not len(local):  # the last ranks may have no row
+    if not len(local):  # the last ranks may have no part
         return
     if isinstance(target, DTensor):
         (chunk,) = target.__create_chunk_list__()
@@ -197,7 +197,7 @@ def copy_shard(target: Tensor, value: Tensor) -> None:
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Give the target the weights of the source. Both are sharded alike, so every rank copies its
-    own rows."""
+    own part."""
     weights = dict(source.named_parameters())
     for name, parameter in target.named_parameters():
         shard_of(parameter).copy_(shard_of(weights[name]))
@@ -333,7 +333,7 @@ def move(part: Trainable | nn.Module, device: torch.device) -> None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor, this rank's rows only if it is sharded, in the memory of ``device``: pinned if
+    """The tensor, this rank's part only if it is sharded, in the memory of ``device``: pinned if
     that is the host."""
     local = shard_of(tensor)
     if local.device == device:

@@ -144,14 +144,14 @@ class Stretch:
     """Segments of a pack that one call of the delta rule takes.
 
     Attributes:
-        rows: (n,) their tokens in the pack, one segment after the other; None: all.
+        tokens: (n,) theirs in the pack, one segment after the other; None: all.
         bounds: (segments + 1,) int64, where each begins and ends among these.
         padded: (segments, longest) tokens of the pack; padding points at a segment's first.
         is_padding: (segments, longest, 1) bool.
         places: (n,) where ``padded``, flattened, holds them.
     """
 
-    rows: Tensor | None
+    tokens: Tensor | None
     bounds: Tensor
     padded: Tensor
     is_padding: Tensor
@@ -192,14 +192,14 @@ class PackedDelta:
         if len(forked):
             self.forked = self.stretch(table[forked])
             # (N,) where the two calls' outputs hold each token
-            self.order = torch.cat([self.whole.rows, self.forked.rows]).argsort()
-        inputs = convolved_rows(table, resumed)  # (S, K - 1 + longest)
+            self.order = torch.cat([self.whole.tokens, self.forked.tokens]).argsort()
+        inputs = convolved_places(table, resumed)  # (S, K - 1 + longest)
         # The convolution of the first K - 1 tokens of each segment reaches beyond its start.
         windows = np.lib.stride_tricks.sliding_window_view(inputs, WIDTH, axis=1)  # of each token
         first, windows = inputs[:, WIDTH - 1 : 2 * WIDTH - 2], windows[:, : WIDTH - 1]
         inside = first < end[:, None]
         self.first = self.to_device(first[inside])  # (F,)
-        self.sources = self.to_device(windows[inside])  # (F, K) rows under it, oldest first
+        self.sources = self.to_device(windows[inside])  # (F, K) places under it, oldest first
         if states is not None:
             ends = (end - start)[:, None] + np.arange(WIDTH - 1)
             last = np.take_along_axis(inputs, ends, axis=1)  # (S, K - 1)
@@ -213,9 +213,9 @@ class PackedDelta:
         step = np.arange(lengths.max())[None]
         inside = step < lengths[:, None]  # (segments, longest)
         padded = np.where(inside, table[:, :1] + step, table[:, :1])
-        rows = padded[inside]
+        tokens = padded[inside]
         return Stretch(
-            rows=None if len(rows) == self.size else self.to_device(rows),
+            tokens=None if len(tokens) == self.size else self.to_device(tokens),
             bounds=self.to_device(np.append(0, np.cumsum(lengths))),
             padded=self.to_device(padded),
             is_padding=self.to_device(~inside[..., None]),
@@ -223,12 +223,12 @@ class PackedDelta:
         )
 
     def keep(self, ends: np.ndarray, last: np.ndarray, plan: tuple[Tensor, ...]) -> None:
-        """Which of the segments that end at ``ends`` (W,) goes to which slot, and the rows (k, K -
-        1) of its last inputs."""
-        rows, slots, _ = plan
+        """Which of the segments that end at ``ends`` (W,) goes to which slot, and the places (k, K
+        - 1) of its last inputs."""
+        tokens, slots, _ = plan
         ends = self.to_device(ends)
-        is_last = torch.isin(rows, ends - 1)
-        self.ending = torch.searchsorted(ends, rows[is_last], right=True)  # (k,)
+        is_last = torch.isin(tokens, ends - 1)
+        self.ending = torch.searchsorted(ends, tokens[is_last], right=True)  # (k,)
         self.slots = slots[is_last]
         self.last = self.to_device(last)[self.ending]
 
@@ -236,17 +236,17 @@ class PackedDelta:
         """The causal convolution, x (N, C) and taps (K, C) -> (N, C): over the pack, and once more
         for the first tokens of each segment. In float32, rounded once, as in decoding."""
         padded = F.pad(x.float(), (0, 0, WIDTH - 1, 1))
-        rows = padded[WIDTH - 1 :]  # the pack, and after it zeros
+        inputs = padded[WIDTH - 1 :]  # the pack, and after it zeros
         if self.resumed:
             held = self.states.inputs[layer, self.slots].float()
-            rows = torch.cat([rows, held.flatten(0, 1)])
+            inputs = torch.cat([inputs, held.flatten(0, 1)])
         weights = taps.float()
         out = padded[: len(x)] * weights[0]
         for i in range(1, WIDTH):
             out = out + padded[i : i + len(x)] * weights[i]
-        again = (rows[self.sources] * weights).sum(dim=1)
+        again = (inputs[self.sources] * weights).sum(dim=1)
         if self.states is not None:
-            self.states.inputs[layer, self.slots] = rows[self.last].to(x.dtype)
+            self.states.inputs[layer, self.slots] = inputs[self.last].to(x.dtype)
         return out.index_copy(0, self.first, again).to(x.dtype)
 
     def recur(
@@ -266,10 +266,10 @@ class PackedDelta:
         return torch.cat([out, after]).index_select(0, self.order)
 
 
-def convolved_rows(table: np.ndarray, resumed: bool) -> np.ndarray:
-    """(S, K - 1 + longest) the rows that the convolution sees of each segment: the last K - 1 before
-    it, then its own, and more. Before a segment is its prefix; before that row N, which is one of
-    zeros. Before segments that are resumed are the rows after it: K - 1 inputs from each slot."""
+def convolved_places(table: np.ndarray, resumed: bool) -> np.ndarray:
+    """(S, K - 1 + longest) what the convolution sees of each segment: the last K - 1 places before it,
+    then its own, and more. Before a segment is its prefix; before that place N, which holds zeros.
+    Before segments that are resumed are the places after it: K - 1 inputs from each slot."""
     size, width = table[-1, 1], WIDTH - 1
     start, end, prefix_start, prefix_end = (table[:, i : i + 1] for i in range(4))  # (S, 1)
     before = prefix_end + np.arange(-width, 0)
@@ -308,8 +308,8 @@ def fla_rule(
 ) -> tuple[Tensor, Tensor]:
     """By the kernels of flash-linear-attention: inputs of the whole pack, states (segments, Hv, Dk,
     Dv) to start from -> outputs (n, Hv, Dv) of the segments one after the other, final states."""
-    if stretch.rows is not None:
-        inputs = tuple(x.index_select(0, stretch.rows) for x in inputs)
+    if stretch.tokens is not None:
+        inputs = tuple(x.index_select(0, stretch.tokens) for x in inputs)
     q, k, v, decay, strength = (x[None] for x in inputs)
     out, state = load_fla()(
         q,

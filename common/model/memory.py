@@ -136,18 +136,18 @@ def layer_activations(module: nn.Module) -> int:
     return (4 + width) * norms + mixing + products
 
 
-def logits_bytes(module: nn.Module, rows: int) -> int:
-    """Of so many rows of logits, three tensors of float32; 0 without a head."""
+def logits_bytes(module: nn.Module, tokens: int) -> int:
+    """Of the logits of so many tokens, three tensors of float32; 0 without a head."""
     if module.model.lm_head is None:
         return 0
-    return 12 * rows * module.model.config.get_text_config().vocab_size
+    return 12 * tokens * module.model.config.get_text_config().vocab_size
 
 
-def forward_bytes(module: nn.Module, rows: int) -> int:
+def forward_bytes(module: nn.Module, tokens: int) -> int:
     """What a forward without gradients needs besides gathered weights and cache: for a layer of a
-    pack, or for so many rows of logits."""
+    pack, or for the logits of so many tokens."""
     pack = module.model.setup.max_tokens_per_pack * layer_activations(module)
-    return max(pack, logits_bytes(module, rows))
+    return max(pack, logits_bytes(module, tokens))
 
 
 def slot_bytes(module: nn.Module, length: int) -> int:

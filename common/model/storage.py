@@ -72,7 +72,7 @@ def load_training_state(path: Path, roles: Roles) -> None:
 
 
 def own_shards(tensors: Tensors) -> tuple[Tensors, dict[str, list[int]]]:
-    """What this rank writes: its rows of tensors, and their offsets in the whole ones."""
+    """What this rank writes: its parts of tensors, and their offsets in the whole ones."""
     shards, offsets = {}, {}
     for number, (name, tensor) in enumerate(tensors.items()):
         local = shard_of(tensor)

@@ -5,7 +5,7 @@
     python tests/benchmarks/update.py --linear                # seconds per token of the same shape, 1 to 16 prompts
     python tests/benchmarks/update.py --sweep                 # sharing against no sharing over many shapes
 
-    shared    the trainer's own: `packed_rows` and `actor_loss`, the samples of a prompt behind one copy of it
+    shared    the trainer's own: `packs` and `actor_loss`, the samples of a prompt behind one copy of it
     apart     the same where no prompt is shared: every sample stands with a copy of its prompt
     padded    Hugging Face's forward of the batch prompt + response with its own attention and logits of all positions;
               `kept` computes logits of the response only (logits_to_keep)

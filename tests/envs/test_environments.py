@@ -237,7 +237,7 @@ FAULTS = {
     "states go on": (SlotStates, "recur", never_done),
     "inputs go on": (SlotStates, "convolve", never_done),
     "states are lost": (linear_attention, "padded_rule", lambda rule: lambda stretch, inputs, state: rule(stretch, inputs, None)),
-    "inputs are lost": (linear_attention, "convolved_rows", lambda rows: lambda table, _: rows(table, False)),
+    "inputs are lost": (linear_attention, "convolved_places", lambda rows: lambda table, _: rows(table, False)),
 }
 
 

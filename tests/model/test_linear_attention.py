@@ -284,8 +284,8 @@ def detach_states(monkeypatch):
 
 def read_on(monkeypatch):
     """The convolution of the row as it lies: a response reads the end of what stands before it."""
-    rows = linear_attention.convolved_rows
-    monkeypatch.setattr(linear_attention, "convolved_rows", lambda table, resumed: rows(
+    rows = linear_attention.convolved_places
+    monkeypatch.setattr(linear_attention, "convolved_places", lambda table, resumed: rows(
         np.stack([table[:, 0], table[:, 1], 0 * table[:, 0], table[:, 0]], axis=1), resumed))
 
 
