@@ -190,7 +190,7 @@ def test_tokens_outside_of_the_policy_loss_are_taught_too(qwen25, rows):
 
 
 def test_the_advantage_is_the_difference_of_log_probs(qwen25, other, rows):
-    """Added to what rewards say, which alone is whitened, and not discounted itself; --advantage_clip bounds their sum."""
+    """Added to what rewards say, which alone is discounted and whitened; --advantage_clip bounds the sum."""
     env = start(qwen25, rows, "--advantage reinforce++ --gamma 0.5 --teacher_coef 0.3 --teacher_model", other)
     env.batch = hand_batch(env)
     env.batch.rewards = torch.arange(16.0)
@@ -223,7 +223,7 @@ def test_the_advantage_has_the_gradient_of_the_naive_oracle(qwen25, other, rows)
     samples were drawn, though not as far as its loss is clipped."""
     env = taught(qwen25, rows, "--teacher_coef 0.3 --teacher_prompt", HINT, "--teacher_model", other)
     batch = env.batch
-    batch.tokens = batch.tokens % 380                                                   # special tokens, whose ids follow, are banned
+    batch.tokens = batch.tokens % 380                                                   # the special tokens follow
     batch.rewards = torch.zeros(len(batch))
     batch.logprobs = ppo.compute_logprobs(env.actor, batch) + torch.linspace(-0.1, 0.1, len(batch.tokens))
     ppo.fill_logprobs_and_values(batch, env.models, env.args)

@@ -91,6 +91,7 @@ def test_images_of_environments_are_changed_too(qwen25, rows):
     for name in ("Noise", "Same"):
         places = []
         batch = talk(env, name, 2, batch=take(env))
+        batch.prompt_ids = [14, 15, 16, 17]
         changed = looks.with_images(batch, env.actor.model, env.processor, change)
         same = looks.with_images(batch, env.actor.model, env.processor, lambda image, place: image)
         logprobs = ppo.compute_logprobs(env.actor, same)
@@ -100,6 +101,7 @@ def test_images_of_environments_are_changed_too(qwen25, rows):
         assert len(gaps) == int(looks.has_images(batch).sum())
         assert gaps.isfinite().all()
         assert len(set(places)) == len(places) > len(batch.prompts)
+        assert {draw for draw, *_ in places} == {14, 15, 16, 17}
 
 
 def test_masks_blacken_whole_squares_by_seed_and_place():
