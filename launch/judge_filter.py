@@ -3,8 +3,9 @@
     python launch/judge_filter.py RUN --right sft.jsonl --wrong rl.jsonl
 
 RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K` over training rows (its --eval_data).
-For every question (a row in one order), the first right judgement becomes a row of prompt and response: what the judge was
-asked, and what it wrote. A row with a wrong judgement, in either order, goes to RL as it is. Paths become absolute.
+For every question (a row in one order), the first right judgement that is not truncated becomes a row of prompt and
+response: what the judge was asked, and what it wrote. A row with a wrong judgement, in either order, goes to RL as it is. A
+row whose judgements are all right but truncated goes nowhere. Paths become absolute.
 """
 
 import argparse

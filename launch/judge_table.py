@@ -3,9 +3,13 @@
     python launch/judge_table.py RUN [--markdown]
 
 RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K`, in which every pair was judged K
-times in each order. "votes@k" is the majority of the first k verdicts in an order, as far as they could be read; a tied
-vote counts one half. All other lines are of single judgements. "macro" is the mean over groups. The interval belongs to the
-first accuracy: a bootstrap over pairs, in which rows that count together stay together.
+times in each order; of several evaluations in it the newest is read. Rows with only one order do not count.
+
+"votes@k" is the majority of the first k verdicts in an order, as far as they could be read; a tied vote counts one half.
+(VL-RewardBench's cal.py differs where some could not be read: it wants more than half of all k, and leaves out a question
+without such a majority.) All other lines are of single judgements. "macro" is the mean over groups, blank where one of them
+has no value. The interval belongs to the first accuracy: a bootstrap over pairs, in which rows that count together stay
+together.
 """
 
 import json

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 
 import benchmarks
 import convert
@@ -52,10 +53,6 @@ def ranked(name: str, better: int) -> dict:
     return {"id": name, "query": "<image>\nwhat?", "response": answers, "image": base64_of(noise(1)),
             "human_ranking": [better, 1 - better], "models": ["a", "b"], "judge": "human", "rationale": "r",
             "query_source": "COCO", "ground_truth": None}
-
-
-def without(column: str, row: dict) -> dict:
-    return {name: value for name, value in row.items() if name != column}
 
 
 def chosen(name, **further) -> dict:
@@ -169,7 +166,6 @@ def test_many_missing_images(tmp_path, published, capsys):
     line = capsys.readouterr().out.splitlines()[1]
     assert line.startswith("left out: 400 rows, image missing: hateful_0, hateful_1, ")
     assert line.endswith(", [...]")
-    assert len(line) < 250
 
 
 def test_a_benchmark_in_parquet(tmp_path, pyarrow, capsys):  # noqa: F811
@@ -185,26 +181,29 @@ def test_a_benchmark_in_parquet(tmp_path, pyarrow, capsys):  # noqa: F811
     assert (tmp_path / "out" / row["images"][0]).read_bytes() == encode(noise(1))
 
 
+RANKED = ranked("RLHF-V-1", 0)
+
+
 @pytest.mark.parametrize("benchmark, row, message", [
     ("vl_rewardbench", chosen("073712_6205145", image="mcq/a.png"), "no id of VL-RewardBench begins as '073712_6205145'"),
-    ("vl_rewardbench", without("human_ranking", ranked("RLHF-V-1", 0)), "no human_ranking in a row with id, query, response"),
-    ("vl_rewardbench", ranked("RLHF-V-1", 0) | {"human_ranking": None}, "no human_ranking"),
-    ("vl_rewardbench", ranked("RLHF-V-1", 0) | {"human_ranking": [None, None]}, "no human_ranking"),
-    ("vl_rewardbench", ranked("RLHF-V-1", 0) | {"response": ["good", ""]}, "no response"),
-    ("vl_rewardbench", ranked("RLHF-V-1", 0) | {"response": [None, "bad"]}, "no response"),
-    ("vl_rewardbench", ranked("RLHF-V-1", 0) | {"response": ["good"]}, "a pair has two responses"),
-    ("vl_rewardbench", ranked("RLHF-V-1", 0) | {"response": ["good", "bad", "bad"]}, "a pair has two responses"),
-    ("vl_rewardbench", without("rejected", chosen("RLHF-V-1", image="a.png")), "no rejected in a row with id, prompt, chosen"),
-    ("vl_rewardbench", chosen("RLHF-V-1", image="a.png") | {"chosen": None}, "no chosen"),
-    ("vl_rewardbench", chosen("RLHF-V-1", image="a.png") | {"rejected": ""}, "no rejected"),
+    ("vl_rewardbench", {"id": "RLHF-V-1", "query": "a", "response": ["b", "c"]}, "no human_ranking in a row with id, query, resp"),
+    ("vl_rewardbench", RANKED | {"human_ranking": None}, "no human_ranking"),
+    ("vl_rewardbench", RANKED | {"human_ranking": [None, None]}, "no human_ranking"),
+    ("vl_rewardbench", RANKED | {"response": ["good", ""]}, "no response"),
+    ("vl_rewardbench", RANKED | {"response": ["good", None]}, "no response"),
+    ("vl_rewardbench", RANKED | {"response": ["good"]}, "a pair has two responses"),
+    ("vl_rewardbench", RANKED | {"response": ["good", "bad", "bad"]}, "a pair has two responses"),
+    ("vl_rewardbench", {"id": "RLHF-V-1", "prompt": "a", "chosen": "b"}, "no rejected in a row with id, prompt, chosen"),
+    ("vl_rewardbench", chosen("RLHF-V-1") | {"chosen": None}, "no chosen"),
     ("mm_rlhf", chosen("RLHF-V-1", image="a.png"), "a.png is in none of the folders"),
-    ("mm_rlhf", ranked("RLHF-V-1", 0), "no prompt in a row with id, query"),
+    ("mm_rlhf", RANKED, "no prompt in a row with id, query"),
     ("mm_rlhf", chosen("1", image="mcq/a.png") | {"chosen": None}, "no chosen in a row with id, prompt, chosen"),
     ("multimodal_rewardbench", named("PAIRS_1", "safety", Better=None), "no Better in a row with ID, Text"),
     ("multimodal_rewardbench", named("PAIRS_1", "safety", Text=""), "no Text in a row with ID, Text"),
     ("rewardbench2", {"id": 1, "prompt": "a", "chosen": "b", "rejected": "c", "subset": "math-prm"},
      "one answer as chosen: the first RewardBench?"),
     ("rewardbench2", best_of_4("7") | {"chosen": [""]}, "no chosen in a row with id, prompt"),
+    ("rewardbench2", best_of_4("7") | {"rejected": []}, "no rejected in a row with id, prompt"),
     ("rewardbench2", best_of_4("9", "Ties"), "no row is left"),
     ("genai_bench", chosen("1", image="mcq/a.png"), "no vote_type in a row with id, prompt"),
     ("genai_bench", voted("best"), "KeyError: 'best'"),
@@ -292,35 +291,36 @@ def test_a_judge_at_random(tmp_path):
     assert table["macro"]["accuracy, unread left out"] == "0.548"  # of 4/9, 7/10 and 6/12
 
 
-def cal_py(questions: list[tuple[str, str, list]]) -> tuple[float, float]:
-    """VL-RewardBench's own overall and macro accuracy of (group, right, verdicts): a question with a verdict that cannot be
-    read is left out; one that most verdicts get right counts, and so does one that most get wrong."""
+def cal_py(rows: list[tuple]) -> tuple[float, float]:
+    """VL-RewardBench's own overall and macro accuracy of rows without ties. A question counts if one answer has more than half
+    of all its verdicts, among them those that could not be read."""
     agree, decided = Counter(), Counter()
-    for group, right, verdicts in questions:
-        if None not in verdicts:
-            hits = verdicts.count(right)
-            agree[group] += hits > len(verdicts) / 2
-            decided[group] += hits != len(verdicts) / 2
-    return sum(agree.values()) / sum(decided.values()), sum(agree[name] / decided[name] for name in decided) / 3
+    for group, right, *orders, _ in rows:
+        for letters, hit in zip(orders, (right, MIRRORED[right])):
+            half = len(letters) / 2
+            agree[group] += letters.count(hit) > half
+            decided[group] += max(letters.count("A"), letters.count("B")) > half
+    return agree.total() / decided.total(), fmean(agree[group] / decided[group] for group in decided)
 
 
-def test_as_vl_rewardbench_counts(tmp_path):
-    """A draw of each order, and three where all can be read: as its script has it."""
-    single = [row[:2] + (row[2][0], row[3][0]) + row[4:] for row in AT_RANDOM]
-    readable = [row[:2] + (row[2].replace("-", "A"), row[3].replace("-", "A")) + row[4:] for row in AT_RANDOM]
-    for name, rows, line, expected in (("one", single, "accuracy, unread left out", ("0.727", "0.694")),  # 8/11; 1/3, 4/4, 3/4
-                                       ("three", readable, "votes@3", ("0.750", "0.750"))):
-        questions = []
-        for group, right, given, swapped, _ in rows:
-            questions.append((group, right, [VERDICTS[letter] for letter in given]))
-            questions.append((group, MIRRORED[right], [VERDICTS[letter] for letter in swapped]))
-        table = table_of(tmp_path / name, rows)
-        assert (table["overall"][line], table["macro"][line]) == expected
-        assert tuple(f"{value:.3f}" for value in cal_py(questions)) == expected
+SINGLE = [(*row[:2], row[2][0], row[3][0], row[4]) for row in AT_RANDOM]
+READABLE = [(*row[:2], row[2].replace("-", "A"), row[3].replace("-", "A"), row[4]) for row in AT_RANDOM]
+
+
+@pytest.mark.parametrize("rows, line, published, expected", [
+    (SINGLE, "accuracy, unread left out", ("0.727", "0.694"), ("0.727", "0.694")),  # 8/11; 1/3, 4/4, 3/4
+    (READABLE, "votes@3", ("0.750", "0.750"), ("0.750", "0.750")),
+    (AT_RANDOM, "votes@3", ("0.700", "0.694"), ("0.625", "0.625")),  # 7/10; 1/3, 3/3, 3/4
+])
+def test_as_vl_rewardbench_counts(tmp_path, rows, line, published, expected):
+    """One verdict a question, or three that can be read: as its script has it. It differs where some cannot be read."""
+    table = table_of(tmp_path, rows)
+    assert tuple(f"{value:.3f}" for value in cal_py(rows)) == published
+    assert (table["overall"][line], table["macro"][line]) == expected
 
 
 def test_a_judge_that_always_says_a(tmp_path):
-    """R1-Reward's scripts show the chosen answer first, and it scores 1 there."""
+    """R1-Reward's scripts show only the chosen answer first, where it would score 1."""
     rows = [vl_row(name, right, "AAA", "AAA") for name, right in zip(VL_IDS, "ABABABABABA")]
     table = table_of(tmp_path, rows)
     for name in ("general", "hallucination", "reasoning", "overall", "macro", "macro of R1-Reward"):
@@ -329,9 +329,6 @@ def test_a_judge_that_always_says_a(tmp_path):
         assert cells["votes@1"] == cells["votes@3"] == cells["votes@3 of both orders"] == "0.500"
         assert cells["both orders right"] == cells["both orders alike"] == "0.000"
         assert cells["says A"] == "1.000"
-    records = [json.loads(line) for line in open(tmp_path / "samples/eval-000040.jsonl")]
-    chosen_first = [record["verdict"] == "A" for record in records if record["reference"] == "A"]
-    assert sum(chosen_first) / len(chosen_first) == 1
 
 
 def test_a_judge_that_is_right(tmp_path):
@@ -370,6 +367,30 @@ def test_a_mean_over_groups_needs_all_of_them(tmp_path):
     assert line not in table["h"]
     assert line not in table["macro"]
     assert table["macro"]["accuracy, unread is wrong"] == "0.500"
+
+
+def test_counts_by_hand(tmp_path):
+    """Two judgements in each order: nine of twelve are right, one could not be read. Two groups have a pair of one name."""
+    rows = [("g", "A", "AB", "BB", {"pair": "x", "lengths": [5, 2]}),
+            ("g", "B", "BB", "A-", {"pair": "x", "lengths": [1, 4]}),
+            ("h", "tie", "tA", "tt", {"pair": "x", "lengths": [3, 1]})]
+    cells = table_of(tmp_path, rows)["overall"]
+    cells.pop(judge_table.INTERVAL)
+    assert cells == {
+        "rows": "3",
+        "accuracy, unread is wrong": "0.750",
+        "accuracy, unread left out": "0.818",
+        "accuracy, unread is one half": "0.792",
+        "could not be read": "0.083",
+        "both orders right": "0.500",  # the first judgements of all rows
+        "both orders alike": "0.500",  # among them a tie twice
+        "says A": "0.375",  # 3 of 8
+        "says the longer answer": "0.875",  # 7 of 8: ties and what could not be read say neither
+        "the longer answer is right": "1.000",  # of the two rows in which one is
+        "votes@1": "1.000",
+        "votes@2 of both orders": "1.000",
+        "all that count together right": "0.625",  # both rows of g in 2 of 4 judgements, that of h in 3
+    }
 
 
 def test_ties_of_genai_bench(tmp_path):
@@ -411,7 +432,7 @@ def test_the_table_is_printed(tmp_path, capsys):
     markdown = capsys.readouterr().out.splitlines()
     assert len(set(map(len, text))) == len(set(map(len, markdown))) == 1
     assert set(markdown.pop(1)) == {"|", "-", " "}
-    assert [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in markdown][2][0] == "accuracy, unread is wrong"
+    assert markdown[2].startswith("| accuracy, unread is wrong ")
     assert [line.replace("|", "").split() for line in markdown] == [line.split() for line in text]
 
 
@@ -429,23 +450,15 @@ def test_a_run_without_judgements(tmp_path, capsys):
 
 
 def test_what_the_table_read_and_left_out(tmp_path, capsys):
-    """The file, of which a run may have several, and the rows that have no other order."""
-    folder = judged(tmp_path / "of two evaluations", [("g", "A", "A", "B"), ("g", "A", "A", "")])
-    judge_table.main([str(folder)])
-    file = folder / "samples" / "eval-000040.jsonl"
+    """The file, of which a folder may have several, and the rows without another order; of a file that is cut only its name."""
+    judged(tmp_path, [("g", "A", "A", "B"), ("g", "A", "A", "")])
+    file = tmp_path / "samples" / "eval-000040.jsonl"
+    judge_table.main([str(tmp_path)])
     assert capsys.readouterr().err == f"{file}\n1 of 2 rows were judged in two orders and count\n"
-
-
-def test_a_file_of_judgements_that_is_cut(tmp_path, capsys):
-    folder = judged(tmp_path, AT_RANDOM)
-    file = folder / "samples" / "eval-000040.jsonl"
-    file.write_text(file.read_text()[:-20])
-    with pytest.raises(SystemExit) as stop:
-        judge_table.main([str(folder)])
-    assert stop.value.code == 2
-    name, error = capsys.readouterr().err.splitlines()
-    assert name == str(file)
-    assert error.startswith("error: ")
+    file.write_text('{"verdict":')
+    with pytest.raises(SystemExit):
+        judge_table.main([str(tmp_path)])
+    assert capsys.readouterr().err.startswith(f"{file}\nerror: ")
 
 
 def test_the_table_needs_no_torch():
@@ -464,21 +477,22 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
         (folder / f"{name}.png").write_bytes(encode(noise(ord(name))))
     rows.append({"prompt": "a cat", "images": ["a.png", "b.png"], "preferred": "A", "source": "g", "pair": 7})
     rows.append({"prompt": "<image>what?", "images": ["c.png"], "responses": ["x", "y"], "preferred": "B"})
-    rows.append({"question": "what?", "images": ["c.png"], "response": "x", "correct": True})
+    clip = ["a.png", "b.png"]
+    rows.append({"question": "what?", "images": ["c.png"], "videos": [clip], "response": "x", "correct": True})
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     processor = Processor(str(qwen25))
     frame = answer_frame(processor)
     questions = load_judgements(str(folder / "train.jsonl"), processor, judge_settings(), DataArgs(), "both", frame)
 
-    # The answer is "It is so." and a verdict, by sample: right is r, wrong w, unreadable -.
+    # The answer is "It is so." and a verdict, by sample: right is r, right but truncated c, wrong w, unreadable -.
     records, said = [], {}
-    for (prompt, *_), letters in zip(questions, ("wr", "rr", "rr", "rr", "-w")):
+    for (prompt, *_), letters in zip(questions, ("wr", "rr", "cr", "cc", "-w")):
         for sample, letter in enumerate(letters):
-            verdict = {"r": prompt.reference, "w": "tie", "-": None}[letter]
+            verdict = {"r": prompt.reference, "c": prompt.reference, "w": "tie", "-": None}[letter]
             response = f"It is {sample}. {with_verdict(verdict) if verdict else ''}"
             said.setdefault((prompt.index, letter), response)
             records.append({"index": prompt.index, "group": "g", "pair": None, "sample": sample, "order": prompt.order,
-                            "verdict": verdict, "reference": prompt.reference, "response": response, "truncated": False,
+                            "verdict": verdict, "reference": prompt.reference, "response": response, "truncated": letter == "c",
                             "images": list(prompt.images), "row": prompt.row, "messages": prompt.messages, "lengths": None})
     (tmp_path / "run" / "samples").mkdir(parents=True)
     (tmp_path / "run/samples/eval-000000.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -486,17 +500,17 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
     right.parent.mkdir()
     capsys.readouterr()
     judge_filter.main(words(tmp_path / "run", "--right", right, "--wrong", wrong))
-    assert capsys.readouterr().out == "4 right judgements, 2 rows with a wrong one\n"
+    assert capsys.readouterr().out == "3 right judgements, 2 rows with a wrong one\n"
 
     again = load_judgements(str(right), processor, judge_settings(), DataArgs(), "both", frame)
-    assert len(again) == 4
+    assert len(again) == 3
     for (prompt, *_), (copy, label, _) in zip(questions, again):
         assert copy.input_ids.tolist() == prompt.input_ids.tolist()
         assert copy.images == prompt.images
         assert label.tolist() == encode_target(processor, frame, said[prompt.index, "r"]).tolist()
         assert copy.label == "response"
     images = [str(folder / f"{name}.png") for name in "abc"]
-    assert read_rows(wrong) == [rows[0] | {"images": images[:2]}, rows[2] | {"images": images[2:]}]
+    assert read_rows(wrong) == [rows[0] | {"images": images[:2]}, rows[2] | {"images": images[2:], "videos": [images[:2]]}]
     asked = load_judgements(str(wrong), processor, judge_settings(), DataArgs())
     assert [prompt.input_ids.tolist() for prompt, *_ in asked] == [
         questions[k][0].input_ids.tolist() for k in (0, 1, 4)]
