@@ -28,8 +28,8 @@ def filter_rows(rows: list[Orders]) -> tuple[list, list]:
             if first:
                 right.append({"messages": first["messages"], "response": first["response"]} | media_of(first))
         if misses:
-            given = orders["given"][0]
-            wrong.append(given["row"] | media_of(given))
+            judgement = orders["given"][0]
+            wrong.append(judgement["row"] | media_of(judgement))
     return right, wrong
 
 

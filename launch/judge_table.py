@@ -60,9 +60,9 @@ class Unit:
         """Count the judgements on a row, all as if its answers stood in the order given."""
         first = orders["given"][0]
         right, (size_a, size_b) = first["reference"], first["lengths"] or (0, 0)
-        given = [record["verdict"] for record in orders["given"]]
+        unswapped = [record["verdict"] for record in orders["given"]]
         swapped = [MIRRORED.get(record["verdict"], record["verdict"]) for record in orders["swapped"]]
-        verdicts, both = given + swapped, list(zip(given, swapped))
+        verdicts, both = unswapped + swapped, list(zip(unswapped, swapped))
         total, hits, unread = len(verdicts), verdicts.count(right), verdicts.count(None)
         sides = verdicts.count("A") + verdicts.count("B")
         longer, differ = "A" if size_a > size_b else "B", size_a != size_b
@@ -74,12 +74,12 @@ class Unit:
             "could not be read": (unread, total),
             "both orders right": (both.count((right, right)), len(both)),
             "both orders alike": (sum(both.count((verdict, verdict)) for verdict in ("A", "B", "tie")), len(both)),
-            "says A": (given.count("A") + swapped.count("B"), sides),
+            "says A": (unswapped.count("A") + swapped.count("B"), sides),
             "says the longer answer": (differ * verdicts.count(longer), differ * sides),
             "the longer answer is right": (differ * (right == longer), differ * (right in MIRRORED)),
         }
         for k in range(1, len(both) + 1, 2):
-            lines[f"votes@{k}"] = vote(given[:k], right) + vote(swapped[:k], right), 2
+            lines[f"votes@{k}"] = vote(unswapped[:k], right) + vote(swapped[:k], right), 2
         lines[f"votes@{len(both)} of both orders"] = vote(verdicts, right), 1
         self.counts = {line: np.add(counts, self.counts.get(line, 0)) for line, counts in lines.items()}
         # ACC+, best of 4

@@ -137,7 +137,7 @@ def test_paths_of_pictures(tmp_path, qwen25):
 
 def test_labels_columns_and_responses(tmp_path):
     """A label by flag, columns under other names, conversations that end with what the model is to say."""
-    dialogue = [{"role": "user", "content": "a?"}, *said("b")]
+    dialogue = [{"role": "user", "content": "a?"}, *answered("b")]
     source = [{"Text": dialogue, "Image": base64_of(noise(1)), "Gold": 3.5, "pass": {"rate": 0.5}},
               dict(Text="c?", Image=None, Gold="d", label="own", completion="e")]
     names = "prompt=Text,images=Image,answer=Gold"
@@ -158,7 +158,7 @@ def test_videos(tmp_path):
 
 # ---- Pairs
 
-def said(text: str) -> list[dict]:
+def answered(text: str) -> list[dict]:
     return [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
 
 
@@ -173,8 +173,8 @@ def pairs() -> list[dict]:
     plain = dict(prompt="which?", image=picture, chosen="good 0", rejected="bad", data_source="plain")
     embedded = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(noise(20))}},
                                              {"type": "text", "text": "which?"}]}]
-    trl = {"prompt": embedded, "chosen": said("good 1"), "rejected": said("bad")}
-    whole = {"images": [picture], "chosen": question + said("good 2"), "rejected": question + said("bad")}
+    trl = {"prompt": embedded, "chosen": answered("good 1"), "rejected": answered("bad")}
+    whole = {"images": [picture], "chosen": question + answered("good 2"), "rejected": question + answered("bad")}
     ranked = {"query": "which?", "image": picture}
     bench = ranked | dict(response=["good 3", "bad"], human_ranking=[0, 1], query_source="bench")
     second = ranked | {"response": ["bad", "good 4"], "human_ranking": [1, 0]}
@@ -196,12 +196,12 @@ def test_pairs_are_judgements(tmp_path, qwen25):
     judgements = [prompt for prompt, *_ in loaded]
     assert len(judgements) == 2 * len(rows)  # both orders
     for number, row in enumerate(rows):
-        given, swapped = judgements[2 * number:2 * number + 2]
-        assert given.reference == row["preferred"]
-        assert given.label == "answers"
-        assert "which?" in given.text
-        assert f"good {number}" in given.text
-        assert_pixels(given, noise(20))
+        prompt = judgements[2 * number]
+        assert prompt.reference == row["preferred"]
+        assert prompt.label == "answers"
+        assert "which?" in prompt.text
+        assert f"good {number}" in prompt.text
+        assert_pixels(prompt, noise(20))
 
 
 def test_the_order_of_a_pair_is_a_fair_coin(tmp_path):
@@ -212,7 +212,7 @@ def test_the_order_of_a_pair_is_a_fair_coin(tmp_path):
 
 
 def test_a_dialogue_in_a_pair_is_one_text(tmp_path):
-    dialogue = [{"role": "system", "content": "Be kind."}, *asked("what?"), *said("a cat"),
+    dialogue = [{"role": "system", "content": "Be kind."}, *asked("what?"), *answered("a cat"),
                 {"role": "user", "content": "Sure?"}]
     pair = dict(prompt=dialogue, image=base64_of(noise(1)), chosen="yes", rejected="no")
     row, = run(tmp_path, [pair])
@@ -289,7 +289,7 @@ CUT_IMAGE = base64.b64encode(encode(noise(1))[:900]).decode()
     (GOOD | {"images": [CUT_IMAGE]}, "OSError: "),
     (GOOD | {"videos": ["none.mp4"]}, "FileNotFoundError: "),
     (GOOD | {"answer": [1]}, "ValueError: answer and label must be text or a number, not [1]"),
-    ({"chosen": asked("x") + said("a"), "rejected": asked("y") + said("b")}, "ValueError: without a prompt"),
+    ({"chosen": asked("x") + answered("a"), "rejected": asked("y") + answered("b")}, "ValueError: without a prompt"),
     (3, "AttributeError: "),
 ])
 def test_an_error_names_file_and_row(tmp_path, capsys, row, message):

@@ -353,8 +353,8 @@ def test_rows_that_count_together(tmp_path):
             rows.append((group, "A", *letters, {"pair": name}))
     table = table_of(tmp_path, rows)
     line = "all that count together right"
-    found = {name: (cells["accuracy, unread is wrong"], cells[line]) for name, cells in table.items()}
-    assert found == {"long": ("0.333", "0.000"), "mcq": ("0.800", "0.500"), "overall": ("0.625", "0.333"),
+    accuracies = {name: (cells["accuracy, unread is wrong"], cells[line]) for name, cells in table.items()}
+    assert accuracies == {"long": ("0.333", "0.000"), "mcq": ("0.800", "0.500"), "overall": ("0.625", "0.333"),
                      "macro": ("0.567", "0.250")}
     assert table["overall"]["rows"] == "8"
 
@@ -395,7 +395,7 @@ def test_counts_by_hand(tmp_path):
 
 def test_ties_of_genai_bench(tmp_path):
     """Accuracy with ties, as its own script, and without the rows that are ties, as most papers."""
-    rows = [("image_generation", right, given, swapped) for right, given, swapped in
+    rows = [("image_generation", *letters) for letters in
             (("A", "A", "B"), ("B", "t", "t"), ("tie", "t", "t"), ("tie", "A", "t"))]
     table = table_of(tmp_path, rows)
     assert table["overall"]["accuracy, unread is wrong"] == "0.625"  # 2 + 0 + 2 + 1 of 8
@@ -485,12 +485,12 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
     questions = load_judgements(str(folder / "train.jsonl"), processor, judge_settings(), DataArgs(), "both", frame)
 
     # The answer is "It is so." and a verdict, by sample: right is r, right but truncated c, wrong w, unreadable -.
-    records, said = [], {}
+    records, texts = [], {}
     for (prompt, *_), letters in zip(questions, ("wr", "rr", "cr", "cc", "-w")):
         for sample, letter in enumerate(letters):
             verdict = {"r": prompt.reference, "c": prompt.reference, "w": "tie", "-": None}[letter]
             response = f"It is {sample}. {with_verdict(verdict) if verdict else ''}"
-            said.setdefault((prompt.index, letter), response)
+            texts.setdefault((prompt.index, letter), response)
             records.append({"index": prompt.index, "group": "g", "pair": None, "sample": sample, "order": prompt.order,
                             "verdict": verdict, "reference": prompt.reference, "response": response, "truncated": letter == "c",
                             "images": list(prompt.images), "row": prompt.row, "messages": prompt.messages, "lengths": None})
@@ -507,7 +507,7 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
     for (prompt, *_), (copy, label, _) in zip(questions, again):
         assert copy.input_ids.tolist() == prompt.input_ids.tolist()
         assert copy.images == prompt.images
-        assert label.tolist() == encode_target(processor, frame, said[prompt.index, "r"]).tolist()
+        assert label.tolist() == encode_target(processor, frame, texts[prompt.index, "r"]).tolist()
         assert copy.label == "response"
     images = [str(folder / f"{name}.png") for name in "abc"]
     assert read_rows(wrong) == [rows[0] | {"images": images[:2]}, rows[2] | {"images": images[2:], "videos": [images[:2]]}]
