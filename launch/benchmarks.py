@@ -50,11 +50,11 @@ def rows_of(benchmark: str, row: dict) -> Rows:
 
 
 def require(row: dict, columns: str) -> None:
-    """Raises ValueError: one of the columns is missing or empty, or an entry of its list is."""
+    """Raises ValueError: one of the columns is missing or empty, or an entry of its list is missing. A model may have
+    answered nothing, which is an answer."""
     for column in columns.split():
         value = row.get(column)
-        entries = value if isinstance(value, list) else [value]
-        if not entries or None in entries or "" in entries:
+        if value in (None, "", []) or isinstance(value, list) and None in value:
             raise ValueError(
                 f"no {column} in a row with {', '.join(row)}: a pair without an answer, or a file of another benchmark "
                 "or version")
