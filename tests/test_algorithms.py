@@ -264,8 +264,8 @@ def head_gradient(env, args: ppo.Args, batch: Batch, kl_coef: float = 0.0, model
     """For the head's weight, of a minibatch of all prompts as an update of the actor makes it."""
     batch = dataclasses.replace(batch, kl_coef=kl_coef)
     part, = ppo.minibatches_of(env.actor, batch, 1, args.update.epochs, args)
-    for row in vlm.packs(env.actor.model, batch, part.indices):
-        fsdp.backward(ppo.actor_loss(env.actor, models, row, batch, part, args)[0])
+    for pack in vlm.packs(env.actor.model, batch, part.indices):
+        fsdp.backward(ppo.actor_loss(env.actor, models, pack, batch, part, args)[0])
     grad = env.actor.model.lm_head.weight.grad.full_tensor()
     env.actor.zero_grad(set_to_none=True)
     return grad

@@ -390,7 +390,7 @@ def test_many_packs_are_found_in_few_tries(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------ packs, token by token
-def naive_row(samples: Batch, blocks, positions, image: int) -> dict[str, list]:
+def naive_pack(samples: Batch, blocks, positions, image: int) -> dict[str, list]:
     """The pack, token by token; a sample is a list of (token, is it the policy's, offset of its position)."""
     talks, starts = [], samples.offsets.tolist()
     if samples.spans is None:
@@ -401,37 +401,37 @@ def naive_row(samples: Batch, blocks, positions, image: int) -> dict[str, list]:
         tokens = iter(zip(*columns))
         talks = [[next(tokens) for _ in range(span)] for span in samples.spans.tolist()]
     names = ("input_ids", "positions", "segments", "image_index", "predict", "targets", "flat", "sample", "step")
-    row = {name: [] for name in names}
+    pack = {name: [] for name in names}
     for index, members in blocks:
-        prompt_start = len(row["input_ids"])
+        prompt_start = len(pack["input_ids"])
         for t, token in enumerate(samples.prompts[index].input_ids.tolist()):
             if token == image:
-                row["image_index"].append(len(row["input_ids"]))
-            row["input_ids"].append(token)
-            row["positions"].append(positions[index][:, t].tolist())
-        prompt_end = len(row["input_ids"])
+                pack["image_index"].append(len(pack["input_ids"]))
+            pack["input_ids"].append(token)
+            pack["positions"].append(positions[index][:, t].tolist())
+        prompt_end = len(pack["input_ids"])
         alone = len(members) == 1                                         # one causal segment: prompt and response
-        row["segments"].append((prompt_start, prompt_end + alone * len(talks[members[0]]), prompt_start, prompt_start))
+        pack["segments"].append((prompt_start, prompt_end + alone * len(talks[members[0]]), prompt_start, prompt_start))
         first = int(positions[index].max()) + 1
         for i in members:
-            start, previous, step = len(row["input_ids"]), prompt_end - 1, 0
+            start, previous, step = len(pack["input_ids"]), prompt_end - 1, 0
             for token, is_own, place in talks[i]:
                 if is_own:
                     target = dict(predict=previous, targets=token, flat=starts[i] + step, sample=i, step=step)
                     for name, value in target.items():
-                        row[name].append(value)
+                        pack[name].append(value)
                     step += 1
-                previous = len(row["input_ids"])
-                row["input_ids"].append(token)
-                row["positions"].append([first + offset for offset in place])
+                previous = len(pack["input_ids"])
+                pack["input_ids"].append(token)
+                pack["positions"].append([first + offset for offset in place])
             if talks[i] and not alone:
-                row["segments"].append((start, len(row["input_ids"]), prompt_start, prompt_end))
-    return row
+                pack["segments"].append((start, len(pack["input_ids"]), prompt_start, prompt_end))
+    return pack
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["shared", "alone", "replies"])
-def test_rows_equal_loops(seed, kind):
+def test_packs_equal_loops(seed, kind):
     """Prompts with and without images, whose responses share them or not, or are conversations."""
     rng = np.random.default_rng(seed)
     samples = random_batch(rng)
@@ -448,38 +448,38 @@ def test_rows_equal_loops(seed, kind):
     positions = {i: torch.from_numpy(rng.integers(0, 30, (3, len(ids[i])))) for i in range(6)}
     samples = dataclasses.replace(samples, prompts=[SimpleNamespace(input_ids=prompt) for prompt in ids])
     blocks = make_blocks(samples, 0 if kind == "alone" else max(map(len, ids)) + 15)
-    for pack in assign_blocks(samples, blocks, 1, 60, 8)[0]:
-        row = build_pack(samples, pack, positions, features, torch.tensor([image, -1]))
-        expected = naive_row(samples, pack, positions, image)
-        assert row.input_ids[0].tolist() == expected["input_ids"]
-        assert len(pack) == 1 or row.input_ids.shape[1] <= 60
-        assert row.positions[:, 0].T.tolist() == expected["positions"]
-        assert row.positions.shape[:2] == (3, 1)
-        assert row.segments == expected["segments"]
+    for part in assign_blocks(samples, blocks, 1, 60, 8)[0]:
+        pack = build_pack(samples, part, positions, features, torch.tensor([image, -1]))
+        expected = naive_pack(samples, part, positions, image)
+        assert pack.input_ids[0].tolist() == expected["input_ids"]
+        assert len(part) == 1 or pack.input_ids.shape[1] <= 60
+        assert pack.positions[:, 0].T.tolist() == expected["positions"]
+        assert pack.positions.shape[:2] == (3, 1)
+        assert pack.segments == expected["segments"]
         for name in ("image_index", "predict", "targets", "flat", "sample", "step"):
-            assert getattr(row, name).tolist() == expected[name], name
-        with_images = [features[index] for index, _ in pack if index in features]
-        assert (row.features is None) == (not with_images)
+            assert getattr(pack, name).tolist() == expected[name], name
+        with_images = [features[index] for index, _ in part if index in features]
+        assert (pack.features is None) == (not with_images)
         if with_images:
-            assert torch.equal(row.features, torch.cat(with_images, dim=1))
-            assert row.features.shape[1] == len(row.image_index)
+            assert torch.equal(pack.features, torch.cat(with_images, dim=1))
+            assert pack.features.shape[1] == len(pack.image_index)
 
 
 def test_an_empty_pack_is_one_token_that_predicts_nothing():
-    row = build_pack(random_batch(np.random.default_rng(0)), [], {}, {}, torch.tensor([IMAGE, -1]))
-    assert row.input_ids.shape == (1, 1)
-    assert row.positions.shape == (3, 1, 1)
-    assert row.segments == [(0, 1, 0, 0)]
-    assert row.features is None
-    assert not len(row.image_index)
-    assert row.copies.tolist() == [0]
+    pack = build_pack(random_batch(np.random.default_rng(0)), [], {}, {}, torch.tensor([IMAGE, -1]))
+    assert pack.input_ids.shape == (1, 1)
+    assert pack.positions.shape == (3, 1, 1)
+    assert pack.segments == [(0, 1, 0, 0)]
+    assert pack.features is None
+    assert not len(pack.image_index)
+    assert pack.copies.tolist() == [0]
     for name in ("predict", "targets", "flat", "sample", "step"):
-        assert getattr(row, name).shape == (0,) and getattr(row, name).dtype == torch.int64, name
+        assert getattr(pack, name).shape == (0,) and getattr(pack, name).dtype == torch.int64, name
 
 
 def test_a_block_of_an_empty_response_alone():
-    row = build_pack(batch_of([4], [0]), [(0, (0,))], {0: torch.arange(4).expand(3, -1)}, {}, torch.tensor([IMAGE, -1]))
-    assert row.segments == [(0, 4, 0, 0)]
-    assert len(row.predict) == 0
-    assert row.targets.dtype == torch.int64
-    assert row.copies.tolist() == [0] * 4                                                # it is in no sample that trains
+    pack = build_pack(batch_of([4], [0]), [(0, (0,))], {0: torch.arange(4).expand(3, -1)}, {}, torch.tensor([IMAGE, -1]))
+    assert pack.segments == [(0, 4, 0, 0)]
+    assert len(pack.predict) == 0
+    assert pack.targets.dtype == torch.int64
+    assert pack.copies.tolist() == [0] * 4                                                # it is in no sample that trains

@@ -65,11 +65,11 @@ def packed_errors(backend: str, device: torch.device, dtype: torch.dtype, segmen
     q, k, v = (x[0].repeat_interleave(HEADS // x.shape[1], 0) for x in truth)                               # (Hq, N, D)
     expected = []
     for start_, end, p_start, p_end, *both in segments:
-        rows = [*range(p_start, p_end), *range(start_, end)]
-        ones = torch.ones(end - start_, len(rows), dtype=torch.bool)
+        places = [*range(p_start, p_end), *range(start_, end)]
+        ones = torch.ones(end - start_, len(places), dtype=torch.bool)
         seen = (ones if both else ones.tril(p_end - p_start)) & ones.triu(p_end - p_start - (window or size) + 1)
-        scores = q[:, start_:end] @ k[:, rows].transpose(1, 2) * DIM ** -0.5
-        expected.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[:, rows])
+        scores = q[:, start_:end] @ k[:, places].transpose(1, 2) * DIM ** -0.5
+        expected.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[:, places])
     expected = torch.cat(expected, 1).transpose(0, 1)[None]
     weight = inputs[3].transpose(1, 2)
     gradients = torch.autograd.grad((out * weight.to(device)).sum(), ours)
@@ -170,12 +170,12 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         distributed.start(60.0, 0)
 
 
-def head_errors(device: torch.device, dtype: torch.dtype, rows: int) -> list[float]:
+def head_errors(device: torch.device, dtype: torch.dtype, tokens: int) -> list[float]:
     """Relative errors of log-probs, entropy and gradients of the chunked head against float64; tokens are banned."""
     generator = torch.Generator().manual_seed(0)
     banned = torch.arange(301) % 50 == 7
-    targets = torch.randint(8, 50, (rows,), generator=generator)
-    hidden, weight = (torch.randn(n, 64, generator=generator).to(dtype) for n in (rows, 301))
+    targets = torch.randint(8, 50, (tokens,), generator=generator)
+    hidden, weight = (torch.randn(n, 64, generator=generator).to(dtype) for n in (tokens, 301))
     results = []
     for where, kind in ((device, dtype), (CPU, torch.float64)):
         inputs = [x.to(where, kind).requires_grad_() for x in (hidden, weight)]
@@ -183,7 +183,7 @@ def head_errors(device: torch.device, dtype: torch.dtype, rows: int) -> list[flo
                                      banned=banned.to(where), early=(targets % 2 == 0).to(where),
                                      early_banned=torch.tensor([3, 4]).to(where))
         results.append([*out, *torch.autograd.grad((out[0] + 0.1 * out[1]).sum(), inputs)])
-    if not rows:
+    if not tokens:
         assert all(x.numel() == 0 or not x.any() for x in results[0])
     return [relative_error(*pair) for pair in zip(*results) if pair[1].any()]
 
@@ -195,7 +195,7 @@ def test_head_without_a_gpu():
 
 @needs_gpu
 def test_head_on_a_gpu():
-    """Products of bfloat16 with float32 results, also of no rows: a rank without responses. The gradients are of rounded
+    """Products of bfloat16 with float32 results, also of no tokens: a rank without responses. The gradients are of rounded
     probabilities, and rounded themselves; nothing else is. Tensor cores cut off what a sum does not keep, so that errors
     grow with its length, here 64."""
     of_sums = check_kernels.explained(torch.float32, 0, terms=64**2)
@@ -302,8 +302,8 @@ def test_a_decoding_step_never_waits_for_the_device(checkpoint, picture_rows):
 
 
 @needs_gpu
-def test_a_row_of_an_update_never_waits_for_the_device(checkpoint, picture_rows):
-    """Forward and backward, with images: the host prepares the next row meanwhile."""
+def test_a_pack_of_an_update_never_waits_for_the_device(checkpoint, picture_rows):
+    """Forward and backward, with images: the host prepares the next pack meanwhile."""
     env = start(checkpoint, picture_rows, "--advantage grpo")
     batch = ppo.rollout(env.actor, take(env), env.sampling, 3)
     batch.old_logprobs, batch.advantages = batch.logprobs, torch.randn(len(batch.tokens))
@@ -312,10 +312,10 @@ def test_a_row_of_an_update_never_waits_for_the_device(checkpoint, picture_rows)
     part = ppo.Minibatch(range(4), weights, weights, None)
     env.actor.train()
     for mode in ("default", "error"):                                              # the first time makes tables and workspaces
-        for row in vlm.packs(env.actor.model, batch):
+        for pack in vlm.packs(env.actor.model, batch):
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                loss, _ = ppo.actor_loss(env.actor, None, row, batch, part, env.args)
+                loss, _ = ppo.actor_loss(env.actor, None, pack, batch, part, env.args)
                 loss.backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -139,12 +139,12 @@ def test_labels_are_the_answer_and_its_end(env):
     batch = take(env, examples).with_targets([[example.target] for example in examples])
     vlm.compute_features(env.judge.model, batch)
     predicted = []
-    for row in vlm.packs(env.judge.model, batch):
-        ids = row.input_ids[0]
-        inside = row.step > 0
-        assert torch.equal(ids[row.predict[inside] + 1], row.targets[inside])
-        assert all(tokenizer.decode(ids[at - 2:at + 1]).endswith("assistant\n") for at in row.predict[~inside].tolist())
-        predicted += [(int(sample), row.targets[row.sample == sample].tolist()) for sample in row.sample.unique()]
+    for pack in vlm.packs(env.judge.model, batch):
+        ids = pack.input_ids[0]
+        inside = pack.step > 0
+        assert torch.equal(ids[pack.predict[inside] + 1], pack.targets[inside])
+        assert all(tokenizer.decode(ids[at - 2:at + 1]).endswith("assistant\n") for at in pack.predict[~inside].tolist())
+        predicted += [(int(sample), pack.targets[pack.sample == sample].tolist()) for sample in pack.sample.unique()]
     assert sorted(predicted) == [(i, example.target.tolist()) for i, example in enumerate(examples)]
 
 

@@ -91,9 +91,9 @@ def test_text_labels_are_all_text(env):
     drawn = env.text.loader.collect(*env.text.loader.submit([p for p, *_ in env.text.rows[:4]], [0, 1, 2, 3]))
     batch = drawn.with_targets([[], [], [], [target]])
     vlm.compute_features(env.actor.model, batch)
-    row, = vlm.packs(env.actor.model, batch)
-    row = row.label_text(env.processor.banned_mask())
-    text = env.processor.tokenizer.decode(row.targets.tolist())
+    pack, = vlm.packs(env.actor.model, batch)
+    pack = pack.label_text(env.processor.banned_mask())
+    text = env.processor.tokenizer.decode(pack.targets.tolist())
     whole = env.processor.tokenizer.decode(torch.cat([prompt.input_ids, target]).tolist())
     marks = env.processor.tokenizer.convert_ids_to_tokens(list(env.processor.banned_ids))
     for mark in marks:

@@ -99,10 +99,10 @@ def test_prompts_and_pictures_are_computed_once(qwen25, picture_rows, monkeypatc
         pictures.append(len(grids))
         return features(model, patches, grids)
 
-    def watched_hidden(model, row):
-        if isinstance(row.attention, vlm_attention.PackedAttention):
-            prefilled.append(row.input_ids.shape[1])
-        return hidden(model, row)
+    def watched_hidden(model, pack):
+        if isinstance(pack.attention, vlm_attention.PackedAttention):
+            prefilled.append(pack.input_ids.shape[1])
+        return hidden(model, pack)
 
     monkeypatch.setattr(vlm, "image_features", watched_features)
     monkeypatch.setattr(vlm, "hidden_states", watched_hidden)

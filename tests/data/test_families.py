@@ -332,7 +332,7 @@ def responses_to(env, counts: list[int], vocabulary: int) -> Batch:
 
 def logprobs(policy: ppo.Policy, batch: Batch, sampling) -> torch.Tensor:
     """(N,) of the responses, as the policy samples them."""
-    return fsdp.run_forward(policy, batch, lambda row: policy(row, sampling)[0])
+    return fsdp.run_forward(policy, batch, lambda pack: policy(pack, sampling)[0])
 
 
 def check_logprobs(family, counts: list[int], inputs_of, look=lambda family, batch: batch, bound: float = 0.0) -> None:
@@ -567,10 +567,10 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
     total, packs = 0.0, 0
     with computing(env.actor, max_tokens_per_pack=budget):
         load = experts.count_experts(env.actor, samples)
-        for row in vlm.packs(env.actor.model, samples):
+        for pack in vlm.packs(env.actor.model, samples):
             with vlm.router_logits(env.actor.model) as logits:
-                logp, *_ = env.actor(row, None)
-            share = 0.5 * experts.balance_loss(env.actor.model, row, logits, load)
+                logp, *_ = env.actor(pack, None)
+            share = 0.5 * experts.balance_loss(env.actor.model, pack, logits, load)
             (share + 0 * logp.sum()).backward()             # FSDP gathers a layer's weights when its output gets a gradient
             total, packs = total + share.item(), packs + 1
     assert (packs == 1) == (budget > 10**5)
@@ -640,11 +640,11 @@ def test_no_pack_with_images_waits_for_the_device(family):
     actor, args = family.env.actor, family.env.args
     weights = torch.full((len(samples.tokens),), 1 / len(samples.tokens))
     part = ppo.Minibatch(range(len(samples.prompts)), weights, weights, None)
-    rows = list(vlm.packs(actor.model, samples))
-    assert any(row.features is not None for row in rows)
-    for row in rows:
+    packs = list(vlm.packs(actor.model, samples))
+    assert any(pack.features is not None for pack in packs)
+    for pack in packs:
         with MaskedIndices() as found:
-            loss, _ = ppo.actor_loss(actor, None, row, samples, part, args)
+            loss, _ = ppo.actor_loss(actor, None, pack, samples, part, args)
             loss.backward()
         assert not found.waits
     actor.zero_grad()

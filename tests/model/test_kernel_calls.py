@@ -94,8 +94,8 @@ def gradients(env, batch) -> dict[str, torch.Tensor]:
     weights = torch.full((len(batch.tokens),), 1 / len(batch.tokens))
     part = ppo.Minibatch(range(len(batch.prompts)), weights, weights, None)
     env.actor.train()
-    for row in vlm.packs(env.actor.model, batch):
-        ppo.actor_loss(env.actor, None, row, batch, part, env.args)[0].backward()
+    for pack in vlm.packs(env.actor.model, batch):
+        ppo.actor_loss(env.actor, None, pack, batch, part, env.args)[0].backward()
     return {name: fsdp.shard_of(p.grad).float() for name, p in env.actor.named_parameters() if p.grad is not None}
 
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet in packed rows and slots: against a loop over tokens, against one Hugging Face forward per sample and
+"""Gated DeltaNet in packs and slots: against a loop over tokens, against one Hugging Face forward per sample and
 `generate`; every part without which a response would not continue its prompt is taken away, and the checks notice."""
 
 import dataclasses
@@ -42,7 +42,7 @@ CHANNELS = 12
 
 # ------------------------------------------------------------------------------------------------ one layer
 def lay_out(groups: list[tuple[int, list[int]]]) -> list[tuple]:
-    """Segments of a row for (prompt, responses) lengths."""
+    """Segments of a pack for (prompt, responses) lengths."""
     segments, size = [], 0
     for prompt, responses in groups:
         start, end = size, size + prompt
@@ -76,16 +76,16 @@ def one_by_one(segments, x, taps, q, k, v, decay, strength):
     x, taps, q, k, v, decay, strength = (y.double() for y in (x, taps, q, k, v, decay, strength))
     convolved, mixed = [], []
     for start, end, p_start, p_end in segments:
-        rows = [*range(p_start, p_end), *range(start, end)]
+        seen = [*range(p_start, p_end), *range(start, end)]
         state = torch.zeros(HEADS, DK, DV, dtype=torch.float64)
-        for i, row in enumerate(rows):
-            key = k[row] * torch.rsqrt(k[row].square().sum(-1, keepdim=True) + 1e-6)
-            query = q[row] * torch.rsqrt(q[row].square().sum(-1, keepdim=True) + 1e-6) * DK ** -0.5
-            state = state * decay[row].exp()[:, None, None]
-            change = (v[row] - (key[:, None] @ state)[:, 0]) * strength[row][:, None]
+        for i, place in enumerate(seen):
+            key = k[place] * torch.rsqrt(k[place].square().sum(-1, keepdim=True) + 1e-6)
+            query = q[place] * torch.rsqrt(q[place].square().sum(-1, keepdim=True) + 1e-6) * DK ** -0.5
+            state = state * decay[place].exp()[:, None, None]
+            change = (v[place] - (key[:, None] @ state)[:, 0]) * strength[place][:, None]
             state = state + key[:, :, None] * change[:, None]
-            if row >= start:
-                convolved.append(sum(x[rows[i - j]] * taps[3 - j] for j in range(4) if i >= j))
+            if place >= start:
+                convolved.append(sum(x[seen[i - j]] * taps[3 - j] for j in range(4) if i >= j))
                 mixed.append((query[:, None] @ state)[:, 0])
     return torch.stack(convolved), torch.stack(mixed)
 
@@ -132,8 +132,8 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 def layer_errors(segments) -> dict[str, float]:
     """Largest errors of outputs and gradients, relative to the largest entry."""
     inputs = random_inputs(segments[-1][1])
-    row = PackedDelta(segments, CPU)
-    found = row.convolve(0, *inputs[:2]), row.recur(0, *inputs[2:])
+    packed = PackedDelta(segments, CPU)
+    found = packed.convolve(0, *inputs[:2]), packed.recur(0, *inputs[2:])
     expected = one_by_one(segments, *inputs)
     generator = seeded(1)
     weights = [torch.randn(y.shape, generator=generator) for y in found]
@@ -162,12 +162,12 @@ def test_slots_go_on_where_their_prompt_ended(groups, rule):
     states.inputs.normal_()
     inputs = [x.detach() for x in random_inputs(size + new * (slots - 1))]
     of_slot = [i % len(prompts) for i in range(slots - 1)]                                # which prompt
-    rows = [torch.arange(*segments[i][:2]) for i in of_slot]
-    plan_ = (torch.cat(rows), torch.cat([torch.full_like(r, s) for s, r in enumerate(rows)]),
-             torch.cat([torch.arange(len(r)) for r in rows]))
-    row = PackedDelta(segments, CPU, states, plan_)
-    row.convolve(1, inputs[0][:size], inputs[1])
-    row.recur(1, *(x[:size] for x in inputs[2:]))
+    places = [torch.arange(*segments[i][:2]) for i in of_slot]
+    plan_ = (torch.cat(places), torch.cat([torch.full_like(r, s) for s, r in enumerate(places)]),
+             torch.cat([torch.arange(len(r)) for r in places]))
+    packed = PackedDelta(segments, CPU, states, plan_)
+    packed.convolve(1, inputs[0][:size], inputs[1])
+    packed.recur(1, *(x[:size] for x in inputs[2:]))
     found = {slot: [] for slot in range(slots - 1)}
     place = list(range(slots - 1))                                                        # of each sequence
     for step in range(new):
@@ -180,11 +180,11 @@ def test_slots_go_on_where_their_prompt_ended(groups, rule):
         mixed = states.recur(1, *(x[now] for x in inputs[2:]))
         for slot in found:
             found[slot].append((convolved[place[slot]], mixed[place[slot]]))
-    after = size + torch.arange(new)[:, None] * (slots - 1) + torch.arange(slots - 1)      # rows of each slot's tokens
+    after = size + torch.arange(new)[:, None] * (slots - 1) + torch.arange(slots - 1)      # places of each slot's tokens
     for slot, outputs in found.items():
-        rows = torch.cat([torch.arange(*segments[of_slot[slot]][:2]), after[:, slot]])
-        own = [x if i == 1 else x[rows] for i, x in enumerate(inputs)]
-        expected = one_by_one([(0, len(rows), 0, 0)], *own)
+        places = torch.cat([torch.arange(*segments[of_slot[slot]][:2]), after[:, slot]])
+        own = [x if i == 1 else x[places] for i, x in enumerate(inputs)]
+        expected = one_by_one([(0, len(places), 0, 0)], *own)
         for ours, theirs in zip(map(torch.stack, zip(*outputs)), expected):
             assert relative(ours, theirs[-new:]) < ROUNDING
 
@@ -245,10 +245,10 @@ def update_errors(env) -> tuple[float, float]:
     """Largest errors of a log-prob and of a gradient, relative to the largest of all and to the largest of its tensor."""
     logprobs, gradients = env.expected
     found = torch.zeros(len(env.batch.tokens))
-    for row in vlm.packs(env.actor.model, env.batch):
-        logp, *_ = env.actor(row, env.batch.sampling)
-        (env.signs[row.flat] * logp).sum().backward()
-        found[row.flat] = logp.detach()
+    for pack in vlm.packs(env.actor.model, env.batch):
+        logp, *_ = env.actor(pack, env.batch.sampling)
+        (env.signs[pack.flat] * logp).sum().backward()
+        found[pack.flat] = logp.detach()
     errors = {}
     for name, parameter in env.actor.named_parameters():
         expected = gradients[name]
@@ -260,7 +260,7 @@ def update_errors(env) -> tuple[float, float]:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_update_equals_one_forward_and_backward_per_sample(env, checkpointing):
-    """All parameters; prompts of 1 to 130 tokens, responses of 1 to 100, in one row; a lone sample is one segment."""
+    """All parameters; prompts of 1 to 130 tokens, responses of 1 to 100, in one pack; a lone sample is one segment."""
     try:
         if checkpointing:
             vlm_weights.recompute_layers(env.actor.model)
@@ -283,9 +283,9 @@ def detach_states(monkeypatch):
 
 
 def read_on(monkeypatch):
-    """The convolution of the row as it lies: a response reads the end of what stands before it."""
-    rows = linear_attention.convolved_places
-    monkeypatch.setattr(linear_attention, "convolved_places", lambda table, resumed: rows(
+    """The convolution of the pack as it lies: a response reads the end of what stands before it."""
+    convolved = linear_attention.convolved_places
+    monkeypatch.setattr(linear_attention, "convolved_places", lambda table, resumed: convolved(
         np.stack([table[:, 0], table[:, 1], 0 * table[:, 0], table[:, 0]], axis=1), resumed))
 
 
@@ -407,8 +407,8 @@ def test_decays_stay_float32_where_everything_else_is_bfloat16(official, picture
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     assert (score(env.actor, batch) - batch.logprobs).abs().mean() < 0.02                 # bfloat16 on both sides
     env.actor.train()
-    for row in vlm.packs(model, batch):
-        env.actor(row, env.sampling)[0].sum().backward()
+    for pack in vlm.packs(model, batch):
+        env.actor(pack, env.sampling)[0].sum().backward()
     gradient = vlm.decoder(model).layers[0].linear_attn.A_log.grad
     assert gradient is None if lora == "--lora_rank 4" else gradient.dtype == torch.float32 and gradient.full_tensor().any()
 
@@ -460,7 +460,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_other_ways_to_mix_tokens_are_refused(kind):
-    """Left as they are, each would take our arguments without a word, and mix all samples of a row."""
+    """Left as they are, each would take our arguments without a word, and mix all samples of a pack."""
     changes, message = FOREIGN[kind]
     with value_error(message):
         text_model(kind, **changes)
@@ -493,7 +493,7 @@ class KeepsWhatTheKernelKeeps(torch.autograd.Function):
 
 @pytest.mark.parametrize("flags_", [(), ("--gradient_checkpointing",)], ids=["all kept", "recomputed"])
 def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
-    """Gathered weights, activations and backward of one row of 1,000 tokens against what is alive, in bfloat16."""
+    """Gathered weights, activations and backward of one pack of 1,000 tokens against what is alive, in bfloat16."""
     monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: lambda stretch, inputs, state: (
         KeepsWhatTheKernelKeeps.apply(*inputs), None))
     tokenizer = toy.make_tokenizer()
@@ -511,10 +511,10 @@ def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
     env.actor.train()
     for _ in range(2):                                                    # the second time as in an update of several rows
         with LiveBytes() as live:
-            (row,) = vlm.packs(env.actor.model, batch)
-            ppo.actor_loss(env.actor, None, row, batch, part, env.args)[0].backward()
+            (pack,) = vlm.packs(env.actor.model, batch)
+            ppo.actor_loss(env.actor, None, pack, batch, part, env.args)[0].backward()
     root, layer, _ = ppo.memory.gathered_bytes(env.actor)
-    parts = ppo.memory.backward_bytes(env.actor, row.input_ids.shape[1], bool(flags_))
+    parts = ppo.memory.backward_bytes(env.actor, pack.input_ids.shape[1], bool(flags_))
     assert 0.95 < (root + 2 * layer + sum(parts.values())) / live.peak < 1.3, (parts, live.peak)
 
 

@@ -83,8 +83,8 @@ def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
     assert (score(env.actor, env.batch) - expected).abs().max() < ROUNDING
     signs = torch.linspace(-1, 1, len(expected))
     (signs * expected).sum().backward()
-    for row in vlm.packs(env.actor.model, env.batch):
-        (signs[row.flat] * env.actor(row, env.sampling)[0]).sum().backward()
+    for pack in vlm.packs(env.actor.model, env.batch):
+        (signs[pack.flat] * env.actor(pack, env.sampling)[0]).sum().backward()
     found = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
     env.actor.zero_grad(set_to_none=True)
     assert distance(found, {name: leaf.grad for name, leaf in leaves.items()}) < ROUNDING
@@ -96,8 +96,8 @@ def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
                         hugging_face_rows(env, model, merged, output_hidden_states=True)])
     values.mul(signs).sum().backward()
     assert (ppo.compute_values(env.critic, env.batch) - values).abs().max() < 1e-4
-    for row in vlm.packs(env.critic.model, env.batch):
-        (signs[row.flat] * env.critic(row)).sum().backward()
+    for pack in vlm.packs(env.critic.model, env.batch):
+        (signs[pack.flat] * env.critic(pack)).sum().backward()
     found = {name: p.grad.full_tensor() for name, p in env.critic.named_parameters() if p.requires_grad}
     env.critic.zero_grad(set_to_none=True)
     assert found.pop("value_head.weight").norm() > 0
@@ -143,8 +143,8 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
             ppo.fill_logprobs_and_values(batch, models, args)
             env.actor.train()
             with computing(env.actor, max_tokens_per_pack=110):
-                for row in vlm.packs(env.actor.model, batch):
-                    loss, _ = ppo.actor_loss(env.actor, models, row, batch, part, args)
+                for pack in vlm.packs(env.actor.model, batch):
+                    loss, _ = ppo.actor_loss(env.actor, models, pack, batch, part, args)
                     loss.backward()
             assert env.actor.training
             fsdp.rest_after_scoring(reference)

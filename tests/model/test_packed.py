@@ -1,4 +1,4 @@
-"""Packed shared-prefix rows = one forward per sample with Hugging Face's own attention: log-probs,
+"""Packs with shared prefixes = one forward per sample with Hugging Face's own attention: log-probs,
 values, gradients."""
 
 import itertools
@@ -45,14 +45,14 @@ def load_model(folder, loaded: bool = True):
     return model
 
 
-def hidden_of(model, row, segments) -> torch.Tensor:
-    row.attention = PackedAttention(segments, "sdpa", CPU)
-    return hidden_states(model, row)
+def hidden_of(model, pack, segments) -> torch.Tensor:
+    pack.attention = PackedAttention(segments, "sdpa", CPU)
+    return hidden_states(model, pack)
 
 
 @pytest.mark.parametrize("budget", [10**6, 150])  # one pack; several packs and split groups
 @pytest.mark.parametrize("share", [True, False])
-def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget, share):
+def test_packs_equal_per_sample_forwards(checkpoint, picture_rows, budget, share):
     args = DataArgs(max_prompt_tokens=1000)
     processor = Processor(checkpoint, args)
     prompts = load_prompts(picture_rows, processor, args)
@@ -73,9 +73,9 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget,
     for group, tokens in responses_of(batch):
         inputs = inputs_of(prompts[group], tokens, processor)
         out = oracle(**inputs, use_cache=False, output_hidden_states=True)
-        rows = slice(-len(tokens) - 1, -1)
-        expected.append(token_logprobs(out.logits[0, rows], tokens))
-        expected_values.append(out.hidden_states[-1][0, rows] @ value_head)
+        places = slice(-len(tokens) - 1, -1)
+        expected.append(token_logprobs(out.logits[0, places], tokens))
+        expected_values.append(out.hidden_states[-1][0, places] @ value_head)
     expected, expected_values = torch.cat(expected), torch.cat(expected_values)
     ((expected + expected_values) * weights).sum().backward()
 
@@ -84,13 +84,13 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget,
     packs = assign_blocks(batch, make_blocks(batch, budget if share else 0), 1, budget, 64)[0]
     assert (len(packs) == 1) == (budget > 10**5)
     logp, values = torch.zeros(len(batch.tokens)), torch.zeros(len(batch.tokens))
-    for pack in packs:
-        row = build_pack(batch, pack, positions, features, ours.setup.family.visual_token_ids())
-        hidden = hidden_of(ours, row, row.segments)[row.predict]
-        row_logp = token_logprobs(ours.lm_head(hidden), row.targets)
-        row_values = hidden @ value_head
-        ((row_logp + row_values) * weights[row.flat]).sum().backward()
-        logp[row.flat], values[row.flat] = row_logp.detach(), row_values.detach()
+    for part in packs:
+        pack = build_pack(batch, part, positions, features, ours.setup.family.visual_token_ids())
+        hidden = hidden_of(ours, pack, pack.segments)[pack.predict]
+        pack_logp = token_logprobs(ours.lm_head(hidden), pack.targets)
+        pack_values = hidden @ value_head
+        ((pack_logp + pack_values) * weights[pack.flat]).sum().backward()
+        logp[pack.flat], values[pack.flat] = pack_logp.detach(), pack_values.detach()
     assert (logp - expected).abs().max() < ROUNDING * expected.abs().max()
     assert (values - expected_values).abs().max() < ROUNDING * expected_values.abs().max()
     trained = {our_name(name): p.grad for name, p in oracle.model.language_model.named_parameters()}
@@ -107,10 +107,10 @@ def test_a_wrong_segment_is_noticed(qwen25):
         random_responses([2], 200)
     )
     positions = {0: torch.arange(7).expand(3, -1)}
-    row = build_pack(batch, [(0, (0, 1))], positions, {}, model.setup.family.visual_token_ids())
-    right = hidden_of(model, row, row.segments)
-    start, end, *_ = row.segments[2]
-    wrong = hidden_of(model, row, row.segments[:2] + [(start, end, 0, start)])
+    pack = build_pack(batch, [(0, (0, 1))], positions, {}, model.setup.family.visual_token_ids())
+    right = hidden_of(model, pack, pack.segments)
+    start, end, *_ = pack.segments[2]
+    wrong = hidden_of(model, pack, pack.segments[:2] + [(start, end, 0, start)])
     assert (right - wrong)[start:].abs().max() > 1e-2
 
 

@@ -73,7 +73,7 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
         tokens = torch.zeros(20, dtype=torch.int64, device=DEVICE)
         levels = 1 + len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
         hidden_size = model.config.get_text_config().hidden_size
-        row = Pack(
+        pack = Pack(
             input_ids=ids,
             image_index=torch.zeros(6, dtype=torch.int64, device=DEVICE),
             features=torch.zeros(levels, 6, hidden_size, dtype=torch.bfloat16, device=DEVICE),
@@ -84,7 +84,7 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
             step=tokens,
         )
         with Operators() as found:
-            logp, entropy, _ = actor(row, sampling, entropy=True)
+            logp, entropy, _ = actor(pack, sampling, entropy=True)
     assert not found.waits
     assert any("varlen" in name or "_flash_attention" in name for name in found.names)
     assert {types[0] for types in found.products} == {torch.bfloat16}  # no product of float32 by float32

@@ -27,9 +27,9 @@ write_samples = test_training.write_samples
 def gradients(env, module, signs: torch.Tensor, parts=([0, 1, 2, 3],)) -> dict[str, torch.Tensor]:
     """Of the sum of signs x outputs over all tokens, accumulated over the packs of each part of the prompts."""
     for groups in parts:
-        for row in vlm.packs(module.model, env.batch, groups):
-            out = module(row) if module is env.critic else module(row, env.sampling)[0]
-            (signs[row.flat] * out).sum().backward()
+        for pack in vlm.packs(module.model, env.batch, groups):
+            out = module(pack) if module is env.critic else module(pack, env.sampling)[0]
+            (signs[pack.flat] * out).sum().backward()
     found = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
     module.zero_grad(set_to_none=True)
     return found
@@ -54,11 +54,11 @@ def test_gradients_equal_one_backward_per_sample(env):
     head = env.critic.value_head.weight.full_tensor().detach()
     for group, tokens, weight in zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.split(signs)):
         inputs = inputs_of(env.prompts[group], tokens, env.processor) | {"use_cache": False}
-        rows = slice(-len(tokens) - 1, -1)
-        logits = model(**inputs).logits[0, rows]
+        places = slice(-len(tokens) - 1, -1)
+        logits = model(**inputs).logits[0, places]
         logits[:, list(env.processor.banned_ids)] = -torch.inf
         (weight * token_logprobs(logits, tokens)).sum().backward()
-        (weight * (body(**inputs, output_hidden_states=True).hidden_states[-1][0, rows] @ head[0])).sum().backward()
+        (weight * (body(**inputs, output_hidden_states=True).hidden_states[-1][0, places] @ head[0])).sum().backward()
     many = {"max_tokens_per_pack": 75, "apart": True}
     assert not env.prompts[0].images
     assert all(prompt.images for prompt in env.prompts[1:])
