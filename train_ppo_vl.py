@@ -81,8 +81,8 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     rows = load_rows(args)
     check_rows(args, rows, reward, environment)
     modules = build_models(args, rows.processor, ranks.device)  # on meta: no weights are read yet
-    modules |= build_reward_models(args, reward, rows, modules["actor"])
     if not args.run.export_only:
+        modules |= build_reward_models(args, reward, rows, modules["actor"])
         looks.prepare(args, modules, rows)
         budget.fit(budget.policy_plan(args, modules, rows, ranks.world), ranks)
     models = load_models(args, modules, ranks)
@@ -1029,8 +1029,6 @@ def build_reward_models(
 ) -> vlm.Modules:
     """The reward models by the name of their source, on meta. Raises UserError: see
     `rewards.models.build`."""
-    if args.run.export_only:
-        return {}
     script = rewards.Script(
         actor,
         args,
