@@ -17,16 +17,16 @@ class Talk:
 
     def reset(self, row):
         self.rng, self.turn, self.row = random.Random(100 * row["seed"] + row["number"]), 0, row
-        return ["seen first", *self.shown(1), "and now?"] if row["number"] % 2 else None
+        return ["seen first", *self.draw(1), "and now?"] if row["number"] % 2 else None
 
-    def shown(self, most):
+    def draw(self, most):
         return [picture(self.rng) for _ in range(self.rng.randint(0, most) if self.pictures else 0)]
 
     def step(self, text):
         self.turn += 1
         if self.turn == 4:
             return None, 1.0, True
-        return ["red " * self.turn, *self.shown(2), f"turn {self.turn}?"], 0.01 * len(text) * self.turn, False
+        return ["red " * self.turn, *self.draw(2), f"turn {self.turn}?"], 0.01 * len(text) * self.turn, False
 
 
 class Words(Talk):
@@ -55,7 +55,7 @@ class Noise(Same):
         super().reset(row)
         return ["the board", self.noise(random.Random(row["seed"]))]
 
-    def shown(self, most):
+    def draw(self, most):
         return [self.noise(self.rng) for _ in range(self.rng.randint(0, most))]
 
 

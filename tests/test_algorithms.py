@@ -192,8 +192,8 @@ def test_two_lambdas(env, changes):
     kl, values = ([part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values))
     for reward, value in zip(rewards_of(SCORES, kl, 0.1), values):
         alpha = changes.get("gae_alpha")
-        own = max(0.0, 1 - 1 / (alpha * max(1, len(value)))) if alpha else changes["gae_lambda_policy"]
-        for lam, rows, shift in ((own, advantages, 0.0), (0.8, targets, 1.0)):
+        lam_policy = max(0.0, 1 - 1 / (alpha * max(1, len(value)))) if alpha else changes["gae_lambda_policy"]
+        for lam, rows, shift in ((lam_policy, advantages, 0.0), (0.8, targets, 1.0)):
             row, carry, following = [], 0.0, 0.0
             for t in reversed(range(len(reward))):
                 carry = reward[t] + 0.9 * following - value[t] + 0.9 * lam * carry

@@ -53,8 +53,8 @@ def test_every_flag_is_read(script):
     read |= {("args", node.attr) for node in groups if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"}
     if script is ppo:                                                       # `Sampling` has all flags of the rollout
         (sampling,) = (node for node in ast.parse(SCRIPT.read_text()).body if getattr(node, "name", "") == "Sampling")
-        own = [node.attr for node in ast.walk(sampling) if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"]
-        read |= {("rollout", name) for name in (*own, *(name for owner, name in read if owner == "sampling"))}
+        attributes = [node.attr for node in ast.walk(sampling) if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"]
+        read |= {("rollout", name) for name in (*attributes, *(name for owner, name in read if owner == "sampling"))}
     read |= {("args", f"{kind}_template") for kind in ("pictures", "answers", "correct", "rubric", "score")}    # by getattr
     unread = []
     for group in dataclasses.fields(script.Args):

@@ -138,11 +138,11 @@ def test_another_kind_of_look(run, qwen25, task):  # noqa: F811
     env = start(qwen25, task / "train.jsonl")
     model = hugging_face(qwen25)
     for step, batch in zip(steps, batches):
-        found = batch.split(batch.masked_logprobs)
+        actual = batch.split(batch.masked_logprobs)
         for i, (index, tokens) in enumerate(responses_of(batch)):
             prompt = batch.prompts[index]
             if not prompt.images:
-                assert found[i].isnan().all()
+                assert actual[i].isnan().all()
                 continue
             patches = []
             for path in prompt.images:
@@ -153,5 +153,5 @@ def test_another_kind_of_look(run, qwen25, task):  # noqa: F811
             with torch.no_grad():
                 logits = model(**inputs).logits[0, len(prompt.input_ids) - 1:-1]
             logits[:, list(env.processor.banned_ids)] = -torch.inf
-            assert torch.allclose(found[i], token_logprobs(logits, tokens), atol=1e-4)
+            assert torch.allclose(actual[i], token_logprobs(logits, tokens), atol=1e-4)
         assert step["train/perception_kl"] > 0

@@ -376,9 +376,9 @@ def test_perception_chooses_tokens_of_each_response():
         mask = losses.perception_mask(seen, SEEN_LENGTHS, ratio)
         assert mask.nonzero()[:, 0].tolist() == chosen, ratio
     assert losses.perception_mask(seen, SEEN_LENGTHS, 1.0).all()
-    for ratio, length, kept in ((0.7, 10, 7), (0.6, 25, 15), (0.3, 50, 15), (0.07, 100, 7)):          # not one more by rounding
+    for ratio, length, count in ((0.7, 10, 7), (0.6, 25, 15), (0.3, 50, 15), (0.07, 100, 7)):          # not one more by rounding
         even = losses.perception_mask(torch.ones(length), torch.tensor([length]), ratio)
-        assert even.nonzero()[:, 0].tolist() == list(range(kept))
+        assert even.nonzero()[:, 0].tolist() == list(range(count))
 
 
 def test_perception_factors_golden():

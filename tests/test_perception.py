@@ -197,11 +197,11 @@ def test_a_step_has_the_gradient_of_the_naive_oracle(qwen25, rows, name):
     assert batch.advantages.tolist() == pytest.approx(sum(advantages, []), abs=1e-4)
     assert max(map(abs, sum(advantages, []))) > 0.5
 
-    loss, total, kept = torch.zeros(()), sum(lengths), sum(map(sum, keep))
+    loss, total, chosen = torch.zeros(()), sum(lengths), sum(map(sum, keep))
     for i, logps in enumerate(logp):
         for t, p in enumerate(logps):
             ratio = (p - old[i][t]).exp()
-            loss = loss - keep[i][t] * advantages[i][t] * ratio / kept
+            loss = loss - keep[i][t] * advantages[i][t] * ratio / chosen
             if name == "papo":
                 if seen[i] is not None:
                     delta = masked[i][t] - p

@@ -105,13 +105,13 @@ def plain_norm(norm, x: torch.Tensor) -> torch.Tensor:
 def distributions(env, model, prompts: list, processor) -> list[torch.Tensor]:
     """(T, V) log-probs of each sample by a model of Hugging Face's, V of the smaller vocabulary, under the sampling's rules."""
     size = min(env.processor.vocab_size, env.models.teacher.policy.processor.vocab_size)
-    found = []
+    logprobs = []
     for index, tokens in responses_of(env.batch):
         logits = logits_of(model, prompts[index], tokens, processor)[:, :size] / 0.7
         logits[:2, list(env.processor.stop_ids)] = -torch.inf
         logits[:, [i for i in env.processor.banned_ids if i < size]] = -torch.inf
-        found.append(logits.log_softmax(-1))
-    return found
+        logprobs.append(logits.log_softmax(-1))
+    return logprobs
 
 
 def seen_by(teacher: Path, env, rows: Path, name: str = "seen.jsonl") -> tuple:
@@ -148,9 +148,9 @@ def test_its_log_probs_are_those_of_a_forward_of_its_own(case, rows):
     assert finite.sum() > 0.8 * len(finite)
     assert torch.equal(ours.isfinite(), finite)
     assert (ours - expected)[finite].abs().max() < 1e-10
-    own = torch.cat([token_logprobs(logp, tokens) for logp, (_, tokens) in zip(
+    of_policy = torch.cat([token_logprobs(logp, tokens) for logp, (_, tokens) in zip(
         distributions(env, oracle(policy), env.prompts, env.processor), responses_of(env.batch))])
-    assert (own - expected)[finite].abs().max() > 0.1
+    assert (of_policy - expected)[finite].abs().max() > 0.1
 
 
 def test_the_loss_is_the_exact_kl(case, rows):
@@ -289,10 +289,10 @@ def test_with_adapters_it_is_the_base_model(qwen25, task, tmp_path, form):  # no
     """As a second copy of the base in a folder of its own."""
     shutil.copytree(qwen25, tmp_path / "base")
     line = f"{QUIET} --lora_rank 4 --actor_lr 1e-2 --teacher_in {form} --teacher_prompt"
-    found = [run(qwen25, task, tmp_path / str(i), line, "{prompt} {answer}", "--teacher_model", name)
+    runs = [run(qwen25, task, tmp_path / str(i), line, "{prompt} {answer}", "--teacher_model", name)
              for i, name in enumerate(["self", tmp_path / "base"])]
-    assert_same_records(*found)
-    assert found[0][1]["train/teacher_kl"] > 0
+    assert_same_records(*runs)
+    assert runs[0][1]["train/teacher_kl"] > 0
 
 
 @pytest.mark.slow
@@ -484,10 +484,10 @@ def test_conversations_are_scored_as_they_were_held(qwen25, rows):
                 parameter.to_local().add_(torch.randn(parameter.shape, generator=generator) * 0.02)
     batch = talk(env, "Noise", 2, batch=take(env))
     with env.models.teacher.asked() as asked:
-        found = ppo.compute_logprobs(asked, env.models.teacher.look(batch))
+        actual = ppo.compute_logprobs(asked, env.models.teacher.look(batch))
     expected = expected_logprobs(env, hugging_face(qwen25), batch)
     assert batch.is_own.sum() < len(batch.is_own)
-    assert (found - expected).abs().max() < 1e-4 < 1e-2 < (batch.logprobs - expected).abs().max()
+    assert (actual - expected).abs().max() < 1e-4 < 1e-2 < (batch.logprobs - expected).abs().max()
 
 
 @pytest.mark.parametrize("form", ["advantage", "loss"])

@@ -102,7 +102,7 @@ def main() -> None:
         samples = ppo.rollout(actor, batch, sampling, SAMPLES)
         seconds = time.perf_counter() - start[0], time.process_time() - start[1]
         assert samples.lengths.tolist() == lengths.sum(axis=2).flatten().tolist()
-        assert all(len(said.replies) == TURNS - 1 for said in samples.conversations)
+        assert all(len(talk.replies) == TURNS - 1 for talk in samples.conversations)
         if samples.conversations:
             replied.append(float((samples.spans - samples.lengths).double().mean()))
         return seconds
@@ -110,20 +110,20 @@ def main() -> None:
     replied: list[float] = []
     programs = {"one turn": (sampling, 0.0), "answers at once": (answering, 0.0),
                 f"{1000 * flags.seconds:g} ms": (answering, flags.seconds)}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
+    seconds_of: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
     for repeat in range(flags.repeats + 1):
         for name, program in programs.items():
             seconds = roll(*program)
             if repeat:                                                                            # the first is a warm-up
-                found[name].append(seconds)
+                seconds_of[name].append(seconds)
     torch.distributed.destroy_process_group()
     waits = flags.samples * TURNS * flags.seconds
     print(f"{flags.samples} samples of {TURNS} turns, {lengths.sum(axis=2).mean():.0f} own tokens and {replied[-1]:.0f} of "
           f"replies (mean); {flags.workers} threads, "
           f"{waits:.1f} s of waiting in all, {waits / flags.workers:.1f} s for each")
-    for name, values in found.items():
+    for name, values in seconds_of.items():
         best = min(values)[0]
-        ratios = ", ".join(f"{best / min(found[other])[0]:.2f} of {other}" for other in list(programs)[:2])
+        ratios = ", ".join(f"{best / min(seconds_of[other])[0]:.2f} of {other}" for other in list(programs)[:2])
         print(f"{name:16s} {best:6.2f} s, {min(cpu for _, cpu in values):.2f} of the CPU   "
               f"({', '.join(f'{clock:.2f}' for clock, _ in values)})   {ratios}")
 

@@ -220,8 +220,8 @@ def command_line(name: str, places: dict[str, Path], known: set[str]) -> list[st
 def environment() -> dict[str, str]:
     """That of this process without what a launcher may have left in it; CPU only, one thread per rank."""
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in launcher}
-    return kept | {
+    inherited = {name: value for name, value in os.environ.items() if name not in launcher}
+    return inherited | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -293,10 +293,10 @@ def run_whole(command: list[str], run: Run, out: Path) -> None:
 
 def committed(out: Path) -> dict[int, int]:
     """Step -> inode of each complete checkpoint."""
-    found = {}
+    inodes = {}
     for path in out.glob("checkpoints/step-*"):
-        found[int(path.name.removeprefix("step-"))] = path.stat().st_ino
-    return found
+        inodes[int(path.name.removeprefix("step-"))] = path.stat().st_ino
+    return inodes
 
 
 def run_killed(command: list[str], run: Run, out: Path) -> str:
@@ -367,11 +367,11 @@ def read_metrics(path: Path) -> dict[int, dict]:
         record = json.loads(line)
         if "step" not in record or record.get("type") == "header":
             continue
-        found = steps.setdefault(record.pop("step"), {})
-        twice = sorted(found.keys() & record.keys())
+        metrics = steps.setdefault(record.pop("step"), {})
+        twice = sorted(metrics.keys() & record.keys())
         if twice:
             raise GoldenError(f"{path} has {twice[0]} of a step in two records")
-        found.update({name: value for name, value in record.items() if not is_measured(name)})
+        metrics.update({name: value for name, value in record.items() if not is_measured(name)})
     return steps
 
 
@@ -382,16 +382,16 @@ def write_normal(steps: dict[int, dict], path: Path) -> None:
 
 def first_difference(a: dict[int, dict], b: dict[int, dict]) -> str:
     """Step, name and both values of the first difference, and how many there are; empty: none."""
-    found = []
+    differences = []
     for step in sorted(a.keys() | b.keys()):
         of_a, of_b = a.get(step, {}), b.get(step, {})
         for name in sorted(of_a.keys() | of_b.keys()):
             values = [json.dumps(of[name]) if name in of else "absent" for of in (of_a, of_b)]
             if values[0] != values[1]:
-                found.append(f"step {step}, {name}: {values[0]} and {values[1]}")
-    if len(found) > 1:
-        return f"{found[0]} (the first of {len(found)} differences)"
-    return "".join(found)
+                differences.append(f"step {step}, {name}: {values[0]} and {values[1]}")
+    if len(differences) > 1:
+        return f"{differences[0]} (the first of {len(differences)} differences)"
+    return "".join(differences)
 
 
 # ---- Commands
@@ -402,8 +402,8 @@ def digest(toy: Path) -> str:
     total = hashlib.sha256()
     for path in sorted(toy.rglob("*")):
         if path.is_file() and not path.name.endswith("args.json"):
-            own = hashlib.sha256(path.read_bytes()).hexdigest()
-            total.update(f"{path.relative_to(toy)} {own}\n".encode())
+            of_file = hashlib.sha256(path.read_bytes()).hexdigest()
+            total.update(f"{path.relative_to(toy)} {of_file}\n".encode())
     return total.hexdigest()[:16]
 
 
@@ -425,12 +425,12 @@ def run_program(checkout: Path, program: str, *words: str) -> None:
 def make_toys(checkout: Path, toy: Path) -> None:
     """The toy, and beside it: its pictures hidden, a hybrid, its answers as rows for a next-token loss."""
     hidden, hybrid, ptx = (toy.with_name(toy.name + suffix) for suffix in ("-hidden", "-hybrid", "-ptx.jsonl"))
-    shown = toy.with_name(toy.name + "-shown")  # every row has one picture
+    pictures = toy.with_name(toy.name + "-shown")  # every row has one picture
     if not toy.exists():
         run_program(checkout, "toy.py", "--out", str(toy), *TOY)
     if not hidden.exists():
-        run_program(checkout, "toy.py", "--out", str(shown), *[word for word in TOY if word != "--mixed"])
-        run_program(ROOT, "../tests/benchmarks/hidden_toy.py", str(shown), str(hidden))
+        run_program(checkout, "toy.py", "--out", str(pictures), *[word for word in TOY if word != "--mixed"])
+        run_program(ROOT, "../tests/benchmarks/hidden_toy.py", str(pictures), str(hidden))
     if not hybrid.exists():
         run_program(checkout, "toy.py", "--out", str(hybrid), *TOY, "--model", "qwen3_5")
     with open(ptx, "w", encoding="utf-8") as file:
@@ -480,12 +480,12 @@ def run_both(run: Run, command: list[str], work: Path, folder: Path, slots: Slot
         happened = run_killed(command, run, killed)
     metrics = []
     for out in (whole, killed):
-        found = read_metrics(out / "metrics.jsonl")
-        found.setdefault(STEPS, {}).update(hash_exports(out))
-        if sorted(found) != list(range(STEPS + 1)):
-            raise GoldenError(f"{out.name} has records of steps {sorted(found)}, not of 0 to {STEPS}")
-        write_normal(found, folder / f"{out.name}.jsonl")
-        metrics.append(found)
+        steps = read_metrics(out / "metrics.jsonl")
+        steps.setdefault(STEPS, {}).update(hash_exports(out))
+        if sorted(steps) != list(range(STEPS + 1)):
+            raise GoldenError(f"{out.name} has records of steps {sorted(steps)}, not of 0 to {STEPS}")
+        write_normal(steps, folder / f"{out.name}.jsonl")
+        metrics.append(steps)
     difference = first_difference(*metrics)
     verdict = f"DIFFERENT, whole and killed: {difference}" if difference else "the same as undisturbed"
     print(f"{run}: {happened}; {verdict}", flush=True)
@@ -535,7 +535,7 @@ def compare(folders: list[Path], ignored: set[str], renamed: dict[str, str]) -> 
     """Print the first difference of each run, or that there is none. Returns the exit code."""
     about = [json.loads((folder / "about.json").read_text(encoding="utf-8")) for folder in folders]
     for name in ("toy", "torch", "transformers"):
-        old, new = (found[name] for found in about)
+        old, new = (record[name] for record in about)
         if old != new:
             raise GoldenError(f"not comparable: {name} is {old} in {folders[0]} and {new} in {folders[1]}")
     old, new = (read_folder(folder, renamed, ignored) for folder in folders)

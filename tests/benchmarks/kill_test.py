@@ -78,8 +78,8 @@ def kill_at_random(model: Path, work: Path, kills: int, last: int, longest: floa
             counts["of all ranks" if codes == [-signal.SIGKILL] * RANKS else "of one rank"] += 1
             if {path.stat().st_ino for path in out.glob("checkpoints/.tmp-*")} - unfinished:
                 counts["while a checkpoint was being written"] += 1
-        found = steps(out)
-        newest = found[0] if found else 0
+        complete = steps(out)
+        newest = complete[0] if complete else 0
         assert newest >= reached, f"the newest complete checkpoint went back from {reached} to {newest}"
         for file in (out / "checkpoints" / f"step-{newest}").glob("*.safetensors"):
             assert load_file(file)

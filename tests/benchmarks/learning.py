@@ -193,31 +193,31 @@ def train(flags: list[str], work: Path, task: Task) -> dict[str, float]:
 def critic_figures(lines: list[dict]) -> dict[str, float]:
     """Of --task describe, from the records of a run."""
     held_out = [line for line in lines if "eval/reward_mean" in line]
-    found = {f"at {line['step']}": line["eval/reward_mean"] for line in held_out}
+    summary = {f"at {line['step']}": line["eval/reward_mean"] for line in held_out}
     later = held_out[1:]
-    found["mean"] = sum(line["eval/reward_mean"] for line in later) / len(later)
-    found["accuracy"] = later[-1]["eval/accuracy_reward_mean"]
+    summary["mean"] = sum(line["eval/reward_mean"] for line in later) / len(later)
+    summary["accuracy"] = later[-1]["eval/accuracy_reward_mean"]
     for line in later:
-        found[f"ev at {line['step']}"] = line.get("eval/explained_variance", math.nan)
-    return found
+        summary[f"ev at {line['step']}"] = line.get("eval/explained_variance", math.nan)
+    return summary
 
 
 def looking_figures(lines: list[dict]) -> dict[str, float]:
     """Of --task looking, from the records of a run."""
-    found = {name: value for name, value in critic_figures(lines).items() if not name.startswith("ev")}
+    summary = {name: value for name, value in critic_figures(lines).items() if not name.startswith("ev")}
     for line in lines:
         if "eval/vision_gap_logprob" in line:
-            found[f"gap at {line['step']}"] = line["eval/vision_gap_logprob"]
+            summary[f"gap at {line['step']}"] = line["eval/vision_gap_logprob"]
     last = [line for line in lines if "train/actor_updates" in line][-1]
-    return found | {"KL(masked)": last.get("train/perception_kl", math.nan)}
+    return summary | {"KL(masked)": last.get("train/perception_kl", math.nan)}
 
 
 def teacher_figures(lines: list[dict]) -> dict[str, float]:
     """Of --task teacher, from the records of a run."""
-    found = {name: value for name, value in critic_figures(lines).items() if not name.startswith("ev")}
+    summary = {name: value for name, value in critic_figures(lines).items() if not name.startswith("ev")}
     steps = [line["train/teacher_kl"] for line in lines if "train/teacher_kl" in line] or [math.nan]
     first = lines[1].get("eval/teacher_accuracy", math.nan)
-    return found | {"KL(teacher), first": steps[0], "last": steps[-1], "teacher": first}
+    return summary | {"KL(teacher), first": steps[0], "last": steps[-1], "teacher": first}
 
 
 def make_teacher() -> None:
@@ -243,25 +243,25 @@ def write_larger_toy(argv: list[str]) -> None:
 
 def figures(lines: list[dict]) -> dict[str, float]:
     """Of --task questions, from the records of a run."""
-    found = {f"at {line['step']}": line["eval/accuracy_reward_mean"] for line in lines if "eval/accuracy_reward_mean" in line}
+    summary = {f"at {line['step']}": line["eval/accuracy_reward_mean"] for line in lines if "eval/accuracy_reward_mean" in line}
     steps = [line for line in lines if "train/approx_kl" in line]
     mean = lambda part, *names: sum(line.get(name, math.nan) for line in part for name in names) / len(part)  # noqa: E731
     last = steps[-max(1, len(steps) // 4):]
-    found |= {"sampled": mean(last, "rollout/accuracy_reward"), "KL(ref)": mean(last, "train/kl")}
+    summary |= {"sampled": mean(last, "rollout/accuracy_reward"), "KL(ref)": mean(last, "train/kl")}
     for span, part in (("", steps), (", last", last)):
-        found["KL(old, new)" + span] = mean(part, "train/approx_kl")
-        found["clipped" + span] = mean(part, *(f"train/clipped_{side}" for side in ("high", "low", "dual")))
+        summary["KL(old, new)" + span] = mean(part, "train/approx_kl")
+        summary["clipped" + span] = mean(part, *(f"train/clipped_{side}" for side in ("high", "low", "dual")))
     # A rollout repeated by --dynamic_sampling draws as many samples again, kept or not; a sample is a response to learn from.
-    found["samples"] = sum(line["rollout/rollouts"] for line in steps) * 256
-    return found
+    summary["samples"] = sum(line["rollout/rollouts"] for line in steps) * 256
+    return summary
 
 
 def judge_figures(lines: list[dict]) -> dict[str, float]:
     """Of --task judge, from the records of a run."""
     held_out = [line for line in lines if "eval/accuracy" in line]
-    found = {f"at {line['step']}": line["eval/accuracy"] for line in held_out}
-    found["mean"] = sum(line["eval/accuracy"] for line in held_out[1:]) / len(held_out[1:])
-    return found | {"single": held_out[-1]["eval/kind/correct"], "pairs": held_out[-1]["eval/kind/pictures"]}
+    summary = {f"at {line['step']}": line["eval/accuracy"] for line in held_out}
+    summary["mean"] = sum(line["eval/accuracy"] for line in held_out[1:]) / len(held_out[1:])
+    return summary | {"single": held_out[-1]["eval/kind/correct"], "pairs": held_out[-1]["eval/kind/pictures"]}
 
 
 TASKS = {

@@ -81,17 +81,17 @@ def compare_heads(flags) -> None:
             ] + ["--train_head"] * train_head
             results[name, chunk] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         naive = results.pop(("naive", 0))
-        own = flags.vocabulary * flags.hidden * 4 / 2 ** 20 if train_head else 0.0
+        weight_gradient = flags.vocabulary * flags.hidden * 4 / 2 ** 20 if train_head else 0.0
         print(
             f"{flags.tokens} tokens, vocabulary {flags.vocabulary}, hidden {flags.hidden}, "
             f"head {'trained' if train_head else 'fixed'}: "
-            f"naive {naive['peak']:.0f} MiB" + (f", of which the weight's gradient {own:.0f}" if own else "")
+            f"naive {naive['peak']:.0f} MiB" + (f", of which the weight's gradient {weight_gradient:.0f}" if weight_gradient else "")
         )
-        for (_, chunk), found in results.items():
-            assert abs(found["logp"] - naive["logp"]) < 1e-4 and abs(found["gradient"] / naive["gradient"] - 1) < 1e-4
-            beyond = (naive["peak"] - own) / max(found["peak"] - own, 1e-9)
-            print(f"  chunks of {chunk:5d}: {found['peak']:6.0f} MiB, 1/{naive['peak'] / found['peak']:.1f} of naive"
-                  + (f"; without the gradient 1/{beyond:.1f}" if own else ""), flush=True)
+        for (_, chunk), chunked in results.items():
+            assert abs(chunked["logp"] - naive["logp"]) < 1e-4 and abs(chunked["gradient"] / naive["gradient"] - 1) < 1e-4
+            beyond = (naive["peak"] - weight_gradient) / max(chunked["peak"] - weight_gradient, 1e-9)
+            print(f"  chunks of {chunk:5d}: {chunked['peak']:6.0f} MiB, 1/{naive['peak'] / chunked['peak']:.1f} of naive"
+                  + (f"; without the gradient 1/{beyond:.1f}" if weight_gradient else ""), flush=True)
 
 
 def toy_growth(steps: int, work: Path) -> None:
@@ -106,8 +106,8 @@ def toy_growth(steps: int, work: Path) -> None:
     )
     lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
     resident = {line["step"]: line["perf/peak_memory_gib"] * 1024 for line in lines if "perf/peak_memory_gib" in line}
-    shown = sorted({s for s in (1, 5, 10, 20, 50, 100, 150, steps) if s <= steps})
-    print("toy, peak resident MiB up to step: " + "  ".join(f"{s}: {resident[s]:.1f}" for s in shown))
+    at_steps = sorted({s for s in (1, 5, 10, 20, 50, 100, 150, steps) if s <= steps})
+    print("toy, peak resident MiB up to step: " + "  ".join(f"{s}: {resident[s]:.1f}" for s in at_steps))
     first = min(20, steps)
     middle = (steps + first) // 2
     print(
@@ -143,16 +143,16 @@ def watch_run(steps: int, arguments: list[str]) -> None:
     """Run the script with these flags, and print what is live after its steps 1, 2, 5, 10, 20, 50, ..."""
     import train_ppo_vl as ppo
 
-    report, shown = ppo.report, sys.stdout
+    report, terminal = ppo.report, sys.stdout
     names = ("tensors", "tensor MiB", "in use", "kept free", "resident", "peak")
     print("  ".join(f"{name:>10}" for name in ("step", *names)), flush=True)
 
     def counted(log, batch, state, *rest) -> None:
         report(log, batch, state, *rest)
         if state.step in (1, 2, 5, 10, 20, 50, 100, 150, 200, steps):
-            found = live_memory()
-            line = [f"{state.step:10d}", *(f"{found[name]:10.1f}" for name in names)]
-            print("  ".join(line), file=shown, flush=True)
+            counts = live_memory()
+            line = [f"{state.step:10d}", *(f"{counts[name]:10.1f}" for name in names)]
+            print("  ".join(line), file=terminal, flush=True)
 
     ppo.report = counted
     with tempfile.TemporaryDirectory() as work, open(Path(work) / "told", "w") as told:

@@ -152,16 +152,16 @@ def rollout_seconds(name: str, samples: float, prompt: int, mean: int, longest: 
 def step_seconds(name: str, task: tuple, gpus: int = NODE, slots: int = 166) -> dict[str, float]:
     """Seconds of a PPO step by stage, with gradient checkpointing; rewards, packing and logging 2 s."""
     prompts, count, prompt, image, mean, longest, _ = task
-    own, samples = prompts / gpus, prompts * count / gpus
+    prompts_per_gpu, samples = prompts / gpus, prompts * count / gpus
     size = parameters(name)
     hidden, _, layers, heads, *_ = MODELS[name]
-    attention = 4 * layers * heads * HEAD_DIM * own * (prompt**2 / 2 + count * mean * (prompt + mean / 2))
-    forward = 2 * size["layers"] * (own * prompt + samples * mean) + attention
-    tower = 2 * size["tower"] * own * image * 4
+    attention = 4 * layers * heads * HEAD_DIM * prompts_per_gpu * (prompt**2 / 2 + count * mean * (prompt + mean / 2))
+    forward = 2 * size["layers"] * (prompts_per_gpu * prompt + samples * mean) + attention
+    tower = 2 * size["tower"] * prompts_per_gpu * image * 4
     head = samples * mean / 1024 * HEAD_BACKWARD
     update = 4 * forward / (PEAK * REACHED["update"]) + 0.5
     return {"rollout": rollout_seconds(name, samples, prompt, mean, longest, slots)
-            + 2 * size["layers"] * own * prompt / (PEAK * REACHED["prefill"]) + tower / (PEAK * REACHED["tower"]) + 0.2,
+            + 2 * size["layers"] * prompts_per_gpu * prompt / (PEAK * REACHED["prefill"]) + tower / (PEAK * REACHED["tower"]) + 0.2,
             "score, each model": forward / (PEAK * REACHED["forward"]) + 0.4,
             "update critic": update, "update actor": update + head, "rest": 2.0}
 
@@ -177,13 +177,13 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def tables() -> dict[str, str]:
     """Mark -> table."""
-    found = {}
+    by_mark = {}
     rows = []
     for name in MODELS:
         size, (actor, critic) = parameters(name), trained(name)
         rows.append([name, *(f"{value / 1e9:.2f}" for value in (actor, critic, size["tower"])), f"{size['layer'] / 1e6:.0f}",
                      f"{checkpoint_bytes(name) / GB:.0f}"])
-    found["models"] = table(["model", "actor (1e9)", "critic", "tower", "layer (1e6)", "checkpoint (GB)"], rows)
+    by_mark["models"] = table(["model", "actor (1e9)", "critic", "tower", "layer (1e6)", "checkpoint (GB)"], rows)
     rows = []
     for name in MODELS:
         for gpus in TRAFFIC_GPUS:
@@ -192,7 +192,7 @@ def tables() -> dict[str, str]:
             seconds = [f"{(moved['rollout gather'] + update) / bandwidth(gpus, ports):.1f}" if gpus > NODE or ports == 8 else ""
                        for ports in (8, 1)]
             rows.append([name, str(gpus), f"{sum(moved.values()) / GB:.0f}", *seconds, f"{work['update'] + work['decode']:.0f}"])
-    found["traffic"] = table(["model", "GPUs", "traffic (GB)", "its seconds, 8 ports a node", "1 port", "arithmetic and decoding (s)"], rows)
+    by_mark["traffic"] = table(["model", "GPUs", "traffic (GB)", "its seconds, 8 ports a node", "1 port", "arithmetic and decoding (s)"], rows)
     rows = []
     for name in MODELS:
         for gpus in MEMORY_GPUS:
@@ -214,12 +214,12 @@ def tables() -> dict[str, str]:
         steps.append([task, *(f"{value:.0f}" for value in seconds.values()), f"{shared + scored:.0f}",
                       f"{shared + 2 * scored + critic:.0f}", numbers[-1]])
     names = step_seconds("7B", next(iter(TASKS.values())))
-    found["step"] = table(["computed, s", *names, "GRPO with KL", "PPO with critic and KL", "reported by others, s"], steps)
-    found["memory"] = table(
+    by_mark["step"] = table(["computed, s", *names, "GRPO with KL", "PPO with critic and KL", "reported by others, s"], steps)
+    by_mark["memory"] = table(
         ["model", "GPUs", "states (GB)", "rollout", "update", "fits 80 GB?"],
         rows,
     )
-    return found
+    return by_mark
 
 
 def main() -> None:

@@ -76,8 +76,8 @@ def run_ours(task: dict, out: Path) -> None:
         rollout.give_lengths(torch.tensor(task["lengths"]))
     steps, record = [], logging.RunLogger.step
 
-    def record_and_stamp(logger, step, metrics, shown):
-        record(logger, step, metrics, shown)
+    def record_and_stamp(logger, step, metrics, columns):
+        record(logger, step, metrics, columns)
         steps.append(
             {"cpu": time.process_time(), "reward": metrics["rollout/reward"], "length": metrics["rollout/response_length"]}
             | {name: value for name, value in metrics.items() if name.endswith("_seconds")}

@@ -135,7 +135,7 @@ def sharing(share: bool):
         vlm.make_blocks = make_blocks
 
 
-def padded(oracle, processor, batch, patches, kept: bool, per_call: int) -> None:
+def padded(oracle, processor, batch, patches, only_responses: bool, per_call: int) -> None:
     """Hugging Face's forward, ``per_call`` samples at a time, and the same loss from log_softmax of its logits."""
     length = int(batch.lengths[0])
     banned = torch.tensor(processor.banned_ids)
@@ -152,7 +152,7 @@ def padded(oracle, processor, batch, patches, kept: bool, per_call: int) -> None
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             use_cache=False,
-            logits_to_keep=length + 1 if kept else 0,
+            logits_to_keep=length + 1 if only_responses else 0,
             mm_token_type_ids=(ids == processor.config.image_token_id).int(),
             **images,
         ).logits
@@ -166,9 +166,9 @@ def padded(oracle, processor, batch, patches, kept: bool, per_call: int) -> None
 def gradients(model) -> list[torch.Tensor]:
     """The gradients of the language model, by transformers' names, and none left behind."""
     named = sorted((name.replace("decay.", ""), p) for name, p in model.named_parameters() if p.grad is not None)
-    found = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for _, p in named]
+    grads = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for _, p in named]
     model.zero_grad(set_to_none=True)
-    return found
+    return grads
 
 
 def alternate(programs: dict, repeats: int) -> dict[str, float]:
@@ -190,11 +190,11 @@ def compare(flags, args, processor, actor, oracle) -> None:
     )
     update = lambda share: (ours(args, actor, batch, share), gradients(actor))[1]  # noqa: E731
     rest = (processor, batch, patches)
-    naive = lambda kept: (padded(oracle, *rest, kept, flags.samples), gradients(oracle))[1]  # noqa: E731
+    naive = lambda only_responses: (padded(oracle, *rest, only_responses, flags.samples), gradients(oracle))[1]  # noqa: E731
     expected = naive(False)
-    for found in (update(True), update(False), naive(True)):
-        assert len(found) == len(expected)
-        error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected))
+    for actual in (update(True), update(False), naive(True)):
+        assert len(actual) == len(expected)
+        error = max(float((a - b).norm() / b.norm()) for a, b in zip(actual, expected))
         assert error < 1e-4, f"gradients differ by {error:.1e}"
     seconds = alternate({"shared": lambda: update(True), "apart": lambda: update(False), "padded": lambda: naive(False),
                          "kept": lambda: naive(True)}, flags.repeats)

@@ -128,9 +128,9 @@ def test_pad_falls_back_to_eos_and_the_config_is_told(tmp_path):
     assert (embedding.weight.grad.abs().sum(dim=1) > 0).nonzero()[:, 0].tolist() == [IM_END, IM_START]
     processor.save(tmp_path / "again")
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "again").pad_token_id == IM_END
-    own = Processor(write_checkpoint(tmp_path / "own"))
-    assert own.tokenizer.pad_token_id == EOT
-    assert own.config.get_text_config().pad_token_id is None
+    untouched = Processor(write_checkpoint(tmp_path / "own"))
+    assert untouched.tokenizer.pad_token_id == EOT
+    assert untouched.config.get_text_config().pad_token_id is None
 
 
 @pytest.mark.parametrize("ends, stops", [(EOT, (IM_END, EOT)), (None, (IM_END,)), ([EOT, BOX], (IM_END, EOT, BOX))])

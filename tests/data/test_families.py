@@ -384,8 +384,8 @@ def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
     with PromptLoader(processor, args.data, batches_in_order(rows.held_out, len(rows.held_out))) as loader:
         texts = grm.generate(judge, processor, loader.take(), args.eval)
     for i, example in enumerate(rows.held_out):
-        said = generated(family, example.prompt, inputs_of, 5)
-        assert texts[i] == processor.tokenizer.decode(said, skip_special_tokens=True)
+        response = generated(family, example.prompt, inputs_of, 5)
+        assert texts[i] == processor.tokenizer.decode(response, skip_special_tokens=True)
 
 
 def test_packed_logprobs_equal_one_forward_per_sample(family):
@@ -601,17 +601,17 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     """--ptx_coef weighs all that --ptx_data adds to the gradient, and the balance is in it."""
     data = tmp_path / "ptx.jsonl"
     data.write_text('{"prompt": "count", "response": "one two three"}\n{"prompt": "red", "response": "blue"}')
-    env, found = start(family.folder, family.data, "--ptx_data", data, "--ptx_coef 1"), {}
+    env, router_gradients = start(family.folder, family.data, "--ptx_data", data, "--ptx_coef 1"), {}
     text = env.rows.ptx
     drawn = [row for row, *_ in text.rows], [0, 1]
     for ptx, aux in ((1.0, 0.0), (1.0, 0.5), (0.5, 0.5)):
         text.coef = ptx
         text.backward(env.actor, text.loader.submit(*drawn), aux)
-        found[ptx, aux] = torch.cat([router.weight.grad.full_tensor() for router in vlm.routers(env.actor.model)])
+        router_gradients[ptx, aux] = torch.cat([router.weight.grad.full_tensor() for router in vlm.routers(env.actor.model)])
         env.actor.zero_grad(set_to_none=True)
-    whole = found[1.0, 0.5]
-    assert (found[0.5, 0.5] - whole / 2).norm() < ROUNDING * whole.norm()
-    assert (whole - found[1.0, 0.0]).norm() > 1e-2 * whole.norm()
+    whole = router_gradients[1.0, 0.5]
+    assert (router_gradients[0.5, 0.5] - whole / 2).norm() < ROUNDING * whole.norm()
+    assert (whole - router_gradients[1.0, 0.0]).norm() > 1e-2 * whole.norm()
 
 
 class MaskedIndices(TorchDispatchMode):
@@ -643,10 +643,10 @@ def test_no_pack_with_images_waits_for_the_device(family):
     packs = list(vlm.packs(actor.model, samples))
     assert any(pack.features is not None for pack in packs)
     for pack in packs:
-        with MaskedIndices() as found:
+        with MaskedIndices() as indices:
             loss, _ = ppo.actor_loss(actor, None, pack, samples, part, args)
             loss.backward()
-        assert not found.waits
+        assert not indices.waits
     actor.zero_grad()
 
 
@@ -679,7 +679,7 @@ def test_actor_and_critic_are_balanced(family):
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
 def test_the_reference_of_an_exact_kl_is_not_balanced(family):
     """With adapters the reference is the actor itself: its forward has router logits, too."""
-    found = []
+    aux_losses = []
     for estimator in ("k2", "full"):
         env = start(family.folder, family.data,
                     "--aux_loss_coef 0.5 --lora_rank 4 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator",
@@ -689,9 +689,9 @@ def test_the_reference_of_an_exact_kl_is_not_balanced(family):
         ppo.fill_logprobs_and_values(samples, models, env.args)
         trained = fsdp.Trainable(env.actor, env.args.optim, 1e-3)
         samples.kl_coef = 0.1
-        found.append(ppo.update_actor(trained, models, samples, 1, None, env.args)["train/aux_loss"])
-    assert found[0] == pytest.approx(found[1], rel=rounding(16))
-    assert found[0] > 0.5
+        aux_losses.append(ppo.update_actor(trained, models, samples, 1, None, env.args)["train/aux_loss"])
+    assert aux_losses[0] == pytest.approx(aux_losses[1], rel=rounding(16))
+    assert aux_losses[0] > 0.5
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
@@ -701,13 +701,13 @@ def test_mfu_counts_the_experts_of_a_token(family, monkeypatch):
     samples = responses_to(env, [3, 2, 2, 3], family.oracle.config.text_config.vocab_size)
     told = {"rollout/generated_tokens": 1, "train/actor_updates": 1}
     on_a_gpu(monkeypatch)
-    found = ppo.performance(samples, ppo.Models(env.actor, None, None), told, env.args)["perf/update_mfu"]
+    mfu = ppo.performance(samples, ppo.Models(env.actor, None, None), told, env.args)["perf/update_mfu"]
     sizes = {name: p.numel() for name, p in vlm.decoder(env.actor.model).layers.named_parameters()}
     used = sum(size / 3 if ".experts." in name else size for name, size in sizes.items())
     assert used < 0.8 * sum(sizes.values())
     tokens = len(samples.tokens)
     operations = 6 * (used * (tokens + sum(samples.prompt_lengths)) + env.actor.model.lm_head.weight.numel() * tokens)
-    assert found == pytest.approx(operations / (2 * 989e12))
+    assert mfu == pytest.approx(operations / (2 * 989e12))
 
 
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)
@@ -741,10 +741,11 @@ def naive_attention(q, k, v, segments, window, scale):
     """Query by query: q (N, Hq, D), k and v (N, Hkv, D) -> (N, Hq, D)."""
     out = torch.zeros_like(q)
     for first, end, p_start, p_end, *both in segments:
-        rows = [*range(p_start, p_end), *range(first, end)]                    # of the keys, in the segment's order
+        places = [*range(p_start, p_end), *range(first, end)]                    # of the keys, in the segment's order
         for i in range(first, end):
-            own = i - first + p_end - p_start
-            seen = [row for j, row in enumerate(rows) if (j <= own or any(both)) and (window is None or own - j < window)]
+            position = i - first + p_end - p_start
+            seen = [place for j, place in enumerate(places)
+                    if (j <= position or any(both)) and (window is None or position - j < window)]
             for head in range(q.shape[1]):
                 kv = head // (q.shape[1] // k.shape[1])
                 out[i, head] = (k[seen, kv] @ q[i, head] * scale).softmax(0) @ v[seen, kv]

@@ -158,7 +158,7 @@ def hf_inputs(family, prompt) -> dict[str, torch.Tensor]:
 
 
 def test_ids_and_patches_equal_those_of_the_familys_processors(family):
-    found = []
+    clips = []
     for prompt in family.env.prompts:
         inputs = hf_inputs(family, prompt)
         assert torch.equal(prompt.input_ids, inputs["input_ids"][0])
@@ -169,11 +169,11 @@ def test_ids_and_patches_equal_those_of_the_familys_processors(family):
         assert ours.keys() == {name for name in inputs if name.startswith(("pixel", "video", "image", "second"))}
         for name, value in ours.items():
             assert value.shape == inputs[name].shape and (value - inputs[name]).abs().max() < ROUNDING, name
-        found += [tuple(grid) for grid in ours.get("video_grid_thw", torch.zeros(0, 3)).tolist()]
-    assert {t for t, *_ in found} == {1, 2, 3}
-    assert len(found) == 7
-    said = family.env.processor.tokenizer.decode(family.env.prompts[1].input_ids)
-    assert ("<0.2 seconds>" in said and "<0.9 seconds>" in said) == family.kind.startswith("qwen3")
+        clips += [tuple(grid) for grid in ours.get("video_grid_thw", torch.zeros(0, 3)).tolist()]
+    assert {t for t, *_ in clips} == {1, 2, 3}
+    assert len(clips) == 7
+    text = family.env.processor.tokenizer.decode(family.env.prompts[1].input_ids)
+    assert ("<0.2 seconds>" in text and "<0.9 seconds>" in text) == family.kind.startswith("qwen3")
 
 
 def test_packed_logprobs_equal_one_forward_per_sample(family):
@@ -199,8 +199,8 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     env = start(actor, rows, "--advantage grpo --reward", f"grm:{judge}", "--video_frames", FRAMES, "--video_fps 3")
     reward = scoring.load(env.args.reward)
     build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
-    said = ["3", "a <video>", "3", "square"]
-    batch = take(env, 4).with_targets([[torch.tensor(env.processor.tokenizer.encode(text))] for text in said])
+    responses = ["3", "a <video>", "3", "square"]
+    batch = take(env, 4).with_targets([[torch.tensor(env.processor.tokenizer.encode(text))] for text in responses])
     batch.truncated = torch.zeros(4, dtype=torch.bool)
     vlm.compute_features(env.actor.model, batch)
     reward.score(batch, env.processor)
@@ -209,7 +209,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     family = SimpleNamespace(kind="qwen3_vl", folder=judge, oracle=oracle, env=SimpleNamespace(processor=processor))
     questions = ["how many circles are there?", "what moves?", "was <image> in <video>, or in <video>?",
                  "before <video><image> and <video><video>"]
-    for prompt, question, text, score in zip(env.prompts, questions, said, batch.rewards.tolist()):
+    for prompt, question, text, score in zip(env.prompts, questions, responses, batch.rewards.tolist()):
         ask = {"prompt": question, "images": list(prompt.images), "question": judgements.format_template(
             judgements.JUDGEMENTS["correct"][0], prompt=question, response=text.replace("<video>", " "))}
         asked = hf_inputs(family, judgements.judge_prompt(processor, reward.sources[0].ask.settings, ask))
@@ -313,11 +313,11 @@ def test_frame_lists_take_the_flags_rate(load, tmp_path):
     names = [f"{k}.png" for k in range(4)]
     for k, name in enumerate(names):
         Image.new("RGB", (56, 56), (60 * k, 0, 0)).save(tmp_path / name)
-    for rate, said in ((2.0, "<0.2 seconds>{}<1.2 seconds>{}"), (8.0, "<0.1 seconds>{}<0.3 seconds>{}")):
+    for rate, expected in ((2.0, "<0.2 seconds>{}<1.2 seconds>{}"), (8.0, "<0.1 seconds>{}<0.3 seconds>{}")):
         processor, prompt = load({"prompt": "x", "videos": [names]}, "qwen3_vl", video_fps=rate)
-        said = "<|vision_start|>" + said.format(*["<|vision_start|><|video_pad|><|vision_end|>"] * 2) + "<|vision_end|>x"
+        expected = "<|vision_start|>" + expected.format(*["<|vision_start|><|video_pad|><|vision_end|>"] * 2) + "<|vision_end|>x"
         text = processor.tokenizer.decode(prompt.input_ids)
-        assert text.replace("<|video_pad|>" * (prompt.grids[0][1] * prompt.grids[0][2] // 4), "<|video_pad|>") == said
+        assert text.replace("<|video_pad|>" * (prompt.grids[0][1] * prompt.grids[0][2] // 4), "<|video_pad|>") == expected
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

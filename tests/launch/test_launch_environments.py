@@ -27,10 +27,10 @@ def program(name: str, folder: Path = FOLDER):
 
 @pytest.mark.parametrize("spec", ["grid_world.py:Game", "tools.py:Calculator", "zoom.py:Zoom", "hidden_picture.py:Look"])
 def test_examples_are_short_and_are_environments(spec):
-    found = environments.load(EnvArgs(env=f"{FOLDER}/{spec}"), 512)
+    environment = environments.load(EnvArgs(env=f"{FOLDER}/{spec}"), 512)
     assert len((FOLDER / spec.partition(":")[0]).read_text().splitlines()) <= 60
-    assert found.role == ("tool" if "tools" in spec else "user")
-    assert found.shows_images == ("tools" not in spec)
+    assert environment.role == ("tool" if "tools" in spec else "user")
+    assert environment.shows_images == ("tools" not in spec)
 
 
 def test_a_grid_world_is_walked_by_what_its_pictures_show():
@@ -89,16 +89,16 @@ def test_tools_are_called_and_their_mistakes_are_told():
     tool = program("tools").Calculator()
     tool.reset({"answer": "12"})
 
-    def said(*calls: str) -> list[dict]:
+    def replies(*calls: str) -> list[dict]:
         reply, reward, done = tool.step("so:" + "".join(f"<tool_call>{call}</tool_call>" for call in calls))
         assert (reward, done) == (0.0, False)
         return [json.loads(line) for line in reply.splitlines()]
 
     call = '{"name": "calculate", "arguments": {"a": 3, "operator": "*", "b": 4}}'
-    assert said(call, call.replace("4", "5")) == [{"result": 12}, {"result": 15}]
+    assert replies(call, call.replace("4", "5")) == [{"result": 12}, {"result": 15}]
     for wrong in ("{", '{"name": "reset", "arguments": {"row": {}}}', '{"name": "__init__"}', '{"name": "exit"}', "[1]",
                   '{"name": "calculate", "arguments": {"a": 1}}', call.replace("*", "/").replace("4", "0")):
-        assert list(said(wrong)[0]) == ["error"]
+        assert list(replies(wrong)[0]) == ["error"]
     assert tool.step(" 12") == (None, 1.0, True)
     assert tool.step("13") == (None, 0.0, True)
 
@@ -141,4 +141,4 @@ def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
     answering = environments.load(env.args.env, 512)
     answering.check_model(env.processor)
     batch = ppo.rollout(env.actor, take(env, 4), replace(env.sampling, environment=answering), 2)
-    assert [said.ended for said in batch.conversations].count("error") == 0
+    assert [talk.ended for talk in batch.conversations].count("error") == 0

@@ -51,19 +51,19 @@ def test_bytes_of_shards_and_optimizer(qwen25, picture_rows):
     real, dry = (make(qwen25, picture_rows, flags) for make in (start, planned))
     for role in ROLES:
         module = getattr(real, role)
-        found = memory.resident_bytes(dry.models[role], 1)
+        resident = memory.resident_bytes(dry.models[role], 1)
         tower = {id(p) for p in vlm.tower_parameters(module.model)}
         assert bool(tower) == (role == "actor")
-        assert found["weights"] == local_bytes(module.parameters())
-        assert (found["Adam"] > 0) == (role != "reference")
+        assert resident["weights"] == local_bytes(module.parameters())
+        assert (resident["Adam"] > 0) == (role != "reference")
         if role != "reference":
             optimizer = fsdp.Trainable(module, real.args.optim, 1e-3).optimizer
-            assert found["Adam"] == local_bytes(
+            assert resident["Adam"] == local_bytes(
                 x for state in optimizer.state.values() for x in state.values()
             )
             for parameter in module.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            assert found["Adam"] / 2 == local_bytes(
+            assert resident["Adam"] / 2 == local_bytes(
                 p.grad for p in module.parameters() if p.grad is not None
             )
         root, largest, layers = memory.gathered_bytes(dry.models[role])
@@ -101,9 +101,9 @@ def test_bytes_of_what_adapters_freeze(qwen25, picture_rows):
     flags = "--lora_rank 4 --dtype bfloat16"
     real, dry = (make(qwen25, picture_rows, flags) for make in (start, planned))
     for role in ("actor", "critic"):
-        module, found = getattr(real, role), memory.resident_bytes(dry.models[role], 1)
-        assert found["weights"] == local_bytes(module.parameters())
-        assert found["Adam"] == 2 * local_bytes(p for p in module.parameters() if p.requires_grad)
+        module, resident = getattr(real, role), memory.resident_bytes(dry.models[role], 1)
+        assert resident["weights"] == local_bytes(module.parameters())
+        assert resident["Adam"] == 2 * local_bytes(p for p in module.parameters() if p.requires_grad)
 
 
 def test_copies_must_fit():

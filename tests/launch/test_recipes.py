@@ -122,7 +122,7 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
         assert args.algorithm.advantage == advantage
         assert args.model.model == "real/fashion/model"
         mix = scoring.load(args.reward)
-        rules = [(label, spec.rpartition(":")[2], weight) for label, own in mix.recipe.items() for spec, weight in own.items()]
+        rules = [(label, spec.rpartition(":")[2], weight) for label, weights in mix.recipe.items() for spec, weight in weights.items()]
         assert rules == [("*", "named", 1), ("grey", "grey", 0), ("another", "another", 0)]
     calls = launch("real_words.sh", "--words --critic --steps 2") + launch("real_words.sh", "--words naive")
     rules = []
@@ -143,8 +143,8 @@ def test_the_stages_of_a_judge_fit_together(launch, monkeypatch, tmp_path, model
     start, cold_data, data, held = ["a model", "c.jsonl", "d.jsonl", "e.jsonl"] if model else [
         "o/toy/model", "o/pairs/cold.jsonl", "o/pairs/train.jsonl", "o/pairs/eval.jsonl"]
     cold, right, rl = (f"o/{stage}/export/latest" for stage in ("cold", "right", "rl"))
-    found = [(script is ppo, args.model.model, args.data.data, args.data.eval_data, str(args.run.out)) for script, args in calls]
-    assert found == [
+    stages = [(script is ppo, args.model.model, args.data.data, args.data.eval_data, str(args.run.out)) for script, args in calls]
+    assert stages == [
         (True, start, "", held, "o/start-table"), (False, start, cold_data, "", "o/cold"), (True, cold, "", held, "o/cold-table"),
         (True, cold, "", data, "o/judged"), (False, cold, "o/right.jsonl", "", "o/right"), (True, right, "", held, "o/right-table"),
         (True, right, "o/wrong.jsonl", "", "o/rl"), (True, rl, "", held, "o/rl-table")]

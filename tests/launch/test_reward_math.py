@@ -66,12 +66,12 @@ A           | B
 
 @pytest.mark.slow
 def test_what_is_equal(score):
-    grades = score([(rf"so it is \boxed{{{given}}}.", reference) for given, reference in EQUAL])
+    grades = score([(rf"so it is \boxed{{{answer}}}.", reference) for answer, reference in EQUAL])
     assert [pair for pair, grade in zip(EQUAL, grades) if grade != 1.0] == []
 
 
 def test_what_is_not_equal(score):
-    grades = score([(rf"\boxed{{{given}}}", reference) for given, reference in DIFFERENT])
+    grades = score([(rf"\boxed{{{answer}}}", reference) for answer, reference in DIFFERENT])
     assert [pair for pair, grade in zip(DIFFERENT, grades) if grade != 0.0] == []
 
 

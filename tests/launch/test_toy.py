@@ -146,7 +146,7 @@ def test_descriptions_name_what_is_drawn(described):
         cells = [image.crop((28 * x, 28 * y, 28 * x + 28, 28 * y + 28)) for y, x in toy.CELLS]
         # a thick line may reach a few pixels into the next cell
         drawn = [{rgb for pixels, rgb in cell.getcolors() if pixels > 20} - {(255, 255, 255)} for cell in cells]
-        assert [{colours[rgb] for rgb in found} for found in drawn if found] == [{name.split()[0]} for name in objects]
+        assert [{colours[rgb] for rgb in cell} for cell in drawn if cell] == [{name.split()[0]} for name in objects]
         assert int(number) == len(objects)
         assert all(name.split()[1] in toy.SHAPES for name in objects)
     assert len({row["prompt"] for row in read(described, "train")}) == 1
@@ -180,6 +180,6 @@ def test_the_reward_counts_parts_in_their_places(described):
         "2": 1 / 5,
         "": 0.0,
     }
-    said = source.function(None, list(wanted), [asked] * len(wanted), None, None)
-    assert said["reward"] == pytest.approx(list(wanted.values()))
-    assert said["accuracy"] == [float(response == asked) for response in wanted]
+    rewards = source.function(None, list(wanted), [asked] * len(wanted), None, None)
+    assert rewards["reward"] == pytest.approx(list(wanted.values()))
+    assert rewards["accuracy"] == [float(response == asked) for response in wanted]

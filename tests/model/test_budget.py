@@ -126,8 +126,8 @@ def test_a_rollout_leaves_no_cache_behind(qwen25, picture_rows, monkeypatch):
     env, seen = start(qwen25, picture_rows), []
 
     class Engine(ppo.RolloutEngine):
-        def __init__(self, *given):
-            super().__init__(*given)
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
             seen.append(weakref.ref(self.cache))
 
     monkeypatch.setattr(ppo, "RolloutEngine", Engine)

@@ -240,14 +240,14 @@ def undisturbed(flags, tmp_path_factory):
 
 def records(out: Path) -> list[dict]:
     """One for every step, in order: that of the step with that of its evaluation. No name may be in both."""
-    found = {}
+    by_step = {}
     for line in (out / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if "step" in record:
-            of_step = found.setdefault(record["step"], {})
+            of_step = by_step.setdefault(record["step"], {})
             assert of_step.keys() & record.keys() <= {"step"}, f"step {record['step']} is recorded twice"
             of_step |= record
-    return [found[step] for step in sorted(found)]
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def assert_bitwise(out: Path, reference: Path, step: int = 6) -> None:
@@ -346,9 +346,9 @@ def test_resume_on_another_number_of_ranks(flags, out, undisturbed, before, afte
     """--resume PATH, into another folder, resharded."""
     reference = undisturbed("gae", before)
     live(flags(out, ALGORITHMS["gae"] + f" --resume {reference}/checkpoints/step-3"), after)
-    found, expected = records(out), records(reference)[-3:]
-    assert [r["step"] for r in found] == [4, 5, 6]
-    assert_close_records(found, expected)
+    actual, expected = records(out), records(reference)[-3:]
+    assert [r["step"] for r in actual] == [4, 5, 6]
+    assert_close_records(actual, expected)
 
 
 @pytest.mark.slow
@@ -359,15 +359,15 @@ def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, task):
     assert told.count("[('(Replicate(), Shard(dim=0))', 2.0)]") == 8                                   # actor and critic
     plan = start(qwen25, task / "rows.jsonl")
     for rank in range(4):                                                        # first and last shard of each copy
-        found = re.findall(rf"shards of rank {rank}: .*?] (\d+) (\d+)", told)
-        for (weights, moments), module in zip(found, (plan.actor, plan.critic), strict=True):
+        shards = re.findall(rf"shards of rank {rank}: .*?] (\d+) (\d+)", told)
+        for (weights, moments), module in zip(shards, (plan.actor, plan.critic), strict=True):
             planned = resident_bytes(module, 2)
             assert int(moments) == 2 * int(weights)
             assert int(moments) <= planned["Adam"]
             assert int(moments) == planned["Adam"] or rank % 2
     live(flags(tmp_path / "one", ALGORITHMS["gae"] + f" --resume {out}/checkpoints/step-3"))
-    for found, count in ((out, 7), (tmp_path / "one", 3)):
-        assert_close_records(records(found), records(reference)[-count:])
+    for run, count in ((out, 7), (tmp_path / "one", 3)):
+        assert_close_records(records(run), records(reference)[-count:])
     one, four = (load_file(folder / "export" / "step-6" / "model.safetensors") for folder in (reference, out))
     assert all((four[key] - one[key]).norm() <= 1e-3 * one[key].norm() + rounding(16) for key in one)
 
@@ -900,10 +900,10 @@ def test_keep_last(flags, out):
 def test_keep_gb(flags, finished, tmp_path):
     """As many of the newest as fit, and the newest even if it alone does not."""
     size = sum(path.stat().st_size for path in (finished / "checkpoints" / "step-2").iterdir())
-    for limit, kept in ((2.5 * size, [4, 3]), (0.5 * size, [4])):
-        out = tmp_path / str(len(kept))
+    for limit, remaining in ((2.5 * size, [4, 3]), (0.5 * size, [4])):
+        out = tmp_path / str(len(remaining))
         train(flags(out, f"--steps 4 --keep_last 3 --keep_gb {limit / 1e9}"))
-        assert steps(out) == kept
+        assert steps(out) == remaining
         assert pointer(out) == "step-4"
 
 

@@ -40,8 +40,8 @@ def compare(env, other, size: int) -> None:
         eager, compiled = getattr(env, role).train(), getattr(other, role).train()
         expected, _ = gradient(env.args, eager, env.batch)
         with computing(compiled, max_tokens_per_pack=size):
-            found, _ = gradient(other.args, compiled, env.batch)
-        assert distance(found, expected) < ROUNDING, (role, size)
+            actual, _ = gradient(other.args, compiled, env.batch)
+        assert distance(actual, expected) < ROUNDING, (role, size)
     expected = score(env.actor, env.batch)
     with computing(other.actor, max_tokens_per_pack=size):
         assert (score(other.actor, env.batch) - expected).abs().max() < ROUNDING * expected.abs().max()
@@ -51,12 +51,12 @@ def compare(env, other, size: int) -> None:
 def test_compiled_layers_compute_the_same(qwen25, picture_rows):
     """Forward and backward; all lengths of rows, actor and critic share the graphs of the first two."""
     env, other = make(qwen25, picture_rows), make(qwen25, picture_rows, "--compile layers")
-    found = []
+    counts = []
     for size in LENGTHS:
         compare(env, other, size)
-        found.append(graphs())
-    assert 0 < found[0] <= 12
-    assert found[1:] == [found[1]] * (len(LENGTHS) - 1)
+        counts.append(graphs())
+    assert 0 < counts[0] <= 12
+    assert counts[1:] == [counts[1]] * (len(LENGTHS) - 1)
     assert all(isinstance(layer, compilation.CompiledLayer) for layer in vlm.layers(other.actor.model))
     assert not any(isinstance(layer, compilation.CompiledLayer) for layer in vlm.layers(env.actor.model))
 

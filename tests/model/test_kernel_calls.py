@@ -34,17 +34,17 @@ CASES = {"qwen2_5_vl": (), "qwen3_vl": (), "qwen2_5_vl trained": ("--train_visio
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, picture_rows):
     """kind -> checkpoint and rows, written when asked for."""
-    found = {}
+    written = {}
 
     def of(kind: str):
-        if kind not in found:
+        if kind not in written:
             folder = tmp_path_factory.mktemp(kind)
             if kind.startswith("qwen"):
-                found[kind] = write_checkpoint(folder, kind), picture_rows
+                written[kind] = write_checkpoint(folder, kind), picture_rows
             else:
                 write_family(kind, folder, picture_rows)
-                found[kind] = folder, str(folder / "rows.jsonl")
-        return found[kind]
+                written[kind] = folder, str(folder / "rows.jsonl")
+        return written[kind]
 
     return of
 
@@ -118,7 +118,7 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
     """Its verdicts' probabilities are a packed forward, its critiques a rollout."""
     judge = write_checkpoint(tmp_path / "judge", "qwen2_5_vl")
     write_judge(judge, ("correct", "yes"), ("correct", "no"))
-    said = {}
+    rewards = {}
     for attention in (backend, "sdpa"):
         env = env_of(folders, "qwen2_5_vl", attention, "--reward", f"grm:{judge}", "--grm_mode", mode,
                      "--grm_max_new_tokens 6")
@@ -130,13 +130,13 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
             vlm.compute_features(env.actor.model, batch)
         kernels.calls.clear()
         reward.score(batch, env.processor)
-        said[attention] = batch.rewards
+        rewards[attention] = batch.rewards
         if attention == "sdpa":
             assert not kernels.calls
         else:
             assert PACKED[backend] in kernels.names()
             assert (DECODING[backend] in kernels.names()) == (mode == "critique")
-    assert (said[backend] - said["sdpa"]).abs().max() < 0.05
+    assert (rewards[backend] - rewards["sdpa"]).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -149,7 +149,7 @@ def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, cas
     rows = [dict(question=row["prompt"], images=[str(folder / name) for name in row["images"]], response="3",
                  correct=len(row["images"]) % 2 == 0) for row in lines]
     write_rows(tmp_path / "rows.jsonl", rows)
-    found = {}
+    losses_of = {}
     for attention in (backend, "sdpa"):
         args = grm.parse_args(words("--model", checkpoint, "--data", tmp_path / "rows.jsonl",
                                     "--max_prompt_tokens 600 --eval_max_new_tokens 4 --prompts_per_step 4 --steps 1 "
@@ -162,18 +162,18 @@ def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, cas
         texts = grm.generate(judge, loaded.processor, batch, args.eval)
         assert sorted(texts) == [0, 1, 2, 3]
         assert kernels.names() == (set() if attention == "sdpa" else {PACKED[backend]})  # of the tower
-        metrics, found[attention] = grm.update(fsdp.Trainable(judge, args.optim, 1e-3), batch, grm.TrainState())
+        metrics, losses_of[attention] = grm.update(fsdp.Trainable(judge, args.optim, 1e-3), batch, grm.TrainState())
         assert metrics["train/skipped"] == 0
-    assert (found[backend] - found["sdpa"]).abs().mean() < 0.02
+    assert (losses_of[backend] - losses_of["sdpa"]).abs().mean() < 0.02
 
 
 # ----------------------------------------------------------------------------- the kernels' rules
 def good(**changes) -> dict:
     """Arguments of two segments, 3 and 2 queries over 4 and 2 keys."""
     half = {"dtype": torch.bfloat16}
-    given = dict(q=torch.ones(5, 4, 8, **half), k=torch.ones(6, 2, 8, **half), v=torch.ones(6, 2, 8, **half),
+    arguments = dict(q=torch.ones(5, 4, 8, **half), k=torch.ones(6, 2, 8, **half), v=torch.ones(6, 2, 8, **half),
                  cu_q=torch.tensor([0, 3, 5]).int(), cu_k=torch.tensor([0, 4, 6]).int(), max_q=3, max_k=4)
-    return given | {"scale": None, "causal": True, "left": -1} | changes
+    return arguments | {"scale": None, "causal": True, "left": -1} | changes
 
 
 @pytest.mark.parametrize("changes, rule", [
@@ -231,13 +231,13 @@ def our_calls(folders):
     """Every form of call that a rollout and an update of a model with windows make, by both back-ends."""
     with pytest.MonkeyPatch.context() as patch:
         generator = kernels.__wrapped__(patch) if hasattr(kernels, "__wrapped__") else kernels._get_wrapped_function()(patch)
-        found = next(generator)
+        emulation = next(generator)
         for backend in BACKENDS:
             env = env_of(folders, "gemma3", backend)
             batch = ppo.rollout(env.actor, take(env), env.sampling, 3)
             score(env.actor, batch)
         next(generator, None)
-    return found.calls
+    return emulation.calls
 
 
 def calls_of(calls: list[Call], name: str) -> list[Call]:

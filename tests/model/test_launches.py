@@ -41,15 +41,15 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function)
         if name.startswith("aten._flash_attention_forward"):
-            found = (torch.empty_like(args[0]), *[None] * 4)
+            result = (torch.empty_like(args[0]), *[None] * 4)
         else:
-            found = function(*args, **(kwargs or {}))
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, found)) if torch.is_tensor(x)]
+            result = function(*args, **(kwargs or {}))
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, result)) if torch.is_tensor(x)]
         if any(x.device != DEVICE for x in tensors) or any(word in name for word in WAITS):
             self.waits.append(name)
         if not (name.startswith("prim") or function.is_view or "_unsafe_view" in name or self.compiled):
             self.count[name] += 1
-        return found
+        return result
 
     def fuse(self, function, *tensors):
         """A compiled function: a kernel for each result. (Inductor of torch 2.14, made to write for an H100, writes two for
@@ -96,16 +96,16 @@ def launches(folder, count_layers: int, **sampling) -> Launches:
         actor = SimpleNamespace(model=filled(model, torch.bfloat16))
         batch = SimpleNamespace(prompt_lengths=[8] * SLOTS)
         engine = ppo.RolloutEngine(actor, batch, settings, list(range(SLOTS)), 1)
-        with Launches() as found, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layers, "fuse", found.fuse)
+        with Launches() as counted, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layers, "fuse", counted.fuse)
             theirs = sys.modules[type(decoder).__module__]
             if isinstance(theirs.apply_rotary_pos_emb, functools.partial):
-                patch.setattr(theirs, "apply_rotary_pos_emb", functools.partial(found.fuse, *theirs.apply_rotary_pos_emb.args))
+                patch.setattr(theirs, "apply_rotary_pos_emb", functools.partial(counted.fuse, *theirs.apply_rotary_pos_emb.args))
             engine.decode_on_device(SLOTS, engine.cache.capacity)                               # makes tables that later steps share
-            found.count.clear(), found.waits.clear()
+            counted.count.clear(), counted.waits.clear()
             engine.decode_on_device(SLOTS, engine.cache.capacity)
     ppo.logprobs._id_hashes.cache_clear()
-    return found
+    return counted
 
 
 @pytest.fixture(autouse=True)
@@ -151,5 +151,5 @@ SAMPLING = {"plain": {}, "everything": dict(temperature=0.7, top_k=5, top_p=0.9,
 @pytest.mark.parametrize("name", SAMPLING)
 def test_nothing_in_a_decoding_step_waits_for_the_device(name, tmp_path, kernels_of_a_gpu):
     """Or depends on its numbers: it could not be captured."""
-    found = launches(write_checkpoint(tmp_path, "qwen2_5_vl"), 1, **SAMPLING[name])
-    assert not found.waits
+    launched = launches(write_checkpoint(tmp_path, "qwen2_5_vl"), 1, **SAMPLING[name])
+    assert not launched.waits

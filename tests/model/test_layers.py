@@ -39,8 +39,8 @@ def norms(kind, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
 def test_norms_are_those_of_transformers_bit_for_bit_in_float32(kind):
     theirs, ours = norms(kind, torch.float32)
     x, weight = torch.randn(3, 5, 48) * 7, torch.randn(3, 5, 48)
-    for expected, found in zip(with_gradients(theirs, x, weight), with_gradients(ours, x, weight)):
-        assert torch.equal(expected, found)
+    for expected, actual in zip(with_gradients(theirs, x, weight), with_gradients(ours, x, weight)):
+        assert torch.equal(expected, actual)
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -53,9 +53,9 @@ def test_norms_in_bfloat16_are_nearer_to_float64_than_those_of_transformers(kind
     before, now = ((module(x).double() - exact).norm() / exact.norm() for module in (theirs, ours))
     assert now <= before
     assert now < torch.finfo(torch.bfloat16).eps / 3
-    for expected, found in zip(with_gradients(theirs, x, weight), with_gradients(ours, x, weight)):
-        assert found.dtype == torch.bfloat16
-        assert (expected.float() - found.float()).norm() < 0.01 * expected.float().norm()
+    for expected, actual in zip(with_gradients(theirs, x, weight), with_gradients(ours, x, weight)):
+        assert actual.dtype == torch.bfloat16
+        assert (expected.float() - actual.float()).norm() < 0.01 * expected.float().norm()
 
 
 @pytest.mark.parametrize("bias", [False, True])

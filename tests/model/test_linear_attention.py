@@ -95,8 +95,8 @@ def emulated_fla(signature: str):
     text = " ".join(signature.split())
     parameters = inspect.signature(eval(f"lambda {text[1:-1]}: None"))
 
-    def kernel(*args, **given):
-        call = parameters.bind(*args, **given)
+    def kernel(*args, **named):
+        call = parameters.bind(*args, **named)
         call.apply_defaults()
         call = SimpleNamespace(**call.arguments)
         bounds = call.cu_seqlens.tolist()
@@ -125,22 +125,22 @@ def rule(request, monkeypatch):
         monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: linear_attention.fla_rule)
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float(((found - expected).abs().max() / expected.abs().max()).detach())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((actual - expected).abs().max() / expected.abs().max()).detach())
 
 
 def layer_errors(segments) -> dict[str, float]:
     """Largest errors of outputs and gradients, relative to the largest entry."""
     inputs = random_inputs(segments[-1][1])
     packed = PackedDelta(segments, CPU)
-    found = packed.convolve(0, *inputs[:2]), packed.recur(0, *inputs[2:])
+    actual = packed.convolve(0, *inputs[:2]), packed.recur(0, *inputs[2:])
     expected = one_by_one(segments, *inputs)
     generator = seeded(1)
-    weights = [torch.randn(y.shape, generator=generator) for y in found]
-    ours, theirs = (torch.autograd.grad(sum((y * w).sum() for y, w in zip(out, weights)), inputs) for out in (found, expected))
+    weights = [torch.randn(y.shape, generator=generator) for y in actual]
+    ours, theirs = (torch.autograd.grad(sum((y * w).sum() for y, w in zip(out, weights)), inputs) for out in (actual, expected))
     names = "x taps q k v decay strength".split()
     errors = {f"gradient of {name}": relative(*pair) for name, *pair in zip(names, ours, theirs) if pair[1].any()}
-    return errors | {"convolution": relative(found[0], expected[0]), "delta rule": relative(found[1], expected[1])}
+    return errors | {"convolution": relative(actual[0], expected[0]), "delta rule": relative(actual[1], expected[1])}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -168,7 +168,7 @@ def test_slots_go_on_where_their_prompt_ended(groups, rule):
     packed = PackedDelta(segments, CPU, states, plan_)
     packed.convolve(1, inputs[0][:size], inputs[1])
     packed.recur(1, *(x[:size] for x in inputs[2:]))
-    found = {slot: [] for slot in range(slots - 1)}
+    outputs_of = {slot: [] for slot in range(slots - 1)}
     place = list(range(slots - 1))                                                        # of each sequence
     for step in range(new):
         if step == 3:
@@ -178,13 +178,13 @@ def test_slots_go_on_where_their_prompt_ended(groups, rule):
         now[place] = size + step * (slots - 1) + torch.arange(slots - 1)
         convolved = states.convolve(1, inputs[0][now], inputs[1])
         mixed = states.recur(1, *(x[now] for x in inputs[2:]))
-        for slot in found:
-            found[slot].append((convolved[place[slot]], mixed[place[slot]]))
+        for slot in outputs_of:
+            outputs_of[slot].append((convolved[place[slot]], mixed[place[slot]]))
     after = size + torch.arange(new)[:, None] * (slots - 1) + torch.arange(slots - 1)      # places of each slot's tokens
-    for slot, outputs in found.items():
+    for slot, outputs in outputs_of.items():
         places = torch.cat([torch.arange(*segments[of_slot[slot]][:2]), after[:, slot]])
-        own = [x if i == 1 else x[places] for i, x in enumerate(inputs)]
-        expected = one_by_one([(0, len(places), 0, 0)], *own)
+        inputs_of_slot = [x if i == 1 else x[places] for i, x in enumerate(inputs)]
+        expected = one_by_one([(0, len(places), 0, 0)], *inputs_of_slot)
         for ours, theirs in zip(map(torch.stack, zip(*outputs)), expected):
             assert relative(ours, theirs[-new:]) < ROUNDING
 
@@ -230,32 +230,32 @@ def env(qwen35, picture_rows):
 def per_sample(folder, prompts, patches, batch, signs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs by one forward per sample, and the gradient of their sum by signs."""
     model = hugging_face(folder)
-    found = []
+    logprobs = []
     for group, tokens, weight in zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.split(signs)):
         ids = torch.cat([prompts[group].input_ids, tokens])[None]
         images = dict(zip(("pixel_values", "image_grid_thw"), patches.get(group, ())))
         types = (ids == model.config.image_token_id).int()
         logits = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **images).logits[0, -len(tokens) - 1:-1]
-        found.append(token_logprobs(logits, tokens))
-        (found[-1] * weight).sum().backward()
-    return torch.cat(found).detach(), {f"model.{our_name(name)}": p.grad for name, p in model.named_parameters()}
+        logprobs.append(token_logprobs(logits, tokens))
+        (logprobs[-1] * weight).sum().backward()
+    return torch.cat(logprobs).detach(), {f"model.{our_name(name)}": p.grad for name, p in model.named_parameters()}
 
 
 def update_errors(env) -> tuple[float, float]:
     """Largest errors of a log-prob and of a gradient, relative to the largest of all and to the largest of its tensor."""
     logprobs, gradients = env.expected
-    found = torch.zeros(len(env.batch.tokens))
+    actual = torch.zeros(len(env.batch.tokens))
     for pack in vlm.packs(env.actor.model, env.batch):
         logp, *_ = env.actor(pack, env.batch.sampling)
         (env.signs[pack.flat] * logp).sum().backward()
-        found[pack.flat] = logp.detach()
+        actual[pack.flat] = logp.detach()
     errors = {}
     for name, parameter in env.actor.named_parameters():
         expected = gradients[name]
         errors[name] = float((parameter.grad.full_tensor() - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
     env.actor.zero_grad(set_to_none=True)
     assert len(errors) == len(gradients)
-    return relative(found, logprobs), max(errors.values())
+    return relative(actual, logprobs), max(errors.values())
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

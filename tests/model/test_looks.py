@@ -32,7 +32,7 @@ def rows(tmp_path):
 
 def by_hugging_face(env, oracle, batch, images: dict) -> list[float]:
     """The log-prob of each sample, whose prompt shows the given patches and grids."""
-    found = []
+    logprobs = []
     for group, tokens in responses_of(batch):
         ids = torch.cat([env.prompts[group].input_ids, tokens])[None]
         inputs = env.processor.family.token_types(ids)
@@ -41,8 +41,8 @@ def by_hugging_face(env, oracle, batch, images: dict) -> list[float]:
         with torch.no_grad():
             logits = oracle(input_ids=ids, **inputs, use_cache=False).logits[0, -len(tokens) - 1:-1]
         logits[:, list(env.processor.banned_ids)] = -math.inf
-        found.append(float(logits.log_softmax(-1).gather(1, tokens[:, None]).sum()))
-    return found
+        logprobs.append(float(logits.log_softmax(-1).gather(1, tokens[:, None]).sum()))
+    return logprobs
 
 
 def in_mean_colour(processor, prompt):

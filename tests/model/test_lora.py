@@ -85,9 +85,9 @@ def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
     (signs * expected).sum().backward()
     for pack in vlm.packs(env.actor.model, env.batch):
         (signs[pack.flat] * env.actor(pack, env.sampling)[0]).sum().backward()
-    found = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
+    actual = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
     env.actor.zero_grad(set_to_none=True)
-    assert distance(found, {name: leaf.grad for name, leaf in leaves.items()}) < ROUNDING
+    assert distance(actual, {name: leaf.grad for name, leaf in leaves.items()}) < ROUNDING
     model, leaves, merged = adapted(qwen25, env.critic)
     head = torch.randn(64, generator=seeded(3))[:env.critic.value_head.in_features]
     with torch.no_grad():
@@ -98,10 +98,10 @@ def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
     assert (ppo.compute_values(env.critic, env.batch) - values).abs().max() < 1e-4
     for pack in vlm.packs(env.critic.model, env.batch):
         (signs[pack.flat] * env.critic(pack)).sum().backward()
-    found = {name: p.grad.full_tensor() for name, p in env.critic.named_parameters() if p.requires_grad}
+    actual = {name: p.grad.full_tensor() for name, p in env.critic.named_parameters() if p.requires_grad}
     env.critic.zero_grad(set_to_none=True)
-    assert found.pop("value_head.weight").norm() > 0
-    assert distance(found, {name: leaf.grad for name, leaf in leaves.items()}) < ROUNDING
+    assert actual.pop("value_head.weight").norm() > 0
+    assert distance(actual, {name: leaf.grad for name, leaf in leaves.items()}) < ROUNDING
 
 
 def test_a_model_begins_as_its_base(env, qwen25, picture_rows):
@@ -152,10 +152,10 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
             runs.append((batch.kl, {name: p.grad.full_tensor() for name, p in adapters.items()}))
             env.actor.zero_grad(set_to_none=True)
     keep_activations(env.actor.model)
-    for kl, found in runs[1:]:
+    for kl, gradients in runs[1:]:
         assert torch.allclose(kl, runs[0][0], atol=ROUNDING)
         assert kl.max() > 0.01
-        assert distance(found, runs[0][1]) < rounding(len(batch.tokens))
+        assert distance(gradients, runs[0][1]) < rounding(len(batch.tokens))
     gathered = [name for name, p in env.actor.named_parameters() if not ("visual" in name or hasattr(p, "to_local"))]
     assert not gathered
 
@@ -196,8 +196,8 @@ def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_
     kinds = {(p.dtype, p.requires_grad) for p in env.actor.parameters()}
     assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
     stir(env.actor)
-    found, _ = gradient(env.args, env.actor, hand_batch(env))
-    assert all(value.dtype == torch.float32 and value.norm() > 0 for value in found.values())
+    gradients, _ = gradient(env.args, env.actor, hand_batch(env))
+    assert all(value.dtype == torch.float32 and value.norm() > 0 for value in gradients.values())
     vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
     before, after, weights = tensors(tmp_path / "bf16"), tensors(tmp_path / "hf"), weights_of(env.actor.model)
     for key, value in after.items():

@@ -68,11 +68,11 @@ def test_average_is_the_recursion_over_the_applied_steps(
         step_of(env, step)
         now = weights_of(env.actor)
         expected = {name: 0.75 * value + 0.25 * now[name] for name, value in expected.items()}
-    found = average_of(env)
+    average = average_of(env)
     assert all(
-        torch.allclose(found[name], expected[name], rtol=rounding(16), atol=rounding(1)) for name in expected
+        torch.allclose(average[name], expected[name], rtol=rounding(16), atol=rounding(1)) for name in expected
     )
-    assert any((found[name] - now[name]).abs().max() > 1e-3 for name in found)  # it lags behind
+    assert any((average[name] - now[name]).abs().max() > 1e-3 for name in average)  # it lags behind
     true_loss = losses.ppo
 
     def broken(*args):
@@ -82,7 +82,7 @@ def test_average_is_the_recursion_over_the_applied_steps(
 
     monkeypatch.setitem(ppo.POLICY_LOSSES, "ppo", ppo.POLICY_LOSSES["ppo"]._replace(compute=broken))
     assert step_of(env, 5)["train/actor_skipped"] == 1
-    assert same_tensors(average_of(env), found)
+    assert same_tensors(average_of(env), average)
 
 
 def test_one_average_per_update_not_per_pack(qwen25, picture_rows, monkeypatch):
@@ -153,9 +153,9 @@ def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
     plain, average = (
         tensors(tmp_path / name / "checkpoints" / "step-3") for name in ("plain", "average")
     )
-    kept = {name: value for name, value in average.items() if not name.endswith(".ema")}
-    assert same_tensors(plain, kept)
-    assert len(kept) < len(average)
+    without_average = {name: value for name, value in average.items() if not name.endswith(".ema")}
+    assert same_tensors(plain, without_average)
+    assert len(without_average) < len(average)
     assert same_tensors(*(tensors(tmp_path / name / "export" / "step-3") for name in ("plain", "average")))
     assert (tmp_path / "average" / "export_ema" / "latest").read_text() == "step-3\n"
     exported = tensors(tmp_path / "average" / "export_ema" / "step-2")
@@ -280,8 +280,8 @@ def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, m
     assert len(MOVED) == 3 * len(trained)
     state = role.optimizer.state.values()
     held = {
-        own[name].to_local().data_ptr()
-        for own in state
+        of_parameter[name].to_local().data_ptr()
+        for of_parameter in state
         for name in ("exp_avg", "exp_avg_sq", "ema")
     }
     assert held == {tensor.data_ptr() for _, tensor in MOVED}

@@ -32,15 +32,15 @@ class Operators(TorchDispatchMode):
         self.waits, self.names, self.products = [], set(), set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         name = str(function)
         self.names.add(name)
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, found)) if torch.is_tensor(x)]
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, result)) if torch.is_tensor(x)]
         if any(x.device.type != "cuda" for x in tensors) or any(word in name for word in WAITS):
             self.waits.append((name, [(x.device.type, tuple(x.shape)) for x in tensors]))
         if name.startswith(("aten.mm", "aten.addmm")):
             self.products.add(tuple(x.dtype for x in tensors[-2:]))
-        return found
+        return result
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
@@ -83,11 +83,11 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
             targets=tokens,
             step=tokens,
         )
-        with Operators() as found:
+        with Operators() as operators:
             logp, entropy, _ = actor(pack, sampling, entropy=True)
-    assert not found.waits
-    assert any("varlen" in name or "_flash_attention" in name for name in found.names)
-    assert {types[0] for types in found.products} == {torch.bfloat16}  # no product of float32 by float32
+    assert not operators.waits
+    assert any("varlen" in name or "_flash_attention" in name for name in operators.names)
+    assert {types[0] for types in operators.products} == {torch.bfloat16}  # no product of float32 by float32
     assert logp.requires_grad
     assert logp.shape == entropy.shape == (20,)
     assert logp.dtype == torch.float32

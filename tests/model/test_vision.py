@@ -30,9 +30,9 @@ def gradients(env, module, signs: torch.Tensor, parts=([0, 1, 2, 3],)) -> dict[s
         for pack in vlm.packs(module.model, env.batch, groups):
             out = module(pack) if module is env.critic else module(pack, env.sampling)[0]
             (signs[pack.flat] * out).sum().backward()
-    found = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
+    of_parameters = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
     module.zero_grad(set_to_none=True)
-    return found
+    return of_parameters
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +72,12 @@ def test_gradients_equal_one_backward_per_sample(env):
             parts = ([0], [1, 2, 3]) if changes else ([0, 1, 2, 3],)                          # the first row has no picture
             changes = {} if changes == "checkpointing" else changes
             with computing(module, **changes):
-                found = gradients(env, module, signs, parts)
-            found.pop("value_head.weight", None)
-            assert distance(found, expected) < ROUNDING, changes
-            assert distance({n: found[n] for n in tower}, {n: expected[n] for n in tower}) < 1e-4, changes
+                actual = gradients(env, module, signs, parts)
+            actual.pop("value_head.weight", None)
+            assert distance(actual, expected) < ROUNDING, changes
+            assert distance({n: actual[n] for n in tower}, {n: expected[n] for n in tower}) < 1e-4, changes
             for name in tower:
-                assert (found[name] - expected[name]).norm() < 1e-4 * expected[name].norm() + rounding(16), (name, changes)
+                assert (actual[name] - expected[name]).norm() < 1e-4 * expected[name].norm() + rounding(16), (name, changes)
         keep_activations(module.model)
 
 
@@ -126,12 +126,12 @@ def test_a_run_trains_the_tower_and_resumes_bit_by_bit(qwen25, task, tmp_path):
 
 def test_rows_with_pixels_are_rows_with_features(qwen25, picture_rows):
     """The language model gets the same gradient from its own tower and from a frozen one."""
-    found = []
+    by_tower = []
     for more in ((), ("--train_vision",)):
         env = start(qwen25, picture_rows, *more)
         whole, _ = gradient(env.args, env.actor, hand_batch(env))
-        found.append({name: value for name, value in whole.items() if "visual" not in name})
-    assert distance(*found) < ROUNDING
+        by_tower.append({name: value for name, value in whole.items() if "visual" not in name})
+    assert distance(*by_tower) < ROUNDING
 
 
 def test_refusals(qwen25, picture_rows, tmp_path):
@@ -178,9 +178,9 @@ def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
 
 def test_a_judge_evaluates_as_with_a_frozen_tower(qwen25, judgements, tmp_path):
     """Before any step: what it says, and its losses and likelihoods."""
-    found = [grm.main(test_grm.flags(qwen25, judgements, tmp_path / str(len(more)), *more, "--eval_only"))
+    metrics = [grm.main(test_grm.flags(qwen25, judgements, tmp_path / str(len(more)), *more, "--eval_only"))
              for more in ((), ("--train_vision",))]
-    frozen, trained = map(test_grm.reproducible, found)
+    frozen, trained = map(test_grm.reproducible, metrics)
     assert trained == pytest.approx(frozen, abs=ROUNDING)
     assert frozen["eval/num_samples"] > 5
     folders = [tmp_path / name / "evaluation-step-0" for name in "01"]

@@ -80,10 +80,10 @@ def score(env, reward: scoring.RewardMix, batch: Batch) -> Batch:
     return batch
 
 
-def alone(folder: Path, prompt: Prompt, question: str, answer: str | None, own: bool = True):
+def alone(folder: Path, prompt: Prompt, question: str, answer: str | None, with_system: bool = True):
     """The judge's model and the inputs of one question, rendered by its own tokenizer; with an answer, its log-prob."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
-    chat = [{"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)}] * own
+    chat = [{"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)}] * with_system
     parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": question}]
     text = tokenizer.apply_chat_template([*chat, {"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False)
     processor, image_id = Processor(folder), model.config.image_token_id
@@ -182,11 +182,11 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
     batch, processor, settings, asked = take(env), model.processor, model.settings, []
     vlm.compute_features(env.actor.model, batch)
     with_images = reward_models.JudgeModel.with_images
-    monkeypatch.setattr(reward_models.JudgeModel, "with_images", lambda *given: asked.extend(given[-1]) or with_images(*given))
+    monkeypatch.setattr(reward_models.JudgeModel, "with_images", lambda *arguments: asked.extend(arguments[-1]) or with_images(*arguments))
     scored = score(env, reward, batch.with_targets([[torch.tensor([40, 41])]] * len(rows)))
-    said = env.processor.tokenizer.decode([40, 41])
+    response = env.processor.tokenizer.decode([40, 41])
     for row, prompt in zip(rows, asked, strict=True):
-        (example,) = judgements.read_judgement(dict(question=row["prompt"], images=row["images"], response=said, correct=True),
+        (example,) = judgements.read_judgement(dict(question=row["prompt"], images=row["images"], response=response, correct=True),
                                               settings, "both")
         trained = judgements.judge_prompt(processor, settings, example)
         assert prompt.text == trained.text
@@ -204,14 +204,14 @@ def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges,
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags)
     scored = score(env, reward, batch)
     banned = list(reward.sources[0].ask.processor.banned_ids)
-    for group, text, said in zip(batch.prompt_index.tolist(), texts, scored.judgements):
+    for group, text, judgement in zip(batch.prompt_index.tolist(), texts, scored.judgements):
         prompt = env.prompts[group]
         question = ask(prompt, "correct", response=text)
         model, inputs, tokenizer = alone(judges[which], prompt, question, None)
         with torch.no_grad():
             tokens = model.generate(**inputs, max_new_tokens=7, do_sample=False, suppress_tokens=banned)
         written = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
-        assert said == f"grm: {written}".strip()
+        assert judgement == f"grm: {written}".strip()
     assert len(set(scored.judgements)) > 2
     assert scored.rewards.tolist() == [0.0] * 6
     assert scored.components["parsed"].tolist() == [0.0] * 6                                                 # random words
@@ -241,7 +241,7 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", f"rm:{folder}")
     model_asked, asked = reward.sources[0].ask, []
     values = model_asked.script.values
-    monkeypatch.setattr(model_asked.script, "values", lambda critic, own: asked.append(len(own)) or values(critic, own))
+    monkeypatch.setattr(model_asked.script, "values", lambda critic, samples: asked.append(len(samples)) or values(critic, samples))
     scored = score(env, reward, batch)
     assert asked == [len(texts) - 1]
     expected = []

@@ -86,8 +86,8 @@ def judge_by_a_policy(model: Path, rows: Path, out: Path, *flags: str) -> tuple[
 def test_judgements_are_recorded_with_what_a_table_needs(qwen25, pairs, tmp_path, monkeypatch):
     """Three judgements of each pair in each order, said as a coin decides."""
     draw = random.Random(5)
-    said = [[draw.choice(["<answer>A</answer>", "so <answer>b</answer>", "?"])] for _ in range(18)]
-    monkeypatch.setattr("common.rewards.records.turn_texts", lambda *_: said)
+    texts = [[draw.choice(["<answer>A</answer>", "so <answer>b</answer>", "?"])] for _ in range(18)]
+    monkeypatch.setattr("common.rewards.records.turn_texts", lambda *_: texts)
     records, metrics = judge_by_a_policy(qwen25, pairs, tmp_path / "run", "--eval_samples 3")
     assert [(record["index"], record["sample"]) for record in records] == [(i, k) for i in range(6) for k in range(3)]
     for record in records:
@@ -141,14 +141,14 @@ def test_consistency_is_that_of_a_plain_loop():
     texts = [draw.choice(["<answer>A</answer>", "<answer>b</answer>", "<answer>tie</answer>", "<answer>C</answer>", "A"])
              for _ in indices]
 
-    def said(k: int) -> str:
+    def verdict(k: int) -> str:
         return {">A<": "A", ">b<": "B", ">ti": "tie"}.get(texts[k][7:10], "")
 
     expected = []
     for k in range(len(texts)):
         other = indices[k] + 1 if indices[k] % 2 == 0 else indices[k] - 1
-        mirrored = {"A": "B", "B": "A", "tie": "tie", "": None}[said(k)]
-        expected.append(sum(said(j) == mirrored for j in range(len(texts)) if indices[j] == other) / 3)
+        mirrored = {"A": "B", "B": "A", "tie": "tie", "": None}[verdict(k)]
+        expected.append(sum(verdict(j) == mirrored for j in range(len(texts)) if indices[j] == other) / 3)
     assert judgements.order_agreement(rows, indices, texts) == pytest.approx(expected)
     assert {0, 1 / 3, 2 / 3} <= set(expected)
 
@@ -182,11 +182,11 @@ def judge_by_coin(seed: int) -> None:
     import common.rewards.records as of_records
     import common.rewards.transcripts as transcripts
 
-    said = ("<answer>A</answer>", "<answer>B</answer>", "<answer>tie</answer>", "none")
+    verdicts = ("<answer>A</answer>", "<answer>B</answer>", "<answer>tie</answer>", "none")
 
     def turn_texts(batch, picks, processor):
         keys = [(batch.prompts[int(batch.prompt_index[i])].index, int(batch.number[i])) for i in picks]
-        return [[said[random.Random(f"{seed} {key}").randrange(4)]] for key in keys]
+        return [[verdicts[random.Random(f"{seed} {key}").randrange(4)]] for key in keys]
 
     for module in (scoring, of_records, transcripts):
         module.turn_texts = turn_texts

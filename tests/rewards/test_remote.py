@@ -157,14 +157,14 @@ def test_no_server_there(pauses):
 # ------------------------------------------------------------------------------------------------ errors at once
 @pytest.mark.parametrize("kind", LIES)
 def test_a_broken_answer_is_one_clear_error(server, pauses, kind):
-    said = dict(short="reward must be a list of 7 numbers", long="reward must be a list of 7 numbers",
+    messages = dict(short="reward must be a list of 7 numbers", long="reward must be a list of 7 numbers",
                 nan="reward is nan, not a finite number", infinite="reward is inf, not a finite number",
                 strings=r"must be a list of 7 numbers, got \['0.0'", null=r"must be a list of 7 numbers, got \[None",
                 number="reward must be a list of 7 numbers, got 1.0",
                 missing=r'must answer {"rewards": \[...\]}', list=r'must answer {"rewards": \[...\]}',
                 component="style must be a list of 7 numbers", message="comment must be a list .*, got 'well done'",
                 both=r'must answer {"rewards"', text=r"not JSON \(.*\): '<html>busy</html>'", empty="not JSON")
-    with user_error(f"(?s)--reward {server.url('lie')}.*{said[kind]}.*Response  0"):
+    with user_error(f"(?s)--reward {server.url('lie')}.*{messages[kind]}.*Response  0"):
         ask(server.url(f"lie/{kind}"))
     assert server.requests == 1
     assert pauses == []
@@ -210,9 +210,9 @@ def test_training_by_the_server_is_training_by_the_rule(server, qwen25, picture_
         return [record for record in records if "rollout/reward" in record], [json.loads(line) for line in samples]
 
     _, records = train("first", "exact", picture_rows, steps=1)
-    said = {(record["source"].split(":")[1], record["sample"]): record["response"] for record in records}
+    responses = {(record["source"].split(":")[1], record["sample"]): record["response"] for record in records}
     data = folder / "answered.jsonl"
-    data.write_text("\n".join(json.dumps(row | {"answer": said[str(i), 0]}) for i, row in enumerate(rows, start=1)))
+    data.write_text("\n".join(json.dumps(row | {"answer": responses[str(i), 0]}) for i, row in enumerate(rows, start=1)))
     expected, by_rule = train("rule", "exact", data, steps=2)
     assert 0 < expected[0]["rollout/reward"] < 1
     steps, by_server = train("server", server.url("exact"), data, steps=2)
