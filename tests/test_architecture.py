@@ -122,6 +122,18 @@ def test_lines_are_not_long():
         assert max(map(len, path.read_text(encoding="utf-8").splitlines()), default=0) <= 110, path
 
 
+def test_variables_are_called_by_what_they_hold():
+    """Everywhere, in tests and tools too."""
+    paths = [ROOT / script for script in SCRIPTS]
+    for folder in ("common", "launch", "tests"):
+        paths += (ROOT / folder).rglob("*.py")
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
+            assert name not in ("found", "own", "said", "kept", "shown", "given"), f"{path}:{node.lineno}"
+
+
 def test_the_top_level_is_fixed():
     allowed = {*SCRIPTS, "common", "launch", "tests", "requirements.txt", "README.md"}
     made = {"toy", "toy_describe", "runs", "real", "__pycache__"}  # by commands; not tracked

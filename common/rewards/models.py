@@ -62,7 +62,7 @@ class Script:
     policy: Callable  # (model, processor) -> a module that gives log-probs
     critic: Callable  # model -> a module with a value head
     logprobs: Callable  # (policy, batch) -> (N,) of all samples
-    values: Callable  # (critic, batch) -> (N,) at the rows that predict the tokens
+    values: Callable  # (critic, batch) -> (N,) at the positions that predict the tokens
     write: Callable  # (policy, batch, args) -> the likeliest response to every prompt
 
 

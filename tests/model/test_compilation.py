@@ -49,7 +49,7 @@ def compare(env, other, size: int) -> None:
 
 @needs_compiler
 def test_compiled_layers_compute_the_same(qwen25, picture_rows):
-    """Forward and backward; all lengths of rows, actor and critic share the graphs of the first two."""
+    """Forward and backward; all lengths of packs, actor and critic share the graphs of the first two."""
     env, other = make(qwen25, picture_rows), make(qwen25, picture_rows, "--compile layers")
     counts = []
     for size in LENGTHS:
