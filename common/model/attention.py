@@ -186,7 +186,6 @@ def varlen_attention(
     return varlen_attn(q, k, v, *lengths, scale=scale, window_size=(left, right), **options)
 
 
-@dataclass(eq=False)
 class PackedAttention:
     """Attention of one pack: every segment is causal in itself and may see one earlier
     stretch in full.
@@ -195,25 +194,33 @@ class PackedAttention:
     prompt. Nothing else is visible, so a pack may hold any number of prompts. Built once per pack
     and shared by all layers. A layer with a sliding window sees only the nearest of these keys: a
     segment's own tokens come after its prefix, wherever the pack holds them.
+
+    (Not a dataclass: FSDP would walk through all segments in every layer, in search of gradients.)
+
+    Args:
+        segments: (start, end, prefix_start, prefix_end) in order, covering the pack; a fifth entry
+            True where the segment's tokens see each other in both directions
+            (`Family.attention_segments`).
+        cache, plan: prefill. Keys and values of token ``plan[0][i]`` of the pack are stored at slot
+            ``plan[1][i]``, position ``plan[2][i]``: one prompt may go to many slots.
+        earlier: (slots, positions) of the cache, whose keys and values are appended to the pack's,
+            so that prefixes may point there: what a conversation has said before this pack.
     """
 
-    # (start, end, prefix_start, prefix_end) in order, covering the pack; a fifth entry True where
-    # the segment's tokens see each other in both directions (`Family.attention_segments`)
-    segments: list[tuple]
-    backend: str
-    device: torch.device
-    # Prefill. Keys and values of token ``plan[0][i]`` of the pack are stored at slot ``plan[1][i]``,
-    # position ``plan[2][i]``: one prompt may go to many slots.
-    cache: SlotCache | None = None
-    plan: tuple[Tensor, ...] = ()
-    # (slots, positions) of the cache, whose keys and values are appended to the pack's, so that
-    # prefixes may point there: what a conversation has said before this pack
-    earlier: tuple[Tensor, ...] = ()
-
-    def __post_init__(self):
+    def __init__(
+        self,
+        segments: list[tuple],
+        backend: str,
+        device: torch.device,
+        cache: SlotCache | None = None,
+        plan: tuple[Tensor, ...] = (),
+        earlier: tuple[Tensor, ...] = (),
+    ):
+        self.backend, self.device, self.segments = backend, device, segments
+        self.cache, self.plan, self.earlier = cache, plan, earlier
         # (S, 5)
-        table = np.asarray([(*segment, False)[:5] for segment in self.segments], dtype=np.int64)
-        if self.backend == "sdpa":
+        table = np.asarray([(*segment, False)[:5] for segment in segments], dtype=np.int64)
+        if backend == "sdpa":
             self.make_buckets(table)
         else:
             self.make_calls(table)

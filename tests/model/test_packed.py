@@ -1,6 +1,7 @@
 """Packs with shared prefixes = one forward per sample with Hugging Face's own attention: log-probs,
 values, gradients."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -245,3 +246,8 @@ def test_what_reaches_sdpa(monkeypatch, device, dtype):
     assert keys._base is cache.keys and not gqa
     four = device == "meta" and dtype == torch.bfloat16
     assert queries.shape == ((3, 2, 2, 16) if four else (6, 2, 16)) and keys.shape[-2] == 32
+
+
+def test_fsdp_does_not_walk_through_segments():
+    """It looks through dataclasses in the arguments of every layer for tensors with a gradient: twice the calls of a step."""
+    assert not dataclasses.is_dataclass(PackedAttention)
