@@ -17,10 +17,10 @@ needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("cl
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled_yet():
-    for function in (logprobs._compiles, logprobs._compiled):
+    for function in (logprobs._compiles, logprobs._compiled, logprobs._id_hashes):
         function.cache_clear()
     yield
-    for function in (logprobs._compiles, logprobs._compiled):
+    for function in (logprobs._compiles, logprobs._compiled, logprobs._id_hashes):
         function.cache_clear()
 
 
