@@ -168,7 +168,8 @@ def run_main(program: Callable[[], Any]) -> None:
             os._exit(1)  # no destructor may wait for the other ranks
     leave_group()
     if GIVEN_UP:
-        os._exit(code)  # Python's own way ends a thread that is inside of C++ by an abort of the process
+        # An ordinary exit would abort the process if one of their threads is inside C++.
+        os._exit(code)
     if code:
         raise Exit(code)
 

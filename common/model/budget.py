@@ -82,7 +82,7 @@ class MemoryPlan:
         root, layer, _ = memory.gathered_bytes(module)
         parts = {"gathered weights": root + 2 * layer, "gradient shards": self.held[role, "Adam"] / 2}
         parts |= memory.backward_bytes(module, tokens, recompute)
-        for asked in self.asked:  # for the exact KL to it; the base model of adapters is the module
+        for asked in self.asked:  # with adapters, the reference is this module
             root, _, _ = memory.gathered_bytes(self.models.get(asked, module))
             logits = memory.logits_bytes(module, module.model.setup.head_chunk)
             parts[f"KL to the {asked}"] = root + logits
