@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from common import distributed
@@ -220,6 +219,8 @@ class RunLogger:
         )
         with distributed.raise_on_all_ranks(f"--out {self.out}: "):
             if distributed.is_main():
+                from torch.utils.tensorboard import SummaryWriter  # memory that other ranks save
+
                 replace_durably(self.out / "args.json", json.dumps(recorded, indent=2) + "\n")
                 evaluated = self._open_records(recorded)
                 purge = first_step + 1 if first_step else 0

@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="$(for name in python3.12 python3.11 python3; do "$name" -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)"
 oldest=($(sed -n 's/^\(torch\|transformers\)>=\([0-9.]*\),.*/\1==\2.0/p' requirements.txt))
 newest=(torch "$(grep '^transformers' requirements.txt)")
-others=($(grep -v '^#\|^torch\|^transformers' requirements.txt) pytest)
+others=($(grep -v '^#\|^torch\|^transformers' requirements.txt) pytest pytest-xdist)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false CUDA_VISIBLE_DEVICES=
 failed=0
 for which in oldest newest; do
@@ -18,7 +18,7 @@ for which in oldest newest; do
     "$python" -m venv "$place/venv"
     "$place/venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir "${wanted[@]}" "${others[@]}"
     "$place/venv/bin/python" -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
-    PATH="$place/venv/bin:$PATH" "$place/venv/bin/python" -m pytest -q -p no:cacheprovider tests \
+    PATH="$place/venv/bin:$PATH" "$place/venv/bin/python" -m pytest -q -p no:cacheprovider tests -n 2 --dist loadscope --no-loadscope-reorder \
         --ignore tests/test_training.py --ignore tests/model/test_checkpoint.py --ignore tests/launch/test_slurm.py || failed=1
     rm -rf "$place"
 done
