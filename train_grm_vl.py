@@ -11,7 +11,7 @@ One step, in the order of `main`:
     prompts + images + targets -> packs -> update on the next-token loss of the targets -> report
 
 A row of --data is a JSON object, and its fields decide its kind; image paths are relative to its
-file. Optional in every kind are "source" and, except for pictures, "videos". A response needs no
+file. "source" is optional in every kind, "videos" in all but pictures. A response needs no
 <answer>: without one it is evaluated by its loss and, if it is short, by exact match.
 
     response   {"prompt": "what is this?", "images": ["x.png"], "response": "A cat."}
@@ -26,8 +26,8 @@ file. Optional in every kind are "source" and, except for pictures, "videos". A 
                 "criterion": "names the animal", "correct": true}
     score      {"question": "what is this?", "images": ["x.png"], "response": "a cat", "score": 4}
 
-Pairs are shown in both orders (--orders); {A} and {B} in a critique are replaced by the names that
-the two have in that order. A template turns a row into a question. The judge.json of an export
+Pairs are shown in both orders (--orders); in each of them, {A} and {B} in a critique become the
+names that the two have there. A template turns a row into a question. The judge.json of an export
 contains all templates, so that a judge is always asked in the way it was trained.
 
 Shapes: N target tokens in a step, L tokens in a pack, T of them targets, H hidden size.
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     roles = {"judge": trained}
     state = TrainState()
     checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY)
-    rows.judge.held_out = newest_evaluation(args.run.out, state.step)
+    rows.settings.held_out = newest_evaluation(args.run.out, state.step)
     if args.run.export_only:
         return checkpoints.export_now(trained, rows.processor)
     log = open_log(args, rows, state.step)
@@ -259,7 +259,7 @@ class Rows:
     """The data of a run, the same on every rank: the processor, and checked rows."""
 
     processor: data.Processor
-    judge: judgements.JudgeSettings  # an export's judge.json
+    settings: judgements.JudgeSettings  # an export's judge.json
     train_sets: list[list[Question]]
     held_out: list[Example]
 
@@ -464,9 +464,9 @@ def evaluate(
     started = time.perf_counter()
     records, dropped = judge_all(judge, rows, state.step, args)
     summary = {"step": state.step, "dropped": dropped} | accuracy.summarise(records)
-    rows.judge.held_out = accuracy.held_out_record(summary)
-    for kind, known in rows.judge.held_out["kinds"].items():
-        doubt = accuracy.doubtful_accuracy(rows.judge, kind)
+    rows.settings.held_out = accuracy.held_out_record(summary)
+    for kind, known in rows.settings.held_out["kinds"].items():
+        doubt = accuracy.doubtful_accuracy(rows.settings, kind)
         # If all right verdicts are the same (chance 1), there is nothing to learn.
         if doubt and known["chance"] < 1 and state.step == args.optim.steps:
             log.line(f"warning: {doubt}")
@@ -514,7 +514,7 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
             for k, example in enumerate(loader.rows):
                 index = next(waiting)
                 if k in likelihoods:
-                    record = judgement_record(rows.judge, index, example, texts[k])
+                    record = judgement_record(rows.settings, index, example, texts[k])
                     records.append(record | likelihoods[k])
     if not records:
         raise UserError("evaluation: no held-out example is left; no image decodes")
@@ -595,7 +595,7 @@ def weigh_verdicts(
     kinds = [example.prompt.label for example in examples]
     encoded = {}  # by kind
     for kind in set(kinds):
-        encoded[kind] = judgements.encode_verdicts(rows.processor, rows.judge.verdicts(kind))
+        encoded[kind] = judgements.encode_verdicts(rows.processor, rows.settings.verdicts(kind))
     targets = [[example.target, *encoded[kind]] for example, kind in zip(examples, kinds)]
     batch = batch.with_targets(targets)
     if not len(batch):
@@ -606,7 +606,7 @@ def weigh_verdicts(
     for index in set(batch.prompt_index.tolist()):
         logps = totals[batch.prompt_index == index]  # of the target, and of each verdict
         chances = logps[1:].softmax(dim=0).tolist()
-        probabilities = dict(zip(rows.judge.verdicts(kinds[index]), chances))
+        probabilities = dict(zip(rows.settings.verdicts(kinds[index]), chances))
         likelihoods[index] = {"loss": -float(logps[0]), "probabilities": probabilities}
     return likelihoods
 

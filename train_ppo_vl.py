@@ -11,7 +11,7 @@ One step, in the order of `main`:
 
 What happens in common/:
 
-    losses.py              every formula: advantages, the clipped ratio, KL
+    losses.py              formulas: advantages, the clipped ratio, KL
     model/forward.py       puts image features into a packed sequence
     model/attention.py     fills the KV cache
     rewards/functions.py   `call_source` calls your reward
@@ -66,8 +66,8 @@ from common.model import (
 
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
 TRAIN, EVAL, JUDGE = 0, 1, 2
-# a batch size gets a CUDA graph after so many eager tokens, which take about as long as capturing it
-GRAPH_PAYS = 2
+# tokens that a batch size decodes eagerly before it gets a CUDA graph: capturing takes about as long
+EAGER_TOKENS = 2
 
 
 def main(argv: list[str] | None = None) -> logging.Metrics:
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 
     trainables = make_trainables(args, models)
     state = TrainState(args.algorithm.kl_coef)
-    checkpoints.resume(state, trainables, run_flags(args, rows), IDENTITY)
+    checkpoints.resume(state, trainables, run_flags(args, rows), IDENTITY)  # also what it will save
     if args.run.export_only:
         return checkpoints.export_now(trainables["actor"], rows.processor)
     log = open_log(args, rows, state.step)
@@ -267,7 +267,7 @@ class RolloutArgs:
     cuda_graphs: str = flag(
         "auto",
         "decode with CUDA graphs (one launch per token), captured again in every rollout. auto: "
-        f"on a GPU, after {GRAPH_PAYS} tokens at the same batch size",
+        f"on a GPU, after {EAGER_TOKENS} tokens at the same batch size",
         choices=("auto", "on", "off"),
     )
     eval_samples: int = flag(
@@ -287,7 +287,7 @@ class AlgorithmArgs:
         "advantage estimator. gae trains a critic; grpo (alias group_norm), gdpo, dr_grpo, rloo, opo, "
         "gpg and reinforce_baseline compare the samples of a prompt, at least 2; remax adds one greedy "
         "sample. gdpo compares each source of rewards separately; with a single source, each of its "
-        "components except reward and parsed (of env the reward). none: rewards are only measured, "
+        "components except reward and parsed (env: the reward). none: rewards are only measured, "
         "and learning is from a teacher; --reward none implies it",
         choices=tuple(ESTIMATORS),
     )
@@ -328,8 +328,8 @@ class AlgorithmArgs:
     )
     dynamic_sampling: int = flag(
         0,
-        "replace prompts whose samples all earn the same reward, until this many rollouts per step in "
-        "all (DAPO); 0: off",
+        "replace prompts whose samples all earn the same reward, in at most this many rollouts per step "
+        "(DAPO); 0: off",
         low=0,
     )
     critic_model: str = flag(
@@ -730,7 +730,7 @@ def load_rows(args: Args) -> Rows:
     with distributed.raise_on_all_ranks():
         folder = weights.resolve_folder(args.model.model, weights=False)
         processor = data.Processor(folder, args.data)
-        # without the recorded accuracy of a judge, which is now trained further
+        # a judge that is trained further loses its recorded accuracy
         settings = rewards.JudgeSettings.to_train(processor)
         columns, system = data.parse_columns(args.rows.columns), args.rows.system_prompt
 
@@ -910,12 +910,12 @@ class Sampling(RolloutArgs):
             seed=args.run.seed,
         )
 
-    def logits_options(self, step: Tensor) -> dict:
-        """The arguments of `logprobs.logits_fp32` for tokens at positions ``step`` (n,) of their
-        responses."""
+    def logits_options(self, position: Tensor) -> dict:
+        """The arguments of `logprobs.logits_fp32` for tokens at ``position`` (n,) of
+        their responses."""
         options = {"temperature": self.temperature, "banned": self.banned}
         if self.min_new_tokens:
-            options |= {"early": step < self.min_new_tokens, "early_banned": self.stop_ids}
+            options |= {"early": position < self.min_new_tokens, "early_banned": self.stop_ids}
         return options
 
 
@@ -986,7 +986,8 @@ def build_models(
     args: Args, processor: data.Processor, device: torch.device
 ) -> vlm.Modules:
     """Actor, critic (with gae), reference (with a KL) and teacher by role, on meta; they will compute
-    on ``device``. With adapters, the actor without them is the reference, and the teacher `self`.
+    on ``device``. With adapters, the actor without them is the teacher `self` and, by
+    default, the reference.
 
     Raises:
         UserError: on every rank; a checkpoint is missing, or cannot serve in its role.
@@ -1046,7 +1047,7 @@ class Models(NamedTuple):
 
     actor: Policy
     critic: Critic | None  # with gae
-    reference: Policy | None  # with a KL; with adapters it is the actor itself
+    reference: Policy | None  # with a KL; with adapters, by default, the actor itself
     teacher: looks.Teacher | None = None
 
 
@@ -1476,7 +1477,7 @@ def update_models(
 
 
 def update_critic(trained: fsdp.Trainable, batch: Batch, step: int, args: Args) -> logging.Metrics:
-    """Regress the values on the returns, in all epochs and minibatches of ``step`` (from 1)."""
+    """Fit the values to the returns, in all epochs and minibatches of ``step`` (from 1)."""
     critic, sums = trained.module, logging.MetricSums()
     critic.train()
     with fsdp.onloaded(trained, args.update.offload):
@@ -1530,7 +1531,7 @@ def update_actor(
             if ptx is not None:
                 # number of updates scheduled before this one
                 scheduled = (step - 1 - args.update.critic_warmup_steps) * updates_per_step + number
-                text_batch = ptx.start(scheduled)  # its images decode in the background
+                pending_text = ptx.start(scheduled)  # its images decode in the background
             stats = []
             for pack in vlm.packs(actor.model, batch, minibatch.indices, look):
                 loss, pack_stats = actor_loss(actor, models, pack, batch, minibatch, args)
@@ -1542,7 +1543,7 @@ def update_actor(
                 trained.optimizer.zero_grad(set_to_none=True)
                 break
             if ptx is not None:
-                stats.append(ptx.backward(actor, text_batch, args.update.aux_loss_coef))
+                stats.append(ptx.backward(actor, pending_text, args.update.aux_loss_coef))
             if updates:  # the policy is no longer the one that sampled
                 for part in stats:
                     part.pop("sampler_gap", None)
@@ -1559,7 +1560,7 @@ def update_actor(
 def actor_loss(
     actor: Policy, models: Models, pack: Pack, batch: Batch, minibatch: Minibatch, args: Args
 ) -> tuple[Tensor, dict]:
-    """This pack's share of the minibatch's loss, and statistics, each logged as ``train/<name>``.
+    """This pack's share of the minibatch's loss, and statistics, logged below ``train/`` by default.
 
     A statistic is a `Mean` (a sum over the pack's tokens, and their number; for ratios only the
     tokens in the policy loss), a `Largest`, or a number that is the pack's share of a loss.
@@ -1596,7 +1597,7 @@ def actor_loss(
 
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (weight * entropy).sum()
-    for name, (coef, term) in added_terms(logp, kls, pack, batch, args).items():
+    for name, (coef, term) in kl_terms(logp, kls, pack, batch, args).items():
         term = (weight * term).sum()
         loss = loss + coef * term
         stats[name] = term.detach()
@@ -1608,11 +1609,11 @@ def actor_loss(
     return loss, stats
 
 
-def added_terms(
+def kl_terms(
     logp: Tensor, kls: list[Tensor], pack: Pack, batch: Batch, args: Args
 ) -> dict[str, tuple[float, Tensor]]:
-    """Metric name -> (coefficient, term (T,)) of what the actor's loss adds to the policy loss.
-    ``kls`` are the exact KLs, the one to the teacher last."""
+    """Metric name -> (coefficient, term (T,)) of the KLs that the actor's loss adds to the
+    policy loss. ``kls`` are the exact KLs, the one to the teacher last."""
     terms, algorithm = {}, args.algorithm
     if pack.look is not None:
         terms["teacher_kl"] = args.teacher.teacher_coef, kls.pop()
@@ -1937,10 +1938,10 @@ class RolloutEngine:
 
     A prompt is prefilled once; its keys and values go into the slots of all its samples
     (`attention.PackedAttention`). Slots 0..B-1 then decode together, and each step adds the key and
-    value of one token (`attention.DecodeAttention`). A finished slot is refilled at once. The state
-    of sampling lives on the device, and the host looks at it every few steps. A token depends only
-    on the logits and (seed, stream, draw of the prompt, number of the sample, position): not on
-    slots, ranks, or what else is in the batch.
+    value of one token (`attention.DecodeAttention`). The next prompt is admitted once enough slots are free.
+    The state of sampling lives on the device, and the host looks at it every few steps. A token
+    depends only on the logits and (seed, stream, draw of the prompt, number of the sample,
+    position): not on slots, ranks, or what else is in the batch.
     """
 
     actor: Policy
@@ -1976,7 +1977,7 @@ class RolloutEngine:
                 self.poll = 1  # the states of linear attention cannot go back to the end of a stop string
         self.graphs: graphs.StepGraphs | None = None
         if device.type == "cuda" and sampling.cuda_graphs != "off":
-            eager = GRAPH_PAYS if sampling.cuda_graphs == "auto" else 1
+            eager = EAGER_TOKENS if sampling.cuda_graphs == "auto" else 1
             self.graphs = graphs.StepGraphs(eager)
 
     def make_slots(self, slots: int) -> None:
@@ -1990,7 +1991,7 @@ class RolloutEngine:
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)  # newest token
         self.noise_keys = torch.zeros(slots, dtype=torch.int64, device=device)
         self.done = torch.ones(slots, dtype=torch.bool, device=device)
-        # One spare column: a finished slot keeps computing, and writes there.
+        # One spare column: a finished slot keeps writing behind its response.
         self.out_tokens = torch.zeros(slots, longest + 1, dtype=torch.int64, device=device)
         self.out_logprobs = torch.zeros(slots, longest + 1, device=device)
         # what moves with a sample

@@ -1,5 +1,5 @@
-"""Every formula of the two scripts, as pure functions of tensors: nothing here communicates or
-knows a model.
+"""Advantages and policy losses, as pure functions of tensors: nothing here communicates or knows a
+model.
 
     advantages    (S,) rewards, (N,) KL and values -> (N,) advantages and returns; reward shaping;
                   the adaptive weight of the KL
@@ -11,7 +11,7 @@ a pack of L tokens; G prompts; E experts. A gap inside a response (a tool's outp
 N tokens: sums and discounts skip it as if it took no time.
 
 A loss is ``sum_t weight_t * term_t``. The weights come from token counts of the whole optimizer
-step, over all ranks and packs; nothing here takes a mean over just the tokens that it is given.
+step, over all ranks and packs; none is a mean over just the tokens of a pack.
 """
 
 import functools
@@ -344,7 +344,7 @@ class RunningMoments:
 
 
 def adapt_kl_coef(coef: float, kl: float, target: float, samples: int, horizon: int) -> float:
-    """The weight of the KL after a step with ``kl`` per token and so many samples, both over all
+    """The weight of the KL after a step with ``kl`` per token and ``samples`` samples, both over all
     ranks (Ziegler et al. 2019, section 2.2). Positive as long as samples < 5 * horizon."""
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coef * (1 + error * samples / horizon)
@@ -459,7 +459,7 @@ class PolicyLossInputs:
     def __post_init__(self):
         self.delta = (self.logp - self.old).clamp(-20, 20)  # keeps exp and its gradient finite
         self.ratio = self.delta.exp()
-        # The sign of adv when clipped tokens are counted. The margin ignores the rounding that whitening
+        # The sign of adv, for counting clipped tokens. The margin ignores the rounding that whitening
         # leaves where the samples of a prompt earned the same.
         self.up, self.down = self.adv > ROUNDING, self.adv < -ROUNDING
 

@@ -428,7 +428,7 @@ def test_bad_rows_are_refused_with_file_and_line(env, task, tmp_path, row, messa
     for name in ("0.png", "1.png"):
         shutil.copy(task / name, tmp_path)
     with pytest.raises(ValueError) as error:
-        grm.load_examples(str(path), env.args, env.processor, env.rows.judge)
+        grm.load_examples(str(path), env.args, env.processor, env.rows.settings)
     assert "bad.jsonl:2: " in str(error.value)
     assert message in str(error.value)
 
@@ -438,7 +438,7 @@ def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
     rows = [dict(question="2 + 2?", response=4, correct=True, id=7),
             dict(prompt="2 + 2?", responses=[4, 4.5], preferred="A", by={"whom": "me"})]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    prompts = [example.prompt for example in grm.load_examples(path, env.args, env.processor, env.rows.judge)[0]]
+    prompts = [example.prompt for example in grm.load_examples(path, env.args, env.processor, env.rows.settings)[0]]
     assert [prompt.row for prompt in prompts] == [rows[0], rows[1], rows[1]]
     assert "Answer: 4\n" in prompts[0].text
     assert "Answer A: 4.5\nAnswer B: 4\n" in prompts[2].text
@@ -456,11 +456,11 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
         "role": "system", "content": [{"type": "text", "text": "judge: how many? {other}"}]}
     assert judgements.user_text(example.prompt.messages) == "? how many?"
     path = write_rows(task / "place.jsonl", [{"prompt": "is <image> red?", "images": "0.png", "response": "b"}])
-    (example,), = grm.load_examples(path, env.args, env.processor, env.rows.judge)        # the instruction has no place for it
+    (example,), = grm.load_examples(path, env.args, env.processor, env.rows.settings)        # the instruction has no place for it
     assert example.prompt.messages[0]["content"] == [{"type": "text", "text": "judge: is  red? {other}"}]
     path = write_rows(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
     with pytest.raises(ValueError, match="bad.jsonl:1: "):
-        grm.load_examples(path, env.args, env.processor, env.rows.judge)
+        grm.load_examples(path, env.args, env.processor, env.rows.settings)
     with pytest.raises(ValueError, match="--answers_template must hold"):
         settings(answers_template="{prompt} {response_a}")
     with pytest.raises(ValueError, match="2 <image>"):

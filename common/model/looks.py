@@ -1,5 +1,5 @@
-"""A second look at the same tokens: functions from a batch to a batch with the same samples, but
-other prompts or images, which is scored like any other.
+"""A second look at the same tokens: functions from a batch to one with the same samples but other
+prompts or images, to be scored like any other.
 
     with_prompts   every prompt in a template, as some processor reads it
     with_images    every image of prompts and conversations changed, or as in its file
@@ -42,8 +42,8 @@ from common.model.weights import without_adapters
 # Other images
 # -------------------------------------------------------------------------------------------------
 
-# Which image of a run: the draw of its prompt; 0 for an image of the prompt, or 1 + the number of the
-# sample whose conversation has it; and its index there. It seeds what is random in a change.
+# An image's place in the run: the draw of its prompt; 0 if the prompt has it, or 1 + the number of the
+# sample whose conversation has it; its index there. It seeds what is random in a change.
 Place = tuple[int, int, int]
 MASK_SQUARE = 14  # pixels
 
@@ -59,7 +59,7 @@ def blank(image: Image.Image, place: Place) -> Image.Image:
 
 
 def masked_images(share: float, seed: int) -> Callable:
-    """A change: each square of 14 pixels of an image is black with probability ``share`` (the random
+    """A change: each square of 14 x 14 pixels of an image is black with probability ``share`` (the random
     masking of PAPO, Wang et al. 2025)."""
 
     def change(image: Image.Image, place: Place) -> Image.Image:
@@ -74,7 +74,7 @@ def masked_images(share: float, seed: int) -> Callable:
 
 
 def noisy_images(deviation: float, seed: int) -> Callable:
-    """A change: Gaussian noise on every colour of every pixel, on a scale of 1."""
+    """A change: Gaussian noise on every colour of every pixel; colours are between 0 and 1."""
 
     def change(image: Image.Image, place: Place) -> Image.Image:
         pixels = np.asarray(image, dtype=np.float32)
@@ -115,8 +115,8 @@ def has_images(batch: Batch) -> Tensor:
 def with_images(
     batch: Batch, model: nn.Module, processor: Processor, change: Callable = unchanged
 ) -> Batch:
-    """The batch with ``change(image, place)`` for every image (Pillow's) and every frame of a clip,
-    of the same sizes, as the processor reads it and the tower of the model sees it.
+    """The batch with every (Pillow) image and every frame of a clip replaced by ``change(image, place)``
+    of the same size, which the processor reads and the tower of the model sees.
 
     Raises UserError, on every rank: a file that has changed since it was read.
     """
@@ -184,7 +184,7 @@ def focus(batch: Batch, args: PerceptionArgs) -> tuple[Tensor, Tensor]:
 
 
 def with_patches(model: nn.Module, conversation: Conversation, patches: list[Tensor]) -> Conversation:
-    """A conversation with other images of the same grids after its prompt."""
+    """The conversation with other images after its prompt, on the same grids."""
     if not patches:
         return conversation
     joined = torch.cat(patches)
@@ -218,8 +218,8 @@ def read_prompt(prompt: Prompt, processor: Processor, template: str) -> Prompt:
 
 
 def with_hint(prompt: Prompt, template: str) -> list[dict]:
-    """The messages of a prompt, the last one in place of {prompt} in a Python format string, whose
-    other fields are columns of the row. Raises ValueError: the row lacks one of them."""
+    """A prompt's messages, the last one wrapped in a Python format string: {prompt} stands for its text,
+    other fields for columns of the row. Raises ValueError: the row lacks one of them."""
     columns = prompt.row | {"answer": prompt.reference, "prompt": "{prompt}"}
     try:
         text = template.format_map({name: columns[name] for name in columns if columns[name] is not None})
@@ -278,7 +278,7 @@ class Teacher:
 
 
 def teacher_of(args: Any, modules: Modules) -> Teacher | None:
-    """The teacher of --teacher_model, if any: without its own module, the actor without its adapters."""
+    """The teacher of --teacher_model, if any; if it has no module of its own, the actor without adapters."""
     actor = modules["actor"]
     teacher = Teacher(modules.get("teacher", actor), actor, args.teacher, args.update.offload)
     return teacher if args.teacher.teacher_model else None
