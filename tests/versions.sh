@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Three quarters of the tests, the fast ones, with the oldest torch and transformers that requirements.txt allows, and with the newest that
 # the package index has, whatever requirements.txt says of torch. Each gets a virtual environment of its own under $TMPDIR
-# (up to 6 GB, half an hour on 2 cores), deleted afterwards. The builds of torch on PyPI are for CUDA: no GPU is needed to
+# (up to 6 GB, twenty minutes on 2 cores), deleted afterwards. The builds of torch on PyPI are for CUDA: no GPU is needed to
 # import them, and the tests that trace on fake tensors of a GPU then run instead of skipping.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
