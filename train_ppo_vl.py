@@ -2096,7 +2096,9 @@ class RolloutEngine:
     def decode(self, size: int) -> None:
         """One token for each of the slots 0..size-1. Finished slots compute too, but their samples
         do not change."""
-        capacity = self.cache.capacity
+        capacity, slots = self.cache.capacity, self.cache.slots
+        if self.graphs is not None:
+            size = min(next((s for s in GRAPH_SIZES if s >= size), slots), slots)
         busy = [sample for sample in self.slots[:size] if sample]
         longest = min(max(sample.stored for sample in busy) + 1, capacity)
         for sample in busy:
@@ -2104,8 +2106,6 @@ class RolloutEngine:
         if self.graphs is None:
             self.decode_on_device(size, longest)
             return
-        slots = self.cache.slots
-        size = min(next((s for s in GRAPH_SIZES if s >= size), slots), slots)
         if self.setup.backend == "sdpa":  # it reads what it masks, too: keep that short
             capacity = min(1 << (longest - 1).bit_length(), capacity)
         self.graphs.run(self.decode_on_device, size, capacity)
@@ -2266,7 +2266,7 @@ class RolloutEngine:
             state[target] = state[source]
         for old, new in zip(source, target):
             self.slots[new], self.slots[old] = self.slots[old], None
-        self.done[source] = True
+        self.done[source], self.length[source] = True, 0
 
 
 if __name__ == "__main__":

@@ -254,6 +254,7 @@ def graphs_of(monkeypatch):
 
             def replay_at_the_same_addresses():
                 assert addresses() == seen
+                assert engine.length[:size].max() < capacity     # or a slot sees none of its keys: NaN
                 replay(step, size, capacity)
 
             return SimpleNamespace(replay=replay_at_the_same_addresses), pool
@@ -281,6 +282,24 @@ def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, 
     assert {size for size, _ in captured} <= {1, 2, 4, 7}
     *lengths, _ = sorted({capacity for _, capacity in captured})
     assert lengths and all(length.bit_count() == 1 for length in lengths)
+
+
+def test_a_graph_decodes_over_a_longer_sample_that_waits(qwen25, picture_rows):
+    """Three slots decode as four: in the fourth a sample waits for its environment. What it sees is not used, but if it saw
+    none of its keys, NaN would stay in its slot for the next sample there."""
+    env = start(qwen25, picture_rows, "--slots 4 --max_new_tokens 256")
+    batch = take(env)
+    with torch.no_grad(), fsdp.unsharded(env.actor), fsdp.bare_forwards(vlm.decoder(env.actor.model)):
+        vlm.compute_features(env.actor.model, batch)
+        engine = ppo.RolloutEngine(env.actor, batch, env.sampling, [0], 4)
+        engine.graphs = graphs.StepGraphs(1)
+        engine.prefill([(0, [(slot, slot) for slot in range(4)])])
+        stored = engine.slots[3].stored
+        engine.slots[3].stored = engine.length[3] = stored + 200
+        engine.slots[3].waits = engine.done[3] = True
+        engine.decode(3)
+    assert engine.cache.values.isfinite().all()
+    assert engine.length.tolist() == [stored + 1] * 3 + [stored + 200]
 
 
 def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monkeypatch):
