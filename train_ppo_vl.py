@@ -911,8 +911,8 @@ class Sampling(RolloutArgs):
         )
 
     def logits_options(self, position: Tensor) -> dict:
-        """The arguments of `logprobs.logits_fp32` for tokens at ``position`` (n,) of
-        their responses."""
+        """The arguments of `logprobs.logits_fp32` for tokens at ``position`` (n,) of their
+        responses."""
         options = {"temperature": self.temperature, "banned": self.banned}
         if self.min_new_tokens:
             options |= {"early": position < self.min_new_tokens, "early_banned": self.stop_ids}
@@ -986,8 +986,8 @@ def build_models(
     args: Args, processor: data.Processor, device: torch.device
 ) -> vlm.Modules:
     """Actor, critic (with gae), reference (with a KL) and teacher by role, on meta; they will compute
-    on ``device``. With adapters, the actor without them is the teacher `self` and, by
-    default, the reference.
+    on ``device``. With adapters, the actor without them is the teacher `self` and, by default, the
+    reference.
 
     Raises:
         UserError: on every rank; a checkpoint is missing, or cannot serve in its role.
@@ -1938,9 +1938,9 @@ class RolloutEngine:
 
     A prompt is prefilled once; its keys and values go into the slots of all its samples
     (`attention.PackedAttention`). Slots 0..B-1 then decode together, and each step adds the key and
-    value of one token (`attention.DecodeAttention`). The next prompt is admitted once enough slots are free.
-    The state of sampling lives on the device, and the host looks at it every few steps. A token
-    depends only on the logits and (seed, stream, draw of the prompt, number of the sample,
+    value of one token (`attention.DecodeAttention`). The next prompt is admitted once enough slots
+    are free. The state of sampling lives on the device, and the host looks at it every few steps. A
+    token depends only on the logits and (seed, stream, draw of the prompt, number of the sample,
     position): not on slots, ranks, or what else is in the batch.
     """
 
