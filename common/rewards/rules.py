@@ -12,7 +12,8 @@ from fractions import Fraction
 
 
 Columns = dict[str, list[float]]  # a number for each sample: "reward" and its components
-ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.DOTALL)
+# not the possessive *+, which finds nothing here before Python 3.11.5
+ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 RULES = ("exact", "boxed", "answer", "verdict", "judgement")
 ACCURACY, FORM = 0.9, 0.1  # weights of the rules that also pay the form
 BRACES = re.compile(r"\\boxed\s*\{|\\(?:[{}]|\\(?!boxed))|[{}]")
