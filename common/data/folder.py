@@ -1,9 +1,10 @@
 """The small files of a checkpoint folder: config.json, the tokenizer's, and further settings."""
 
-import json
 from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
+
+from common.files import read_json
 
 
 # The small files besides config.json and the tokenizer's.
@@ -58,14 +59,3 @@ def read_tokenizer(folder: str | Path):
     tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json can ask for it: a silent cut
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
-
-
-def read_json(path: str | Path) -> dict:
-    """The JSON object in a file. Raises ValueError, with the file's name: it cannot be read."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object, but {content!r:.80}")
-    return content

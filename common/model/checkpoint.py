@@ -19,8 +19,8 @@ from typing import Container
 
 import torch.distributed as dist
 
-from common.data.folder import read_json
 from common.distributed import UserError, from_main, gather_objects, is_main, raise_on_all_ranks
+from common.files import read_json
 from common.flags import CheckpointArgs, RunArgs, follow_pointer
 from common.logging import Metrics, due, sync_folder, write_durably, write_pointer
 from common.model import weights

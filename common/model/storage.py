@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.tensor import DTensor
 
-from common.data.folder import read_json
 from common.distributed import UserError, gather_objects
+from common.files import read_json
 from common.model.fsdp import Trainable, shard_of
 from common.model.weights import Tensors, save_tensors
 

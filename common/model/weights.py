@@ -32,8 +32,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common import distributed
 from common.data.families import Family, Qwen, family_of
-from common.data.folder import read_json, read_model_config
+from common.data.folder import read_model_config
 from common.data.processor import Processor
+from common.files import read_json
 from common.flags import DataArgs, ModelArgs, follow_pointer
 from common.logging import sync_folder, write_pointer
 from common.model.attention import choose_backend, flash_attn_problem
