@@ -286,16 +286,16 @@ def fuse(function: Callable, *tensors: Tensor) -> Any:
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    """A function through torch.compile, for any sizes."""
+    """A function through torch.compile, for any sizes but those that are marked as static."""
     return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
 
 
 @functools.cache
 def _compiles(device: torch.device) -> bool:
     """Whether torch.compile works here; if not, this warns."""
-    small = torch.zeros(2, 3, device=device), torch.arange(2, device=device), _id_hashes(3, device)
+    # Not by a function that is compiled for use: a kernel keeps the block sizes of its first call.
     try:
-        _compiled(_race)(*small)
+        _compiled(_exponentials)(torch.arange(2, device=device), _id_hashes(3, device))
     except Exception as error:  # compilers raise anything
         text = " ".join(str(error).split())[:200]
         print(f"warning: torch.compile failed, which costs only time: {text}", flush=True)
@@ -359,4 +359,8 @@ def _mix32_(x: Tensor) -> Tensor:
 def _id_hashes(vocab: int, device: torch.device) -> Tensor:
     """(V,) int32, all different: two ids with equal hashes would share their noise, and the likelier
     would always win."""
-    return _mix32_(torch.arange(1, vocab + 1, dtype=torch.int32, device=device))
+    hashes = _mix32_(torch.arange(1, vocab + 1, dtype=torch.int32, device=device))
+    # A kernel for each vocabulary: the compiler's cache on disk would hand the draw of a small model,
+    # with its block sizes, to a large one.
+    torch._dynamo.mark_static(hashes)
+    return hashes

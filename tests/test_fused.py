@@ -1,11 +1,14 @@
 """Compiled functions of decoding against the eager ones, and what happens where nothing compiles."""
 
+import re
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import seeded
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 from common import logprobs
@@ -27,17 +30,61 @@ def nothing_is_compiled_yet():
 @pytest.mark.slow
 @needs_compiler
 def test_the_compiled_race_draws_the_same_ids():
-    """Of other batches and vocabularies without compiling anew, banned ids among them."""
+    """Of any number of rows without compiling anew, banned ids among them; each vocabulary has a kernel of its own, as
+    Inductor takes the block sizes from the first call. The probe leaves none behind."""
     generator = torch.Generator().manual_seed(0)
+    torch._dynamo.reset()
     with torch.inference_mode():
         assert logprobs._compiles(CPU)
-        for batch, vocabulary in ((5, 997), (64, 4001)):
+        assert not _debug_get_cache_entry_list(logprobs._race)
+        for batch, vocabulary, stance in ((5, 97, "default"), (5, 4001, "default"), (64, 4001, "fail_on_recompile")):
             logits = torch.randn(batch, vocabulary, generator=generator) * 3
             logits[:, ::7] = -torch.inf
             keys = torch.randint(-2**62, 2**62, (batch,), generator=generator)
-            with torch.compiler.set_stance("fail_on_recompile"):
+            with torch.compiler.set_stance(stance):
                 ids = logprobs._compiled(logprobs._race)(logits, keys, logprobs._id_hashes(vocabulary, CPU))
             assert torch.equal(ids, logprobs.gumbel_race(logits, keys))
+        assert len(_debug_get_cache_entry_list(logprobs._race)) == 2
+
+
+@pytest.fixture
+def sources(monkeypatch):
+    """The modules that Inductor writes for an H100, which is not there: they do not run."""
+    from torch._inductor import config, graph, scheduler
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    h100 = dict(type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
+                max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32)
+    written = []
+
+    def compile_to_module(lowering):
+        code = lowering.codegen()[0]
+        written.append(code.value)
+        return SimpleNamespace(call=lambda tensors: lowering.module(*tensors), __file__="")
+
+    monkeypatch.setattr(DeviceProperties, "create", lambda device: DeviceProperties(**h100))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(name="H100", **h100))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(scheduler, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.utils._triton, "triton_hash_with_backend", lambda: "")
+    monkeypatch.setattr(graph.GraphLowering, "compile_to_module", compile_to_module)
+    with config.patch(force_disable_caches=True):
+        yield written
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is None, reason="this build of torch is for CPUs: bash tests/run.sh --versions has one for CUDA")
+def test_the_draw_of_a_gpu_has_the_block_sizes_of_its_vocabulary(sources):
+    """Of a model of 152,064 ids, after one of 300; not those of the probe."""
+    cuda = torch.device("cuda", 0)
+    torch._dynamo.reset()
+    with FakeTensorMode(), torch.inference_mode():
+        for batch, vocabulary in ((8, 300), (64, 152_064)):
+            keys = torch.zeros(batch, dtype=torch.int64, device=cuda)
+            logprobs.gumbel_race(torch.zeros(batch, vocabulary, device=cuda), keys)
+    sizes = [re.findall(r"size_hints={'x': (\d+), 'r0_': (\d+)}", source) for source in sources if "argmax" in source]
+    assert sizes == [[("8", "512")], [("64", "262144")]]
 
 
 @pytest.mark.slow
