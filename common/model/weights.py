@@ -25,6 +25,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -67,6 +68,16 @@ KEY_SPELLINGS = (
 # Multi-token prediction, which no model here has: exports copy its weights from the files.
 COPIED_KEYS = "mtp."
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
+# What to do about checkpoints that are not read as they are.
+MERGE_ADAPTER = """this is an adapter (adapter_config.json). Merge it with its base, in Python:
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText as Auto  # of text alone: AutoModelForCausalLM
+base = Auto.from_pretrained("{base}", dtype="auto")
+PeftModel.from_pretrained(base, "{adapter}").merge_and_unload().save_pretrained("merged")
+and copy the files of the base's tokenizer and image processor into the new folder"""
+CONVERT_BIN = """If it has pytorch_model*.bin, run these two lines of Python in that folder:
+import glob, torch, safetensors.torch as st; parts = map(torch.load, glob.glob("pytorch_model*.bin"))
+st.save_file({k: v.contiguous().clone() for p in parts for k, v in p.items()}, "model.safetensors")"""
 Tensors = dict[str, Tensor]  # by name
 # of floats; a quantized weight has its scales under another key
 WEIGHT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -82,24 +93,39 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
     downloaded snapshot of a hub name; without ``weights``, of its small files only.
 
     Raises:
-        ValueError: there is no such folder, and the hub has nothing of this name.
+        ValueError: there is no such folder, and the hub has nothing of this name; or it is no model,
+            but an adapter of one, say.
     """
     path = follow_pointer(name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(
-                f"checkpoint {name}: no config.json, so this is no model in Hugging Face format; a "
-                "run's models are <out>/export/step-N"
-            )
-        return path
+    folder = path if path.is_dir() else download(name, weights)
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        base = read_json(adapter).get("base_model_name_or_path")
+        raise ValueError(f"checkpoint {name}: " + MERGE_ADAPTER.format(base=base, adapter=name))
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(
+            f"checkpoint {name}: no config.json, so this is no model in Hugging Face format; a "
+            "run's models are <out>/export/step-N"
+        )
+    return folder
 
+
+def download(name: str, weights: bool) -> Path:
+    """The snapshot of a hub name. Raises ValueError: there is none."""
     patterns = ["*.json", "*.txt", "*.jinja", "*.model"]
     if weights:
         patterns.append("*.safetensors")
     try:
         # not Mistral's second copy of the weights
         folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns="consolidated*")
-    except (OSError, ValueError) as error:  # whatever the hub raises is one of them
+    except HFValidationError as error:  # it can only be a path
+        raise ValueError(f"checkpoint {name}: no such folder") from error
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"checkpoint {name}: no such folder; and the hub, where a model might have this name, "
+            "cannot be reached"
+        ) from error
+    except (OSError, ValueError) as error:  # whatever else the hub raises is one of them
         raise ValueError(
             f"checkpoint {name}: no such folder, and the hub says: {str(error).splitlines()[0]}"
         ) from error
@@ -107,11 +133,17 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
-    return [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    """The safetensors files of a checkpoint. Where there are several models, those that
+    `from_pretrained` would read. Raises ValueError: there are none."""
+    names, config = ["model.safetensors", "model.safetensors.index.json"], folder / "config.json"
+    if config.is_file() and (file := read_json(config).get("transformers_weights")):
+        names = [file]
+    for path in (folder / name for name in names):
+        if path.is_file() and path.suffix == ".json":
+            return [folder / name for name in sorted(set(read_json(path)["weight_map"].values()))]
+        if path.is_file():
+            return [path]
+    raise ValueError(f"{folder / names[0]} cannot be read as safetensors: No such file. {CONVERT_BIN}")
 
 
 def open_weights(path: Path):

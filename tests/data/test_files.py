@@ -1,14 +1,18 @@
 """Files from strangers: checkpoints and rows that are damaged, text that forges messages, pictures outside of a root."""
 
+import ast
 import json
 import os
+import shutil
 
 import pytest
-from conftest import read_json, start, user_error, value_error, words
+import torch
+from conftest import read_json, same_tensors, start, user_error, value_error, words
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from test_data import RED, edit, load, processor, write_checkpoint  # noqa: F401  (fixtures)
-from test_packed import SETUP
-from transformers import PreTrainedTokenizerFast
+from test_packed import SETUP, load_model
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
@@ -16,7 +20,7 @@ from common import distributed
 from common.flags import DataArgs
 from common.data.processor import Processor
 from common.data.rows import load_prompts
-from common.model.weights import build_model, load as load_weights
+from common.model.weights import build_model, load as load_weights, resolve_folder
 
 
 # ------------------------------------------------------------------------------------------------- checkpoint folders
@@ -65,6 +69,71 @@ def test_index_of_weights(qwen25, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with value_error(f"{tmp_path}/b.safetensors cannot be read as safetensors: No such file"):
         load_weights(build_model(Processor(str(qwen25)).config, SETUP), tmp_path)
+
+
+def shifted(qwen25, by: float) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, all larger by a number."""
+    return {key: value + by for key, value in load_file(qwen25 / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("named, expected", [(None, 1), ("index.safetensors.index.json", 2), ("other.safetensors", 3)])
+def test_weights_are_those_that_from_pretrained_reads(qwen25, tmp_path, named, expected):
+    """A stale index beside a newer model.safetensors, and the files that config.json may name."""
+    shutil.copytree(qwen25, tmp_path, dirs_exist_ok=True)
+    save_file(shifted(qwen25, 1), tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(shifted(qwen25, 2), tmp_path / "part.safetensors", {"format": "pt"})
+    save_file(shifted(qwen25, 3), tmp_path / "other.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(qwen25 / "model.safetensors"), "part.safetensors")}
+    for name in ("model", "index"):
+        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+    edit(tmp_path / "config.json", transformers_weights=named)
+    model, theirs = load_model(tmp_path), AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert torch.equal(model.lm_head.weight, theirs.lm_head.weight)
+    assert torch.equal(model.lm_head.weight, load_file(qwen25 / "model.safetensors")["lm_head.weight"] + expected)
+
+
+@pytest.mark.parametrize("name, message", [
+    ("FOLDER/modle", "modle: no such folder$"),
+    ("runs/sft/export/step-9", "step-9: no such folder$"),
+    ("~/modle", "modle: no such folder$"),
+    ("runs/modle", "runs/modle: no such folder; and the hub, where a model might have this name, cannot be reached$"),
+])
+def test_a_mistyped_folder_is_called_that(tmp_path, name, message):
+    with value_error(message):
+        resolve_folder(name.replace("FOLDER", str(tmp_path)))
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+def test_an_adapter_is_refused_with_the_program_that_merges_it(tmp_path, has_config):
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen2.5-VL-3B-Instruct"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    if has_config:
+        (tmp_path / "config.json").write_text("{}")
+    with value_error(f"checkpoint {tmp_path}: this is an adapter") as error:
+        resolve_folder(str(tmp_path))
+    program = str(error.value).splitlines()[1:-1]
+    ast.parse("\n".join(program))
+    assert "Qwen/Qwen2.5-VL-3B-Instruct" in program[2]
+    assert str(tmp_path) in program[3]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_pickled_weights_are_refused_with_two_lines_that_convert_them(qwen25, picture_rows, tmp_path, monkeypatch, parts):
+    shutil.copytree(qwen25, tmp_path, dirs_exist_ok=True)
+    weights = load_file(qwen25 / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    weights["visual.patch_embed.proj.weight"] = weights["visual.patch_embed.proj.weight"].mT.contiguous().mT
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]                                    # one memory
+    for part in range(parts):
+        names = list(weights)[part::parts]
+        torch.save({name: weights[name] for name in names}, tmp_path / f"pytorch_model{f'-{part}' * (parts - 1)}.bin")
+    with user_error("model.safetensors cannot be read as safetensors: No such file") as error:
+        start(tmp_path, picture_rows)
+    monkeypatch.chdir(tmp_path)
+    exec("\n".join(str(error.value).splitlines()[-2:]), {})
+    assert same_tensors(load_file(tmp_path / "model.safetensors"), weights)
+    load_model(tmp_path)
+    AutoModelForImageTextToText.from_pretrained(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------- messages
