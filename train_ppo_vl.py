@@ -1824,8 +1824,10 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     prompts, count = args.data.prompts_per_step, args.rollout.samples_per_prompt
     updates = args.update.epochs * args.update.minibatches
     passes = args.optim.steps * prompts / max(1, len(rows.train))
+    seeing = sum(bool(row.grids) for row in rows.train)
     log.line(
-        f"{len(rows.train)} training prompts, {len(rows.held_out)} held out; "
+        f"{len(rows.train)} training prompts, {seeing or 'none'} with images, "
+        f"{len(rows.held_out)} held out; "
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )

@@ -518,7 +518,8 @@ class DataArgs:
     )
     image_root: str = flag(
         "",
-        "refuse images and videos outside of this folder, links resolved; empty: any file",
+        "folder of images and videos: paths are relative to the rows' file, or to this folder; what "
+        "lies outside of it, links resolved, is refused; empty: any file",
         paths=True,
     )
     on_bad_row: str = flag(

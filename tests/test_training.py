@@ -771,13 +771,21 @@ def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
     assert metrics["perf/rollout_tokens_per_second"] == 123
 
 
+@pytest.mark.parametrize("data, words", [("train", "8 training prompts, 6 with images"),
+                                         ("eval-1", "1 training prompts, none with images")])
+def test_a_start_says_how_many_prompts_have_images(qwen25, task, tmp_path, capsys, data, words):
+    args = ppo.parse_args(["--model", str(qwen25), "--data", f"{task}/{data}.jsonl", "--out", str(tmp_path / "run")])
+    ppo.open_log(args, ppo.load_rows(args), 0)
+    assert words in capsys.readouterr().out
+
+
 def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, capsys):
     """Four steps, and two and two after a restart, draw the same rows, in the shares asked for at every step."""
     data = f"{task / 'train.jsonl'}:0.75,{task / 'eval.jsonl'}:0.25"
     more = f"--data {data} --advantage grpo --max_new_tokens 3 --save_every 2"
     whole = train(qwen25, task, tmp_path / "whole", more, "--steps 4")
     text = capsys.readouterr().out
-    assert "15 training prompts" in text
+    assert "15 training prompts, 11 with images, " in text
     train(qwen25, task, tmp_path / "parts", more, "--steps 2")
     parts = train(qwen25, task, tmp_path / "parts", more, "--steps 4")
     assert [record["rollout/reward"] for record in parts] == [record["rollout/reward"] for record in whole]

@@ -225,6 +225,7 @@ class Qwen(Family):
         values = (settings.get("size") or {}) | {key: v for key, v in settings.items() if v}
         low = flags[0] or values.get("min_pixels") or values.get("shortest_edge") or defaults[0]
         high = flags[1] or values.get("max_pixels") or values.get("longest_edge") or defaults[1]
+        low, high = int(low), int(high)  # some files hold them as text
         if low > high:
             raise ValueError(f"min_pixels {low} is more than max_pixels {high}")
         return settings | {

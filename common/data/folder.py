@@ -25,7 +25,7 @@ def read_model_config(folder: str | Path):
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each class of transformers has its own checks
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {without_advice(error)}") from error
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         raise ValueError(
@@ -33,6 +33,13 @@ def read_model_config(folder: str | Path):
             "supported; if the weights are floats, remove the entry"
         )
     return config
+
+
+def without_advice(error: Exception) -> str:
+    """What transformers says, but for its advice to run code of the checkpoint's."""
+    if "trust_remote_code" in str(error):
+        return "it needs Python code of its own, which is never run here"
+    return str(error)
 
 
 def read_settings(folder: str | Path) -> dict[str, dict]:
@@ -49,7 +56,9 @@ def read_tokenizer(folder: str | Path):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the library behind it raises bare exceptions
-        raise ValueError(f"the tokenizer's files cannot be used: {error}") from error
+        raise ValueError(
+            f"the tokenizer's files cannot be used: {without_advice(error)}"
+        ) from error
     # Without files transformers makes one without words.
     if not tokenizer.encode("a", add_special_tokens=False):
         raise ValueError(

@@ -1,6 +1,6 @@
 """JSONL rows to prompts.
 
-    line   -> JSON object -> prompt and media                      read_rows, load_prompts
+    file   -> lines -> JSON objects -> prompt and media            read_rows, load_prompts
     prompt -> messages as parts, media in their places             message_turns, place_media
            -> chat template -> token ids, placeholders expanded    make_prompt -> Prompt
 
@@ -8,7 +8,6 @@ Of images and videos only the headers are read here; `loader.PromptLoader` decod
 needs them. A user's mistake is a ValueError that names the file, the line and the numbers.
 """
 
-import json
 import math
 import os
 import re
@@ -25,12 +24,29 @@ from common.data.families import Family
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor
 from common.distributed import UserError, printable
+from common.files import open_regular, parse_json
 from common.flags import DataArgs
 
 PLACES = ("<image>", "<video>")  # in the strings of rows
 ROLES = ("system", "user", "assistant", "tool")
 # What --columns can rename.
 COLUMNS = {name: name for name in ("prompt", "images", "answer", "label")}
+# How files begin that are no JSONL, and what they seem to be.
+OTHER_FILES = {
+    rb"PAR1": "a Parquet table",
+    rb"\xff\xfe|\xfe\xff|.?\0": "text in UTF-16",
+    rb"\s*\[": "a JSON list",
+    rb"\s*\{\s*\n": "JSON with its objects on several lines each",
+    rb"\x1f\x8b|PK\x03\x04": "compressed, to be unpacked first",
+}
+# Columns that other systems read as part of the prompt or as answer.
+FOREIGN = "conversations history input instruction reward_model system".split()
+# What is no path: addresses, PNG, JPEG, GIF and WebP in base64, and what no file can be called.
+NO_PATH = r"(?s)(https?|data|file):|iVBORw0KGgo|/9j/|R0lGOD|UklGR|.*\0|.{4097}|$"
+# How columns of images look in Python's spelling.
+IMAGES = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)"
+MESSAGES = r'\s*\[\s*\{\s*"(role|content)"'  # as text
+WORKED_SOLUTION = r"(?m)^####|.\\boxed|<answer>"
 Media = str | tuple[str, ...]  # the path of an image; of a clip its file, or those of its frames
 
 
@@ -90,14 +106,15 @@ def load_prompts(
     """
 
     def build(row: dict, fields: dict) -> Prompt:
-        needed = [columns["prompt"]]
-        # Text-only rows may lack "images"; a column that the user named must exist, or all images
-        # may be lost.
-        if columns["images"] != "images" and "videos" not in row:
-            needed.append(columns["images"])
-        for name in needed:
-            if name not in row:
-                raise ValueError(f"no column {name!r} (see --columns); {columns_of(row)}")
+        for ours, theirs in columns.items():
+            # Rows may lack a column, but not one that the user named: a misspelled name would lose
+            # all images, or all answers.
+            is_needed = ours == "prompt" or theirs != ours
+            if is_needed and theirs not in row and not (ours == "images" and "videos" in row):
+                raise ValueError(
+                    f"no column {theirs!r} (see --columns; launch/convert.py reads rows of other "
+                    f"systems); {columns_of(row)}"
+                )
         return make_prompt(
             processor,
             row[columns["prompt"]],
@@ -109,7 +126,16 @@ def load_prompts(
             **fields,
         )
 
-    return read_rows(path, build, args, known={*columns.values(), "videos", "rubric"})
+    known = {*columns.values(), columns["images"].removesuffix("s"), "videos", "video", "rubric"}
+    prompts = read_rows(path, build, args, known)
+    worked = any(re.search(WORKED_SOLUTION, prompt.reference or "") for prompt in prompts)
+    if worked and distributed.is_main():
+        print(
+            f"warning: {path}: answers seem to be worked solutions, which rules compare as a whole; "
+            "launch/convert.py takes the final answers out of them",
+            flush=True,
+        )
+    return prompts
 
 
 class BadRow(str):
@@ -127,21 +153,22 @@ def read_rows(
     misspelled.
     """
     folder, name = os.path.split(os.path.abspath(path))
-    further = set()
+    unread = set()
 
     def read_row(index: int, number: int, line: bytes) -> Any:
         source = f"{name}:{number}"
         try:
-            row = json.loads(line)
-            further.update(row.keys() - known)
+            row = parse_json(line, "the row")
+            if not isinstance(row, dict):
+                raise ValueError(f"a row must be a JSON object, not {row!r:.80}")
+            unread.update(describe(column, row[column]) for column in row.keys() - known)
             fields = {"index": index, "source": source, "row": row, "folder": folder}
             return build(row, fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-            return BadRow(f"{source}: {kind}{error}")
+        except ValueError as error:
+            return BadRow(f"{source}: {error}")
 
     # Bytes: of all the line separators that JSON strings may hold, only \n ends a row.
-    lines = enumerate(Path(path).read_bytes().split(b"\n"), 1)
+    lines = enumerate(read_jsonl(path).split(b"\n"), 1)
     lines = [(number, line) for number, line in lines if line.strip()]
     if not lines:
         raise ValueError(f"{path}: empty file, no rows")
@@ -150,10 +177,34 @@ def read_rows(
         rows = list(pool.map(read_row, range(len(lines)), *zip(*lines)))
     bad = [row for row in rows if isinstance(row, BadRow)]
     report_bad(path, bad, len(rows), args.on_bad_row == "error" or len(bad) == len(rows))
-    if further and distributed.is_main():
-        names = ", ".join(map(repr, sorted(further)))
+    if unread and distributed.is_main():
+        names = ", ".join(sorted(unread))
         print(f"{path}: columns that are kept, but not read: {names:.400}", flush=True)
     return [row for row in rows if not isinstance(row, BadRow)]
+
+
+def read_jsonl(path: str) -> bytes:
+    """The bytes of a JSONL file. Raises ValueError: it is something else, with what to do."""
+    what = "no file (data of the hub: hf download NAME --repo-type dataset --local-dir FOLDER)"
+    if os.path.isfile(path):
+        with open_regular(path) as file:
+            content = file.read()
+        start = content.removeprefix(b"\xef\xbb\xbf")
+        kinds = (kind for beginning, kind in OTHER_FILES.items() if re.match(beginning, start))
+        what = next(kinds, "")
+    if what:
+        raise ValueError(
+            f"{path} is {what}; rows are JSONL, one JSON object per line: "
+            f"python launch/convert.py {path} --out NEW_FOLDER"
+        )
+    return content
+
+
+def describe(column: str, value: Any) -> str:
+    """A column that is not read, for a message: perhaps it should be."""
+    if re.search(IMAGES, f"{value!r:.2000}") or column in FOREIGN and value:
+        return f"{column!r} (images, or part of a prompt? see --columns and launch/convert.py)"
+    return repr(column)
 
 
 def report_bad(where: str, problems: list[str], rows: int, is_error: bool) -> None:
@@ -161,7 +212,7 @@ def report_bad(where: str, problems: list[str], rows: int, is_error: bool) -> No
     if this ends the run."""
     if not problems:
         return
-    first = map(printable, problems[:5])
+    first = [printable(problem[:1000]) for problem in problems[:5]]
     summary = "\n  ".join([f"{where}: {len(problems)} of {rows} rows are bad", *first])
     if is_error:
         raise UserError(summary)
@@ -196,9 +247,9 @@ def number_as_text(value: Any) -> Any:
 
 def media_list(row: dict, column: str = "images") -> list[Media]:
     """The images of a row as paths, and then its clips, each a file or a list of images, as tuples
-    of paths."""
-    images = [_path(image) for image in _as_list(row.get(column))]
-    return images + [_clip_paths(clip) for clip in _as_list(row.get("videos"))]
+    of paths. The names of their columns may be in the singular."""
+    images, clips = (row.get(name) or row.get(name.removesuffix("s")) for name in (column, "videos"))
+    return [*map(_path, _as_list(images)), *map(_clip_paths, _as_list(clips))]
 
 
 def _as_list(value: Any) -> list:
@@ -212,8 +263,10 @@ def _clip_paths(clip: Any) -> tuple[str, ...]:
 
 
 def _path(file: Any) -> str:
-    """A path, as it is."""
-    if not isinstance(file, str) or not file or re.match("(?:https?|data|file):", file):
+    """A path, perhaps behind file://."""
+    if isinstance(file, str):
+        file = file.removeprefix("file://")
+    if not isinstance(file, str) or re.match(NO_PATH, file):
         raise ValueError(
             "an image is the path of a file, a video that or a list of such paths, not "
             f"{file!r:.80} (launch/convert.py writes images to files)"
@@ -227,16 +280,31 @@ def _path(file: Any) -> str:
 
 
 def message_turns(prompt: str | list) -> list[dict]:
-    """The messages of a row, content as parts. Raises ValueError: neither a string nor messages
-    that a prompt can be."""
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    roles = [turn.get("role") for turn in turns] if isinstance(turns, list) else []
-    if not roles or not set(roles) <= set(ROLES) or roles[-1] == "assistant":
+    """The messages of a row, which may be JSON in a string, content as parts. Raises ValueError:
+    neither a string nor messages that a prompt can be."""
+    turns = prompt
+    if isinstance(prompt, str):
+        is_json = re.match(MESSAGES, prompt)
+        turns = parse_json(prompt, "prompt") if is_json else [{"role": "user", "content": prompt}]
+    messages = [_read_turn(turn) for turn in turns] if isinstance(turns, list) else []
+    if not messages or messages[-1]["role"] == "assistant":
         raise ValueError(
-            'prompt must be a string or messages {"role": ..., "content": string or parts}, with '
-            f"roles {', '.join(ROLES)}, the last not by the assistant; it is {turns!r:.120}"
+            "prompt must be a string or messages (the last not by the assistant); it is "
+            f"{turns!r:.120}"
         )
-    return [{**turn, "content": message_parts(turn["content"])} for turn in turns]
+    return messages
+
+
+def _read_turn(turn: Any) -> dict:
+    match turn:
+        case {"role": role, "content": str() | list() as content} if role in ROLES:
+            return {**turn, "content": message_parts(content)}
+        case {"role": "assistant", "tool_calls": [_, *_]}:
+            return {**turn, "content": []}  # the template writes the calls
+    raise ValueError(
+        'prompt must be a string or messages {"role": ..., "content": string or parts}, with '
+        f"roles {', '.join(ROLES)}, not {turn!r:.120} (launch/convert.py reads other forms)"
+    )
 
 
 def message_parts(content: str | list) -> list[dict]:
@@ -253,9 +321,10 @@ def message_parts(content: str | list) -> list[dict]:
     return parts
 
 
-def _read_part(part: dict) -> dict:
+def _read_part(part: Any) -> dict:
+    pairs = part.items() if isinstance(part, dict) else ()
     # Tables give every part every key, those that it has not as null.
-    entries = {key: value for key, value in part.items() if value is not None}
+    entries = {key: value for key, value in pairs if value is not None}
     match entries:
         case {"type": "text", "text": str(), **further} if not further:
             return entries
@@ -268,7 +337,7 @@ def _read_part(part: dict) -> dict:
     raise ValueError(
         'a part of a message must be {"type": "text", "text": ...}, {"type": "image"} or '
         '{"type": "video"}, the latter two with their file as "image" or "video", or in the '
-        f"columns, not {part!r:.80}"
+        f"columns, not {part!r:.80} (launch/convert.py reads other forms)"
     )
 
 
@@ -371,11 +440,13 @@ def make_prompt(
 
 
 def locate(item: Media, folder: str, root: str) -> Media:
-    """The absolute path of an image, or those of a clip. Raises ValueError: not in the folder
-    ``root``, if there is one, after resolving the links of both."""
+    """The absolute path of an image, or those of a clip: relative to the folder, or if there is no
+    such file to ``root``. Raises ValueError: not in the folder ``root``, if there is one, after
+    resolving the links of both."""
     if isinstance(item, tuple):
         return tuple(locate(path, folder, root) for path in item)
-    path = os.path.normpath(os.path.join(folder, item))
+    paths = [os.path.normpath(os.path.join(base, item)) for base in (folder, root)]
+    path = next(filter(os.path.exists, paths if root else ()), paths[0])
     if root:
         path = os.path.realpath(path)  # a link that changes later must not lead out of the folder
         if not Path(path).is_relative_to(Path(root).resolve()):

@@ -238,7 +238,8 @@ ROW_KINDS = {
     "response": RowKind("response", set(), "one prompt, and a text that is not empty as response"),
 }
 PROMPT_FIELDS = ("prompt", "question", "messages")
-JUDGEMENT_COLUMNS = {*PROMPT_FIELDS, *ROW_KINDS, "critique", "images", "videos", "source", "pair"}
+MEDIA_FIELDS = ("images", "image", "videos", "video")
+JUDGEMENT_COLUMNS = {*PROMPT_FIELDS, *ROW_KINDS, *MEDIA_FIELDS, "critique", "source", "pair"}
 ORDERS = ("given", "swapped")
 # Names of the two sides in a critique that is shown in both orders.
 FIXED_NAMES = re.compile(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b")
@@ -280,10 +281,13 @@ def _read_columns(row: dict) -> tuple[str, str | list, list[str], list, str]:
     kind, _, needs = ROW_KINDS[mark]
     prompts = [row[field] for field in PROMPT_FIELDS if field in row]
     listed = row.get("responses", [row.get("response", "" if kind in PAIRS else None)])
+    if not isinstance(listed, list):
+        listed = [None]
     responses = [number_as_text(response) for response in listed]
     images = media_list(row)
-    optional = [row.get(column) or "" for column in ("critique", "source", "criterion")]
-    texts = [*responses, *optional]
+    texts = [*responses, row.get("critique") or "", row.get("source") or ""]
+    if mark == "criterion":
+        texts.append(row["criterion"])
     if kind != "response":
         texts += prompts  # of which a response may have messages
     are_texts = all(isinstance(text, str) for text in texts)
@@ -427,9 +431,12 @@ def load_responses(path: str, processor: Processor, args: DataArgs, limit: int) 
 def read_rubric(row: dict) -> list[tuple[str, float]]:
     """The criteria of a row and their weights. Raises ValueError."""
     criteria = []
-    for item in row.get("rubric") or []:
-        text, weight = (item, 1) if isinstance(item, str) else (item["text"], item.get("weight", 1))
-        if not isinstance(text, str) or not 0 < weight < math.inf:
+    listed = row.get("rubric")
+    for item in listed if isinstance(listed, list) else ():
+        entry = item if isinstance(item, dict) else {"text": item}
+        text, weight = entry.get("text"), entry.get("weight", 1)
+        is_weight = type(weight) in (int, float) and 0 < weight < math.inf
+        if not (isinstance(text, str) and is_weight):
             raise ValueError(f"rubric: expected a text and a weight above 0, not {item!r:.120}")
         criteria.append((text, float(weight)))
     if not criteria:

@@ -96,7 +96,7 @@ def build_source(source: Source, rows: list[Prompt], script: Script) -> "RewardM
             check_media(processor, row.images)
             if is_judge and args.reward.grm_question == "rubric":
                 read_rubric(row.row)
-        except (ValueError, TypeError, KeyError) as error:
+        except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
     module = script.policy(model, processor) if is_judge else script.critic(model)
     module.requires_grad_(False)

@@ -16,9 +16,10 @@ class Zoom:
     """What is asked for, enlarged to the size of the picture's longer side."""
 
     def reset(self, row: dict) -> None:
-        images = row["images"] if isinstance(row["images"], list) else [row["images"]]
+        images = row.get("images") or row["image"]
+        first = images[0] if isinstance(images, list) else images
         self.row = row
-        with Image.open(Path(row["folder"], images[0])) as picture:
+        with Image.open(Path(row["folder"], first)) as picture:
             self.picture = picture.convert("RGB")
 
     def step(self, text: str) -> tuple:

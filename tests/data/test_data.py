@@ -6,12 +6,13 @@ patch grids. The checkpoint is a byte-level tokenizer and a tiny config, made he
 
 import json
 import random
+import re
 import struct
 import zlib
 
 import numpy as np
 import pytest
-from conftest import read_json, table, value_error, write_image
+from conftest import judge_settings, read_json, table, value_error, write_image
 import torch
 from PIL import Image
 from test_packed import SETUP
@@ -23,6 +24,7 @@ from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import load_prompts, parse_columns
 from common.data.images import image_size, read_image
+from common.rewards.judge import load_judgements, read_rubric
 from common.model.weights import build_model, materialize, resolve_folder
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
@@ -158,7 +160,7 @@ SMALL, LARGE = {"min_pixels": 3136, "max_pixels": 9000}, {"shortest_edge": 4000,
 
 
 @pytest.mark.parametrize("settings, flags, bounds", [
-    (SMALL, (0, 0), (3136, 9000)), ({"size": SMALL}, (0, 0), (3136, 9000)), ({"size": LARGE}, (0, 0), (4000, 8000)),
+    (SMALL, (0, 0), (3136, 9000)), ({"min_pixels": "3136", "max_pixels": "9000"}, (0, 0), (3136, 9000)), ({"size": SMALL}, (0, 0), (3136, 9000)), ({"size": LARGE}, (0, 0), (4000, 8000)),
     ({"size": LARGE} | SMALL, (5000, 6000), (5000, 6000)), ({}, (0, 0), (56 * 56, 28 * 28 * 1280))])
 def test_spellings_of_the_bounds(tmp_path, settings, flags, bounds):
     """Last without any: those of the checkpoints before must not have become the default, as transformers would do."""
@@ -207,6 +209,8 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
     (lambda f: (f / "preprocessor_config.json").unlink(), "no preprocessor_config.json"),
     (lambda f: edit(f / "preprocessor_config.json", min_pixels=900, max_pixels=800),
      "min_pixels 900 is more than max_pixels 800"),
+    (lambda f: edit(f / "config.json", model_type="their_own", auto_map={"AutoConfig": "configuration.TheirConfig"}),
+     "config.json: it needs Python code of its own, which is never run here$"),
 ])
 def test_bad_checkpoint(tmp_path, change, message):
     change(write_checkpoint(tmp_path))
@@ -376,7 +380,8 @@ def test_a_row_keeps_all_its_columns(load, tmp_path, capsys):
     assert [prompt.reference for prompt in prompts] == ["4", "2.5", "-12"]
     assert [len(prompt.images) for prompt in prompts] == [0, 1, 1]
     assert capsys.readouterr().out == f"{tmp_path / 'train.jsonl'}: columns that are kept, but not read: " \
-        "'depth', 'extra', 'imgs', 'reward_model', 'tools'\n"
+        "'depth', 'extra', 'imgs' (images, or part of a prompt? see --columns and launch/convert.py), " \
+        "'reward_model' (images, or part of a prompt? see --columns and launch/convert.py), 'tools'\n"
     load([dict(prompt="Hi", answer="4", label="l", images=[], videos=[])])
     assert capsys.readouterr().out == ""
 
@@ -407,6 +412,75 @@ def test_prompts_of_several_turns(load, tmp_path, processor):
     assert [len(run) for run in runs] == [h * w // 4 for _, h, w in prompt.grids]
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+CALLED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+          {"role": "tool", "content": "red"}]
+AS_TEXT = [{"role": "user", "content": [{"type": "image", "image": "file://FOLDER/a.png"}, {"type": "text", "text": "Hi"}]}]
+
+
+@pytest.mark.parametrize("row, columns, turns", [
+    ({"prompt": "Hi", "image": "a.png"}, "", [("user", PICTURE + "Hi")]),                                   # TRL, LLaVA
+    ({"prompt": "Hi", "image": ["a.png"], "images": None}, "", [("user", PICTURE + "Hi")]),
+    ({"problem": "Hi", "image": "a.png", "solution": "red"}, "prompt=problem,answer=solution", [("user", PICTURE + "Hi")]),
+    ({"message": json.dumps(AS_TEXT), "answer": "red"}, "prompt=message", [("user", PICTURE + "Hi")]),        # lmm-r1
+    ({"conversations": [{"role": "user", "content": "<image>Hi"}], "image_urls": ["file://FOLDER/a.png"]},    # MM-EUREKA
+     "prompt=conversations,images=image_urls", [("user", PICTURE + "Hi")]),
+    ({"prompt": CALLED}, "", [("user", "Hi"), ("assistant", ""), ("tool", "red")]),
+])
+def test_rows_of_other_systems_that_need_no_conversion(load, tmp_path, capsys, row, columns, turns):
+    row = json.loads(json.dumps(row).replace("FOLDER", str(tmp_path)))
+    prompt, = load([row], columns)
+    assert prompt.text == rendered(*turns)
+    assert prompt.images == (str(tmp_path / "a.png"),) * prompt.text.count(PICTURE)
+    assert prompt.row == row
+    assert "columns" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row, names", [
+    ({"picture": "sub/x.JPG", "id": 3, "url": "http://x.org"}, "picture"),
+    ({"image_1": {"bytes": "iVBORw0KGgoAAA", "path": None}, "image_2": None}, "image_1"),
+    ({"image": None, "frames": ["data:image/png;base64,iVBOR"]}, "frames"),
+    ({"input": "2 + 2", "system": "", "history": []}, "input"),
+    ({"conversations": [{"from": "human", "value": "x"}]}, "conversations"),
+])
+def test_an_unread_column_that_matters_is_said(load, capsys, row, names):
+    load([{"prompt": "x"} | row])
+    assert re.findall(r"'(\w+)' \(images, or part of a prompt\?", capsys.readouterr().out) == [names]
+
+
+@pytest.mark.parametrize("answer, is_worked", [
+    ("6 * 12 = 72\n#### 72", True), (r"So $x = \boxed{2}$.", True), ("<answer> 3 </answer>", True),
+    ("72", False), (r"\boxed{2}", False), ("a < b", False)])
+def test_worked_solutions_are_said(load, capsys, answer, is_worked):
+    load([{"prompt": "x", "answer": "1"}, {"prompt": "x", "answer": answer}])
+    assert ("answers seem to be worked solutions" in capsys.readouterr().out) == is_worked
+
+
+@pytest.mark.parametrize("columns, name", [("answer=TYPO", "TYPO"), ("label=task", "task"), ("prompt=q", "q")])
+def test_a_named_column_is_in_every_row(load, columns, name):
+    with value_error(f"train.jsonl:2: no column '{name}' .*--columns.*the row has 'prompt', 'answer'"):
+        load([{"prompt": "x", name: "y"}, {"prompt": "x", "answer": "y"}], columns)
+
+
+@pytest.mark.parametrize("content, what", [
+    (json.dumps([{"prompt": "x"}]).encode(), "a JSON list"),
+    (b"\xef\xbb\xbf\n[\n  {}]", "a JSON list"),
+    (json.dumps({"prompt": "x"}, indent=2).encode(), "JSON with its objects on several lines each"),
+    ('{"prompt": "x"}\n'.encode("utf-16"), "text in UTF-16"),
+    ('{"prompt": "x"}\n'.encode("utf-16-le"), "text in UTF-16"),
+    (b"PAR1\x15\x04", "a Parquet table"),
+    (b"\x1f\x8b\x08\x00", "compressed"),
+    (None, "no file .data of the hub: hf download"),
+])
+def test_data_that_is_no_jsonl(tmp_path, processor, content, what):
+    path = tmp_path / "rows.json"
+    if content is not None:
+        path.write_bytes(content)
+    with value_error(f"^{path} is {what}.*python launch/convert.py {path} --out") as error:
+        load_prompts(str(path), processor, DataArgs())
+    assert "\n" not in str(error.value)
+
+
 def test_bom_crlf_blank_lines_and_line_separators(load):
     """U+2028 ends a line for str.splitlines, but not in JSON; index counts rows, source counts lines."""
     data = b"\xef\xbb\xbf" + '{"prompt": "a"}\r\n\r\n   \n{"prompt": "b\u2028c"}\r\n\n{"prompt": "d"}'.encode()
@@ -422,14 +496,19 @@ def test_order(load):
 
 
 BAD_ROWS = table("""
-invalid JSON              | {"prompt":  | JSONDecodeError
-invalid UTF-8             | {"prompt": "ÿ"} | UnicodeDecodeError
-no object                 | ["prompt"] | AttributeError: 'list' object
+invalid JSON              | {"prompt":  | not JSON
+invalid UTF-8             | {"prompt": "ÿ"} | not JSON
+no object                 | ["prompt"] | a row must be a JSON object, not \\['prompt'\\]
 no prompt column          | {"question": "x", "answer": "y"} | no column 'prompt' .*; the row has 'question', 'answer'
 prompt of wrong type      | {"prompt": 5} | prompt must be a string or messages .* it is 5
 empty prompt              | {"prompt": "<image> ", "images": "a.png"} | empty prompt
 no messages               | {"prompt": []} | prompt must be a string or messages
-message without content   | {"prompt": [{"role": "user"}]} | KeyError: 'content'
+message without content   | {"prompt": [{"role": "user"}]} | prompt must be .* not {'role': 'user'}
+message of null           | {"prompt": [{"role": "user", "content": null}]} | prompt must be .* 'content': None}
+no message                | {"prompt": ["x"]} | prompt must be .* not 'x'
+messages of LLaVA         | {"prompt": [{"from": "human", "value": "x"}]} | prompt must be .*convert.py
+messages cut off          | {"prompt": "[{\\"role\\": "} | prompt: not JSON
+no part                   | USER [5]}]} | a part of a message must be .* not 5
 unknown role              | {"prompt": [{"role": "robot", "content": "x"}]} | roles system, user, assistant, tool.*robot
 assistant last            | {"prompt": [{"role": "assistant", "content": "x"}]} | the last not by the assistant
 unknown part              | USER [{"type": "audio"}]}]} | a part of a message must be .*audio
@@ -438,6 +517,9 @@ part with bytes           | USER [{"type": "image", "bytes": "iVBOR"}]}]} | with
 part with its file elsewhere too | USER [{"type": "image", "image": "a.png"}, {"type": "text", "text": "x"}]}], \
 "images": ["b.jpg"]} | hold 1 images for 0 places .*without a file
 image in the web          | {"prompt": "x", "images": ["http://x.org/a.png"]} | the path of a file.*http.*convert.py
+image in base64           | {"prompt": "x", "images": "iVBORw0KGgoAAA"} | the path of a file.*convert.py
+a megabyte                | {"prompt": "x", "image": "MEGABYTE"} | the path of a file.*convert.py
+zero in a name            | {"prompt": "x", "image": "a\\u0000.png"} | the path of a file
 bytes of an image         | {"prompt": "x", "images": [{"bytes": "iVBOR", "path": "a.png"}]} | the path of a file.*bytes
 answer of wrong type      | {"prompt": "x", "answer": true} | column 'answer' must be a string or a finite number, not T
 answer that is no number  | {"prompt": "x", "answer": NaN} | column 'answer' must be a string or a finite number
@@ -455,7 +537,8 @@ end of turn from two parts | USER [{"type": "image"}, {"type": "text", "text": "
 too long                  | {"prompt": "LONG", "images": "a.png"} | too long: 507 tokens, 6 of them of images; the limit is 500
 half a surrogate pair     | {"prompt": "a\\ud800"} | surrogates not allowed
 two system prompts        | {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]} | drop one of them
-""".replace("USER", '{"prompt": [{"role": "user", "content":').replace("LONG", "x" * 480))
+""".replace("USER", '{"prompt": [{"role": "user", "content":').replace("LONG", "x" * 480)
+                 .replace("MEGABYTE", "A" * 2**20))
 
 
 @pytest.mark.parametrize("case, row, message", BAD_ROWS)
@@ -464,11 +547,60 @@ def test_bad_row(load, tmp_path, case, row, message, capsys):
     Image.new("RGB", (2, 500)).save(tmp_path / "thin.png")
     data = f'{{"prompt": "first"}}\n\n{row}\n{{"prompt": "last"}}\n'.encode("latin-1")           # in which ÿ is no UTF-8
     system_prompt = "S" if case == "two system prompts" else ""
-    with value_error(f"train.jsonl: 1 of 3 rows are bad\n  train.jsonl:3: .*{message}"):
+    with value_error(f"train.jsonl: 1 of 3 rows are bad\n  train.jsonl:3: .*{message}") as error:
         load(data, system_prompt=system_prompt)
+    assert len(str(error.value)) < 1500
     prompts = load(data, on_bad_row="skip", system_prompt=system_prompt)
     assert [(p.index, p.source) for p in prompts] == [(0, "train.jsonl:1"), (2, "train.jsonl:4")]
     assert "train.jsonl: 1 of 3 rows are bad\n  train.jsonl:3: " in capsys.readouterr().out
+
+
+PYTHONS_WORDS = r"Error\b|NoneType|has no attribute|subscriptable|unhashable|iterable|object is|not supported between|codec"
+SCALARS = (None, True, 3, 1e400, "", "text <image>", "a.png", "A", "no.png", "file:///a.png", "B" * 50_000, '[{"role": 1}]')
+KEYS = ("role", "content", "type", "text", "image", "file", "video", "tool_calls", "from", "value", "weight", "user")
+
+
+def odd_value(rng, depth):
+    """Anything that JSON can hold, often nearly a row's."""
+    kind = rng.randrange(6) if depth else 0
+    if kind == 1:
+        return [odd_value(rng, depth - 1) for _ in range(rng.randrange(4))]
+    if kind == 2:
+        return {rng.choice(KEYS): odd_value(rng, depth - 1) for _ in range(rng.randrange(4))}
+    if kind == 3:
+        return [{"role": rng.choice(["user", "assistant", None, []]), "content": odd_value(rng, depth - 1)}]
+    if kind == 4:
+        part = {"type": rng.choice(["text", "image", "video", {}]), rng.choice(KEYS): odd_value(rng, depth - 1)}
+        return [{"role": "user", "content": [part, {"type": "text", "text": "x"}]}]
+    return rng.choice(SCALARS)
+
+
+PROMPT_COLUMNS = ("images", "image", "videos", "answer", "label", "question")
+JUDGE_COLUMNS = ("images", "image", "videos", "question", "messages", "response", "responses", "preferred", "correct",
+                 "score", "criterion", "critique", "source", "rubric", "pair")
+
+
+def test_odd_rows_are_refused_in_our_words(tmp_path, processor):
+    """Or read: a row of any shape, of a policy or of a judge, with a rubric."""
+    write_image(tmp_path / "a.png", (64, 40), np.random.default_rng(0))
+    path, rng, read = tmp_path / "rows.jsonl", random.Random(0), 0
+    args, settings = DataArgs(max_prompt_tokens=500), judge_settings()
+    for k in range(1500):
+        names = rng.sample(JUDGE_COLUMNS if k % 2 else PROMPT_COLUMNS, rng.randrange(5))
+        row = {"prompt": "x"} | {name: odd_value(rng, 3) for name in ["prompt"] * rng.randrange(2) + names}
+        path.write_text(json.dumps(row if k % 50 else odd_value(rng, 3)) + "\n")
+        try:
+            if k % 2:
+                read_rubric(row)
+                load_judgements(str(path), processor, settings, args)
+            else:
+                load_prompts(str(path), processor, args)
+            read += 1
+        except ValueError as error:
+            assert len(str(error)) < 2000
+            text = str(error).partition("cannot be read as")[0]                          # Pillow says why
+            assert not re.search(PYTHONS_WORDS, text), f"{error}: {row!r:.500}"
+    assert read > 50
 
 
 def test_first_five_of_many(load):
@@ -484,8 +616,6 @@ def test_nothing_left(load, tmp_path, processor):
     for empty in (b"", b"\n \r\n"):
         with value_error("train.jsonl: empty file"):
             load(empty)
-    with pytest.raises(FileNotFoundError, match="none.jsonl"):
-        load_prompts(str(tmp_path / "none.jsonl"), processor, DataArgs())
 
 
 @pytest.mark.parametrize("template, message", [

@@ -374,7 +374,7 @@ def test_a_rubric_is_the_weighted_mean_of_its_criteria(qwen25, rubric_rows, judg
 @pytest.mark.parametrize("rubric, message", [
     (None, "rows.jsonl:1: no \"rubric\""), ([], "no \"rubric\""), ([{"text": 3}], "a text and a weight above 0"),
     ([{"text": "a", "weight": 0}], "a weight above 0"), ([{"text": "a", "weight": "2"}], "rows.jsonl:1: "),
-    ([{"weight": 1}], "rows.jsonl:1: 'text'"), (["a", 5], "rows.jsonl:1: ")])
+    ([{"weight": 1}], "rows.jsonl:1: rubric: expected a text and"), (["a", 5], "rows.jsonl:1: ")])
 def test_a_row_without_a_rubric_is_refused(qwen25, judges, tmp_path, rubric, message):
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "rubric": rubric}])
     with user_error(re.escape(message)):
