@@ -4,7 +4,8 @@ r"""Mathematical answers, judged by the field's own library: roots, fractions, p
     torchrun --nproc_per_node 8 train_ppo_vl.py --reward launch/reward_math.py:score ...
 
 The answer is the last \boxed{...} of the response. The reward is 0.9 for a right answer and 0.1 for the format,
-thoughts in <think>...</think> and then the answer. Text that cannot be parsed is a wrong answer.
+thoughts in <think>...</think>, which the chat template may open, and then the answer. Text that cannot
+be parsed is a wrong answer.
 
 The library runs in a process of its own, with --reward_workers 8 in eight of them. Its own time limit works only in the main thread, where rewards are not computed,
 and no thread could stop an answer such as 9^{9^{9}}, which sympy starts to write out. Such an answer costs
@@ -30,7 +31,11 @@ def score(prompts, responses, references, labels, images):
     while len(accuracy) < len(responses):
         done = len(accuracy)
         accuracy += grade_in_process(responses[done:], references[done:])
-    formats = [float(bool(FORMAT.fullmatch(response))) for response in responses]
+    # Not at the top: this file is the worker, too, which needs nothing of the project and starts fast.
+    from common.rewards.rules import with_opened_thought
+
+    texts = map(with_opened_thought, prompts, responses)
+    formats = [float(bool(FORMAT.fullmatch(text))) for text in texts]
     rewards = [0.9 * right + 0.1 * formatted for right, formatted in zip(accuracy, formats)]
     return {"reward": rewards, "accuracy": accuracy, "format": formats}
 

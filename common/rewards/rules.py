@@ -1,8 +1,9 @@
-r"""Rules that score a response by its text alone.
+r"""Rules that score a response by its text.
 
-    extract_answer    the last `\boxed{...}`, or <answer>...</answer>
-    answers_equal     text, choice letters, numbers, fractions, ordered lists
-    rule_reward       a rule as a reward function
+    with_opened_thought   the response, with a thought that its prompt opens
+    extract_answer        the last `\boxed{...}`, or <answer>...</answer>
+    answers_equal         text, choice letters, numbers, fractions, ordered lists
+    rule_reward           a rule as a reward function
 
 For roots, units and expressions there is launch/reward_math.py.
 """
@@ -38,6 +39,16 @@ QUOTIENT = re.compile(rf"([+-]?{NUMBER})(?:/({NUMBER}))?", re.ASCII)
 FRACTION = re.compile(
     rf"^([+-]?)\\frac ?(?:\{{([+-]?{NUMBER})\}}|(\d)) ?(?:\{{({NUMBER})\}}|(\d))$", re.ASCII
 )
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a rendered prompt ends in <think>: the templates of some models write it themselves."""
+    return prompt.rstrip().endswith("<think>")
+
+
+def with_opened_thought(prompt: str, response: str) -> str:
+    """A response with the <think> at the end of its prompt, if there is one."""
+    return f"<think>{response}" if opens_thought(prompt) else response
 
 
 def extract_answer(response: str, rule: str) -> str | None:
@@ -114,7 +125,9 @@ def parse_number(text: str) -> Fraction | None:
 def rule_reward(rule: str, prompts, responses, references, labels, images) -> Columns:
     """A rule as a reward function."""
     columns = {}
-    for response, reference in zip(responses, references):
+    for prompt, response, reference in zip(prompts, responses, references):
+        if rule != "exact":
+            response = with_opened_thought(prompt, response)
         for name, value in rule_scores(rule, response, reference).items():
             columns.setdefault(name, []).append(float(value))
     return columns

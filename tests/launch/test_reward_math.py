@@ -95,10 +95,11 @@ def test_an_answer_without_end_is_wrong_and_stops_nothing(score):
 def test_the_format_is_thoughts_and_then_a_box(score):
     function = load_source(f"{PATH}:score").function
     responses = [r"<think>1 + 1</think> \boxed{2}", r"<think>1 + 1 \boxed{2}", r"\boxed{2}",
-                 "<think>1 + 1</think> 2"]
-    columns = function([""] * 4, responses, ["2"] * 4, [None] * 4, [[]] * 4)
-    assert columns["reward"] == [1.0, 0.9, 0.9, 0.0]
-    assert columns["format"] == [1.0, 0.0, 0.0, 0.0]
+                 "<think>1 + 1</think> 2", r"1 + 1</think> \boxed{2}", r"1 + 1</think> \boxed{2}"]
+    prompts = [""] * 5 + ["assistant\n<think>\n"]                                    # the template has opened the last one's
+    columns = function(prompts, responses, ["2"] * 6, [None] * 6, [[]] * 6)
+    assert columns["reward"] == [1.0, 0.9, 0.9, 0.0, 0.9, 1.0]
+    assert columns["format"] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_a_worker_that_fails_is_an_error(score, monkeypatch):

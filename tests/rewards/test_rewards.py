@@ -14,7 +14,7 @@ from common.rewards import scoring
 from common.distributed import UserError
 from common.rewards.functions import Samples, Source, load_source, score_samples
 from common.rewards.rules import same_words
-from common.rewards.rules import answers_equal, extract_answer, format_score, parse_number
+from common.rewards.rules import answers_equal, extract_answer, format_score, parse_number, rule_reward
 from common.flags import RewardArgs
 
 
@@ -71,6 +71,20 @@ def test_last_answer(response, answer):
 """))
 def test_format_score(expected, response):
     assert format_score(response, "boxed") == int(expected)
+
+
+@pytest.mark.parametrize("prompt_end, formed", [("assistant\n<think>\n", [1, 0, 0]), ("<think>", [1, 0, 0]), ("assistant\n", [0, 1, 0]),
+                                                ("<think>\n\n</think>\n\n", [0, 1, 0])])
+@pytest.mark.parametrize("rule, answer", [("boxed", r"\boxed{3}"), ("answer", "<answer>3</answer>")])
+def test_a_thought_that_the_template_opens_is_part_of_the_form(prompt_end, formed, rule, answer):
+    """As those of Qwen3.5, the Thinking models and R1's distills do; an empty one that it closes is none."""
+    responses = [f"1 + 2\n</think>\n\n{answer}", f"<think>1 + 2</think>{answer}", answer]
+    columns = rule_reward(rule, [f"<|im_start|>user\n<think>?<|im_end|>{prompt_end}"] * 3, responses, ["3"] * 3, [None] * 3, [[]] * 3)
+    assert columns["accuracy"] == [1, 1, 1]
+    assert columns["format"] == formed
+    assert columns["reward"] == pytest.approx([0.9 + 0.1 * form for form in formed])
+    exact = rule_reward("exact", ["<think>"], ["a b"], ["A  b"], [None], [[]])
+    assert exact["reward"] == [1]
 
 
 # ------------------------------------------------------------------------------------------------ equality
