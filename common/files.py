@@ -2,9 +2,13 @@
 
     open_regular             a file as bytes; a FIFO or a device is refused, not waited for
     parse_json, read_json    every failure is a ValueError that says where it is
+    number_as_text           a number of JSON as the text that rows hold of it
+
+launch/convert.py reads this file without the rest of common/, which needs torch.
 """
 
 import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -41,3 +45,10 @@ def read_json(path: str | Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object, but {content!r:.80}")
     return content
+
+
+def number_as_text(value: Any) -> Any:
+    """An integer or finite float as its text, anything else unchanged. True and false are left
+    alone: whether a model should say "true", "yes" or "1" is for the data to say."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number and abs(value) < math.inf else value

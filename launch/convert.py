@@ -53,6 +53,10 @@ from PIL import Image
 
 import benchmarks
 
+# Behind all other folders: common/ has a logging.py. As a package, it needs torch.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+from files import number_as_text
+
 PROMPTS = ("prompt", "messages", "query", "question", "problem")
 LABELS = ("label", "source", "data_source", "query_source")
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path")
@@ -190,9 +194,10 @@ def as_list(value: Any) -> list:
 
 
 def as_text(value: Any) -> str:
-    if not isinstance(value, str | int | float):
-        raise ValueError(f"answer and label must be text or a number, not {value!r:.80}")
-    return str(value)
+    text = number_as_text(value)
+    if not isinstance(text, str):
+        raise ValueError(f"answer and label must be a string or a finite number, not {value!r:.80}")
+    return text
 
 
 def as_one_text(prompt: str | list) -> str:

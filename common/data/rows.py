@@ -8,7 +8,6 @@ Of images and videos only the headers are read here; `loader.PromptLoader` decod
 needs them. A user's mistake is a ValueError that names the file, the line and the numbers.
 """
 
-import math
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from common.data.families import Family
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor
 from common.distributed import UserError, printable
-from common.files import open_regular, parse_json
+from common.files import number_as_text, open_regular, parse_json
 from common.flags import DataArgs
 
 PLACES = ("<image>", "<video>")  # in the strings of rows
@@ -236,13 +235,6 @@ def read_text(row: dict, column: str) -> str | None:
     if not isinstance(text, str | None):
         raise ValueError(f"column {column!r} must be a string or a finite number, not {text!r:.80}")
     return text
-
-
-def number_as_text(value: Any) -> Any:
-    """An integer or finite float as its text, anything else unchanged. True and false are left
-    alone: whether a model should say "true", "yes" or "1" is for the data to say."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return str(value) if is_number and abs(value) < math.inf else value
 
 
 def media_list(row: dict, column: str = "images") -> list[Media]:

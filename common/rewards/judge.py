@@ -27,10 +27,10 @@ from common.data.rows import (
     media_list,
     message_parts,
     message_turns,
-    number_as_text,
     read_rows,
     user_text,
 )
+from common.files import number_as_text
 from common.flags import DataArgs
 from common.rewards.rules import parse_verdict
 

@@ -3,20 +3,42 @@
 import base64
 import io
 import json
+import subprocess
 import sys
 
 import convert
 import extra_packages
 import numpy as np
 import pytest
-from conftest import judge_settings, read_rows, words
+from conftest import ROOT, judge_settings, read_rows, value_error, words
 from PIL import Image
 
 from common.rewards.judge import load_judgements
 from common.flags import DataArgs
 from common.data.processor import Processor
-from common.data.rows import load_prompts
+from common.data.rows import load_prompts, read_text
 from common.data.images import read_image
+
+
+# ---- Numbers
+
+@pytest.mark.parametrize("number, text", [
+    ("3", "3"), ("3.0", "3.0"), ("0.00001", "1e-05"), ("2e16", "2e+16"), ("true", None), ("NaN", None), ("1e999", None)])
+def test_a_number_has_one_text_converted_or_not(number, text):
+    """None: refused by both."""
+    row = json.loads(f'{{"answer": {number}}}')
+    readers = (lambda: read_text(row, "answer"), lambda: convert.convert_prompt({"prompt": "p"} | row, None)["answer"])
+    for read in readers:
+        if text is None:
+            with value_error("must be .* finite number, not"):
+                read()
+        else:
+            assert read() == text
+
+
+def test_converting_needs_no_torch():
+    code = "import sys; sys.path.insert(0, 'launch'); import convert; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
 # ---- Pictures
@@ -288,7 +310,7 @@ CUT_IMAGE = base64.b64encode(encode(noise(1))[:900]).decode()
     (GOOD | {"images": ["http://host/a.png"]}, "FileNotFoundError: 'http://host/a.png' is neither a file in "),
     (GOOD | {"images": [CUT_IMAGE]}, "OSError: "),
     (GOOD | {"videos": ["none.mp4"]}, "FileNotFoundError: "),
-    (GOOD | {"answer": [1]}, "ValueError: answer and label must be text or a number, not [1]"),
+    (GOOD | {"answer": [1]}, "ValueError: answer and label must be a string or a finite number, not [1]"),
     ({"chosen": asked("x") + answered("a"), "rejected": asked("y") + answered("b")}, "ValueError: without a prompt"),
     (3, "AttributeError: "),
 ])
