@@ -662,6 +662,15 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"{count} training prompts, {len(rows.held_out)} held-out examples; {args.optim.steps} "
         f"steps of {prompts} prompts = {passes:.1f} passes; output: {log.out}"
     )
+    if args.run.eval_only:
+        return log
+    problems = data.repeated_rows(args.data, rows.train_sets)
+    if args.optim.warmup_steps >= args.optim.steps:
+        problems.append(
+            f"--warmup_steps {args.optim.warmup_steps} of --steps {args.optim.steps}: --lr is never reached"
+        )
+    for problem in problems:
+        log.line(f"warning: {problem}")
     return log
 
 

@@ -350,11 +350,11 @@ class AlgorithmArgs:
     )
     kl_in: str = flag("reward", "where the KL acts", choices=("reward", "loss"))
     kl_estimator: str = flag(
-        "k1",
-        "with --kl_in reward use k1, since only k1 gives the gradient of the KL there; with --kl_in "
-        "loss use k2, k3+ or full (exact, over the whole vocabulary, for one more forward pass of "
-        "the reference), since the gradient of k1 averages to zero there",
-        choices=("k1", "k2", "k3", "abs", "full", "k1+", "k3+", "abs+"),
+        "auto",
+        "auto: k1 with --kl_in reward, as only k1 gives the gradient of the KL there; k3+ with --kl_in "
+        "loss, where k2 and full (exact, over the whole vocabulary, for one more forward pass of the "
+        "reference) are right too, and k1 is refused: its gradient averages to zero",
+        choices=("auto", "k1", "k2", "k3", "abs", "full", "k1+", "k3+", "abs+"),
     )
     kl_target: float = flag(
         0.0, "adapt the weight of the KL to reach this KL per token; 0: the weight is fixed", low=0
@@ -531,7 +531,18 @@ class Args:
 
     @property
     def exact_kl_in_loss(self) -> bool:
-        return self.kl_in_loss and self.algorithm.kl_estimator == "full"
+        return self.kl_in_loss and self.kl_estimator == "full"
+
+    @property
+    def has_idle_kl(self) -> bool:
+        """Whether the KL constrains nothing: see IDLE_KL."""
+        return self.kl_in_loss and self.kl_estimator == "k1"
+
+    @property
+    def kl_estimator(self) -> str:
+        if self.algorithm.kl_estimator == "auto":
+            return "k3+" if self.algorithm.kl_in == "loss" else "k1"
+        return self.algorithm.kl_estimator
 
 
 # these flags have no effect without a critic
@@ -545,6 +556,12 @@ OF_CRITIC = {
     "gae_lambda_policy",
     "gae_alpha",
 }
+
+
+IDLE_KL = (
+    "--kl_estimator k1 with --kl_in loss constrains nothing, as the gradient of k1 averages to zero: "
+    "use k2, k3+ or full"
+)
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -564,6 +581,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
         raise UserError(
             f"--advantage {args.algorithm.advantage} has no critic: leave out --{', --'.join(idle)}"
         )
+    is_new = not any(args.run.out.glob("checkpoints/step-*"))  # an old run goes on, with a warning
+    if args.has_idle_kl and "kl_estimator" in typed and is_new:
+        raise UserError(IDLE_KL)
     check_args(args)
     return args
 
@@ -590,6 +610,13 @@ def check_args(args: Args) -> None:
         parse_stop_strings(values.stop_strings) is None,
         f"--stop_strings {values.stop_strings} is not a JSON list of non-empty strings",
     )
+    for name in ("reward_timeout", "env_timeout") if values.env else ("reward_timeout",):
+        wait = getattr(values, name)
+        refuse(
+            wait >= values.timeout,
+            f"--{name} {wait:g} must be below --timeout {values.timeout:g}: a rank that waits so long "
+            "would be given up by the others",
+        )
     refuse.divides("minibatches")
     refuse.divides("rollouts_per_step")
     refuse.exceeds("min_new_tokens", "max_new_tokens")
@@ -683,6 +710,11 @@ def check_kl_args(refuse: flags.Refusals) -> None:
             refuse(getattr(values, name), f"--{name} has no effect without a --kl_coef above 0")
     refuse.both("reference_every", "lora_rank")  # with adapters the reference is the base model
     samples = values.prompts_per_step * values.samples_per_prompt
+    refuse(
+        values.advantage == "cpgd" and samples < 2,
+        "--advantage cpgd compares the samples of a step: --prompts_per_step x --samples_per_prompt "
+        "must be at least 2",
+    )
     refuse(
         values.kl_target and 5 * values.kl_horizon <= samples,
         f"--kl_horizon {values.kl_horizon} must exceed a fifth of the {samples} samples per step",
@@ -1262,7 +1294,7 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
         batch.masked_logprobs = looks.changed_logprobs(actor, batch, change, compute_logprobs)
     if reference is not None:
         with fsdp.onloaded(reference, args.update.offload):
-            fill_reference_kl(batch, actor, reference, algorithm.kl_estimator)
+            fill_reference_kl(batch, actor, reference, args.kl_estimator)
     if models.critic is not None:
         batch.values = compute_values(models.critic, batch)
     if models.teacher is not None and not args.teacher.in_loss:
@@ -1619,7 +1651,7 @@ def kl_terms(
         terms["teacher_kl"] = args.teacher.teacher_coef, kls.pop()
     if args.kl_in_loss:
         if not kls:
-            kls = [losses.kl_penalty(algorithm.kl_estimator, logp, *pack.pick(batch.ref_logprobs))]
+            kls = [losses.kl_penalty(args.kl_estimator, logp, *pack.pick(batch.ref_logprobs))]
         terms["kl_loss"] = batch.kl_coef, kls[0]
     if batch.masked_logprobs is not None:
         masked_kl = losses.perception_kl(logp, *pack.pick(batch.masked_logprobs))
@@ -1641,7 +1673,8 @@ def exceeds(stats: list[dict], target_kl: float) -> bool:
     """Whether KL(old, new) per token of a minibatch, over all ranks, is above the target."""
     sums = logging.MetricSums()
     sums.record([{"approx_kl": part["approx_kl"]} for part in stats])
-    return sums.reduce()["train/approx_kl"] > target_kl
+    # absent if no token of the minibatch is in the policy loss
+    return sums.reduce().get("train/approx_kl", 0.0) > target_kl
 
 
 def move_reference(step: int, models: Models, args: Args) -> None:
@@ -1831,7 +1864,22 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
+    for problem in learning_problems(args) + data.repeated_rows(args.data, rows.train_sets):
+        log.line(f"warning: {problem}")
     return log
+
+
+def learning_problems(args: Args) -> list[str]:
+    """What keeps the actor from learning, or from learning what it should, in all steps of a run."""
+    steps, idle, warmup = args.optim.steps, args.update.critic_warmup_steps, args.optim.warmup_steps
+    problems = []
+    if idle >= steps:
+        problems.append(f"--critic_warmup_steps {idle} of --steps {steps}: the actor never learns")
+    elif idle + warmup >= steps:
+        problems.append(f"--warmup_steps {warmup} of --steps {steps}: --actor_lr is never reached")
+    if args.has_idle_kl:
+        problems.append(IDLE_KL)
+    return problems
 
 
 def report(
@@ -1859,6 +1907,8 @@ def report(
     failed = environments.describe_failures(batch.conversations)
     if failed:
         log.line(f"warning: step {step}: {failed}")
+    text = f"step {step}: the actor was not updated: every token is masked, or a gradient is not finite"
+    log.warn("updates", metrics.get("train/actor_updates") == 0, text)
     flat = metrics["rollout/groups_without_spread"]
     prompts = metrics["rollout/rollouts"] * args.prompts_per_rollout
     text = (

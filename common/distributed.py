@@ -138,6 +138,12 @@ OUT_OF_MEMORY = (
 )
 
 
+TIMED_OUT = (
+    "a rank waited longer than --timeout for the others: raise --timeout if rewards, environments or "
+    "files are that slow; else the output of the other ranks says what held them up"
+)
+
+
 def run_main(program: Callable[[], Any]) -> None:
     """Run a script's main; what it raises becomes one message and an exit code."""
     die_with_torchrun()
@@ -161,9 +167,14 @@ def run_main(program: Callable[[], Any]) -> None:
         except (Exception, SystemExit) as error:  # a SystemExit of user code is an error, too
             traceback.print_exc()
             message = traceback.format_exc()
+            advice = ""
             if isinstance(error, torch.OutOfMemoryError):
-                message = OUT_OF_MEMORY
-                print(message, file=sys.stderr, flush=True)
+                advice = OUT_OF_MEMORY
+            elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():
+                advice = TIMED_OUT
+            if advice:
+                message = advice
+                print(advice, file=sys.stderr, flush=True)
             tell_torchrun(message)
             os._exit(1)  # no destructor may wait for the other ranks
     leave_group()

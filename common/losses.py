@@ -161,7 +161,7 @@ def dr_grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
 def rloo(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The reward minus the mean of the prompt's other samples (Ahmadian et al. 2024)."""
     _, place, count = x.prompt_index.unique(return_inverse=True, return_counts=True)
-    scale = (count / (count - 1))[place]  # (S,)
+    scale = (count / (count - 1).clamp(min=1))[place]  # (S,)
     return _for_all_tokens(x, centre(x.rewards_after_kl, x.prompt_index) * scale)
 
 
@@ -231,7 +231,7 @@ def standardize(rewards: Tensor, compared: Tensor) -> Tensor:
     ids, place, count = compared.unique(return_inverse=True, return_counts=True)
     empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
     squares = empty.index_add(0, place, centred.square())
-    deviation = (squares / (count - 1)).sqrt()
+    deviation = (squares / (count - 1).clamp(min=1)).sqrt()  # 0 for a single sample, as is its reward
     return centred / (deviation[place] + 1e-6)
 
 

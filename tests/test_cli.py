@@ -177,6 +177,10 @@ stray                                         | unrecognized arguments: stray
 --reference_every 5 --kl_coef 0.1 --lora_rank 4 | --reference_every and --lora_rank: choose one
 --kl_target 0.1                               | --kl_target has no effect without a --kl_coef above 0
 --kl_coef 0.1 --kl_target 0.1 --kl_horizon 20 | --kl_horizon
+--kl_coef 0.1 --kl_in loss --kl_estimator k1  | the gradient of k1 averages to zero
+--advantage cpgd --samples_per_prompt 1 --prompts_per_step 1 | must be at least 2
+--timeout 60                                  | --reward_timeout 60 must be below --timeout 60
+--reward_timeout 1800                         | --reward_timeout 1800 must be below --timeout 1800
 --min_new_tokens 9 --max_new_tokens 8         | --min_new_tokens 9 exceeds --max_new_tokens 8
 --dual_clip 1                                 | --dual_clip 1.0 must be above 1, or 0
 --max_tokens_per_pack 4607                    | --max_prompt_tokens + --max_new_tokens = 4608

@@ -60,6 +60,7 @@ def test_help_and_refusals(script, flags, code, message):
     ("sys.exit(0)", 1, "SystemExit: 0"),  # of user code
     ("raise ValueError('a bug')", 1, "Traceback"),
     ("import torch; raise torch.OutOfMemoryError('CUDA')", 1, "lower --max_tokens_per_pack or --slots"),
+    ("raise RuntimeError('Timed out waiting 4000ms for recv operation to complete')", 1, "longer than --timeout"),
     ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
     ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, ""),
 ])

@@ -618,6 +618,35 @@ def test_kl_in_the_loss_needs_no_kl_in_the_reward(qwen25, task, tmp_path):
     assert steps[1]["train/kl_loss"] == pytest.approx(steps[1]["train/kl"], rel=1e-3)
 
 
+def test_the_kl_of_the_loss_has_a_gradient_by_default(qwen25, task, tmp_path, capsys):
+    """--kl_estimator auto is k1 in the reward and k3+ in the loss; k1 in the loss, from a file, is warned about."""
+    line = "--steps 2 --advantage grpo --kl_coef 0.1 --actor_lr 1e-2 --kl_in"
+    for place, estimator in (("loss", "k3+"), ("reward", "k1")):
+        runs = [train(qwen25, task, tmp_path / place / name, line, place, *more) for name, more in
+                (("auto", []), ("named", ["--kl_estimator", estimator]))]
+        assert_same_records(*runs)
+    assert "constrains nothing" not in capsys.readouterr().out
+    (tmp_path / "flags.json").write_text('{"kl_estimator": "k1"}')
+    train(qwen25, task, tmp_path / "idle", line, "loss", "--config", tmp_path / "flags.json")
+    assert "--kl_estimator k1 with --kl_in loss constrains nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line, text", [
+    ("--steps 1 --critic_warmup_steps 1", "--critic_warmup_steps 1 of --steps 1: the actor never learns"),
+    ("--steps 1 --warmup_steps 1", "--warmup_steps 1 of --steps 1: --actor_lr is never reached"),
+    ("--steps 1 --max_new_tokens 1 --min_new_tokens 1 --mask_truncated", "step 1: the actor was not updated"),
+    ("--steps 1 --max_new_tokens 1 --min_new_tokens 1 --mask_truncated --entropy_coef 0.1 --target_kl 0.1", ""),
+    ("--steps 1 --prompts_per_step 40", "a step takes 40 of its"),
+    ("--steps 1", ""),
+])
+def test_a_run_that_learns_nothing_says_so(qwen25, task, tmp_path, capsys, line, text):
+    train(qwen25, task, tmp_path, line)
+    output = capsys.readouterr().out
+    warnings = [row for row in output.splitlines() if row.startswith("warning: ")
+                and re.search("never|not updated|takes", row)]
+    assert text in output if text else not warnings
+
+
 def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
     metrics = evaluate_only(qwen25, task, tmp_path / "a", "--eval_samples 2")
     rows = samples_of(tmp_path / "a" / "evaluation-step-0", "eval-000000")

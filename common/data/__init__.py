@@ -7,6 +7,7 @@ from common.data.loader import (
     digest_data,
     draw_batches,
     join_pixels,
+    repeated_rows,
     shares_of,
 )
 from common.data.processor import Processor

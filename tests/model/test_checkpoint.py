@@ -220,7 +220,7 @@ def flags(qwen25, task):
                      f"{task / 'reward.py'}:letters", "--out", out,
                      "--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 --prompts_per_step 4 "
                      "--samples_per_prompt 2 --actor_lr 1e-3 --steps 2 --eval_every 0 --save_every 1 --log_samples 0 "
-                     "--timeout 60 --keep_last 9", *more)
+                     "--timeout 90 --keep_last 9", *more)
     return build
 
 
@@ -474,7 +474,7 @@ def test_write_error_on_one_rank(flags, out):
 @pytest.mark.slow
 def test_a_save_that_outlasts_the_timeout(flags, out):
     """Fails, and is the only one that does."""
-    output = live(flags(out, "--timeout 4 --save_blocking"), 2, [(change_writes, 1, [], 6)])
+    output = live(flags(out, "--timeout 4 --reward_timeout 3 --save_blocking"), 2, [(change_writes, 1, [], 6)])
     assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["1"]
     assert "not written within 3.2 s" in output
     assert steps(out) == [2]
@@ -956,7 +956,7 @@ def test_preemption(flags, out, undisturbed, number, rank):
 def test_a_silent_rank_ends_the_job_within_the_timeout(flags, out):
     started = time.time()
     silent = stop_at, "update_actor", 2, 1, signal.SIGSTOP          # as when its node is lost without a word
-    life = ranks.start(ppo.main, flags(out, "--timeout 5"), world=2, patches=[silent])
+    life = ranks.start(ppo.main, flags(out, "--timeout 5 --reward_timeout 4"), world=2, patches=[silent])
     life.ranks[0].join(30)
     assert life.ranks[0].exitcode == 1
     assert time.time() - started < 25
