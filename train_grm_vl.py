@@ -38,7 +38,6 @@ ranks affect only rounding; data order is a function of (seed, counters).
 """
 
 import itertools
-import json
 import math
 import os
 import time
@@ -55,6 +54,7 @@ from torch.nn.utils.rnn import pad_sequence
 from common import data, distributed, flags, logging, logprobs
 from common.buffers import Batch, Pack
 from common.distributed import UserError
+from common.files import read_json, read_text
 from common.flags import flag
 from common.model import budget, checkpoint, forward as vlm, fsdp, memory, weights
 from common.rewards import accuracy, judge as judgements
@@ -201,7 +201,7 @@ def read_texts(args: JudgeArgs) -> JudgeArgs:
     texts = {}
     for name, value in vars(args).items():
         if os.path.isfile(value):
-            texts[name] = Path(value).read_text(encoding="utf-8-sig").strip("\n")
+            texts[name] = read_text(value).strip("\n")
     return replace(args, **texts)
 
 
@@ -644,7 +644,9 @@ def newest_evaluation(out: Path, step: int) -> dict | None:
     for earlier in range(step, 0, -1):
         path = out / "eval" / f"eval_result_{earlier}.json"
         if path.exists():
-            return accuracy.held_out_record(json.loads(path.read_text())["summary"])
+            with distributed.raise_on_all_ranks():
+                evaluation = read_json(path, accuracy.EVALUATION_FORM)
+            return accuracy.held_out_record(evaluation["summary"])
     return None
 
 

@@ -34,7 +34,6 @@ Invariants, each with a test:
 """
 
 import itertools
-import json
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -48,6 +47,7 @@ from torch import Tensor
 from common import data, distributed, flags, logging, logprobs, losses, rewards
 from common.buffers import Batch, Pack, fill_packs
 from common.distributed import UserError
+from common.files import check_form, parse_json
 from common.envs import dialogue, environments
 from common.flags import flag
 from common.model import (
@@ -724,13 +724,11 @@ def check_kl_args(refuse: flags.Refusals) -> None:
 def parse_stop_strings(text: str) -> list[str] | None:
     """The strings of --stop_strings; None if it is not a JSON list of non-empty strings."""
     try:
-        strings = json.loads(text or "[]")
-    except json.JSONDecodeError:
+        strings = parse_json(text or "[]", "--stop_strings")
+        check_form(strings, [str], "--stop_strings")
+    except ValueError:
         return None
-    valid = isinstance(strings, list) and all(
-        isinstance(string, str) and string for string in strings
-    )
-    return strings if valid else None
+    return strings if all(strings) else None
 
 
 # -------------------------------------------------------------------------------------------------

@@ -1,8 +1,20 @@
-"""A user's files: only regular ones are opened, and JSON is read or is one message.
+"""A user's files: only regular ones are opened, JSON is read or is one message, and so is JSON that
+does not hold what it must.
 
     open_regular             a file as bytes; a FIFO or a device is refused, not waited for
+    read_bytes, read_text    all of a file
     parse_json, read_json    every failure is a ValueError that says where it is
+    check_form               what a value of JSON must be
     number_as_text           a number of JSON as the text that rows hold of it
+
+A form is one of these:
+
+    str, int | float, list, dict       a value of this type
+    range(1, 9)                        an integer that is in it
+    [form]                             a list of such values
+    {str: form}                        an object of such values, under any names
+    {"name": form, "other?": form}     an object with such entries and any others; one that is marked by ?
+                                       may be missing or null
 
 launch/convert.py reads this file without the rest of common/, which needs torch.
 """
@@ -12,7 +24,9 @@ import math
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Iterable
+
+DEEPEST = 100  # lists and objects inside each other; Python's recursion ends at a few hundred
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -25,26 +39,66 @@ def open_regular(path: str | Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def read_bytes(path: str | Path) -> bytes:
+    """All of a file. Raises ValueError, with the file's name: it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_text(path: str | Path) -> str:
+    """A file of UTF-8. Raises ValueError, with the file's name: it cannot be read."""
+    try:
+        return read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
 def parse_json(text: str | bytes, where: str | Path) -> Any:
     """The value that ``text`` holds as JSON. Raises ValueError, which begins with ``where``: it is no
     JSON, or nested too deeply."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
+    level, depth = [value], 0
+    while level:
+        level, depth = [part for outer in level for part in parts_of(outer)], depth + 1
+    if depth > DEEPEST:
+        raise ValueError(f"{where}: lists and objects are nested more than {DEEPEST} deep")
+    return value
 
 
-def read_json(path: str | Path) -> dict:
-    """The JSON object in a file. Raises ValueError, with the file's name: it cannot be read."""
-    try:
-        with open_regular(path) as file:
-            text = file.read()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    content = parse_json(text, path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object, but {content!r:.80}")
+def parts_of(value: Any) -> Iterable:
+    """What a list or object contains."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def read_json(path: str | Path, form: Any = dict) -> Any:
+    """The JSON in a file. Raises ValueError, with the file's name: it cannot be read, or has another
+    form."""
+    content = parse_json(read_bytes(path), path)
+    check_form(content, form, f"{path}")
     return content
+
+
+def check_form(value: Any, form: Any, name: str) -> None:
+    """Raises ValueError, which begins with ``name``: the value has another form."""
+    kind = type(form) if isinstance(form, dict | list) else form
+    if not (value in form if isinstance(form, range) else isinstance(value, kind)):
+        raise ValueError(f"{name} must be {getattr(kind, '__name__', kind)}, not {value!r:.80}")
+    if isinstance(form, list):
+        for item in value:
+            check_form(item, form[0], name)
+    elif isinstance(form, dict):
+        for key, part in (dict.fromkeys(value, form[str]) if str in form else form).items():
+            entry = value.get(key.removesuffix("?"))
+            if entry is not None or not key.endswith("?"):
+                check_form(entry, part, f"{name}: {key.removesuffix('?')}")
 
 
 def number_as_text(value: Any) -> Any:

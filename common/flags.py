@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from common.distributed import Exit, UserError, describe
+from common.files import read_json, read_text
 
 
 NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
@@ -85,7 +86,7 @@ def follow_pointer(name: str) -> Path:
     """The folder that <out>/export/latest names now; any other path as it is."""
     path = Path(name)
     if path.name == "latest" and path.is_file():
-        return path.parent / path.read_text().strip()
+        return path.parent / read_text(path).strip()
     return path
 
 
@@ -191,8 +192,11 @@ def read_config(path: str | Path, parser: "Parser") -> dict:
         UserError: not a JSON object, an unknown flag, or a value of another type.
     """
     try:
-        config = json.loads(Path(path).read_text())
-        if not isinstance(config, dict) or "config" in config:
+        config = read_json(path)
+    except ValueError as error:
+        raise UserError(f"--config {error}") from error
+    try:
+        if "config" in config:
             raise ValueError("expected a JSON object of flags, --config not among them")
         words = []
         for name, value in config.items():
@@ -201,7 +205,7 @@ def read_config(path: str | Path, parser: "Parser") -> dict:
             else:
                 words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
         return vars(parser.parse_args(words))
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: {error}") from error
 
 
@@ -432,7 +436,8 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
         is_weight = re.fullmatch(NUMBER, weight)
         sets.append((path, float(weight)) if path and is_weight else (part, None))
     weights = [weight for _, weight in sets if weight is not None]
-    if len(weights) not in (0, len(sets)) or not all(weight > 0 for weight in weights):
+    mixed = len(weights) not in (0, len(sets)) or not all(weight > 0 for weight in weights)
+    if mixed or spec and not sets:
         raise ValueError(
             f"{spec}: expected files separated by commas, all of them or none with a weight above "
             "0, as in a.jsonl:0.7,b.jsonl:0.3"

@@ -7,21 +7,45 @@ from transformers import AutoConfig, AutoTokenizer
 from common.files import read_json
 
 
-# The small files besides config.json and the tokenizer's.
-SETTINGS_FILES = (
-    "chat_template",
-    "generation_config",
-    "judge",
-    "processor_config",
-    "preprocessor_config",
-    "video_preprocessor_config",
-)
+# Entries of config.json by which memory and time grow, in the model or a part of it, and ids. Other
+# mistakes transformers finds by itself.
+LAYERS, HEADS, WIDTH, IDS = range(1, 1025), range(1, 1025), range(1, 2**16), range(2**20)
+PART_FORM = {
+    "num_hidden_layers?": LAYERS,
+    "depth?": LAYERS,
+    "num_attention_heads?": HEADS,
+    "num_key_value_heads?": HEADS,
+    "num_heads?": HEADS,
+    "hidden_size?": WIDTH,
+    "intermediate_size?": WIDTH,
+    "out_hidden_size?": WIDTH,
+    "in_channels?": WIDTH,
+    "num_experts?": WIDTH,
+    "vocab_size?": IDS,
+    "image_token_id?": IDS,
+    "video_token_id?": IDS,
+}
+CONFIG_FORM = PART_FORM | {"text_config?": PART_FORM, "vision_config?": PART_FORM}
+# The small files besides config.json and the tokenizer's, and what is read of them here; JudgeSettings
+# and the image processors check the rest.
+SETTINGS_FILES = {
+    "chat_template": {"chat_template?": str},
+    "generation_config": {"eos_token_id?": int | list},
+    "judge": dict,
+    "processor_config": dict,
+    "preprocessor_config": dict,
+    "video_preprocessor_config": dict,
+}
 
 
 def read_model_config(folder: str | Path):
     """The config of a checkpoint's model. Raises ValueError: no config.json, or one that
     transformers cannot use."""
     path = Path(folder, "config.json")
+    for file in Path(folder).iterdir():
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise ValueError(f"{file} is not a regular file")
+    read_json(path, CONFIG_FORM)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each class of transformers has its own checks
@@ -45,9 +69,9 @@ def without_advice(error: Exception) -> str:
 def read_settings(folder: str | Path) -> dict[str, dict]:
     """The objects in SETTINGS_FILES, by name; empty where there is no file. Raises ValueError."""
     files = {}
-    for name in SETTINGS_FILES:
+    for name, form in SETTINGS_FILES.items():
         path = Path(folder, f"{name}.json")
-        files[name] = read_json(path) if path.exists() else {}
+        files[name] = read_json(path, form) if path.exists() else {}
     return files
 
 

@@ -15,6 +15,8 @@ import torch
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 from transformers.video_utils import load_video
 
+from common.files import open_regular
+
 # Pillow would also try formats that start other programs (EPS runs Ghostscript): a data file must
 # not be able to.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -32,7 +34,7 @@ EXIF_ORIENTATION = 0x0112
 def _open_image(path: str):
     """An image file opened by its header; Pillow refuses one that claims far too many pixels."""
     try:
-        with Image.open(path, formats=IMAGE_FORMATS) as image:
+        with open_regular(path) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
             yield image
     except FileNotFoundError as error:
         raise ValueError(f"no such image: {path}") from error

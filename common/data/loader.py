@@ -23,6 +23,7 @@ from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.distributed import UserError
+from common.files import open_regular
 from common.flags import DataArgs, parse_datasets
 
 DECODERS = 2  # threads that decode images while the model works
@@ -102,7 +103,7 @@ def digest_data(spec: str, rows: int) -> str:
     another run."""
     digests = []
     for path, _ in parse_datasets(spec):
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             digests.append(hashlib.file_digest(file, "sha256").hexdigest()[:12])
     return f"{rows} rows, sha256 {' '.join(digests)}"
 

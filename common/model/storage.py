@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 from torch.distributed.tensor import DTensor
 
 from common.distributed import UserError, gather_objects
-from common.files import read_json
+from common.files import open_regular, read_json
 from common.model.fsdp import Trainable, shard_of
 from common.model.weights import Tensors, save_tensors
 
@@ -114,7 +114,7 @@ def write_shards(folder: Path, shards: Tensors, offsets: dict[str, list[int]]) -
 
 
 def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -134,7 +134,7 @@ def find_damage(path: Path) -> str:
     share the reading; all must call."""
     problems = []
     try:
-        committed = read_json(path / "COMMITTED.json")["sha256"]
+        committed = read_json(path / "COMMITTED.json", {"sha256": {str: str}})["sha256"]
         for name in sorted(committed)[dist.get_rank() :: dist.get_world_size()]:
             if sha256(path / name) != committed[name]:
                 problems.append(f"{name} is not what was written: its sha256 is another")

@@ -35,7 +35,7 @@ from common import distributed
 from common.data.families import Family, Qwen, family_of
 from common.data.folder import read_model_config
 from common.data.processor import Processor
-from common.files import read_json
+from common.files import open_regular, read_json
 from common.flags import DataArgs, ModelArgs, follow_pointer
 from common.logging import sync_folder, write_pointer
 from common.model.attention import choose_backend, flash_attn_problem
@@ -140,7 +140,8 @@ def weight_files(folder: Path) -> list[Path]:
         names = [file]
     for path in (folder / name for name in names):
         if path.is_file() and path.suffix == ".json":
-            return [folder / name for name in sorted(set(read_json(path)["weight_map"].values()))]
+            index = read_json(path, {"weight_map": {str: str}})
+            return [folder / name for name in sorted(set(index["weight_map"].values()))]
         if path.is_file():
             return [path]
     raise ValueError(f"{folder / names[0]} cannot be read as safetensors: No such file. {CONVERT_BIN}")
@@ -150,6 +151,7 @@ def open_weights(path: Path):
     """A safetensors file, whose tensors are read when asked for. Raises ValueError: no such file,
     or only a part of one."""
     try:
+        open_regular(path).close()
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(
@@ -342,9 +344,12 @@ def build_model(
             "towers of Qwen-VL can be trained"
         )
     auto = AutoModelForImageTextToText if family.media else AutoModelForCausalLM
-    with parameters_on_meta():
-        # a copy: it is written into
-        model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+    try:
+        with parameters_on_meta():
+            # a copy: it is written into
+            model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+    except Exception as error:  # each class of transformers has its own checks, or none
+        raise ValueError(f"transformers cannot build the model of config.json: {error!r}") from error
     model.setup = replace(setup, family=family, trains_vision=trains_vision, adapter=None)
     use_mixers(model)
     use_fewer_kernels(model)

@@ -15,6 +15,14 @@ from statistics import fmean
 from common.rewards.judge import JudgeSettings, in_order
 from common.rewards.rules import same_words
 
+# Of eval_result_N.json, what `held_out_record` reads.
+EVALUATION_FORM = {
+    "summary": {
+        "step": int,
+        "confusion": {str: {str: {str: int}}},
+        "accuracy_per_kind": {str: int | float},
+    }
+}
 SHORT_ANSWER = 16  # tokens; a longer response without a verdict is not compared word by word
 
 
@@ -134,7 +142,8 @@ def doubtful_accuracy(settings: JudgeSettings, kind: str) -> str:
     held_out = settings.held_out or {"kinds": {}}
     if kind not in held_out["kinds"]:
         return ""
-    accuracy, chance, count = held_out["kinds"][kind].values()
+    record = held_out["kinds"][kind]
+    accuracy, chance, count = record["accuracy"], record["chance"], record["count"]
     if accuracy > chance + 2 * math.sqrt(chance * (1 - chance) / count):
         return ""
     return (

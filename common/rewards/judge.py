@@ -30,8 +30,8 @@ from common.data.rows import (
     read_rows,
     user_text,
 )
-from common.files import number_as_text
-from common.flags import DataArgs
+from common.files import check_form, number_as_text
+from common.flags import NUMBER, DataArgs
 from common.rewards.rules import parse_verdict
 
 # --------------------------------------------------------------------------------------------------
@@ -69,6 +69,16 @@ JUDGEMENTS = {
         [],
     ),
 }
+# Of judge.json, besides what `JudgeSettings.of` checks.
+JUDGE_FORM = {
+    "system_instruction?": str,
+    "kinds?": {str: {"template": str, "verdicts": [str]}},
+    "trained_on?": [str],
+    "held_out?": {
+        "step": int,
+        "kinds": {str: {"accuracy": int | float, "chance": int | float, "count": range(1, 2**63)}},
+    },
+}
 PAIRS = ("pictures", "answers")
 SWAPPED = {"A": "B", "B": "A"}
 MAX_SCORES = 32  # different scores in the training rows, each a verdict
@@ -82,12 +92,23 @@ def format_template(template: str, **values: str) -> str:
 
 def check_template(kind: str, template: str) -> None:
     """Raises ValueError: a template that lacks what its kind needs, which the built-in one has."""
+    if kind not in JUDGEMENTS:
+        raise ValueError(f"judge.json: no kind of judgement is called {kind!r:.80}")
     default, _ = JUDGEMENTS[kind]
     needed, images = PLACEHOLDER.findall(default), default.count("<image>")
     if set(needed) - set(PLACEHOLDER.findall(template)) or template.count("<image>") != images:
         raise ValueError(
-            f"--{kind}_template must hold {', '.join(needed)} and {images} <image>: {template!r:.200}"
+            f"judge.json or --{kind}_template must hold {', '.join(needed)} and {images} <image>: "
+            f"{template!r:.200}"
         )
+
+
+def check_verdicts(kind: str, verdicts: list[str]) -> None:
+    """Raises ValueError: other verdicts than a judge of this kind can learn."""
+    known = JUDGEMENTS[kind][1]
+    numbers = kind == "score" and all(re.fullmatch(NUMBER, verdict) for verdict in verdicts)
+    if len(set(verdicts)) < len(verdicts) or not numbers and set(verdicts) != set(known):
+        raise ValueError(f"judge.json: {kind} has the verdicts {verdicts}, expected {known or 'numbers'}")
 
 
 @dataclass
@@ -103,11 +124,19 @@ class JudgeSettings:
 
     @staticmethod
     def of(processor: Processor) -> "JudgeSettings":
-        """Those of a checkpoint. Raises ValueError: fields that only another version knows."""
-        try:
-            return JudgeSettings(**processor.files["judge"])
-        except TypeError as error:
-            raise ValueError(f"judge.json is of another version: {error}") from error
+        """Those of a checkpoint. Raises ValueError: judge.json holds what no judge can have."""
+        saved = processor.files["judge"]
+        check_form(saved, JUDGE_FORM, "judge.json")
+        unknown = saved.keys() - JudgeSettings.__annotations__
+        if unknown:
+            raise ValueError(f"judge.json is of another version: {', '.join(sorted(unknown))}")
+        settings = JudgeSettings(**{name: value for name, value in saved.items() if value is not None})
+        for kind, entry in settings.kinds.items():
+            check_template(kind, entry["template"])
+            check_verdicts(kind, entry["verdicts"])
+        if not settings.kinds.keys() >= set(settings.trained_on):
+            raise ValueError(f"judge.json: trained_on {settings.trained_on} are not all in its kinds")
+        return settings
 
     @staticmethod
     def to_train(

@@ -11,6 +11,7 @@ from urllib.error import HTTPError
 
 from common.data.images import read_frames
 from common.distributed import UserError
+from common.files import parse_json
 from common.flags import RewardArgs
 from common.rewards.rules import Columns
 
@@ -84,10 +85,10 @@ def read_answer(answer: bytes) -> Columns:
     """{"rewards": [...], further components} of an answer, as a reward function returns them; the
     lists are not looked at. Raises UserError."""
     try:
-        columns = json.loads(answer)
+        columns = parse_json(answer, "the server's answer")
     except ValueError as error:
         begins = answer[:500].decode(errors="replace")
-        raise UserError(f"the server's answer is not JSON ({error}): {begins!r}") from error
+        raise UserError(f"{error}: {begins!r}") from error
     if not isinstance(columns, dict) or "rewards" not in columns or "reward" in columns:
         raise UserError(
             'the server must answer {"rewards": [...]}, with components beside it or not:'

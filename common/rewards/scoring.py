@@ -7,11 +7,9 @@
 Only the response is scored: a prompt that shows an answer as an example must not earn anything.
 """
 
-import json
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Callable, Iterable
 
 import torch
@@ -23,6 +21,7 @@ from common.buffers import Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.distributed import Call, UserError, Workers, describe
+from common.files import check_form, parse_json, read_bytes
 from common.flags import RewardArgs
 from common.rewards.functions import (
     Samples,
@@ -90,12 +89,13 @@ def read_recipe(text: str) -> dict[str, dict[str, float]]:
     UserError."""
     recipe = {}
     try:
-        content = json.loads(Path(text).read_text("utf-8") if os.path.isfile(text) else text)
+        content = parse_json(read_bytes(text) if os.path.isfile(text) else text, "the recipe")
+        check_form(content, {str: [list]}, "the recipe")
         for label, parts in content.items():
             recipe[label] = {spec: float(weight) for spec, weight in parts}
             if not 0 < len(recipe[label]) == len(parts):
                 raise ValueError(f"{label!r} has the sources {parts}")
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise UserError(
             f"--reward_recipe {text}: expected {{label: [[source, weight], ...]}} as JSON or a file"
             ' of it, each source once for a label; "*" for all other labels; weight 0: only'

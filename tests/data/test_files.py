@@ -1,9 +1,13 @@
 """Files from strangers: checkpoints and rows that are damaged, text that forges messages, pictures outside of a root."""
 
 import ast
+import copy
 import json
 import os
+import re
 import shutil
+import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +20,14 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed
+from common import distributed, files
 from common.flags import DataArgs
+from common.data.loader import digest_data
 from common.data.processor import Processor
 from common.data.rows import load_prompts
-from common.model.weights import build_model, load as load_weights, resolve_folder
+from common.model import storage
+from common.model.weights import build_model, load as load_weights, open_weights, resolve_folder
+from common.rewards.judge import JUDGEMENTS, JudgeSettings
 
 
 # ------------------------------------------------------------------------------------------------- checkpoint folders
@@ -36,7 +43,7 @@ DAMAGES = {
     "layers as text": (lambda f: edit_part(f, "text_config", num_hidden_layers="1"), "config.json: .*num_hidden_layers"),
     "quantized": (lambda f: edit(f / "config.json", quantization_config={"quant_method": "fp8"}),
                   "config.json: quantization_config .*fp8"),
-    "generation is a list": (lambda f: (f / "generation_config.json").write_text("[]"), "generation_config.json holds no"),
+    "generation is a list": (lambda f: (f / "generation_config.json").write_text("[]"), "generation_config.json must be dict, not "),
     "tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "the tokenizer's files cannot be used"),
     "images of CLIP": (lambda f: (f / "preprocessor_config.json").write_text(json.dumps(CLIP)),
                        "preprocessor_config.json: image processor 'CLIP'; that of qwen2_5_vl is Qwen2VL"),
@@ -64,10 +71,124 @@ def test_a_token_beyond_the_models_vocabulary_is_a_bad_row(tmp_path):
         load_prompts(str(folder / "rows.jsonl"), Processor(folder), DataArgs())
 
 
+# ------------------------------------------------------------------------------- what JSON must be
+WEIGHT_INDEX, SCORES = {"weight_map": {str: str}}, {"count": range(1, 9), "step?": int | float, "words?": [str]}
+
+
+@pytest.mark.parametrize("form, value, problem", [
+    (WEIGHT_INDEX, {"weight_map": {"a": "b"}, "metadata": 3}, ""),
+    (WEIGHT_INDEX, {}, "f.json: weight_map must be dict, not None"),
+    (WEIGHT_INDEX, {"weight_map": {"a": 3}}, "f.json: weight_map: a must be str, not 3"),
+    (WEIGHT_INDEX, ["weight_map"], "f.json must be dict, not ['weight_map']"),
+    (SCORES, {"count": 1, "step": 2.5, "words": None}, ""),
+    (SCORES, {"count": 0}, "f.json: count must be range(1, 9), not 0"),
+    (SCORES, {"count": []}, "f.json: count must be range(1, 9), not []"),
+    (SCORES, {"count": 8, "step": "2"}, "f.json: step must be int | float, not '2'"),
+    (SCORES, {"count": 8, "words": ["a", None]}, "f.json: words must be str, not None"),
+    (SCORES, {"count": 8, "words": "a"}, "f.json: words must be list, not 'a'"),
+])
+def test_what_json_must_be(tmp_path, form, value, problem):
+    (tmp_path / "f.json").write_text(json.dumps(value))
+    if not problem:
+        assert files.read_json(tmp_path / "f.json", form) == value
+        return
+    with value_error(re.escape(f"{tmp_path}/{problem}") + "$"):
+        files.read_json(tmp_path / "f.json", form)
+
+
+@pytest.mark.parametrize("text, problem", [
+    ("{", "not JSON: Expecting property name"), ("", "not JSON: Expecting value"), ("\udcff", "not JSON: .*utf-8"),
+    ("9" * 5000, "not JSON: Exceeds the limit"), ("[" * 99_999, "not JSON: maximum recursion"),
+    ("[" * 101 + "]" * 101, "nested more than 100 deep"), ('{"a":' * 101 + "1" + "}" * 101, "nested more than 100 deep"),
+])
+def test_what_is_no_json_is_one_message(tmp_path, text, problem):
+    (tmp_path / "f.json").write_text(text, errors="surrogateescape")
+    with value_error(f"^{tmp_path}/f.json: .*{problem}"):
+        files.read_json(tmp_path / "f.json", int | list)
+    assert files.parse_json("[" * 99 + "1" + "]" * 99, "")[0]
+
+
+JUDGE = {"kinds": {kind: {"template": text, "verdicts": words} for kind, (text, words) in JUDGEMENTS.items()},
+         "trained_on": ["correct"], "held_out": {"step": 1, "kinds": {"correct": {"accuracy": 0.5, "chance": 0.5, "count": 2}}}}
+
+
+@pytest.mark.parametrize("path, value, problem", [
+    ("system_instruction", 3, "must be str"),
+    ("kinds", ["correct"], "must be dict"),
+    ("kinds.correct", None, "must be dict"),
+    ("kinds.correct.template", 3, "must be str"),
+    ("kinds.correct.template", "{prompt}?", "must hold {prompt}, {response}"),
+    ("kinds.correct.verdicts", None, "must be list"),
+    ("kinds.correct.verdicts", [], "has the verdicts \\[\\], expected"),
+    ("kinds.correct.verdicts", ["yes", "perhaps"], "perhaps.*expected \\['yes', 'no'\\]"),
+    ("kinds.correct.verdicts", ["yes", "yes", "no"], "expected"),
+    ("kinds.score.verdicts", ["1", "good"], "good.*expected numbers"),
+    ("kinds.beauty", {"template": "x", "verdicts": []}, "no kind of judgement is called 'beauty'"),
+    ("trained_on", "correct", "must be list"),
+    ("trained_on", ["beauty"], "beauty.* not all in its kinds"),
+    ("held_out.step", "1", "must be int"),
+    ("held_out.kinds.correct.count", 0, "must be range"),
+    ("held_out.kinds.correct.accuracy", "high", "must be int | float"),
+    ("held_out.kinds.correct", {"accuracy": 1.0}, "chance must be"),
+    ("taught_by", "me", "another version: taught_by"),
+])
+def test_an_edited_judge_json_is_refused(path, value, problem):
+    judge = copy.deepcopy(JUDGE)
+    *outer, last = path.split(".")
+    entry = judge
+    for name in outer:
+        entry = entry[name]
+    entry[last] = value
+    checkpoint = SimpleNamespace(files={"judge": judge})
+    with value_error(f"judge.json.*{problem}"):
+        JudgeSettings.of(checkpoint)
+    assert JudgeSettings.of(SimpleNamespace(files={"judge": JUDGE})).trained_on == ["correct"]
+
+
+SIZES = [("num_hidden_layers", 10**9), ("hidden_size", 0), ("hidden_size", 10**9), ("intermediate_size", -1),
+         ("num_attention_heads", 0), ("num_key_value_heads", 0), ("vocab_size", 10**9), ("hidden_size", 3), ("hidden_act", "x"),
+         ("rope_parameters", {"rope_type": []}), ("rope_parameters", {"rope_type": "default", "rope_theta": "x"})]
+
+
+@pytest.mark.parametrize("part, entry, value", [("text_config", *size) for size in SIZES] + [
+    ("vision_config", "depth", 10**9), ("vision_config", "num_heads", 0), ("vision_config", "hidden_size", 10**9)])
+def test_a_config_with_sizes_that_no_model_has(tmp_path, part, entry, value):
+    """One message, before memory is asked for."""
+    edit_part(write_checkpoint(tmp_path), part, **{entry: value})
+    with value_error("config.json: "):
+        build_model(Processor(tmp_path).config, SETUP)
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    """A file whose opening would wait for ever."""
+    os.mkfifo(tmp_path / "fifo")
+    signal.alarm(20)
+    yield tmp_path / "fifo"
+    signal.alarm(0)
+
+
+def test_only_regular_files_are_opened(load, qwen25, tmp_path, fifo):  # noqa: F811
+    """Of rows, of pictures and clips, of weights, of checkpoints' small files, of flags."""
+    for row in ({"images": "fifo"}, {"images": "/dev/zero"}, {"videos": ["fifo"]}, {"videos": [["fifo", "fifo"]]}):
+        with value_error("train.jsonl:1: .*(fifo|/dev/zero) is not a regular file"):
+            load([{"prompt": "x"} | row])
+    for read in (lambda: open_weights(fifo), lambda: storage.sha256(fifo), lambda: files.read_text(fifo),
+                 lambda: digest_data(str(fifo), 1), lambda: ppo.parse_args(["--config", str(fifo)])):
+        with value_error("fifo is not a regular file"):
+            read()
+    for name in ("tokenizer.json", "config.json", "generation_config.json"):
+        shutil.copytree(qwen25, tmp_path / name)
+        (tmp_path / name / name).unlink()
+        (tmp_path / name / name).symlink_to(fifo)
+        with value_error(f"{name} is not a regular file"):
+            Processor(tmp_path / name)
+
+
 def test_index_of_weights(qwen25, tmp_path):
     index = {"weight_map": {"a": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with value_error(f"{tmp_path}/b.safetensors cannot be read as safetensors: No such file"):
+    with value_error(f"{tmp_path}/b.safetensors cannot be read as safetensors: .*No such file"):
         load_weights(build_model(Processor(str(qwen25)).config, SETUP), tmp_path)
 
 

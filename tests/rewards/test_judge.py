@@ -409,7 +409,7 @@ def test_a_judge_at_chance_is_doubted(judges, tmp_path, capsys, accuracy, chance
 
 def test_a_judge_json_of_another_version_is_refused(judges, tmp_path):
     folder = judge_folder(judges, tmp_path, {"mood": "good"})
-    with pytest.raises(ValueError, match="judge.json is of another version: .*'mood'"):
+    with pytest.raises(ValueError, match="judge.json is of another version: mood"):
         judgements.JudgeSettings.of(Processor(folder))
 
 

@@ -163,7 +163,7 @@ def test_a_broken_answer_is_one_clear_error(server, pauses, kind):
                 number="reward must be a list of 7 numbers, got 1.0",
                 missing=r'must answer {"rewards": \[...\]}', list=r'must answer {"rewards": \[...\]}',
                 component="style must be a list of 7 numbers", message="comment must be a list .*, got 'well done'",
-                both=r'must answer {"rewards"', text=r"not JSON \(.*\): '<html>busy</html>'", empty="not JSON")
+                both=r'must answer {"rewards"', text=r"not JSON: .*: '<html>busy</html>'", empty="not JSON")
     with user_error(f"(?s)--reward {server.url('lie')}.*{messages[kind]}.*Response  0"):
         ask(server.url(f"lie/{kind}"))
     assert server.requests == 1
@@ -173,7 +173,7 @@ def test_a_broken_answer_is_one_clear_error(server, pauses, kind):
 @pytest.mark.parametrize("path, problem", [("status/400", "answered HTTP 400: 'that is how it is'"),
                                            ("status/307", "HTTP 307"), ("status/204", "not JSON"),
                                            ("nowhere", "HTTP 404: 'no such path: /nowhere'"),
-                                           ("length/20", "not JSON .*: '{\"rewards\": \\[0.0, 1.'")])
+                                           ("length/20", "not JSON: .*: '{\"rewards\": \\[0.0, 1.'")])
 def test_refusals_are_not_repeated(server, pauses, path, problem):
     with user_error(problem):
         ask(server.url(path))
