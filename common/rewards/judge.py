@@ -72,7 +72,7 @@ JUDGEMENTS = {
 # Of judge.json, besides what `JudgeSettings.of` checks.
 JUDGE_FORM = {
     "system_instruction?": str,
-    "kinds?": {str: {"template": str, "verdicts": [str]}},
+    "kinds?": {str: {"template?": str, "verdicts?": [str]}},
     "trained_on?": [str],
     "held_out?": {
         "step": int,
@@ -132,10 +132,13 @@ class JudgeSettings:
             raise ValueError(f"judge.json is of another version: {', '.join(sorted(unknown))}")
         settings = JudgeSettings(**{name: value for name, value in saved.items() if value is not None})
         for kind, entry in settings.kinds.items():
-            check_template(kind, entry["template"])
-            check_verdicts(kind, entry["verdicts"])
-        if not settings.kinds.keys() >= set(settings.trained_on):
-            raise ValueError(f"judge.json: trained_on {settings.trained_on} are not all in its kinds")
+            if "template" in entry:  # what it lacks, a judge that is trained further has built in
+                check_template(kind, entry["template"])
+            if "verdicts" in entry:
+                check_verdicts(kind, entry["verdicts"])
+        for kind in settings.trained_on:
+            if not settings.kinds.get(kind, {}).keys() >= {"template", "verdicts"}:
+                raise ValueError(f"judge.json: trained_on {kind!r:.80}, which its kinds do not describe")
         return settings
 
     @staticmethod
