@@ -3,9 +3,9 @@ r"""Mathematical answers, judged by the field's own library: roots, fractions, p
     pip install math-verify
     torchrun --nproc_per_node 8 train_ppo_vl.py --reward launch/reward_math.py:score ...
 
-The answer is the last \boxed{...} of the response. The reward is 0.9 for a right answer and 0.1 for the format,
-thoughts in <think>...</think>, which the chat template may open, and then the answer. Text that cannot
-be parsed is a wrong answer.
+The answer is the last \boxed{...} of the response, and is right if the library or the rule boxed says so. The reward
+is 0.9 for a right answer and 0.1 for the rule's format, thoughts in <think>...</think>, which the chat template may
+open, and then the answer. Text that cannot be parsed is a wrong answer.
 
 The library runs in a process of its own, with --reward_workers 8 in eight of them. Its own time limit works only in the main thread, where rewards are not computed,
 and no thread could stop an answer such as 9^{9^{9}}, which sympy starts to write out. Such an answer costs
@@ -13,7 +13,6 @@ SECONDS of --reward_timeout.
 """
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -23,41 +22,46 @@ from math_verify import LatexExtractionConfig, parse, verify
 SECONDS = 5  # of CPU time, for one answer
 BOXED = LatexExtractionConfig(boxed_match_priority=0)
 LATEX = str.maketrans({"√": r"\sqrt ", "°": r"^\circ "})  # what the library does not read
-FORMAT = re.compile(r"\s*<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 
 def score(prompts, responses, references, labels, images):
-    accuracy = []
-    while len(accuracy) < len(responses):
-        done = len(accuracy)
-        accuracy += grade_in_process(responses[done:], references[done:])
     # Not at the top: this file is the worker, too, which needs nothing of the project and starts fast.
-    from common.rewards.rules import with_opened_thought
+    from common.rewards import rules
 
-    texts = map(with_opened_thought, prompts, responses)
-    formats = [float(bool(FORMAT.fullmatch(text))) for text in texts]
+    texts = list(map(rules.with_opened_thought, prompts, responses))
+    answers = [rules.extract_answer(text, "boxed") or "" for text in texts]
+    accuracy = []
+    while len(accuracy) < len(answers):
+        done = len(accuracy)
+        accuracy += grade_in_process(answers[done:], references[done:])
+    by_rule = map(rules.answers_equal, answers, references)
+    accuracy = [max(right, float(equal)) for right, equal in zip(accuracy, by_rule)]
+    formats = [rules.format_score(text, "boxed") for text in texts]
     rewards = [0.9 * right + 0.1 * formatted for right, formatted in zip(accuracy, formats)]
     return {"reward": rewards, "accuracy": accuracy, "format": formats}
 
 
-def grade(response: str, reference: str) -> float:
-    """1.0 where the last box of the response equals the reference, else 0.0."""
-    _, boxed, answer = response.translate(LATEX).rpartition(r"\boxed")
-    if not boxed:
+def grade(answer: str, reference: str) -> float:
+    """1.0 where the answer equals the reference, else 0.0."""
+    if not answer:
         return 0.0
-    boxed_answer = parse(boxed + answer, [BOXED], fallback_mode="no_fallback", parsing_timeout=None)
-    expected = parse(rf"\boxed{{{reference.translate(LATEX)}}}", [BOXED], parsing_timeout=None)
-    return float(verify(expected, boxed_answer, timeout_seconds=None))
+    expected = parse(in_box(reference), [BOXED], parsing_timeout=None)
+    answered = parse(in_box(answer), [BOXED], fallback_mode="no_fallback", parsing_timeout=None)
+    return float(verify(expected, answered, timeout_seconds=None))
 
 
-def grade_in_process(responses: list[str], references: list[str]) -> list[float]:
-    """Grades from the first response up to one that takes too long, which is wrong, or to the last."""
-    rows = "".join(json.dumps(row) + "\n" for row in zip(responses, references))
+def in_box(answer: str) -> str:
+    return rf"\boxed{{{answer.translate(LATEX)}}}"
+
+
+def grade_in_process(answers: list[str], references: list[str]) -> list[float]:
+    """Grades from the first answer up to one that takes too long, which is wrong, or to the last."""
+    rows = "".join(json.dumps(row) + "\n" for row in zip(answers, references))
     worker = subprocess.run([sys.executable, __file__], input=rows, capture_output=True, text=True)
     grades = [float(line) for line in worker.stdout.split()]
     if worker.returncode == -signal.SIGPROF:
         return [*grades, 0.0]
-    if worker.returncode or len(grades) != len(responses):
+    if worker.returncode or len(grades) != len(answers):
         raise RuntimeError(f"{__file__} failed: {worker.stderr.strip()[-500:]}")
     return grades
 

@@ -486,6 +486,13 @@ def test_verdicts():
         assert rules.parse_verdict(text, PAIR) is None, text
     assert rules.parse_verdict("<answer>4.0</answer>", ["4", "5"]) == "4"
     assert rules.parse_verdict("<answer>any\nthing</answer>") == "any\nthing"
+    assert rules.parse_verdict("<answer>20250101</answer>", ["20250102"]) is None                   # not in six digits
+    for text in ("(A)", "**A**", "A.", "a", "**A.**", r"\text{A}", "Ａ"):
+        assert rules.parse_verdict(f"<answer>{text}</answer>", PAIR) == "A", text
+    for text in ("Yes.", "**yes**", "(Yes)", "yes"):
+        assert rules.parse_verdict(f"<answer>{text}</answer>", ["no", "yes"]) == "yes", text
+    assert rules.parse_verdict("<think>not <answer>A</answer>", PAIR) is None
+    assert rules.parse_verdict("<think>x</think><answer>A</answer>", PAIR) == "A"
 
 
 def test_a_response_says_the_verdict_however_it_is_spelled(env):

@@ -9,6 +9,7 @@ For roots, units and expressions there is launch/reward_math.py.
 """
 
 import re
+import unicodedata
 from fractions import Fraction
 
 
@@ -17,25 +18,31 @@ Columns = dict[str, list[float]]  # a number for each sample: "reward" and its c
 ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 RULES = ("exact", "boxed", "answer", "verdict", "judgement")
 ACCURACY, FORM = 0.9, 0.1  # weights of the rules that also pay the form
+# Not the small raised and lowered characters: 3² is not 32.
+LEVEL = re.compile("[^²³¹ªº\u2070-\u209f]+")
 BRACES = re.compile(r"\\boxed\s*\{|\\(?:[{}]|\\(?!boxed))|[{}]")
 MAX_ANSWER = 512  # characters; longer answers compare as text, which bounds the work of patterns
 SPELLINGS = [  # applied in this order to lower-case text
     (re.compile(pattern, re.ASCII), new)
     for pattern, new in (
-        ("−", "-"),
-        (r"(?<=\d)\\,(?=\d{3})|\\!|\\?\$", ""),  # 12\,345   $5
+        ("[‐-―−]", "-"),
+        ("⁄", "/"),
+        (r"(?<!\\)\\[()[\]]|(?<=\d)\\,(?=\d{3})|\\!|\\?\$", ""),  # \(12\)   12\,345   $5
+        (r"(?<=\d) ?(?:\\times|\\cdot|[×*]) ?10 ?\^ ?(?:\{([+-]?\d+)\}|([+-]?\d+))", r"e\1\2"),
         (r"\\(?:left|right)(?![a-z])|\\[,;: ]|~", " "),
         (r"\{,\}", ","),
-        (r"^\\boxed ?\{(.*)\}$", r"\1"),
+        (r"^ ?\\boxed ?\{(.*)\} ?$", r"\1"),
+        (r"^ ?([*_`]+)([^*_`]+)\1([.:]?) ?$", r"\2\3"),  # **b**
         (r"\\(?:text[a-z]*|math[a-z]+|mbox) ?\{([^{}]*)\}", r" \1 "),
         (r"\\([{}%])", r"\1"),
         (r"\\[dt]frac", r"\\frac"),
         (r" +(?!\w)|(?<![\w,]) +", ""),  # the other spaces have a meaning: "1 2" is not "12"
-        (r"^\(?([a-z])\)?[.:]?$|\.+$", r"\1"),  # a choice is its letter: (b)   b.   b:
+        (r"^\(?([a-z]+)\)?[.:]?$|\.+$", r"\1"),  # a choice is its letter: (b)   b.   b:
     )
 ]
 NUMBER = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
-QUOTIENT = re.compile(rf"([+-]?{NUMBER})(?:/({NUMBER}))?", re.ASCII)
+EXPONENT = r"(?:e[+-]?\d{1,3})?"  # as JSON writes 1e-05; a larger one would fill the memory
+QUOTIENT = re.compile(rf"([+-]?{NUMBER}{EXPONENT})(?:/({NUMBER}{EXPONENT}))?", re.ASCII)
 FRACTION = re.compile(
     rf"^([+-]?)\\frac ?(?:\{{([+-]?{NUMBER})\}}|(\d)) ?(?:\{{({NUMBER})\}}|(\d))$", re.ASCII
 )
@@ -53,7 +60,9 @@ def with_opened_thought(prompt: str, response: str) -> str:
 
 def extract_answer(response: str, rule: str) -> str | None:
     r"""Content of the last `\boxed{...}` (rule "boxed") or `<answer>...</answer>` (rule "answer");
-    None without one."""
+    None without one, or if the response ends inside a thought."""
+    if response.rfind("<think>") > response.rfind("</think>"):
+        return None
     if rule == "answer":
         answers = ANSWER.findall(response)
         return answers[-1].strip() if answers else None
@@ -80,9 +89,10 @@ def format_score(response: str, rule: str) -> float:
 def answers_equal(response: str, reference: str) -> bool:
     """Whether two answers agree as text, choice letter, number or ordered list; never raises.
 
-    Case, spaces and LaTeX spelling do not count. A percentage equals its hundredth and its bare
-    number. An empty answer equals nothing.
+    Case, spaces, LaTeX spelling, emphasis and full-width characters do not count. A percentage
+    equals its hundredth and its bare number. An empty answer equals nothing.
     """
+    response, reference = _plain(response), _plain(reference)
     if max(len(response), len(reference)) > MAX_ANSWER:
         return same_words(response, reference)
     a, b = _spelled(response), _spelled(reference)
@@ -93,6 +103,15 @@ def answers_equal(response: str, reference: str) -> bool:
     # Elements of a list, its brackets and commas.
     left, right = (re.split(r"([()\[\],]) ?", text) for text in (a, b))
     return len(left) == len(right) and all(map(_equal, left, right))
+
+
+def _plain(text: str) -> str:
+    """A text with plain characters for those that only look different, as full-width ones do, and
+    1/2 for ½. Long texts stay as they are: the time this takes can grow with their square."""
+    if len(text) > MAX_ANSWER:
+        return text
+    text = re.sub("(?<=\\d)(?=[¼-¾⅐-⅞])", " ", text)  # 1½ is not 11/2
+    return LEVEL.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
 
 
 def _spelled(text: str) -> str:
@@ -155,12 +174,12 @@ def rule_scores(rule: str, response: str, reference: str) -> dict[str, float]:
 
 
 def parse_verdict(text: str, verdicts: list[str] | None = None) -> str | None:
-    """The verdict of a judgement, its last answer: one of ``verdicts`` (None: any text), numbers by
-    their value; None if there is none."""
-    word = extract_answer(text, "answer") or ""
-    if verdicts is None:
-        return word or None
-    return {_spelling(verdict): verdict for verdict in verdicts}.get(_spelling(word))
+    """The verdict of a judgement, its last answer: one of ``verdicts`` (None: any text), spelled as
+    answers may be, numbers by their exact value; None if there is none."""
+    word = extract_answer(text, "answer") or None
+    if word is None or verdicts is None:
+        return word
+    return {_meaning(verdict): verdict for verdict in verdicts}.get(_meaning(word)) or None
 
 
 def ends_with_verdict(response: str) -> bool:
@@ -173,8 +192,10 @@ def same_words(response: str, reference: str) -> bool:
     return " ".join(response.lower().split()) == " ".join(reference.lower().split())
 
 
-def _spelling(verdict: str) -> str:
-    try:
-        return f"{float(verdict):g}"
-    except ValueError:
-        return verdict.lower()
+def _meaning(verdict: str) -> Fraction | str:
+    text = _plain(verdict)
+    if len(text) > MAX_ANSWER:
+        return text
+    spelled = _spelled(text)
+    number = parse_number(spelled)
+    return spelled if number is None else number

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import extra_packages
 import pytest
@@ -78,6 +79,16 @@ def test_what_is_not_equal(score):
 def test_only_the_last_box_counts(score):
     responses = [r"\boxed{3}, no, \boxed{4} and not 5", r"\boxed{4}, no, \boxed{3}", "the answer is 4", "$4$"]
     assert score([(response, "4") for response in responses]) == [1.0, 0.0, 0.0, 0.0]
+    responses = [r"\boxed{4} as the \boxed asks", r"\boxed{} $4$", r"<think>\boxed{4}"]
+    assert score([(response, "4") for response in responses]) == [1.0, 0.0, 0.0]
+    assert score([(r"\boxed{(B)}", "B"), (r"\boxed{B.}", "B"), (r"\boxed{\text{(C)}}", "B")]) == [1.0, 1.0, 0.0]
+
+
+def test_a_long_response_is_read_in_linear_time(score):
+    start = time.process_time()
+    for piece in ("<think></think>", r"<think></think>\boxed", r"\boxed{"):
+        assert score([(piece * 20_000, "4")]) == [0.0]
+    assert time.process_time() - start < 2
 
 
 def test_text_that_cannot_be_parsed_earns_nothing(score):
@@ -98,7 +109,7 @@ def test_the_format_is_thoughts_and_then_a_box(score):
                  "<think>1 + 1</think> 2", r"1 + 1</think> \boxed{2}", r"1 + 1</think> \boxed{2}"]
     prompts = [""] * 5 + ["assistant\n<think>\n"]                                    # the template has opened the last one's
     columns = function(prompts, responses, ["2"] * 6, [None] * 6, [[]] * 6)
-    assert columns["reward"] == [1.0, 0.9, 0.9, 0.0, 0.9, 1.0]
+    assert columns["reward"] == [1.0, 0.0, 0.9, 0.0, 0.9, 1.0]                                       # open: no answer
     assert columns["format"] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 

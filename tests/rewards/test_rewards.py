@@ -50,6 +50,10 @@ def one_sample(prompt="p", response="r", reference="a"):
 <answer>1</answer> <answer>2 | 1
 </answer><answer>            | None
 <answer>1<answer>2</answer>  | 2
+<think>\boxed{1}             | None
+<think>\boxed{1}</think>     | 1
+<think> <answer>1</answer>   | None
+</think>\boxed{1}<think>     | None
 """)])
 def test_last_answer(response, answer):
     assert str(extract_answer(response, "answer" if "answer" in response else "boxed")) == answer
@@ -80,9 +84,10 @@ def test_a_thought_that_the_template_opens_is_part_of_the_form(prompt_end, forme
     """As those of Qwen3.5, the Thinking models and R1's distills do; an empty one that it closes is none."""
     responses = [f"1 + 2\n</think>\n\n{answer}", f"<think>1 + 2</think>{answer}", answer]
     columns = rule_reward(rule, [f"<|im_start|>user\n<think>?<|im_end|>{prompt_end}"] * 3, responses, ["3"] * 3, [None] * 3, [[]] * 3)
-    assert columns["accuracy"] == [1, 1, 1]
+    right = [1, 1, int(not prompt_end.strip().endswith("<think>"))]                       # the last thought is still open
+    assert columns["accuracy"] == columns["parsed"] == right
     assert columns["format"] == formed
-    assert columns["reward"] == pytest.approx([0.9 + 0.1 * form for form in formed])
+    assert columns["reward"] == pytest.approx([0.9 * accuracy + 0.1 * form for accuracy, form in zip(right, formed)])
     exact = rule_reward("exact", ["<think>"], ["a b"], ["A  b"], [None], [[]])
     assert exact["reward"] == [1]
 
@@ -125,6 +130,21 @@ new  york           | New York
 x + 1               | x+1
 \dfrac{x}{2}        | \frac{x}{2}
 \boxed{\frac{1}{2}} | 0.5
+0.00001             | 1e-05
+20000000000000000   | 2e+16
+2 \times 10^{16}    | 2e+16
+3*10^-5             | 3e-05
+\(12\)              | 12
+\[ \boxed{12} \]    | 12
+（１２，３４５）    | (12,345)
+Ｂ                  | B
+–3                  | -3
+－3                 | -3
+½                   | 0.5
+-⅔                  | -2/3
+5％                 | 5%
+**42**              | 42
+**(B).**            | B
 """)
 EQUAL.append(["9" * 400, "9" * 400])
 UNEQUAL = table(r"""
@@ -160,6 +180,9 @@ nan                  | 0
 ٤٢                   | 42
 1/0                  | 0
 3²                   | 32
+1½                   | 11/2
+1e9999               | 2e9999
+20250101             | 20250102
 1_000                | 1000
 0x10                 | 16
 1,23                 | 123
