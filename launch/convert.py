@@ -10,19 +10,30 @@ Parquet needs a package that the trainers do without, hence an environment of it
     .venv-convert/bin/hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     .venv-convert/bin/python launch/convert.py geometry3k/data --label geo3k --out data/geo3k
 
-Sources are .parquet, .jsonl and .json files, or folders of the first two. The shards train-00000-of-00002 and
-train-00001-of-00002 become train.jsonl. Images are written as they are, as images/<split>-<row>-<place>.jpeg
-and so on.
+Sources are .parquet, .jsonl and .json files, or folders of the first two; JSON may be one list, or in UTF-16. The shards
+train-00000-of-00002 and train-00001-of-00002 become train.jsonl. Images are written as they are, as
+images/<split>-<row>-<place>.jpeg and so on; their paths are relative to the file or, where there is no such file, to
+--image_root, outside of which none is read.
 
     our column   taken from (the first that is there)
-    prompt       prompt, messages, query, question, problem: text or messages
-    images       images or image, and parts of messages that bring an image: bytes, base64, data URL, path
+    prompt       prompt, messages, query, question, problem, conversations, conversation, message, input: text, messages,
+                 or messages as JSON text; before it columns system and history
+    images       images, image or image_urls, and parts of messages that bring an image: bytes, base64, data URL, path
     videos       videos or video: paths, which become absolute, or lists of frames
-    answer       answer, verl's reward_model.ground_truth, TRL's solution, ground_truth
-    response     completion, or a last message by the assistant
+    answer       answer, verl's reward_model.ground_truth, TRL's solution, ground_truth, or else the response; of a
+                 worked solution the last <answer> or \\boxed{}, or the last line's end behind ####
+    response     completion or output, or a last message by the assistant
     label        label, source, data_source, query_source, or else --label; it is called source in pairs
     responses    chosen and rejected, as text or conversations, or the two of response (VL-RewardBench)
     preferred    A or B, the response that was chosen, or as human_ranking says, which may be a tie
+
+    form                  system                             read as
+    role, content         verl, TRL, OpenAI, ms-swift        messages
+    from, value           LLaVA, Qwen-VL, InternVL, VLM-R1   messages: human is the user, gpt the assistant
+    instruction, input    alpaca, LLaMA-Factory              the prompt, joined by a line's end
+    <img>path</img>       Qwen-VL                            not: give the path in images, and write <image> in its place
+    image_1, image_2      MMMU                               not: make one column of them, images, and write <image> for
+                                                             <image 1>
 
 With --benchmark NAME the files are those of a benchmark of judges (launch/benchmarks.py). Its rows get "source" (the
 official group) and "pair" (what counts together, as in ACC+). Rows without their image, or of a kind that judges here
@@ -34,7 +45,6 @@ score, becomes original_score. A hash of the texts decides which response of a p
 
 import argparse
 import base64
-import binascii
 import hashlib
 import io
 import json
@@ -57,13 +67,20 @@ import benchmarks
 sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
 from files import number_as_text
 
-PROMPTS = ("prompt", "messages", "query", "question", "problem")
+PROMPTS = "prompt messages query question problem conversations conversation message input".split()
 LABELS = ("label", "source", "data_source", "query_source")
-IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path")
+IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "value")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # that the trainers read
 
-# What a row that cannot be converted raises: the last two are Pillow's, of an image.
-BAD_ROW = (ValueError, KeyError, TypeError, AttributeError, OSError, SyntaxError, Image.DecompressionBombError)
+# How columns of images or bytes look in Python's spelling.
+IMAGE_COLUMN = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)|(^|[ \[(])b'"
+MESSAGES = r'\s*\[\s*\{\s*"(role|content|from|value)"'  # as text
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # with up to two pairs in each other inside
+FINAL_ANSWERS = (r"(?s)<answer>(.*?)</answer>", r"(?m)^####(.*)\s*\Z", rf"\\boxed\s*\{{((?:[^{{}}]|{BRACES})*)\}}")
+
+# What a row of an unknown form raises.
+BAD_ROW = (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError, RecursionError)
 
 # Columns by which the reward model would take a pair for a row of another kind.
 NOT_IN_PAIRS = ("question", "messages", "response", "critique", "correct", "score")
@@ -76,9 +93,11 @@ def convert(row: dict, images: "Images", label: str = "") -> dict:
     """One row of the trainers from one of another system.
 
     label: for rows that have none.
-    Raises ValueError, and KeyError or TypeError where a column is not built as it should be.
+    Raises one of BAD_ROW; its words are ours if it is a plain ValueError or a FileNotFoundError.
     """
     rest = {column: value for column, value in row.items() if value is not None}
+    if "image_1" in rest:
+        raise ValueError("a column for each image (image_1): make one list of them, images, with <image> in its places")
     is_pair = bool(rest.keys() & {"human_ranking", "preferred"}) or {"chosen", "rejected"} <= rest.keys()
     converted = convert_pair(rest, images) if is_pair else convert_prompt(rest, images)
     value = take(rest, *LABELS)
@@ -86,6 +105,8 @@ def convert(row: dict, images: "Images", label: str = "") -> dict:
     if value:
         converted["source" if is_pair else "label"] = value
     for column, value in rest.items():
+        if re.search(IMAGE_COLUMN, f"{value!r:.2000}"):
+            images.unread.add(column)
         if is_pair and column in NOT_IN_PAIRS:
             column = f"original_{column}"
         converted[column] = value
@@ -95,13 +116,15 @@ def convert(row: dict, images: "Images", label: str = "") -> dict:
 def convert_prompt(rest: dict, images: "Images") -> dict:
     """The prompt, images, videos, answer and response of a row."""
     prompt = take_prompt(rest, images)
-    response = None
-    if "completion" in rest:
-        response = last_text(rest.pop("completion"))
+    response = take(rest, "completion", "output")
+    if response is not None:
+        response = last_text(read_messages(response))
     elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         response = last_text(prompt)
         prompt = prompt[:-1]
     media, answer = take_media(rest, images), take_answer(rest)
+    if answer is None and response is not None:
+        answer = final_answer(response)
     texts = {"answer": answer, "response": response}
     return {"prompt": prompt} | media | {name: text for name, text in texts.items() if text is not None}
 
@@ -113,10 +136,10 @@ def convert_pair(rest: dict, images: "Images") -> dict:
     preferred = "A"
     if "human_ranking" in rest:
         prompt = take_prompt(rest, images)
-        responses, (one, other) = rest.pop("response"), rest.pop("human_ranking")
-        if len(responses) != 2:
+        responses, ranks = rest.pop("response"), rest.pop("human_ranking")
+        if not len(responses) == len(ranks) == 2:
             raise ValueError("a pair has two responses")
-        preferred = "tie" if one == other else "A" if one < other else "B"
+        preferred = "tie" if ranks[0] == ranks[1] else "A" if ranks[0] < ranks[1] else "B"
     else:
         prompt, responses = take_chosen(rest, images)
     converted = take_media(rest, images)
@@ -135,7 +158,7 @@ def convert_pair(rest: dict, images: "Images") -> dict:
 def take_chosen(rest: dict, images: "Images") -> tuple[str | list, list[str]]:
     """The prompt, and the chosen and the rejected response. Without a column for the prompt, it is
     what both conversations begin with."""
-    chosen, rejected = rest.pop("chosen"), rest.pop("rejected")
+    chosen, rejected = read_messages(rest.pop("chosen")), read_messages(rest.pop("rejected"))
     responses = [last_text(chosen), last_text(rejected)]
     if not (set(PROMPTS) & rest.keys() or isinstance(chosen, str)):
         if chosen[:-1] != rejected[:-1]:
@@ -147,37 +170,72 @@ def take_chosen(rest: dict, images: "Images") -> tuple[str | list, list[str]]:
 def take_prompt(rest: dict, images: "Images") -> str | list:
     """The prompt as text, or as messages whose images are written."""
     columns = ", ".join(rest)
-    prompt = take(rest, *PROMPTS)
+    if "instruction" in rest:
+        rest["prompt"] = f"{rest.pop('instruction')}\n{rest.pop('input', '')}".strip()
+    prompt = read_messages(take(rest, *PROMPTS))
     if prompt is None:
-        raise ValueError(f"no column {', '.join(PROMPTS)}; the row has {columns}")
+        raise ValueError(f"no column {', '.join(PROMPTS)}; the row has {columns:.400}")
+    if re.search("<img>.*</img>", f"{prompt}"):
+        raise ValueError("<img>path</img> in a text: give the path in images, and write <image> in its place")
+    turns = [("system", rest.pop("system", ""))]
+    for pair in rest.pop("history", []):
+        turns += [("user", pair[0]), ("assistant", pair[1])]
+    messages = [{"role": role, "content": text} for role, text in turns if text]
     if isinstance(prompt, str):
-        return prompt
-    messages = []
+        if not messages:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
     for message in prompt:
         content = message["content"]
         if not isinstance(content, str):
             content = [images.write_part(part) for part in content]
-        messages.append({"role": message["role"], "content": content})
+        messages.append(message | {"content": content})
+    return messages
+
+
+def read_messages(value: Any) -> Any:
+    """A message, a list or JSON of them, as messages with role and content; anything else as it is."""
+    if isinstance(value, str) and re.match(MESSAGES, value):
+        value = json.loads(value)
+    if not isinstance(value, dict | list):
+        return value
+    messages = []
+    for turn in value if isinstance(value, list) else [value]:
+        message = turn.copy()
+        role, content = take(message, "role", "from"), take(message, "content", "value")
+        if role is None:
+            raise ValueError(f"a message has role and content, or from and value, unlike {turn!r:.80}")
+        messages.append({"role": ROLES.get(role, role), "content": content or ""} | message)
     return messages
 
 
 def take_answer(rest: dict) -> str | None:
-    """The reference answer as text; of a worked solution what is tagged. Both verl's and TRL's
-    column stay in the row."""
-    verl = rest.get("reward_model", {})
-    answers = [rest.pop("answer", None), verl.get("ground_truth"), rest.get("solution")]
-    for answer in (*answers, rest.pop("ground_truth", None)):
+    """The reference answer as text, of a worked solution its end. Solutions, and verl's column, stay in the row."""
+    verl = rest.get("reward_model")
+    answers = [rest.pop("answer", None), verl.get("ground_truth") if isinstance(verl, dict) else None]
+    for answer in (*answers, rest.get("solution"), rest.pop("ground_truth", None)):
         if answer is not None:
-            tagged = re.findall("<answer>(.*?)</answer>", as_text(answer), re.DOTALL)
-            return tagged[-1].strip() if tagged else as_text(answer)
+            text = as_text(answer)
+            if text != final_answer(text):
+                rest.setdefault("solution", text)
+            return final_answer(text)
     return None
+
+
+def final_answer(solution: str) -> str:
+    """What a text marks as its answer, the last time; without a mark the text."""
+    for pattern in FINAL_ANSWERS:
+        for answer in re.findall(pattern, solution)[-1:]:
+            return answer.strip()
+    return solution
 
 
 def take_media(rest: dict, images: "Images") -> dict:
     """The columns of images and videos: files, absolute paths, lists of frames."""
     if "image" in rest and "images" in rest:
         raise ValueError("columns 'image' and 'images': choose one by --columns images=image or image=images")
-    converted = {"images": [images.write(image) for image in as_list(take(rest, "image", "images"))]}
+    pictures = as_list(take(rest, "image", "images", "image_urls"))
+    converted = {"images": [images.write(image) for image in pictures]}
     clips = as_list(take(rest, "video", "videos"))
     if clips:
         converted["videos"] = [images.find_clip(clip) for clip in clips]
@@ -241,15 +299,20 @@ class Images:
 
     folder: Path
     name: str            # of the row: <split>-<number>
-    root: Path           # paths in the row are relative to it
+    beside: Path         # paths in the row are relative to this folder or, where they are not there,
+    root: Path | None = None  # to this one, outside of which none is read
     count: int = 0
     embedded: list[str] = field(default_factory=list)  # written from messages
+    unread: set[str] = field(default_factory=set)  # columns that seem to hold images
 
     def write(self, image: Any) -> str:
         """Write an image; returns its path beside the JSONL file. Raises one of BAD_ROW."""
         data = self.read(image)
-        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as picture:
-            picture.load()  # finds a damaged body now, not in the middle of a training run
+        try:
+            with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as picture:
+                picture.load()  # finds a damaged body now, not in the middle of a training run
+        except Exception as error:  # damaged files raise anything, by plugin
+            raise ValueError(f"an image that cannot be decoded: {image!r:.80}") from error
         path = self.folder / f"{self.name}-{self.count}.{picture.format.lower()}"
         path.write_bytes(data)
         self.count += 1
@@ -257,6 +320,8 @@ class Images:
 
     def write_part(self, part: dict) -> dict:
         """A part of a message, with the path of its image if it brings one."""
+        if part["type"] == "text":
+            return {"type": "text", "text": part.get("text") or part.get("value", "")}
         if part["type"] not in ("image", "image_url"):
             return part
         if not any(part.get(key) for key in IMAGE_KEYS):
@@ -272,39 +337,53 @@ class Images:
             return image
         if not image:
             raise FileNotFoundError("an image without bytes or path")
-        file = self.root / image.removeprefix("file://")
+        file = self.locate(image)
         if os.path.isfile(file):
             return file.read_bytes()
         encoded = re.sub("^data:[^,]*;base64,", "", image)
         try:
             return base64.b64decode("".join(encoded.split()), validate=True)
-        except binascii.Error as error:
-            message = f"{image!r:.80} is neither a file in {self.root} nor an image in base64"
+        except ValueError as error:
+            message = f"{image!r:.80} is neither a file in {self.root or self.beside} nor an image in base64"
             raise FileNotFoundError(message) from error
+
+    def locate(self, path: str) -> Path:
+        """A file or folder that a row names. Raises ValueError: it lies outside of --image_root."""
+        path, root = path.removeprefix("file://"), self.root
+        file = self.beside / path
+        if root and not os.path.exists(file):
+            file = root / path
+        if root and os.path.exists(file) and not file.resolve().is_relative_to(root.resolve()):
+            raise ValueError(f"{file} lies outside of --image_root {root}")
+        return file
 
     def find_clip(self, clip: Any) -> str | list[str]:
         """A film as its absolute path; of a list or folder of frames the list of their images."""
         if isinstance(clip, list):
             return [self.write(frame) for frame in clip]
         path = clip["video"] if isinstance(clip, dict) else clip
-        path = (self.root / path.removeprefix("file://")).resolve(strict=True)
+        path = self.locate(path)
+        if not path.exists():
+            raise FileNotFoundError(f"no such video: {clip!r:.80}")
         if path.is_dir():
             frames = sorted(path.iterdir(), key=lambda frame: (len(frame.name), frame))  # frame-2 before frame-10
-            return [self.write(str(frame)) for frame in frames]
-        return str(path)
+            return [self.write(str(frame.absolute())) for frame in frames]
+        return str(path.resolve())
 
 
 # ---- Files
 
 
-def read_rows(path: Path) -> Iterator[str | dict]:
-    """The rows of a table or of a JSON list, the lines of JSONL."""
-    if path.suffix == ".json":
-        yield from json.loads(path.read_text(encoding="utf-8"))
-        return
-    if path.suffix == ".jsonl":
-        with open(path, encoding="utf-8-sig") as lines:
-            yield from lines
+def read_rows(path: Path) -> Iterator[str | bytes | dict]:
+    """The rows of a table or of JSON, or the lines of JSONL, whatever the file is called."""
+    if path.suffix != ".parquet":
+        with open(path, "rb") as lines:
+            first = lines.readline()
+            if re.match(rb"(\xef\xbb\xbf)?\s*\{.*\}\s*$", first):
+                yield first
+                yield from lines
+            else:
+                yield from read_json(first + lines.read())
         return
     try:
         import pyarrow.parquet
@@ -314,43 +393,71 @@ def read_rows(path: Path) -> Iterator[str | dict]:
         yield from batch.to_pylist()
 
 
+def read_json(data: bytes) -> list:
+    """The elements of a list, or a single object; else it must be JSONL, perhaps in UTF-16, or with blank lines first."""
+    text = data.decode(json.detect_encoding(data), "surrogateescape")
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError):
+        return text.split("\n")
+    return rows if isinstance(rows, list) else [rows]
+
+
 def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Namespace) -> None:
     """Write <folder>/<split>.jsonl and its images. Raises ValueError with file and row."""
-    total = written = 0
+    total, written, unread = 0, 0, set()
     skipped = (benchmarks.LeftOut, FileNotFoundError) if args.benchmark else ()
     left_out = defaultdict(list)  # why -> which rows
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
         for path in paths:
             for number, row in enumerate(read_rows(path), start=1):
-                if isinstance(row, str) and row.isspace():
+                if isinstance(row, str | bytes) and not row.strip():
                     continue
                 try:
-                    row = json.loads(row) if isinstance(row, str) else row
+                    row = json.loads(row) if isinstance(row, str | bytes) else row
                     for ours, theirs in args.columns.items():
+                        if theirs not in row:
+                            raise ValueError(f"no column {theirs!r} (see --columns); the row has {', '.join(row):.400}")
                         row[ours] = row.pop(theirs)
                     for pair in benchmarks.rows_of(args.benchmark, row) if args.benchmark else [row]:
-                        images = Images(folder / "images", f"{split}-{total:05d}", args.image_root or path.parent)
+                        images = Images(folder / "images", f"{split}-{total:05d}", path.parent, args.image_root)
                         converted = convert(pair, images, args.label)
-                        # What JSON lacks, in columns that are only kept, such as dates, becomes text.
-                        file.write(json.dumps(converted, default=str) + "\n")
+                        file.write(json.dumps(converted, default=plain) + "\n")
                         total += 1
+                        unread |= images.unread
                         written += images.count
                 except skipped as error:
                     kind = str(error) if isinstance(error, benchmarks.LeftOut) else "image missing"
                     left_out[kind].append(str(row.get("id", row.get("ID", f"row {number}"))))
                 except BAD_ROW as error:
-                    raise ValueError(f"{path}, row {number}: {type(error).__name__}: {error}") from error
+                    raise ValueError(f"{path}, row {number}: {describe(error, row)}") from error
     print(f"{split}.jsonl: {total} rows, {written} images", flush=True)
+    if unread:
+        print(f"not read, but perhaps images (--columns images=NAME): {', '.join(sorted(unread)):.400}", flush=True)
     for kind, names in left_out.items():
         print(f"left out: {len(names)} rows, {kind}: {textwrap.shorten(', '.join(names), 200)}", flush=True)
     if left_out and not total:
         raise ValueError(f"{split}: no row is left (images are looked for in --image_root)")
 
 
+def plain(value: Any) -> str | None:
+    """What JSON lacks, in columns that are only kept: dates and the like as text; bytes are left out."""
+    return None if isinstance(value, bytes) else str(value)
+
+
+def describe(error: Exception, row: Any) -> str:
+    """What is wrong with a row, in our words."""
+    if type(error) in (ValueError, FileNotFoundError):
+        return f"{error!s:.1000}"
+    return f"no row as in the tables of --help: {row!r:.120}"
+
+
 def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
     """The files by split: the name without suffix and without the number of the shard."""
     splits = {}
     for source in sources:
+        if not source.exists():
+            raise ValueError(f"{source}: no such file or folder")
         for path in sorted(source.iterdir()) if source.is_dir() else [source]:
             if path.suffix in (".parquet", ".jsonl") or path == source and path.suffix == ".json":
                 split = re.sub(r"-\d+-of-\d+$", "", path.stem)
@@ -374,7 +481,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                         help="columns under other names: prompt=Text,images=Image")
     parser.add_argument("--label", default="", help="label of the rows that have none")
     parser.add_argument("--image_root", type=Path,
-                        help="folder to which paths in the rows are relative; default: that of their file")
+                        help="folder of images and videos: paths are relative to the rows' file, or to this folder; "
+                             "none outside of it is read")
     return parser.parse_args(argv)
 
 

@@ -45,7 +45,7 @@ NO_PATH = r"(?s)(https?|data|file):|iVBORw0KGgo|/9j/|R0lGOD|UklGR|.*\0|.{4097}|$
 # How columns of images look in Python's spelling.
 IMAGES = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)"
 MESSAGES = r'\s*\[\s*\{\s*"(role|content)"'  # as text
-WORKED_SOLUTION = r"(?m)^####|.\\boxed|<answer>"
+WORKED_SOLUTION = r"(?m)^####.*\s*\Z|.\\boxed|<answer>"
 Media = str | tuple[str, ...]  # the path of an image; of a clip its file, or those of its frames
 
 
@@ -125,8 +125,7 @@ def load_prompts(
             **fields,
         )
 
-    known = {*columns.values(), columns["images"].removesuffix("s"), "videos", "video", "rubric"}
-    prompts = read_rows(path, build, args, known)
+    prompts = read_rows(path, build, args, known={*columns.values(), "videos", "rubric"})
     worked = any(re.search(WORKED_SOLUTION, prompt.reference or "") for prompt in prompts)
     if worked and distributed.is_main():
         print(
@@ -149,7 +148,7 @@ def read_rows(
     A row for which ``build`` raises stops the run or is skipped, by --on_bad_row.
 
     Columns that are not ``known`` are no error, but rank 0 prints their names: one may be
-    misspelled.
+    misspelled, or hold what other systems read.
     """
     folder, name = os.path.split(os.path.abspath(path))
     unread = set()
@@ -160,7 +159,10 @@ def read_rows(
             row = parse_json(line, "the row")
             if not isinstance(row, dict):
                 raise ValueError(f"a row must be a JSON object, not {row!r:.80}")
-            unread.update(describe(column, row[column]) for column in row.keys() - known)
+            for column in row.keys() - known:
+                plural = f"{column}s"  # see `media_list`
+                if plural not in known or row.get(plural):
+                    unread.add(describe(column, row[column]))
             fields = {"index": index, "source": source, "row": row, "folder": folder}
             return build(row, fields)
         except ValueError as error:
@@ -202,7 +204,7 @@ def read_jsonl(path: str) -> bytes:
 def describe(column: str, value: Any) -> str:
     """A column that is not read, for a message: perhaps it should be."""
     if re.search(IMAGES, f"{value!r:.2000}") or column in FOREIGN and value:
-        return f"{column!r} (images, or part of a prompt? see --columns and launch/convert.py)"
+        return f"{column!r} (images, or part of prompt or answer? see --columns, launch/convert.py)"
     return repr(column)
 
 
@@ -239,7 +241,7 @@ def read_text(row: dict, column: str) -> str | None:
 
 def media_list(row: dict, column: str = "images") -> list[Media]:
     """The images of a row as paths, and then its clips, each a file or a list of images, as tuples
-    of paths. The names of their columns may be in the singular."""
+    of paths. Where a row has no such column, its name may be in the singular."""
     images, clips = (row.get(name) or row.get(name.removesuffix("s")) for name in (column, "videos"))
     return [*map(_path, _as_list(images)), *map(_clip_paths, _as_list(clips))]
 
@@ -335,19 +337,15 @@ def _read_part(part: Any) -> dict:
 
 def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
     """The images and clips of messages in the order of their places: those of the parts that name
-    one, which they lose here, and ``media`` for the others. Raises ValueError: these are not the
-    media that have places."""
-    places = []
-    for message in messages:
-        places += [part for part in message["content"] if part["type"] != "text"]
-    users = [message for message in messages if message["role"] == "user"]
-    if not places and len(users) == 1:
-        # The row does not say where: images first, as Qwen-VL is trained.
-        places = [{"type": kind_of(item)} for item in media]
-        users[0]["content"] = places + users[0]["content"]
+    one, which they lose here, and ``media`` for the others, or repeating the former. Raises
+    ValueError: these are not the media that have places."""
+    places = _find_places(messages, media)
     for kind in ("image", "video"):
-        free = [part for part in places if part["type"] == kind and "file" not in part]
+        parts = [part for part in places if part["type"] == kind]
         items = [item for item in media if kind_of(item) == kind]
+        if items == [part.get("file") for part in parts]:
+            continue
+        free = [part for part in parts if "file" not in part]
         if len(free) != len(items):
             raise ValueError(
                 f"the columns of the row hold {len(items)} {kind}s for {len(free)} places "
@@ -356,6 +354,19 @@ def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
         for part, item in zip(free, items):
             part["file"] = item
     return [part.pop("file") for part in places]
+
+
+def _find_places(messages: list[dict], media: Sequence[Media]) -> list[dict]:
+    """The parts of messages that stand for images and clips. Where a row does not say where, these
+    come before all text of its only user message, as Qwen-VL is trained."""
+    places = []
+    for message in messages:
+        places += [part for part in message["content"] if part["type"] != "text"]
+    users = [message for message in messages if message["role"] == "user"]
+    if not places and len(users) == 1:
+        places = [{"type": kind_of(item)} for item in media]
+        users[0]["content"] = places + users[0]["content"]
+    return places
 
 
 def kind_of(item: Media) -> str:

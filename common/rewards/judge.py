@@ -270,8 +270,7 @@ ROW_KINDS = {
     "response": RowKind("response", set(), "one prompt, and a text that is not empty as response"),
 }
 PROMPT_FIELDS = ("prompt", "question", "messages")
-MEDIA_FIELDS = ("images", "image", "videos", "video")
-JUDGEMENT_COLUMNS = {*PROMPT_FIELDS, *ROW_KINDS, *MEDIA_FIELDS, "critique", "source", "pair"}
+JUDGEMENT_COLUMNS = {*PROMPT_FIELDS, *ROW_KINDS, "critique", "images", "videos", "source", "pair"}
 ORDERS = ("given", "swapped")
 # Names of the two sides in a critique that is shown in both orders.
 FIXED_NAMES = re.compile(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b")
@@ -462,9 +461,10 @@ def load_responses(path: str, processor: Processor, args: DataArgs, limit: int) 
 
 def read_rubric(row: dict) -> list[tuple[str, float]]:
     """The criteria of a row and their weights. Raises ValueError."""
-    criteria = []
-    listed = row.get("rubric")
-    for item in listed if isinstance(listed, list) else ():
+    criteria, listed = [], row.get("rubric")
+    if not isinstance(listed, list):
+        listed = []
+    for item in listed:
         entry = item if isinstance(item, dict) else {"text": item}
         text, weight = entry.get("text"), entry.get("weight", 1)
         is_weight = type(weight) in (int, float) and 0 < weight < math.inf

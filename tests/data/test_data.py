@@ -380,8 +380,8 @@ def test_a_row_keeps_all_its_columns(load, tmp_path, capsys):
     assert [prompt.reference for prompt in prompts] == ["4", "2.5", "-12"]
     assert [len(prompt.images) for prompt in prompts] == [0, 1, 1]
     assert capsys.readouterr().out == f"{tmp_path / 'train.jsonl'}: columns that are kept, but not read: " \
-        "'depth', 'extra', 'imgs' (images, or part of a prompt? see --columns and launch/convert.py), " \
-        "'reward_model' (images, or part of a prompt? see --columns and launch/convert.py), 'tools'\n"
+        "'depth', 'extra', 'imgs' (images, or part of prompt or answer? see --columns, launch/convert.py), " \
+        "'reward_model' (images, or part of prompt or answer? see --columns, launch/convert.py), 'tools'\n"
     load([dict(prompt="Hi", answer="4", label="l", images=[], videos=[])])
     assert capsys.readouterr().out == ""
 
@@ -425,6 +425,7 @@ AS_TEXT = [{"role": "user", "content": [{"type": "image", "image": "file://FOLDE
     ({"message": json.dumps(AS_TEXT), "answer": "red"}, "prompt=message", [("user", PICTURE + "Hi")]),        # lmm-r1
     ({"conversations": [{"role": "user", "content": "<image>Hi"}], "image_urls": ["file://FOLDER/a.png"]},    # MM-EUREKA
      "prompt=conversations,images=image_urls", [("user", PICTURE + "Hi")]),
+    ({"prompt": AS_TEXT, "images": ["FOLDER/a.png"]}, "", [("user", PICTURE + "Hi")]),                        # Vero
     ({"prompt": CALLED}, "", [("user", "Hi"), ("assistant", ""), ("tool", "red")]),
 ])
 def test_rows_of_other_systems_that_need_no_conversion(load, tmp_path, capsys, row, columns, turns):
@@ -440,12 +441,13 @@ def test_rows_of_other_systems_that_need_no_conversion(load, tmp_path, capsys, r
     ({"picture": "sub/x.JPG", "id": 3, "url": "http://x.org"}, "picture"),
     ({"image_1": {"bytes": "iVBORw0KGgoAAA", "path": None}, "image_2": None}, "image_1"),
     ({"image": None, "frames": ["data:image/png;base64,iVBOR"]}, "frames"),
+    ({"images": ["a.png"], "image": "b.jpg"}, "image"),
     ({"input": "2 + 2", "system": "", "history": []}, "input"),
     ({"conversations": [{"from": "human", "value": "x"}]}, "conversations"),
 ])
 def test_an_unread_column_that_matters_is_said(load, capsys, row, names):
     load([{"prompt": "x"} | row])
-    assert re.findall(r"'(\w+)' \(images, or part of a prompt\?", capsys.readouterr().out) == [names]
+    assert re.findall(r"'(\w+)' \(images, or part of prompt or answer\?", capsys.readouterr().out) == [names]
 
 
 @pytest.mark.parametrize("answer, is_worked", [
@@ -555,7 +557,7 @@ def test_bad_row(load, tmp_path, case, row, message, capsys):
     assert "train.jsonl: 1 of 3 rows are bad\n  train.jsonl:3: " in capsys.readouterr().out
 
 
-PYTHONS_WORDS = r"Error\b|NoneType|has no attribute|subscriptable|unhashable|iterable|object is|not supported between|codec"
+PYTHONS_WORDS = r"Error\b|to unpack|NoneType|has no attribute|subscriptable|unhashable|iterable|object is|not supported between|codec"
 SCALARS = (None, True, 3, 1e400, "", "text <image>", "a.png", "A", "no.png", "file:///a.png", "B" * 50_000, '[{"role": 1}]')
 KEYS = ("role", "content", "type", "text", "image", "file", "video", "tool_calls", "from", "value", "weight", "user")
 

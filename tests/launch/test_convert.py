@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import random
+import re
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, judge_settings, read_rows, value_error, words
 from PIL import Image
+from test_data import PYTHONS_WORDS, odd_value
 
 from common.rewards.judge import load_judgements
 from common.flags import DataArgs
@@ -178,6 +181,94 @@ def test_videos(tmp_path):
         [str(tmp_path / "film.mp4")], [["images/rows-00001-0.png", "images/rows-00001-1.png"]]]
 
 
+WORKED = "She sold 48/2 = <<48/2=24>>24 clips.\n#### 72"
+CONVERSATION = [{"from": "human", "value": "<image>How many?"}, {"from": "gpt", "value": "Say where."},
+                {"from": "human", "value": "On the left."}, {"from": "gpt", "value": "<think>2</think><answer> 3 </answer>"}]
+TURNS = [{"role": "user", "content": "<image>How many?"}, {"role": "assistant", "content": "Say where."},
+         {"role": "user", "content": "On the left."}]
+ALPACA = {"instruction": "Add.", "input": "1 + 1", "output": "2", "system": "Be brief.", "history": [["Hi", "Hello"]]}
+V1 = [{"role": "user", "content": [{"type": "image_url", "value": "a.png"}, {"type": "text", "value": "what?"}]}]
+CALLED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+          {"role": "tool", "content": "red"}]
+
+
+@pytest.mark.parametrize("row, expected", [
+    # LLaVA, Qwen-VL, InternVL, VLM-R1
+    ({"image": "a.png", "conversations": CONVERSATION},
+     {"prompt": TURNS, "answer": "3", "response": "<think>2</think><answer> 3 </answer>"}),
+    ({"image": "a.png", "conversations": CONVERSATION[:1] + [{"from": "gpt", "value": "0"}]},
+     {"prompt": TURNS[:1], "answer": "0", "response": "0"}),
+    # lmm-r1, MM-EUREKA
+    ({"message": json.dumps(TURNS), "images": "a.png", "answer": "3"}, {"prompt": TURNS, "answer": "3"}),
+    ({"conversations": TURNS, "image_urls": ["a.png"], "answer": "3"}, {"prompt": TURNS, "answer": "3"}),
+    # alpaca, LLaMA-Factory, ms-swift
+    (ALPACA | {"images": ["a.png"]}, {"answer": "2", "response": "2", "prompt": [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Add.\n1 + 1"}]}),
+    ({"instruction": "Add.", "input": "", "output": "2", "system": "", "image": "a.png"},
+     {"prompt": "Add.", "answer": "2", "response": "2"}),
+    ({"query": "2?", "response": "3", "history": [["1?", "2"]], "images": ["a.png"]}, {"response": "3", "prompt": [
+        {"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2?"}]}),
+    ({"messages": V1}, {"prompt": [{"role": "user", "content": [
+        {"type": "image", "image": "images/rows-00000-0.png"}, {"type": "text", "text": "what?"}]}]}),
+    ({"messages": CALLED, "image": "a.png"}, {"prompt": [CALLED[0], CALLED[1] | {"content": ""}, CALLED[2]]}),
+    # GSM8K, MATH
+    ({"question": "How many?", "answer": WORKED, "image": "a.png"}, {"prompt": "How many?", "answer": "72", "solution": WORKED}),
+    ({"problem": "How many?", "solution": r"So $\boxed{7}$, no, $\boxed{\frac{1}{2}}$.", "image": "a.png"},
+     {"prompt": "How many?", "answer": r"\frac{1}{2}", "solution": r"So $\boxed{7}$, no, $\boxed{\frac{1}{2}}$."}),
+    # what no form knows is kept, but for bytes
+    ({"prompt": "x", "image": "a.png", "by": {"who": 1}}, {"prompt": "x", "by": {"who": 1}}),
+])
+def test_rows_of_other_systems(tmp_path, row, expected):
+    noise(1).save(tmp_path / "a.png")
+    converted, = run(tmp_path, [row])
+    images = ["images/rows-00000-0.png"] if "messages" not in row or "image" in row else []
+    assert converted == {"images": images} | expected
+
+
+def test_bytes_are_never_text(tmp_path, capsys):
+    """In a column that is only kept. What may have been images is said."""
+    images = convert.Images(tmp_path, "row", tmp_path)
+    row = convert.convert({"prompt": "x", "preview": {"bytes": b"\x89PNG", "path": None}, "when": 5}, images)
+    assert json.loads(json.dumps(row, default=convert.plain)) == {
+        "prompt": "x", "images": [], "preview": {"bytes": None, "path": None}, "when": 5}
+    assert images.unread == {"preview"}
+    run(tmp_path, [{"prompt": "x", "thumbnail": "a.png", "other": "a"}])
+    assert "perhaps images (--columns images=NAME): thumbnail\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, content", [
+    ("rows.json", json.dumps([{"prompt": "x"}, {"prompt": "y"}], indent=2)),
+    ("rows.jsonl", json.dumps([{"prompt": "x"}, {"prompt": "y"}])),
+    ("rows.json", '{"prompt": "x"}\n{"prompt": "y"}\n'),
+    ("rows.jsonl", '\n{"prompt": "x"}\n\n{"prompt": "y"}\n'),
+])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
+def test_json_in_other_layouts(tmp_path, name, content, encoding):
+    (tmp_path / name).write_text(content, encoding=encoding)
+    convert.main(words(tmp_path / name, "--out", tmp_path / "out"))
+    assert [row["prompt"] for row in read_rows(tmp_path / "out" / "rows.jsonl")] == ["x", "y"]
+
+
+def test_the_root_is_that_of_the_trainers(tmp_path, qwen25, capsys):
+    """Beside the file, then in --image_root, and nowhere else: rows go through both with the same flag."""
+    for folder in ("root", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        noise(1).save(tmp_path / folder / "a.png")
+    (tmp_path / "root" / "link.png").symlink_to(tmp_path / "elsewhere" / "a.png")
+    rows = [{"prompt": "x", "image": "a.png"}, {"prompt": "x", "image": "root/a.png"}]
+    converted = run(tmp_path, rows, "--image_root", tmp_path / "root")
+    assert [len(row["images"]) for row in converted] == [1, 1]
+    args = DataArgs(max_prompt_tokens=600, image_root=str(tmp_path / "root"))
+    loaded = load_prompts(str(tmp_path / "rows.jsonl"), Processor(str(qwen25)), args)
+    assert [prompt.images for prompt in loaded] == [(str(tmp_path / "root" / "a.png"),)] * 2
+    for image in ("elsewhere/a.png", "link.png", str(tmp_path / "elsewhere" / "a.png")):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "x", "image": image}))
+        with pytest.raises(SystemExit):
+            convert.main(words(tmp_path / "rows.jsonl", "--out", tmp_path / "more", "--image_root", tmp_path / "root"))
+        assert "lies outside of --image_root" in capsys.readouterr().err
+
+
 # ---- Pairs
 
 def answered(text: str) -> list[dict]:
@@ -300,19 +391,20 @@ CUT_IMAGE = base64.b64encode(encode(noise(1))[:900]).decode()
 
 
 @pytest.mark.parametrize("row, message", [
-    ({"text": "what?", "id": 1},
-     "ValueError: no column prompt, messages, query, question, problem; the row has text, id"),
-    ({"prompt": [{"from": "human", "value": "x"}]}, "KeyError: 'content'"),
+    ({"text": "what?", "id": 1}, "no column prompt, messages, query, question, problem"),
+    ({"prompt": [{"text": "x"}]}, "a message has role and content, or from and value, unlike {'text': 'x'}"),
     (dict(query=[{"role": "user", "content": [{"type": "image", "image": base64_of(noise(1))}]}], image=base64_of(noise(2)),
-          response=["a", "b"], human_ranking=[0, 1]), "ValueError: images of a pair come with its messages or in a column"),
-    (GOOD | {"image": "a.png"}, "ValueError: columns 'image' and 'images'"),
-    (GOOD | {"images": ["none.png"]}, "FileNotFoundError: 'none.png' is neither a file in "),
-    (GOOD | {"images": ["http://host/a.png"]}, "FileNotFoundError: 'http://host/a.png' is neither a file in "),
-    (GOOD | {"images": [CUT_IMAGE]}, "OSError: "),
-    (GOOD | {"videos": ["none.mp4"]}, "FileNotFoundError: "),
-    (GOOD | {"answer": [1]}, "ValueError: answer and label must be a string or a finite number, not [1]"),
-    ({"chosen": asked("x") + answered("a"), "rejected": asked("y") + answered("b")}, "ValueError: without a prompt"),
-    (3, "AttributeError: "),
+          response=["a", "b"], human_ranking=[0, 1]), "images of a pair come with its messages or in a column"),
+    (GOOD | {"image": "a.png"}, "columns 'image' and 'images'"),
+    (GOOD | {"images": ["none.png"]}, "'none.png' is neither a file in "),
+    (GOOD | {"images": ["http://host/a.png"]}, "'http://host/a.png' is neither a file in "),
+    (GOOD | {"images": [CUT_IMAGE]}, "an image that cannot be decoded: 'iVBOR"),
+    (GOOD | {"videos": ["none.mp4"]}, "no such video: 'none.mp4'"),
+    (GOOD | {"answer": [1]}, "answer and label must be a string or a finite number, not [1]"),
+    ({"chosen": asked("x") + answered("a"), "rejected": asked("y") + answered("b")}, "without a prompt"),
+    ({"question": "<image 1>?", "image_1": "a.png"}, "a column for each image (image_1): make one list"),
+    ({"prompt": "Picture 1: <img>a.png</img>what?"}, "<img>path</img> in a text: give the path in images"),
+    (3, "no row as in the tables of --help: 3"),
 ])
 def test_an_error_names_file_and_row(tmp_path, capsys, row, message):
     """And nothing is left of what was written before."""
@@ -325,10 +417,29 @@ def test_an_error_names_file_and_row(tmp_path, capsys, row, message):
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+def test_odd_rows_are_refused_in_our_words(tmp_path, capsys):
+    """Or converted: a row of any shape."""
+    rng, converted = random.Random(1), 0
+    noise(1).save(tmp_path / "a.png")
+    names = [*convert.PROMPTS, *convert.LABELS, "instruction", "system", "history", "image", "images", "videos", "answer",
+             "solution", "reward_model", "completion", "chosen", "rejected", "response", "human_ranking", "preferred"]
+    for k in range(600):
+        row = {name: odd_value(rng, 3) for name in rng.sample(names, rng.randrange(1, 6))}
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row if k % 20 else odd_value(rng, 3)))
+        try:
+            convert.main(words(tmp_path / "rows.jsonl", "--out", tmp_path / f"out-{k}"))
+            converted += 1
+        except SystemExit:
+            error = capsys.readouterr().err
+            assert len(error) < 1500
+            assert not re.search(PYTHONS_WORDS, error), f"{error}: {row!r:.500}"
+    assert converted > 50
+
+
 @pytest.mark.parametrize("name, content, flags, message", [
-    ("rows.jsonl", "\n{]\n", [], "rows.jsonl, row 2: JSONDecodeError"),
+    ("rows.jsonl", "\n{]\n", [], "rows.jsonl, row 2: no row as in the tables of --help: '{]'"),
     ("rows.csv", "a,b", [], "no .parquet, .jsonl or .json files in"),
-    ("rows.jsonl", '{"prompt": "x"}', ["--columns", "prompt=Text"], "row 1: KeyError: 'Text'"),
+    ("rows.jsonl", '{"prompt": "x"}', ["--columns", "prompt=Text"], "row 1: no column 'Text' (see --columns)"),
     ("rows.jsonl", '{"prompt": "x"}', ["--out", "."], ". exists: remove it or name another"),
 ])
 def test_a_file_that_cannot_be_converted(tmp_path, capsys, name, content, flags, message):
