@@ -18,9 +18,9 @@ python launch/summary.py "$out"
 cat <<END
 
 Next:
-  talk to it    .venv/bin/python launch/chat.py $out/export/latest toy_describe/images/eval-00000.png "list all objects, then say how many."
-  your data     .venv/bin/torchrun --nproc_per_node 2 train_ppo_vl.py --model FOLDER --data rows.jsonl --reward my_reward.py:score
+  talk to it    $(command -v python) launch/chat.py $out/export/latest toy_describe/images/eval-00000.png "list all objects, then say how many."
+  your data     $(command -v torchrun) --nproc_per_node 2 train_ppo_vl.py --model FOLDER --data rows.jsonl --reward my_reward.py:score
                 (rows and rewards: README.md, "Your task in ten minutes")
-  a fork        git apply tests/experiments/loss_term.diff && .venv/bin/torchrun --nproc_per_node 2 train_ppo_vl.py --imitation_coef 0.1
+  a fork        git apply tests/experiments/loss_term.diff && $(command -v torchrun) --nproc_per_node 2 train_ppo_vl.py --imitation_coef 0.1
   the judge     bash launch/quickstart_grm.sh
 END

@@ -92,5 +92,5 @@ train --model real/fashion/model --data real/fashion/train.jsonl --eval_data rea
 echo
 echo "held-out accuracy with its picture, with a grey one, with another row's, before and after:"
 python launch/summary.py "$out" eval/named/accuracy_reward_mean eval/grey_reward_mean eval/another_reward_mean
-echo "talk to it            .venv/bin/python launch/chat.py $out/export/latest real/fashion/images/eval-00000.png" \
+echo "talk to it            $(command -v python) launch/chat.py $out/export/latest real/fashion/images/eval-00000.png" \
     "'Which is it: trousers, coat, pullover or boot? Answer with one word.'"

@@ -9,4 +9,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 flags=("$@")
 set --    # a sourced file without arguments of its own sees ours, and setup.sh takes its arguments for packages
 source launch/setup.sh
-exec python launch/smoke.py ${flags[@]+"${flags[@]}"}
+python launch/smoke.py ${flags[@]+"${flags[@]}"}

@@ -13,9 +13,9 @@ source launch/setup.sh pytest pytest-xdist
 pytest=(python -m pytest tests -q -rs --durations 10)
 both=(-n 2 --dist loadscope --no-loadscope-reorder)    # a file stays in one process, where its runs are made once
 case "${arguments[*]}" in
-    "") exec "${pytest[@]}" "${both[@]}" -m "not slow" ;;
+    "") "${pytest[@]}" "${both[@]}" -m "not slow"; exit ;;
     all) ;;
-    *) exec "${pytest[@]}" "${arguments[@]}" ;;
+    *) "${pytest[@]}" "${arguments[@]}"; exit ;;
 esac
 code=0
 "${pytest[@]}" "${both[@]}" || code=$?

@@ -3,6 +3,7 @@
 Every script is run by bash with a torchrun, srun and sbatch that only note their arguments.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -191,7 +192,7 @@ OF_OTHERS = """help config
 standalone nproc_per_node nnodes rdzv_backend rdzv_endpoint rdzv_id max_restarts
 nodes gpus-per-node time partition signal output open-mode job-name ntasks-per-node requeue exclusive cpus-per-task array
 export wait nv
-quiet disable-pip-version-check no-deps version logdir
+quiet disable-pip-version-check no-deps dry-run no-index offline python version logdir
 critic teacher words fetch imitation_coef task gpus gib versions eval benchmark markdown right wrong
 """  # torchrun, SLURM and apptainer, pip and tensorboard, real_words.sh, tools of launch/, tests/run.sh
 
@@ -227,6 +228,89 @@ def test_a_build_for_cpus_is_installed_where_there_is_one_and_no_gpu(tmp_path, g
     asked = (tmp_path / "noted").read_text().split()
     assert asked[-1] == "pytest"
     assert [word for word in asked if word.startswith("torch")] == wanted
+
+
+PACKAGES = {"torch": "2.13.0", "transformers": "5.24.0", "safetensors": "0.8.0", "pillow": "12.0", "numpy": "2.4", "tqdm": "4.67",
+            "tensorboard": "2.20", "pytest": "9.0"}
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """machine(packages, *names): a project, and on the PATH a Python that has these packages, under these names. Returns what
+    sources launch/setup.sh there: the output, with the Python in use in its last line. Into .venv nothing can be installed
+    before the file ``index`` is there."""
+    project, tools, site = tmp_path / "project", tmp_path / "tools", tmp_path / "site"
+    for folder in (project / "launch", project / ".venv" / "bin", tools, site):
+        folder.mkdir(parents=True)
+    for name in ("launch/setup.sh", "requirements.txt"):
+        (project / name).write_text((ROOT / name).read_text())
+    (project / ".venv" / "bin" / "activate").write_text("PATH=$PWD/.venv/bin:$PATH\n")
+
+    def write_program(path: Path, text: str):
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+    def machine(packages: dict[str, str], *names: str):
+        (site / "pip").symlink_to(Path(importlib.util.find_spec("pip").origin).parent)
+        for name, version in packages.items():
+            info = site / f"{name}-{version}.dist-info" / "METADATA"
+            info.parent.mkdir()
+            info.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        for name in names:
+            write_program(tools / name, f'PYTHONPATH={site} exec {sys.executable} -sS "$@"')
+        for tool in ("bash", "cat", "grep", "head", "sleep", "flock"):
+            if shutil.which(tool):
+                (tools / tool).symlink_to(shutil.which(tool))
+        write_program(project / ".venv" / "bin" / "python", '[ "$3" = install ] || exit 0\necho installed >> noted\nsleep 1\n[ -f index ]')
+        return set_up
+
+    def set_up(**variables: str) -> subprocess.Popen:
+        line = "set -euo pipefail; source launch/setup.sh pytest; python --version >&2; command -v python"
+        environment = {"PATH": str(tools), "PIP_FIND_LINKS": str(tmp_path), "PIP_CONSTRAINT": "none.txt"} | variables
+        return subprocess.Popen(["bash", "-c", line], cwd=project, env=environment, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True)
+
+    return machine
+
+
+@pytest.mark.parametrize("torch, names", [("2.11.0", ["python", "python3"]), ("2.13.0", ["python3"]),
+                                          ("2.11.0a0+5228986c39.nv26.1", ["python"]), ("2.15.1a0", ["python"])])
+def test_an_environment_that_has_everything_is_used(machine, tmp_path, torch, names):
+    """As it is, and not .venv; a vendor's build of a torch in the range is one. Settings of pip do not matter."""
+    text, _ = machine(PACKAGES | {"torch": torch}, *names)().communicate(timeout=60)
+    assert text.startswith(f"using {tmp_path / 'tools' / names[0]}, which has all packages\nPython 3.1")
+    assert not list((tmp_path / "project").glob("noted"))
+
+
+@pytest.mark.parametrize("changes, missing", [
+    ({"tqdm": None, "pytest": None}, "tqdm pytest"),
+    ({"torch": "2.16.0a0", "transformers": "5.16.2"}, "torch>=2.11,<2.16 transformers>=5.17,<6")])
+def test_without_an_index_the_missing_packages_are_named(machine, tmp_path, changes, missing):
+    packages = {name: version for name, version in (PACKAGES | changes).items() if version}
+    process = machine(packages, "python")()
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert text.endswith("error: pip could not install into .venv, see above. Without a package index, an environment with all "
+                         f"packages is needed; {tmp_path / 'tools' / 'python'} lacks: {missing}\n")
+    assert not (tmp_path / "project" / ".venv" / "installed").exists()
+
+
+def test_the_venv_is_made_once_and_gives_way_to_an_active_environment(machine, tmp_path):
+    """Also by two nodes that share the folder; the second one waits for the first."""
+    project = tmp_path / "project"
+    set_up = machine(PACKAGES | {"torch": "2.10.0"}, "python", "python3")
+    (project / "index").touch()
+    for processes in ([set_up(), set_up()], [set_up()], [set_up(VIRTUAL_ENV=str(tmp_path / "other"))]):
+        for process in processes:
+            text, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, text
+            assert text.endswith(f"{project}/.venv/bin/python\n")
+    assert (project / "noted").read_text() == "installed\n"
+    (info,) = (tmp_path / "site").glob("torch*/METADATA")
+    info.write_text(info.read_text().replace("2.10.0", "2.13.0"))
+    for variables, python in (({}, project / ".venv/bin/python"), ({"CONDA_PREFIX": str(tmp_path)}, tmp_path / "tools/python")):
+        text, _ = set_up(**variables).communicate(timeout=60)
+        assert text.endswith(f"{python}\n")
 
 
 READMES = ("README.md", "common/README.md", "launch/README.md", "tests/README.md")
