@@ -476,9 +476,8 @@ class Pack:
 
     def pick(self, *flat: Tensor) -> tuple[Tensor, ...]:
         """The pack's entries (T,) of flat (N,) tensors of the batch, on the pack's device."""
-        return tuple(
-            values[self.flat].to(self.targets.device, non_blocking=True) for values in flat
-        )
+        device = self.targets.device
+        return tuple(distributed.to_device(values[self.flat], device) for values in flat)
 
     @property
     def copies(self) -> Tensor:
@@ -509,8 +508,7 @@ class Pack:
         moved = {}
         for name, value in tensor_fields(self).items():
             if name != "flat":
-                pinned = value.pin_memory() if device.type == "cuda" else value
-                moved[name] = pinned.to(device, non_blocking=True)
+                moved[name] = distributed.to_device(value, device)
         return replace(self, **moved)
 
 

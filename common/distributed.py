@@ -5,6 +5,7 @@ gathering, failing and stopping together.
     catch_signals                  a request to stop is remembered for the end of the step
     Workers                        a user's programs side by side in threads, each with a time limit
     start                          join the process group -> Ranks: where this process stands in it
+    to_device                      a tensor goes to the GPU while the host goes on
     gather_objects                 what every rank has, on every rank
     raise_on_all_ranks             one message from rank 0, raised on all ranks
     stop_requested                 a signal to one rank stops all of them after the step in progress
@@ -348,6 +349,13 @@ def choose_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on ``device``. The host does not wait for a GPU, which fetches pinned memory by
+    itself; of other memory it would wait for what has more than 64 KiB."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def refuse_idle_gpus() -> None:

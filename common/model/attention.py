@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
+from common import distributed
 from common.buffers import ragged_index
 from common.model.linear_attention import PackedDelta, SlotStates, linear_layers
 
@@ -233,7 +234,7 @@ class PackedAttention:
         return PackedDelta(self.segments, self.device, states, self.plan, resumed=resumed)
 
     def to_device(self, array: np.ndarray) -> Tensor:
-        return torch.as_tensor(array).to(self.device, non_blocking=True)
+        return distributed.to_device(torch.as_tensor(array), self.device)
 
     def make_buckets(self, table: np.ndarray) -> None:
         """Padded groups of similar segments, for one SDPA call each."""
@@ -323,9 +324,7 @@ class PackedAttention:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if window not in self.masks:
             masks = [bucket_mask(table, window) for table, *_ in self.buckets]
-            self.masks[window] = [
-                mask if mask is None else torch.from_numpy(mask).to(q.device) for mask in masks
-            ]
+            self.masks[window] = [None if mask is None else self.to_device(mask) for mask in masks]
         outputs = []
         for (_, q_tokens, k_tokens), mask in zip(self.buckets, self.masks[window]):
             batch = []

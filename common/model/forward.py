@@ -444,7 +444,8 @@ def prefill_pack(
         ragged_index(cached, counts),
     )
     earlier = slots.repeat_interleave(cached), ragged_index(torch.zeros_like(cached), cached)
-    plan, earlier = (tuple(x.to(device) for x in places) for places in (plan, earlier))
+    plan = tuple(distributed.to_device(x, device) for x in plan)
+    earlier = tuple(distributed.to_device(x, device) for x in earlier)
     ids = torch.cat([part.input_ids for part in parts])  # (L,)
     positions = torch.cat([part.positions for part in parts], dim=1)  # (3, L)
     image_index = torch.isin(ids, model.setup.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
@@ -452,14 +453,15 @@ def prefill_pack(
     attention = PackedAttention(
         segments, setup.backend, device, cache, plan, earlier if cached.any() else ()
     )
-    return Pack(
-        input_ids=ids[None].to(device),
-        positions=positions[:, None].to(device),
-        image_index=image_index.to(device),
-        features=torch.cat(features, dim=1).to(device) if features else None,
+    pack = Pack(
+        input_ids=ids[None],
+        positions=positions[:, None],
+        image_index=image_index,
+        features=torch.cat(features, dim=1) if features else None,
         attention=attention,
-        predict=ends.to(device) - 1,
+        predict=ends - 1,
     )
+    return pack.to(device)
 
 
 def hidden_states(model: nn.Module, pack: Pack) -> Tensor:

@@ -206,7 +206,7 @@ class PackedDelta:
             self.keep(end[whole], last[whole], plan)
 
     def to_device(self, array: np.ndarray) -> Tensor:
-        return torch.as_tensor(array).to(self.device, non_blocking=True)
+        return distributed.to_device(torch.as_tensor(array), self.device)
 
     def stretch(self, table: np.ndarray) -> Stretch:
         lengths = table[:, 1] - table[:, 0]

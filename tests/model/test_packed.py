@@ -15,16 +15,17 @@ from conftest import (ROUNDING, hugging_face, inputs_of, our_name, responses_of,
 from safetensors.torch import load_file
 
 from common.buffers import Batch, assign_blocks, build_pack, make_blocks
+from common.model.linear_attention import PackedDelta
 from common.model.fsdp import unsharded
 from common.flags import DataArgs
 from common.model.attention import DecodeAttention, PackedAttention, SlotCache, bucket_segments
 from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import load_prompts
-from common.model.forward import decoder, hidden_states, image_features, prompt_positions
+from common.model.forward import Prefill, decoder, hidden_states, image_features, prefill_pack, prompt_positions
 from common.model.weights import Setup, build_model, load, materialize, resolve_folder
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SETUP = Setup("sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_chunk=256, longest=1000)
 
 
@@ -251,3 +252,49 @@ def test_what_reaches_sdpa(monkeypatch, device, dtype):
 def test_fsdp_does_not_walk_through_segments():
     """It looks through dataclasses in the arguments of every layer for tensors with a gradient: twice the calls of a step."""
     assert not dataclasses.is_dataclass(PackedAttention)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """For each tensor that is sent to a GPU, which is not there: whether its memory is pinned, and nobody waits."""
+    pinned, transfers, to = [], [], torch.Tensor.to
+
+    def pin_memory(tensor):
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    def send(tensor, *target, non_blocking=False, **options):
+        if CUDA not in target:
+            return to(tensor, *target, non_blocking=non_blocking, **options)
+        transfers.append((any(tensor is copy for copy in pinned), non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "to", send)
+    return transfers
+
+
+def test_the_host_waits_for_no_table_of_a_pack(qwen25, sent):
+    """A copy of more than 64 KiB from memory that is not pinned would wait until the GPU has finished the pack before."""
+    segments = [(0, 5, 0, 0), (5, 9, 0, 5), (9, 12, 0, 5), (12, 20, 12, 12, True)]
+    q, k, v = (torch.randn(1, heads, 20, 16) for heads in (4, 2, 2))
+    numbers = {}
+    PackedAttention(segments, "varlen", CUDA)
+    numbers["varlen"] = len(sent)
+    PackedAttention(segments, "sdpa", CUDA)(0, q, k, v, 0.25)
+    numbers["sdpa"] = len(sent)
+    PackedDelta(segments, CUDA)
+    numbers["linear"] = len(sent)
+
+    batch = Batch([SimpleNamespace(input_ids=torch.arange(7))], [0], [0]).with_targets(random_responses([2], 200))
+    positions = torch.arange(7).expand(3, -1)
+    pack = build_pack(batch, [(0, [0, 1])], {0: positions}, {}, torch.tensor([])).to(CUDA)
+    numbers["pack"] = len(sent)
+    dataclasses.replace(pack, targets=SimpleNamespace(device=CUDA)).pick(torch.zeros(len(batch.tokens)))
+    numbers["its numbers"] = len(sent)
+    model = load_model(qwen25, loaded=False)
+    model.setup = dataclasses.replace(model.setup, device=CUDA)
+    prefill_pack(model, None, [Prefill([0, 1], 3, torch.arange(7), positions)], [torch.zeros(1, 2, 64)])
+    numbers["prefill"] = len(sent)
+    assert len(set(numbers.values())) == len(numbers), numbers  # each has sent something
+    assert set(sent) == {(True, True)}
