@@ -610,10 +610,10 @@ def check_args(args: Args) -> None:
         parse_stop_strings(values.stop_strings) is None,
         f"--stop_strings {values.stop_strings} is not a JSON list of non-empty strings",
     )
-    for name in ("reward_timeout", "env_timeout") if values.env else ("reward_timeout",):
+    for name in ("reward_timeout", "env_timeout"):
         wait = getattr(values, name)
         refuse(
-            wait >= values.timeout,
+            wait >= values.timeout and (values.env or name == "reward_timeout"),
             f"--{name} {wait:g} must be below --timeout {values.timeout:g}: a rank that waits so long "
             "would be given up by the others",
         )
