@@ -666,13 +666,11 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     )
     if args.run.eval_only:
         return log
-    problems = data.repeated_rows(args.data, rows.train_sets)
-    if args.optim.warmup_steps >= args.optim.steps:
-        problems.append(
-            f"--warmup_steps {args.optim.warmup_steps} of --steps {args.optim.steps}: --lr is never reached"
-        )
-    for problem in problems:
-        log.line(f"warning: {problem}")
+    for line in data.repeated_rows(args.data, rows.train_sets):
+        log.line(line)
+    warmup, steps = args.optim.warmup_steps, args.optim.steps
+    if warmup >= steps:
+        log.line(f"warning: --warmup_steps {warmup} of --steps {steps}: --lr is never reached")
     return log
 
 

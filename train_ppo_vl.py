@@ -1862,7 +1862,9 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
-    for problem in learning_problems(args) + data.repeated_rows(args.data, rows.train_sets):
+    for line in data.repeated_rows(args.data, rows.train_sets):
+        log.line(line)
+    for problem in learning_problems(args):
         log.line(f"warning: {problem}")
     return log
 

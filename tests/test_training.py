@@ -642,9 +642,7 @@ def test_the_kl_of_the_loss_has_a_gradient_by_default(qwen25, task, tmp_path, ca
 def test_a_run_that_learns_nothing_says_so(qwen25, task, tmp_path, capsys, line, text):
     train(qwen25, task, tmp_path, line)
     output = capsys.readouterr().out
-    warnings = [row for row in output.splitlines() if row.startswith("warning: ")
-                and re.search("never|not updated|takes", row)]
-    assert text in output if text else not warnings
+    assert text in output if text else not re.search("never|not updated|takes", output)
 
 
 def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
@@ -883,7 +881,7 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, capsys):
 
 
 def test_export_without_a_run(tmp_path):
-    with user_error(f"{tmp_path}/args.json: .*No such file"):
+    with user_error(f"{tmp_path}/args.json cannot be read: No such file"):
         ppo.main(words("--export_only --out", tmp_path))
     with user_error("--export_only and --eval_only: choose one of them"):
         ppo.parse_args("--model m --data d.jsonl --eval_data e.jsonl --export_only --eval_only".split())
