@@ -1003,13 +1003,15 @@ class Critic(nn.Module):
         super().__init__()
         self.model = model
         self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+        # the bias of a scalar model's files, which is not trained
+        self.value_head.register_buffer("offset", torch.zeros(1), persistent=False)
 
     def forward(self, pack: Pack) -> Tensor:
         """Returns values (T,) in float32, the type of the head."""
         hidden = vlm.hidden_states(self.model, pack)  # (L, H)
         states = hidden[pack.predict].to(self.value_head.weight.dtype)  # (T, H)
         # sum, not squeeze: FSDP2 hooks the output, which must not be a view
-        return self.value_head(states).sum(dim=-1)
+        return self.value_head(states).sum(dim=-1) + self.value_head.offset
 
 
 def build_models(

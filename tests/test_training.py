@@ -977,16 +977,18 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     assert torch.equal(score(again.actor, same), trained)
 
 
-def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows, dtype):
+    """And in bfloat16 what is not trained: the export's origin can be its reference, as their towers are the same."""
     source = write_checkpoint(tmp_path / "source", "qwen2_5_vl")
-    AutoModelForImageTextToText.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(source)
-    env = start(source, picture_rows, "--advantage grpo")
-    assert all(p.dtype == torch.float32 for p in env.actor.parameters() if p.requires_grad)            # master weights
+    AutoModelForImageTextToText.from_pretrained(source, dtype=dtype).save_pretrained(source)
+    env = start(source, picture_rows, "--advantage grpo --dtype bfloat16")
+    assert {(p.dtype, p.requires_grad) for p in env.actor.parameters()} == {(torch.float32, True), (torch.bfloat16, False)}
     for _ in range(2):                                                                    # the second one over the first
-        vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
-        before, after = tensors(source), tensors(tmp_path / "hf")
-        assert same_tensors(before, after)
-        assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
+        assert vlm_weights.export(env.actor, env.processor, tmp_path / "hf") is None
+        assert same_tensors(tensors(source), tensors(tmp_path / "hf"))
+        assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == dtype
+    start(tmp_path / "hf", picture_rows, "--advantage grpo --kl_coef 0.1 --reference_model", source)
 
 
 # ------------------------------------------------------------------------------------------------ several ranks

@@ -75,9 +75,6 @@ class Processor:
             is_used = i in ends or token.content in str(tokenizer.chat_template)
             if i in visual or (token.special and is_used):
                 self.reserved_tokens.append(token.content)
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-            self.config.get_text_config().pad_token_id = tokenizer.eos_token_id
 
     def _known(self, ids: set[int | None]) -> tuple[int, ...]:
         """Those in the model's vocabulary: a small model may keep the large ones' default ids."""

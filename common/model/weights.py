@@ -65,9 +65,12 @@ KEY_SPELLINGS = (
     (r"^(multi_modal_projector)", r"model.\1"),
     (r"^score\.", "value_head."),  # of AutoModelForSequenceClassification
 )
-# Multi-token prediction, which no model here has: exports copy its weights from the files.
-COPIED_KEYS = "mtp."
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
+# What exports copy from the files if the model has no such part: multi-token prediction, which none
+# here has, and the tower of a critic that reads the actor's features.
+COPIED_KEYS = ("mtp.", *VISION_KEYS)
+# heads of scalar models that are not read: v_head.summary.weight, reward_head.weight, score.0.weight
+OTHER_HEAD = re.compile(r"(?!lm_)\w*(head|score|reward|value|classifier)")
 # What to do about checkpoints that are not read as they are.
 MERGE_ADAPTER = """this is an adapter (adapter_config.json). Merge it with its base, in Python:
 from peft import PeftModel
@@ -553,28 +556,36 @@ def shard_and_load(module: nn.Module, ranks: distributed.Ranks, seed: int) -> No
     load(module.model, module.model.setup.folder, value_head=head)
 
 
+def named_weights(model: nn.Module, value_head: nn.Linear | None) -> Tensors:
+    """What `load` reads and `export` writes, by name: all parameters, tied ones by each name."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    if value_head is not None:
+        weights["value_head.weight"] = value_head.weight
+        weights["value_head.bias"] = value_head.offset
+    return weights
+
+
 def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) -> None:
     """Stream safetensors into a materialised, possibly sharded model; each rank reads only its own
     rows. A value head that is trained is read where the files have one.
 
     Raises:
-        ValueError: no safetensors files, missing or quantized weights, two values for tied ones, or
-            a shape that does not fit; names and shapes are given.
+        ValueError: no safetensors files, missing or quantized weights, two values for tied ones, a
+            shape that does not fit, or a value head of another kind; names and shapes are given.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    fresh = {name for name in parameters if ".lora_" in name}
-    if value_head is not None:
-        parameters["value_head.weight"] = value_head.weight
-        if value_head.weight.requires_grad:
-            fresh.add("value_head.weight")
+    parameters = named_weights(model, value_head)
+    fresh = {name for name in parameters if ".lora_" in name or name == "value_head.bias"}
+    if value_head is not None and value_head.weight.requires_grad:
+        fresh.add("value_head.weight")
     stored = model.setup.stored = {}
-    read = set()  # tied ones are one
+    read, unknown = set(), []  # tied ones are one; keys
     for path in weight_files(folder):
         with open_weights(path) as tensors:
             for key in tensors.keys():
                 name = parameter_name(key, parameters)
-                if name is None and not key.startswith(COPIED_KEYS):
-                    continue  # its part is left out by this role, or by all
+                if name is None and not key.removeprefix("model.").startswith(COPIED_KEYS):
+                    unknown.append(key)  # its part is left out by this role, or by all
+                    continue
                 value = tensors.get_tensor(key)  # in mapped memory: read when it is copied
                 like = torch.empty_like(value, device="meta")
                 stored[key] = StoredWeight(name, path, like)
@@ -589,6 +600,16 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                         "keep both, set tie_word_embeddings to false there"
                     )
                 read.add(target)
+    if value_head is not None and value_head.weight not in read:
+        heads = [key for key in unknown if OTHER_HEAD.match(key)]
+        if heads:
+            raise ValueError(
+                f"{folder}: {', '.join(heads)}: the value head is read from score.weight or "
+                "value_head.weight, one row on the last hidden state, and its bias; if this is "
+                "one, rename it"
+            )
+        like = torch.empty(value_head.weight.shape, device="meta")
+        stored["score.weight"] = StoredWeight("value_head.weight", folder, like)
     missing = [name for name in parameters if parameters[name] not in read and name not in fresh]
     if missing:
         raise ValueError(
@@ -654,7 +675,7 @@ def export(
     model, problem = module.model, None
     empty = {key: weight.like for key, weight in model.setup.stored.items()}
     plan = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
-    files = gather_files(model, plan.filename_to_tensors)
+    files = gather_files(module, plan.filename_to_tensors)
     if distributed.is_main():
         aside = folder.with_name(f".{folder.name}.tmp")
         try:
@@ -666,7 +687,7 @@ def export(
             if plan.is_sharded:
                 index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
                 (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-            write_settings(aside, model, processor)
+            write_settings(aside, model.setup, processor)
             if folder.exists():
                 shutil.rmtree(folder)
             aside.rename(folder)
@@ -680,22 +701,28 @@ def export(
 
 
 def gather_files(
-    model: nn.Module, files: dict[str, list[str]]
+    module: nn.Module, files: dict[str, list[str]]
 ) -> Iterator[tuple[str, Tensors]]:
-    """The files of an export by their keys, each with its tensors on rank 0, and with none on the
-    others; without weights that the model does not have. All ranks must iterate."""
+    """The files of an export by their keys, each with its trained tensors on rank 0, and with none
+    on the others. All ranks must iterate."""
+    model = module.model
+    parameters = named_weights(model, getattr(module, "value_head", None))
+    adapted = {layer.weight: layer for layer in adapted_layers(model)}
     for file, keys in files.items():
         tensors = {}
         for key in keys:  # in one order on all ranks
             weight = model.setup.stored[key]
-            if weight.name is None:
+            parameter = parameters.get(weight.name)
+            layer = adapted.get(parameter)
+            if layer:
+                full = whole(layer.lora_B) @ whole(layer.lora_A) * layer.scale
+            elif parameter is not None and parameter.requires_grad:
+                full = whole(parameter)
+            else:
                 continue
-            full = whole(model.get_parameter(weight.name))
-            module, _, kind = weight.name.rpartition(".")
-            layer = model.get_submodule(module)
-            if isinstance(layer, LoRALinear) and kind == "weight":
-                full = full.float() + whole(layer.lora_B) @ whole(layer.lora_A) * layer.scale
             if distributed.is_main():
+                if layer:  # its own weight is rounded, if the compute type is smaller than the files'
+                    full += read_stored(key, weight).to(full)
                 if full.shape != weight.like.shape:  # see read_weight
                     full = full.transpose(1, 2)
                 # copy: a tied weight stands in the files twice
@@ -710,25 +737,30 @@ def gather_files(
         yield "adapter/adapter_model.safetensors", tensors
 
 
+def read_stored(key: str, weight: StoredWeight) -> Tensor:
+    """A weight as it is in the checkpoint's files. Raises ValueError: they are gone."""
+    with open_weights(weight.path) as file:
+        return file.get_tensor(key)
+
+
 def write_file(
     path: Path, keys: Iterable[str], tensors: Tensors, stored: dict[str, StoredWeight]
 ) -> None:
-    """One of the safetensors files of an export; what ``tensors`` lacks of its keys comes from the
-    checkpoint's files. Raises ValueError: a weight that is not finite, or whose file is gone."""
+    """One of the safetensors files of an export; what ``tensors`` lacks of its keys, because it was
+    not trained, is copied from the checkpoint's files. Raises ValueError: a weight that is not
+    finite, or whose file is gone."""
     for key in keys:
         if key not in tensors:
-            with open_weights(stored[key].path) as source:
-                tensors[key] = source.get_tensor(key)
+            tensors[key] = read_stored(key, stored[key])
     path.parent.mkdir(exist_ok=True)
     save_tensors(path, tensors, {})
 
 
-def write_settings(aside: Path, model: nn.Module, processor: Processor) -> None:
+def write_settings(aside: Path, setup: Setup, processor: Processor) -> None:
     """The small files of an export, and everything durable."""
-    adapter = model.setup.adapter
-    if adapter:
-        (aside / "adapter" / "adapter_config.json").write_text(json.dumps(adapter, indent=2))
-    processor.config.save_pretrained(aside)
+    if setup.adapter:
+        (aside / "adapter" / "adapter_config.json").write_text(json.dumps(setup.adapter, indent=2))
+    read_model_config(setup.folder).save_pretrained(aside)
     processor.save(str(aside))
     for path in aside.rglob("*.safetensors"):  # safetensors 0.8 writes them for their owner alone
         shutil.copymode(aside / "config.json", path)

@@ -117,22 +117,22 @@ def retokenize(folder, pad_token, *special):
          | {"vocab_size": len(tokenizer), "pad_token_id": None})
 
 
-def test_pad_falls_back_to_eos_and_the_config_is_told(tmp_path):
+def test_no_pad_token_is_added_and_one_that_ends_turns_is_trained(tmp_path):
+    """An export with pad = eos would have other programs take each end for padding."""
     folder = write_checkpoint(tmp_path / "bare")
     retokenize(folder, None)
     processor = Processor(folder)
-    assert processor.tokenizer.pad_token_id == IM_END == processor.config.get_text_config().pad_token_id
-    model = build_model(processor.config, SETUP)
+    assert processor.tokenizer.pad_token_id is processor.config.get_text_config().pad_token_id is None
+    processor.save(tmp_path / "again")
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "again").pad_token_id is None
+    retokenize(folder, "<|im_end|>")
+    edit(folder / "config.json", text_config=read_json(folder / "config.json")["text_config"] | {"pad_token_id": IM_END})
+    model = build_model(Processor(folder).config, SETUP)
     assert model.config.get_text_config().pad_token_id == IM_END
     materialize(model, torch.device("cpu"))                                          # the end of a turn is still trained
     embedding = model.get_input_embeddings()
     embedding(torch.tensor([IM_END, IM_START])).sum().backward()
     assert (embedding.weight.grad.abs().sum(dim=1) > 0).nonzero()[:, 0].tolist() == [IM_END, IM_START]
-    processor.save(tmp_path / "again")
-    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "again").pad_token_id == IM_END
-    untouched = Processor(write_checkpoint(tmp_path / "own"))
-    assert untouched.tokenizer.pad_token_id == EOT
-    assert untouched.config.get_text_config().pad_token_id is None
 
 
 @pytest.mark.parametrize("ends, stops", [(EOT, (IM_END, EOT)), (None, (IM_END,)), ([EOT, BOX], (IM_END, EOT, BOX))])

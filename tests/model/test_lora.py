@@ -185,25 +185,26 @@ def test_export_is_merged_and_the_adapter_stands_beside_it(env, qwen25, tmp_path
     vlm_weights.export(env.actor, env.processor, tmp_path / "hf")                               # again, over the first
 
 
-def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_path):
-    """A bfloat16 checkpoint comes out of bfloat16 training as it went in, but for what was trained; adapters stay float32."""
-    model = AutoModelForImageTextToText.from_pretrained(qwen25, dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "bf16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_path, dtype):
+    """A checkpoint comes out of bfloat16 training as it went in, but for what was trained; adapters stay float32."""
+    model = AutoModelForImageTextToText.from_pretrained(qwen25, dtype=dtype)
+    model.save_pretrained(tmp_path / "base")
     for path in qwen25.iterdir():
-        if not (tmp_path / "bf16" / path.name).exists():
-            (tmp_path / "bf16" / path.name).symlink_to(path)
-    env = start(tmp_path / "bf16", picture_rows, LORA, "--dtype bfloat16 --advantage grpo")
+        if not (tmp_path / "base" / path.name).exists():
+            (tmp_path / "base" / path.name).symlink_to(path)
+    env = start(tmp_path / "base", picture_rows, LORA, "--dtype bfloat16 --advantage grpo")
     kinds = {(p.dtype, p.requires_grad) for p in env.actor.parameters()}
     assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
     stir(env.actor)
     gradients, _ = gradient(env.args, env.actor, hand_batch(env))
     assert all(value.dtype == torch.float32 and value.norm() > 0 for value in gradients.values())
     vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
-    before, after, weights = tensors(tmp_path / "bf16"), tensors(tmp_path / "hf"), weights_of(env.actor.model)
+    before, after, weights = tensors(tmp_path / "base"), tensors(tmp_path / "hf"), weights_of(env.actor.model)
     for key, value in after.items():
         stem, expected = env.actor.model.setup.stored[key].name.removesuffix(".weight"), before[key]
         if f"{stem}.lora_A" in weights:                                               # the sum in float32, rounded once
-            expected = (expected.float() + 2 * weights[f"{stem}.lora_B"] @ weights[f"{stem}.lora_A"]).bfloat16()
+            expected = (expected.float() + 2 * weights[f"{stem}.lora_B"] @ weights[f"{stem}.lora_A"]).to(dtype)
         assert torch.equal(value, expected), key
 
 
