@@ -574,9 +574,6 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
             shape that does not fit, or a value head of another kind; names and shapes are given.
     """
     parameters = named_weights(model, value_head)
-    fresh = {name for name in parameters if ".lora_" in name or name == "value_head.bias"}
-    if value_head is not None and value_head.weight.requires_grad:
-        fresh.add("value_head.weight")
     stored = model.setup.stored = {}
     read, unknown = set(), []  # tied ones are one; keys
     for path in weight_files(folder):
@@ -601,19 +598,31 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                     )
                 read.add(target)
     if value_head is not None and value_head.weight not in read:
-        heads = [key for key in unknown if OTHER_HEAD.match(key)]
-        if heads:
-            raise ValueError(
-                f"{folder}: {', '.join(heads)}: the value head is read from score.weight or "
-                "value_head.weight, one row on the last hidden state, and its bias; if this is "
-                "one, rename it"
-            )
+        check_heads(folder, unknown)
         like = torch.empty(value_head.weight.shape, device="meta")
         stored["score.weight"] = StoredWeight("value_head.weight", folder, like)
-    missing = [name for name in parameters if parameters[name] not in read and name not in fresh]
+    absent = [name for name, parameter in parameters.items() if parameter not in read]
+    missing = [name for name in absent if not may_be_fresh(name, parameters[name])]
     if missing:
         raise ValueError(
             f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}"
+        )
+
+
+def may_be_fresh(name: str, parameter: Tensor) -> bool:
+    """Whether a weight that the files lack is what it was initialised to: adapters, a trained head."""
+    trained_head = name == "value_head.weight" and parameter.requires_grad
+    return trained_head or ".lora_" in name or name == "value_head.bias"
+
+
+def check_heads(folder: Path, keys: list[str]) -> None:
+    """Raises ValueError: among the keys of a checkpoint without our value head is another one."""
+    heads = [key for key in keys if OTHER_HEAD.match(key)]
+    if heads:
+        raise ValueError(
+            f"{folder}: {', '.join(heads)}: a value head is read from score.weight or "
+            "value_head.weight, one row on the last hidden state, and its bias; if this is one, "
+            "rename it"
         )
 
 

@@ -237,7 +237,8 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     Processor(qwen25).save(str(folder))
     head = torch.randn(1, model.config.text_config.hidden_size, generator=seeded(7))
     tensors = {name: value for name, value in load_file(folder / "model.safetensors").items() if "lm_head" not in name}
-    save_weights(folder, tensors | {key: head})
+    bias = torch.tensor([3.5]) if key == "score.weight" else torch.zeros(1)
+    save_weights(folder, tensors | {key: head} | ({"score.bias": bias} if bias.any() else {}))
     env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", f"rm:{folder}")
     model_asked, asked = reward.sources[0].ask, []
     values = model_asked.script.values
@@ -251,12 +252,18 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
         inputs = inputs_of(prompt, torch.tensor(tail), env.processor)
         with torch.no_grad():
             hidden = model(**inputs, output_hidden_states=True).hidden_states[-1]
-        expected.append(float(hidden[0, -1] @ head[0]))
+        expected.append(float(hidden[0, -1] @ head[0] + bias))
     assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-4)
     assert max(expected) - min(expected) > 0.01
     save_weights(folder, tensors)
     with user_error("1 weights are in no file, the first: value_head.weight"):
         build(env, scoring.load(env.args.reward))
+    for other in ("v_head.summary.weight", "v_head.weight", "reward_head.weight", "score.0.weight"):
+        save_weights(folder, tensors | {other: head})
+        with user_error(f"{folder}: {other}: a value head is read from score.weight or value_head.weight"):
+            build(env, scoring.load(env.args.reward))
+    with user_error("score.0.weight: a value head is read from"):                           # not silently begun at zero
+        start(qwen25, picture_rows, "--critic_model", folder)
 
 
 # ------------------------------------------------------------------------------------------------ recipes
