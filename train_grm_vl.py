@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     distributed.check_same_flags(flags.as_flags(args))
     checkpoints = checkpoint.Checkpoints(args.run, args.checkpoint)
     rows = load_rows(args)
-    args = count_steps(args, len(rows.train))
+    args = count_steps(args, len(rows.train), checkpoints.saved)
     judge = load_judge(args, rows, ranks)
 
     trained = fsdp.Trainable(judge, args.optim, args.update.lr)
@@ -88,14 +88,14 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
         for step in range(state.step, max(state.step, last) + 1):  # the number of finished steps
             # Between two steps: save, evaluate, export, stop. A resumed run starts here and does
             # whatever was left undone.
-            stopping = distributed.stop_requested()  # the same answer on every rank
-            checkpoints.save_if_due(step, last, now=stopping)
-            if stopping and step < last:
+            checkpoints.save_if_due(step, last)
+            if checkpoints.saved_to_stop(step, last):
                 break
-            if logging.evaluation_due(step, args, rows) and not log.has_evaluation(step):
+            if logging.evaluation_due(state, args, rows) and not log.has_evaluation(step):
                 evaluate(judge, rows, state, log, args)
             checkpoints.export_if_due(step, last, trained, rows.processor)
-            if step == last or args.run.eval_only:
+            # a signal may have come meanwhile
+            if step == last or args.run.eval_only or checkpoints.saved_to_stop(step, last):
                 break
 
             # One step.
@@ -218,11 +218,12 @@ def check_args(args: Args) -> None:
     refuse.raise_any()
 
 
-def count_steps(args: Args, rows: int) -> Args:
-    """The arguments with --max_epochs converted to --steps."""
+def count_steps(args: Args, rows: int, saved: dict = {}) -> Args:
+    """The arguments with --max_epochs converted to --steps, after those that are ``saved``."""
     if not args.update.max_epochs:
         return args
-    steps = math.ceil(args.update.max_epochs * rows / args.data.prompts_per_step)
+    left = args.update.max_epochs * rows - saved.get("rows_drawn", 0)
+    steps = saved.get("step", 0) + math.ceil(left / args.data.prompts_per_step)
     return replace(
         args, update=replace(args.update, max_epochs=0), optim=replace(args.optim, steps=steps)
     )
@@ -319,10 +320,9 @@ def group_by_prompt(examples: list[Example]) -> list[Question]:
 def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
     """The training questions in order, continuing where the run stopped."""
     shares = data.shares_of(args.data.data, rows.train_sets)
-    batches = data.draw_batches(
-        rows.train_sets, shares, args.data.prompts_per_step, args.optim.steps, args.run.seed
-    )
-    return data.PromptLoader(rows.processor, args.data, batches[state.step :])
+    size, seed = args.data.prompts_per_step, args.run.seed
+    batches = data.draw_batches(rows.train_sets, shares, size, seed, start=state.rows_drawn)
+    return data.PromptLoader(rows.processor, args.data, batches)
 
 
 def next_batch(loader: data.PromptLoader) -> Batch:
@@ -337,6 +337,8 @@ class TrainState:
     """What a resumed run needs besides weights and optimizer state; saved in each checkpoint."""
 
     step: int = 0  # finished steps
+    rows_drawn: int = 0  # of --data
+    pass_ended: bool = False  # in the last step
     dropped_prompts: int = 0  # because an image did not decode
     loss_mean: float | None = None  # running average
     metrics: logging.Metrics = field(default_factory=dict)  # of the last step
@@ -344,19 +346,25 @@ class TrainState:
     def state_dict(self) -> dict:
         return vars(self)
 
-    def load_state_dict(self, saved: dict) -> None:
+    def load_state_dict(self, saved: dict, changed: set[str]) -> None:
+        """Take over what was saved, except for what flags that have ``changed`` now decide."""
         vars(self).update(saved)
+        if "data" in changed:
+            self.loss_mean = None
 
 
 def advance(
     state: TrainState, metrics: logging.Metrics, batch: Batch, rows: Rows, args: Args
 ) -> None:
     """Bring the state up to date after a step, and add its counters to the metrics."""
+    prompts, count = args.data.prompts_per_step, len(rows.train)
     state.step += 1
+    state.rows_drawn += prompts
+    state.pass_ended = state.rows_drawn % count < prompts
     state.dropped_prompts += len(batch.dropped)
     metrics |= {
         "train/dropped_prompts": state.dropped_prompts,
-        "train/epoch": state.step * args.data.prompts_per_step / len(rows.train),
+        "train/epoch": state.rows_drawn / count,
     }
     state.metrics = metrics
 

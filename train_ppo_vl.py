@@ -89,7 +89,8 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 
     trainables = make_trainables(args, models)
     state = TrainState(args.algorithm.kl_coef)
-    checkpoints.resume(state, trainables, run_flags(args, rows), IDENTITY)  # also what it will save
+    # also what it will save
+    checkpoints.resume(state, trainables, run_flags(args, rows), IDENTITY, resolve_flags)
     if args.run.export_only:
         return checkpoints.export_now(trainables["actor"], rows.processor)
     log = open_log(args, rows, state.step)
@@ -102,16 +103,16 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
         for step in range(state.step, max(state.step, last) + 1):  # the number of finished steps
             # Between two steps: save, evaluate, export, stop. A resumed run starts here and does
             # whatever was left undone.
-            stopping = distributed.stop_requested()  # the same answer on every rank
-            checkpoints.save_if_due(step, last, now=stopping)
-            if stopping and step < last:
+            checkpoints.save_if_due(step, last)
+            if checkpoints.saved_to_stop(step, last):
                 break
-            if logging.evaluation_due(step, args, rows) and not log.has_evaluation(step):
+            if logging.evaluation_due(state, args, rows) and not log.has_evaluation(step):
                 metrics, records, cards = evaluate(trainables, reward, rows, sampling, state, args)
                 metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, step, args)
                 report_evaluation(log, metrics, records, cards, state)
             checkpoints.export_if_due(step, last, trainables["actor"], rows.processor)
-            if step == last or args.run.eval_only:
+            # a signal may have come meanwhile
+            if step == last or args.run.eval_only or checkpoints.saved_to_stop(step, last):
                 break
 
             # One step.
@@ -476,6 +477,10 @@ class Args:
         return self.data.prompts_per_step // self.rollout.rollouts_per_step
 
     @property
+    def updates_per_step(self) -> int:
+        return self.update.epochs * self.update.minibatches
+
+    @property
     def longest_response(self) -> int:
         """The longest response in tokens, with the replies of an environment."""
         replies = self.env.max_reply_tokens if self.env.env else 0
@@ -821,18 +826,17 @@ def load_ptx(args: Args, processor: data.Processor) -> text_loss.TextLoss | None
 
 def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
     """The training prompts in order, continuing where the run stopped."""
-    rollouts = args.optim.steps * max(
-        args.rollout.rollouts_per_step, args.algorithm.dynamic_sampling
-    )
+    if rows.ptx is not None:
+        rows.ptx.scheduled = state.ptx_rows
     together = 2 if args.reward.in_pairs else 1  # both orders of a pair
-    shares = data.shares_of(args.data.data, rows.train_sets)
+    shares, size = data.shares_of(args.data.data, rows.train_sets), args.prompts_per_rollout
     batches = data.draw_batches(
-        rows.train_sets, shares, args.prompts_per_rollout, rollouts, args.run.seed, together
+        rows.train_sets, shares, size, args.run.seed, together, state.rows_drawn
     )
     return data.PromptLoader(
         rows.processor,
         args.data,
-        batches[state.batches_taken :],
+        batches,
         together,
         looks.damage(args.teacher.student_images, args.run.seed),
     )
@@ -845,8 +849,10 @@ class TrainState:
     kl_coef: float  # weight of the KL
     moments: losses.RunningMoments = field(default_factory=losses.RunningMoments)
     step: int = 0  # finished steps
-    batches_taken: int = 0  # batches of prompts taken from the loader, one per rollout
+    rows_drawn: int = 0  # of --data, by all rollouts
+    ptx_rows: int = 0  # of --ptx_data, for the updates so far
     passes: float = 0.0  # over the data
+    pass_ended: bool = False  # in the last step
     dropped_prompts: int = 0  # because an image did not decode
     evaluations: int = 0
     metrics: logging.Metrics = field(default_factory=dict)  # of the last step
@@ -854,8 +860,16 @@ class TrainState:
     def state_dict(self) -> dict:
         return vars(self) | {"moments": vars(self.moments)}
 
-    def load_state_dict(self, saved: dict) -> None:
+    def load_state_dict(self, saved: dict, changed: set[str]) -> None:
+        """Take over what was saved, except for what flags that have ``changed`` now decide."""
+        kl_coef, moments = self.kl_coef, self.moments
         vars(self).update(saved, moments=losses.RunningMoments(**saved["moments"]))
+        if changed & {"kl_coef", "kl_target"}:
+            self.kl_coef = kl_coef
+        if changed & REWARD_FLAGS:
+            self.moments = moments
+        if "ptx_data" in changed:
+            self.ptx_rows = 0
 
 
 def advance(
@@ -877,9 +891,13 @@ def advance(
                 len(batch),
                 algorithm.kl_horizon,
             )
+    if rows.ptx is not None and state.step >= args.update.critic_warmup_steps:
+        rows.ptx.scheduled += args.updates_per_step * rows.ptx.batch
+        state.ptx_rows = rows.ptx.scheduled
     state.step += 1
-    state.passes = state.batches_taken * args.prompts_per_rollout / max(1, len(rows.train))
-    state.evaluations += logging.evaluation_due(state.step, args, rows)
+    before, state.passes = state.passes, state.rows_drawn / max(1, len(rows.train))
+    state.pass_ended = int(state.passes) > int(before)
+    state.evaluations += logging.evaluation_due(state, args, rows)
     for part in ("rollout", "train"):
         metrics |= {f"{part}/episode": state.passes, f"{part}/global_step": state.step}
     state.metrics = metrics
@@ -899,6 +917,25 @@ IDENTITY = {
     *flags.PerceptionArgs.__annotations__,
     *flags.TeacherArgs.__annotations__,
 }
+
+
+# Flags that decide what a sample earns: with others, the moments of rewards begin anew.
+REWARD_FLAGS = {
+    "reward",
+    "reward_recipe",
+    "reward_combiner",
+    "consistency_coef",
+    "env",
+    "grm_question",
+    "grm_opponents",
+    "grm_mode",
+}
+
+
+def resolve_flags(listed: dict) -> dict:
+    """Flags with what `auto` stands for: two spellings of one run are one run."""
+    args = flags.from_flags(Args, listed)
+    return listed | {"advantages_norm": args.whiten, "loss_aggregation": args.aggregation}
 
 
 def run_flags(args: Args, rows: "Rows") -> dict:
@@ -1149,7 +1186,7 @@ def collect(
             break
 
     batch = Batch.concatenate(parts)
-    state.batches_taken += len(parts)
+    state.rows_drawn += len(parts) * args.prompts_per_rollout
     state.dropped_prompts += len(batch.dropped)
     metrics = {
         "rollout/rollouts": len(parts),
@@ -1552,7 +1589,7 @@ def update_actor(
     actor, sums = trained.module, logging.MetricSums()
     kl_ref = models.reference if args.exact_kl_in_loss else None
     teacher = models.teacher.policy if args.teacher.in_loss else None
-    updates, updates_per_step = 0, args.update.epochs * args.update.minibatches
+    updates = 0  # that were applied
     actor.train()
     offload = args.update.offload
     with fsdp.onloaded(trained, offload), fsdp.onloaded(kl_ref, offload), fsdp.onloaded(teacher, offload):
@@ -1561,9 +1598,7 @@ def update_actor(
             if not minibatch.teaches(args):
                 continue
             if ptx is not None:
-                # number of updates scheduled before this one
-                scheduled = (step - 1 - args.update.critic_warmup_steps) * updates_per_step + number
-                pending_text = ptx.start(scheduled)  # its images decode in the background
+                pending_text = ptx.start(number)  # its images decode in the background
             stats = []
             for pack in vlm.packs(actor.model, batch, minibatch.indices, look):
                 loss, pack_stats = actor_loss(actor, models, pack, batch, minibatch, args)
@@ -1855,13 +1890,12 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         log.line(f"{len(rows.held_out)} held-out rows; output: {log.out}")
         return log
     prompts, count = args.data.prompts_per_step, args.rollout.samples_per_prompt
-    updates = args.update.epochs * args.update.minibatches
     passes = args.optim.steps * prompts / max(1, len(rows.train))
     seeing = sum(bool(row.grids) for row in rows.train)
     log.line(
         f"{len(rows.train)} training prompts, {seeing or 'none'} with images, "
         f"{len(rows.held_out)} held out; "
-        f"a step: {prompts} prompts x {count} samples, {updates} updates; "
+        f"a step: {prompts} prompts x {count} samples, {args.updates_per_step} updates; "
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
     for line in data.repeated_rows(args.data, rows.train_sets):

@@ -3,6 +3,7 @@ does not hold what it must.
 
     open_regular             a file as bytes; a FIFO or a device is refused, not waited for
     read_bytes, read_text    all of a file
+    sha256                   of a file
     parse_json, read_json    every failure is a ValueError that says where it is
     check_form               what a value of JSON must be
     number_as_text           a number of JSON as the text that rows hold of it
@@ -19,6 +20,7 @@ A form is one of these:
 launch/convert.py reads this file without the rest of common/, which needs torch.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -54,6 +56,12 @@ def read_text(path: str | Path) -> str:
         return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
+def sha256(path: str | Path) -> str:
+    """The digest of a file's content. Raises OSError, ValueError: see `open_regular`."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def parse_json(text: str | bytes, where: str | Path) -> Any:

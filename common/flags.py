@@ -29,8 +29,10 @@ NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
 LARGEST = 1e300  # of a flag's values: no infinity
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
 LONGEST_WAIT = 1e7
-# what makes a run another run, in both scripts; "data (rows)" stands for a digest of the files
-IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision", "data", "data (rows)")
+# what makes a model another model, and a run of both scripts another run; what they name counts by
+# its content, and "data (rows)" by the number of rows, too
+MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
+IDENTITY = (*MODEL_IDENTITY, "data", "data (rows)")
 # where launch/toy.py puts the toy of each task
 TOY_FOLDERS = {"questions": "toy", "describe": "toy_describe"}
 
@@ -119,15 +121,20 @@ def parse(
             config = embedded_toy(*toy)
     values = read_config(config, parser) if config else {}
     if typed.get("export_only"):
-        values["resume"] = "must"  # whatever the interrupted run began with
+        values["resume"] = "auto"  # whatever the interrupted run began with
     values |= typed
+    return from_flags(args_class, values), set(typed), set(values)
+
+
+def from_flags(args_class: type, values: dict) -> Any:
+    """An ``args_class`` with the values of some flags and the defaults of the others."""
     groups = {}
     for group in dataclasses.fields(args_class):
         names = {field.name for field in dataclasses.fields(group.type)}
         groups[group.name] = group.type(
             **{name: value for name, value in values.items() if name in names}
         )
-    return args_class(**groups), set(typed), set(values)
+    return args_class(**groups)
 
 
 def build_parser(args_class: type, description: str) -> "Parser":

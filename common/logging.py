@@ -155,16 +155,16 @@ def due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def evaluation_due(step: int, args: Any, rows: Any) -> bool:
-    """Whether to evaluate after ``step`` steps of a script with these `Args` and `Rows`: at the
-    start, every --eval_every (-1: after each pass over the data) and at the end; with --eval_only,
-    at once."""
-    every, prompts = args.run.eval_every, args.data.prompts_per_step
+def evaluation_due(state: Any, args: Any, rows: Any) -> bool:
+    """Whether a script with these `Args` and `Rows` evaluates in this `TrainState`: at the start,
+    every --eval_every (-1: after each pass over the data) and at the end; with --eval_only, at
+    once."""
+    every, step = args.run.eval_every, state.step
     if not rows.held_out or args.run.eval_only or every == 0:
         return bool(rows.held_out) and args.run.eval_only
     if step == 0 or due(step, every, args.optim.steps):
         return True
-    return every == -1 and step * prompts % len(rows.train) < prompts  # a pass has ended
+    return every == -1 and state.pass_ended
 
 
 def progress(items: Iterable, name: str) -> tqdm:
@@ -277,6 +277,7 @@ class RunLogger:
                 write_durably(self.out / f"{name}.jsonl", as_lines(records))
                 if cards:
                     sheet = contact_sheet(cards)
+                    (self.out / f"{name}.png").unlink(missing_ok=True)  # as in write_durably
                     sheet.save(self.out / f"{name}.png")
                     image = np.asarray(sheet)  # (H, W, 3) uint8
                     self._writer.add_image(f"samples/{stem}", image, step, dataformats="HWC")
@@ -420,7 +421,8 @@ def write_durably(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # A lone surrogate, legal as an escape in a data row, has no encoding: backslashreplace writes
     # the escape again.
-    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+    path.unlink(missing_ok=True)  # a link, too: nothing is written through it
+    with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -506,7 +506,7 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
     assert_same_records(parts, whole)
     assert samples_of_steps(tmp_path / "parts") == samples_of_steps(tmp_path / "whole")
     state = read_json(tmp_path / "whole" / "checkpoints" / "step-4" / "state.json")
-    assert state["batches_taken"] == taken
+    assert state["rows_drawn"] == 4 * taken
     moments = losses.RunningMoments(**state["moments"])         # of all that were scored, and then dropped
     assert (moments.count, moments.mean) == (len(scored), pytest.approx(0.5))
     assert len(scored) > 4 * 8
@@ -530,7 +530,7 @@ def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, advantage):
     assert first == second
     assert len(first) == 4 * 8
     state = read_json(tmp_path / "parts" / "checkpoints" / "step-4" / "state.json")
-    assert state["batches_taken"] == 8
+    assert state["rows_drawn"] == 16
     assert parts[-1]["rollout/episode"] == 2
 
 

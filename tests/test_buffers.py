@@ -1,6 +1,8 @@
 """Batches, minibatches, partition, packs and rows against python loops, on random inputs."""
 
 import dataclasses
+import itertools
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -192,11 +194,19 @@ def test_every_per_token_field_is_known_to_select():
 
 
 # ------------------------------------------------------------------------------------------------ order, minibatches
+def first(count: int, endless) -> list:
+    return list(itertools.islice(endless, count))
+
+
+def order(draws: range, rows: int, seed: int) -> list[int]:
+    return first(len(draws), data_order(rows, seed, draws.start))
+
+
 @pytest.mark.parametrize("rows, per_step", [(7, 3), (10, 10), (1, 2)])
 def test_every_row_once_per_epoch_in_another_order(rows, per_step):
     taken = []
     for step in range(6 * rows):
-        taken += data_order(range(step * per_step, (step + 1) * per_step), rows, seed=5)
+        taken += order(range(step * per_step, (step + 1) * per_step), rows, seed=5)
     epochs = [taken[first:first + rows] for first in range(0, len(taken) - rows + 1, rows)]
     assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
     assert rows < 5 or len({tuple(epoch) for epoch in epochs}) == len(epochs)
@@ -204,13 +214,13 @@ def test_every_row_once_per_epoch_in_another_order(rows, per_step):
 
 
 def test_data_order_depends_on_seed_and_epoch_alone():
-    whole = data_order(range(35), 7, seed=5)
+    whole = order(range(35), 7, seed=5)
     for size in (1, 4, 7, 20):                                      # other step sizes walk the same sequence
-        assert sum((data_order(range(s, min(s + size, 35)), 7, 5) for s in range(0, 35, size)), []) == whole
+        assert sum((order(range(s, min(s + size, 35)), 7, 5) for s in range(0, 35, size)), []) == whole
     np.random.seed(1)
     torch.manual_seed(1)
-    assert data_order(range(28, 35), 7, 5) == whole[28:]            # resumed in the middle, other global generators
-    assert data_order(range(35), 7, seed=6) != whole
+    assert order(range(28, 35), 7, 5) == whole[28:]                 # resumed in the middle, other global generators
+    assert order(range(35), 7, seed=6) != whole
 
 
 def test_parse_datasets():
@@ -231,30 +241,46 @@ def test_bad_datasets(spec, message):
 
 
 def test_mixture():
-    which = mix([0.7, 0.3], 1000)
+    which = np.array(first(1000, mix([0.7, 0.3])))
     for n in (10, 100, 1000):
         assert abs(int((which[:n] == 1).sum()) - 0.3 * n) <= 1
     for weights in ([0.7, 0.3], [100.0] + [0.49] * 10):     # the ten are half a draw behind, so all 100 draws are the first's
-        assert np.array_equal(mix(weights, 1500)[:100], mix(weights, 100))
-    assert np.bincount(mix([9.0, 6.0], 15)).tolist() == [9, 6]           # sizes as weights: a pass has every prompt once
+        times = [((j + 0.5) / weight, k) for k, weight in enumerate(weights) for j in range(200)]
+        assert first(100, mix(weights)) == [k for _, k in sorted(times)[:100]]
+    assert np.bincount(first(15, mix([9.0, 6.0]))).tolist() == [9, 6]    # sizes as weights: a pass has every prompt once
 
 
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [1.0, 50.0], [9.0, 6.0]])
 def test_rows_of_a_mixture(weights):
-    """Cut into batches of any size, it is the same sequence: per set, its own passes in order."""
+    """Cut into batches of any size, and begun at any row, it is the same sequence: per set, its own passes in order; pairs
+    stay together."""
     sets, seed = [[(k, row) for row in range(size)] for k, size in enumerate((9, 6))], 3
-    (whole, _), = draw_batches(sets, weights, 60, 1, seed)
+    whole, _ = next(draw_batches(sets, weights, 60, seed))
     for k in (0, 1):
         rows = [row for part, row in whole if part == k]
-        assert rows == data_order(range(len(rows)), len(sets[k]), seed)
-    for size in (1, 4, 20):
-        batches = draw_batches(sets, weights, size, 60 // size, seed)
-        assert [len(rows) for rows, _ in batches] == [size] * (60 // size)
-        assert sum((rows for rows, _ in batches), []) == whole
+        assert rows == order(range(len(rows)), len(sets[k]), seed)
+    pairs, _ = next(draw_batches(sets, weights, 60, seed, 2))
+    assert all(row % 2 == 0 and other == (k, row + 1) for (k, row), other in zip(pairs[::2], pairs[1::2]))
+    for size, start in ((1, 0), (4, 8), (20, 2), (6, 54)):
+        for together, expected in ((1, whole), (2, pairs)):
+            batches = draw_batches(sets, weights, size, seed, together, start)
+            for at in range(start, 60 - size + 1, size):
+                assert next(batches) == (expected[at:at + size], list(range(at, at + size)))
 
 
 def test_one_set_is_in_data_order():
-    assert draw_batches([range(7)], [7.0], 35, 1, 5) == [(data_order(range(35), 7, 5), list(range(35)))]
+    assert next(draw_batches([range(7)], [7.0], 35, 5)) == (order(range(35), 7, 5), list(range(35)))
+
+
+def test_the_draws_of_a_long_run_are_not_listed():
+    """A million rows in: what is ahead is not there yet, and little is kept of what is behind."""
+    tracemalloc.start()
+    rows, draws = next(draw_batches([range(1000)], [1.0], 4, seed=1, start=1_000_002))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert draws == [1_000_002, 1_000_003, 1_000_004, 1_000_005]
+    assert rows == np.random.default_rng([1, 1000]).permutation(1000)[2:6].tolist()
+    assert peak < 1e6
 
 
 @pytest.mark.parametrize("prompts, count", [(12, 4), (6, 1), (5, 5)])

@@ -349,10 +349,14 @@ def test_a_batch_without_a_picture_that_decodes(env, tmp_path, monkeypatch):
 def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
     """--eval_every -1, 4 prompts a step: of 10 rows, steps 3, 5 and 8 complete a pass; 9 is the last."""
     rows = grm.replace(env.rows, train_sets=[env.rows.train[:5] * 2])
-    due = lambda every: [step for step in range(10) if logging.evaluation_due(  # noqa: E731
-        step, with_flags(env.args, eval_every=every, steps=9), rows)]
+    states = [grm.TrainState()]
+    for _ in range(9):
+        states.append(grm.replace(states[-1]))
+        grm.advance(states[-1], {}, SimpleNamespace(dropped=[]), rows, env.args)
+    due = lambda every: [state.step for state in states if logging.evaluation_due(  # noqa: E731
+        state, with_flags(env.args, eval_every=every, steps=9), rows)]
     assert (due(-1), due(4), due(0)) == ([0, 3, 5, 8, 9], [0, 4, 8, 9], [])
-    assert not logging.evaluation_due(9, env.args, grm.replace(rows, held_out=[]))
+    assert not logging.evaluation_due(states[-1], env.args, grm.replace(rows, held_out=[]))
 
 
 # ------------------------------------------------------------------------------------------------ rows

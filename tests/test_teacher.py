@@ -343,7 +343,7 @@ def test_the_student_sees_damage_and_the_teacher_does_not(qwen25, rows, tmp_path
     for index, features in look.features.items():
         assert torch.equal(features, by_source[batch.prompts[index].source])
         assert not torch.equal(features, batch.features[index])
-    again = ppo.open_loader(env.args, env.rows, dataclasses.replace(state, batches_taken=1))
+    again = ppo.open_loader(env.args, env.rows, dataclasses.replace(state, rows_drawn=4))
     with again, ppo.open_loader(env.args, env.rows, state) as loader:
         loader.take()
         assert all(torch.equal(a[0], b[0]) for a, b in zip(loader.take().patches.values(), again.take().patches.values()))

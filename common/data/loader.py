@@ -7,10 +7,12 @@ Shapes: P prompt tokens, I images. A user's mistake is a ValueError that names t
 and the numbers.
 """
 
-import hashlib
+import heapq
+import itertools
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.distributed import UserError
-from common.files import open_regular
+from common.files import sha256
 from common.flags import DataArgs, parse_datasets
 
 DECODERS = 2  # threads that decode images while the model works
@@ -36,30 +38,35 @@ Drawn = tuple[list, list[int]]  # the rows of a batch, and their draw numbers
 
 
 def draw_batches(
-    sets: list[list], shares: list[float], size: int, count: int, seed: int, together: int = 1
-) -> list[Drawn]:
-    """The ``count`` batches of a training run: several sets of rows, each drawn in its share at
-    every moment, and reshuffled with every pass over it, ``together`` rows that follow each other at
-    a time. A longer run begins like a shorter one."""
-    which = mix(shares, size * count // together).tolist()
-    places = []  # of the rows in each set, as they are drawn
+    sets: list[list], shares: list[float], size: int, seed: int, together: int = 1, start: int = 0
+) -> Iterator[Drawn]:
+    """The batches of a training run, without end, from its row number ``start`` on: several sets of
+    rows, each drawn in its share at every moment, and reshuffled with every pass over it, ``together``
+    rows that follow each other at a time. Cut into batches of any size, it is the same sequence."""
+    which = mix(shares)
+    before = Counter(itertools.islice(which, start // together))
+    orders = []
     for k, rows in enumerate(sets):
-        places.append(iter(data_order(range(which.count(k)), len(rows) // together, seed)))
-    rows = []
-    for k in which:
-        first = next(places[k]) * together
-        rows += sets[k][first : first + together]
-    return cut_batches(rows, list(range(len(rows))), size)
+        orders.append(data_order(len(rows) // together, seed, before[k]))
+
+    def draw_rows() -> Iterator:
+        for k in which:
+            first = next(orders[k]) * together
+            yield from sets[k][first : first + together]
+
+    return cut_batches(zip(draw_rows(), itertools.count(start)), size)
 
 
 def batches_in_order(rows: list, size: int) -> list[Drawn]:
     """Rows as they stand, ``size`` at a time, for evaluations."""
-    return cut_batches(rows, [prompt_of(row).index for row in rows], size)
+    return list(cut_batches(((row, prompt_of(row).index) for row in rows), size))
 
 
-def cut_batches(rows: list, draws: list[int], size: int) -> list[Drawn]:
-    starts = range(0, len(rows), size)
-    return [(rows[start : start + size], draws[start : start + size]) for start in starts]
+def cut_batches(draws: Iterator, size: int) -> Iterator[Drawn]:
+    """(row, draw number), ... -> ([row, ...], [draw number, ...]), ..."""
+    while batch := list(itertools.islice(draws, size)):
+        rows, numbers = map(list, zip(*batch))
+        yield rows, numbers
 
 
 def prompt_of(row: Any) -> Prompt:
@@ -67,20 +74,22 @@ def prompt_of(row: Any) -> Prompt:
     return getattr(row, "prompt", row)
 
 
-def mix(weights: list[float], draws: int) -> np.ndarray:
-    """(draws,) set of each draw. Draw j of set i has the time (j + 1/2) / weight i: shares are kept
-    at every moment."""
-    times = (np.arange(draws) + 0.5) / np.reshape(weights, (-1, 1))  # (sets, draws)
-    which = np.repeat(np.arange(len(weights)), draws)
-    return which[np.lexsort((which, times.ravel()))[:draws]]
+def mix(weights: list[float]) -> Iterator[int]:
+    """The set of each draw, without end. Draw j of set i has the time (j + 1/2) / weight i: shares
+    are kept at every moment."""
+
+    def times(weight: float, k: int) -> Iterator:
+        return (((j + 0.5) / weight, k) for j in itertools.count())
+
+    return (k for _, k in heapq.merge(*map(times, weights, itertools.count())))
 
 
-def data_order(draws: range, rows: int, seed: int) -> list[int]:
-    """Rows taken as draws number ``draws``: pass e over the data uses a permutation that depends on
-    (seed, e) only."""
-    passes = range(draws.stop // rows + 1)
-    order = [np.random.default_rng([seed, k]).permutation(rows) for k in passes]
-    return np.concatenate(order)[draws.start : draws.stop].tolist()
+def data_order(rows: int, seed: int, start: int = 0) -> Iterator[int]:
+    """Rows as they are drawn, without end, from draw number ``start`` on: pass e over the data uses a
+    permutation that depends on (seed, e) only."""
+    for k in itertools.count(start // rows):
+        order = np.random.default_rng([seed, k]).permutation(rows)
+        yield from order[max(0, start - k * rows) :].tolist()
 
 
 def shares_of(spec: str, sets: list[list]) -> list[float]:
@@ -101,10 +110,7 @@ def repeated_rows(args: DataArgs, sets: list[list]) -> list[str]:
 def digest_data(spec: str, rows: int) -> str:
     """The number of rows in use and a digest of each of their files: rows that were edited make
     another run."""
-    digests = []
-    for path, _ in parse_datasets(spec):
-        with open_regular(path) as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest()[:12])
+    digests = [sha256(path)[:12] for path, _ in parse_datasets(spec)]
     return f"{rows} rows, sha256 {' '.join(digests)}"
 
 
@@ -119,7 +125,7 @@ class PromptLoader:
 
     processor: Processor
     args: DataArgs
-    batches: Sequence[Drawn] = ()  # to come; rows are prompts, or objects with a ``prompt``
+    batches: Iterable[Drawn] = ()  # to come; rows are prompts, or objects with a ``prompt``
     together: int = 1  # how many prompts that follow each other are of one rank
     change: Callable | None = None  # of images, as in `load_pixels`, at the place (draw number, 0)
 

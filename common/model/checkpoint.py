@@ -14,24 +14,33 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
-from typing import Container
+from typing import Callable, Container
 
 import torch.distributed as dist
 
-from common.distributed import UserError, from_main, gather_objects, is_main, raise_on_all_ranks
-from common.files import read_json
-from common.flags import CheckpointArgs, RunArgs, follow_pointer
+from common.distributed import (
+    UserError,
+    from_main,
+    gather_objects,
+    is_main,
+    raise_on_all_ranks,
+    stop_requested,
+)
+from common.files import read_json, sha256
+from common.flags import MODEL_IDENTITY, CheckpointArgs, RunArgs, follow_pointer
 from common.logging import Metrics, due, sync_folder, write_durably, write_pointer
 from common.model import weights
 from common.model.fsdp import Trainable
+from common.model.identity import add_contents, by_content
 from common.model.staging import Staging
 from common.model.storage import (
     Roles,
     find_damage,
+    is_complete,
     load_training_state,
     own_shards,
-    sha256,
     step_folders,
     training_state,
     write_shards,
@@ -40,6 +49,22 @@ from common.model.storage import (
 
 # in a row end a run: failed saves, or steps in which no update of a model was applied
 MOST_FAILURES = 3
+# how often checkpoints are looked at of which none can be read, and the seconds in between: a file
+# system may come back
+LOOKS, PAUSE = 4, 20.0
+
+
+def count_rows(saved: dict) -> dict:
+    """A state.json whose place in the data is counted in rows: earlier versions counted batches, or
+    steps, of the size that they had."""
+    flags, step = saved["flags"], saved["step"]
+    if "rows_drawn" not in saved:
+        size = flags["prompts_per_step"] // flags.get("rollouts_per_step", 1)
+        saved["rows_drawn"] = saved.pop("batches_taken", step) * size
+        if flags.get("ptx_data"):
+            updates = flags["epochs"] * flags["minibatches"] * (step - flags["critic_warmup_steps"])
+            saved["ptx_rows"] = max(0, updates) * flags["ptx_batch"]
+    return saved
 
 
 class Checkpoints:
@@ -58,8 +83,10 @@ class Checkpoints:
         self.out, self.args, self.timeout = run.out, args, run.timeout
         self.folder = run.out / "checkpoints"
         self.first_step = 0  # the step that was resumed from
+        self.saved_step = 0  # the newest that is saved, or on its way
+        self.damaged: set[Path] = set()  # what could not be resumed from
         # nothing will be saved: --steps may lie before the checkpoint
-        self.read_only = run.eval_only or run.export_only
+        self.read_only, self.export_only = run.eval_only or run.export_only, run.export_only
         self.failed = 0  # saves in a row
         self.waited = 0.0  # seconds that training waited for saves since they were last recorded
         # a save in flight: its step, and the sha256 of each file that this rank writes
@@ -87,6 +114,8 @@ class Checkpoints:
         """Make this the only live run of the folder; the kernel drops the lock of a process that
         dies. Rank 0 only. Raises ValueError, OSError."""
         self.out.mkdir(parents=True, exist_ok=True)
+        if lock.is_symlink() or (lock.exists() and lock.stat().st_nlink > 1):
+            raise ValueError(f"{lock} is a link to another file, which would be overwritten: remove it")
         self.lock = open(lock, "a+")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,7 +148,12 @@ class Checkpoints:
     # ---------------------------------------------------------------------------------------------
 
     def resume(
-        self, state, roles: Roles, flags: dict, identity: Container[str]
+        self,
+        state,
+        roles: Roles,
+        flags: dict,
+        identity: Container[str],
+        resolve: Callable[[dict], dict] = dict,
     ) -> None:
         """Load the checkpoint that --resume asks for, if there is one.
 
@@ -128,87 +162,129 @@ class Checkpoints:
             flags: of this run, and digests of its data files.
             identity: those that make it another run: --resume auto does not go on from the
                 checkpoint of another one. All other changes are printed.
+            resolve: flags, to the same with what `auto` stands for.
 
         Raises:
-            UserError: no checkpoint where one must be, one where none may be, one of another run,
-                or one that does not fit into the models.
+            UserError: no checkpoint where one must be, one where none may be, none that can be
+                read, one of another run, or one that does not fit into the models.
         """
-        self.state, self.roles, self.flags = state, roles, flags
+        self.state, self.roles = state, roles
+        with raise_on_all_ranks():
+            self.flags = add_contents(flags)
         message = f"starting from step 0: no complete checkpoint in {self.folder}"
-        path = self.choose()
-        if path is not None:
-            with raise_on_all_ranks(f"{path}: "):
-                saved = read_json(path / "state.json")
-                changed = self.compare_flags(saved["step"], saved.pop("flags"), identity)
-            load_training_state(path, roles)
-            state.load_state_dict(saved)
-            self.first_step = state.step
-            message = f"resuming from {path}" + changed
+        if self.path is not None:
+            before = self.saved.pop("flags")
+            now = {name: self.flags[name] for name in before if name in self.flags}
+            before, now = (by_content(resolve(flags)) for flags in from_main((before, now)))
+            with raise_on_all_ranks(f"{self.path}: "):
+                changed = self.compare_flags(before, now, identity)
+            # a model that another flag names now is not the one that was saved
+            stay = {role: part for role, part in roles.items() if f"{role}_model" not in changed}
+            load_training_state(self.path, stay)
+            state.load_state_dict(self.saved, set(changed))
+            self.first_step = self.saved_step = state.step
+            message = f"resuming from {self.path}"
+            message += f"; changed: {'; '.join(changed.values())}" if changed else ""
         if is_main():
             print(message, flush=True)
 
-    def choose(self) -> Path | None:
+    @cached_property
+    def saved(self) -> dict:
+        """state.json of `path`; {} to start from step 0. All ranks must ask. Raises UserError."""
+        with raise_on_all_ranks():
+            return count_rows(read_json(self.path / "state.json")) if self.path else {}
+
+    @cached_property
+    def path(self) -> Path | None:
         """The checkpoint that --resume means, if its files are as they were written, else the one
-        before it; None to start from step 0. All ranks must call. Raises UserError."""
-        choice = self.args.resume
-        asked, candidates = self.folder, [path for _, path in from_main(step_folders(self.folder))]
+        before it; None to start from step 0, as there is none. All ranks must ask. Raises
+        UserError."""
+        choice, asked = self.args.resume, self.folder
+        with raise_on_all_ranks(f"{self.folder}: "):
+            candidates = [path for _, path in step_folders(self.folder)] if is_main() else []
+        candidates = from_main(candidates)
         if choice == "never" and (candidates or from_main((self.out / "metrics.jsonl").exists())):
             raise UserError(f"--resume never: {self.out} already holds a run; choose another --out")
         if choice not in ("auto", "must", "never"):
             # a step of this --out, a folder, or a pointer `latest`
             step = self.folder / f"step-{choice}"
             asked = from_main((step if choice.isdecimal() else follow_pointer(choice)).resolve())
-            if asked.parent != self.folder.resolve():
-                candidates.append(asked)  # behind its own, from which a requeued job goes on
-            elif self.read_only:
-                candidates = [asked]
-            else:
+            is_ours = asked.parent == self.folder.resolve()
+            if is_ours and not self.read_only:
                 raise UserError(
                     f"--resume {choice} is a checkpoint of this --out itself: leave out --resume "
                     "to continue from the newest one, or choose another --out to start from this one"
                 )
-        for path in candidates:
-            problem = find_damage(path)
-            if not problem:
-                return path
-            if is_main():
-                print(f"warning: not resumed from: {path}: {problem}", flush=True)
-        if choice not in ("auto", "never"):
-            raise UserError(f"--resume {choice}: no complete checkpoint in {asked}")
+            if is_ours or not candidates:  # from its own a requeued job goes on
+                candidates = [asked] if from_main(asked.exists()) else []
+        missing = f"--resume {choice}: no complete checkpoint in {asked}"
+        if candidates:
+            return self.first_readable(candidates, missing)
+        if choice not in ("auto", "never") or self.export_only:
+            raise UserError(missing)
         return None
 
-    def compare_flags(self, step: int, saved: dict, identity: Container[str]) -> str:
-        """How flags have changed from those ``saved`` after ``step`` steps. Raises ValueError: they
-        make this another run, or --steps is less."""
+    def first_readable(self, candidates: list[Path], missing: str) -> Path:
+        """The first checkpoint whose files are as they were written. All ranks must call. Raises
+        UserError with what is ``missing``: there is none, which does not mean to start over."""
+        for look in range(LOOKS):
+            time.sleep(look and PAUSE)
+            self.damaged.clear()
+            for path in candidates:
+                problem = find_damage(path)
+                if not problem:
+                    return path
+                self.damaged.add(path)
+                if is_main():
+                    print(f"warning: not resumed from: {path}: {problem}", flush=True)
+        raise UserError(
+            f"{missing}, but damaged ones: {path}: {problem}. Start again once their files can be "
+            f"read, or move {path.parent} away to start from step 0"
+        )
+
+    def compare_flags(
+        self, before: dict, now: dict, identity: Container[str]
+    ) -> dict[str, str]:
+        """How flags have changed, by name. Raises ValueError: they make this another run, or --steps
+        is less than what is saved."""
         steps = self.flags["steps"]
-        if step > steps and not self.read_only:
+        if self.saved["step"] > steps and not self.read_only:
             raise ValueError(
                 f"it is already beyond --steps {steps}; raise --steps, or start another --out from "
                 "an earlier checkpoint"
             )
         changed = {}
-        for name, old in saved.items():
-            if self.flags.get(name, old) != old:
-                changed[name] = f"--{name} {old!r} -> {self.flags[name]!r}"
+        for name, value in now.items():
+            if value != before[name]:
+                changed[name] = f"--{name} {before[name]!r} -> {value!r}"
+        if self.read_only:  # which changes nothing: only the model has to be the same
+            identity = MODEL_IDENTITY
         others = [text for name, text in changed.items() if name in identity]
         if others and self.args.resume == "auto":
             raise ValueError(
                 f"it is of another run: {'; '.join(others)}. Choose another --out, or --resume must"
             )
-        return f"; changed: {'; '.join(changed.values())}" if changed else ""
+        return changed
 
     # ---------------------------------------------------------------------------------------------
     # Save
     # ---------------------------------------------------------------------------------------------
 
-    def save_if_due(self, step: int, last: int, now: bool = False) -> None:
-        """Save after ``step`` steps if --save_every says so; with ``now``, because the run is being
-        stopped, save in any case and wait. The step that was resumed from is on disk already."""
+    def save_if_due(self, step: int, last: int) -> None:
+        """Save after ``step`` steps if --save_every says so and they are not saved yet."""
         self.commit_if_written()
-        if step > self.first_step and (now or due(step, self.args.save_every, last)):
+        if step > self.saved_step and due(step, self.args.save_every, last):
             self.save(step)
-        if now:
-            self.finish()
+
+    def saved_to_stop(self, step: int, last: int) -> bool:
+        """Whether a signal has asked to stop after ``step`` steps, before the ``last``; if so, they
+        are saved. The same on every rank."""
+        if step == last or not stop_requested():
+            return False
+        if step > self.saved_step:
+            self.save(step)
+        self.finish()
+        return True
 
     def save(self, step: int) -> None:
         """Start saving; training may change the tensors at once, which it does after their copy."""
@@ -225,7 +301,7 @@ class Checkpoints:
         shards, offsets = own_shards(training_state(self.roles))
         copies = self.staging.stage(shards)
         done = self.thread.submit(self.write, self.group, folder, copies, offsets)
-        self.pending = step, done
+        self.pending, self.saved_step = (step, done), step
         if self.args.save_blocking:
             self.finish()
         self.waited += time.perf_counter() - started
@@ -311,23 +387,28 @@ class Checkpoints:
         if final.exists():  # it is damaged, or of an attempt that was rolled back
             shutil.rmtree(final)
         folder.rename(final)
+        self.damaged.discard(final)
         sync_folder(self.folder)
         write_pointer(self.folder / "latest", final.name)
         self.delete_old(step)
 
     def delete_old(self, step: int) -> None:
-        """Delete checkpoints beyond --keep_last and --keep_gb, but not that of this ``step``."""
-        size, limit = 0, self.args.keep_gb * 1e9 or math.inf
+        """Delete checkpoints beyond --keep_last and --keep_gb, but not that of this ``step``. Damaged
+        ones count for neither."""
+        count, size, limit = 0, 0, self.args.keep_gb * 1e9 or math.inf
         # Newer ones are damaged, or could not be read when the run started.
-        paths = [path for number, path in step_folders(self.folder) if number <= step]
-        for number, path in enumerate(paths):
-            size += sum(file.stat().st_size for file in path.iterdir())
-            if number and (number >= self.args.keep_last or size > limit):
+        for path in (path for number, path in step_folders(self.folder) if number <= step):
+            is_good = path not in self.damaged and is_complete(path)
+            if is_good:
+                size += sum(file.stat().st_size for file in path.iterdir())
+            if count and (count >= self.args.keep_last or size > limit):
                 shutil.rmtree(path, ignore_errors=True)  # what is left is deleted the next time
+            count += is_good
 
     def count_failure(self, step: int, problem: UserError) -> None:
         """Count a failed save. Raises UserError after MOST_FAILURES in a row."""
         self.failed += 1
+        self.saved_step = self.first_step
         self.start_writer()  # the old one may wait for ranks that have given up
         if is_main():
             shutil.rmtree(self.unfinished(step), ignore_errors=True)

@@ -8,8 +8,8 @@ that any number of ranks may have written, everything else is JSON: nothing is r
     step_folders, find_damage              what is there, and whether it is as it was written
 """
 
-import hashlib
 import json
+import os
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 from torch.distributed.tensor import DTensor
 
 from common.distributed import UserError, gather_objects
-from common.files import open_regular, read_json
+from common.files import read_json, sha256
 from common.model.fsdp import Trainable, shard_of
 from common.model.weights import Tensors, save_tensors
 
@@ -113,20 +113,26 @@ def write_shards(folder: Path, shards: Tensors, offsets: dict[str, list[int]]) -
     return {path.name: sha256(path)}
 
 
-def sha256(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # -------------------------------------------------------------------------------------------------
 # Which folders can be trusted
 # -------------------------------------------------------------------------------------------------
 
 
 def step_folders(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every checkpoint, newest first."""
-    paths = {path.name.removeprefix("step-"): path for path in folder.glob("step-*")}
+    """(step, folder) of every checkpoint, newest first. Raises OSError: they cannot be listed, which
+    does not mean that there is none."""
+    names = os.listdir(folder) if os.path.lexists(folder) else []
+    paths = {name[5:]: folder / name for name in names if name.startswith("step-")}
     return sorted([(int(step), path) for step, path in paths.items() if step.isdecimal()])[::-1]
+
+
+def is_complete(path: Path) -> bool:
+    """Whether all files of a checkpoint are there."""
+    try:
+        names = read_json(path / "COMMITTED.json")["sha256"]
+        return all((path / name).exists() for name in names)
+    except (OSError, ValueError):
+        return False
 
 
 def find_damage(path: Path) -> str:

@@ -1,5 +1,6 @@
 """A next-token loss on rows of text beside the RL loss: PPO-ptx (Ouyang et al. 2022, equation 2)."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -23,16 +24,16 @@ class TextLoss:
     coef: float  # weight of the loss in the actor's
     labels: str  # which tokens carry the loss: all "text", or "responses"
     seed: int
+    scheduled: int = 0  # rows that earlier steps had for their updates, taken or not
 
     def __post_init__(self):
         # (V,) bool: image tokens and such are no labels
         self.banned = self.loader.processor.banned_mask()
 
-    def start(self, update: int) -> tuple:
-        """Begin to decode the images of the rows of an update, counted from 0 over the whole run. The
-        rows are a function of (seed, update), so a resumed run continues the sequence."""
-        places = range(update * self.batch, (update + 1) * self.batch)
-        picks = data_order(places, len(self.rows), self.seed)
+    def start(self, number: int) -> tuple:
+        """Begin to decode the images of the rows of update ``number`` of a step, from 0."""
+        order = data_order(len(self.rows), self.seed, self.scheduled + number * self.batch)
+        picks = list(itertools.islice(order, self.batch))
         return self.loader.submit([self.rows[k][0] for k in picks], picks)
 
     def backward(self, policy: nn.Module, pending: tuple, aux_loss_coef: float) -> dict:

@@ -672,7 +672,7 @@ def shard(folder: Path) -> Path:
 
 DAMAGES = {  # of a checkpoint -> what is said
     "a weight or a moment": (lambda folder: flip(shard(folder), -1), "its sha256 is another"),
-    "a digit of the state": (lambda folder: flip_in(folder / "state.json", b'"batches_taken": '),
+    "a digit of the state": (lambda folder: flip_in(folder / "state.json", b'"rows_drawn": '),
                              "state.json is not what was written"),
     "no shard": (lambda folder: shard(folder).unlink(), "No such file"),
     "no commit": (lambda folder: (folder / "COMMITTED.json").unlink(), "COMMITTED.json cannot be read"),

@@ -165,7 +165,7 @@ def test_both_orders_of_a_pair_are_drawn_together(qwen25, pairs):
     state = ppo.TrainState(0.0)
     with ppo.open_loader(args, rows, state) as loader:
         batches = [loader.take() for _ in range(5)]
-    with ppo.open_loader(args, rows, replace(state, batches_taken=3)) as loader:
+    with ppo.open_loader(args, rows, replace(state, rows_drawn=12)) as loader:
         assert loader.take().prompts == batches[3].prompts
     for batch in batches:
         for one, other in zip(batch.prompts[::2], batch.prompts[1::2], strict=True):

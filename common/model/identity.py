@@ -1,0 +1,53 @@
+"""What makes a run the same run: what its flags name counts by its content, and paths do not."""
+
+import hashlib
+from pathlib import Path
+
+from common.files import sha256
+from common.model.weights import open_weights, weight_files
+
+# flags that name data, models or programs
+NAMING = (
+    "model critic_model reference_model teacher_model data ptx_data reward reward_recipe "
+    "reward_combiner env"
+)
+
+
+def add_contents(flags: dict) -> dict:
+    """The flags, and as ``NAME (content)`` the digests of what they name. Raises ValueError, OSError:
+    it cannot be read."""
+    names = [name for name in NAMING.split() if name in flags]
+    return flags | {f"{name} (content)": digest(flags[name]) for name in names}
+
+
+def by_content(flags: dict) -> dict:
+    """Flags as a resume compares them: with digests in place of paths, where there are digests."""
+    names = [name for name in flags if not name.endswith(" (content)")]
+    return {name: flags.get(f"{name} (content)", flags[name]) for name in names}
+
+
+def digest(spec: str) -> str:
+    """A flag's value with digests in place of its paths: of one, or of several as in
+    a.jsonl:0.7,b.jsonl:0.3 or grm:FOLDER,file.py:function."""
+    path = Path(spec)
+    if path.is_absolute() and path.is_dir():
+        return digest_weights(path)
+    if path.is_absolute() and path.is_file():
+        return sha256(path)[:12]
+    for mark in ",:":
+        if mark in spec and "://" not in spec:
+            return mark.join(map(digest, spec.split(mark)))
+    return spec
+
+
+def digest_weights(folder: Path) -> str:
+    """Of the names and shapes of a model's weights, and of a few numbers of each, in whatever files
+    they are: cheap for any size, and training changes it."""
+    weights = []
+    for path in weight_files(folder):
+        with open_weights(path) as tensors:
+            for key in tensors.keys():
+                value = tensors.get_tensor(key)  # in mapped memory: only what is used is read
+                numbers = value.flatten()[:: 1 + value.numel() // 8].tolist()
+                weights.append(f"{key} {value.shape} {numbers}")
+    return hashlib.sha256("\n".join(sorted(weights)).encode()).hexdigest()[:12]
