@@ -347,10 +347,7 @@ class TrainState:
         return vars(self)
 
     def load_state_dict(self, saved: dict, changed: set[str]) -> None:
-        """Take over what was saved, except for what flags that have ``changed`` now decide."""
         vars(self).update(saved)
-        if "data" in changed:
-            self.loss_mean = None
 
 
 def advance(

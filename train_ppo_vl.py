@@ -477,10 +477,6 @@ class Args:
         return self.data.prompts_per_step // self.rollout.rollouts_per_step
 
     @property
-    def updates_per_step(self) -> int:
-        return self.update.epochs * self.update.minibatches
-
-    @property
     def longest_response(self) -> int:
         """The longest response in tokens, with the replies of an environment."""
         replies = self.env.max_reply_tokens if self.env.env else 0
@@ -861,15 +857,10 @@ class TrainState:
         return vars(self) | {"moments": vars(self.moments)}
 
     def load_state_dict(self, saved: dict, changed: set[str]) -> None:
-        """Take over what was saved, except for what flags that have ``changed`` now decide."""
-        kl_coef, moments = self.kl_coef, self.moments
-        vars(self).update(saved, moments=losses.RunningMoments(**saved["moments"]))
-        if changed & {"kl_coef", "kl_target"}:
-            self.kl_coef = kl_coef
-        if changed & REWARD_FLAGS:
-            self.moments = moments
-        if "ptx_data" in changed:
-            self.ptx_rows = 0
+        """Take over what was saved, except for what begins anew with other values of some flags."""
+        saved |= {"moments": losses.RunningMoments(**saved["moments"])}
+        stay = [name for name in saved if not changed.intersection(BEGIN_ANEW.get(name, ()))]
+        vars(self).update({name: saved[name] for name in stay})
 
 
 def advance(
@@ -891,8 +882,7 @@ def advance(
                 len(batch),
                 algorithm.kl_horizon,
             )
-    if rows.ptx is not None and state.step >= args.update.critic_warmup_steps:
-        rows.ptx.scheduled += args.updates_per_step * rows.ptx.batch
+    if rows.ptx is not None:
         state.ptx_rows = rows.ptx.scheduled
     state.step += 1
     before, state.passes = state.passes, state.rows_drawn / max(1, len(rows.train))
@@ -919,16 +909,20 @@ IDENTITY = {
 }
 
 
-# Flags that decide what a sample earns: with others, the moments of rewards begin anew.
-REWARD_FLAGS = {
-    "reward",
-    "reward_recipe",
-    "reward_combiner",
-    "consistency_coef",
-    "env",
-    "grm_question",
-    "grm_opponents",
-    "grm_mode",
+# What a resumed run does not take over from a checkpoint that was saved with other values of flags.
+BEGIN_ANEW = {
+    "kl_coef": ("kl_coef", "kl_target"),
+    "moments": (
+        "reward",
+        "reward_recipe",
+        "reward_combiner",
+        "consistency_coef",
+        "env",
+        "grm_question",
+        "grm_opponents",
+        "grm_mode",
+    ),
+    "ptx_rows": ("ptx_data",),
 }
 
 
@@ -1589,7 +1583,7 @@ def update_actor(
     actor, sums = trained.module, logging.MetricSums()
     kl_ref = models.reference if args.exact_kl_in_loss else None
     teacher = models.teacher.policy if args.teacher.in_loss else None
-    updates = 0  # that were applied
+    updates, updates_per_step = 0, args.update.epochs * args.update.minibatches
     actor.train()
     offload = args.update.offload
     with fsdp.onloaded(trained, offload), fsdp.onloaded(kl_ref, offload), fsdp.onloaded(teacher, offload):
@@ -1618,6 +1612,8 @@ def update_actor(
             norm, applied = trained.update(step)
             sums.record_update("actor", norm, applied, stats)
             updates += applied
+    if ptx is not None:
+        ptx.scheduled += updates_per_step * ptx.batch
     metrics = {"train/actor_lr": trained.learning_rate(step), "train/actor_updates": updates}
     if args.algorithm.mask_truncated:
         metrics["train/masked_responses"] = int(batch.truncated.sum())
@@ -1890,12 +1886,13 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         log.line(f"{len(rows.held_out)} held-out rows; output: {log.out}")
         return log
     prompts, count = args.data.prompts_per_step, args.rollout.samples_per_prompt
+    updates = args.update.epochs * args.update.minibatches
     passes = args.optim.steps * prompts / max(1, len(rows.train))
     seeing = sum(bool(row.grids) for row in rows.train)
     log.line(
         f"{len(rows.train)} training prompts, {seeing or 'none'} with images, "
         f"{len(rows.held_out)} held out; "
-        f"a step: {prompts} prompts x {count} samples, {args.updates_per_step} updates; "
+        f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
     for line in data.repeated_rows(args.data, rows.train_sets):

@@ -536,21 +536,21 @@ def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, advantage):
 
 def test_a_prompt_without_samples_fills_no_place_of_one_that_has_some(qwen25, ruled, tmp_path):
     """Each step sees all eight rows: three of spread, two whose picture does not decode, and three flat ones, of which one
-    fills the step. An evaluation counts the passes by what was drawn."""
+    fills the step. Passes, after each of which is an evaluation, are counted by what was drawn."""
     rows = read_rows(ruled / "rows.jsonl")
     (ruled / "damaged.png").write_bytes(Path(rows[1]["images"][0]).read_bytes()[:-40])
     for i in (3, 5):
         rows[i]["images"] = ["damaged.png"]
     bad = write_rows(ruled / "bad.jsonl", rows)
     lines = dynamic(qwen25, ruled, tmp_path, "--data", bad, "--on_bad_row skip --dynamic_sampling 2 --steps 3 "
-                    "--minibatches 4 --eval_data", ruled / "rows.jsonl", "--eval_every 3")
+                    "--minibatches 4 --eval_data", ruled / "rows.jsonl", "--eval_every -1")
     steps = [line for line in lines if "rollout/samples" in line]
     for step in steps:
         counts = (step["rollout/samples"], step["rollout/groups_without_spread"], step["rollout/groups_not_replaced"])
         assert counts == (8, 3, 1)
         assert step["train/actor_updates"] == 4
     assert len(steps) == 3
-    assert [line["eval/episode"] for line in lines if "eval/episode" in line] == [0, 3]
+    assert [line["eval/episode"] for line in lines if "eval/episode" in line] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("limit", [0, 2])

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import (ROUNDING, computing, hugging_face, inputs_of, rounding, same_tensors, start, table, Tensors,
@@ -9,7 +10,7 @@ from conftest import (ROUNDING, computing, hugging_face, inputs_of, rounding, sa
 from test_training import Caught, distance, fresh, gradient, take_gradients, task, tensors, train  # noqa: F401
 
 import train_ppo_vl as ppo
-from common.model import forward as vlm
+from common.model import forward as vlm, text_loss
 
 
 ROWS = """\
@@ -128,7 +129,9 @@ def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows):
 def test_every_row_is_drawn_once_per_pass(env, monkeypatch):
     """By the number of the update alone. Five rows, two per update."""
     monkeypatch.setattr(env.text, "batch", 2)
-    drawn = [env.text.start(update)[1] for update in range(10)]
+    drawn = [env.text.start(update)[1] for update in range(8)]
+    monkeypatch.setattr(env.text, "scheduled", 16)
+    drawn += [env.text.start(update)[1] for update in range(2)]
     assert [len(picks) for picks in drawn] == [2] * 10
     flat = sum(drawn, [])
     assert all(sorted(flat[k:k + 5]) == [0, 1, 2, 3, 4] for k in range(0, 20, 5))
@@ -149,6 +152,23 @@ def test_resumed_as_if_undisturbed_and_not_while_frozen(qwen25, rows, task, tmp_
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:4]))
     with user_error("it is of another run: .*--ptx_data .rows. '5 rows, .*-> '4 rows, "):
         train(qwen25, task, tmp_path / "parts", *more, "--steps 4")
+
+
+def test_another_number_of_updates_goes_on_at_the_next_row(qwen25, rows, task, tmp_path, monkeypatch):
+    """Two steps of two updates, then two of one: the rows of one sequence, two per update."""
+    picked, start = [], text_loss.TextLoss.start
+
+    def noted(self, number):
+        pending = start(self, number)
+        picked.extend(pending[1])
+        return pending
+
+    monkeypatch.setattr(text_loss.TextLoss, "start", noted)
+    more = ptx(rows, "--ptx_batch 2 --save_every 2 --export_every 0")
+    train(qwen25, task, tmp_path, *more, "--steps 2 --minibatches 2")
+    train(qwen25, task, tmp_path, *more, "--steps 4 --minibatches 1")
+    passes = [row for k in range(3) for row in np.random.default_rng([0, k]).permutation(5).tolist()]
+    assert picked == passes[:12]
 
 
 def test_the_loss_falls(qwen25, rows, task, tmp_path):

@@ -33,7 +33,7 @@ from common.flags import MODEL_IDENTITY, CheckpointArgs, RunArgs, follow_pointer
 from common.logging import Metrics, due, sync_folder, write_durably, write_pointer
 from common.model import weights
 from common.model.fsdp import Trainable
-from common.model.identity import add_contents, by_content
+from common.model.identity import contents
 from common.model.staging import Staging
 from common.model.storage import (
     Roles,
@@ -115,7 +115,7 @@ class Checkpoints:
         dies. Rank 0 only. Raises ValueError, OSError."""
         self.out.mkdir(parents=True, exist_ok=True)
         if lock.is_symlink() or (lock.exists() and lock.stat().st_nlink > 1):
-            raise ValueError(f"{lock} is a link to another file, which would be overwritten: remove it")
+            raise ValueError(f"{lock} is a link; remove it, or the file behind it is overwritten")
         self.lock = open(lock, "a+")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -159,26 +159,26 @@ class Checkpoints:
 
         Args:
             state: has `state_dict`, `load_state_dict`, `step` and `metrics`.
-            flags: of this run, and digests of its data files.
+            flags: of this run, and digests of its rows.
             identity: those that make it another run: --resume auto does not go on from the
                 checkpoint of another one. All other changes are printed.
-            resolve: flags, to the same with what `auto` stands for.
+            resolve: flags -> flags with what `auto` stands for.
 
         Raises:
             UserError: no checkpoint where one must be, one where none may be, none that can be
                 read, one of another run, or one that does not fit into the models.
         """
-        self.state, self.roles = state, roles
+        self.state, self.roles, self.flags = state, roles, flags
         with raise_on_all_ranks():
-            self.flags = add_contents(flags)
+            self.contents = contents(flags)
+        self.contents = from_main(self.contents)
         message = f"starting from step 0: no complete checkpoint in {self.folder}"
         if self.path is not None:
-            before = self.saved.pop("flags")
-            now = {name: self.flags[name] for name in before if name in self.flags}
-            before, now = (by_content(resolve(flags)) for flags in from_main((before, now)))
+            before, digests = resolve(self.saved.pop("flags")), self.saved.pop("contents", {})
+            now = resolve(flags) | {k: v for k, v in self.contents.items() if k in digests}
             with raise_on_all_ranks(f"{self.path}: "):
-                changed = self.compare_flags(before, now, identity)
-            # a model that another flag names now is not the one that was saved
+                changed = self.compare_flags(before | digests, now, identity)
+            # A critic, say, that --critic_model has replaced is not the one that was saved.
             stay = {role: part for role, part in roles.items() if f"{role}_model" not in changed}
             load_training_state(self.path, stay)
             state.load_state_dict(self.saved, set(changed))
@@ -199,24 +199,26 @@ class Checkpoints:
         """The checkpoint that --resume means, if its files are as they were written, else the one
         before it; None to start from step 0, as there is none. All ranks must ask. Raises
         UserError."""
-        choice, asked = self.args.resume, self.folder
+        choice = self.args.resume
         with raise_on_all_ranks(f"{self.folder}: "):
-            candidates = [path for _, path in step_folders(self.folder)] if is_main() else []
-        candidates = from_main(candidates)
+            ours = [path for _, path in step_folders(self.folder)] if is_main() else []
+        asked, candidates = self.folder, from_main(ours)
         if choice == "never" and (candidates or from_main((self.out / "metrics.jsonl").exists())):
             raise UserError(f"--resume never: {self.out} already holds a run; choose another --out")
         if choice not in ("auto", "must", "never"):
             # a step of this --out, a folder, or a pointer `latest`
             step = self.folder / f"step-{choice}"
             asked = from_main((step if choice.isdecimal() else follow_pointer(choice)).resolve())
-            is_ours = asked.parent == self.folder.resolve()
-            if is_ours and not self.read_only:
+            there = [asked] if from_main(asked.exists()) else []
+            if asked.parent != self.folder.resolve():
+                candidates = candidates or there  # a requeued job goes on from its own
+            elif self.read_only:
+                candidates = there
+            else:
                 raise UserError(
                     f"--resume {choice} is a checkpoint of this --out itself: leave out --resume "
                     "to continue from the newest one, or choose another --out to start from this one"
                 )
-            if is_ours or not candidates:  # from its own a requeued job goes on
-                candidates = [asked] if from_main(asked.exists()) else []
         missing = f"--resume {choice}: no complete checkpoint in {asked}"
         if candidates:
             return self.first_readable(candidates, missing)
@@ -245,8 +247,8 @@ class Checkpoints:
     def compare_flags(
         self, before: dict, now: dict, identity: Container[str]
     ) -> dict[str, str]:
-        """How flags have changed, by name. Raises ValueError: they make this another run, or --steps
-        is less than what is saved."""
+        """How flags have changed, by name. Raises ValueError: they make this another run, or --steps is
+        less than what is saved."""
         steps = self.flags["steps"]
         if self.saved["step"] > steps and not self.read_only:
             raise ValueError(
@@ -254,9 +256,9 @@ class Checkpoints:
                 "an earlier checkpoint"
             )
         changed = {}
-        for name, value in now.items():
-            if value != before[name]:
-                changed[name] = f"--{name} {before[name]!r} -> {value!r}"
+        for name, old in before.items():
+            if now.get(name, old) != old:
+                changed[name] = f"--{name} {old!r} -> {now[name]!r}"
         if self.read_only:  # which changes nothing: only the model has to be the same
             identity = MODEL_IDENTITY
         others = [text for name, text in changed.items() if name in identity]
@@ -314,7 +316,7 @@ class Checkpoints:
         """Make the folder, with state.json. Raises OSError: the disk is full; ValueError: a scalar is
         not finite."""
         folder.mkdir(parents=True)
-        scalars = self.state.state_dict() | {"flags": self.flags}
+        scalars = self.state.state_dict() | {"flags": self.flags, "contents": self.contents}
         write_durably(folder / "state.json", json.dumps(scalars, indent=1, allow_nan=False))
 
     def write(
@@ -393,8 +395,8 @@ class Checkpoints:
         self.delete_old(step)
 
     def delete_old(self, step: int) -> None:
-        """Delete checkpoints beyond --keep_last and --keep_gb, but not that of this ``step``. Damaged
-        ones count for neither."""
+        """Delete checkpoints beyond --keep_last and --keep_gb, but not that of this ``step``; what is
+        damaged counts for neither."""
         count, size, limit = 0, 0, self.args.keep_gb * 1e9 or math.inf
         # Newer ones are damaged, or could not be read when the run started.
         for path in (path for number, path in step_folders(self.folder) if number <= step):

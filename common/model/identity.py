@@ -13,27 +13,17 @@ NAMING = (
 )
 
 
-def add_contents(flags: dict) -> dict:
-    """The flags, and as ``NAME (content)`` the digests of what they name. Raises ValueError, OSError:
-    it cannot be read."""
-    names = [name for name in NAMING.split() if name in flags]
-    return flags | {f"{name} (content)": digest(flags[name]) for name in names}
-
-
-def by_content(flags: dict) -> dict:
-    """Flags as a resume compares them: with digests in place of paths, where there are digests."""
-    names = [name for name in flags if not name.endswith(" (content)")]
-    return {name: flags.get(f"{name} (content)", flags[name]) for name in names}
+def contents(flags: dict) -> dict[str, str]:
+    """Digests of what flags name, by flag. Raises ValueError, OSError: it cannot be read."""
+    return {name: digest(flags[name]) for name in NAMING.split() if name in flags}
 
 
 def digest(spec: str) -> str:
     """A flag's value with digests in place of its paths: of one, or of several as in
     a.jsonl:0.7,b.jsonl:0.3 or grm:FOLDER,file.py:function."""
     path = Path(spec)
-    if path.is_absolute() and path.is_dir():
-        return digest_weights(path)
-    if path.is_absolute() and path.is_file():
-        return sha256(path)[:12]
+    if path.is_absolute() and path.exists():
+        return digest_weights(path) if path.is_dir() else sha256(path)[:12]
     for mark in ",:":
         if mark in spec and "://" not in spec:
             return mark.join(map(digest, spec.split(mark)))

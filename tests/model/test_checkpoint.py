@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +27,10 @@ from conftest import (ROOT, assert_same_records, read_json, read_rows, reproduci
                       start, user_error, words, write_image, write_rows)
 from safetensors.torch import load_file
 
+import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logging
+from common.data.loader import PromptLoader
 from common.model import checkpoint, fsdp, storage
 from common.model.memory import resident_bytes
 
@@ -305,6 +308,12 @@ def refused(argv: list[str], *parts: str) -> None:
     gc.collect()                                        # the frames that the error holds own the lock of the folder
 
 
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    """Between looks at checkpoints that cannot be read."""
+    monkeypatch.setattr(checkpoint, "PAUSE", 0.0)
+
+
 @pytest.fixture(scope="module")
 def finished(flags, tmp_path_factory) -> Path:
     """A run of two steps with the checkpoints step-1 and step-2; copy it before use."""
@@ -498,6 +507,22 @@ def test_nodes_that_share_no_disk(flags, out, tmp_path):
     output = live(flags(Path(os.path.relpath(out))), 2, hooks, codes=[2, 2])
     assert "is not rank 0's folder: use a file system that all nodes share" in output
     assert socket.gethostname() in output
+
+
+@pytest.mark.parametrize("name", [".lock", ".args.json.tmp"])
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_nothing_is_written_through_a_planted_link(flags, out, name, link):
+    """A lock that is one is refused; what is written anew takes its place."""
+    out.mkdir()
+    precious = out.parent / "precious"
+    precious.write_text("keep me")
+    link(precious, out / name)
+    if name == ".lock":
+        refused(flags(out), f"--out {out}: {out}/.lock is a link; remove it")
+        (out / name).unlink()
+    train(flags(out, "--steps 1"))
+    assert precious.read_text() == "keep me"
+    assert read_json(out / "args.json")["steps"] == 1
 
 
 def test_file_system_without_locks(flags, copy, monkeypatch, capfd):
@@ -718,7 +743,7 @@ def test_all_ranks_look_for_rot(flags, out, undisturbed):
 
 @pytest.mark.slow
 def test_a_rotten_checkpoint_that_was_asked_for_is_an_error(flags, copy, tmp_path, capfd):
-    """Of the run's own, to be evaluated, or of another run. If it is the only one, the run starts over."""
+    """Of the run's own, to be evaluated, or of another run; or as the only one of the run."""
     path = copy / "checkpoints" / "step-2"
     flip(shard(path), -1)
     for argv in (flags(copy, f"--eval_only --resume {path}"), flags(tmp_path / "new", f"--resume {path}")):
@@ -726,6 +751,7 @@ def test_a_rotten_checkpoint_that_was_asked_for_is_an_error(flags, copy, tmp_pat
         assert "its sha256 is another" in capfd.readouterr().out
     shutil.rmtree(copy / "checkpoints" / "step-1")
     refused(flags(copy, "--resume must"), "no complete checkpoint")
+    (copy / "checkpoints").rename(copy / "away")
     train(flags(copy))
     assert "starting from step 0" in capfd.readouterr().out
     assert steps(copy) == [2, 1]
@@ -794,12 +820,253 @@ def test_going_back(flags, copy, tmp_path, capfd):
     assert steps(copy) == [2, 1]
 
 
-def test_what_reappears_does_not_delete_the_newest(flags, copy, monkeypatch):
-    """Checkpoints that could not be read for a moment at the start: the run starts over, and its own are kept all the same."""
-    monkeypatch.setattr(checkpoint, "find_damage", lambda path: "cannot be read")
-    train(flags(copy, "--steps 1 --keep_last 1"))
-    assert steps(copy) == [2, 1]
-    assert pointer(copy) == "step-1"
+def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_over(flags, copy, monkeypatch, capfd):
+    """Not even for a moment: they are waited for, then the run ends, and everything is as it was."""
+    for step in (1, 2):
+        hidden = shard(copy / "checkpoints" / f"step-{step}")
+        hidden.rename(copy / f"hidden-{step}")
+    before = contents(copy / "checkpoints" / "step-2"), recorded(copy)
+    for more in ("", "--resume must", f"--resume {copy}-other/checkpoints/step-1", "--eval_only"):
+        refused(flags(copy, more), "no complete checkpoint in", "but damaged ones: ", "No such file", "Start again once")
+    assert (contents(copy / "checkpoints" / "step-2"), recorded(copy)) == before
+    pauses = []
+
+    def back(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == checkpoint.LOOKS - 1:
+            (copy / "hidden-2").rename(hidden)
+
+    monkeypatch.setattr(checkpoint, "PAUSE", 20.0)
+    monkeypatch.setattr(checkpoint.time, "sleep", lambda seconds: back(seconds) if seconds else None)
+    capfd.readouterr()
+    train(flags(copy, "--steps 3"))
+    assert sum(pauses) == 60
+    assert f"resuming from {copy}/checkpoints/step-2" in capfd.readouterr().out
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(flags, out):
+    """As where checkpoints/ is a link to a disk that is not there."""
+    out.mkdir()
+    (out / "checkpoints").symlink_to(out.parent / "gone")
+    refused(flags(out), f"{out}/checkpoints: ", "No such file")
+
+
+@pytest.mark.parametrize("damaged, keep, left", [(4, 2, [5, 4, 3]), (3, 3, [5, 4, 3, 2]), (1, 2, [5, 4])])
+def test_what_is_damaged_takes_no_place_of_what_is_good(flags, out, damaged, keep, left):
+    """A bit of the newest, seen at the start; a file of an older one, which nobody has looked at. What is damaged goes with
+    the older ones that are too many."""
+    train(flags(out, "--steps 4 --export_every 0"))
+    file = shard(out / "checkpoints" / f"step-{damaged}")
+    flip(file, -1) if damaged == 4 else file.unlink()
+    train(flags(out, f"--steps 5 --save_every 5 --export_every 0 --keep_last {keep}"))
+    assert steps(out) == left
+
+
+# ----------------------------------------------------------------------------- what a resumed run is held to
+def copied_task(task: Path, folder: Path) -> list[str]:
+    """The same rows and reward in a folder of their own, and the flags that name them."""
+    shutil.copytree(task, folder)
+    return words("--data", folder / "rows.jsonl", "--eval_data", folder / "eval.jsonl",
+                 "--reward", f"{folder / 'reward.py'}:letters")
+
+
+def test_paths_are_no_identity(flags, copy, task, qwen25, tmp_path):
+    """Model, rows and reward lie elsewhere: it is the same run, and a later life is told what has changed by content."""
+    model = shutil.copytree(qwen25, tmp_path / "model")
+    moved = words(*copied_task(task, tmp_path / "task"), "--model", model)
+    train([*flags(copy, "--steps 3"), *moved])
+    assert recorded(copy) == [1, 2, 3]
+    for path, flag in ((tmp_path / "task" / "rows.jsonl", "data"), (tmp_path / "task" / "reward.py", "reward")):
+        text = path.read_text()
+        path.write_text(text.replace("row 1", "row one").replace("aeiou", "aeio"))
+        refused([*flags(copy, "--steps 4"), *moved], "it is of another run: ", f"--{flag} '")
+        path.write_text(text)
+
+
+def test_base_weights_below_adapters_are_part_of_the_run(flags, out, qwen25, tmp_path):
+    """One number of one weight is another, under the same path: no training, evaluation or export goes on."""
+    model = shutil.copytree(qwen25, tmp_path / "model")
+    argv = words(*flags(out, "--lora_rank 2 --export_every 0"), "--model", model)
+    train(argv)
+    weights = load_file(model / "model.safetensors")
+    name = next(key for key in weights if key.endswith("layers.0.mlp.up_proj.weight"))
+    weights[name][0, 0] += 1
+    save_weights(model, weights)
+    for more in ("--steps 3", "--eval_only"):
+        refused(words(*argv, more), "it is of another run: --model '")
+    refused(words("--export_only --out", out), "it is of another run: --model '")
+    train(words(*argv, "--steps 3 --resume must"))
+    assert recorded(out) == [1, 2, 3]
+
+
+def test_an_evaluation_may_have_another_reward(flags, copy, task, tmp_path):
+    """And another system prompt, and other rows: it changes nothing. Another model it may not have."""
+    (tmp_path / "other.py").write_text(REWARD.replace("letters", "others"))
+    before = contents(copy / "checkpoints" / "step-2")
+    evaluated = words(*flags(copy, "--eval_only --data="), "--reward", f"{tmp_path / 'other.py'}:others", "--system_prompt", "be brief")
+    assert train(evaluated)["eval/train_step"] == 2
+    assert contents(copy / "checkpoints" / "step-2") == before
+    refused(words(*evaluated, "--lora_rank 2"), "it is of another run: --lora_rank 0 -> 2. ")
+
+
+def test_auto_is_what_it_stands_for(flags, copy):
+    """Spelled out, it is the same run; the other value is another."""
+    refused(flags(copy, "--advantages_norm off --loss_aggregation seq-mean-token-sum"), "it is of another run: ",
+            "--advantages_norm True -> False", "--loss_aggregation 'token-mean' -> 'seq-mean-token-sum'")
+    train(flags(copy, "--steps 3 --advantages_norm on --loss_aggregation token-mean"))
+    assert recorded(copy) == [1, 2, 3]
+
+
+# ----------------------------------------------------------------------------- flags that were changed on purpose
+def resumed_state(argv: list[str], monkeypatch) -> ppo.TrainState:
+    """The state that a life begins with."""
+    states, load = [], ppo.TrainState.load_state_dict
+
+    def loaded(self, *arguments):
+        load(self, *arguments)
+        states.append(deepcopy(self))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ppo.TrainState, "load_state_dict", loaded)
+        train(argv)
+    return states[0]
+
+
+@pytest.mark.parametrize("before, after, expected", [
+    ("--kl_coef 0.1", "--kl_coef 0.5", 0.5),
+    ("", "--kl_coef 0.1", 0.1),
+    ("--kl_coef 0.1 --kl_target 1e-9 --kl_horizon 9", "--kl_coef 0.1 --kl_target 1e-9 --kl_horizon 9", "saved"),
+    ("--kl_coef 0.1 --kl_target 1e-9 --kl_horizon 9", "--kl_coef 0.1", 0.1)])
+def test_the_weight_of_the_kl_is_that_of_the_flag(flags, out, monkeypatch, before, after, expected):
+    """Unless --kl_target has adapted it, and the flags are what they were."""
+    more = "--advantage grpo --export_every 0 "
+    train(flags(out, more + before))
+    saved = read_json(out / "checkpoints" / "step-2" / "state.json")["kl_coef"]
+    assert (saved != 0.1) == ("--kl_target" in before or not before)
+    state = resumed_state(flags(out, more + after + " --steps 3 --resume must"), monkeypatch)
+    assert state.kl_coef == (saved if expected == "saved" else expected)
+
+
+def test_moments_are_of_one_reward(flags, out, task, tmp_path, monkeypatch):
+    """--reward_norm counts anew once the reward is another, in whatever way."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(REWARD)
+    argv = words(*flags(out, "--advantage grpo --reward_norm --export_every 0"), "--reward", f"{reward}:letters")
+    train(argv)
+    assert resumed_state([*argv, "--steps", "3"], monkeypatch).moments.count == 2 * 8
+    reward.write_text(REWARD.replace("0.1 *", "0.2 *"))
+    state = resumed_state(words(*argv, "--steps 4 --resume must"), monkeypatch)
+    assert (state.moments.count, state.step) == (0, 3)
+    assert read_json(out / "checkpoints" / "step-4" / "state.json")["moments"]["count"] == 8
+
+
+def test_a_critic_that_a_flag_names_is_not_the_one_that_was_saved(flags, copy, qwen25, tmp_path):
+    """Its weights are those of --critic_model, where the rate is 0."""
+    critic = Path(shutil.copytree(qwen25, tmp_path / "critic"))
+    weights = load_file(critic / "model.safetensors")
+    name = next(key for key in weights if key.endswith("layers.0.mlp.up_proj.weight"))
+    save_weights(critic, weights | {name: weights[name] + 1})
+    train(words(*flags(copy, "--steps 3 --critic_lr 0 --resume must --export_every 0"), "--critic_model", critic))
+    saved = load_file(shard(copy / "checkpoints" / "step-3"))
+    key = next(key for key in saved if key.startswith("critic.model") and key.endswith("layers.0.mlp.up_proj.weight"))
+    assert torch.equal(saved[key], weights[name] + 1)
+
+
+# ----------------------------------------------------------------------------- the place in the data
+SCRIPTS = {"ppo": ppo, "grm": grm}
+
+
+def small_task(folder: Path, model: Path, name: str) -> list[str]:
+    """The runs that tests/model/saved_by_568c33e was saved by."""
+    (folder / "reward.py").write_text(REWARD)
+    rows = [{"prompt": f"row {i}: how many circles?", "answer": "1"} for i in range(16)]
+    write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "eval.jsonl", rows[:2])
+    write_rows(folder / "judged.jsonl", [{"prompt": row["prompt"], "response": "one"} for row in rows])
+    write_rows(folder / "ptx.jsonl", [{"prompt": f"say {i}", "response": f"{i}"} for i in range(7)])
+    flags = words("--model", model, "--out", folder / name, "--max_prompt_tokens 256 --max_tokens_per_pack 400 "
+                  "--save_every 1 --log_samples 0 --timeout 60 --keep_last 9 --prompts_per_step 4 --export_every 0")
+    if name == "grm":
+        return words(*flags, "--data", folder / "judged.jsonl", "--eval_data", folder / "judged.jsonl", "--lr 1e-3 --eval_every 0")
+    return words(*flags, "--data", f"{folder}/rows.jsonl:0.5", "--eval_data", folder / "eval.jsonl", "--reward",
+                 f"{folder}/reward.py:letters", "--max_new_tokens 4 --samples_per_prompt 2 --rollouts_per_step 2 --actor_lr 1e-3 "
+                 "--advantage grpo --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --reward_norm --minibatches 2 "
+                 "--ptx_coef 0.1 --ptx_batch 2 --ptx_data", folder / "ptx.jsonl")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_568c33e_saved_goes_on(qwen25, tmp_path, name):
+    """Two steps, whose scalars are as that version wrote them, and two more: as if undisturbed. `auto` may be spelled out;
+    it is exported and evaluated."""
+    script, folders = SCRIPTS[name], (tmp_path / "whole", tmp_path / "parts")
+    for folder, count in zip(folders, ("4", "2")):
+        folder.mkdir()
+        script.main(words(*small_task(folder, qwen25, name), "--steps", count))
+    whole, parts = folders
+    path = parts / name / "checkpoints" / "step-2"
+    old = (ROOT / "tests" / "model" / "saved_by_568c33e" / f"{name}.json").read_text()
+    assert read_json(path / "state.json")["flags"]["data (rows)"] == json.loads(old)["flags"]["data (rows)"]
+    (path / "state.json").write_text(old.replace("MODEL", str(qwen25)).replace("TASK", str(parts)))
+    commit = read_json(path / "COMMITTED.json")
+    commit["sha256"]["state.json"] = hashlib.sha256((path / "state.json").read_bytes()).hexdigest()
+    (path / "COMMITTED.json").write_text(json.dumps(commit, indent=1))
+    argv = small_task(parts, qwen25, name)
+    script.main(words("--export_only --config", parts / name / "args.json", "--out", parts / name))
+    assert (parts / name / "export" / "step-2" / "model.safetensors").is_file()
+    script.main(words(*argv, "--eval_only --max_prompt_tokens 255"))
+    if name == "ppo":
+        argv += words("--loss_aggregation token-mean --advantages_norm off")
+    script.main(words(*argv, "--steps 4"))
+    trained = [[record for record in records(run / name) if record["step"] > 2] for run in folders]
+    assert len(trained[0]) == 2
+    if name == "ppo":                                       # of a run of two steps, the last was evaluated
+        assert [record.pop("eval/index") for run in trained for record in run if "eval/index" in record] == [1, 2]
+    assert_same_records(*trained)
+
+
+@pytest.mark.parametrize("name, files, first, second, evaluated", [
+    ("ppo", "rows:1", "--rollouts_per_step 1", "--prompts_per_step 2", [0, 2, 6, 10]),
+    ("ppo", "rows:1", "--rollouts_per_step 2", "--prompts_per_step 6 --rollouts_per_step 3", [0, 2, 4, 6, 9, 10]),
+    ("ppo", "rows:0.75,judged:0.25", "--rollouts_per_step 2", "--prompts_per_step 2 --rollouts_per_step 1", [0, 2, 10]),
+    ("grm", "judged:1", "", "--prompts_per_step 2", [0, 2, 6, 10])])
+def test_steps_of_another_size_go_on_at_the_next_row(qwen25, tmp_path, monkeypatch, name, files, first, second, evaluated):
+    """Two steps of four rows, then eight of another size: the rows of a run that nothing happened to, once each in a pass,
+    in several files by their shares, with the noise of their own draws; passes end where they do."""
+    taken, take = [], PromptLoader.take
+
+    def noted(self, least=1):
+        batch = take(self, least)
+        if least:
+            taken.extend(zip(batch.prompt_ids, (prompt.source for prompt in batch.prompts)))
+        return batch
+
+    monkeypatch.setattr(PromptLoader, "take", noted)
+    sets = [part.split(":") for part in files.split(",")]
+    data = ",".join(f"{tmp_path}/{file}.jsonl:{share}" for file, share in sets)
+    argv = words(*small_task(tmp_path, qwen25, name), "--data", data, "--eval_every -1", *first.split())
+    SCRIPTS[name].main(words(*argv, "--steps 2"))
+    assert len(taken) == 8
+    SCRIPTS[name].main(words(*argv, "--steps 10", *second.split()))
+    drawn = []
+    for file, share in sets:
+        order = [row for k in range(5) for row in np.random.default_rng([0, k]).permutation(16)]
+        drawn += [((j + 0.5) / float(share), f"{file}.jsonl:{row + 1}") for j, row in enumerate(order)]
+    drawn.sort(key=lambda draw: draw[0])
+    count = 8 + 8 * int((second + " --prompts_per_step 4").split("--prompts_per_step ")[1].split()[0])
+    assert taken == [(k, source) for k, (_, source) in enumerate(drawn[:count])]
+    last = records(tmp_path / name)[-1]
+    assert last["train/epoch" if name == "grm" else "train/episode"] == count / (16 * len(sets))
+    assert [record["step"] for record in records(tmp_path / name) if "eval/seconds" in record] == evaluated
+
+
+@pytest.mark.parametrize("epochs, steps", [(2, 14), (1, 6)])
+def test_passes_are_counted_in_rows_that_are_left(qwen25, tmp_path, epochs, steps):
+    """--max_epochs of 16 rows, 8 of them drawn in two steps of four: the rest in steps of two."""
+    argv = small_task(tmp_path, qwen25, "grm")
+    grm.main(words(*argv, "--steps 2"))
+    grm.main(words(*argv, f"--prompts_per_step 2 --max_epochs {epochs}"))
+    assert recorded(tmp_path / "grm")[-1] == steps
+    assert records(tmp_path / "grm")[-1]["train/epoch"] == epochs
 
 
 def test_ranks_with_other_flags(flags, out):
@@ -950,6 +1217,37 @@ def test_preemption(flags, out, undisturbed, number, rank):
     assert steps(out) == [2]                        # its evaluation is the next life's
     live(argv, 2)
     assert_bitwise(out, undisturbed("grpo", 2))
+
+
+@pytest.mark.parametrize("name, during, evaluated", [
+    ("ppo", "evaluate", [0, 2]), ("grm", "evaluate", [0, 2]), ("ppo", "export", [0, 2]), ("grm", "export", [0, 2])])
+def test_a_signal_between_two_steps_lets_no_step_begin(qwen25, tmp_path, monkeypatch, name, during, evaluated):
+    """During the evaluation or the export after step 2: that ends, step 2 is saved, once, and the next life goes on."""
+    script, out = SCRIPTS[name], tmp_path / name
+    argv = words(*small_task(tmp_path, qwen25, name), "--steps 4 --eval_every 2 --save_every 3 --export_every 2")
+    owner = script if during == "evaluate" else checkpoint.Checkpoints
+    original, saves, commit = getattr(owner, during), [], checkpoint.Checkpoints.commit
+
+    def signalled(*arguments, **named):
+        if (out / "metrics.jsonl").exists() and recorded(out)[-1:] == [2]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(distributed, "STOP_SIGNALS", [])
+    monkeypatch.setattr(checkpoint.Checkpoints, "commit", lambda self, *more: saves.append(more[0]) or commit(self, *more))
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, during, signalled)
+        with pytest.raises(distributed.Exit) as end:
+            script.main(argv)
+    assert end.value.code == distributed.EXIT_PREEMPTED
+    assert recorded(out)[-1] == 2
+    assert [record["step"] for record in records(out) if "eval/seconds" in record] == evaluated
+    assert (out / "export" / "step-2").is_dir()
+    assert saves == [2]
+    monkeypatch.setattr(distributed, "STOP_SIGNALS", [])
+    script.main(argv)
+    assert recorded(out)[-1] == 4
+    assert saves == [2, 3, 4]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from conftest import ROUNDING, read_rows, records as records_of, start, take, user_error, words, write_image, write_judge, write_rows
+from conftest import ROUNDING, read_rows, records as records_of, start, take, user_error, with_flags, words, write_image, write_judge, write_rows
 
 import train_ppo_vl as ppo
 from common import distributed
@@ -167,6 +167,10 @@ def test_both_orders_of_a_pair_are_drawn_together(qwen25, pairs):
         batches = [loader.take() for _ in range(5)]
     with ppo.open_loader(args, rows, replace(state, rows_drawn=12)) as loader:
         assert loader.take().prompts == batches[3].prompts
+    with ppo.open_loader(with_flags(args, prompts_per_step=2), rows, replace(state, rows_drawn=12)) as loader:
+        halves = [loader.take() for _ in range(4)]
+        assert [row for half in halves for row in half.prompts] == batches[3].prompts + batches[4].prompts
+        assert [draw for half in halves for draw in half.prompt_ids] == list(range(12, 20))
     for batch in batches:
         for one, other in zip(batch.prompts[::2], batch.prompts[1::2], strict=True):
             assert one.source == other.source
