@@ -929,7 +929,12 @@ BEGIN_ANEW = {
 def resolve_flags(listed: dict) -> dict:
     """Flags with what `auto` stands for: two spellings of one run are one run."""
     args = flags.from_flags(Args, listed)
-    return listed | {"advantages_norm": args.whiten, "loss_aggregation": args.aggregation}
+    resolved = {
+        "advantages_norm": args.whiten,
+        "loss_aggregation": args.aggregation,
+        "kl_estimator": args.kl_estimator,
+    }
+    return listed | resolved
 
 
 def run_flags(args: Args, rows: "Rows") -> dict:
@@ -1536,6 +1541,8 @@ def update_models(
     if step > args.update.critic_warmup_steps:
         with logging.timer("update_actor"):
             metrics |= update_actor(trainables["actor"], models, batch, step, ptx, args)
+        if ptx is not None:
+            ptx.scheduled += args.update.epochs * args.update.minibatches * ptx.batch
     return metrics
 
 
@@ -1583,7 +1590,7 @@ def update_actor(
     actor, sums = trained.module, logging.MetricSums()
     kl_ref = models.reference if args.exact_kl_in_loss else None
     teacher = models.teacher.policy if args.teacher.in_loss else None
-    updates, updates_per_step = 0, args.update.epochs * args.update.minibatches
+    updates = 0
     actor.train()
     offload = args.update.offload
     with fsdp.onloaded(trained, offload), fsdp.onloaded(kl_ref, offload), fsdp.onloaded(teacher, offload):
@@ -1612,8 +1619,6 @@ def update_actor(
             norm, applied = trained.update(step)
             sums.record_update("actor", norm, applied, stats)
             updates += applied
-    if ptx is not None:
-        ptx.scheduled += updates_per_step * ptx.batch
     metrics = {"train/actor_lr": trained.learning_rate(step), "train/actor_updates": updates}
     if args.algorithm.mask_truncated:
         metrics["train/masked_responses"] = int(batch.truncated.sum())

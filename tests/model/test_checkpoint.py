@@ -985,7 +985,7 @@ def small_task(folder: Path, model: Path, name: str) -> list[str]:
     write_rows(folder / "judged.jsonl", [{"prompt": row["prompt"], "response": "one"} for row in rows])
     write_rows(folder / "ptx.jsonl", [{"prompt": f"say {i}", "response": f"{i}"} for i in range(7)])
     flags = words("--model", model, "--out", folder / name, "--max_prompt_tokens 256 --max_tokens_per_pack 400 "
-                  "--save_every 1 --log_samples 0 --timeout 60 --keep_last 9 --prompts_per_step 4 --export_every 0")
+                  "--save_every 1 --log_samples 0 --timeout 90 --keep_last 9 --prompts_per_step 4 --export_every 0")
     if name == "grm":
         return words(*flags, "--data", folder / "judged.jsonl", "--eval_data", folder / "judged.jsonl", "--lr 1e-3 --eval_every 0")
     return words(*flags, "--data", f"{folder}/rows.jsonl:0.5", "--eval_data", folder / "eval.jsonl", "--reward",
