@@ -930,7 +930,7 @@ def resolve_flags(listed: dict) -> dict:
     """Flags with what `auto` stands for: two spellings of one run are one run."""
     args = flags.from_flags(Args, listed)
     resolved = {
-        "advantages_norm": args.whiten,
+        "advantages_norm": "on" if args.whiten else "off",
         "loss_aggregation": args.aggregation,
         "kl_estimator": args.kl_estimator,
     }

@@ -25,7 +25,7 @@ import ranks
 import torch
 from conftest import (ROOT, assert_same_records, read_json, read_rows, reproducible, rounding, same_tensors, save_weights,
                       start, user_error, words, write_image, write_rows)
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
@@ -797,7 +797,7 @@ def test_resume_choices(flags, copy, tmp_path, capfd):
 def test_changed_flags(flags, copy, capfd):
     """Those of another run are refused, with both values, unless by must; the others are listed and accepted."""
     refused(flags(copy, "--advantage rloo --gamma 0.5 --samples_per_prompt 3 --keep_last 5"), "it is of another run",
-            "--advantage 'gae' -> 'rloo'; --gamma 1.0 -> 0.5. ")
+            "--advantage 'gae' -> 'rloo'; --gamma 1.0 -> 0.5; --advantages_norm 'on' -> 'off'. ")
     capfd.readouterr()
     train(flags(copy, "--steps 3 --samples_per_prompt 3 --save_every 3 --lr_schedule cosine"))
     listed = re.search(r"resuming from .*; changed: (.*)", capfd.readouterr().out)[1]
@@ -1082,7 +1082,10 @@ def test_a_pointer_that_moves_is_another_model(flags, copy, tmp_path):
     argv = flags(tmp_path / "other") + words("--model", copy / "export" / "latest")
     train([*argv, "--steps", "1"])
     (copy / "export" / "latest").write_text("step-3\n")
-    refused(argv, f"--model '{copy}/export/step-2' -> '{copy}/export/step-3'")
+    train([*argv, "--steps", "1"])                                                   # the same weights under another path
+    (path,) = (copy / "export" / "step-3").glob("*.safetensors")
+    save_file({name: value + 1 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+    refused(argv, "it is of another run", "--model ")
     train(words(*argv, "--model", copy / "export" / "step-2"))
     assert steps(tmp_path / "other") == [2, 1]
 

@@ -138,7 +138,8 @@ tensors = {f"actor.{i}": torch.full((4, 2**20), float(i)) for i in range(16)}   
 checkpoint.training_state = lambda trained: tensors
 peaks = []
 with checkpoint.Checkpoints(RunArgs(out=Path(sys.argv[2]), timeout=60.0), CheckpointArgs()) as checkpoints:
-    checkpoints.state, checkpoints.roles, checkpoints.flags = SimpleNamespace(state_dict=dict), {}, {}
+    checkpoints.state, checkpoints.roles = SimpleNamespace(state_dict=dict), {}
+    checkpoints.flags, checkpoints.contents = {}, {}
     (Path(sys.argv[2]) / "metrics.jsonl").touch()
     for step in (1, 2):
         before = resident("VmRSS")
