@@ -278,6 +278,7 @@ def load_rows(args: Args) -> Rows:
     with distributed.raise_on_all_ranks():
         folder = weights.resolve_folder(args.model.model, weights=False)
         processor = data.Processor(folder, args.data)
+        processor.check_options()
         templates = {
             kind: getattr(args.judge, f"{kind}_template") for kind in judgements.JUDGEMENTS
         }

@@ -761,6 +761,7 @@ def load_rows(args: Args) -> Rows:
     with distributed.raise_on_all_ranks():
         folder = weights.resolve_folder(args.model.model, weights=False)
         processor = data.Processor(folder, args.data)
+        processor.check_options()
         # a judge that is trained further loses its recorded accuracy
         settings = rewards.JudgeSettings.to_train(processor)
         columns, system = data.parse_columns(args.rows.columns), args.rows.system_prompt
@@ -2328,7 +2329,7 @@ class RolloutEngine:
         # enough tokens for any stop string, as a token has at least one byte
         window = 8 + 2 * max(len(stop.encode()) for stop in strings)
         first = max(sample.turn_start, sample.searched + 1 - window)
-        recent = tokens[first:].tolist()
+        recent = tokens[first:]
         if self.shows_stop_string(recent):
             for n in range(sample.searched + 1, len(tokens) + 1):
                 if self.shows_stop_string(recent[max(0, n - window - first) : n - first]):
@@ -2336,11 +2337,8 @@ class RolloutEngine:
         sample.searched = len(tokens)
         return None
 
-    def shows_stop_string(self, tokens: list[int]) -> bool:
-        tokenizer = self.actor.processor.tokenizer
-        text = tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+    def shows_stop_string(self, tokens: Tensor) -> bool:
+        (text,) = self.actor.processor.decode([tokens])
         return any(stop in text for stop in self.sampling.stop_strings)
 
     def compact(self) -> None:

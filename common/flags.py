@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from common.distributed import Exit, UserError, describe
-from common.files import read_json, read_text
+from common.files import parse_json, read_json, read_text
 
 
 NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
@@ -32,7 +32,7 @@ LONGEST_WAIT = 1e7
 # what makes a model another model, and a run of both scripts another run; what they name counts by
 # its content, and "data (rows)" by the number of rows, too
 MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
-IDENTITY = (*MODEL_IDENTITY, "data", "data (rows)")
+IDENTITY = (*MODEL_IDENTITY, "data", "data (rows)", "template_options")
 # where launch/toy.py puts the toy of each task
 TOY_FOLDERS = {"questions": "toy", "describe": "toy_describe"}
 
@@ -257,6 +257,7 @@ FOREIGN_NAMES = {
     "columns": "input_key prompt_key image_key label_key answer_key prompt_column images_column "
     "reference_column",
     "max_pixels": "video_max_pixels",
+    "template_options": "chat_template_kwargs apply_chat_template_kwargs enable_thinking",
     # rollout
     "prompts_per_step": "batch_size train_batch_size rollout_batch_size "
     "per_device_train_batch_size global_train_batch_size gen_batch_size",
@@ -266,6 +267,7 @@ FOREIGN_NAMES = {
     "eval_max_new_tokens": "max_completion_length max_response_length generate_max_len",
     "max_prompt_tokens": "max_prompt_length prompt_max_len max_length max_len max_seq_length "
     "max_tokens",
+    "temperature": "temp",
     "slots": "micro_rollout_batch_size max_num_seqs",
     "stop_strings": "stop_tokens",
     # reward
@@ -428,6 +430,10 @@ class Refusals:
             values.image_root and not os.path.isdir(values.image_root),
             f"--image_root {values.image_root}: no such folder",
         )
+        try:
+            parse_template_options(values.template_options or "{}")
+        except ValueError as error:
+            self(True, str(error))
 
 
 def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
@@ -450,6 +456,14 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
             "0, as in a.jsonl:0.7,b.jsonl:0.3"
         )
     return sets
+
+
+def parse_template_options(text: str) -> dict:
+    """The variables of --template_options. Raises ValueError: it is no JSON object."""
+    options = parse_json(text, "--template_options")
+    if not isinstance(options, dict):
+        raise ValueError(f"--template_options {text}: expected an object of JSON, such as {{}}")
+    return options
 
 
 @dataclass(frozen=True)
@@ -533,6 +547,11 @@ class DataArgs:
         "folder of images and videos: paths are relative to the rows' file, or to this folder; what "
         "lies outside of it, links resolved, is refused; empty: any file",
         paths=True,
+    )
+    template_options: str = flag(
+        "",
+        'variables of the chat template, as a JSON object: {"enable_thinking": false}; empty: those of '
+        "judge.json, if any",
     )
     on_bad_row: str = flag(
         "error",

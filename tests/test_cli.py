@@ -191,6 +191,8 @@ stray                                         | unrecognized arguments: stray
 --stop_strings [1]                            | not a JSON list of non-empty strings
 --stop_strings end                            | not a JSON list of non-empty strings
 --stop_strings [""]                           | not a JSON list of non-empty strings
+--template_options {enable_thinking:false}    | --template_options: not JSON
+--template_options [1]                        | --template_options [1]: expected an object of JSON, such as {}
 --data a.jsonl:0.5,b.jsonl                    | --data a.jsonl:0.5,b.jsonl:
 --reward nonsense                             | --reward nonsense: expected one of
 --reward no/such.py:f                         | --reward no/such.py:f: expected one of
@@ -227,6 +229,7 @@ ppo | actor_rollout_ref.rollout.n=5 algorithm.adv_estimator=grpo | --advantage, 
 ppo | --init_kl_coef 0.01 --pretrain m      | --kl_coef, --model
 ppo | --actor-lr 1e-6                       | --actor_lr
 ppo | --temp 1                              | --temperature
+grm | --chat_template_kwargs {}             | --template_options
 """)  # script, what TRL, verl, OpenRLHF or LightRFT would take, our flags
 
 

@@ -185,6 +185,48 @@ def test_labels_have_no_space_that_the_conversation_lacks(qwen25, scheme):
     assert prompt + target.tolist() == whole[:len(prompt) + 2]
 
 
+TURNS = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% set parts = (m.content | string).split('</think>') %}ANSWER"
+         "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\nOPENED' }}{% endif %}")
+EMPTY = "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ parts[-1] }}"
+# What Qwen3.5 and the Thinking models, Qwen3, and R1's distills write before an answer, and where generation begins.
+THINKING = {"qwen3.5": TURNS.replace("ANSWER", EMPTY).replace("OPENED", "<think>\n"),
+            "qwen3": TURNS.replace("ANSWER", EMPTY).replace("OPENED", ""),
+            "r1": TURNS.replace("ANSWER", "{{ parts[-1] }}").replace("OPENED", "<think>\n")}
+
+
+@pytest.mark.parametrize("model, text, label", [
+    ("qwen3.5", "yes", "\n</think>\n\nyes"), ("r1", "yes", "\n</think>\n\nyes"), ("qwen3", "yes", "<think>\n\n</think>\n\nyes"),
+    ("qwen3.5", "<think>\nhm\n</think>\n\nyes", "hm\n</think>\n\nyes"), ("r1", "<think>\nhm</think>yes", "hm</think>yes"),
+    ("qwen3", "<think>\nhm\n</think>\n\nyes", "<think>\nhm\n</think>\n\nyes"), ("r1", "hm</think>yes", "hm</think>yes")])
+def test_labels_have_one_thought(qwen25, model, text, label):
+    """That of the target in place of the template's empty one; what the prompt has opened is not opened again, and is closed."""
+    processor = Processor(qwen25)
+    processor.tokenizer.chat_template = THINKING[model]
+    target = judgements.encode_target(processor, judgements.answer_frame(processor), text)
+    assert processor.tokenizer.decode(target) == label + "<|im_end|>"
+
+
+def test_the_options_of_the_template_are_a_part_of_judge_json(qwen25, task, tmp_path):
+    """A judge is trained, and asked later, with the same ones, unless a flag says others."""
+    folder = shutil.copytree(qwen25, tmp_path / "base")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    plain, opened = tokenizer.chat_template, "{% if think and add_generation_prompt %}<think>\n{% endif %}"
+    tokenizer.chat_template = plain + opened
+    tokenizer.save_pretrained(folder)
+    env = start(folder, task, tmp_path / "run", "--template_options", '{"think": true}')
+    assert all(example.prompt.text.endswith("<think>\n") for example in env.held_out)
+    judge = env.processor.files["judge"]
+    assert judge["template_options"] == {"think": True}
+    env.processor.save(str(folder))
+    assert read_json(folder / "judge.json") == judge
+    for options, ending in (("", "assistant\n<think>\n"), ("{}", "assistant\n")):
+        again = grm.load_rows(grm.parse_args(flags(folder, task, tmp_path / "again", "--template_options", options)))
+        assert again.held_out[0].prompt.text.endswith(ending)
+        assert again.settings.template_options == ({} if options else {"think": True})
+    with user_error("--template_options: the chat template knows no 'thinking'"):
+        start(folder, task, tmp_path / "x", "--template_options", '{"thinking": true}')
+
+
 # ------------------------------------------------------------------------------------------------ loss
 def test_loss_and_gradient_are_hugging_faces(env, oracle):
     """All kinds of rows in packs with shared prompts, against the `labels=` loss of unpacked samples, weighted by tokens."""

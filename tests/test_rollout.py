@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROUNDING, computing, inputs_of, logits_of, start, take, user_error
+from conftest import (ROUNDING, computing, hugging_face, inputs_of, logits_of, start, take, token_logprobs, user_error,
+                      write_checkpoint)
 from transformers import AutoModelForImageTextToText
 
+import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import logprobs
 from common.model import fsdp, graphs
@@ -56,6 +58,32 @@ def test_sampled_logprobs_equal_training_logprobs(checkpoint, picture_rows, temp
     assert (trained - samples.logprobs).abs().max() < ROUNDING
     assert samples.lengths.min() >= 3
     assert not torch.isin(samples.tokens, torch.tensor(env.processor.banned_ids)).any()
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory):
+    """A checkpoint with more embeddings than its tokenizer has tokens, as Qwen's are."""
+    return write_checkpoint(tmp_path_factory.mktemp("padded"), "qwen2_5_vl", spare_ids=200)
+
+
+def test_ids_without_a_token_are_never_sampled(padded, picture_rows, tmp_path):
+    """By the engine, with the log-probs of training; by the reward model's evaluation; by a judge that writes critiques, which
+    is the engine with its policy and its processor."""
+    env = start(padded, picture_rows, "--max_new_tokens 32")
+    count, size = len(env.processor.tokenizer), env.actor.model.lm_head.weight.shape[0]
+    assert size == count + 200
+    for greedy in (False, True):
+        samples, _ = generate(env, take(env), 4, greedy=greedy)
+        assert samples.tokens.max() < count
+        trained = ppo.compute_logprobs(env.actor, samples)
+        assert (trained - samples.logprobs).abs().max() < ROUNDING
+    with torch.no_grad():
+        prompt, tokens = env.prompts[0], samples.split(samples.tokens)[0]
+        logits = hugging_face(padded)(**inputs_of(prompt, tokens, env.processor)).logits[0, len(prompt.input_ids) - 1:-1]
+        logits[:, [*range(count, size), *env.processor.banned_ids]] = -torch.inf
+    assert (token_logprobs(logits, tokens) - samples.split(samples.logprobs)[0]).abs().max() < 10 * ROUNDING
+    options = grm.generation_options(env.processor, grm.EvalArgs())
+    assert {*range(count, size)} < {*options["suppress_tokens"]}
 
 
 def test_samples_do_not_depend_on_batching(checkpoint, picture_rows, monkeypatch, poll):
@@ -157,9 +185,10 @@ def test_stop_strings_end_a_response(qwen25, picture_rows, poll):
     """Across two tokens; also at a look of the host behind the end, and in few slots, where the last ones move."""
     env = start(qwen25, picture_rows, "--max_new_tokens 64")
     tokenizer = env.processor.tokenizer
+    silent = {*env.processor.stop_ids, tokenizer.pad_token_id}
 
     def text(tokens):
-        return tokenizer.decode(tokens, skip_special_tokens=True)
+        return tokenizer.decode([token for token in tokens if token not in silent])
 
     def cut(tokens: list[list[int]], ends: tuple[str, ...], least: int = 1) -> list[list[int]]:
         """Each up to the first token behind which one of the strings stands in the text, but ``least`` tokens."""
@@ -179,6 +208,11 @@ def test_stop_strings_end_a_response(qwen25, picture_rows, poll):
         samples, shorter = generate(again, take(again), 4, slots=slots)
         assert shorter == cut(tokens, (stop,))
         assert not any(stop in text(short) and truncated for short, truncated in zip(shorter, samples.truncated))
+    # a special token's text, which is no end of a turn
+    start_id = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    _, shorter = generate(env, take(env), 4, stop_strings=("<|im_start|>",))
+    assert shorter == [response[:response.index(start_id) + 1] if start_id in response else response for response in tokens]
+    assert shorter != tokens
     # the text of one token, in whatever tokens it stands
     ends = tuple(end for end in (text([tokens[0][2]]), text([tokens[5][1]])) if end)
     samples, shorter = generate(env, take(env), 4, stop_strings=ends)

@@ -1,7 +1,10 @@
-"""A checkpoint's tokenizer, chat template and image processor: messages to token ids.
+"""A checkpoint's tokenizer, chat template and image processor: messages to token ids, and back.
 
     checkpoint -> config, tokenizer, chat template, image processor            Processor
-    messages   -> the template's text -> token ids, placeholders expanded      Processor.encode
+    template   -> what it writes around an answer, the end of a turn           answer_frame
+    messages   -> the template's text, which must hold theirs                  Processor.render
+               -> token ids, placeholders expanded                             Processor.encode
+    token ids  -> the text of a response                                       Processor.decode
 
 Shapes: P prompt tokens, V vocabulary. A user's mistake is a ValueError that names the folder or
 what is wrong with the text.
@@ -10,15 +13,17 @@ what is wrong with the text.
 import json
 import re
 from pathlib import Path
-from typing import Sequence
+from typing import NamedTuple, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from common import distributed
 from common.data.families import Expansion, family_of, is_clip
 from common.data.folder import read_model_config, read_settings, read_tokenizer
-from common.flags import DataArgs
+from common.files import check_form
+from common.flags import DataArgs, parse_template_options
 
 # The settings of a checkpoint that an export repeats.
 SAVED_FILES = ("generation_config", "judge", "processor_config", "video_preprocessor_config")
@@ -32,14 +37,16 @@ class Processor:
 
     Attributes:
         args, config, tokenizer, family (a `families.Family`), vocab_size, files (JSON by name).
-        stop_ids end a response; banned_ids are never sampled; reserved_tokens are in no row.
+        stop_ids end a response; banned_ids are never sampled; reserved_tokens are in no row;
+        silent_ids are no part of a response's text; template_options are variables of the template.
     Raises:
         ValueError: files missing or unreadable, an unknown family, no chat template, contradictory
             settings.
     """
 
     def __init__(self, folder: str | Path, args: DataArgs = DataArgs()):
-        self.args = args
+        self.folder, self.args = folder, args
+        self.reserved_tokens = []
         try:
             self.config = read_model_config(folder)
             self.family = family_of(self.config)
@@ -52,6 +59,11 @@ class Processor:
             self.tokenizer.chat_template = template or self.tokenizer.chat_template
             if not self.tokenizer.chat_template:
                 raise ValueError("no chat template; take that of the instruction-tuned checkpoint")
+            if args.template_options:
+                options = parse_template_options(args.template_options)
+                self.files["judge"]["template_options"] = options
+            check_form(self.files["judge"], {"template_options?": dict}, f"{folder}/judge.json")
+            self.template_options = self.files["judge"].get("template_options") or {}
             self._set_tokens()
             self.family.prepare(self.files, self.tokenizer, args)
         except (OSError, ValueError) as error:
@@ -63,22 +75,50 @@ class Processor:
         visual = {getattr(self.config, f"{name}_token_id", None) for name in names}
         unnamed = re.compile(self.family.unnamed_tokens)
         visual |= {i for i, token in added.items() if unnamed.fullmatch(token.content)}
-        # Gemma's end of a turn is a stop token, though not all of its files call it an end.
-        ends = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<end_of_turn>")}
-        written = self.files["generation_config"].get("eos_token_id")
-        ends |= {*written} if isinstance(written, list) else {written}
-        self.banned_ids, self.stop_ids = self._known(visual), self._known(ends)
+        # Embeddings are often padded to a round number: these ids are no token.
+        token_of = tokenizer.backend_tokenizer.id_to_token
+        nameless = {i for i in range(self.vocab_size) if token_of(i) is None}
+        ends = self._end_ids()
+        self.banned_ids, self.stop_ids = self._known(visual | nameless), self._known(ends)
         # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a
         # row's to write.
-        self.reserved_tokens = []
         for i, token in added.items():
             is_used = i in ends or token.content in str(tokenizer.chat_template)
             if i in visual or (token.special and is_used):
                 self.reserved_tokens.append(token.content)
+        self.silent_ids = visual | ends | {tokenizer.pad_token_id}
+
+    def _end_ids(self) -> set[int | None]:
+        """The ids that end a response: those of the files, and what the template ends a turn with. Where
+        these differ, rank 0 says so, and an export's generation_config.json has both."""
+        tokenizer, generation = self.tokenizer, self.files["generation_config"]
+        eos, written = tokenizer.eos_token_id, generation.get("eos_token_id")
+        ends = {eos, *(written if isinstance(written, list) else [written])}
+        try:
+            end = answer_frame(self).end
+        except ValueError:  # a template of prompts alone; whoever needs more of it gets the message
+            return ends
+        if end not in ends:
+            generation["eos_token_id"] = sorted({*ends, end} - {None})
+        if end != eos and distributed.is_main():
+            token = tokenizer.convert_ids_to_tokens(end)
+            print(
+                f"{self.folder}: the chat template ends a turn with {token}, the tokenizer a text with "
+                f"{tokenizer.eos_token}: either ends a response; supervised targets end with {token}",
+                flush=True,
+            )
+        return ends | {end}
 
     def _known(self, ids: set[int | None]) -> tuple[int, ...]:
         """Those in the model's vocabulary: a small model may keep the large ones' default ids."""
         return tuple(sorted(ids.intersection(range(self.vocab_size))))
+
+    def check_options(self) -> None:
+        """Raises ValueError: the template has no variable of the name of a --template_options."""
+        words = set(re.findall(r"\w+", str(self.tokenizer.chat_template)))
+        for name in self.template_options:
+            if name not in words:
+                raise ValueError(f"--template_options: the chat template knows no {name!r}")
 
     def banned_mask(self) -> Tensor:
         """(V,) bool: the ids that are never sampled."""
@@ -86,19 +126,33 @@ class Processor:
         banned[list(self.banned_ids)] = True
         return banned
 
-    def decode(self, responses: list[Tensor]) -> list[str]:
-        """The texts of token ids (n,), without special tokens."""
-        return self.tokenizer.batch_decode(
-            [ids.tolist() for ids in responses], skip_special_tokens=True
-        )
+    def decode(self, responses: Sequence[Tensor]) -> list[str]:
+        """The texts of token ids (n,), without those that end a turn, pad, or stand for pixels. Other
+        special tokens are text: a row's answer may hold them."""
+        spoken = [[i for i in ids.tolist() if i not in self.silent_ids] for ids in responses]
+        return self.tokenizer.batch_decode(spoken, clean_up_tokenization_spaces=False)
 
-    def render(self, chat: list[dict], **options) -> str:
-        """Chat messages as the template's text. Raises ValueError: a template that fails."""
-        try:
-            return self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
-        # A template is a program that came with the checkpoint, and raises what it likes.
-        except Exception as error:
-            raise ValueError(f"the chat template cannot render this ({error!r})") from error
+    def render(self, messages: list[dict], **options) -> str:
+        """Messages as the template's text, which holds each of theirs.
+
+        Raises ValueError: a reserved token in a message, or a template that fails or loses a text.
+        """
+        problems = []
+        for chat in self.as_chats(messages):
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    chat, tokenize=False, **self.template_options, **options
+                )
+            # A template is a program that came with the checkpoint, and raises what it likes.
+            except Exception as error:
+                problems.append(f"the chat template cannot render this ({error!r})")
+                continue
+            lost = lost_text(text, messages)
+            if not lost:
+                return text
+            problems.append(f"the chat template leaves out what the {lost}, or writes it as Python does")
+        where = "the checkpoint's chat_template.jinja or tokenizer_config.json"
+        raise ValueError(f"{'; '.join(dict.fromkeys(problems))}; see {where}")
 
     def token_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The ids of a text. Raises ValueError: an id that the model has no embedding for."""
@@ -120,7 +174,7 @@ class Processor:
         Raises ValueError: a reserved token in a message, a template that fails, or not one
         placeholder per image or clip.
         """
-        text = self.render(self.as_chat(messages), add_generation_prompt=True)
+        text = self.render(messages, add_generation_prompt=True)
         # JSON may hold half a surrogate pair: a ValueError here, a TypeError in the tokenizer.
         text.encode("utf-8")
         expanded, counts = self.expand(text, grids)
@@ -129,12 +183,6 @@ class Processor:
         has_bos = not self.family.media or text.startswith(self.tokenizer.bos_token or "")
         ids = self.ids_with_images(expanded, counts, add_special_tokens=not has_bos)
         return text, ids, sum(counts)
-
-    def check_holds(self, text: str, content: list[dict]) -> None:
-        """Raises ValueError: the chat template has lost a part of a message."""
-        for part in content:
-            if part.get("text", "").strip() not in text:
-                raise ValueError(f"the chat template leaves out {part['text']!r:.80}")
 
     def ids_with_images(
         self, text: str, counts: Sequence[int], add_special_tokens: bool = False
@@ -159,9 +207,9 @@ class Processor:
             return ids[len(before) :]
         return self.ids_with_images(text, counts)
 
-    def as_chat(self, messages: list[dict]) -> list[dict]:
-        """Messages as the template knows them: it may know parts only, that of a text model strings
-        only. Raises ValueError: a reserved token in them."""
+    def as_chats(self, messages: list[dict]) -> list[list[dict]]:
+        """Messages as a template may know them, in the order in which to try: content as parts, and
+        as a string where it is text alone. Raises ValueError: a reserved token in them."""
         # As templates join the parts.
         texts = ["".join(part.get("text", "\n") for part in m["content"]) for m in messages]
         written = f"{messages} {texts}"
@@ -171,9 +219,11 @@ class Processor:
                     f"special token {token} in the text: the model would take it for the "
                     "template's own"
                 )
-        if self.family.media:
-            return messages
-        return [{**message, "content": text} for message, text in zip(messages, texts)]
+        as_strings = []
+        for message, text in zip(messages, texts):
+            is_text = all(part["type"] == "text" for part in message["content"])
+            as_strings.append({**message, "content": text} if is_text else message)
+        return [messages, as_strings] if self.family.media else [as_strings, messages]
 
     def expand(self, text: str, grids: tuple) -> Expansion:
         """A rendered prompt with what stands for each image and clip in the placeholders' places."""
@@ -205,3 +255,43 @@ class Processor:
             settings.pop("image_processor", None)
             if settings and (name != "judge" or settings.get("trained_on")):
                 Path(folder, f"{name}.json").write_text(json.dumps(settings, indent=2), "utf-8")
+
+
+def lost_text(rendered: str, messages: list[dict]) -> str:
+    """Who says what in the first text of messages that a rendered prompt does not hold as it is; empty
+    if it holds all."""
+    for message in messages:
+        role = message["role"]
+        for part in message["content"]:
+            if part["type"] != "text":
+                continue
+            text, as_json = part["text"].strip(), json.dumps(part, ensure_ascii=False)
+            if role == "assistant":  # whose thoughts are left out of later prompts
+                text = text.rpartition("</think>")[2].strip()
+            is_there = text in rendered
+            if role == "tool":  # Llama 3 writes it as JSON
+                is_there |= json.dumps(text, ensure_ascii=False)[1:-1] in rendered
+            # a template for strings may write the whole part
+            if not is_there or str(part) in rendered or as_json in rendered:
+                return f"{role} says: {text!r:.80}"
+    return ""
+
+
+class AnswerFrame(NamedTuple):
+    """What the chat template writes around an answer."""
+
+    head: str  # a question, up to where generation begins
+    before: str  # between there and the answer (LLaVA: a space)
+    end: int  # the end token after it; that of the tokenizer if the template writes none
+
+
+def answer_frame(processor: Processor) -> AnswerFrame:
+    """Raises ValueError: the template leaves out what the assistant says."""
+    answer, tokenizer = "(the answer)", processor.tokenizer
+    chat = [{"role": "user", "content": [{"type": "text", "text": "(a question)"}]}]
+    head = processor.render(chat, add_generation_prompt=True)
+    chat.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
+    before, _, tail = processor.render(chat).partition(answer)
+    after = tokenizer.encode(tail.strip(), add_special_tokens=False)
+    ends = [i for i in after if i in tokenizer.added_tokens_decoder] + [tokenizer.eos_token_id]
+    return AnswerFrame(head, before.partition(head)[2], ends[0])

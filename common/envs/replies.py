@@ -93,9 +93,4 @@ def render_reply(processor: Processor, reply: Reply, role: str) -> str:
         {"role": "assistant", "content": [{"type": "text", "text": TURN}]},
         {"role": role, "content": reply.content},
     ]
-    text = processor.render(processor.as_chat(messages), add_generation_prompt=True)
-    _, mark, tail = text.partition(TURN)
-    if not mark:
-        raise ValueError("the chat template leaves out what the assistant said")
-    processor.check_holds(tail, reply.content)
-    return tail
+    return processor.render(messages, add_generation_prompt=True).partition(TURN)[2]

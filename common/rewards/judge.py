@@ -18,7 +18,7 @@ from typing import Any, Iterable, NamedTuple
 import torch
 from torch import Tensor
 
-from common.data.processor import Processor
+from common.data.processor import AnswerFrame, Processor, answer_frame
 from common.data.rows import (
     PLACES,
     Prompt,
@@ -32,7 +32,7 @@ from common.data.rows import (
 )
 from common.files import check_form, number_as_text
 from common.flags import NUMBER, DataArgs
-from common.rewards.rules import parse_verdict
+from common.rewards.rules import opens_thought, parse_verdict
 
 # --------------------------------------------------------------------------------------------------
 # judge.json
@@ -119,6 +119,7 @@ class JudgeSettings:
     # kind -> its "template" and its "verdicts"
     kinds: dict[str, dict] = field(default_factory=dict)
     trained_on: list[str] = field(default_factory=list)  # kinds
+    template_options: dict = field(default_factory=dict)  # variables of the chat template
     # Of the newest evaluation: its "step", and for each of its "kinds" accuracy, chance and count.
     held_out: dict | None = None
 
@@ -154,7 +155,7 @@ class JudgeSettings:
         """
         saved = JudgeSettings.of(processor)
         instruction = system_instruction or saved.system_instruction
-        settings = JudgeSettings(instruction, trained_on=saved.trained_on)
+        settings = replace(saved, system_instruction=instruction, kinds={}, held_out=None)
         for kind, (template, verdicts) in JUDGEMENTS.items():
             merged = {"template": template, "verdicts": verdicts} | saved.kinds.get(kind, {})
             if templates.get(kind):
@@ -417,7 +418,7 @@ def load_judgements(
     settings: JudgeSettings,
     args: DataArgs,
     orders: str = "both",
-    frame: "AnswerFrame | None" = None,
+    frame: AnswerFrame | None = None,
 ) -> list[Example]:
     """Rows of judgements. A response without <answer> has no reference, which some rewards need.
 
@@ -524,36 +525,20 @@ def row_record(row: Prompt) -> dict:
 # --------------------------------------------------------------------------------------------------
 
 
-class AnswerFrame(NamedTuple):
-    """What the chat template writes around an answer."""
-
-    head: str  # a question, up to where generation begins
-    before: str  # between there and the answer (LLaVA: a space)
-    end: int  # the end token after it
-
-
-def answer_frame(processor: Processor) -> AnswerFrame:
-    """Raises ValueError: the template leaves out what the assistant says."""
-    answer = "(the answer)"
-    chat = message_turns("(a question)")
-    head = processor.render(processor.as_chat(chat), add_generation_prompt=True)
-    chat.append({"role": "assistant", "content": message_parts(answer)})
-    before, match, tail = processor.render(processor.as_chat(chat)).partition(answer)
-    if not match:
-        raise ValueError("the chat template leaves out what the assistant says")
-    tokenizer = processor.tokenizer
-    after = tokenizer.encode(tail, add_special_tokens=False)
-    ends = [token for token in after if token in processor.stop_ids] + [tokenizer.eos_token_id]
-    return AnswerFrame(head, before.partition(head)[2], ends[0])
-
-
 def encode_target(processor: Processor, frame: AnswerFrame, text: str) -> Tensor:
     """(n,) label tokens of an answer: its own, as generation would see them, and the end token.
     Raises ValueError: a special token in the text."""
     typed = [token for token in processor.reserved_tokens if token in text]
     if typed:
         raise ValueError(f"special token {typed[0]} in the target")
-    ids = processor.ids_behind(frame.head, frame.before + text)
+    before = frame.before
+    if "</think>" in text:  # in place of the template's empty thought
+        before = "" if "</think>" in before else before
+        if opens_thought(frame.head):
+            text = text.removeprefix("<think>").lstrip("\n")
+    elif opens_thought(frame.head + before):  # R1's distills: there is no thought to learn
+        before += "\n</think>\n\n"
+    ids = processor.ids_behind(frame.head, before + text)
     return torch.cat([ids, torch.tensor([frame.end])])
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from common import distributed
 from common.buffers import Batch, Conversation
 from common.data.loader import join_pixels, load_pixels
-from common.data.processor import Processor
+from common.data.processor import Processor, answer_frame
 from common.data.rows import (
     PLACES,
     Prompt,
@@ -42,7 +42,6 @@ from common.rewards.functions import Scored, Source
 from common.rewards.judge import (
     JudgeSettings,
     ORDERS,
-    answer_frame,
     encode_target,
     encode_verdicts,
     judge_prompt,
@@ -88,8 +87,10 @@ def build_source(source: Source, rows: list[Prompt], script: Script) -> "RewardM
     """The model of a source that scores these rows."""
     args, is_judge = script.args, source.kind == "grm"
     whole = not args.teacher.student_images  # or the features of the actor are of damaged images
+    # a judge is asked with the template_options of its judge.json
+    own_template = replace(args.data, template_options="")
     model, processor = weights.build_reader(
-        source.folder, script.actor, args.data, head=is_judge, shares=whole
+        source.folder, script.actor, own_template, head=is_judge, shares=whole
     )
     for row in rows:
         try:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3VLConfi
 
 from common.flags import DataArgs
 from common.data.loader import load_pixels
-from common.data.processor import Processor
+from common.data.processor import Processor, answer_frame
 from common.data.rows import load_prompts, parse_columns
 from common.data.images import image_size, read_image
 from common.rewards.judge import load_judgements, read_rubric
@@ -95,6 +95,110 @@ def load(tmp_path, processor):
     return load
 
 
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+CHATML_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+PARTS = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+# What published templates write: name, its template, eos_token, what ends a turn.
+TURN_ENDS = [
+    ("Qwen2.5 base", CHATML + CHATML_PROMPT, "<|endoftext|>", "<|im_end|>"),
+    ("Qwen2.5", CHATML + CHATML_PROMPT, "<|im_end|>", "<|im_end|>"),
+    ("R1 distill", "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>"
+     "{{ m.content.split('</think>')[-1] }}<|eos|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
+     "<|eos|>", "<|eos|>"),
+    ("Mistral", "<s>{% for m in messages %}{% if m.role == 'user' %} [INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>"
+     "{% endif %}{% endfor %}", "</s>", "</s>"),
+    ("Gemma", "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}", "<eos>", "<end_of_turn>"),
+    ("LLaVA", "{% for m in messages %}{{ m.role.upper() }}: " + PARTS + " {% endfor %}{% if add_generation_prompt %}ASSISTANT:"
+     "{% endif %}", "</s>", "</s>"),
+    ("prompts alone", "{{ messages[0].content }}", "</s>", "</s>"),
+]
+
+
+@pytest.mark.parametrize("name, template, eos, end", TURN_ENDS)
+def test_what_the_template_writes_behind_an_answer_ends_a_turn(tmp_path, capsys, name, template, eos, end):
+    folder = write_checkpoint(tmp_path / "model", template=template)
+    retokenize(folder, "<|endoftext|>", "<|User|>", "<|Assistant|>", "<|eos|>", "</s>", "<start_of_turn>", "<end_of_turn>", "<eos>")
+    edit(folder / "tokenizer_config.json", eos_token=eos)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    eos_id, end_id = tokenizer.convert_tokens_to_ids([eos, end])
+    edit(folder / "generation_config.json", eos_token_id=eos_id)
+    processor = Processor(folder)
+    assert set(processor.stop_ids) == {eos_id, end_id}
+    if name != "prompts alone":
+        assert answer_frame(processor).end == end_id
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == (eos != end)
+    assert all(f"ends a turn with {end}, the tokenizer a text with {eos}" in line for line in lines)
+    processor.save(tmp_path / "export")                                             # others' `generate` stops there, too
+    written = read_json(tmp_path / "export" / "generation_config.json")["eos_token_id"]
+    assert written == (eos_id if eos == end else sorted({eos_id, end_id}))
+
+
+def test_a_text_lacks_only_what_ends_a_turn_pads_or_stands_for_pixels(tmp_path):
+    """Other special tokens are what the model says: boxes, tags that were registered, tool calls."""
+    folder = write_checkpoint(tmp_path)
+    retokenize(folder, "<pad>", "<pad>", "<answer>", "</answer>", "[TOOL_CALLS]")
+    processor = Processor(folder)
+    texts = ["<|box_start|>(1,2) , x", "<answer>3</answer>", "[TOOL_CALLS] {}", "<|im_start|>", " two  spaces ", ""]
+    for stop in (IM_END, EOT):
+        tokens = [torch.tensor([IMAGE, *processor.token_ids(text), stop, *processor.token_ids("<pad><pad>")]) for text in texts]
+        assert processor.decode(tokens) == texts
+
+
+LISTS = "{{ p.text if p.type == 'text' else '<|vision_start|><|image_pad|><|vision_end|>' }}"
+HEAD, END = "{% for m in messages %}<|im_start|>{{ m.role }}\n", "<|im_end|>\n{% endfor %}" + CHATML_PROMPT
+STRINGS_ONLY = [
+    HEAD + "{% if m.content is string %}{{ m.content }}{% endif %}" + END,                          # our parts vanish
+    CHATML + CHATML_PROMPT, HEAD + "{{ m.content | tojson if m.content is not string else m.content }}" + END,  # Python's, JSON's list
+    HEAD + "{{ m.content.strip() }}" + END]                                                         # raises
+FOR_IMAGES = (  # of the system's message it knows strings only, as Llama 3.2's
+    HEAD + "{% if m.role == 'system' %}{% if m.content is string %}{{ m.content }}{% endif %}{% else %}{% for p in m.content %}"
+    + LISTS + "{% endfor %}{% endif %}" + END)
+
+
+@pytest.mark.parametrize("template, images", [*((template, []) for template in STRINGS_ONLY), (FOR_IMAGES, ["a.png"])])
+def test_a_template_that_knows_only_strings_gets_strings(load, processor, monkeypatch, template, images):
+    monkeypatch.setattr(processor.tokenizer, "chat_template", template)
+    prompt, = load([{"prompt": 'What "is"\nit?', "images": images}], system_prompt="It's brief.")
+    assert prompt.text == rendered(("system", "It's brief."), ("user", PICTURE * len(images) + 'What "is"\nit?'))
+
+
+@pytest.mark.parametrize("template, message", [
+    ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", "leaves out what the system says: 'Brief.'"),
+    ("<|im_start|>user\n{{ question }}<|im_end|>", "leaves out what the system says: 'Brief.'"),
+    ("{{ messages[0].content }}{{ messages[-1].content | upper }}", r".*leaves out what the user says: 'What\?'")])
+def test_a_template_that_loses_a_text_is_refused(load, processor, monkeypatch, template, message):
+    monkeypatch.setattr(processor.tokenizer, "chat_template", template)
+    with value_error(f"train.jsonl:1: the chat template {message}"):
+        load([{"prompt": "What?"}], system_prompt="Brief.")
+
+
+def test_a_template_may_change_what_it_is_known_to_change(load, processor, monkeypatch):
+    """Thoughts of earlier turns, which Qwen3 and R1 leave out; white space around a text; what a tool says, JSON in Llama 3."""
+    monkeypatch.setattr(processor.tokenizer, "chat_template", HEAD + "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}"
+                        "{{ m.content.split('</think>')[-1].strip() }}{% endif %}" + END)
+    prompt, = load([{"prompt": [{"role": "user", "content": " Hi \n"}, {"role": "assistant", "content": "<think>a</think>\n\nYes"},
+                                {"role": "tool", "content": 'é "1"\n2'}]}])
+    assert prompt.text == rendered(("user", "Hi"), ("assistant", "Yes"), ("tool", '"é \\"1\\"\\n2"'))
+
+
+def test_options_reach_the_template(tmp_path):
+    template = TEMPLATE + "{% if add_generation_prompt %}{{ '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}{% endif %}"
+    folder = write_checkpoint(tmp_path / "model", template=template)
+    chat = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    for options, ending in (("", "</think>\n\n"), ('{"enable_thinking": true}', "assistant\n<think>\n")):
+        processor = Processor(folder, DataArgs(template_options=options))
+        processor.check_options()
+        assert processor.encode(chat, ())[0].endswith(ending)
+        assert answer_frame(processor).head.endswith(ending)
+    (folder / "judge.json").write_text('{"template_options": {"enable_thinking": true}}')           # its own, unless a flag says
+    for options, ending in (("", "assistant\n<think>\n"), ("{}", "</think>\n\n")):
+        assert Processor(folder, DataArgs(template_options=options)).encode(chat, ())[0].endswith(ending)
+    with value_error("--template_options: the chat template knows no 'enable_thinkin'"):
+        Processor(folder, DataArgs(template_options='{"enable_thinkin": true}')).check_options()
+
+
 def test_token_ids(processor, tmp_path):
     assert (processor.family.image_token_id, processor.family.patch_size, processor.family.merge_size) == (IMAGE, 14, 2)
     assert processor.stop_ids == (IM_END, EOT)
@@ -137,8 +241,9 @@ def test_no_pad_token_is_added_and_one_that_ends_turns_is_trained(tmp_path):
 
 @pytest.mark.parametrize("ends, stops", [(EOT, (IM_END, EOT)), (None, (IM_END,)), ([EOT, BOX], (IM_END, EOT, BOX))])
 @pytest.mark.parametrize("gemma", [False, True])
-def test_stop_tokens_are_those_of_generation_config_and_tokenizer_and_gemmas_end_of_turn(tmp_path, ends, stops, gemma):
-    folder = write_checkpoint(tmp_path)
+def test_stop_tokens_are_those_of_generation_config_tokenizer_and_template(tmp_path, ends, stops, gemma):
+    """Gemma's tokenizers have another eos_token than what its templates end a turn with."""
+    folder = write_checkpoint(tmp_path, template=TEMPLATE.replace("<|im_end|>", "<end_of_turn>") if gemma else TEMPLATE)
     if gemma:
         retokenize(folder, "<|endoftext|>", "<end_of_turn>")
     edit(folder / "generation_config.json", eos_token_id=ends)
@@ -623,7 +728,9 @@ def test_nothing_left(load, tmp_path, processor):
 @pytest.mark.parametrize("template, message", [
     ("{{ raise_exception('no pictures here') }}", "the chat template cannot render this .*no pictures here"),
     ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", "the chat template cannot render this .*TypeError"),
-    ("{% for m in messages %}{{ m.content }}{% endfor %}", "image-token mismatch: placeholders .* for 1 images")])
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", "the chat template leaves out what the user says: 'x'"),
+    ("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
+     "image-token mismatch: placeholders .* for 1 images")])
 def test_template_without_pictures(load, processor, monkeypatch, template, message):
     monkeypatch.setattr(processor.tokenizer, "chat_template", template)
     with value_error(f"train.jsonl:1: {message}"):

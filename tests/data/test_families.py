@@ -383,9 +383,10 @@ def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
     judge, processor = grm.load_judge(args, rows, ranks), rows.processor
     with PromptLoader(processor, args.data, batches_in_order(rows.held_out, len(rows.held_out))) as loader:
         texts = grm.generate(judge, processor, loader.take(), args.eval)
+    silent = {*processor.stop_ids, processor.tokenizer.pad_token_id}
     for i, example in enumerate(rows.held_out):
         response = generated(family, example.prompt, inputs_of, 5)
-        assert texts[i] == processor.tokenizer.decode(response, skip_special_tokens=True)
+        assert texts[i] == processor.tokenizer.decode([token for token in response if token not in silent])
 
 
 def test_packed_logprobs_equal_one_forward_per_sample(family):
@@ -456,10 +457,11 @@ def test_the_judge_generates_what_generate_does(family, tmp_path):
 
 
 def test_gemmas_end_of_turn_is_a_stop_token(tmp_path, picture_rows):
-    """Also where generation_config.json does not say so."""
+    """Also where generation_config.json does not say so: its chat template does."""
     write_family("gemma3", tmp_path, picture_rows)
     before, tokenizer = Processor(tmp_path).stop_ids, AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_tokens(["<end_of_turn>"], special_tokens=True)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "<end_of_turn>")
     tokenizer.save_pretrained(tmp_path)
     edit_config(tmp_path, "text_config", vocab_size=len(tokenizer))
     assert set(Processor(tmp_path).stop_ids) == {*before, tokenizer.convert_tokens_to_ids("<end_of_turn>")} > set(before)

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import shutil
 import threading
 import time
@@ -444,8 +445,9 @@ def verdict_chances(folder: Path, prompt, conversation, turns: list[str], verdic
     for k, turn in enumerate(turns):
         told += [("assistant", [{"text": turn}])] + ([("user", conversation.replies[k])] if k < len(conversation.replies) else [])
     lines = [role + ": " + "".join(part.get("text", "<|cut|>") for part in parts) for role, parts in told]
+    response = re.sub(r"<\|im_(start|end)\|>", " ", "\n".join(lines))  # what a policy says is no turn of the judge's
     question = judgements.format_template(
-        judgements.JUDGEMENTS["correct"][0], prompt=judgements.user_text(prompt.messages), response="\n".join(lines))
+        judgements.JUDGEMENTS["correct"][0], prompt=judgements.user_text(prompt.messages), response=response)
     before, *behind = question.split("<|cut|>")
     parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": before}]
     for piece in behind:

@@ -420,6 +420,16 @@ def test_a_judge_json_of_another_version_is_refused(judges, tmp_path):
         judgements.JudgeSettings.of(Processor(folder))
 
 
+def test_a_judge_is_asked_with_its_own_template_options(qwen25, judges, picture_rows, tmp_path):
+    """Those of the flag are the policy's; without any, a scalar model and a judge have none."""
+    folder = judge_folder(judges, tmp_path, read_json(judges["near"] / "judge.json") | {"template_options": {"content": 1}})
+    env, reward, *_ = prepare(qwen25, picture_rows, "--grm_question correct --reward_recipe",
+                              json.dumps({"*": [[f"grm:{folder}", 1], [f"grm:{judges['far']}", 1]]}),
+                              "--template_options", '{"role": "x"}')
+    assert env.processor.template_options == {"role": "x"}
+    assert [source.ask.processor.template_options for source in reward.sources] == [{"content": 1}, {}]
+
+
 def judge_folder(judges, tmp_path, judge: dict) -> Path:
     folder = tmp_path / "judge"
     shutil.copytree(judges["near"], folder, dirs_exist_ok=True)
