@@ -912,7 +912,7 @@ def test_an_evaluation_may_have_another_reward(flags, copy, task, tmp_path):
 def test_auto_is_what_it_stands_for(flags, copy):
     """Spelled out, it is the same run; the other value is another."""
     refused(flags(copy, "--advantages_norm off --loss_aggregation seq-mean-token-sum"), "it is of another run: ",
-            "--advantages_norm True -> False", "--loss_aggregation 'token-mean' -> 'seq-mean-token-sum'")
+            "--advantages_norm 'on' -> 'off'", "--loss_aggregation 'token-mean' -> 'seq-mean-token-sum'")
     train(flags(copy, "--steps 3 --advantages_norm on --loss_aggregation token-mean"))
     assert recorded(copy) == [1, 2, 3]
 
