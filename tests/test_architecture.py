@@ -15,7 +15,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.Assert)
 
 # Most expressions of the whole, of each script, of any other file.
-SIZES = {"product": 54_100, "train_ppo_vl.py": 8_660, "train_grm_vl.py": 2_650, "file": 2_600}
+SIZES = {"product": 54_800, "train_ppo_vl.py": 8_750, "train_grm_vl.py": 2_650, "file": 2_600}
 
 # The rooms of common/, from the ground up, and which of those before it each may open.
 TABLE = """\
