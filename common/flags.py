@@ -738,7 +738,10 @@ class OptimArgs:
     )
     warmup_steps: int = flag(0, "steps of linear warm-up", low=0)
     min_lr_ratio: float = flag(
-        0.1, "final learning rate of linear and cosine, as a fraction", low=0, high=1
+        0.1,
+        "learning rate of the last step of linear and cosine, as a fraction; 0 comes one step later",
+        low=0,
+        high=1,
     )
     weight_decay: float = flag(0.0, "decoupled weight decay; never on biases and norms", low=0)
     adam_beta2: float = flag(0.95, "beta 2 of AdamW; beta 1 is 0.9", low=0, high=1)

@@ -362,12 +362,16 @@ def test_lr_schedule():
 
     assert factors(steps=3) == [1, 1, 1]
     assert factors(steps=5, warmup_steps=3) == [0.25, 0.5, 0.75, 1, 1]
-    assert factors(steps=5, lr_schedule="linear", min_lr_ratio=0) == [0.8, 0.6, 0.4, 0.2, 0]
+    assert factors(steps=5, lr_schedule="linear", min_lr_ratio=0) == [1, 0.8, 0.6, 0.4, 0.2]
+    assert factors(steps=1, lr_schedule="linear", min_lr_ratio=0) == [1]
+    assert factors(steps=1, lr_schedule="cosine", min_lr_ratio=0) == [1]
     assert factors(steps=5, lr_schedule="linear") == [0.82, 0.64, 0.46, 0.28, 0.1]
-    assert factors(steps=4, lr_schedule="cosine", min_lr_ratio=0) == [0.8536, 0.5, 0.1464, 0]
+    assert factors(steps=4, lr_schedule="cosine", min_lr_ratio=0) == [1, 0.8536, 0.5, 0.1464]
     both = factors(steps=6, lr_schedule="cosine", min_lr_ratio=0.5, warmup_steps=2)
     assert both == [0.3333, 0.6667, 0.9268, 0.75, 0.5732, 0.5]
-    assert factors(steps=7, delay=2, lr_schedule="linear", min_lr_ratio=0) == [0.8, 0.6, 0.4, 0.2, 0]
+    assert factors(steps=7, delay=2, lr_schedule="linear", min_lr_ratio=0) == [1, 0.8, 0.6, 0.4, 0.2]
+    warmed = factors(steps=5, warmup_steps=2, lr_schedule="linear", min_lr_ratio=0)
+    assert warmed == [0.3333, 0.6667, 1, 0.6667, 0.3333]
     assert factors(steps=2, warmup_steps=5) == [0.1667, 0.3333]
 
 

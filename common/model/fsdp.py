@@ -158,7 +158,9 @@ def schedule(step: int, steps: int, args: OptimArgs) -> float:
     """Learning rate of 1-based ``step`` of ``steps`` as a fraction of the base."""
     if step <= args.warmup_steps:
         return step / (args.warmup_steps + 1)
-    progress = min(1.0, (step - args.warmup_steps) / max(1, steps - args.warmup_steps))
+    # a final rate of 0 would be an update without effect: it comes after the last step
+    done = step - args.warmup_steps - (args.min_lr_ratio == 0)
+    progress = min(1.0, done / max(1, steps - args.warmup_steps))
     if args.lr_schedule == "cosine":
         return args.min_lr_ratio + (1 - args.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
     if args.lr_schedule == "linear":
