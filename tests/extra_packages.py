@@ -1,4 +1,4 @@
-"""Packages that only a tool of launch/ needs, installed by pip into a folder of their own for its tests."""
+"""Packages that the tests or a user may lack, installed by pip into a folder of their own."""
 
 import importlib.util
 import subprocess

@@ -6,6 +6,7 @@ reads, or a video (MP4, ...), for which a further package is needed. A user's mi
 ValueError that names the file.
 """
 
+import functools
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Callable
@@ -181,10 +182,12 @@ def _read_video(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Ima
             f"{', '.join(VIDEO_DECODERS)}, or give their frames as a list of images"
         )
 
-    def pick(header, **_) -> list[int]:
-        if not (header.total_num_frames and header.fps):
-            raise ValueError(f"{header.total_num_frames} frames, {header.fps} in a second")
-        return choose(header.total_num_frames)
+    def pick(metadata, **_) -> list[int]:  # transformers passes it by this name
+        if metadata.total_num_frames <= 0:
+            metadata.total_num_frames = _count_frames(path)
+        if not (metadata.total_num_frames and metadata.fps):
+            raise ValueError(f"{metadata.total_num_frames} frames, {metadata.fps} in a second")
+        return choose(metadata.total_num_frames)
 
     try:
         frames, header = load_video(path, backend=VIDEO_DECODERS[package], sample_indices_fn=pick)
@@ -193,3 +196,13 @@ def _read_video(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Ima
     if torch.is_tensor(frames):
         frames = frames.permute(0, 2, 3, 1).numpy()  # (F, h, w, 3)
     return [Image.fromarray(frame) for frame in frames], header
+
+
+@functools.cache  # asked again whenever a step reads the film
+def _count_frames(path: str) -> int:
+    """The frames of a film whose header does not tell their number, as that of a WebM or MKV: by
+    decoding it once."""
+    import av
+
+    with av.open(path) as film:
+        return sum(1 for _ in film.decode(video=0))

@@ -7,6 +7,7 @@ import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 
+import extra_packages
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from test_training import assert_same_run, launch
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl import video_processing_qwen3_vl as qwen3_video
+from transformers.utils.import_utils import is_av_available
 from transformers.video_utils import VideoMetadata
 
 import train_ppo_vl as ppo
@@ -385,41 +387,54 @@ def test_other_families_refuse_videos_by_name(tmp_path, kind):
         make_prompt(Processor(tmp_path), "what?", [("a.gif",)], folder=str(tmp_path))
 
 
-def write_film(path, frames: list[np.ndarray], rate: int) -> None:
-    import av
+@pytest.fixture(scope="module")
+def pyav(tmp_path_factory):
+    with extra_packages.installed("av", "av", tmp_path_factory.mktemp("av")):
+        is_av_available.cache_clear()  # transformers may have looked before
+        import av
+
+        yield av
+    is_av_available.cache_clear()
+
+
+def write_film(av, path, codec: str, frames: list[np.ndarray], rate: int) -> None:
     with av.open(str(path), "w") as file:
-        stream = file.add_stream("mpeg4", rate=rate)
+        stream = file.add_stream(codec, rate=rate)
         stream.height, stream.width, stream.pix_fmt, stream.bit_rate = *frames[0].shape[:2], "yuv420p", 4_000_000
         for frame in frames:
             file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         file.mux(stream.encode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", vlm_images.VIDEO_DECODERS)
-def test_films_where_a_decoder_is_installed(load, tmp_path, monkeypatch, package):
-    if not (find_spec(package) and find_spec("av")):
-        pytest.skip(f"{package}, or av, which writes the film, is not installed")
+@pytest.mark.parametrize("name, codec", [("a.mp4", "mpeg4"), ("a.webm", "libvpx"), ("a.mkv", "libx264")])
+def test_films(pyav, load, tmp_path, monkeypatch, package, name, codec):
+    """The headers of WebM and MKV have no number of frames."""
+    if not find_spec(package):
+        pytest.skip(f"{package} is not installed")
     monkeypatch.setattr(vlm_images, "VIDEO_DECODERS", {package: vlm_images.VIDEO_DECODERS[package]})
     frames = [np.full((64, 96, 3), (20 * k, 255 - 20 * k, 128), dtype=np.uint8) for k in range(12)]
-    write_film(tmp_path / "a.mp4", frames, 4)
-    processor, prompt = load({"prompt": "x", "videos": ["a.mp4"]}, video_frames=4)
+    write_film(pyav, tmp_path / name, codec, frames, 4)
+    processor, prompt = load({"prompt": "x", "videos": [name]}, video_frames=4)
     assert prompt.grids[0][:1] == (2,)
     assert prompt.grids[0][3:] == pytest.approx((2 / (4 / 3), 4 / 8, 18 / 8))
     for frame, k in zip(vlm_images.read_clip(prompt.images[0], 4), (0, 4, 7, 11)):
         assert frame.size == (96, 64)
         assert np.abs(np.asarray(frame).mean((0, 1)) - frames[k][0, 0]).max() < 6
     load_pixels(prompt, processor)
-    (tmp_path / "a.mp4").write_bytes(b"\0" * 999)
-    with value_error(f"a.mp4: not a video that {package} can decode"):
-        load({"prompt": "x", "videos": ["a.mp4"]})
+    (tmp_path / name).write_bytes(b"\0" * 999)
+    with value_error(f"{name}: not a video that {package} can decode"):
+        load({"prompt": "x", "videos": [name]})
 
 
 @pytest.mark.parametrize("total, rate", [(4, None), (0, 25.0)])
 def test_a_film_of_unknown_rate_or_length_is_refused(load, tmp_path, monkeypatch, total, rate):
-    """As decoders give it: the containers that do not tell them are of many kinds."""
+    """As decoders give it, by name as transformers does: the containers that do not tell them are of many kinds."""
     header = SimpleNamespace(fps=rate, width=56, height=56, total_num_frames=total)
     monkeypatch.setattr(vlm_images, "VIDEO_DECODERS", {"json": "pyav"})
-    monkeypatch.setattr(vlm_images, "load_video", lambda path, backend, sample_indices_fn: sample_indices_fn(header))
+    monkeypatch.setattr(vlm_images, "load_video", lambda path, backend, sample_indices_fn: sample_indices_fn(metadata=header))
+    monkeypatch.setattr(vlm_images, "_count_frames", lambda path: 0)
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
     with value_error(f"rows.jsonl:1: .*a.mp4: not a video .*{total} frames, {rate} in a second"):
         load({"prompt": "x", "videos": ["a.mp4"]})
