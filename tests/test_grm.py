@@ -494,6 +494,14 @@ def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
     assert [prompt.row for prompt, *_ in of_ppo] == [prompt.row for prompt in prompts]
 
 
+@pytest.mark.parametrize("score, text", [
+    (20250101, "20250101"), (1_000_000, "1000000"), (20250102.0, "20250102"), (12345678901234567890, "12345678901234567890"),
+    (4.0, "4"), (-3, "-3"), (-1.5, "-1.5"), (10 / 3, "3.33333"), (1e-05, "1e-05")])
+def test_scores_are_written_exactly_where_they_are_integers(score, text):
+    row = {"prompt": "a", "response": "b", "score": score}
+    assert [ask["verdict"] for ask in judgements.read_judgement(row, settings(), "both")] == [text]
+
+
 def test_templates_and_instruction(qwen25, task, tmp_path):
     (tmp_path / "instruction.txt").write_text("judge: {prompt} {other}\n")
     env = start(qwen25, task, tmp_path, "--system_instruction", tmp_path / "instruction.txt",

@@ -377,9 +377,11 @@ def _target(row: dict, kind: str, responses: list[str], images: list) -> str | N
     if kind in ("correct", "rubric"):
         words = {True: "yes", False: "no"}
         return words[row["correct"]] if isinstance(row.get("correct"), bool) else None
-    if kind == "score":  # an int may be beyond floats
-        is_number = type(row["score"]) in (int, float) and abs(row["score"]) < 1e300
-        return f"{row['score']:g}" if is_number else None
+    if kind == "score":
+        score = row["score"]
+        if type(score) not in (int, float) or not abs(score) < 1e300:  # an int may be beyond floats
+            return None
+        return str(int(score)) if score == int(score) else f"{score:g}"
     sides = images if kind == "pictures" else responses
     preferred = row.get("preferred")
     return preferred if len(sides) == 2 and preferred in ("A", "B", "tie") else None
