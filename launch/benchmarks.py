@@ -29,7 +29,7 @@ VL_GROUPS = {prefix: group for group, *prefixes in map(str.split, VL_TABLE.split
 # test_*vl*reward*bench.py, like cal.py before, have no group for ids that begin with hallucination.
 VL_ELSEWHERE = {"R1-Reward": "rlhf rlaif", "UnifiedReward": "hallucination"}
 
-MM_RLHF_GROUPS = {"mcq", "long", "short", "safety", "video"}  # folders of its images and videos
+MM_RLHF_GROUPS = ("mcq", "long", "short", "safety", "video")  # folders of its images and videos
 PREFERRED = {"Output1": "A", "Output2": "B", "leftvote": "A", "rightvote": "B", "tievote": "tie", "bothbad_vote": "tie"}
 
 Rows = list[dict]
@@ -76,10 +76,10 @@ def vl_group(name: str, script: str = "") -> str:
 def mm_rlhf(row: dict) -> Rows:
     column = "video" if row.get("video") else "image"
     path = take_media(row, column)
-    groups = MM_RLHF_GROUPS.intersection(path.split("/"))
-    if not groups:
+    group = next((folder for folder in path.split("/") if folder in MM_RLHF_GROUPS), None)
+    if group is None:
         raise ValueError(f"{path:.60} is in none of the folders {', '.join(MM_RLHF_GROUPS)}")
-    return [row | {column: path, "source": groups.pop(), "pair": row["id"]}]
+    return [row | {column: path, "source": group, "pair": row["id"]}]
 
 
 def multimodal_rewardbench(row: dict) -> Rows:

@@ -8,13 +8,15 @@ times in each order; of several evaluations in it the newest is read. Rows with 
 "votes@k" is the majority of the first k verdicts in an order, as far as they could be read; a tied vote counts one half.
 (VL-RewardBench's cal.py differs where some could not be read: it wants more than half of all k, and leaves out a question
 without such a majority.) All other lines are of single judgements. "macro" is the mean over groups, blank where one of them
-has no value. The interval belongs to the first accuracy: a bootstrap over pairs, in which rows that count together stay
+has no value. Where a verdict says a tie although no row of its benchmark is one, as in VL-RewardBench, it is wrong, or left
+out as in cal.py. The interval belongs to the first accuracy: a bootstrap over pairs, in which rows that count together stay
 together.
 """
 
 import json
 import sys
 from collections import defaultdict
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from statistics import multimode
@@ -56,8 +58,9 @@ class Unit:
         self.counts = {}  # line -> (2,)
         self.hits = []  # of each row: which judgements are right
 
-    def add(self, orders: Orders) -> None:
-        """Count the judgements on a row, all as if its answers stood in the order given."""
+    def add(self, orders: Orders, odd_ties: bool) -> None:
+        """Count the judgements on a row, all as if its answers stood in the order given; ``odd_ties``: also those that
+        say a tie, in a benchmark that has none."""
         first = orders["given"][0]
         right, (size_a, size_b) = first["reference"], first["lengths"] or (0, 0)
         unswapped = [record["verdict"] for record in orders["given"]]
@@ -71,7 +74,9 @@ class Unit:
             "accuracy, unread is wrong": (hits, total),
             "accuracy, unread left out": (hits, total - unread),
             "accuracy, unread is one half": (hits + unread / 2, total),
+            "accuracy, unread and ties left out": (odd_ties * hits, odd_ties * sides),
             "could not be read": (unread, total),
+            "says a tie, where none is right": (odd_ties * verdicts.count("tie"), odd_ties * total),
             "both orders right": (both.count((right, right)), len(both)),
             "both orders alike": (sum(both.count((verdict, verdict)) for verdict in ("A", "B", "tie")), len(both)),
             "says A": (unswapped.count("A") + swapped.count("B"), sides),
@@ -100,12 +105,23 @@ def read_units(run: Path) -> list[Unit]:
     print(len(pairs), "of", len(rows), "rows were judged in two orders and count", file=sys.stderr)
     if not pairs:
         raise ValueError(f"{run}: nothing was judged in two orders")
-    units = {}
+    units, odd = {}, benchmarks_with_odd_ties(pairs)
     for orders in pairs:
         first = orders["given"][0]
         key = first["group"], first["pair"], first["pair"] is None and first["index"]
-        units.setdefault(key, Unit(first)).add(orders)
+        units.setdefault(key, Unit(first)).add(orders, first["row"].get("benchmark") in odd)
     return list(units.values())
+
+
+def benchmarks_with_odd_ties(rows: list[Orders]) -> set:
+    """The benchmarks of which no row is a tie although some verdict says so."""
+    verdicts, right = set(), set()  # (benchmark, side) each
+    for orders in rows:
+        for record in chain(*orders.values()):
+            benchmark = record["row"].get("benchmark")
+            verdicts.add((benchmark, record["verdict"]))
+            right.add((benchmark, record["reference"]))
+    return {benchmark for benchmark, side in verdicts - right if side == "tie"}
 
 
 # ---- Table

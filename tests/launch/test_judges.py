@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from itertools import permutations
 from pathlib import Path
 from statistics import fmean
 
@@ -151,6 +152,13 @@ def test_a_benchmark_becomes_judgements(tmp_path, published, qwen25, capsys, ben
     loaded = load_judgements(str(tmp_path / "out" / "rows.jsonl"), Processor(str(qwen25)), judge_settings(), DataArgs())
     assert [prompt.order for prompt, *_ in loaded] == ["given", "swapped"] * len(rows)
     assert [prompt.row["source"] for prompt, *_ in loaded[::2]] == GROUPS[benchmark]
+
+
+def test_the_first_folder_is_the_group_of_mm_rlhf():
+    """Of two that name one, whatever the seed of Python's hashes."""
+    for first, second in permutations(("mcq", "long", "short", "safety", "video"), 2):
+        row, = benchmarks.rows_of("mm_rlhf", chosen("1", image=f"{first}/{second}/a.png"))
+        assert row["source"] == first
 
 
 def test_the_copy_of_vl_rewardbench(tmp_path, published):
@@ -400,6 +408,25 @@ def test_ties_of_genai_bench(tmp_path):
     assert table["overall"]["accuracy, unread is wrong"] == "0.625"  # 2 + 0 + 2 + 1 of 8
     assert table["without ties"]["accuracy, unread is wrong"] == "0.500"
     assert table["without ties"]["rows"] == "2"
+
+
+def test_ties_of_vl_rewardbench(tmp_path):
+    """No row is one: the table has how many verdicts say so, and the accuracy without them, as its own script; also beside
+    a benchmark that has ties."""
+    ties, left_out = "says a tie, where none is right", "accuracy, unread and ties left out"
+    rows = [vl_row("RLAIF-V-1", "A", "A", "B"), vl_row("hallucination_pair-2", "B", "B", "A"), vl_row("mathverse_3", "A", "t", "B"),
+            vl_row("mmmu_pro_test_Art_4", "B", "B", "A"), vl_row("wildvision-battle-5", "A", "t", "B"),
+            vl_row("svit-complex_reasoning-6", "B", "A", "-")]
+    published = [f"{value:.3f}" for value in cal_py(rows)]
+    assert published == ["0.889", "0.833"]  # 8 of 9; 1/2, 4/4, 3/3
+    table = table_of(tmp_path / "alone", rows)
+    assert [table[name][left_out] for name in ("overall", "macro")] == published
+    assert [table[name][ties] for name in ("overall", "general", "hallucination")] == ["0.167", "0.250", "0.000"]
+    assert table["overall"]["accuracy, unread is wrong"] == "0.667"  # 8 of 12
+    other = ("image_generation", "tie", "t", "A", {"row": {"benchmark": "genai_bench"}})
+    table = table_of(tmp_path / "together", [*rows, other])
+    assert (table["overall"][ties], table["overall"][left_out]) == ("0.167", "0.889")
+    assert not table["image_generation"].keys() & {ties, left_out}
 
 
 @pytest.mark.parametrize("row", [{"benchmark": "mm_rlhf", "id": "0737_6"}, {"benchmark": "genai_bench"}])
