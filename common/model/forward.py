@@ -216,8 +216,12 @@ def image_features(model: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
     (K, M, H).
 
     K is 1, plus the number of DeepStack levels in families that have them (Qwen3-VL). There is no
-    gradient unless the tower is trained.
+    gradient and no dropout unless the tower is trained.
     """
+    if not model.setup.trains_vision:
+        for part in model.model.children():
+            if part is not decoder(model):
+                part.eval()
     weight = tower_parameters(model)[0]
     patches, grids = patches.to(weight.device, weight.dtype), grids.to(weight.device)
     inputs = model.setup.family.vision_inputs(patches, grids)

@@ -616,6 +616,35 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     assert (whole - router_gradients[1.0, 0.0]).norm() > 1e-2 * whole.norm()
 
 
+@pytest.mark.parametrize("family", ["llava", "internvl"], indirect=True)
+def test_a_frozen_tower_drops_nothing(family, tmp_path):
+    """The dropout of its config is for who trains it: supervised losses, and those beside PPO's, are the ones without."""
+    rows = read_rows(family.data)
+    data = family.folder / "answered.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": row["prompt"], "images": row["images"], "response": "a circle"})
+                              for row in rows if row["images"]))
+    config, ids, measured = read_json(family.folder / "config.json"), [0, 1], {}
+    for rate in (0.0, 0.5):
+        folder = tmp_path / str(rate)
+        shutil.copytree(family.folder, folder)
+        dropout = dict.fromkeys(("attention_dropout", "hidden_dropout_prob", "projection_dropout"), rate)
+        changed = config | {"vision_config": config["vision_config"] | dropout}
+        (folder / "config.json").write_text(json.dumps(changed))
+        args = grm.parse_args(words("--model", folder, "--data", data, "--out", tmp_path / "out"))
+        judge_rows, ranks = grm.load_rows(args), distributed.start(args.run.timeout, args.run.hsdp)
+        judge, questions = grm.load_judge(args, judge_rows, ranks), judge_rows.train[:2]
+        with PromptLoader(judge_rows.processor, args.data) as loader:
+            batch = loader.collect(*loader.submit(questions, ids))
+        batch = batch.with_targets([[example.target for example in question.examples] for question in questions])
+        metrics, _ = grm.update(fsdp.Trainable(judge, args.optim, 1e-3), batch, grm.TrainState())
+        env = start(folder, family.data, "--advantage grpo --ptx_coef 1 --ptx_data", data)
+        env.actor.train()
+        text = env.rows.ptx
+        beside = text.backward(env.actor, text.loader.submit([text.rows[i][0] for i in ids], ids), 0.0)
+        measured[rate] = metrics["train/loss"], float(beside["ptx_loss"])
+    assert measured[0.5] == measured[0.0]
+
+
 class MaskedIndices(TorchDispatchMode):
     """Keeps what a GPU would wait at: operators whose result has a size that only the device knows."""
 
