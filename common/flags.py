@@ -7,18 +7,21 @@
 """
 
 import argparse
+import builtins
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from common.distributed import Exit, UserError, describe
@@ -35,6 +38,7 @@ MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
 IDENTITY = (*MODEL_IDENTITY, "data", "data (rows)", "template_options")
 # where launch/toy.py puts the toy of each task
 TOY_FOLDERS = {"questions": "toy", "describe": "toy_describe"}
+IMPORTING = threading.RLock()  # rewards and environments run in threads, and may import there
 
 # -------------------------------------------------------------------------------------------------
 # Declaring flags
@@ -824,18 +828,58 @@ class RunArgs:
     )
 
 
+# -------------------------------------------------------------------------------------------------
+# Programs of the user's
+# -------------------------------------------------------------------------------------------------
+
+
 def load_object(flag_name: str, spec: str, expected: str) -> Any:
     """What a program of the user's calls by the name in ``path.py:name``. Raises UserError: says
     what is ``expected``, or what the program raised."""
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         raise UserError(f"{flag_name} {spec}: expected {expected}")
-    module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look there
+    file = Path(path).resolve()
     try:
-        module_spec.loader.exec_module(module)
-        return getattr(module, name)
+        return getattr(run_program(file, file.parent), name)
     except (Exception, SystemExit) as error:
         problem = describe(error)
         raise UserError(f"{flag_name} {spec}: {path} raised {problem}") from error
+
+
+def run_program(file: Path, folder: Path) -> ModuleType:
+    """Run a file of the user's, whose imports are first looked for in its ``folder``."""
+    name = module_name(file)
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    importing = functools.partial(import_beside, folder)
+    module.__builtins__ = vars(builtins) | {"__import__": importing}
+    sys.modules[name] = module  # dataclasses look there, and so do files that import each other
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # it is incomplete
+        raise
+    return module
+
+
+def module_name(file: Path) -> str:
+    """In sys.modules: of no installed module, nor of a file of this name in another folder."""
+    return str(file).replace(".", ":")  # a dot would stand between a package and its module
+
+
+def import_beside(folder, name, globals=None, locals=None, fromlist=(), level=0) -> ModuleType:
+    """`import` in a user's file: what lies in its ``folder`` comes before what is installed, but not
+    before Python's own modules and ours. (On sys.path the folder would come before those for everybody
+    who imports, and the first of two folders for both.)"""
+    first = name.partition(".")[0]
+    for file in (folder / first / "__init__.py", folder / f"{first}.py"):
+        is_kept = first == "common" or first in sys.stdlib_module_names
+        is_itself = str(file) == (globals or {}).get("__file__")  # named after the package it uses
+        if level == 0 and file.is_file() and not is_kept and not is_itself:
+            with IMPORTING:
+                if module_name(file) not in sys.modules:
+                    run_program(file, folder)
+            name = module_name(file) + name.removeprefix(first)
+            break
+    return builtins.__import__(name, globals, locals, fromlist, level)

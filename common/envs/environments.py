@@ -8,6 +8,7 @@ A reply or observation is a text, an image of Pillow's, a pathlib.Path of one, o
 A reward is a number, or {"reward": number, "accuracy": number}.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
@@ -72,10 +73,10 @@ def load(args: EnvArgs, max_prompt_tokens: int) -> Environment | None:
 
 
 def env_row(row: Prompt, seed: tuple[int, ...], number: int) -> dict:
-    """What `reset` gets: all columns of the row, its folder, a seed that the samples of a prompt
-    share, and the sample's number among them."""
+    """What `reset` gets, and may change: all columns of the row, its folder, a seed that the samples
+    of a prompt share, and the sample's number among them."""
     (word,) = np.random.SeedSequence(seed).generate_state(1)
-    return dict(row.row) | {"folder": row.folder, "seed": int(word), "number": number}
+    return copy.deepcopy(row.row) | {"folder": row.folder, "seed": int(word), "number": number}
 
 
 def read_step(returned: Any) -> Step:

@@ -42,8 +42,10 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
 
     A function `f(prompts, responses, references, labels, images)` gets lists of equal length and
     returns a list of floats or a dict of such lists: its "reward" is the reward, or else the sum of
-    all; the others are logged as components. A parameter `rows`, if there is one, gets the rows of
-    the samples: dicts of all columns, as in the file.
+    all; the others are logged as components. `images` holds absolute paths, in the order of
+    their places in the prompt (of a clip a tuple); the policy sees them as `read_image` gives them.
+    A parameter `rows`, if there is one, gets the rows of the samples: dicts of all columns, as in
+    the file. All are copies.
     """
     kind, _, rest = spec.partition(":")
     if spec in RULES:
@@ -128,7 +130,7 @@ def score_samples(source: Source, samples: Samples, args: RewardArgs) -> Columns
 def call_source(source: Source, samples: Samples) -> Columns:
     """Columns of finite numbers, as the function returns them, also of numpy or torch. Raises
     UserError."""
-    *inputs, rows = samples
+    *inputs, rows = map(list, samples)  # the function may empty its lists
     by_name = {"rows": rows} if source.takes_rows else {}
     try:
         result = source.function(*inputs, **by_name)

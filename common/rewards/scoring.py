@@ -7,6 +7,7 @@
 Only the response is scored: a prompt that shows an answer as an example must not earn anything.
 """
 
+import copy
 import math
 import os
 from dataclasses import dataclass
@@ -284,10 +285,10 @@ def read_samples(batch: Batch, picks: list[int], processor: Processor) -> Sample
     whole conversation in the row."""
     turns = turn_texts(batch, picks, processor)
     prompts = [batch.prompts[int(batch.prompt_index[i])] for i in picks]
-    rows = [dict(prompt.row) for prompt in prompts]
+    rows = [copy.deepcopy(prompt.row) for prompt in prompts]  # one each: a function may change it
     if batch.conversations:
         for i, row, texts in zip(picks, rows, turns):
-            row["conversation"] = messages(batch.conversations[i], texts)
+            row["conversation"] = copy.deepcopy(messages(batch.conversations[i], texts))
     return Samples(
         prompts=[prompt.text for prompt in prompts],
         responses=[texts[-1] for texts in turns],

@@ -31,6 +31,7 @@ from common.distributed import LateError, Workers
 from common.model import looks, linear_attention
 from common.model.linear_attention import SlotStates
 from common.data.processor import Processor
+from common.data.rows import Prompt
 
 PROGRAMS = ROOT / "tests" / "talkers.py"
 
@@ -386,6 +387,15 @@ def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
     assert answered.any()
     assert torch.allclose(batch.rewards[answered], torch.tensor(0.9))
     assert torch.equal(batch.components["accuracy"], answered.float() if names else torch.zeros(len(batch)))
+
+
+def test_an_environment_may_change_its_row():
+    row = Prompt([], "", (), (), torch.empty(0, dtype=torch.int64), 0, row={"board": [[0, 0]]}, folder="/data")
+    for number in range(2):
+        taken = environments.env_row(row, (0,), number)
+        assert (taken["board"], taken["number"], taken["folder"]) == ([[0, 0]], number, "/data")
+        taken["board"][0][0] = 1
+    assert row.row == {"board": [[0, 0]]}
 
 
 @pytest.mark.parametrize("reward", [{"accuracy": 1.0}, {"reward": 1.0, "style": 0.5}, {"reward": math.nan}, "much", None])

@@ -342,6 +342,20 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
     assert score(env, reward, nothing).rewards.tolist() == []
 
 
+def test_what_a_function_does_to_its_rows_stays_with_it(qwen25, picture_rows, tmp_path):
+    """Not with the samples of the same prompt, nor with the next step."""
+    (tmp_path / "mine.py").write_text(
+        "def count(prompts, responses, references, labels, images, rows):\n    for row, paths in zip(rows, images):\n"
+        "        row['tags'][0].append(1)\n        row['new'] = paths.append('more')\n"
+        "    return [len(row['tags'][0]) + len(paths) for row, paths in zip(rows, images)]\n")
+    env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward", f"{tmp_path}/mine.py:count")
+    for prompt in batch.prompts:
+        prompt.row["tags"] = [[]]
+    for _ in range(2):
+        assert score(env, reward, batch).rewards.tolist() == [2 + len(batch.prompts[i].images) for i in batch.prompt_index]
+    assert all(prompt.row["tags"] == [[]] and "new" not in prompt.row for prompt in batch.prompts)
+
+
 def rewards_of(*flags: str) -> scoring.RewardMix:
     return scoring.load(ppo.parse_args(words("--model m --data d.jsonl", *flags)).reward)
 

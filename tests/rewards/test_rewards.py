@@ -1,6 +1,7 @@
 """Rule rewards, user reward functions and their failures."""
 
 import random
+import sys
 import threading
 import time
 from fractions import Fraction
@@ -332,6 +333,46 @@ def test_a_function_that_wants_rows_gets_them(tmp_path, parameters, takes):
     expected = [float(i) for i in range(7)] if takes else [-1.0] * 7
     for workers, batch in ((1, 0), (3, 0), (2, 2)):
         assert score(source.function, n=7, workers=workers, batch=batch, rows=rows)[0] == expected
+
+
+def test_programs_import_what_lies_beside_them(tmp_path):
+    """Two folders with a helper of the same name; imports at the start, in a call, in a circle, of a package and of its
+    module. Python's modules and ours keep their names, and a file that is named after what it uses does not import itself."""
+    for folder, worth in ((tmp_path / "a", 1), (tmp_path / "b", 2)):
+        (folder / "parts").mkdir(parents=True)
+        (folder / "my_helper.py").write_text(f"import parts.more\nfrom my_values import worth\nright = worth()\nmore = parts.more.N\n")
+        (folder / "my_values.py").write_text(f"import my_helper\ndef worth():\n    return {worth}\n")
+        (folder / "parts" / "__init__.py").write_text("")
+        (folder / "parts" / "more.py").write_text("from . import two\nN = 10 * two.N\n")
+        (folder / "parts" / "two.py").write_text("N = 2\n")
+        (folder / "late.py").write_text(f"value = {worth} / 4\n")
+        for name in ("math.py", "common.py"):
+            (folder / name).write_text("raise RuntimeError('not this one')\n")
+        (folder / "PIL.py").write_text(
+            "import math\nfrom PIL import Image\nfrom common.rewards.rules import RULES\nfrom parts import two\n"
+            "from my_helper import more, right\n"
+            "def score(prompts, *_):\n    from late import value\n    return [right + value + more + two.N] * len(prompts)\n"
+            "def best(rewards):\n    return [right for _ in rewards['exact']]\n")
+    assert score(load_source(f"{tmp_path}/a/PIL.py:score").function)[0] == [23.25] * 4
+    assert score(load_source(f"{tmp_path}/b/PIL.py:score").function)[0] == [24.5] * 4
+    assert score(load_source(f"{tmp_path}/a/PIL.py:score").function)[0] == [23.25] * 4
+    mix = scoring.load(RewardArgs(reward="exact", reward_combiner=f"{tmp_path}/b/PIL.py:best"))
+    assert mix.combiner({"exact": [0.0]}) == [2]
+    assert not {"my_helper", "late", "parts"} & sys.modules.keys()
+    assert not [folder for folder in sys.path if folder.startswith(str(tmp_path))]
+
+
+def test_a_function_may_empty_its_lists():
+    def empty(*lists, rows):
+        for column in (*lists, rows):
+            column.clear()
+        return answer
+
+    answer = [1.0] * 4
+    assert score(empty, rows=[{}] * 4)[0] == answer
+    answer = []
+    with user_error("(?s)list of 4 numbers.*prompt 0.*response 0.*reference 0"):
+        score(empty, rows=[{}] * 4)
 
 
 @pytest.mark.parametrize("workers", [1, 3, 9])
