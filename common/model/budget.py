@@ -2,11 +2,13 @@
 
     policy_plan, judge_plan   what the steps of either script need: `MemoryPlan.phases`
     fastest                   the fastest setting that fits
-    fit                       refuses what does not, on a GPU, before a weight is read
+    fit                       refuses what does not, on a GPU, before a weight is read; names
+                              sequences that are longer than a model was made for
 
 The formulas of each part are in `common.model.memory`; launch/plan.py prints them as a table.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, Iterable
 
@@ -43,6 +45,7 @@ class MemoryPlan:
     offload: str  # what is kept in host memory while it is not in use, as the flag says
     longest: int  # tokens of the longest sequence that is written
     least_pack: int  # tokens that a pack must hold
+    longest_target: int = 0  # tokens of the longest prompt with a target to learn
 
     def __post_init__(self):
         self.shards = self.args.run.hsdp or self.ranks  # ranks that share one copy of the weights
@@ -122,6 +125,8 @@ def policy_plan(args: Any, models: Modules, rows: Any, ranks: int) -> MemoryPlan
     plan = MemoryPlan(
         args, models, ranks, offload=args.update.offload, longest=longest, least_pack=args.longest
     )
+    if rows.ptx is not None:
+        plan.longest_target = longest_example(rows.ptx.rows)
     if args.update.ema_beta:
         plan.held["actor", "average"] = plan.held["actor", "Adam"] // 2
     if args.exact_kl_in_loss:
@@ -151,8 +156,9 @@ def judge_plan(args: Any, judge: nn.Module, rows: Any, ranks: int) -> MemoryPlan
         {"judge": judge},
         ranks,
         offload="none",
-        longest=length,
+        longest=length if rows.held_out else 0,
         least_pack=args.data.max_prompt_tokens,
+        longest_target=longest_example(itertools.chain(*(row.examples for row in rows.train))),
     )
     if rows.held_out:
         prefill = batch * prompt * memory.layer_activations(judge)
@@ -162,6 +168,12 @@ def judge_plan(args: Any, judge: nn.Module, rows: Any, ranks: int) -> MemoryPlan
 
 def longest_prompt(prompts: Iterable[Prompt]) -> int:
     return max(len(prompt.input_ids) for prompt in prompts)
+
+
+def longest_example(examples: Iterable[Any]) -> int:
+    """Tokens of the longest prompt with its target; 0 if there is none."""
+    lengths = (len(example.prompt.input_ids) + len(example.target) for example in examples)
+    return max(lengths, default=0)
 
 
 def total(parts: Parts) -> float:
@@ -208,9 +220,28 @@ def require_fit(plan: MemoryPlan, gib: float) -> str:
     return line
 
 
+def new_positions(plan: MemoryPlan) -> str:
+    """A line where sequences may be longer than what a model was made for, else an empty one."""
+    longest, limits = max(plan.longest, plan.longest_target), {}
+    for role, module in plan.models.items():
+        text = module.model.config.get_text_config()
+        limits[role] = getattr(text, "max_position_embeddings", None) or longest
+    role = min(limits, key=limits.get)
+    if longest <= limits[role]:
+        return ""
+    return (
+        f"warning: sequences may have {longest} tokens, more than the max_position_embeddings "
+        f"{limits[role]} of the {role}: it was not trained on the positions beyond"
+    )
+
+
 def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
-    """On GPUs, before weights are read: hold the plan against the memory that is free on the
-    fullest of them, and say its peak. Raises UserError on all ranks: see `require_fit`."""
+    """Before weights are read: say that sequences are too long for a model; on GPUs, hold the plan
+    against the memory that is free on the fullest of them, and say its peak. Raises UserError on all
+    ranks: see `require_fit`."""
+    warning = new_positions(plan)
+    if warning and distributed.is_main():
+        print(warning, flush=True)
     if ranks.device.type != "cuda":
         return
     layer = max(memory.gathered_bytes(module)[1] for module in plan.models.values())

@@ -3,8 +3,10 @@
 A GPU is what torch reports: here its reports are replaced, so that all of it runs on a CPU.
 """
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import weakref
@@ -13,12 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, read_rows, start, take, user_error, words
+from conftest import ROOT, read_json, read_rows, start, take, user_error, words
 from ranks import TORCHRUN
 from test_plan import planned, seven_b  # noqa: F401  (a fixture)
 
+import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
+from common.data.processor import Processor
 from common.model import budget, memory, weights
 
 GIB = 2**30
@@ -90,6 +94,46 @@ def test_on_a_cpu_nothing_is_checked(qwen25, picture_rows, monkeypatch):
     dry = planned(qwen25, picture_rows)
     budget.fit(dry.needed, SimpleNamespace(device=torch.device("cpu"), world=1))
     assert not sizes
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "yarn", "llama3"])
+def test_a_start_names_positions_that_no_model_has_seen(qwen25, picture_rows, tmp_path, capsys, rope):
+    """In one line, whatever the rotary positions, of the rows' own lengths; and not where they just fit."""
+    prompt = max(len(row.input_ids) for row in planned(qwen25, picture_rows).prompts)
+    config = read_json(qwen25 / "config.json")
+    config["text_config"]["rope_parameters"] |= dict(
+        rope_type=rope, factor=2.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8)
+    shutil.copytree(qwen25, tmp_path / "short")
+    for limit in (prompt + 11, prompt + 12):
+        config["text_config"]["max_position_embeddings"] = limit
+        (tmp_path / "short" / "config.json").write_text(json.dumps(config))
+        dry = planned(tmp_path / "short", picture_rows)
+        capsys.readouterr()
+        budget.fit(dry.needed, SimpleNamespace(device=torch.device("cpu"), world=1))
+        line = (f"warning: sequences may have {prompt + 12} tokens, more than the max_position_embeddings {limit} of the "
+                "actor: it was not trained on the positions beyond\n")
+        assert capsys.readouterr().out == (line if limit < prompt + 12 else "")
+
+
+def test_rows_to_learn_may_be_longer_than_what_is_written(qwen25, picture_rows, tmp_path, capsys):
+    """Of --ptx_data and of train_grm_vl.py, whose judgements are bounded by a flag only where there are held-out rows."""
+    row = {"prompt": "say it", "response": "a b " * 100}
+    (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"prompt": "say it", "response": "a"}))
+    config = read_json(qwen25 / "config.json")
+    config["text_config"]["max_position_embeddings"] = 150
+    shutil.copytree(qwen25, tmp_path / "short")
+    (tmp_path / "short" / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    grm.main(words("--model", tmp_path / "short", "--data", tmp_path / "long.jsonl", "--out", tmp_path / "out",
+                   "--steps 1 --save_every 0 --export_every 0"))
+    told = [line for line in capsys.readouterr().out.splitlines() if "max_position_embeddings" in line]
+    dry = planned(tmp_path / "short", picture_rows, *words("--ptx_coef 1 --ptx_data", tmp_path / "long.jsonl"))
+    told.append(budget.new_positions(dry.needed))
+    rows = ppo.load_ptx(dry.args, Processor(qwen25)).rows
+    length = max(len(example.prompt.input_ids) + len(example.target) for example in rows)
+    assert 150 < length < 1000
+    for line, role in zip(told, ("judge", "actor"), strict=True):
+        assert f"sequences may have {length} tokens, more than the max_position_embeddings 150 of the {role}:" in line
 
 
 @pytest.mark.parametrize("flag, device, recomputed", [
