@@ -3,6 +3,10 @@
 They stand where our code calls `torch.nn.attention.varlen.varlen_attn`, the operator `aten::_flash_attention_forward`
 and the functions of the package flash_attn, so that whole rollouts, scorings and updates run through the very calls
 of a GPU. They show that the calls are right, not what the kernels make of them.
+
+    kernels    every back-end runs on a CPU
+    device     a test of a GPU runs there, or on a CPU by these kernels
+    gpu        a test runs on a GPU only, for the reason that is listed
 """
 
 import importlib.machinery
@@ -14,9 +18,22 @@ import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
 
+import check_kernels
 from common.model import weights
+from common.model.attention import choose_backend
 
 OPERATOR = "_flash_attention_forward"
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+# What no CPU can stand in for. A test that needs a GPU and is not listed takes `device`: its names, flags and shapes are then
+# right wherever the tests run.
+ONLY_ON_A_GPU = {
+    "test_graphs_decode_the_same_tokens": "captures CUDA graphs",
+    "test_sampled_logprobs_are_those_of_training_with_graphs": "captures CUDA graphs",
+    "test_graphs_are_freed_with_their_rollout": "measures the memory of a GPU",
+    "test_a_gpu_is_relieved": "measures the memory of a GPU",
+    "test_a_copy_of_a_gpu_is_exact_and_pinned": "copies on a stream into pinned memory",
+}
 
 
 class Call(NamedTuple):
@@ -138,8 +155,34 @@ def kernels(monkeypatch):
     package.flash_attn_varlen_func = replaced.flash_attn_varlen_func
     package.flash_attn_with_kvcache = replaced.flash_attn_with_kvcache
     monkeypatch.setitem(__import__("sys").modules, "flash_attn", package)
-    monkeypatch.setattr(weights, "choose_backend", lambda requested, device, dtype: requested)
+
+    def choose(requested, device, dtype=torch.bfloat16):
+        return choose_backend(requested, CUDA, dtype)
+
+    monkeypatch.setattr(weights, "choose_backend", choose)
+    monkeypatch.setattr(check_kernels, "choose_backend", choose)
     library = torch.library.Library("aten", "IMPL")
     library.impl(OPERATOR, replaced.operator, "CPU")
     yield replaced
     library._destroy()
+
+
+@pytest.fixture(params=["gpu", "reference"])
+def device(request, monkeypatch) -> torch.device:
+    """A GPU; or a CPU with the reference kernels, where torch sees no GPU."""
+    on_gpu = request.param == "gpu"
+    if on_gpu != torch.cuda.is_available():
+        pytest.skip("needs a GPU" if on_gpu else "runs on the GPU that is here")
+    if on_gpu:
+        return CUDA
+    request.getfixturevalue("kernels")
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    return CPU
+
+
+@pytest.fixture
+def gpu(request) -> torch.device:
+    reason = ONLY_ON_A_GPU[request.function.__name__]
+    if not torch.cuda.is_available():
+        pytest.skip(f"needs a GPU: {reason}")
+    return CUDA

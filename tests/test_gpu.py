@@ -1,4 +1,5 @@
-"""Attention back-ends and CUDA graphs on a GPU; without one only the reference path and the benchmark's tiny mode run."""
+"""Attention back-ends, waits and whole runs on a GPU, and the same on a CPU with reference kernels, so that no name, flag or
+shape rots where there is no GPU; CUDA graphs on a GPU alone."""
 
 import math
 import os
@@ -11,10 +12,14 @@ import pytest
 import torch
 from conftest import ROOT, ROUNDING, read_json, read_rows, responses_of, start, take, user_error, words
 from ranks import TORCHRUN
+from reference_kernels import CPU, CUDA, ONLY_ON_A_GPU, device, gpu, kernels  # noqa: F401  (fixtures)
+from test_fused import needs_compiler
 from test_training import score
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import check_kernels
 import toy
+import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logprobs
 from common.model.fsdp import bare_forwards, unsharded
@@ -22,7 +27,6 @@ from common.flags import ModelArgs
 from common.model import forward as vlm, weights
 from common.model.attention import DecodeAttention, PackedAttention, SlotCache, choose_backend
 
-CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 HEADS, KV_HEADS, GROUP, DIM = 4, 2, 2, 64
 # Two prompts, the first with two responses and the second with three, and a prompt alone.
 SEGMENTS = [(0, 150, 0, 0), (150, 190, 0, 150), (190, 191, 0, 150), (191, 208, 208, 208), (208, 240, 191, 208),
@@ -32,7 +36,7 @@ PICTURE = [(0, 30, 0, 0), (30, 286, 0, 30, True), (286, 300, 0, 286), (300, 380,
 ALONE = [(0, 1, 0, 0)]
 layouts = pytest.mark.parametrize("segments, window", [
     (SEGMENTS, None), (SEGMENTS, 33), (PICTURE, None), (PICTURE, 33), (ALONE, None)])
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+kernel_backends = pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
 
 
 def attention_bounds(dtype: torch.dtype) -> dict[str, float]:
@@ -109,9 +113,14 @@ def decode_error(backend: str, device: torch.device, dtype: torch.dtype, window:
 
 def usable(backend: str) -> bool:
     try:
-        return bool(choose_backend(backend, CUDA if torch.cuda.is_available() else CPU))
+        return bool(weights.choose_backend(backend, CUDA if torch.cuda.is_available() else CPU))
     except ValueError:
         return False
+
+
+def skip_unless_installed(backend: str) -> None:
+    if not usable(backend):
+        pytest.skip(f"{backend} is not installed")
 
 
 def assert_attention(backend: str, device: torch.device, dtype: torch.dtype, segments, window: int | None) -> None:
@@ -127,13 +136,11 @@ def test_reference_backend(dtype, segments, window):
     assert_attention("sdpa", CPU, dtype, segments, window)
 
 
-@needs_gpu
 @layouts
 @pytest.mark.parametrize("backend", ["sdpa", "varlen", "flash_attn"])
-def test_backends_on_a_gpu(backend, segments, window):
-    if not usable(backend):
-        pytest.skip(f"{backend} is not installed")
-    assert_attention(backend, CUDA, torch.bfloat16, segments, window)
+def test_backends_on_a_gpu(device, backend, segments, window):
+    skip_unless_installed(backend)
+    assert_attention(backend, device, torch.bfloat16, segments, window)
 
 
 BROKEN = {
@@ -193,21 +200,19 @@ def test_head_without_a_gpu():
     assert not head_errors(CPU, torch.float32, 0)
 
 
-@needs_gpu
-def test_head_on_a_gpu():
+def test_head_on_a_gpu(device):
     """Products of bfloat16 with float32 results, also of no tokens: a rank without responses. The gradients are of rounded
     probabilities, and rounded themselves; nothing else is. Tensor cores cut off what a sum does not keep, so that errors
     grow with its length, here 64."""
     of_sums = check_kernels.explained(torch.float32, 0, terms=64**2)
     bound = of_sums + check_kernels.explained(torch.bfloat16, 3)
-    errors = head_errors(CUDA, torch.bfloat16, 10)
+    errors = head_errors(device, torch.bfloat16, 10)
     assert max(errors[:2]) < of_sums
     assert max(errors[2:]) < bound
-    assert not head_errors(CUDA, torch.bfloat16, 0)
+    assert not head_errors(device, torch.bfloat16, 0)
 
 
-@needs_gpu
-def test_graphs_decode_the_same_tokens(checkpoint, picture_rows):
+def test_graphs_decode_the_same_tokens(gpu, checkpoint, picture_rows):
     """In float32, where rounding by other batch sizes does not reach a token."""
     tokens = {}
     for graphs in ("off", "on"):
@@ -216,23 +221,28 @@ def test_graphs_decode_the_same_tokens(checkpoint, picture_rows):
     assert tokens["on"] == tokens["off"]
 
 
-@needs_gpu
-@pytest.mark.parametrize("graphs", ["off", "on"])
-@pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
-def test_sampled_logprobs_are_those_of_training_on_a_gpu(checkpoint, picture_rows, backend, graphs):
-    if not usable(backend):
-        pytest.skip(f"{backend} is not installed")
-    env = start(checkpoint, picture_rows, "--attention", backend, "--cuda_graphs", graphs, "--slots 7")
+@kernel_backends
+def test_sampled_logprobs_are_those_of_training_on_a_gpu(device, checkpoint, picture_rows, backend):
+    assert_samples_are_scored_alike(checkpoint, picture_rows, backend, "off")
+
+
+@kernel_backends
+def test_sampled_logprobs_are_those_of_training_with_graphs(gpu, checkpoint, picture_rows, backend):
+    assert_samples_are_scored_alike(checkpoint, picture_rows, backend, "on")
+
+
+def assert_samples_are_scored_alike(checkpoint, picture_rows, backend: str, graphs: str) -> None:
+    """By the sampler and by a forward of training."""
+    skip_unless_installed(backend)
+    env = start(checkpoint, picture_rows, "--dtype bfloat16 --attention", backend, "--cuda_graphs", graphs, "--slots 7")
     batch = ppo.rollout(env.actor, take(env), env.sampling, 5)
     assert (score(env.actor, batch) - batch.logprobs).abs().mean() < explained_gap(layers_of(env))
 
 
-@needs_gpu
-@pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
-def test_float32_says_the_same_on_a_gpu(checkpoint, picture_rows, backend):
+@kernel_backends
+def test_float32_says_the_same_on_a_gpu(device, checkpoint, picture_rows, backend):
     """Of a rollout in float32, which has its own attention and no varlen call, in the vision tower as well."""
-    if not usable(backend):
-        pytest.skip(f"{backend} is not installed")
+    skip_unless_installed(backend)
     assert_float32_says_the_same(checkpoint, picture_rows, backend)
 
 
@@ -258,24 +268,26 @@ def test_float32_says_the_same(checkpoint, picture_rows):
     assert_float32_says_the_same(checkpoint, picture_rows, "sdpa")
 
 
-@needs_gpu
-def test_the_kernels_compute_what_they_should(capsys):
+def test_the_kernels_compute_what_they_should(device, capsys):
     """Of each back-end that is installed."""
-    assert check_kernels.main([]) == []
-    assert "varlen on cuda" in capsys.readouterr().out
+    assert check_kernels.main(["--dtype", "bfloat16"]) == []
+    assert f"varlen on {device}" in capsys.readouterr().out
 
 
-@needs_gpu
-def test_the_compiled_draw_is_used(checkpoint, picture_rows):
-    """It was not given up in the rollouts above or in this one."""
-    env = start(checkpoint, picture_rows, "--cuda_graphs on --slots 7")
+@pytest.mark.slow
+@needs_compiler
+def test_the_compiled_draw_is_used(device, qwen25, picture_rows, monkeypatch):
+    """It is not given up in a rollout, which draws by it, though on a CPU only because it is told to."""
+    if device == CPU:
+        monkeypatch.setattr(logprobs, "fuse", lambda function, *tensors: logprobs._compiled(function)(*tensors))
+    torch._dynamo.reset()
+    env = start(qwen25, picture_rows, "--slots 7")
     ppo.rollout(env.actor, take(env), env.sampling, 5)
-    assert logprobs._fused_race.cache_info().currsize == 1
-    assert logprobs._fused_race(torch.device("cuda", 0)) is not logprobs._race
+    assert logprobs._compiles(env.ranks.device)
+    assert _debug_get_cache_entry_list(logprobs._race)
 
 
-@needs_gpu
-def test_graphs_are_freed_with_their_rollout(checkpoint, picture_rows):
+def test_graphs_are_freed_with_their_rollout(gpu, checkpoint, picture_rows):
     """The first leaves workspaces behind, later ones nothing."""
     env, reserved = start(checkpoint, picture_rows, "--cuda_graphs on --slots 7"), []
     for _ in range(3):
@@ -285,9 +297,8 @@ def test_graphs_are_freed_with_their_rollout(checkpoint, picture_rows):
     assert reserved[2] <= reserved[1]
 
 
-@needs_gpu
-def test_a_decoding_step_never_waits_for_the_device(checkpoint, picture_rows):
-    env = start(checkpoint, picture_rows)
+def test_a_decoding_step_never_waits_for_the_device(device, checkpoint, picture_rows):
+    env = start(checkpoint, picture_rows, "--dtype bfloat16")
     batch = take(env)
     with torch.no_grad(), unsharded(env.actor), bare_forwards(vlm.decoder(env.actor.model)):
         vlm.compute_features(env.actor.model, batch)
@@ -301,10 +312,9 @@ def test_a_decoding_step_never_waits_for_the_device(checkpoint, picture_rows):
             torch.cuda.set_sync_debug_mode("default")
 
 
-@needs_gpu
-def test_a_pack_of_an_update_never_waits_for_the_device(checkpoint, picture_rows):
+def test_a_pack_of_an_update_never_waits_for_the_device(device, checkpoint, picture_rows):
     """Forward and backward, with images: the host prepares the next pack meanwhile."""
-    env = start(checkpoint, picture_rows, "--advantage grpo")
+    env = start(checkpoint, picture_rows, "--advantage grpo --dtype bfloat16")
     batch = ppo.rollout(env.actor, take(env), env.sampling, 3)
     batch.old_logprobs, batch.advantages = batch.logprobs, torch.randn(len(batch.tokens))
     weights = torch.ones(len(batch.tokens))
@@ -321,11 +331,15 @@ def test_a_pack_of_an_update_never_waits_for_the_device(checkpoint, picture_rows
                 torch.cuda.set_sync_debug_mode("default")
 
 
-def torchrun(ranks: int, out: Path, script: str, *flags: str) -> list[dict]:
-    """Run a script in as many processes; its records."""
+def run(device: torch.device, script, out: Path, *flags: str | Path) -> list[dict]:
+    """The records of a script's run: on all GPUs, or in this process with the reference kernels."""
+    line = words("--dtype bfloat16 --log_samples 0 --out", out, *flags)
+    if device == CPU:
+        script.main([*line, "--attention", "varlen"])
+        return read_rows(out / "metrics.jsonl")
     clean = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-    command = words(sys.executable, "-m", "torch.distributed.run", "--standalone --nproc_per_node", ranks,
-                    ROOT / script, "--out", out, "--log_samples 0", *flags)
+    launcher = words("-m", "torch.distributed.run", "--standalone --nproc_per_node", torch.cuda.device_count())
+    command = [sys.executable, *launcher, script.__file__, *line]
     program = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
     assert program.returncode == 0, program.stdout[-3000:] + program.stderr[-6000:]
     return read_rows(out / "metrics.jsonl")
@@ -334,7 +348,7 @@ def torchrun(ranks: int, out: Path, script: str, *flags: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def toy_task(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("task") / "toy"
-    toy.main(words("--out", folder, "--warm_start_steps 0 --train 128 --eval 64"))
+    toy.main(words("--out", folder, "--warm_start_steps 0 --train 128 --eval 8"))
     return folder
 
 
@@ -343,14 +357,14 @@ WHOLE = {"everything": "--kl_coef 0.05 --ema_beta 0.9 --offload all --gradient_c
          "lora": "--lora_rank 4 --advantage grpo --kl_coef 0.05 --kl_in loss --kl_estimator full --save_every 0"}
 
 
-@needs_gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WHOLE)
-def test_whole_run_on_all_gpus(toy_task, tmp_path, kind, ranks=0, graphs="on"):
+def test_whole_run_on_all_gpus(device, toy_task, tmp_path, kind):
     """Two steps, and a third in another life if there is a checkpoint; evaluation and export at the end of each."""
-    flags = ("train_ppo_vl.py", "--config", toy_task / "args.json", "--dtype bfloat16 --cuda_graphs", graphs,
+    flags = ("--config", toy_task / "args.json", "--cuda_graphs", "auto" if device == CPU else "on",
              "--max_new_tokens 24 --eval_every 1", WHOLE[kind])
     for steps in (2, 3) if kind == "everything" else (2,):
-        records = torchrun(ranks or torch.cuda.device_count(), tmp_path, *flags, "--steps", steps)
+        records = run(device, ppo, tmp_path, *flags, "--steps", steps)
     done = {record["step"]: record for record in records if "train/actor_updates" in record}
     assert sorted(done) == list(range(1, steps + 1))
     assert (tmp_path / "export" / f"step-{steps}").is_dir()
@@ -361,13 +375,19 @@ def test_whole_run_on_all_gpus(toy_task, tmp_path, kind, ranks=0, graphs="on"):
     assert done.keys() <= {record["step"] for record in records if "eval/reward_mean" in record}
 
 
-@needs_gpu
-def test_whole_run_of_the_judge_on_all_gpus(toy_task, tmp_path, ranks=0):
-    records = torchrun(ranks or torch.cuda.device_count(), tmp_path, "train_grm_vl.py", "--config",
-                       toy_task / "grm_args.json", "--dtype bfloat16 --steps 2 --save_every 1")
+@pytest.mark.slow
+def test_whole_run_of_the_judge_on_all_gpus(device, toy_task, tmp_path):
+    records = run(device, grm, tmp_path, "--config", toy_task / "grm_args.json", "--steps 2 --save_every 1")
     last, = (record for record in records if record.get("step") == 2 and "train/skipped" in record)
     assert last["train/skipped"] == 0
     assert any(record.get("step") == 2 and record.get("eval/parse_rate", -1) >= 0 for record in records)
+
+
+def test_what_only_a_gpu_runs_is_listed():
+    """All other tests of a GPU run on a CPU as well: what it never runs would rot unseen."""
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    assert not any(re.search(r"skip\w*\(not torch\.cuda", source) for source in sources)
+    assert sorted(sum((re.findall(r"def (test_\w+)\(gpu\b", source) for source in sources), [])) == sorted(ONLY_ON_A_GPU)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from conftest import ROUNDING, rounding
+from reference_kernels import device, kernels  # noqa: F401  (fixtures)
 from test_plan import LiveBytes
 
 import train_ppo_vl as ppo
@@ -567,14 +568,13 @@ def test_full_kl_equals_naive(chunk):
     assert not logprobs.full_kl(hidden, hidden, weight, weight, banned=banned, chunk=256).any()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_draws_on_a_gpu():
+def test_draws_on_a_gpu(device):
     index = torch.arange(2000)
     keys = noise_keys(1, 2, index, index % 4, index % 7)
-    assert torch.equal(keys, noise_keys(1, 2, *(x.cuda() for x in (index, index % 4, index % 7))).cpu())
-    close(exponential_noise(500, keys.cuda()).cpu().log(), exponential_noise(500, keys).log(), ROUNDING)
+    assert torch.equal(keys, noise_keys(1, 2, *(x.to(device) for x in (index, index % 4, index % 7))).cpu())
+    close(exponential_noise(500, keys.to(device)).cpu().log(), exponential_noise(500, keys).log(), ROUNDING)
     logits = torch.randn(2000, 500, generator=generator(0))
-    same = logprobs.gumbel_race(logits.cuda(), keys.cuda()).cpu() == logprobs.gumbel_race(logits, keys)
+    same = logprobs.gumbel_race(logits.to(device), keys.to(device)).cpu() == logprobs.gumbel_race(logits, keys)
     assert same.float().mean() > 0.999
 
 

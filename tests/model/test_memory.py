@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 from conftest import computing, rounding, same_tensors, save_weights, seeded, start, user_error, words, write_judge
+from reference_kernels import gpu  # noqa: F401  (a fixture)
 from test_training import (
     flags,
     fresh,
@@ -298,8 +299,7 @@ def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, m
     )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_is_relieved(qwen25, picture_rows):
+def test_a_gpu_is_relieved(gpu, qwen25, picture_rows):
     """Memory of the device falls by what is moved, the host's copy is pinned, and the log-probs are
     the same after the way back."""
     env = start(qwen25, picture_rows, "--kl_coef 0.1 --offload optimizer", EMA)

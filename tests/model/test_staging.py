@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, seeded
 from ranks import TORCHRUN
+from reference_kernels import gpu  # noqa: F401  (a fixture)
 from safetensors.torch import load_file
 
 from common.model import staging
@@ -105,10 +106,9 @@ def test_the_thread_that_writes_waits_on_the_gpu_of_its_rank(monkeypatch):
     assert cuda.mock_calls == [call.set_device("cuda:3"), call.copied.synchronize()]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_copy_of_a_gpu_is_exact_and_pinned():
+def test_a_copy_of_a_gpu_is_exact_and_pinned(gpu):
     """Though the next steps are already on their way."""
-    large = torch.arange(2**26, device="cuda", dtype=torch.float32)  # 256 MiB
+    large = torch.arange(2**26, device=gpu, dtype=torch.float32)  # 256 MiB
     stager = Staging()
     for _ in range(2):
         expected = large.cpu()
