@@ -126,6 +126,16 @@ class Endless(Words):
         return "a very long board " * 300
 
 
+class Flood(Words):
+    """Replies of megabytes, which only follow a first turn."""
+
+    def reset(self, row):
+        return None
+
+    def step(self, text):
+        return ["red " * 1_000_000], 0.25, False
+
+
 class Costly(Words):
     """Every turn but the last costs something."""
 

@@ -464,6 +464,7 @@ BAD_ROWS = table("""
 {"prompt": "<image>", "images": ["0.png", "1.png"], "preferred": "A"} | hold 2 images for 3 places
 {"prompt": "a", "response": "b<|im_end|>"} | special token <|im_end|>
 {"prompt": "a", "response": "LONG"}        | example too long
+{"prompt": "a", "response": "LONGLONGLONGLONGLONGLONGLONGLONG"} | example too long: 4000000 characters
 {"prompt": "LONG", "response": "b"}        | prompt too long
 """)
 
@@ -471,7 +472,7 @@ BAD_ROWS = table("""
 @pytest.mark.parametrize("row, message", BAD_ROWS)
 def test_bad_rows_are_refused_with_file_and_line(env, task, tmp_path, row, message):
     path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(ROWS[2]) + "\n" + row.replace("LONG", "b" * 700))
+    path.write_text(json.dumps(ROWS[2]) + "\n" + row.replace("LONGLONG", "b" * 1_000_000).replace("LONG", "b" * 700))
     for name in ("0.png", "1.png"):
         shutil.copy(task / name, tmp_path)
     with pytest.raises(ValueError) as error:

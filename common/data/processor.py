@@ -11,6 +11,7 @@ what is wrong with the text.
 """
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import NamedTuple, Sequence
@@ -28,6 +29,8 @@ from common.flags import DataArgs, parse_template_options
 # The settings of a checkpoint that an export repeats.
 SAVED_FILES = ("generation_config", "judge", "processor_config", "video_preprocessor_config")
 
+NFC_JOINS = 4  # characters that a tokenizer which normalizes its text may join to one
+
 
 class Processor:
     """Tokenizer, chat template and Pillow image processor of a checkpoint folder.
@@ -38,7 +41,8 @@ class Processor:
     Attributes:
         args, config, tokenizer, family (a `families.Family`), vocab_size, files (JSON by name).
         stop_ids end a response; banned_ids are never sampled; reserved_tokens are in no row;
-        silent_ids are no part of a response's text; template_options are variables of the template.
+        silent_ids are no part of a response's text; template_options are variables of the template;
+        token_characters: most characters of a text that one token can stand for.
     Raises:
         ValueError: files missing or unreadable, an unknown family, no chat template, contradictory
             settings.
@@ -87,6 +91,7 @@ class Processor:
             if i in visual or (token.special and is_used):
                 self.reserved_tokens.append(token.content)
         self.silent_ids = visual | ends | {tokenizer.pad_token_id}
+        self.token_characters = NFC_JOINS * max(map(len, tokenizer.get_vocab()))
 
     def _end_ids(self) -> set[int | None]:
         """The ids that end a response: those of the files, and what the template ends a turn with. Where
@@ -154,6 +159,12 @@ class Processor:
         where = "the checkpoint's chat_template.jinja or tokenizer_config.json"
         raise ValueError(f"{'; '.join(dict.fromkeys(problems))}; see {where}")
 
+    def check_length(self, what: str, text: str, limit: float) -> None:
+        """Raises ValueError: no ``limit`` tokens can stand for so long a text, for which the tokenizer
+        would take sixty times its memory."""
+        if len(text) > limit * self.token_characters:
+            raise ValueError(f"{what} too long: {len(text)} characters; the limit is {limit} tokens")
+
     def token_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The ids of a text. Raises ValueError: an id that the model has no embedding for."""
         backend = self.tokenizer.backend_tokenizer
@@ -167,14 +178,17 @@ class Processor:
             )
         return ids
 
-    def encode(self, messages: list[dict], grids: tuple) -> tuple[str, Tensor, int]:
+    def encode(
+        self, messages: list[dict], grids: tuple, limit: float = math.inf
+    ) -> tuple[str, Tensor, int]:
         """Chat messages as the template's text, as token ids (P,) int64, the placeholder of each
         image and clip expanded, and how many of these are image tokens.
 
-        Raises ValueError: a reserved token in a message, a template that fails, or not one
-        placeholder per image or clip.
+        Raises ValueError: a reserved token in a message, a template that fails, not one placeholder
+        per image or clip, or far more than ``limit`` tokens: whoever has a limit checks it.
         """
         text = self.render(messages, add_generation_prompt=True)
+        self.check_length("prompt", text, limit)
         # JSON may hold half a surrogate pair: a ValueError here, a TypeError in the tokenizer.
         text.encode("utf-8")
         expanded, counts = self.expand(text, grids)

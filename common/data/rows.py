@@ -8,6 +8,7 @@ Of images and videos only the headers are read here; `loader.PromptLoader` decod
 needs them. A user's mistake is a ValueError that names the file, the line and the numbers.
 """
 
+import math
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -433,11 +434,12 @@ def make_prompt(
     check_media(processor, paths)
     if grids is None:
         grids = tuple(media_grid(processor.family, path) for path in paths)
-    text, input_ids, image_tokens = processor.encode(messages, grids)
-    if args and len(input_ids) > args.max_prompt_tokens:
+    limit = args.max_prompt_tokens if args else math.inf
+    text, input_ids, image_tokens = processor.encode(messages, grids, limit)
+    if len(input_ids) > limit:
         raise ValueError(
             f"prompt too long: {len(input_ids)} tokens, {image_tokens} of them of images; "
-            f"the limit is {args.max_prompt_tokens}"
+            f"the limit is {limit}"
         )
     return Prompt(messages, text, paths, grids, input_ids, image_tokens, **fields)
 

@@ -184,10 +184,11 @@ class EnvRollout:
         observation = episode.env.reset(row)
         if observation is None:
             return None
-        opening = replies.read_parts(observation, self.processor)
+        limit = self.environment.max_prompt_tokens
+        opening = replies.read_parts(observation, self.processor, limit)
         *before, last = prompt.messages
         messages = [*before, {**last, "content": last["content"] + opening.content}]
-        grids, limit = prompt.grids + opening.grids, self.environment.max_prompt_tokens
+        grids = prompt.grids + opening.grids
         text, ids, image_tokens = self.processor.encode(messages, grids)
         if len(ids) > limit:
             raise ValueError(
@@ -256,7 +257,7 @@ class EnvRollout:
         step = read_step(episode.env.step(text))
         if step.done:
             return step, None
-        reply = replies.read_parts(step.reply, self.processor)
+        reply = replies.read_parts(step.reply, self.processor, self.args.max_reply_tokens)
         role = episode.conversation.role
         reply.input_ids = replies.encode_reply(self.processor, reply, role, by_string)
         reply.positions = vlm.prompt_positions(self.model, reply)

@@ -39,7 +39,8 @@ class Environment:
         """Raises UserError: the checkpoint's chat template cannot express its messages."""
         parts = [Image.new("RGB", (64, 64), "white"), "seen"] if self.shows_images else "seen"
         try:
-            encode_reply(processor, read_parts(parts, processor), self.role, by_string=False)
+            reply = read_parts(parts, processor, self.args.max_reply_tokens)
+            encode_reply(processor, reply, self.role, by_string=False)
         except ValueError as error:
             raise UserError(
                 f"--env {self.args.env} does not work with this model: {error} (a class that never "

@@ -39,14 +39,16 @@ class Reply:
     positions: Tensor | None = None  # (3, E) rotary positions from the first token on
 
 
-def read_parts(parts: Any, processor: Processor) -> Reply:
-    """A text, an image (Pillow's, or the path of one), or a list of these, not yet encoded."""
+def read_parts(parts: Any, processor: Processor, limit: int) -> Reply:
+    """A text, an image (Pillow's, or the path of one), or a list of these, not yet encoded. Of a text
+    that cannot be ``limit`` tokens, so much is read as is too long, too: no tokenizer meets the rest."""
     reply, family = Reply(), processor.family
+    longest = limit * processor.token_characters
     if not isinstance(parts, list | tuple):
         parts = [parts]
     for part in parts:
         if isinstance(part, str):
-            reply.content.append({"type": "text", "text": part})
+            reply.content.append({"type": "text", "text": part[: longest + 1]})
         elif isinstance(part, Image.Image | Path):
             image = read_image(str(part)) if isinstance(part, Path) else upright_rgb(part)
             reply.content.append({"type": "image", "width": image.width, "height": image.height})

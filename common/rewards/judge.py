@@ -440,6 +440,7 @@ def load_judgements(
             prompt = judge_prompt(processor, settings, ask, args, **further)
             target = None
             if frame is not None:
+                processor.check_length("example", ask["text"], limit)
                 target = encode_target(processor, frame, ask["text"])
                 size = len(prompt.input_ids) + len(target)
                 if size > limit:

@@ -662,6 +662,19 @@ def test_bad_row(load, tmp_path, case, row, message, capsys):
     assert "train.jsonl: 1 of 3 rows are bad\n  train.jsonl:3: " in capsys.readouterr().out
 
 
+def test_a_text_of_megabytes_is_refused_before_it_is_tokenized(load, processor, monkeypatch):
+    """As many characters as --max_prompt_tokens can stand for are read."""
+    sizes, token_ids = [], Processor.token_ids
+    monkeypatch.setattr(Processor, "token_ids", lambda self, text, *more: sizes.append(len(text)) or token_ids(self, text, *more))
+    longest = max(set(processor.tokenizer.get_vocab()) - set(processor.reserved_tokens), key=len)
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x" * 5_000_000}, {"role": "user", "content": "x"}]
+    for prompt in ("x" * 5_000_000, turns):
+        with value_error("train.jsonl:1: prompt too long: 5000... characters; the limit is 500 tokens"):
+            load([{"prompt": prompt}])
+    assert not sizes
+    assert load([{"prompt": longest * 480}])
+
+
 PYTHONS_WORDS = r"Error\b|to unpack|NoneType|has no attribute|subscriptable|unhashable|iterable|object is|not supported between|codec"
 SCALARS = (None, True, 3, 1e400, "", "text <image>", "a.png", "A", "no.png", "file:///a.png", "B" * 50_000, '[{"role": 1}]')
 KEYS = ("role", "content", "type", "text", "image", "file", "video", "tool_calls", "from", "value", "weight", "user")

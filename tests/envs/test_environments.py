@@ -376,6 +376,18 @@ def test_a_first_observation_that_does_not_fit_fails_its_samples(qwen25, picture
         talk(env, "Endless", 2)
 
 
+def test_a_reply_of_megabytes_ends_its_sample_and_is_not_tokenized(qwen25, picture_rows, monkeypatch):
+    sizes, token_ids = [0], Processor.token_ids
+    monkeypatch.setattr(Processor, "token_ids", lambda self, text, *more: sizes.append(len(text)) or token_ids(self, text, *more))
+    env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e","r"]')
+    batch = talk(env, "Flood", 2)
+    conversations = [conversation for conversation in batch.conversations if conversation.rewards]
+    assert conversations
+    assert {conversation.ended for conversation in conversations} == {"token_limit"}
+    assert {tuple(conversation.rewards) for conversation in conversations} == {(0.25,)}
+    assert 1600 < max(sizes) < 100_000                                                      # 400 tokens fill no more
+
+
 @pytest.mark.parametrize("names", [True, False])
 def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
     """A right answer after a look that costs something: its reward is below 1, its accuracy is not. Without a name the rule
