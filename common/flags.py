@@ -11,6 +11,7 @@ import builtins
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -38,6 +39,8 @@ MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
 IDENTITY = (*MODEL_IDENTITY, "data", "data (rows)", "template_options")
 # where launch/toy.py puts the toy of each task
 TOY_FOLDERS = {"questions": "toy", "describe": "toy_describe"}
+# modules that a user's program gets by these names, whatever lies beside it
+KEPT_NAMES = sys.stdlib_module_names | {"common"}
 IMPORTING = threading.RLock()  # rewards and environments run in threads, and may import there
 
 # -------------------------------------------------------------------------------------------------
@@ -847,6 +850,14 @@ def load_object(flag_name: str, spec: str, expected: str) -> Any:
         raise UserError(f"{flag_name} {spec}: {path} raised {problem}") from error
 
 
+def refuse_async(flag_name: str, spec: str, function: Any) -> None:
+    """Raises UserError: calls of the function return before they have begun."""
+    for called in (function, getattr(function, "__call__", None)):
+        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+            problem = "is async, and nothing awaits it: use def, and asyncio.run inside"
+            raise UserError(f"{flag_name} {spec}: {called.__name__} {problem}")
+
+
 def run_program(file: Path, folder: Path) -> ModuleType:
     """Run a file of the user's, whose imports are first looked for in its ``folder``."""
     name = module_name(file)
@@ -874,9 +885,8 @@ def import_beside(folder, name, globals=None, locals=None, fromlist=(), level=0)
     who imports, and the first of two folders for both.)"""
     first = name.partition(".")[0]
     for file in (folder / first / "__init__.py", folder / f"{first}.py"):
-        is_kept = first == "common" or first in sys.stdlib_module_names
         is_itself = str(file) == (globals or {}).get("__file__")  # named after the package it uses
-        if level == 0 and file.is_file() and not is_kept and not is_itself:
+        if level == 0 and first not in KEPT_NAMES and file.is_file() and not is_itself:
             with IMPORTING:
                 if module_name(file) not in sys.modules:
                     run_program(file, folder)

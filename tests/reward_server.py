@@ -8,6 +8,8 @@ It is the example to copy: replace `score`. The other paths misbehave, for the t
     /slow/S          waits S seconds
     /fail/N          answers 503 to the first N requests
     /status/CODE     answers CODE, always
+    /fail/N/CODE     answers CODE to the first N requests
+    /move/CODE       sends everybody to /get, where GET earns 1
     /drop            closes the connection without an answer, always
     /lie/KIND        answers something else, see LIES
 """
@@ -43,19 +45,26 @@ LIES = dict(
 
 def score(batch: dict) -> dict[str, list[float]]:
     """{"rewards": one number per sample}; further lists of that length are components that the trainer logs."""
-    right = []
+    right, images = [], batch["images"]
     for response, reference in zip(batch["responses"], batch["references"]):
         right.append(float(response.lower().split() == reference.lower().split()))
-    return {"rewards": right, "pictures": [float(len(open_pictures(pictures))) for pictures in batch["images"]]}
+    return {"rewards": right, "pictures": [float(len(open_pictures(pictures, images))) for pictures in images]}
 
 
-def open_pictures(pictures: list[str]) -> list[Image.Image]:
-    return [Image.open(io.BytesIO(base64.b64decode(picture, validate=True))) for picture in pictures]
+def open_pictures(pictures: list, images: list[list]) -> list[Image.Image]:
+    """Those of one sample of a request, whose ``images`` may hold them at an earlier sample."""
+    opened = []
+    for picture in pictures:
+        if isinstance(picture, dict):
+            sample, image = picture["same_as"]
+            picture = images[sample][image]
+        opened.append(Image.open(io.BytesIO(base64.b64decode(picture, validate=True))))
+    return opened
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        server, (mode, argument) = self.server, (self.path.strip("/").split("/") + [""])[:2]
+        server, (mode, argument, code) = self.server, (self.path.strip("/").split("/") + ["", ""])[:3]
         with server.lock:
             server.requests += 1
             number, server.running = server.requests, server.running + 1
@@ -70,11 +79,13 @@ class Handler(BaseHTTPRequestHandler):
             if mode == "drop":
                 self.close_connection = True
             elif mode == "fail" and number <= int(argument):
-                self.answer(503, f"busy with request {number}")
+                self.answer(int(code or 503), f"busy with request {number}")
             elif mode == "status":
                 self.answer(int(argument), "that is how it is")
+            elif mode == "move":
+                self.answer(int(argument), "it has moved", Location="/get")
             elif mode == "length":      # says more, or less, than it sends
-                self.answer(200, json.dumps(score(batch)), length=int(argument))
+                self.answer(200, json.dumps(score(batch)), Content_Length=argument)
             elif mode == "lie":
                 lie = LIES[argument](score(batch)["rewards"])
                 self.answer(200, lie if isinstance(lie, str) else json.dumps(lie))
@@ -85,10 +96,14 @@ class Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError):  # a client whose patience ended is part of the tests
             self.close_connection = True
 
-    def answer(self, status: int, text: str, length: int | None = None) -> None:
+    def do_GET(self) -> None:
+        self.answer(200, json.dumps({"rewards": [1.0] * 7}))
+
+    def answer(self, status: int, text: str, **headers: str) -> None:
         body = text.encode()
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body) if length is None else length))
+        for name, value in ({"Content_Length": str(len(body))} | headers).items():
+            self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         self.wfile.write(body)
 

@@ -21,7 +21,7 @@ from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.distributed import UserError
 from common.envs.replies import encode_reply, read_parts
-from common.flags import EnvArgs, load_object
+from common.flags import EnvArgs, load_object, refuse_async
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,11 @@ def load(args: EnvArgs, max_prompt_tokens: int) -> Environment | None:
     if not args.env:
         return None
     made = load_object("--env", args.env, "an existing path.py:Class")
-    for name in ("reset", "step"):
-        if not callable(getattr(made, name, None)):
+    for name in ("reset", "step", "close"):
+        method = getattr(made, name, None)
+        if not callable(method) and name != "close":
             raise UserError(f"--env {args.env}: no method {name!r}; see launch/README.md")
+        refuse_async("--env", args.env, method)
     role = getattr(made, "role", "user")
     if role not in ROLES:
         raise UserError(f"--env {args.env}: role is {role!r}, not one of {', '.join(ROLES)}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.distributed import UserError, Workers, describe
-from common.flags import RewardArgs, load_object
+from common.flags import RewardArgs, load_object, refuse_async
 from common.rewards.remote import Server
 from common.rewards.rules import RULES, Columns, rule_reward
 
@@ -76,6 +76,7 @@ def load_function(flag_name: str, spec: str, takes: str) -> Callable:
         "existing path.py:function"
     )
     function = load_object(flag_name, spec, expected)
+    refuse_async(flag_name, spec, function)
     try:
         signature = inspect.signature(function)
         by_name = {"rows": None} if "rows" in signature.parameters else {}

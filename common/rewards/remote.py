@@ -8,6 +8,7 @@ import time
 from http.client import HTTPException
 from urllib import request
 from urllib.error import HTTPError
+from urllib.parse import urljoin
 
 from common.data.images import read_frames
 from common.distributed import UserError
@@ -18,13 +19,22 @@ from common.rewards.rules import Columns
 URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:\d+)?(/[^\s#]*)?", re.ASCII | re.IGNORECASE)
 RETRIES = 4  # of a request, after 0.5, 1, 2 and 4 seconds
 FRAMES = 16  # of a video, that a server gets
+MAY_PASS = (408, 429)  # too slow, too many; as every 5xx
+
+
+class StayHere(request.HTTPRedirectHandler):
+    """Follows no redirect: the samples would not be sent again, and an answer to something else
+    would be taken for their rewards."""
+
+    def redirect_request(self, *_) -> None:
+        return None
 
 
 class Server:
     """A reward server as a reward function.
 
-    Time-outs, lost connections and answers 5xx may pass and are tried again; any other answer but a
-    valid one is an error at once. No proxy is used.
+    Time-outs, lost connections and answers 408, 429 and 5xx may pass and are tried again; any other
+    answer but a valid one is an error at once. No proxy is used, and no redirect followed.
     """
 
     def __init__(self, url: str, args: RewardArgs):
@@ -36,17 +46,16 @@ class Server:
                 f"--reward {url}: expected http://host:port/path or https://..., without spaces,"
                 " user name or #"
             )
-        self.opener = request.build_opener(request.ProxyHandler({}))
+        self.opener = request.build_opener(request.ProxyHandler({}), StayHere)
 
     def __call__(self, prompts, responses, references, labels, images) -> Columns:
-        encoded = {item: encode_image(item) for item in set().union(*images)}
         question = {
             "queries": [prompt + response for prompt, response in zip(prompts, responses)],
             "prompts": prompts,
             "responses": responses,
             "references": references,
             "labels": labels,
-            "images": [[encoded[item] for item in items] for items in images],
+            "images": encode_images(images),
         }
         return read_answer(self.ask(json.dumps(question).encode()))
 
@@ -58,8 +67,11 @@ class Server:
                 with self.opener.open(asked, timeout=self.timeout) as response:
                     return response.read()
             except HTTPError as error:
-                problem = f"HTTP {error.code}: {error.read()[:500].decode(errors='replace')!r}"
-                if error.code < 500:
+                problem = f"HTTP {error.code}: {error.read(500).decode(errors='replace')!r}"
+                if "Location" in error.headers:
+                    target = urljoin(self.url, error.headers["Location"])
+                    problem = f"HTTP {error.code}, a redirect; is this the address: {target:.200}"
+                if error.code < 500 and error.code not in MAY_PASS:
                     raise UserError(f"the server answered {problem}") from error
             except (OSError, HTTPException) as error:
                 problem = f"{type(error).__name__}: {error}"
@@ -69,6 +81,18 @@ class Server:
                 print(f"--reward {self.url}: {problem}; {tries}", flush=True)
                 time.sleep(pause)
         raise UserError(f"no answer in {RETRIES + 1} tries, at last {problem}")
+
+
+def encode_images(images: list[list]) -> list[list]:
+    """The images of each sample as JSON. One that an earlier sample has, say of the same prompt, is
+    not sent again: {"same_as": [sample, image]} says where it is, by their numbers from 0 on."""
+    places, encoded = {}, []
+    for i, items in enumerate(images):
+        encoded.append([])
+        for k, item in enumerate(items):
+            first = places.setdefault(item, (i, k))
+            encoded[i].append(encode_image(item) if first == (i, k) else {"same_as": first})
+    return encoded
 
 
 def encode_image(item: str | tuple[str, ...]) -> str | list[str]:

@@ -28,6 +28,7 @@ from common import losses
 from common.envs import dialogue, environments
 from common.rewards import judge as judgements, scoring
 from common.distributed import LateError, Workers
+from common.flags import EnvArgs
 from common.model import looks, linear_attention
 from common.model.linear_attention import SlotStates
 from common.data.processor import Processor
@@ -408,6 +409,14 @@ def test_an_environment_may_change_its_row():
         assert (taken["board"], taken["number"], taken["folder"]) == ([[0, 0]], number, "/data")
         taken["board"][0][0] = 1
     assert row.row == {"board": [[0, 0]]}
+
+
+@pytest.mark.parametrize("name", ["reset", "step", "close"])
+def test_an_environment_whose_methods_must_be_awaited_is_refused(tmp_path, name):
+    methods = "".join(f"    {'async ' * (each == name)}def {each}(self, *_):\n        pass\n" for each in ("reset", "step", "close"))
+    (tmp_path / "mine.py").write_text(f"class Mine:\n{methods}")
+    with user_error(f"{name} is async, and nothing awaits it"):
+        environments.load(EnvArgs(env=f"{tmp_path}/mine.py:Mine"), 512)
 
 
 @pytest.mark.parametrize("reward", [{"accuracy": 1.0}, {"reward": 1.0, "style": 0.5}, {"reward": math.nan}, "much", None])

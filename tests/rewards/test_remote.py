@@ -77,7 +77,7 @@ def test_samples_arrive_once_and_in_order(server, workers, batch, requests):
 
 
 def test_pictures_arrive_pixel_identical(server, tmp_path, monkeypatch):
-    """Two samples of one prompt share its pictures: each is encoded once per request."""
+    """Two samples of one prompt share its pictures: each is encoded once per request, and travels once."""
     rng, paths, opened = np.random.default_rng(0), [], []
     for name, mode, size in (("a.png", "RGB", (37, 21)), ("b.jpg", "RGB", (40, 64)), ("c.png", "RGBA", (9, 9)),
                              ("d.png", "L", (5, 8))):
@@ -87,13 +87,25 @@ def test_pictures_arrive_pixel_identical(server, tmp_path, monkeypatch):
     images = [paths[:2], paths[:2], [], paths[2:], [paths[0]], [], []]
     monkeypatch.setattr(vlm_images, "read_image", lambda path: opened.append(path) or read_image(path))
     assert ask(server.url("exact"), images=images, remote_batch=4)[1] == {"pictures": [2.0, 2.0, 0, 2.0, 1.0, 0, 0]}
-    arrived = [open_pictures(pictures) for part in server.batches for pictures in part["images"]]
+    arrived = [open_pictures(pictures, part["images"]) for part in server.batches for pictures in part["images"]]
     for got, expected in zip(arrived, images, strict=True):
         for picture, path in zip(got, expected, strict=True):
             assert picture.format == "PNG"
             assert picture.mode == "RGB"
             assert np.array_equal(np.asarray(picture), np.asarray(read_image(path)))
     assert sorted(opened) == sorted([*paths, paths[0]])
+    shared = json.dumps(server.batches[0]["images"][1])
+    assert shared == '[{"same_as": [0, 0]}, {"same_as": [0, 1]}]'
+
+
+def test_a_picture_of_eight_samples_travels_once(tmp_path):
+    """Also a clip, and a picture that a sample has twice."""
+    Image.effect_noise((50, 50), 50).save(tmp_path / "a.png")
+    picture, clip = str(tmp_path / "a.png"), (str(tmp_path / "a.png"),) * 2
+    first, *others = json.loads(json.dumps(remote.encode_images([[picture, clip, picture]] * 8)))
+    assert first == [first[0], [first[0]] * 2, {"same_as": [0, 0]}]
+    assert np.array_equal(np.asarray(open_pictures(first[:1], [])[0]), np.asarray(read_image(picture)))
+    assert others == [[{"same_as": [0, 0]}, {"same_as": [0, 1]}, {"same_as": [0, 0]}]] * 7
 
 
 def test_text_survives_json(server):
@@ -116,13 +128,13 @@ def test_requests_overlap_as_often_as_asked(server):
 
 
 # ------------------------------------------------------------------------------------------------ asking again
-@pytest.mark.parametrize("failures", [0, 4])
-def test_a_server_that_is_busy_is_asked_again(server, pauses, capsys, failures):
-    assert ask(server.url(f"fail/{failures}"))[0] == [float(i % 3 > 0) for i in range(7)]
+@pytest.mark.parametrize("failures, code", [(0, 503), (4, 503), (2, 408), (3, 429)])
+def test_a_server_that_is_busy_is_asked_again(server, pauses, capsys, failures, code):
+    assert ask(server.url(f"fail/{failures}/{code}"))[0] == [float(i % 3 > 0) for i in range(7)]
     assert server.requests == failures + 1
     assert pauses == [0.5, 1.0, 2.0, 4.0][:failures]
     assert all(batch == server.batches[0] for batch in server.batches)
-    assert capsys.readouterr().out.count("HTTP 503: 'busy with request") == failures
+    assert capsys.readouterr().out.count(f"HTTP {code}: 'busy with request") == failures
 
 
 def test_retries_are_bounded(server, pauses):
@@ -177,6 +189,15 @@ def test_a_broken_answer_is_one_clear_error(server, pauses, kind):
 def test_refusals_are_not_repeated(server, pauses, path, problem):
     with user_error(problem):
         ask(server.url(path))
+    assert server.requests == 1
+    assert pauses == []
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed(server, pauses, code):
+    """A GET of another page would earn 1 here."""
+    with user_error(f"HTTP {code}, a redirect; is this the address: {server.url('get')}"):
+        ask(server.url(f"move/{code}"))
     assert server.requests == 1
     assert pauses == []
 

@@ -275,6 +275,11 @@ def test_load_user_function(tmp_path):
         path.write_text("def six(prompts, responses, references, labels, images, other):\n    return []\n")
         load_source(f"{path}:six")
     (tmp_path / "text.txt").write_text("")
+    path.write_text("async def waits(prompts, responses, *rest):\n    return [1.0] * len(prompts)\n"
+                    "async def yields(prompts, responses, *rest):\n    yield 1.0\nclass Called:\n    __call__ = waits\ncalled = Called()\n")
+    for name in ("waits", "yields", "called"):
+        with value_error("is async, and nothing awaits it: use def"):
+            load_source(f"{path}:{name}")
     for spec in (f"{path}:nothing", f"{path}:three", str(path), f"{tmp_path}/no.py:f", "unknown", "", ":f", "grm", "rm:",
                  f"{tmp_path}/text.txt:f"):
         with value_error("--reward"):
