@@ -93,10 +93,7 @@ def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict]:
     yield start(f"{ranks} ranks, killed", out, ranks, [*flags, "1000"], is_killed=True)
     newest = newest_checkpoint(out)
     last = newest + 2
-    report = start(f"{ranks} ranks, resumed", out, ranks, [*flags, str(last), "--resume", "must"])
-    if f"resuming from {out}/checkpoints/step-{newest}" not in report["tail"]:
-        report["problems"].append(f"it did not resume from step {newest}")
-    yield report
+    yield start(f"{ranks} ranks, resumed", out, ranks, [*flags, str(last), "--resume", "must"], resumes=newest)
     yield load_export(out / "export" / f"step-{last}")
 
 
@@ -116,8 +113,9 @@ def plan_runs(gpus: int) -> list[tuple[str, list[str]]]:
     return runs
 
 
-def start(name: str, out: Path, ranks: int, flags: list[str], is_killed: bool = False) -> dict:
-    """Run train_ppo_vl.py: what was measured, and what is wrong with it. ``is_killed``: after its first checkpoint."""
+def start(name: str, out: Path, ranks: int, flags: list[str], is_killed: bool = False, resumes: int | None = None) -> dict:
+    """Run train_ppo_vl.py: what was measured, and what is wrong with it. ``is_killed``: after its first checkpoint;
+    ``resumes``: from which step it has to go on."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launcher, str(ROOT / "train_ppo_vl.py"), *flags, "--out", str(out)]
     out.mkdir(exist_ok=True)
@@ -140,6 +138,8 @@ def start(name: str, out: Path, ranks: int, flags: list[str], is_killed: bool = 
     records = read_records(path) if path.exists() else []
     steps = [record for record in records if "train/actor_updates" in record]
     text = log.read_text()
+    if resumes is not None and f"resuming from {out}/checkpoints/step-{resumes}" not in text:
+        problems.append(f"it did not resume from step {resumes}")
     problems += judge_steps(steps, LONGEST_GAP["float32" if "compute: float32" in text else "bfloat16"])
     return {"name": name, "command": command, "exit_code": process.returncode, "problems": problems,
             "metrics": steps[-1] if steps else {}, "tail": text[-6000:]}

@@ -67,7 +67,7 @@ def test_kernels_that_fail_alone_are_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: ["varlen fails in: packs"])
     monkeypatch.setattr(smoke, "plan_runs", lambda gpus: [])
     monkeypatch.setattr(smoke, "start", lambda name, *rest, **more: {
-        "name": name, "problems": [], "metrics": {}, "tail": f"resuming from {tmp_path}/out/interrupted/checkpoints/step-0"})
+        "name": name, "problems": [], "metrics": {}})
     monkeypatch.setattr(smoke, "load_export", lambda folder: {"name": "export", "problems": [], "metrics": {}})
     assert smoke.main(words("--out", tmp_path / "out")) == 1
     assert "\nFAIL; " in capsys.readouterr().out
@@ -84,6 +84,15 @@ def test_gpus_that_torch_cannot_use_are_a_failure(tmp_path, monkeypatch, capsys)
     assert smoke.main(words("--out", tmp_path / "out")) == 1
     assert capsys.readouterr().out.endswith("FAIL\n")
     assert not (tmp_path / "out" / "task").exists()
+
+
+def test_a_resumed_run_is_known_by_its_whole_log(tmp_path, monkeypatch):
+    """However much eight ranks print after that line."""
+    (tmp_path / "train_ppo_vl.py").write_text("import sys; print('resuming from', sys.argv[-1] + '/checkpoints/step-2', '.' * 9000)")
+    monkeypatch.setattr(smoke, "ROOT", tmp_path)
+    for step, problems in ((2, []), (4, ["it did not resume from step 4"])):
+        report = smoke.start("resumed", tmp_path / "out", 1, [], resumes=step)
+        assert report["problems"] == [*problems, "no step was recorded"]
 
 
 def test_what_speaks_against_a_run():
