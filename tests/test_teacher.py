@@ -282,6 +282,9 @@ def test_a_hint_before_the_question_follows_the_images():
     row = SimpleNamespace(reference="a cat", row={}, messages=[{"role": "user", "content": content}])
     (message,) = looks.with_hint(row, "It is {answer}. {prompt}")
     assert [part.get("text") for part in message["content"]] == [None, "It is a cat. ", "What is this?"]
+    row.reference = "{prompt}"                                                              # a value's braces are text
+    (message,) = looks.with_hint(row, "{{{answer}}} {prompt}!")
+    assert [part.get("text") for part in message["content"]] == [None, "{{prompt}} ", "What is this?", "!"]
 
 
 @pytest.mark.parametrize("form", ["advantage", "loss"])
@@ -404,6 +407,12 @@ def test_bad_flags(qwen25, task, tmp_path):  # noqa: F811
         ("--teacher_prompt {prompt}{answer}", "--teacher_prompt and --teacher_in loss need a --teacher_model"),
         ("--teacher_in loss", "need a --teacher_model"),
         ("--teacher_model self --teacher_prompt {answer}", "has no {prompt}, the place of the row's prompt"),
+        *((f"--teacher_model self --teacher_prompt {{prompt}}{field}", "braces hold the name of a column and nothing else")
+          for field in ("{answer.x}", "{answer[0]}", "{answer:>2000000000}", "{answer!r}", "{}", "{0}", "{answer:{label}}")),
+        *((f"--teacher_model self --teacher_prompt {{prompt}}{text}", "a brace of the text is written twice")
+          for text in ("{", "}", "{answer", "{answer!}")),
+        *((f"--teacher_model self --teacher_prompt {text}", "has no {prompt}, .* or several")
+          for text in ("{{prompt}}", "{prompt}{prompt}", "{{prompt}}{prompt}")),
         ("--teacher_model self --advantage none --dynamic_sampling 2", "chooses prompts by rewards"),
         ("--teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y", "conversations are scored unchanged"),
         ("--student_images noise:0.3 --env x.py:Y", "conversations are scored unchanged"),

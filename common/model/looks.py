@@ -11,6 +11,8 @@ prompts or images, to be scored like any other.
 
 import functools
 import math
+import re
+import string
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -218,14 +220,14 @@ def read_prompt(prompt: Prompt, processor: Processor, template: str) -> Prompt:
 
 
 def with_hint(prompt: Prompt, template: str) -> list[dict]:
-    """A prompt's messages, the last one wrapped in a Python format string: {prompt} stands for its text,
-    other fields for columns of the row. Raises ValueError: the row lacks one of them."""
-    columns = prompt.row | {"answer": prompt.reference, "prompt": "{prompt}"}
+    """A prompt's messages, the last one wrapped in a template (see `check_template`): {prompt} stands
+    for its text, other names for columns of the row. Raises ValueError: the row lacks one of them."""
+    columns = prompt.row | {"answer": prompt.reference}
+    columns = {name: value for name, value in columns.items() if value is not None}
     try:
-        text = template.format_map({name: columns[name] for name in columns if columns[name] is not None})
+        before, after = (text.format_map(columns) for text in template.split("{prompt}"))
     except KeyError as error:
         raise ValueError(f"--teacher_prompt: no {error}; {columns_of(prompt.row)}") from error
-    before, _, after = text.partition("{prompt}")
     *earlier, last = prompt.messages
     content = last["content"]
     places = [k for k, part in enumerate(content) if part["type"] == "text"]
@@ -327,10 +329,8 @@ def refuse_flags(refuse: Refusals, perception: PerceptionArgs) -> None:
         (values.teacher_prompt or values.teacher_in == "loss") and not teacher,
         "--teacher_prompt and --teacher_in loss need a --teacher_model",
     )
-    refuse(
-        values.teacher_prompt and "{prompt}" not in values.teacher_prompt,
-        f"--teacher_prompt {values.teacher_prompt} has no {{prompt}}, the place of the row's prompt",
-    )
+    if values.teacher_prompt:
+        check_template(values.teacher_prompt)
     refuse(
         idle and values.dynamic_sampling,
         "--dynamic_sampling chooses prompts by rewards, which --advantage none does not use",
@@ -352,3 +352,26 @@ def refuse_flags(refuse: Refusals, perception: PerceptionArgs) -> None:
         idle and values.kl_coef and values.kl_in == "reward",
         "--advantage none, which --reward none implies, needs --kl_in loss for its --kl_coef",
     )
+
+
+def check_template(template: str) -> None:
+    """Raises UserError: no template of --teacher_prompt. It is a Python format string of plain names:
+    a format of its own could ask for gigabytes, and an attribute for more than the row."""
+    try:
+        pieces = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise UserError(
+            f"--teacher_prompt {template}: {error} (a brace of the text is written twice)"
+        ) from error
+    for _, name, form, conversion in pieces:
+        is_plain = name is None or re.fullmatch(r"[^\W\d][^.\[\]]*", name)
+        if form or conversion or not is_plain:
+            raise UserError(
+                f"--teacher_prompt {template}: braces hold the name of a column and nothing else, as in "
+                "{answer} (a brace of the text is written twice)"
+            )
+    names = [name for _, name, *_ in pieces]
+    if not names.count("prompt") == template.count("{prompt}") == 1:
+        raise UserError(
+            f"--teacher_prompt {template} has no {{prompt}}, the place of the row's prompt, or several"
+        )
