@@ -39,7 +39,7 @@ class Game:
         return picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
 
     def reset(self, row: dict) -> list:
-        self.game, self.actions = Grid(), row.get("actions", Grid.actions)
+        self.game, self.actions = Grid(), [str(name) for name in row.get("actions", Grid.actions)]
         if "game" in row:
             import gymnasium
 

@@ -19,5 +19,5 @@ class Look:
         if text.strip() == "look" and not self.looked:
             self.looked = True
             return [Path(self.row["folder"], self.row["hidden"]), self.row["prompt"]], 0.0, False
-        right = float(text.strip() == self.row["answer"])
+        right = float(text.strip() == str(self.row["answer"]))
         return None, {"reward": right, "accuracy": right}, True

@@ -1,11 +1,16 @@
 """Tool calls: JSON between markers, answered by Python methods, until the policy calls none.
 
-`Tools` is what others inherit from; `Calculator` shows how: a public method is a tool.
+`Tools` is what others inherit from, directly or beside further classes with tools; `Calculator`
+shows how: a public method is a tool. Its arguments may be anything that JSON can hold.
 """
 
+import inspect
 import json
 import operator
 import re
+
+
+MISTAKES = ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError
 
 
 class Tools:
@@ -20,7 +25,7 @@ class Tools:
 
     def reward(self, text: str) -> float:
         """What the last turn earns."""
-        return float(text.strip() == self.row["answer"])
+        return float(text.strip() == str(self.row["answer"]))
 
     def step(self, text: str) -> tuple:
         start, end = map(re.escape, self.markers)
@@ -34,10 +39,11 @@ class Tools:
         try:
             asked = json.loads(text)
             name, arguments = asked["name"], asked.get("arguments") or {}
-            if name.startswith("_") or name in vars(Tools) or name not in vars(type(self)):
-                return json.dumps({"error": f"no tool {name!r}"})
-            return json.dumps({"result": getattr(self, name)(**arguments)})
-        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+            is_tool = inspect.isroutine(getattr(type(self), name, None))  # of whatever class
+            if name.startswith("_") or name in {*vars(Tools), "close"} or not is_tool:
+                return json.dumps({"error": f"no tool {name!r:.80}"})
+            return json.dumps({"result": getattr(self, name)(**arguments)}, allow_nan=False)
+        except MISTAKES as error:
             return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
 
@@ -45,6 +51,8 @@ class Calculator(Tools):
     """{"name": "calculate", "arguments": {"a": 3, "operator": "*", "b": 4}}"""
 
     def calculate(self, a: float, operator: str, b: float) -> float:
+        if not {type(a), type(b)} <= {int, float}:  # a text times a large number fills the memory
+            raise TypeError("a and b must be numbers")
         return OPERATORS[operator](a, b)
 
 

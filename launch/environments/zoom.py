@@ -7,7 +7,10 @@ its width and height; any other turn is the answer.
 import re
 from pathlib import Path
 
-from PIL import Image, ImageOps
+from PIL import ImageOps
+
+from common.data.images import read_image
+from common.data.rows import media_list
 
 CALL = re.compile(r"<zoom>\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*</zoom>")
 
@@ -16,16 +19,14 @@ class Zoom:
     """What is asked for, enlarged to the size of the picture's longer side."""
 
     def reset(self, row: dict) -> None:
-        images = row.get("images") or row["image"]
-        first = images[0] if isinstance(images, list) else images
         self.row = row
-        with Image.open(Path(row["folder"], first)) as picture:
-            self.picture = picture.convert("RGB")
+        first = media_list(row)[0]
+        self.picture = read_image(str(Path(row["folder"], first)))  # as the model sees it
 
     def step(self, text: str) -> tuple:
         asked = CALL.search(text)
         if not asked:
-            return None, float(text.strip() == self.row["answer"]), True
+            return None, float(text.strip() == str(self.row["answer"])), True
         corners = zip(asked.groups(), 2 * self.picture.size)
         left, top, right, bottom = (round(min(int(at), 1000) / 1000 * side) for at, side in corners)
         if left >= right or top >= bottom:

@@ -83,6 +83,8 @@ def test_gymnasium_games_are_driven_by_their_own_interface(monkeypatch):
     assert reply.getpixel((0, 0)) == (1, 1, 1)
     assert (reward, done) == (1.0, False)
     assert game.step("left") == (None, 0.0, True)
+    assert game.reset({"seed": 3, "game": "FrozenLake-v1", "actions": [0, 1]})[1] == "Your move: 0, 1."
+    assert game.step("1")[1:] == (1.0, False)
 
 
 def test_tools_are_called_and_their_mistakes_are_told():
@@ -103,6 +105,58 @@ def test_tools_are_called_and_their_mistakes_are_told():
     assert tool.step("13") == (None, 0.0, True)
 
 
+@pytest.mark.parametrize("a, operator, b", [('"x"', "*", "300000000"), ("[1]", "*", "3"), ('"1"', "+", '"2"'), ("true", "+", "1"),
+                                            ("1e308", "*", "10"), ("NaN", "+", "1"), ("9" * 3000, "*", "9" * 3000)])
+def test_a_calculator_takes_and_gives_numbers(a, operator, b):
+    tool = program("tools").Calculator()
+    arguments = f'{{"a": {a}, "operator": "{operator}", "b": {b}}}'
+    reply, *_ = tool.step(f'<tool_call>{{"name": "calculate", "arguments": {arguments}}}</tool_call>')
+    assert list(json.loads(reply)) == ["error"]
+    assert len(reply) < 200
+
+
+def test_tools_are_methods_of_any_class_but_no_part_of_the_environment():
+    module = program("tools")
+
+    class Shout:
+        def shout(self, text: str) -> str:
+            return text.upper()
+
+        def close(self) -> None:
+            raise AssertionError
+
+    class Mine(Shout, module.Calculator):
+        limit, Answer = 3, dict
+
+        @staticmethod
+        def three() -> int:
+            return 3
+
+        def reset(self, row: dict) -> None:
+            super().reset(row)
+
+    tool = Mine()
+    tool.reset({"answer": 1e-05})
+    calls = {'"shout", "arguments": {"text": "a"}': "A", '"three"': 3, '"calculate", "arguments": {"a": 1, "operator": "-", "b": 2}': -1}
+    for call, result in calls.items():
+        assert tool.step(f'<tool_call>{{"name": {call}}}</tool_call>')[0] == json.dumps({"result": result})
+    for name in ('"close"', '"reset"', '"limit"', '"Answer"', '"reward"', '"step"', "5", '["three"]', '"' + 5000 * "x" + '"',
+                 '"three", "arguments": ' + 2000 * "["):
+        reply, reward, done = tool.step(f'<tool_call>{{"name": {name}}}</tool_call>')
+        assert list(json.loads(reply)) == ["error"]
+        assert (len(reply) < 200, reward, done) == (True, 0.0, False)
+    assert tool.step("1e-05") == (None, 1.0, True)
+
+
+def test_the_example_of_the_page_takes_numbers_for_answers(tmp_path):
+    page = (ROOT / "launch" / "README.md").read_text()
+    (tmp_path / "my_env.py").write_text(page.partition("# my_env.py")[2].partition("```")[0].partition("\n")[2])
+    look = program("my_env", tmp_path).Look()
+    look.reset({"folder": "/data", "hidden": "a.png", "answer": 12})
+    assert look.step("look") == ([Path("/data/a.png"), "And now?"], -0.05, False)
+    assert look.step("12") == (None, {"reward": 1.0, "accuracy": 1.0}, True)
+
+
 def test_zoom_shows_what_was_asked_for(tmp_path):
     picture = Image.new("RGB", (80, 40), "white")
     picture.paste("red", (40, 0, 60, 20))
@@ -114,6 +168,14 @@ def test_zoom_shows_what_was_asked_for(tmp_path):
     assert (reward, done) == (0.0, False)
     assert isinstance(zoom.step("<zoom>700,0,100,10</zoom>")[0], str)
     assert zoom.step("red") == (None, 1.0, True)
+    zoom.reset({"folder": str(tmp_path), "image": "a.png", "answer": 12})
+    assert zoom.step("12 ") == (None, 1.0, True)
+    exif = Image.Exif()
+    exif[0x0112] = 6                                     # turned by a quarter: the model sees 40 x 80, red below on the left
+    picture.save(tmp_path / "turned.jpg", exif=exif, quality=100)
+    zoom.reset({"folder": str(tmp_path), "images": "turned.jpg", "answer": "red"})
+    (crop,), *_ = zoom.step("<zoom>550, 550, 950, 700</zoom>")
+    assert [abs(a - b) < 8 for a, b in zip(crop.getpixel((9, 9)), (255, 0, 0))] == [True] * 3
 
 
 def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
@@ -136,6 +198,8 @@ def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
     assert look.step("look") == (None, {"reward": 0.0, "accuracy": 0.0}, True)
     look.reset(row)
     assert look.step(row["answer"]) == (None, {"reward": 1.0, "accuracy": 1.0}, True)
+    look.reset(row | {"answer": 12})
+    assert look.step("12") == (None, {"reward": 1.0, "accuracy": 1.0}, True)
     env = start(tmp_path / "look" / "model", tmp_path / "look" / "train.jsonl", "--env",
                 f"{FOLDER / 'hidden_picture.py'}:Look", "--max_reply_tokens 40")
     answering = environments.load(env.args.env, 512)
