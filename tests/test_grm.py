@@ -127,7 +127,7 @@ def test_labels_are_the_answer_and_its_end(env):
     """Token by token on the Qwen template: the conversation as rendered whole, its labels between header and template tail."""
     tokenizer, end = env.processor.tokenizer, env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
     examples = [example for question in env.rows.train for example in question.examples]
-    assert judgements.answer_frame(env.processor)[1:] == ("", end)
+    assert judgements.answer_frame(env.processor)[1:] == ("", end, "<|im_end|>\n")
     for example in examples:
         chat = [*example.prompt.messages, {"role": "assistant", "content": example.text}]
         whole = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
@@ -153,7 +153,7 @@ def test_labels_on_the_llava_template(qwen25):
     processor = Processor(qwen25)
     processor.tokenizer.chat_template = LLAVA
     frame = judgements.answer_frame(processor)
-    assert frame[1:] == (" ", processor.tokenizer.eos_token_id)
+    assert frame[1:] == (" ", processor.tokenizer.eos_token_id, " ")
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
     text, ids, _ = processor.encode(messages, ((1, 4, 4),))
     target = judgements.encode_target(processor, frame, "a circle")

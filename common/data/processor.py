@@ -297,6 +297,7 @@ class AnswerFrame(NamedTuple):
     head: str  # a question, up to where generation begins
     before: str  # between there and the answer (LLaVA: a space)
     end: int  # the end token after it; that of the tokenizer if the template writes none
+    after: str  # all that it writes after it (ChatML: an end token and a newline)
 
 
 def answer_frame(processor: Processor) -> AnswerFrame:
@@ -308,4 +309,4 @@ def answer_frame(processor: Processor) -> AnswerFrame:
     before, _, tail = processor.render(chat).partition(answer)
     after = tokenizer.encode(tail.strip(), add_special_tokens=False)
     ends = [i for i in after if i in tokenizer.added_tokens_decoder] + [tokenizer.eos_token_id]
-    return AnswerFrame(head, before.partition(head)[2], ends[0])
+    return AnswerFrame(head, before.partition(head)[2], ends[0], tail)

@@ -531,6 +531,13 @@ def row_record(row: Prompt) -> dict:
 def encode_target(processor: Processor, frame: AnswerFrame, text: str) -> Tensor:
     """(n,) label tokens of an answer: its own, as generation would see them, and the end token.
     Raises ValueError: a special token in the text."""
+    ids = processor.ids_behind(frame.head, answer_text(processor, frame, text))
+    return torch.cat([ids, torch.tensor([frame.end])])
+
+
+def answer_text(processor: Processor, frame: AnswerFrame, text: str) -> str:
+    """An answer, and what the template writes before it. Raises ValueError: a special token in the
+    text."""
     typed = [token for token in processor.reserved_tokens if token in text]
     if typed:
         raise ValueError(f"special token {typed[0]} in the target")
@@ -541,8 +548,7 @@ def encode_target(processor: Processor, frame: AnswerFrame, text: str) -> Tensor
             text = text.removeprefix("<think>").lstrip("\n")
     elif opens_thought(frame.head + before):  # R1's distills: there is no thought to learn
         before += "\n</think>\n\n"
-    ids = processor.ids_behind(frame.head, before + text)
-    return torch.cat([ids, torch.tensor([frame.end])])
+    return before + text
 
 
 def encode_verdicts(processor: Processor, verdicts: list[str]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
     build        the models that --reward names, on meta, and how they are asked
     JudgeModel   what a judge says of responses
-    ScalarModel  what a value head says at their end tokens
+    ScalarModel  what a value head says behind them
 
 Every rank has all responses, and all ranks together ask a model about them.
 """
@@ -42,7 +42,7 @@ from common.rewards.functions import Scored, Source
 from common.rewards.judge import (
     JudgeSettings,
     ORDERS,
-    encode_target,
+    answer_text,
     encode_verdicts,
     judge_prompt,
     read_rubric,
@@ -413,15 +413,20 @@ def list_games(indices: list[int], opponents: int) -> list[tuple[int, int]]:
 
 @dataclass
 class ScalarModel(RewardModel):
-    """A scalar reward model: what its head says at the end token of a response."""
+    """A scalar reward model: what its head says at the end of the chat as the template writes it, where
+    AutoModelForSequenceClassification reads it: at the last token that is not the padding."""
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
         frame = answer_frame(self.processor)
+        padding = self.processor.config.get_text_config().pad_token_id
         targets = {}  # by prompt
         for index, _, text, _ in answers:
-            target = encode_target(self.processor, frame, self.without_markup(text))
-            # Values stand at the rows that predict a token: one more, for the row of the end token.
-            targets.setdefault(index, []).append(torch.cat([target, target[-1:]]))
+            rest = answer_text(self.processor, frame, self.without_markup(text)) + frame.after
+            target = self.processor.ids_behind(frame.head, rest).tolist()
+            while target and target[-1] == padding:
+                target.pop()
+            # Values stand at the rows that predict a token: one more, for the row of the last.
+            targets.setdefault(index, []).append(torch.tensor([*target, frame.end]))
         prompts, about = [], [(index, None) for index in targets]
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
             for index in targets:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (ROUNDING, build_rewards, inputs_of, read_json, responses_of, rounding, save_weights, seeded, start,
+from conftest import (ROUNDING, build_rewards, inputs_of, read_json, rounding, save_weights, seeded, start,
                       take, user_error, value_error, words, write_checkpoint, write_judge, write_rows)
 from safetensors.torch import load_file
 from test_families import write_family
@@ -229,7 +229,7 @@ def test_a_critique_that_parses_earns_its_verdict(qwen25, picture_rows, judges, 
 
 @pytest.mark.parametrize("key", ["score.weight", "value_head.weight"])
 def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key):
-    """The head on the last hidden state at the response's end token, as AutoModelForSequenceClassification pools. Equal
+    """The head on the last hidden state at the end of the chat, as AutoModelForSequenceClassification pools. Equal
     responses to a prompt are asked about once: by rounding alone, dynamic sampling took a dull prompt for a useful one."""
     folder = tmp_path / "rm"
     model = AutoModelForImageTextToText.from_pretrained(qwen25)
@@ -248,7 +248,7 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     expected = []
     for group, text in zip(batch.prompt_index.tolist(), texts):
         prompt = env.prompts[group]
-        tail = env.processor.tokenizer.encode(text.replace("<image>", " ") + "<|im_end|>", add_special_tokens=False)
+        tail = env.processor.tokenizer.encode(text.replace("<image>", " ") + "<|im_end|>\n", add_special_tokens=False)
         inputs = inputs_of(prompt, torch.tensor(tail), env.processor)
         with torch.no_grad():
             hidden = model(**inputs, output_hidden_states=True).hidden_states[-1]
@@ -515,29 +515,43 @@ def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
     assert asked["trained_on"] == ["correct"]
 
 
-def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
-    """A folder as AutoModelForSequenceClassification writes it: the score is the one that class computes."""
+ENDING = "{%- if add_generation_prompt -%}<|im_start|>assistant{{ '\\n' }}{%- endif -%}"
+
+
+@pytest.mark.parametrize("newline, padding", [(True, None), (True, "<|endoftext|>"), (False, "<|im_end|>"), (True, "\n")])
+def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path, newline, padding):
+    """A folder as AutoModelForSequenceClassification writes it: the score is the one that class computes from the rendered
+    chat. That is read at the newline of Qwen's templates, and elsewhere where the template ends in padding."""
     write_family("qwen2", tmp_path / "base", picture_rows)
-    config = AutoConfig.from_pretrained(tmp_path / "base", num_labels=1)
+    template = Path(tmp_path / "base" / "chat_template.jinja")
+    text = template.read_text().replace("<|im_start|>assistant{{ '\\n' }}", ENDING)
+    text = text if newline else text.replace("<|im_end|>{{ '\\n' }}", "<|im_end|>")
+    assert ENDING in text
+    template.write_text(text)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    padding = tokenizer.encode(padding, add_special_tokens=False)[0] if padding else None
+    config = AutoConfig.from_pretrained(tmp_path / "base", num_labels=1, pad_token_id=padding)
     torch.manual_seed(3)
     model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
     model.save_pretrained(tmp_path / "rm")
-    for path in [*(tmp_path / "base").glob("*token*"), *(tmp_path / "base").glob("*.jinja")]:
+    for path in [*(tmp_path / "base").glob("*token*"), template]:
         shutil.copy(path, tmp_path / "rm")
     env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", "--advantage grpo --reward",
                 f"rm:{tmp_path / 'rm'}")
     reward = scoring.load(env.args.reward)
     build(env, reward)
-    tokenizer = env.processor.tokenizer
-    end = answer_end(env.processor)
+    answers, end = (["a circle", "3"], ["no idea"]), answer_end(env.processor)
     batch = take(env, 2).with_targets([[torch.tensor([*tokenizer.encode(text, add_special_tokens=False), end]) for text in texts]
-                          for texts in (["a circle", "3"], ["no idea"])])
+                                       for texts in answers])
     scored = score(env, reward, batch)
     expected = []
-    for group, tokens in responses_of(batch):
-        model.config.pad_token_id = -1                                                           # pools the last token
-        with torch.no_grad():
-            expected.append(float(model(torch.cat([env.prompts[group].input_ids, tokens])[None]).logits))
+    for prompt, texts in zip(env.prompts, answers):
+        for text in texts:
+            question = judgements.user_text(prompt.messages)
+            chat = [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
+            with torch.no_grad():
+                inputs = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)
+                expected.append(float(model(**inputs).logits))
     assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
     assert len(set(expected)) == 3
 
