@@ -1,7 +1,6 @@
 """launch/reward_math.py: math-verify judges answers, in reward threads and whatever a model writes."""
 
 import os
-import sys
 import time
 
 import extra_packages
@@ -114,7 +113,7 @@ def test_the_format_is_thoughts_and_then_a_box(score):
 
 
 def test_a_worker_that_fails_is_an_error(score, monkeypatch):
-    module = sys.modules["reward_reward_math"]
-    monkeypatch.setattr(module, "__file__", str(ROOT / "launch" / "none.py"))
+    function = load_source(f"{PATH}:score").function
+    monkeypatch.setitem(function.__globals__, "__file__", str(ROOT / "launch" / "none.py"))
     with pytest.raises(RuntimeError, match="none.py"):
-        module.score([""], [r"\boxed{2}"], ["2"], [None], [[]])
+        function([""], [r"\boxed{2}"], ["2"], [None], [[]])
