@@ -437,8 +437,8 @@ class UpdateArgs:
     sampler_gap_limit: float = flag(
         -1.0,
         "largest train/sampler_gap, the mean difference between the log-probs of sampler and "
-        "training: above it, the first step ends the run, and later ones warn; -1: 0.1, in float32 "
-        "0.001; 0: off",
+        "training: above it, the first step or --eval_only ends the run, and later steps warn; -1: "
+        "0.1, in float32 0.001; 0: off",
         low=-1,
     )
     ema_beta: float = flag(
@@ -1748,6 +1748,8 @@ def evaluate(
             prompts = loader.take(least=0)
             dropped += len(prompts.dropped)
             batch = rollout(actor, prompts, sampling, count)
+            if args.run.eval_only and len(batch) and not records:  # no update will compare them
+                require_same_policy(actor, batch, args)
             reward.score(batch, actor.processor)
             if "critic" in trainables and len(batch):  # all its prompts may be dropped
                 value_pairs.append(
@@ -1962,23 +1964,38 @@ def report(
 def check_sampler(log: logging.RunLogger, state: TrainState, actor: Policy, args: Args) -> None:
     """Compare the sampler's log-probs with those of training. A gap beyond rounding raises a
     UserError on every rank after the first update of this process, and is only warned about later."""
+    problem = sampler_problem(state.metrics.get("train/sampler_gap", 0.0), actor, args)
+    if not problem:
+        return
+    problem = f"step {state.step}: train/sampler_gap {problem}"
+    if state.step == 1 + max(log.first_step, args.update.critic_warmup_steps):
+        raise UserError(problem)
+    log.line(f"warning: {problem}")
+
+
+def require_same_policy(actor: Policy, batch: Batch, args: Args) -> None:
+    """Raises UserError on every rank: the sampler's log-probs are not those of a forward pass."""
+    gap = (compute_logprobs(actor, batch) - batch.logprobs).abs().mean()
+    problem = sampler_problem(float(gap), actor, args)
+    if problem:
+        raise UserError(f"evaluation: the sampler gap {problem}")
+
+
+def sampler_problem(gap: float, actor: Policy, args: Args) -> str:
+    """What is wrong if the log-probs of sampler and forward pass differ by ``gap``; "" if that is
+    rounding."""
     limit = args.update.sampler_gap_limit
     if limit < 0:
         # Rounding makes 1e-7 to 1e-5 nats in float32 and 0.01 to 0.03 in bfloat16; a kernel that
         # reads one wrong key makes 0.5 or more.
         limit = 1e-3 if actor.model.setup.dtype == torch.float32 else 0.1
-    gap = state.metrics.get("train/sampler_gap", 0.0)
     if not limit or gap <= limit:
-        return
-    problem = (
-        f"step {state.step}: train/sampler_gap {gap:.3g} is above {limit:g}: the log-probs that the "
-        "sampler recorded differ from those that the update computes for the same tokens, so the "
-        "sampling policy is not the policy being trained. Try --attention sdpa or --cuda_graphs "
-        "off; --sampler_gap_limit changes the limit (0: none)"
+        return ""
+    return (
+        f"{gap:.3g} is above {limit:g}: the log-probs that the sampler recorded differ from those "
+        "that a forward pass computes for the same tokens, so it does not sample from this model. "
+        "Try --attention sdpa or --cuda_graphs off; --sampler_gap_limit changes the limit (0: none)"
     )
-    if state.step == 1 + max(log.first_step, args.update.critic_warmup_steps):
-        raise UserError(problem)
-    log.line(f"warning: {problem}")
 
 
 def performance(

@@ -45,6 +45,18 @@ def test_the_limit_can_be_moved(qwen25, task, tmp_path, sampler, capsys, limit):
     assert "sampler_gap" not in capsys.readouterr().out
 
 
+def test_an_evaluation_alone_compares_its_sampler(qwen25, task, tmp_path, sampler):  # noqa: F811
+    """Its first rollout, with the same limit: no update would."""
+    def evaluate(name: str, *more: str):
+        return ppo.main(flags(qwen25, task, tmp_path / name, "--eval_data", task / "eval.jsonl", "--eval_only", *more))
+
+    assert evaluate("right")["eval/num_samples"] == 7
+    sampler[0] = 2.5
+    with user_error("evaluation: the sampler gap 0.* is above 0.001.*--attention sdpa"):
+        evaluate("off")
+    assert evaluate("unlimited", "--sampler_gap_limit 0")["eval/num_samples"] == 7
+
+
 def test_later_it_is_a_warning(qwen25, task, tmp_path, sampler, capsys, monkeypatch):  # noqa: F811
     """After --critic_warmup_steps steps without an update of the actor, the first of which is checked all the same."""
     advance = ppo.advance
