@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Rules that the authors keep and a fork need not: how much a reader has to carry. Prints what breaks them.
+
+Sizes are counted in expressions (`ast.expr` nodes), which do not change when lines are broken elsewhere."""
+
+import ast
+import sys
+from pathlib import Path
+from typing import Iterator
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from test_architecture import FILES, PACKAGES, SCRIPTS, branches_of, imported, package_of, trees  # noqa: E402
+
+# Most expressions of the whole, of each script, of any other file.
+SIZES = {"product": 54_800, "train_ppo_vl.py": 8_750, "train_grm_vl.py": 2_650, "file": 2_600}
+FLOORS = 10  # modules that import each other in a row, the script among them
+MAIN_LINES, FUNCTION_LINES, LINE = 65, 50, 110
+FORMULAS = ("losses", "logprobs", "attention", "linear_attention")  # whose signatures follow papers and kernels
+NAMES = {"found", "own", "said", "kept", "shown", "given"}  # of a variable, they do not tell what it holds
+TOP = {*SCRIPTS, "common", "launch", "tests", "requirements.txt", "README.md"}
+MADE = {"toy", "toy_describe", "runs", "real", "__pycache__"}  # by commands; not tracked
+
+Problems = Iterator[str]
+
+
+def sizes(modules: dict[str, ast.Module]) -> Problems:
+    counts = {name: sum(isinstance(node, ast.expr) for node in ast.walk(tree)) for name, tree in modules.items()}
+    for name, count in {"product": sum(counts.values()), **counts}.items():
+        limit = SIZES.get(name) or SIZES.get(f"{name}.py", SIZES["file"])
+        if count > limit:
+            yield f"{name}: {count} expressions, at most {limit}"
+
+
+def functions(modules: dict[str, ast.Module]) -> Problems:
+    for module, tree in modules.items():
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            names = {a.arg for a in (*function.args.args, *function.args.kwonlyargs)} - {"self", "cls"}
+            measured = {
+                "lines": (function.end_lineno - function.lineno + 1, MAIN_LINES if function.name == "main" else FUNCTION_LINES),
+                "branches": (branches_of(function), 15),
+                "parameters": (len(names), 9 if module.rpartition(".")[2] in FORMULAS else 6),
+            }
+            for what, (count, limit) in measured.items():
+                if count > limit:
+                    yield f"{module}.{function.name}: {count} {what}, at most {limit}"
+
+
+def packages(modules: dict[str, ast.Module]) -> Problems:
+    unlisted = {package_of(module) for module in modules} - {""} ^ PACKAGES.keys()
+    if unlisted:
+        yield f"TABLE of tests/test_architecture.py: {', '.join(sorted(unlisted))} is there or here, not both"
+    before: set[str] = set()
+    for package, imports in PACKAGES.items():
+        if imports - before:
+            yield f"TABLE of tests/test_architecture.py: {package} comes before {', '.join(imports - before)}"
+        before.add(package)
+    arrows = {module: imported(module, tree) & modules.keys() for module, tree in modules.items()}
+    floors: dict[str, int] = {}
+
+    def floor(module: str) -> int:
+        if module not in floors:
+            floors[module] = 1 + max(map(floor, arrows[module]), default=0)
+        return floors[module]
+
+    highest = max(modules.keys() - {"launch.plan"}, key=floor)
+    if floors[highest] > FLOORS:
+        yield f"{highest}: {floors[highest]} modules import each other in a row, at most {FLOORS}"
+
+
+def lines() -> Problems:
+    for path in FILES:
+        count = sum(len(line) > LINE for line in path.read_text(encoding="utf-8").splitlines())
+        if count:
+            yield f"{path.relative_to(ROOT)}: {count} lines of more than {LINE} characters"
+
+
+def variables() -> Problems:
+    """Tests and tools too."""
+    for path in [*FILES, *(ROOT / "launch").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
+            if name in NAMES:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: {name} does not tell what it holds"
+
+
+def top_level() -> Problems:
+    for path in ROOT.iterdir():
+        if path.name not in TOP | MADE and not path.name.startswith((".", "toy.")):  # toy.*: being made
+            yield f"{path.name}: not at the top, where {', '.join(sorted(TOP))} are"
+
+
+if __name__ == "__main__":
+    modules = trees()
+    problems = [*sizes(modules), *functions(modules), *packages(modules), *lines(), *variables(), *top_level()]
+    print("\n".join(problems) or "all rules are kept")
+    sys.exit(bool(problems))
