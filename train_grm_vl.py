@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY)
     rows.settings.held_out = newest_evaluation(args.run.out, state.step)
     if args.run.export_only:
-        return checkpoints.export_now(trained, rows.processor)
+        return checkpoints.export_now({"export": trained}, rows.processor)
     log = open_log(args, rows, state.step)
     last = args.optim.steps
     if not args.run.eval_only:  # an evaluation has nothing to save
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
                 break
             if logging.evaluation_due(state, args, rows) and not log.has_evaluation(step):
                 evaluate(judge, rows, state, log, args)
-            checkpoints.export_if_due(step, last, trained, rows.processor)
+            checkpoints.export_if_due(step, last, {"export": trained}, rows.processor)
             # a signal may have come meanwhile
             if step == last or args.run.eval_only or checkpoints.saved_to_stop(step, last):
                 break

@@ -88,11 +88,12 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     models = load_models(args, modules, ranks)
 
     trainables = make_trainables(args, models)
+    exports = exported_models(args, trainables)
     state = TrainState(args.algorithm.kl_coef)
     # also what it will save
     checkpoints.resume(state, trainables, run_flags(args, rows), IDENTITY, resolve_flags)
     if args.run.export_only:
-        return checkpoints.export_now(trainables["actor"], rows.processor)
+        return checkpoints.export_now(exports, rows.processor)
     log = open_log(args, rows, state.step)
     sampling = replace(Sampling.of(args, rows.processor, ranks.device), environment=environment)
     if not args.run.eval_only:  # an evaluation has nothing to save
@@ -110,7 +111,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
                 metrics, records, cards = evaluate(trainables, reward, rows, sampling, state, args)
                 metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, step, args)
                 report_evaluation(log, metrics, records, cards, state)
-            checkpoints.export_if_due(step, last, trainables["actor"], rows.processor)
+            checkpoints.export_if_due(step, last, exports, rows.processor)
             # a signal may have come meanwhile
             if step == last or args.run.eval_only or checkpoints.saved_to_stop(step, last):
                 break
@@ -338,6 +339,9 @@ class AlgorithmArgs:
         "model folder of the critic, with its value head if it has one; empty: the actor's",
         paths=True,
     )
+    export_critic: bool = flag(
+        False, "export the critic as well, to <out>/export_critic: a --critic_model of other runs"
+    )
     reference_model: str = flag(
         "",
         "model folder of the frozen reference, loaded only with --kl_coef; empty: the actor's",
@@ -549,6 +553,7 @@ class Args:
 # these flags have no effect without a critic
 OF_CRITIC = {
     "critic_model",
+    "export_critic",
     "critic_lr",
     "critic_epochs",
     "critic_warmup_steps",
@@ -1152,6 +1157,16 @@ def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable | nn
     for part in trainables.values():
         fsdp.put_away(part, update.offload)
     return trainables
+
+
+def exported_models(
+    args: Args, trainables: dict[str, fsdp.Trainable | nn.Module]
+) -> dict[str, fsdp.Trainable]:
+    """The models to export, by their folders in --out."""
+    exports = {"export": trainables["actor"]}
+    if args.algorithm.export_critic and "critic" in trainables:
+        exports["export_critic"] = trainables["critic"]
+    return exports
 
 
 # -------------------------------------------------------------------------------------------------

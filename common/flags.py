@@ -252,6 +252,7 @@ FOREIGN_NAMES = {
     # model
     "model": "model_name_or_path model_path pretrain path",
     "critic_model": "critic_pretrain init_critic_from",
+    "export_critic": "save_value_network",
     "reference_model": "ref_model",
     "dtype": "torch_dtype bf16 fp16 param_dtype",
     "attention": "attn_implementation flash_attn",

@@ -20,6 +20,7 @@ from typing import Callable, Container
 
 import torch.distributed as dist
 
+from common.data.processor import Processor
 from common.distributed import (
     UserError,
     from_main,
@@ -452,31 +453,38 @@ class Checkpoints:
     # Exports
     # ---------------------------------------------------------------------------------------------
 
-    def export_if_due(self, step: int, last: int, trained: Trainable, processor) -> None:
+    def export_if_due(
+        self, step: int, last: int, exports: dict[str, Trainable], processor: Processor
+    ) -> None:
         """Export the weights after ``step`` steps if --export_every says so. Raises UserError if
         the last export fails; earlier ones only warn."""
         if not self.read_only and due(step, self.args.export_every, last):
-            self.export(step, trained, processor, must=step == last)
+            self.export(step, exports, processor, must=step == last)
 
-    def export_now(self, trained: Trainable, processor) -> Metrics:
+    def export_now(self, exports: dict[str, Trainable], processor: Processor) -> Metrics:
         """Export the weights of the checkpoint that was resumed from, for --export_only. Returns
         the metrics of its step. Raises UserError if that fails."""
         step = self.first_step
-        self.export(step, trained, processor, must=True)
+        self.export(step, exports, processor, must=True)
         if is_main():
-            print(f"exported to {self.out}/export/step-{step}", flush=True)
+            for place in exports:
+                print(f"exported to {self.out}/{place}/step-{step}", flush=True)
         return self.state.metrics
 
-    def export(self, step: int, trained: Trainable, processor, must: bool) -> None:
-        """Write <out>/export/step-N and, with an average of the weights, <out>/export_ema/step-N.
-        What cannot be written is an error if it ``must``, else a warning."""
-        places = {"export": nullcontext()}
-        if trained.ema_beta:
-            places["export_ema"] = trained.averaged()
-        for place, swapped in places.items():
+    def export(
+        self, step: int, exports: dict[str, Trainable], processor: Processor, must: bool
+    ) -> None:
+        """Write models to <out>/PLACE/step-N, by their places, and averages of their weights to
+        <out>/PLACE_ema/step-N. What cannot be written is an error if it ``must``, else a warning."""
+        places = []
+        for place, trained in exports.items():
+            places.append((place, trained.module, nullcontext()))
+            if trained.ema_beta:
+                places.append((f"{place}_ema", trained.module, trained.averaged()))
+        for place, module, swapped in places:
             folder = self.out / place / f"step-{step}"
             with swapped:
-                problem = weights.export(trained.module, processor, folder)
+                problem = weights.export(module, processor, folder)
             if problem and must:
                 raise UserError(
                     f"the weights were not exported to {folder}: {problem}. Once that is fixed, "

@@ -26,6 +26,7 @@ import torch
 from conftest import (ROOT, assert_same_records, read_json, read_rows, reproducible, rounding, same_tensors, save_weights,
                       start, user_error, words, write_image, write_rows)
 from safetensors.torch import load_file, save_file
+from test_training import weights_of
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
@@ -1131,6 +1132,21 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
     save_weights(critic, weights | {name: weights[name] + 1})
     with user_error("its vision tower differs from that of"):
         start(qwen25, picture_rows, "--critic_model", critic)
+
+
+@pytest.mark.parametrize("more, later", [("", "--export_only"), ("--train_vision", "")])
+def test_an_exported_critic_starts_another_run(flags, out, qwen25, picture_rows, more, later):
+    """Bit by bit, with its value head; a run may also be asked for it once it has ended."""
+    train(flags(out, f"--critic_lr 1e-2 {more} {'' if later else '--export_critic'}"))
+    if later:
+        assert not (out / "export_critic").exists()
+        train(words(later, "--export_critic --out", out))
+    saved = load_file(shard(out / "checkpoints" / "step-2"))
+    env = start(qwen25, picture_rows, "--critic_model", out / "export_critic" / "latest", *more.split())
+    weights = {f"critic.model.{name}": value for name, value in weights_of(env.critic).items()}
+    trained = {name: value for name, value in saved.items() if name.startswith("critic.model.")}
+    assert trained["critic.model.value_head.weight"].any()
+    assert same_tensors(trained, {name: weights[name] for name in trained})
 
 
 # ----------------------------------------------------------------------------- what is kept, how it is written
