@@ -4,7 +4,8 @@
     python launch/plan.py grm --gpus 8 -- --model Qwen/Qwen2.5-VL-7B-Instruct --data b.jsonl
 
 After -- stand the flags of the run itself. Its rows are checked, and of a hub name only the small
-files are fetched. Exit code 2: it does not fit.
+files are fetched. Exit code 2: it does not fit; a
+run ends only where weights, gradients, optimizer states and one sample do not, and else warns.
 """
 
 import sys
@@ -39,11 +40,10 @@ def main(argv: list[str] | None = None) -> None:
 
     plan_script = plan_ppo if options.script == "ppo" else plan_grm
     plan = plan_script(argv[cut + 1 :], options.gpus)
-    args = plan.args.model
-    tokens, recompute = args.max_tokens_per_pack, args.gradient_checkpointing != "off"
+    tokens, recompute = plan.setting
     print(f"{options.gpus} GPUs, {plan.shards} shards, packs of {tokens} tokens:")
     print(*memory_table(plan.phases(tokens, recompute)), sep="\n", flush=True)
-    print(budget.require_fit(plan, options.gib))
+    print(budget.require_fit(plan, options.gib, budget.total))
     print(budget.fastest(plan, tokens, options.gib))
     if options.script == "ppo":
         print(f"room for {plan.slots(options.gib)} samples that decode together", flush=True)

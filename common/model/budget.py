@@ -2,15 +2,16 @@
 
     policy_plan, judge_plan   what the steps of either script need: `MemoryPlan.phases`
     fastest                   the fastest setting that fits
-    fit                       refuses what does not, on a GPU, before a weight is read; names
-                              sequences that are longer than a model was made for
+    fit                       on a GPU, before a weight is read: refuses what cannot fit, warns of
+                              what may not; names sequences that are longer than a model was made
+                              for
 
 The formulas of each part are in `common.model.memory`; launch/plan.py prints them as a table.
 """
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable
 
 import torch
 import torch.nn as nn
@@ -26,6 +27,9 @@ GIB = 2**30
 RESERVED = 2 * GIB  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
 PACK_UNIT = 256  # tokens; the sizes of packs that are suggested are multiples of it
 SPARE = 0.08  # of a GPU, for what the formulas do not know
+
+# how the names of parts end that are no estimates
+CERTAIN = ("weights", "Adam", "average", "gradient shards", "KV cache")
 
 Parts = dict[str, float]  # bytes on a GPU by part
 
@@ -57,6 +61,12 @@ class MemoryPlan:
         self.trained = [role for role, part in self.held if part == "Adam"]
         self.asked: list[str] = []  # frozen roles that an update asks
         self.fixed: dict[str, Parts] = {}  # phases that no pack changes
+
+    @property
+    def setting(self) -> tuple[int, bool]:
+        """Tokens of a pack, and whether layers are recomputed, as the flags say."""
+        args = self.args.model
+        return args.max_tokens_per_pack, args.gradient_checkpointing != "off"
 
     def phases(self, tokens: int, recompute: bool) -> dict[str, Parts]:
         """With updates by packs of so many tokens."""
@@ -103,9 +113,11 @@ class MemoryPlan:
         """All weights gathered, and a cache for so many sequences of so many tokens."""
         module = self.models[role]
         root, _, layers = memory.gathered_bytes(module)
+        slot = memory.slot_bytes(module, length)
         return self.resident(*busy) | {
             "gathered weights": root + layers,
-            "KV cache": slots * memory.slot_bytes(module, length),
+            "KV cache": slot,  # of one sequence, the least that a run can do with
+            "further slots": (slots - 1) * slot,
             "forward": memory.forward_bytes(module, slots),
         }
 
@@ -180,16 +192,22 @@ def total(parts: Parts) -> float:
     return sum(parts.values())
 
 
+def certain(parts: Parts) -> float:
+    """Bytes that are no estimate: weights, gradients, optimizer states and one slot of a cache."""
+    return sum(size for part, size in parts.items() if part.endswith(CERTAIN))
+
+
 # -------------------------------------------------------------------------------------------------
 # Whether it fits
 # -------------------------------------------------------------------------------------------------
 
 
-def peak_of(plan: MemoryPlan, tokens: int, recompute: bool) -> tuple[float, str]:
-    """GiB of the largest phase, and its name."""
-    sizes = {name: total(parts) for name, parts in plan.phases(tokens, recompute).items()}
-    name = max(sizes, key=sizes.get)
-    return sizes[name] / GIB, name
+def peak_of(
+    plan: MemoryPlan, tokens: int, recompute: bool, size: Callable = total
+) -> tuple[float, str]:
+    """GiB of the phase with the largest ``size``, `total` or `certain`, and its name."""
+    phases = plan.phases(tokens, recompute)
+    return max((size(parts) / GIB, name) for name, parts in phases.items())
 
 
 def fastest(plan: MemoryPlan, most: int, gib: float) -> str:
@@ -208,16 +226,19 @@ def fastest(plan: MemoryPlan, most: int, gib: float) -> str:
     return "no pack is small enough: use --offload, more or larger GPUs, or --lora_rank"
 
 
-def require_fit(plan: MemoryPlan, gib: float) -> str:
-    """A line about the peak of a run on GPUs with ``gib``. Raises UserError: it does not fit, and
-    what would."""
-    args = plan.args.model
-    recompute = args.gradient_checkpointing != "off"
-    peak, phase = peak_of(plan, args.max_tokens_per_pack, recompute)
+def require_fit(plan: MemoryPlan, gib: float, needed: Callable) -> str:
+    """A line about the peak of a run on GPUs with ``gib``; a warning, with what would help, where
+    that leaves less than a share `SPARE` free. Raises UserError: what is ``needed`` of a phase
+    (`total` or `certain`) does not fit."""
+    tokens, recompute = plan.setting
+    peak, phase = peak_of(plan, tokens, recompute)
     line = f"memory per GPU: {peak:.1f} of {gib:.1f} GiB, in {phase}"
-    if peak > gib:
-        raise UserError(f"{line}, does not fit; {fastest(plan, args.max_tokens_per_pack, gib)}")
-    return line
+    if peak <= (1 - SPARE) * gib:
+        return line
+    advice = fastest(plan, tokens, gib)
+    if peak_of(plan, tokens, recompute, needed)[0] > gib:
+        raise UserError(f"{line}, does not fit; {advice}")
+    return f"warning: {line}, may not fit; {advice}"
 
 
 def new_positions(plan: MemoryPlan) -> str:
@@ -237,8 +258,8 @@ def new_positions(plan: MemoryPlan) -> str:
 
 def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
     """Before weights are read: say that sequences are too long for a model; on GPUs, hold the plan
-    against the memory that is free on the fullest of them, and say its peak. Raises UserError on all
-    ranks: see `require_fit`."""
+    against the memory that is free on the fullest of them, and say its peak. What is certain not to
+    fit raises a UserError on all ranks; an estimate only warns."""
     warning = new_positions(plan)
     if warning and distributed.is_main():
         print(warning, flush=True)
@@ -248,6 +269,6 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
     distributed.warm_up(ranks, layer)
     torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache
     free, _ = torch.cuda.mem_get_info()
-    line = require_fit(plan, min(distributed.gather_objects(free)) / GIB)
+    line = require_fit(plan, min(distributed.gather_objects(free)) / GIB, certain)
     if distributed.is_main():
         print(line, flush=True)

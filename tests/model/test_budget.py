@@ -75,18 +75,44 @@ def fit(dry, checkpointing: str) -> None:
 
 @pytest.mark.slow
 def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, monkeypatch, capsys):  # noqa: F811
-    """7B on eight GPUs: it fits into 79 GiB recomputed, and not otherwise; into 30 not at all."""
+    """7B on eight GPUs: it fits into 79 GiB recomputed, but perhaps not otherwise, which an estimate may only warn of; into 30
+    its weights and optimizers do not fit at all. What leaves less than 8% is warned of as well."""
     dry = planned(seven_b, picture_rows, *words(LINE))
     sizes = reported(monkeypatch, 79.0)
     fit(dry, "auto")
     assert sizes == [memory.gathered_bytes(dry.models["actor"])[1]]
     assert re.fullmatch(r"memory per GPU: \d\d\.\d of 79.0 GiB, in [a-z ]+\n", capsys.readouterr().out)
-    with user_error(r"in update actor, does not fit; fastest with 8% to spare: "
-                    r"--gradient_checkpointing off --max_tokens_per_pack \d+"):
-        fit(dry, "off")
+    fit(dry, "off")
+    assert re.fullmatch(r"warning: memory per GPU: \d{3}\.\d of 79.0 GiB, in update actor, may not fit; fastest with 8% to spare: "
+                        r"--gradient_checkpointing off --max_tokens_per_pack \d+\n", capsys.readouterr().out)
+    peak, _ = budget.peak_of(dry.needed, dry.args.model.max_tokens_per_pack, True)
+    for share, warned in ((0.91, False), (0.93, True)):
+        reported(monkeypatch, peak / share)
+        fit(dry, "auto")
+        assert capsys.readouterr().out.startswith("warning: memory per GPU") == warned
     reported(monkeypatch, 30.0)
     with user_error("does not fit; no pack is small enough"):
         fit(dry, "auto")
+
+
+def test_only_what_is_certain_ends_a_run(qwen25, picture_rows, monkeypatch, capsys):
+    """Weights, gradients, optimizer states, the average and one slot: not activations, logits, more slots or what is reserved."""
+    line = "--kl_coef 0.1 --ema_beta 0.9 --dtype float32 --slots 9 --gradient_checkpointing off"
+    dry = planned(qwen25, picture_rows, *words(line))
+    roles = dry.models.items()
+    resident = {role: memory.resident_bytes(module, 8) for role, module in roles}
+    states = sum(part["weights"] + part["Adam"] for part in resident.values()) + resident["actor"]["Adam"] / 2
+    gathered = {role: memory.gathered_bytes(module) for role, module in roles}  # the root, a layer, all layers
+    root, _, layers = gathered["actor"]
+    sums = [states + root + layers + memory.slot_bytes(dry.models["actor"], dry.needed.longest)]
+    for role, (root, layer, _) in gathered.items():
+        sums.append(states + root + 2 * layer + resident[role]["Adam"] / 2)
+    reported(monkeypatch, (max(sums) + 10) / GIB)
+    budget.fit(dry.needed, GRAPHICS)
+    assert re.search(r"warning: memory per GPU: .* GiB, in .*, may not fit; ", capsys.readouterr().out)
+    reported(monkeypatch, (max(sums) - 10) / GIB)
+    with user_error("does not fit; no pack is small enough"):
+        budget.fit(dry.needed, GRAPHICS)
 
 
 def test_on_a_cpu_nothing_is_checked(qwen25, picture_rows, monkeypatch):
