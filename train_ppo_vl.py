@@ -2008,8 +2008,9 @@ def sampler_problem(gap: float, actor: Policy, args: Args) -> str:
         return ""
     return (
         f"{gap:.3g} is above {limit:g}: the log-probs that the sampler recorded differ from those "
-        "that a forward pass computes for the same tokens, so it does not sample from this model. "
-        "Try --attention sdpa or --cuda_graphs off; --sampler_gap_limit changes the limit (0: none)"
+        "that a forward pass computes for the same tokens, so it does not sample from this model. A "
+        "sampler of your own: did it see the images, and this step's weights? Otherwise try "
+        "--attention sdpa or --cuda_graphs off; --sampler_gap_limit changes the limit (0: none)"
     )
 
 

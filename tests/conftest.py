@@ -218,6 +218,11 @@ def table(text: str) -> list[list[str]]:
     return [re.split(r" +\| *", row) for row in text.strip("\n").splitlines()]
 
 
+def readme_reward() -> str:
+    """The program of the README, my_reward.py."""
+    return (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+
+
 def write_rows(path: Path, rows: list[dict]) -> str:
     """Write a JSONL file; its path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

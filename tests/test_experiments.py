@@ -1,17 +1,20 @@
 """An experiment is a small change of one file: each of tests/experiments/*.diff applies to the script and then does what
-it says, in two steps of a toy."""
+it says, in two steps of a toy. A fork that has applied it keeps this test."""
 
 import importlib.util
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Callable
 
 import pytest
 import torch
-from conftest import ROOT, hugging_face, inputs_of, read_rows, responses_of, rounding, start, token_logprobs
+from conftest import (ROOT, ROUNDING, hugging_face, inputs_of, logits_of, read_rows, readme_reward, responses_of, rounding, start,
+                      token_logprobs, user_error)
 from PIL import Image, ImageFilter
 from test_training import flags, task  # noqa: F401
 
@@ -19,21 +22,27 @@ from common import losses
 
 SCRIPT, LOOKS = "train_ppo_vl.py", "common/model/looks.py"
 DIFFS = sorted((ROOT / "tests" / "experiments").glob("*.diff"))
+TESTS = {"estimator": "an_estimator", "filter": "a_filter", "look": "kind_of_look", "loss_term": "a_loss_term",
+         "sampler": "another_sampler", "sampling": "sampling_rule"}
 
 
 def changed_lines(diff: Path) -> list[str]:
     return [line for line in diff.read_text().splitlines() if line[:1] in ("+", "-") and line[:3] not in ("+++", "---")]
 
 
+def git_apply(diff: Path, folder: Path, *options: str) -> bool:
+    """Whether it applies to a folder that is in no repository."""
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    return subprocess.run(["git", "apply", *options, str(diff)], cwd=folder, env=outside).returncode == 0
+
+
 def changed_script(diff: Path, folder: Path) -> ModuleType:
-    """A copy of the script with the change applied, imported; it finds common/ where the tests find it, but for looks.py if
-    that is changed as well."""
+    """A copy of the script with the change applied, unless it was already, imported; it finds common/ where the tests find
+    it, but for looks.py if that is changed as well."""
     for name in (SCRIPT, LOOKS):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
-    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}           # in no repository
-    subprocess.run(["git", "apply", str(diff)], cwd=folder, env=outside, check=True)
-    assert (folder / SCRIPT).read_bytes() != (ROOT / SCRIPT).read_bytes()
+    assert git_apply(diff, folder, "--reverse", "--check") or git_apply(diff, folder)
     script = imported(folder / SCRIPT, f"experiment_{diff.stem}")
     if LOOKS in files_of(diff):
         script.looks = imported(folder / LOOKS, f"experiment_{diff.stem}_looks")
@@ -56,8 +65,9 @@ def imported(path: Path, name: str) -> ModuleType:
 def run(qwen25, task, tmp_path):  # noqa: F811
     """A function that runs the script of a diff for two steps: the script, its records, and the batch of each step."""
 
-    def run_two_steps(name: str, *more: str) -> tuple[ModuleType, list[dict], list]:
+    def run_two_steps(name: str, *more: str, prepare: Callable = lambda script: None) -> tuple[ModuleType, list[dict], list]:
         script, batches = changed_script(ROOT / "tests" / "experiments" / f"{name}.diff", tmp_path), []
+        prepare(script)
         advance = script.advance
 
         def see(state, batch, *others):
@@ -76,12 +86,29 @@ def run(qwen25, task, tmp_path):  # noqa: F811
         del sys.modules[name]
 
 
-def test_there_are_five_and_each_is_small():
-    assert [diff.stem for diff in DIFFS] == ["estimator", "filter", "look", "loss_term", "sampling"]
+def test_there_are_six_and_each_is_small():
+    assert [diff.stem for diff in DIFFS] == ["estimator", "filter", "look", "loss_term", "sampler", "sampling"]
     for diff in DIFFS:
-        assert 0 < len(changed_lines(diff)) <= (20 if diff.stem == "look" else 25), diff
+        assert 0 < len(changed_lines(diff)) <= (65 if diff.stem == "sampler" else 25), diff
         assert files_of(diff) == ([LOOKS, SCRIPT] if diff.stem == "look" else [SCRIPT])
         assert f"git apply tests/experiments/{diff.name}" in diff.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [*([diff.stem] for diff in DIFFS), [diff.stem for diff in DIFFS]], ids="+".join)
+def test_a_fork_is_green(names, tmp_path):
+    """A copy of the project with one change, and one with all and the reward of the README: what protects a fork, and the
+    tests of what it has changed."""
+    fork = tmp_path / "fork"
+    left = shutil.ignore_patterns(".*", "__pycache__", "runs", "real", "toy", "toy_describe")
+    shutil.copytree(ROOT, fork, ignore=left)
+    assert all(git_apply(fork / "tests" / "experiments" / f"{name}.diff", fork) for name in names)
+    if len(names) > 1:
+        (fork / "my_reward.py").write_text(readme_reward())
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_architecture.py"]
+    command += ["tests/test_experiments.py", "-m", "not slow", "-k", " or ".join(("architecture", "six", *map(TESTS.get, names)))]
+    done = subprocess.run(command, cwd=fork, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_an_estimator_of_ones_own(run):
@@ -100,9 +127,7 @@ def test_an_estimator_of_ones_own(run):
 
 def test_a_loss_term_with_a_metric_of_its_own(run):
     """Before the first update of a step the term is the mean surprise of the tokens of responses that earned something."""
-    script, steps, batches = run("loss_term", "--imitation_coef 0.1")
-    source = Path(script.__file__).read_text()
-    assert source.count("imitation_loss") == 1
+    _, steps, batches = run("loss_term", "--imitation_coef 0.1")
     for step, batch in zip(steps, batches):
         earned = (batch.rewards > 0).repeat_interleave(batch.lengths)
         assert step["train/imitation_loss"] == pytest.approx(float(-(earned * batch.logprobs).mean()), rel=1e-4)
@@ -130,6 +155,27 @@ def test_a_changed_sampling_rule(run):
         responses = [tuple(tokens.tolist()) for tokens in batch.split(batch.tokens)]
         assert [len(set(responses[k:k + 4])) for k in range(0, 16, 4)] == [1] * 4
         assert len(set(responses)) > 1
+
+
+def test_another_sampler(run, qwen25, task):  # noqa: F811
+    """Its tokens are drawn at the temperature asked for, and its log-probs are those of Hugging Face's model and of ours."""
+    script, steps, batches = run("sampler", "--sampler generate --temperature 0.8")
+    env, model, batch = start(qwen25, task / "train.jsonl"), hugging_face(qwen25), batches[0]
+    actual = batch.split(batch.logprobs)
+    for i, (index, tokens) in enumerate(responses_of(batch)):
+        with torch.no_grad():
+            logits = logits_of(model, batch.prompts[index], tokens, env.processor)
+        assert torch.allclose(actual[i], token_logprobs(logits / 0.8, tokens), atol=1e-4)
+    assert len({tuple(tokens.tolist()) for _, tokens in responses_of(batch)}) > len(batch.prompts)
+    assert all(0 < step["train/sampler_gap"] < ROUNDING for step in steps)
+
+
+def test_another_sampler_that_sees_no_images_is_stopped_with_the_question(run, monkeypatch):
+    def blind(script: ModuleType) -> None:
+        script.load_pixels = lambda *_: None
+
+    with user_error("train/sampler_gap 0.* is above 0.001: .*A sampler of your own: did it see the images"):
+        run("sampler", "--sampler generate", prepare=blind)
 
 
 def test_another_kind_of_look(run, qwen25, task):  # noqa: F811

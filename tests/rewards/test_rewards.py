@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, table, user_error, value_error
+from conftest import readme_reward, table, user_error, value_error
 
 from common.rewards import scoring
 from common.distributed import UserError
@@ -301,9 +301,8 @@ def test_the_lines_of_a_failing_function_are_told(tmp_path):
 
 def test_the_readme_reward_pays_no_wrong_answer(tmp_path):
     """Whatever its length: the empty answer earns nothing, and a right one more than any wrong one."""
-    text = (ROOT / "README.md").read_text()
     program = tmp_path / "my_reward.py"
-    program.write_text(text.partition("```python\n")[2].partition("```")[0])
+    program.write_text(readme_reward())
     source = load_source(f"{program}:score")
     right, wrong = ["3", "There are 3.", "x" * 5000 + " 3"], ["", "4", "13", "3 or 4", "no"]
     answers = right + wrong
