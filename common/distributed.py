@@ -34,11 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-
-def printable(text: str, keep: str = "") -> str:
-    """The text with every invisible character written as an escape, except those in ``keep``. A
-    message could otherwise recolour the terminal, or forge a line of its own."""
-    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+from common.files import as_message
 
 
 EXIT_USER_ERROR = 2
@@ -156,9 +152,7 @@ def run_main(program: Callable[[], Any]) -> None:
         except UserError as error:
             # torchrun ends the others as soon as one has exited
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            # Lines after the first are indented: what a file or a server said must not pass for a
-            # message of its own.
-            message = "error: " + printable(str(error), keep="\n\t").replace("\n", "\n  ")
+            message = as_message(f"error: {error}")
             if int(os.environ.get("RANK", 0)) == 0:
                 print(message, file=sys.stderr, flush=True)
             tell_torchrun(message)

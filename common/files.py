@@ -7,11 +7,14 @@ does not hold what it must.
     parse_json, read_json    every failure is a ValueError that says where it is
     check_form               what a value of JSON must be
     number_as_text           a number of JSON as the text that rows hold of it
+    read_records             the JSON objects that a run has written, line by line
+    say                      print what may quote files and programs
+    as_message, printable    such a text, fit for a terminal
 
 A form is one of these:
 
     str, int | float, list, dict       a value of this type
-    range(1, 9)                        an integer that is in it
+    range(1, 9), ("a", "b")            an integer, or another value, that is in it
     [form]                             a list of such values
     {str: form}                        an object of such values, under any names
     {"name": form, "other?": form}     an object with such entries and any others; one that is marked by ?
@@ -26,7 +29,7 @@ import math
 import os
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO, Iterable
+from typing import Any, BinaryIO, Iterable, TextIO
 
 DEEPEST = 100  # lists and objects inside each other; Python's recursion ends at a few hundred
 
@@ -69,6 +72,8 @@ def parse_json(text: str | bytes, where: str | Path) -> Any:
     JSON, or nested too deeply."""
     try:
         value = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not JSON: byte {error.start + 1} is no text in utf-8") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     level, depth = [value], 0
@@ -94,10 +99,28 @@ def read_json(path: str | Path, form: Any = dict) -> Any:
     return content
 
 
+def read_records(path: Path, form: Any = dict) -> list[dict]:
+    """The objects of a JSONL file that a run has written, without what a kill or a power cut leaves
+    at its end: half a line, or NUL bytes where a block was never written. Raises ValueError, with
+    file and line: it cannot be read, or a line has another form."""
+    written, _, _ = read_bytes(path).partition(b"\0")  # no JSON text has a NUL byte
+    records = []
+    for number, line in enumerate(written.split(b"\n")[:-1], 1):  # a string may hold U+2028
+        records.append(parse_json(line, f"{path}:{number}"))
+        check_form(records[-1], form, f"{path}:{number}")
+    return records
+
+
 def check_form(value: Any, form: Any, name: str) -> None:
     """Raises ValueError, which begins with ``name``: the value has another form."""
     kind = type(form) if isinstance(form, dict | list) else form
-    if not (value in form if isinstance(form, range) else isinstance(value, kind)):
+    if isinstance(form, range):
+        fits = isinstance(value, int) and value in form  # anything else would be sought in it, one by one
+    elif isinstance(form, tuple):
+        fits = value in form
+    else:
+        fits = isinstance(value, kind)
+    if not fits:
         raise ValueError(f"{name} must be {getattr(kind, '__name__', kind)}, not {value!r:.80}")
     if isinstance(form, list):
         for item in value:
@@ -114,3 +137,20 @@ def number_as_text(value: Any) -> Any:
     alone: whether a model should say "true", "yes" or "1" is for the data to say."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return str(value) if is_number and abs(value) < math.inf else value
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with every invisible character written as an escape, except those in ``keep``."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+def as_message(text: str) -> str:
+    """A text as it may be printed. Invisible characters could recolour the terminal or overwrite
+    lines; lines after the first are indented: what a file or a server says must not pass for a
+    message of its own."""
+    return printable(text, keep="\n\t").replace("\n", "\n  ")
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a text, by default on stdout: see `as_message`."""
+    print(as_message(text), file=file, flush=True)

@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from common import distributed
 from common.distributed import EXIT_PREEMPTED, Exit, UserError, leave_group
+from common.files import read_records
 from common.flags import RunArgs
 
 
@@ -236,13 +237,13 @@ class RunLogger:
             path.rename(old)
             self.line(f"the records of an earlier run in this folder are now in {old}")
         elif path.exists():
-            records = [
-                record for record in read_records(path) if record.get("step", -1) <= self.first_step
-            ]
+            for record in read_records(path, {"step?": int}):
+                if (record.get("step") or 0) <= self.first_step:  # headers have none
+                    records.append(record)
         header = {"type": "header", "first_step": self.first_step, "environment": environment()}
         replace_durably(path, as_lines([*records, header | {"arguments": recorded}]))
         self._file = open(path, "a", encoding="utf-8", buffering=1)
-        return {record["step"] for record in records if any(name.startswith("eval/") for name in record)}
+        return {record.get("step") for record in records if any(name.startswith("eval/") for name in record)}
 
     # What a run tells
 
@@ -382,17 +383,6 @@ def environment() -> dict:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "world_size": distributed.world_size(),
     }
-
-
-def read_records(path: Path) -> list[dict]:
-    """The objects of a JSONL file, without what a kill or a power cut leaves at its end: half a
-    line, or NUL bytes where a block was never written. Raises ValueError: a line that is no
-    JSON."""
-    written, _, _ = path.read_bytes().partition(b"\0")  # no JSON text has a NUL byte
-    try:
-        return [json.loads(line) for line in written.split(b"\n")[:-1]]  # a string may hold U+2028
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def as_lines(records: list[dict]) -> str:

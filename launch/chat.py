@@ -26,7 +26,9 @@ from common.flags import DataArgs
 from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import make_prompt
+from common.files import printable
 from common.model.weights import resolve_folder
+from tool import between, one_message
 
 
 class Chat:
@@ -41,7 +43,10 @@ class Chat:
         if self.family.media:
             kind = transformers.AutoModelForImageTextToText
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = kind.from_pretrained(path, dtype=dtype).to(device).eval()
+        try:
+            self.model = kind.from_pretrained(path, dtype=dtype).to(device).eval()
+        except Exception as error:  # damaged files raise anything
+            raise ValueError(f"checkpoint {folder}: transformers cannot load it: {error!r}") from error
         # Not the checkpoint's own repetition penalty, top_p or top_k, which no rollout applies.
         self.model.generation_config = transformers.GenerationConfig()
         self.system_prompt = system_prompt
@@ -89,7 +94,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=summary)
     parser.add_argument("folder", help="checkpoint in Hugging Face format, or <out>/export/latest")
     parser.add_argument("words", nargs="*", metavar="picture or question")
-    parser.add_argument("--max_new_tokens", type=int, default=512)
+    parser.add_argument("--max_new_tokens", type=between(1, 2**20), default=512)
     parser.add_argument("--system_prompt", default="")
     args = parser.parse_args(argv)
     args.pictures = list(filter(os.path.isfile, args.words))
@@ -100,20 +105,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+@one_message()
 def main(argv: list[str] | None = None) -> None:
     """Answer the question, or questions from the terminal. What is wrong exits with 2."""
     args = parse_args(argv)
     transformers.logging.disable_progress_bar()
+    chat = Chat(args.folder, distributed.choose_device(), args.system_prompt)
     try:
-        chat = Chat(args.folder, distributed.choose_device(), args.system_prompt)
         for question in args.questions:
-            print(chat.ask(question, args.pictures, args.max_new_tokens))
+            answer = chat.ask(question, args.pictures, args.max_new_tokens)
+            print(printable(answer, keep="\n\t"), flush=True)
             args.pictures = []  # they are part of the conversation now
     except EOFError:
         print()
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -50,22 +50,19 @@ import io
 import json
 import os
 import re
-import sys
 import tempfile
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from PIL import Image
 
 import benchmarks
-
-# Behind all other folders: common/ has a logging.py. As a package, it needs torch.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
-from files import number_as_text
+from tool import one_message
+from files import number_as_text, open_regular, read_bytes, say  # tool has put common/ on the path
 
 PROMPTS = "prompt messages query question problem conversations conversation message input".split()
 LABELS = ("label", "source", "data_source", "query_source")
@@ -339,7 +336,7 @@ class Images:
             raise FileNotFoundError("an image without bytes or path")
         file = self.locate(image)
         if os.path.isfile(file):
-            return file.read_bytes()
+            return read_bytes(file)
         encoded = re.sub("^data:[^,]*;base64,", "", image)
         try:
             return base64.b64decode("".join(encoded.split()), validate=True)
@@ -376,26 +373,34 @@ class Images:
 
 def read_rows(path: Path) -> Iterator[str | bytes | dict]:
     """The rows of a table or of JSON, or the lines of JSONL, whatever the file is called."""
-    if path.suffix != ".parquet":
-        with open(path, "rb") as lines:
-            first = lines.readline()
-            if re.match(rb"(\xef\xbb\xbf)?\s*\{.*\}\s*$", first):
-                yield first
-                yield from lines
-            else:
-                yield from read_json(first + lines.read())
-        return
+    with open_regular(path) as file:
+        if path.suffix == ".parquet":
+            yield from read_parquet(file, path)
+            return
+        first = file.readline()
+        if re.match(rb"(\xef\xbb\xbf)?\s*\{.*\}\s*$", first):
+            yield first
+            yield from file
+        else:
+            yield from read_json(first + file.read())
+
+
+def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
+    """The rows of a table. Raises ValueError: it is damaged."""
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(f"{path}: pip install pyarrow, in an environment of its own") from error
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(100):
-        yield from batch.to_pylist()
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(100):
+            yield from batch.to_pylist()
+    except Exception as error:  # damaged files raise anything
+        raise ValueError(f"{path} cannot be read as parquet: {error!s:.1000}") from error
 
 
 def read_json(data: bytes) -> list:
     """The elements of a list, or a single object; else it must be JSONL, perhaps in UTF-16, or with blank lines first."""
-    text = data.decode(json.detect_encoding(data), "surrogateescape")
+    text = data.decode(json.detect_encoding(data), "backslashreplace")
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError):
@@ -431,11 +436,11 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
                     left_out[kind].append(str(row.get("id", row.get("ID", f"row {number}"))))
                 except BAD_ROW as error:
                     raise ValueError(f"{path}, row {number}: {describe(error, row)}") from error
-    print(f"{split}.jsonl: {total} rows, {written} images", flush=True)
+    say(f"{split}.jsonl: {total} rows, {written} images")
     if unread:
-        print(f"not read, but perhaps images (--columns images=NAME): {', '.join(sorted(unread)):.400}", flush=True)
+        say(f"not read, but perhaps images (--columns images=NAME): {', '.join(sorted(unread)):.400}")
     for kind, names in left_out.items():
-        print(f"left out: {len(names)} rows, {kind}: {textwrap.shorten(', '.join(names), 200)}", flush=True)
+        say(f"left out: {len(names)} rows, {kind}: {textwrap.shorten(', '.join(names), 200)}")
     if left_out and not total:
         raise ValueError(f"{split}: no row is left (images are looked for in --image_root)")
 
@@ -486,22 +491,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@one_message()
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    try:
-        if args.out.exists():
-            raise ValueError(f"--out {args.out} exists: remove it or name another")
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        # Written next to it and renamed: whoever finds <out> finds all of it.
-        with tempfile.TemporaryDirectory(prefix=f"{args.out.name}.", dir=args.out.parent) as scratch:
-            folder = Path(scratch) / "whole"
-            (folder / "images").mkdir(parents=True)
-            for split, paths in find_splits(args.sources).items():
-                write_split(split, paths, folder, args)
-            folder.rename(args.out)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    if args.out.exists():
+        raise ValueError(f"--out {args.out} exists: remove it or name another")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    # Written next to it and renamed: whoever finds <out> finds all of it.
+    with tempfile.TemporaryDirectory(prefix=f"{args.out.name}.", dir=args.out.parent) as scratch:
+        folder = Path(scratch) / "whole"
+        (folder / "images").mkdir(parents=True)
+        for split, paths in find_splits(args.sources).items():
+            write_split(split, paths, folder, args)
+        folder.rename(args.out)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ row whose judgements are all right but truncated goes nowhere. Paths become abso
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-from judge_table import Orders, read_judgements
+from judge_table import JUDGEMENT, Orders, read_judgements
+from tool import one_message
+
+FORM = JUDGEMENT | {"messages": list, "images": list, "response": str, "truncated": bool}
 
 
 def filter_rows(rows: list[Orders]) -> tuple[list, list]:
@@ -28,7 +30,7 @@ def filter_rows(rows: list[Orders]) -> tuple[list, list]:
             if first:
                 right.append({"messages": first["messages"], "response": first["response"]} | media_of(first))
         if misses:
-            judgement = orders["given"][0]
+            judgement = next(iter(orders.values()))[0]
             wrong.append(judgement["row"] | media_of(judgement))
     return right, wrong
 
@@ -41,22 +43,19 @@ def media_of(record: dict) -> dict:
     return {name: items for name, items in columns.items() if items}
 
 
+@one_message()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--right", type=Path, required=True, help="file to write: judgements to imitate")
     parser.add_argument("--wrong", type=Path, required=True, help="file to write: rows for RL")
     args = parser.parse_args(argv)
-    try:
-        right, wrong = filter_rows(read_judgements(args.run))
-        print(len(right), "right judgements,", len(wrong), "rows with a wrong one", flush=True)
-        if not right or not wrong:
-            raise ValueError("one of the two files would be empty")
-        for path, rows in ((args.right, right), (args.wrong, wrong)):
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    right, wrong = filter_rows(read_judgements(args.run, FORM))
+    print(len(right), "right judgements,", len(wrong), "rows with a wrong one", flush=True)
+    if not right or not wrong:
+        raise ValueError("one of the two files would be empty")
+    for path, rows in ((args.right, right), (args.wrong, wrong)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

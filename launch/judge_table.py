@@ -13,7 +13,6 @@ out as in cal.py. The interval belongs to the first accuracy: a bootstrap over p
 together.
 """
 
-import json
 import sys
 from collections import defaultdict
 from itertools import chain
@@ -25,10 +24,24 @@ from typing import Collection
 import numpy as np
 
 from benchmarks import VL_ELSEWHERE, vl_group
+from tool import one_message
+from files import check_form, read_records, say  # tool has put common/ on the path
 
 MIRRORED = {"A": "B", "B": "A"}
 INTERVAL = "95 % of the first accuracy"
 BOOTSTRAPS = 1000
+
+JUDGEMENT = {  # what the table reads of a record
+    "index": range(2**53),
+    "order": ("given", "swapped"),
+    "verdict?": str,
+    "reference": str,
+    "lengths?": [int],
+    "group": str,
+    "pair?": str | int | float,
+    "row": {"benchmark?": str},
+}
+MAY_LACK = dict.fromkeys(("verdict", "lengths", "pair"))
 
 Orders = dict[str, list[dict]]  # order -> the judgements on a row, sample by sample
 Column = dict[str, str]  # line -> cell
@@ -36,17 +49,19 @@ Column = dict[str, str]  # line -> cell
 # ---- Judgements
 
 
-def read_judgements(run: Path) -> list[Orders]:
-    """The rows of a run's newest evaluation, whose file it names. Raises ValueError: nothing was judged."""
+def read_judgements(run: Path, form: dict = JUDGEMENT) -> list[Orders]:
+    """The rows of a run's newest evaluation, whose file it names. Raises ValueError: nothing was judged, or a record has
+    another form."""
     records = []
     for path in sorted(run.rglob("samples/eval-*.jsonl"), key=attrgetter("name"))[-1:]:
-        print(path, file=sys.stderr)
-        records = list(map(json.loads, open(path, encoding="utf-8")))
+        say(f"{path}", file=sys.stderr)
+        records = read_records(path)
     if not records or "verdict" not in records[0]:
         raise ValueError(f"{run} has no judgements: make them by train_ppo_vl.py --eval_only --row_kind judgements")
+    check_form(records, [form], f"{path}")
     rows = defaultdict(lambda: defaultdict(list))
     for record in records:
-        rows[record["index"] - (record["order"] == "swapped")][record["order"]].append(record)
+        rows[record["index"] - (record["order"] == "swapped")][record["order"]].append(MAY_LACK | record)
     return list(rows.values())
 
 
@@ -62,13 +77,13 @@ class Unit:
         """Count the judgements on a row, all as if its answers stood in the order given; ``odd_ties``: also those that
         say a tie, in a benchmark that has none."""
         first = orders["given"][0]
-        right, (size_a, size_b) = first["reference"], first["lengths"] or (0, 0)
+        right, sizes = first["reference"], first["lengths"] or [0]
         unswapped = [record["verdict"] for record in orders["given"]]
         swapped = [MIRRORED.get(record["verdict"], record["verdict"]) for record in orders["swapped"]]
         verdicts, both = unswapped + swapped, list(zip(unswapped, swapped))
         total, hits, unread = len(verdicts), verdicts.count(right), verdicts.count(None)
         sides = verdicts.count("A") + verdicts.count("B")
-        longer, differ = "A" if size_a > size_b else "B", size_a != size_b
+        longer, differ = "A" if sizes[0] > sizes[-1] else "B", sizes[0] != sizes[-1]
         self.hits.append([verdict == right for verdict in verdicts])
         lines = {
             "accuracy, unread is wrong": (hits, total),
@@ -101,7 +116,7 @@ def vote(verdicts: list, right: str) -> float:
 def read_units(run: Path) -> list[Unit]:
     """The units of a run; says how many rows count. Raises ValueError: none does."""
     rows = read_judgements(run)
-    pairs = [orders for orders in rows if "swapped" in orders]
+    pairs = [orders for orders in rows if len(orders) == 2]
     print(len(pairs), "of", len(rows), "rows were judged in two orders and count", file=sys.stderr)
     if not pairs:
         raise ValueError(f"{run}: nothing was judged in two orders")
@@ -146,7 +161,7 @@ def by_group(units: list[Unit], script: str = "") -> dict[str, list[Unit]]:
     """By the groups of the rows, or by those of another script for VL-RewardBench."""
     groups = defaultdict(list)
     for unit in units:
-        groups[vl_group(unit.first["row"]["id"], script) if script else unit.first["group"]].append(unit)
+        groups[vl_group(f"{unit.first['row'].get('id')}", script) if script else unit.first["group"]].append(unit)
     return dict(sorted(groups.items()))
 
 
@@ -175,17 +190,14 @@ def print_table(table: dict[str, Column], markdown: bool) -> None:
         lines.insert(1, ["-" * width for width in widths])
     for line in lines:
         cells = [cell.ljust(width) for cell, width in zip(line, widths)]
-        print(f"| {' | '.join(cells)} |" if markdown else "  ".join(cells))
+        say(f"| {' | '.join(cells)} |" if markdown else "  ".join(cells))
 
 
+@one_message()
 def main(argv: list[str]) -> None:
     if not argv:
         sys.exit(__doc__)
-    try:
-        print_table(make_table(read_units(Path(argv[0]))), "--markdown" in argv)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    print_table(make_table(read_units(Path(argv[0]))), "--markdown" in argv)
 
 
 if __name__ == "__main__":

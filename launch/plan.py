@@ -22,6 +22,7 @@ from common.distributed import run_main
 from common.flags import Parser
 from common.model import budget, looks
 from common.rewards import scoring
+from tool import between
 
 META = torch.device("meta")
 
@@ -34,8 +35,8 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__.split("\n")[0], usage="plan.py {ppo,grm} [--gpus N] [--gib N] -- FLAGS"
     )
     parser.add_argument("script", choices=("ppo", "grm"), help="train_ppo_vl.py or train_grm_vl.py")
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs of the run (default 8)")
-    parser.add_argument("--gib", type=float, default=80.0, help="memory of each (default 80)")
+    parser.add_argument("--gpus", type=between(1, 2**20), default=8, help="GPUs of the run (default 8)")
+    parser.add_argument("--gib", type=between(0.1, 1e6), default=80.0, help="memory of each (default 80)")
     options = parser.parse_args(argv[:cut])
 
     plan_script = plan_ppo if options.script == "ppo" else plan_grm

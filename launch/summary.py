@@ -5,6 +5,7 @@
 """
 
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.logging import read_records
+from common.files import read_records, say
 from common.rewards.cards import INK, PAPER
+from tool import one_message
 
 GREY = "#7b8794"  # of the axes
 COLOURS = ("#2563eb", "#e8710a", "#138a5b", "#b3266e", "#7048c6", "#8a6d00", "#0e7c9b", "#c0392b")
@@ -21,19 +23,28 @@ WIDTH, HEIGHT = 800, 440  # pixels of a figure
 SCALE = 3  # it is drawn so many times as large and scaled down: Pillow's lines have no anti-aliasing
 LEFT, RIGHT, TOP, BOTTOM = 192, 2328, 216, 1164  # of its axes, as it is drawn
 
+# What is read of records.
+METRICS = {"step?": range(2**53)}
+SAMPLE = {"question": str, "response": str, "reward": int | float, "reference?": str}
+
 Curves = dict[str, list[tuple[int, float]]]  # metric -> (step, value)
 
 
 def read_curves(records: list[dict], names: list[str]) -> Curves:
-    """Of those metrics that a run has; without ``names`` of all on the scale of rewards."""
+    """Of those metrics that a run has; without ``names`` of all on the scale of rewards. Raises
+    ValueError: it has none, or a value is no number."""
     known = {name for record in records for name in record}
     accuracies = sorted(name for name in known if name.endswith(("accuracy_reward", "accuracy_reward_mean")))
-    curves = {}
+    curves = defaultdict(list)
     for name in names or ["rollout/reward", "eval/reward_mean", *accuracies]:
-        curves[name] = [(record["step"], record[name]) for record in records if name in record]
-    curves = {name: points for name, points in curves.items() if points}
+        for record in records:
+            step, value = record.get("step") or 0, record.get(name, 0)
+            if not (isinstance(value, int | float) and abs(value) < 1e300):
+                raise ValueError(f"metric {name} at step {step} must be a finite number, not {value!r:.80}")
+            if name in record:
+                curves[name].append((step, float(value)))
     if not curves:
-        sys.exit(f"error: the run has none of these metrics; it has {' '.join(sorted(known))}")
+        raise ValueError(f"the run has none of these metrics; it has {' '.join(sorted(known))}")
     return curves
 
 
@@ -68,26 +79,28 @@ def draw_curves(curves: Curves, path: Path, title: str) -> None:
     image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS).save(path)
 
 
+@one_message()
 def main(argv: list[str]) -> None:
     if not argv:
         sys.exit(__doc__)
     run, names = Path(argv[0]), argv[1:]
-    curves = read_curves(read_records(run / "metrics.jsonl"), names)
+    curves = read_curves(read_records(run / "metrics.jsonl", METRICS), names)
     for name, points in curves.items():
-        print(f"{name:34}" + " -> ".join(f"{value:.3f}" for _, value in (points[0], points[-1])))
+        say(f"{name:34}" + " -> ".join(f"{value:.3f}" for _, value in (points[0], points[-1])))
     answers = max(run.glob("samples/eval-*.jsonl"), default=None)
     if answers:
         print("\nheld-out answers of the last evaluation:")
-        for record in read_records(answers)[:3]:
-            print(f"  {record['question'].strip()[-90:]}")
+        for record in read_records(answers, SAMPLE)[:3]:
+            say(f"  {record['question'].strip()[-90:]}")
             answer = record["response"].strip()[:90]
-            print(f"    {answer!r}   reward {record['reward']:.2f}, right: {record['reference']!r}")
+            print(f"    {answer!r}   reward {record['reward']:.2f}, right: {record.get('reference')!r}")
     draw_curves(curves, run / "curve.png", run.name)
     cards = max(run.glob("samples/*.png"), default="none were written")
-    print(f"\ncurve                 {run}/curve.png")
-    print(f"samples as pictures   {cards}")
-    print(f"every number          {run}/metrics.jsonl")
-    print(f"TensorBoard           tensorboard --logdir {run}/tensorboard")
+    print()
+    say(f"curve                 {run}/curve.png")
+    say(f"samples as pictures   {cards}")
+    say(f"every number          {run}/metrics.jsonl")
+    say(f"TensorBoard           tensorboard --logdir {run}/tensorboard")
 
 
 if __name__ == "__main__":

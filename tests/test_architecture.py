@@ -18,8 +18,8 @@ BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.compre
 TABLE = """\
 losses
 logprobs
-distributed
 files
+distributed  files
 flags        distributed files
 buffers      distributed
 logging      distributed files flags

@@ -288,7 +288,7 @@ def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, earlier
     points = {e.step: e.value for e in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("x")}
     assert points == {step: step if step in earlier else 10 * step for step in range(7)}
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl cannot be read: Expecting"):
+    with pytest.raises(ValueError, match="metrics.jsonl:2: not JSON: Expecting"):
         open_log(tmp_path, first_step=2)
     open_log(tmp_path).close(6, 6)                                                            # set aside unread
 

@@ -23,8 +23,8 @@ from common import distributed
 from common.data.families import Family
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor
-from common.distributed import UserError, printable
-from common.files import number_as_text, open_regular, parse_json
+from common.distributed import UserError
+from common.files import number_as_text, open_regular, parse_json, printable
 from common.flags import DataArgs
 
 PLACES = ("<image>", "<video>")  # in the strings of rows

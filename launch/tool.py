@@ -1,0 +1,35 @@
+"""The frame around the main of a tool, which ends as the scripts do, and the bounds of its flags."""
+
+import sys
+from argparse import ArgumentTypeError
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Callable
+
+# Behind all other folders: common/ has a logging.py. As a package, it needs torch.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+from files import say
+
+
+@contextmanager
+def one_message():
+    """Around a main: what is wrong with files or flags becomes one message and exit code 2."""
+    try:
+        yield
+    except (OSError, ValueError, OverflowError) as error:  # an integer of JSON may have any size
+        say(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def between(low: int | float, high: int | float) -> Callable[[str], int | float]:
+    """The argparse type of a number of the type of ``low`` and in these bounds."""
+
+    def number(text: str) -> int | float:
+        value = type(low)(text)
+        if not low <= value <= high:  # NaN is not
+            raise ArgumentTypeError(f"{text} must be {low:g} to {high:g}")
+        return value
+
+    return number

@@ -1,0 +1,167 @@
+"""The tools end as the scripts do: whatever their files and flags hold, a tool does its work, or one message says what is
+wrong, and the exit code is 2."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import convert
+import judge_filter
+import judge_table
+import pytest
+import summary
+from conftest import ROOT, user_error, words
+from test_data import PYTHONS_WORDS
+from test_judges import judged
+
+import chat
+import plan
+
+DEEP = b"[" * 5000 + b"]" * 5000
+FILES = {
+    "missing": None,
+    "folder": "folder",
+    "fifo": "fifo",
+    "a picture": b"\x89PNG\r\n\x1a\n\0\xff" + bytes(range(256)) + b"\n",
+    "Latin-1": b'{"prompt": "caf\xe9"}\n',
+    "half of UTF-16": '{"prompt": "x"}\n'.encode("utf-16")[:-1],
+    "no objects": b'3\n[1]\nnull\n"x"\n',
+    "an odd line": b'{}\n{"prompt"\n',
+    "deep": DEEP + b"\n",
+    "deep inside": b'{"a": ' + DEEP + b"}\n",
+    "escapes": b'{"\\u001b[2J\\nerror: all is well": "\\u202e"}\n',
+    "a long number": b'{"step": ' + b"9" * 5000 + b"}\n",
+}
+ODD = [None, True, -1, 2**80, 10**400, 1.5, float("nan"), "", "x", "\x1b[2J", [], [1, 2, 3], [None], {}, {"x": []}]
+
+
+def place(path, content):
+    """Put one of FILES there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if content == "folder":
+        path.mkdir()
+    elif content == "fifo":
+        os.mkfifo(path)
+    elif content is not None:
+        path.write_bytes(content)
+
+
+def ending(capsys, program, *line) -> int:
+    """How a tool ended; asserts that it did so in our words, and in one message."""
+    code = 0
+    try:
+        program([str(word) for word in line])
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    assert not re.search(r"[^\n\t -\x7e\xa0-\uffff]|\u202e", out + err)
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == (code == 2), (code, err)
+    assert not re.search(PYTHONS_WORDS, "".join(errors))
+    assert len(err) < 3000
+    return code
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_any_kind(tmp_path, capsys, name):
+    """As the metrics or the answers of a run, as its judgements, and as rows, under every suffix."""
+    run, answers = tmp_path / "run", tmp_path / "answers"
+    place(run / "metrics.jsonl", FILES[name])
+    assert ending(capsys, summary.main, run) == 2
+    place(answers / "samples" / "eval-000001.jsonl", FILES[name])
+    (answers / "metrics.jsonl").write_text('{"step": 1, "rollout/reward": 0.5}\n')
+    nothing_was_written = name in ("missing", "half of UTF-16")  # what follows a NUL byte never reached the disk
+    assert ending(capsys, summary.main, answers) == (0 if nothing_was_written else 2)
+    assert ending(capsys, judge_table.main, answers) == 2
+    assert ending(capsys, judge_filter.main, answers, "--right", tmp_path / "a", "--wrong", tmp_path / "b") == 2
+    for suffix in (".jsonl", ".json", ".parquet"):
+        place(tmp_path / f"rows{suffix}", FILES[name])
+        assert ending(capsys, convert.main, tmp_path / f"rows{suffix}", "--out", tmp_path / "out") == 2
+        assert not (tmp_path / "out").exists()
+
+
+def test_metrics_of_any_shape(tmp_path, capsys):
+    answers = tmp_path / "samples" / "eval-000001.jsonl"
+    for value in ODD:
+        for record in ({"step": value, "rollout/reward": 0.5}, {"step": 1, "rollout/reward": value}):
+            (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+            fine = (None, True) if record["rollout/reward"] == 0.5 else (True, -1, 2**80, 1.5)
+            assert ending(capsys, summary.main, tmp_path) == (0 if value in fine else 2), record
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rollout/reward": 0.5}\n')
+    answers.parent.mkdir()
+    for value in ODD:
+        for field in ("question", "response", "reward", "reference"):
+            record = {"question": "q", "response": "r", "reward": 1.0, "reference": "a"} | {field: value}
+            answers.write_text(json.dumps(record) + "\n")
+            fine = (True, -1, 2**80, 1.5) if field == "reward" else ("", "x", "\x1b[2J")
+            if field == "reference":
+                fine += (None,)
+            is_nan = field == "reward" and value != value
+            assert ending(capsys, summary.main, tmp_path) == (0 if value in fine or is_nan else 2), record
+
+
+FURTHER = {"truncated": False, "images": [], "messages": [], "response": "x"}
+
+
+@pytest.mark.parametrize("field", ["index", "order", "verdict", "reference", "lengths", "group", "pair", "row", "id",
+                                   "benchmark", *FURTHER])
+def test_judgements_of_any_shape(tmp_path, capsys, field):
+    """One field of a record is odd, or missing."""
+    judged(tmp_path, [("g", "A", "AB", "BB", FURTHER), ("g", "B", "BA", "AB", FURTHER)])
+    file = tmp_path / "samples" / "eval-000040.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    outputs = ("--right", tmp_path / "a", "--wrong", tmp_path / "b")
+    assert ending(capsys, judge_table.main, tmp_path) == ending(capsys, judge_filter.main, tmp_path, *outputs) == 0
+    codes = []
+    for value in [*ODD, KeyError]:
+        for number in (0, len(records) - 1):
+            odd = json.loads(json.dumps(records))
+            if field in ("id", "benchmark"):
+                odd[number]["row"] = {"benchmark": "vl_rewardbench", field: value}
+            else:
+                odd[number][field] = value
+            if value is KeyError:
+                holder = odd[number]["row"] if field in ("id", "benchmark") else odd[number]
+                del holder[field]
+            file.write_text("".join(json.dumps(record) + "\n" for record in odd))
+            codes.append(ending(capsys, judge_table.main, tmp_path))
+            codes.append(ending(capsys, judge_filter.main, tmp_path, *outputs))
+    assert field == "id" or 2 in codes
+
+
+@pytest.mark.parametrize("flags", ["--gpus -3", "--gpus 0", "--gpus 2.5", "--gpus many", "--gib nan", "--gib -80",
+                                   "--gib 0", "--gib inf", "--gib 1e400", "--gpus 99999999999999999999"])
+def test_a_plan_is_of_possible_machines(flags):
+    with user_error(flags.split()[0]):
+        plan.main(words("ppo", flags, "--", "--model", "none"))
+
+
+@pytest.mark.parametrize("file, content", [
+    ("model.safetensors", b""), ("model.safetensors", b"\xff" * 9), ("model.safetensors", None),
+    ("config.json", b"[]"), ("config.json", b"\xff"), ("tokenizer.json", b"{}"), ("preprocessor_config.json", b"3"),
+])
+def test_a_damaged_checkpoint_does_not_talk(tmp_path, qwen25, capsys, file, content):
+    shutil.copytree(qwen25, tmp_path / "model")
+    (tmp_path / "model" / file).unlink()
+    place(tmp_path / "model" / file, content)
+    with pytest.raises(SystemExit) as stop:
+        chat.main(words(tmp_path / "model", "hello"))
+    assert stop.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "nan", "1e9"])
+def test_a_chat_says_something(capsys, limit):
+    with pytest.raises(SystemExit) as stop:
+        chat.main(["folder", "hello", "--max_new_tokens", limit])
+    assert stop.value.code == 2
+    assert "argument --max_new_tokens: " in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_tool_without_a_traceback(tmp_path):
+    code = "import sys; sys.path.insert(0, 'launch'); import tool\nwith tool.one_message(): raise KeyboardInterrupt"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60)
+    assert (result.returncode, result.stderr) == (130, b"")
