@@ -510,8 +510,9 @@ class ModelArgs:
     )
     lora_rank: int = flag(
         0,
-        "rank of LoRA adapters on attention and MLP: only they (and a value head) are trained, the "
-        "other weights are kept in the compute type; 0: off, all weights are trained",
+        "rank of LoRA adapters on attention and MLP, but not on a mixture's experts: only they (and a "
+        "value head) are trained, the other weights are kept in the compute type; 0: off, all weights "
+        "are trained",
         low=0,
     )
     lora_alpha: int = flag(16, "adapters are scaled by this / --lora_rank", low=1)

@@ -44,6 +44,7 @@ from common.model.forward import (
     check_decoder,
     decoder,
     float32_parts,
+    routers,
     tower_parameters,
     trained_parts,
     use_attention,
@@ -229,8 +230,16 @@ class Builder:
         self.folder = resolve_folder(args.model, weights=not self.setup.planned)
 
     def actor(self) -> nn.Module:
-        """The model to train, with its vision tower."""
-        return self.build(self.folder, vision=True)
+        """The model to train, with its vision tower. The main rank says what adapters leave out."""
+        model = self.build(self.folder, vision=True)
+        mixtures = len(routers(model))
+        if self.args.lora_rank and mixtures and distributed.is_main():
+            print(
+                f"warning: --lora_rank leaves the experts and routers of {mixtures} layers as they "
+                "are; without it, all weights are trained",
+                flush=True,
+            )
+        return model
 
     def role(self, name: str, head: bool = True, frozen: bool = False) -> nn.Module:
         """The model of a checkpoint, or the actor's if ``name`` is empty. It reads the actor's
@@ -471,8 +480,8 @@ class LoRALinear(nn.Linear):
 
 def add_adapters(model: nn.Module, base: str, rank: int, alpha: int) -> None:
     """Freeze a model on meta, in the compute type, and give every linear layer of its decoder,
-    attention and MLP, an adapter in float32, scaled by alpha / rank. ``base``: the checkpoint that
-    the adapters belong to.
+    attention and MLP, an adapter in float32, scaled by alpha / rank. Experts are stacked in single
+    parameters, no linear layers, and get none. ``base``: the checkpoint that the adapters belong to.
     """
     freeze(model.parameters(), model.setup.dtype)
     for part in float32_parts(model):

@@ -261,17 +261,21 @@ def test_one_rank_equals_two(qwen25, task, tmp_path):
 
 OF_FAMILY = {"qwen3_vl_moe": TARGETS - {"gate_proj", "up_proj", "down_proj"},
              "qwen3_5": TARGETS | {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}}
+OF_FAMILY["qwen3_5_moe"] = OF_FAMILY["qwen3_5"] | {"shared_expert_gate"}
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_5", "gemma3", "idefics3", "llama"])
-def test_other_families(kind, picture_rows, tmp_path):
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "idefics3", "llama"])
+def test_other_families(kind, picture_rows, tmp_path, capfd):
     """Experts, linear attention, windows, another name of the decoder, text only with tied embeddings: sampled = trained =
-    exported."""
+    exported; that experts have no adapters is said once."""
     try:
         write_family(kind, tmp_path / "base", picture_rows)
     except ImportError:
         pytest.skip(f"transformers {transformers.__version__} wants torchvision for {kind}")
-    env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", LORA, "--advantage grpo")
+    env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", LORA)
+    printed = capfd.readouterr().out
+    line = "--lora_rank leaves the experts and routers of 2 layers as they are"
+    assert printed.count(line) == printed.count("warning") == (1 if kind.endswith("_moe") else 0)
     stir(env.actor)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     assert (score(env.actor, batch) - batch.logprobs).abs().max() < ROUNDING
