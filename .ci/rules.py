@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Rules that the authors keep and a fork need not: how much a reader has to carry. Prints what breaks them.
+"""Rules that the authors keep and a fork need not: how much a reader has to carry, and that documents name what is there.
+Prints what breaks them.
 
 Sizes are counted in expressions (`ast.expr` nodes), which do not change when lines are broken elsewhere."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 from typing import Iterator
@@ -21,7 +23,24 @@ NAMES = {"found", "own", "said", "kept", "shown", "given"}  # of a variable, the
 TOP = {*SCRIPTS, "common", "launch", "tests", "requirements.txt", "README.md"}
 MADE = {"toy", "toy_describe", "runs", "real", "__pycache__"}  # by commands; not tracked
 
+READMES = ("README.md", "common/README.md", "launch/README.md", "tests/README.md")
+# torchrun, SLURM and apptainer, pip and tensorboard, real_words.sh, tests/run.sh, the experiments
+FLAGS_OF_OTHERS = """help config
+standalone nproc_per_node nnodes rdzv_backend rdzv_endpoint rdzv_id max_restarts
+nodes gpus-per-node time partition signal output open-mode job-name ntasks-per-node requeue exclusive cpus-per-task array
+export wait nv
+quiet disable-pip-version-check no-deps dry-run no-index offline python version logdir
+force-reinstall index-url no-build-isolation shutdown-timeout
+critic teacher words fetch imitation_coef versions
+"""
+
 Problems = Iterator[str]
+
+
+def flags_of(modules: dict[str, ast.Module]) -> set[str]:
+    """The fields that are flags, by the call that declares them."""
+    nodes = [node for tree in modules.values() for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
+    return {node.target.id for node in nodes if getattr(getattr(node.value, "func", None), "id", "") == "flag"}
 
 
 def sizes(modules: dict[str, ast.Module]) -> Problems:
@@ -91,8 +110,54 @@ def top_level() -> Problems:
             yield f"{path.name}: not at the top, where {', '.join(sorted(TOP))} are"
 
 
+def unread_flags(modules: dict[str, ast.Module]) -> Problems:
+    """As an attribute of something; checks do not count. A judge's templates are read by name."""
+    statements = [node for tree in modules.values() for node in tree.body if not getattr(node, "name", "").startswith("check_")]
+    nodes = [node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Attribute)]
+    for name in sorted(flags_of(modules) - {node.attr for node in nodes if isinstance(node.ctx, ast.Load)}):
+        if not name.endswith("_template"):
+            yield f"--{name} is never read"
+
+
+def documents(modules: dict[str, ast.Module]) -> Problems:
+    """Flags, files, links, and in the table of parity tests, that are not there."""
+    known = flags_of(modules) | set(FLAGS_OF_OTHERS.split())
+    for path in (ROOT / "launch").rglob("*.py"):
+        known |= set(re.findall(r"\"--([a-z][\w-]+)\"", path.read_text(encoding="utf-8")))
+    pages = {name: (ROOT / name).read_text(encoding="utf-8") for name in READMES}
+    for name, text in pages.items():
+        for path in re.findall(r"\b(?:launch|tests|common)/[\w/]+\.\w+", text):
+            if not (ROOT / path).exists():
+                yield f"{name}: there is no {path}"
+        yield from links(name, text)
+    parity = pages["tests/README.md"].partition("**LightRFT `PPO")[2]
+    tests = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    for file, test in re.findall(r"\b(\w+)::(\w+)", parity):
+        if f"def test_{test}(" not in tests.get(f"test_{file}", ""):
+            yield f"tests/README.md: there is no {file}::{test}"
+    for path in (*(ROOT / "launch").glob("*.s*"), *(ROOT / name for name in READMES)):
+        text = path.read_text(encoding="utf-8").replace("--remote_*", "")
+        text = "\n".join(line for line in text.splitlines() if "sbatch" not in line and "scancel" not in line)
+        for flag in sorted(set(re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text)) - known):
+            yield f"{path.relative_to(ROOT)}: there is no --{flag}"
+
+
+def links(page: str, text: str) -> Problems:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        if not file.exists():
+            yield f"{page}: no file behind the link {target}"
+        elif anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
+            if anchor not in anchors:
+                yield f"{page}: no heading behind the link {target}"
+
+
 if __name__ == "__main__":
     modules = trees()
     problems = [*sizes(modules), *functions(modules), *packages(modules), *lines(), *variables(), *top_level()]
+    problems += [*unread_flags(modules), *documents(modules)]
     print("\n".join(problems) or "all rules are kept")
     sys.exit(bool(problems))

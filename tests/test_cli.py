@@ -1,6 +1,5 @@
 """The command line: every flag is read and documented, what cannot work is refused at once, and real launches."""
 
-import ast
 import dataclasses
 import hashlib
 import importlib.util
@@ -33,37 +32,6 @@ NEEDED = words("--model m --data d.jsonl")  # parse_args looks at neither
 
 
 # ------------------------------------------------------------------------------------------------ every flag
-@pytest.mark.parametrize("script", [ppo, grm])
-def test_every_flag_is_read(script):
-    """As `args.<group>.<field>`, or from a local name of the group, by the script or by a room of common; the
-    checks and the record do not count."""
-    checks = ("check_args", "check_judge_args", "check_rollout_args", "check_algorithm_args", "check_kl_args", "run_flags")
-    rooms = [path for path in (ROOT / "common").rglob("*.py") if path.name != "flags.py"]
-    nodes = []
-    for path in (Path(script.__file__), *rooms):
-        tree = ast.parse(path.read_text())
-        tree.body = [node for node in tree.body if getattr(node, "name", "") not in checks]
-        nodes += ast.walk(tree)
-    read = set()
-    for node in nodes:
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-            read.add((owner, node.attr))
-    groups = ast.walk(ast.parse((ROOT / "common/flags.py").read_text()))    # their properties read flags too
-    read |= {("args", node.attr) for node in groups if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"}
-    if script is ppo:                                                       # `Sampling` has all flags of the rollout
-        (sampling,) = (node for node in ast.parse(SCRIPT.read_text()).body if getattr(node, "name", "") == "Sampling")
-        attributes = [node.attr for node in ast.walk(sampling) if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"]
-        read |= {("rollout", name) for name in (*attributes, *(name for owner, name in read if owner == "sampling"))}
-    read |= {("args", f"{kind}_template") for kind in ("pictures", "answers", "correct", "rubric", "score")}    # by getattr
-    unread = []
-    for group in dataclasses.fields(script.Args):
-        for field in dataclasses.fields(group.type):
-            if not {(group.name, field.name), ("args", field.name)} & read:
-                unread.append(f"--{field.name}")
-    assert not unread
-
-
 def test_paths_become_absolute(tmp_path, monkeypatch):
     """args.json can then be read from any folder, and names one export where `latest` moves on."""
     for name in ("judge/config.json", "a.jsonl", "b.jsonl", "my.py", "exact", "out/export/step-7/config.json"):

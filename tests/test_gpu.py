@@ -383,13 +383,6 @@ def test_whole_run_of_the_judge_on_all_gpus(device, toy_task, tmp_path):
     assert any(record.get("step") == 2 and record.get("eval/parse_rate", -1) >= 0 for record in records)
 
 
-def test_what_only_a_gpu_runs_is_listed():
-    """All other tests of a GPU run on a CPU as well: what it never runs would rot unseen."""
-    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
-    assert not any(re.search(r"skip\w*\(not torch\.cuda", source) for source in sources)
-    assert sorted(sum((re.findall(r"def (test_\w+)\(gpu\b", source) for source in sources), [])) == sorted(ONLY_ON_A_GPU)
-
-
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs():
     """Its tiny mode, in a process of its own since it replaces the loading of weights."""

@@ -6,7 +6,6 @@ Every script is run by bash with a torchrun, srun and sbatch that only note thei
 import importlib.util
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from conftest import ROOT, words
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.flags import list_fields
 from common.rewards import scoring
 
 RECIPES = sorted(path.name for path in (ROOT / "launch").glob("*.s*") if path.suffix in (".sh", ".slurm"))
@@ -187,24 +185,6 @@ def test_a_job_needs_its_script(tmp_path):
     assert "the first argument must be the script" in (tmp_path / "logs" / "train-5.out").read_text()
 
 
-OURS = {name for script in (ppo, grm) for name in list_fields(script.Args)}
-OF_OTHERS = """help config
-standalone nproc_per_node nnodes rdzv_backend rdzv_endpoint rdzv_id max_restarts
-nodes gpus-per-node time partition signal output open-mode job-name ntasks-per-node requeue exclusive cpus-per-task array
-export wait nv
-quiet disable-pip-version-check no-deps dry-run no-index offline python version logdir
-critic teacher words fetch imitation_coef task gpus gib versions eval benchmark markdown right wrong
-"""  # torchrun, SLURM and apptainer, pip and tensorboard, real_words.sh, tools of launch/, tests/run.sh
-
-
-def test_no_launch_file_speaks_of_a_flag_that_is_not_there():
-    """In comments, too."""
-    known = OURS | set(OF_OTHERS.split())
-    for name in RECIPES:
-        text = (ROOT / "launch" / name).read_text()
-        assert not set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)) - known, name
-
-
 @pytest.mark.parametrize("gpu, offered, wanted", [(False, "2.15.0, 2.13.0+cpu, 2.12.0+cpu", ["torch==2.13.0+cpu"]),
                                                   (True, "2.15.0, 2.13.0+cpu", []), (False, "2.15.0, 2.13.0", [])])
 def test_a_build_for_cpus_is_installed_where_there_is_one_and_no_gpu(tmp_path, gpu, offered, wanted):
@@ -311,35 +291,3 @@ def test_the_venv_is_made_once_and_gives_way_to_an_active_environment(machine, t
     for variables, python in (({}, project / ".venv/bin/python"), ({"CONDA_PREFIX": str(tmp_path)}, tmp_path / "tools/python")):
         text, _ = set_up(**variables).communicate(timeout=60)
         assert text.endswith(f"{python}\n")
-
-
-READMES = ("README.md", "common/README.md", "launch/README.md", "tests/README.md")
-
-
-def test_the_readmes_name_what_is_there():
-    """Every file, every flag but those of other programs, and in the table of parity every test."""
-    text = "\n".join((ROOT / name).read_text() for name in READMES)
-    known = OURS | set(OF_OTHERS.split())
-    ours = text[:text.index("## Benchmarks")] + text[text.index("## Parity"):]
-    ours = [line for line in ours.splitlines() if "sbatch" not in line and "scancel" not in line]
-    ours = "\n".join(ours).replace("--remote_*", "")
-    assert set(re.findall(r"(?<![\w-])--([a-z][a-z0-9_]+[a-z0-9])(?![\w-])", ours)) <= known
-    assert all((ROOT / path).exists() for path in re.findall(r"\b(?:launch|tests|common)/[\w/]+\.\w+", text))
-
-    parity = text[text.index("**LightRFT `PPOTrainerVL`**"):]
-    tests = {path.stem[5:]: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
-    named = re.findall(r"\b(\w+)::(\w+)", parity)
-    assert len(named) > 80
-    assert [pair for pair in named if f"def test_{pair[1]}(" not in tests[pair[0]]] == []
-
-
-@pytest.mark.parametrize("name", READMES)
-def test_links_lead_somewhere(name):
-    """To a file, and to a heading where they name one."""
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", (ROOT / name).read_text()):
-        path, _, anchor = target.partition("#")
-        file = (ROOT / name).parent / path if path else ROOT / name
-        assert file.exists(), target
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
-            assert anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], target
