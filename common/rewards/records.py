@@ -122,6 +122,13 @@ def summarise(records: list[dict], count: int) -> dict[str, float]:
         if count > 1 and (prefix == "" or prefix.endswith("/")):
             metrics[f"eval/{prefix}pass@{count}"] = solved_share(records, f"{prefix}accuracy")
     if count > 1:
+        has_rate = any(name.endswith(f"pass@{count}") for name in metrics)
+        if not has_rate and distributed.is_main():
+            print(
+                f"no pass@{count}, which needs to know right answers: a reward function says which are "
+                'by {"reward": [...], "accuracy": [...]}, where a right one has 1',
+                flush=True,
+            )
         for k, rate in vote_rates(records).items():
             metrics[f"eval/votes@{k}"] = rate
     return metrics

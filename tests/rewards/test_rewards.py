@@ -14,6 +14,7 @@ from conftest import readme_reward, table, user_error, value_error
 from common.rewards import scoring
 from common.distributed import UserError
 from common.rewards.functions import Samples, Source, load_source, score_samples
+from common.rewards.records import summarise
 from common.rewards.rules import same_words
 from common.rewards.rules import answers_equal, extract_answer, format_score, parse_number, rule_reward
 from common.flags import RewardArgs
@@ -457,6 +458,21 @@ def test_long_texts_are_cut_in_the_message():
         score_samples(source, one_sample(long, long, long), RewardArgs())
     assert len(str(info.value)) < 2000
     assert str(info.value).count("the end") == 3
+
+
+@pytest.mark.parametrize("components, rate", [([{}] * 4, None), ([{"parsed": 1.0}] * 4, None),
+                                              ([{"accuracy": value} for value in (0, 1, 0.9, 0)], 0.5),
+                                              ([{"mine/accuracy": value} for value in (1, 1, 0, 1)], 1.0)])
+def test_where_nobody_says_what_is_right_a_line_says_how(capsys, components, rate):
+    """Two samples of each of two prompts; a list of rewards has no components."""
+    records = [{"index": i // 2, "reward": 2.0, "response_length": 3, "truncated": False, "components": parts}
+               for i, parts in enumerate(components)]
+    metrics = summarise(records, 2)
+    assert [value for name, value in metrics.items() if "pass@2" in name] == ([] if rate is None else [rate])
+    text = capsys.readouterr().out
+    assert ('{"reward": [...], "accuracy": [...]}' in text) == (rate is None)
+    summarise(records, 1)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
