@@ -4,8 +4,8 @@
     python launch/plan.py grm --gpus 8 -- --model Qwen/Qwen2.5-VL-7B-Instruct --data b.jsonl
 
 After -- stand the flags of the run itself. Its rows are checked, and of a hub name only the small
-files are fetched. Exit code 2: it does not fit; a
-run ends only where weights, gradients, optimizer states and one sample do not, and else warns.
+files are fetched. Exit code 2: it does not fit; a run ends only where weights, gradients, optimizer
+states and one sample do not, and else warns.
 """
 
 import sys

@@ -50,6 +50,7 @@ class MemoryPlan:
     longest: int  # tokens of the longest sequence that is written
     least_pack: int  # tokens that a pack must hold
     longest_target: int = 0  # tokens of the longest prompt with a target to learn
+    keys: float = 1.0  # that attention gathers for each token of a pack
 
     def __post_init__(self):
         self.shards = self.args.run.hsdp or self.ranks  # ranks that share one copy of the weights
@@ -94,7 +95,7 @@ class MemoryPlan:
         module = self.models[role]
         root, layer, _ = memory.gathered_bytes(module)
         parts = {"gathered weights": root + 2 * layer, "gradient shards": self.held[role, "Adam"] / 2}
-        parts |= memory.backward_bytes(module, tokens, recompute)
+        parts |= memory.backward_bytes(module, tokens, recompute, self.keys)
         for asked in self.asked:  # with adapters, the reference is this module
             root, _, _ = memory.gathered_bytes(self.models.get(asked, module))
             logits = memory.logits_bytes(module, module.model.setup.head_chunk)
@@ -130,15 +131,17 @@ class MemoryPlan:
 
 def policy_plan(args: Any, models: Modules, rows: Any, ranks: int) -> MemoryPlan:
     """Of a PPO step. A rollout needs --slots or one, and takes more of what is free."""
-    longest = longest_prompt(rows.train + rows.held_out)
+    prompt = longest_prompt(rows.train + rows.held_out)
     if args.env.env:  # a first observation may fill the prompt
-        longest = args.data.max_prompt_tokens
-    longest += args.longest_response
+        prompt = args.data.max_prompt_tokens
+    longest = prompt + args.longest_response
     plan = MemoryPlan(
         args, models, ranks, offload=args.update.offload, longest=longest, least_pack=args.longest
     )
     if rows.ptx is not None:
         plan.longest_target = longest_example(rows.ptx.rows)
+    if args.rollout.samples_per_prompt > 1:  # n responses of L tokens: (P + n (P + L)) / (P + n L)
+        plan.keys = 1 + prompt / (prompt / args.rollout.samples_per_prompt + args.longest_response)
     if args.update.ema_beta:
         plan.held["actor", "average"] = plan.held["actor", "Adam"] // 2
     if args.exact_kl_in_loss:
@@ -162,7 +165,8 @@ def judge_plan(args: Any, judge: nn.Module, rows: Any, ranks: int) -> MemoryPlan
     """Of the reward model's step and its evaluation, which prefills padded questions, all at once;
     they are assumed to be those of training."""
     prompt = longest_prompt(row.prompt for row in (*rows.held_out, *rows.train))
-    length, batch = prompt + args.eval.eval_max_new_tokens, args.eval.eval_batch
+    length = prompt + args.eval.eval_max_new_tokens
+    batch = args.eval.eval_batch
     plan = MemoryPlan(
         args,
         {"judge": judge},
@@ -206,8 +210,9 @@ def peak_of(
     plan: MemoryPlan, tokens: int, recompute: bool, size: Callable = total
 ) -> tuple[float, str]:
     """GiB of the phase with the largest ``size``, `total` or `certain`, and its name."""
-    phases = plan.phases(tokens, recompute)
-    return max((size(parts) / GIB, name) for name, parts in phases.items())
+    return max(
+        (size(parts) / GIB, name) for name, parts in plan.phases(tokens, recompute).items()
+    )
 
 
 def fastest(plan: MemoryPlan, most: int, gib: float) -> str:
@@ -243,16 +248,17 @@ def require_fit(plan: MemoryPlan, gib: float, needed: Callable) -> str:
 
 def new_positions(plan: MemoryPlan) -> str:
     """A line where sequences may be longer than what a model was made for, else an empty one."""
-    longest, limits = max(plan.longest, plan.longest_target), {}
+    longest = max(plan.longest, plan.longest_target)
+    limits = []
     for role, module in plan.models.items():
         text = module.model.config.get_text_config()
-        limits[role] = getattr(text, "max_position_embeddings", None) or longest
-    role = min(limits, key=limits.get)
-    if longest <= limits[role]:
+        limits.append((getattr(text, "max_position_embeddings", None) or longest, role))
+    limit, role = min(limits)
+    if longest <= limit:
         return ""
     return (
         f"warning: sequences may have {longest} tokens, more than the max_position_embeddings "
-        f"{limits[role]} of the {role}: it was not trained on the positions beyond"
+        f"{limit} of the {role}: it was not trained on the positions beyond"
     )
 
 

@@ -4,6 +4,7 @@ The step must be a function of device state alone. Weights are gathered to new a
 rollout, so graphs live for one rollout.
 """
 
+from collections import Counter
 from typing import Any, Callable
 
 import torch
@@ -19,7 +20,7 @@ class StepGraphs:
 
     def __init__(self, eager_steps: int):
         self.eager_steps = eager_steps
-        self.steps: dict[tuple[int, int], int] = {}  # by batch size and capacity
+        self.steps = Counter()  # by batch size and capacity
         self.graphs: dict[tuple[int, int], Any] = {}
         self.pool: Any = None
 
@@ -27,7 +28,7 @@ class StepGraphs:
         """``step(size, capacity)`` for the slots 0..size-1, by its graph if there is one. Raises
         RuntimeError: it cannot be captured."""
         kind = size, capacity
-        self.steps[kind] = self.steps.get(kind, 0) + 1
+        self.steps[kind] += 1
         if self.steps[kind] <= self.eager_steps:
             return step(size, capacity)
         if kind not in self.graphs:
@@ -46,7 +47,7 @@ class StepGraphs:
 def capture(step: Callable, size: int, capacity: int, pool: Any) -> tuple[Any, Any]:
     """A CUDA graph of a step, which does not run, and its memory pool: a new one if ``pool`` is
     None. Only addresses, batch size and capacity are baked in."""
-    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    pool = pool or torch.cuda.graph_pool_handle()
     graph = torch.cuda.CUDAGraph()
     # thread_local: CUDA calls of other threads meanwhile (NCCL's watchdog, a checkpoint being
     # written) must not invalidate the capture.

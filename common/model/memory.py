@@ -105,12 +105,13 @@ def gathered_bytes(module: nn.Module) -> tuple[int, int, int]:
     return width * root, width * max(layers), width * sum(layers)
 
 
-def layer_activations(module: nn.Module) -> int:
+def layer_activations(module: nn.Module, keys: float = 1.0) -> float:
     """Bytes per token that a decoder layer keeps for its backward: of every norm its input in
     float32 and its output before the scale (less on a GPU, where a norm is one kernel); what the
     products read; queries, keys, values and output of the attention, or what linear attention
     keeps if that is more; four tensors of the MLP
     (gate, its activation, up, their product), in MoE for each expert of the token, with its input.
+    ``keys``: that are gathered for each token of a pack, as responses attend to their prompts too.
     """
     text = module.model.config.get_text_config()
     layer = decoder(module.model).layers[-1]
@@ -124,14 +125,14 @@ def layer_activations(module: nn.Module) -> int:
     for name, p in layer.named_parameters():
         if "norm" in name:
             norms += p.numel() * repeats.get(name.split(".")[-2], 1)
-    experts, inner = 0, getattr(text, "intermediate_size", 0)
+    experts = 0
+    inner = getattr(text, "intermediate_size", 0)
     if routers(module.model):
         experts = text.num_experts_per_tok
         inner = experts * text.moe_intermediate_size
         inner += getattr(text, "shared_expert_intermediate_size", 0)
-    heads = text.num_attention_heads + text.num_key_value_heads
-    attention = 2 * width * head_dim(text) * heads
-    mixing = max(attention, activation_bytes(text, width))
+    heads = text.num_attention_heads + keys * text.num_key_value_heads
+    mixing = max(2 * width * head_dim(text) * heads, activation_bytes(text, width))
     products = width * ((2 + experts) * text.hidden_size + 4 * inner)
     return (4 + width) * norms + mixing + products
 
@@ -165,17 +166,19 @@ def fitting_slots(policy: nn.Module, length: int, most: int, free: float) -> int
     return max(1, min(most, int(room // slot_bytes(policy, length))))
 
 
-def backward_bytes(module: nn.Module, tokens: int, recompute: bool) -> dict[str, int]:
+def backward_bytes(
+    module: nn.Module, tokens: int, recompute: bool, keys: float = 1.0
+) -> dict[str, float]:
     """Of an update by a pack of so many tokens, without gathered weights and gradient shards: what
     the forward keeps, and the larger of what the backward adds to it: at the head, chunks of logits
     and the weight's gradient in float32; in a layer, the activations computed again, gradients of
     them, and those of two layers' weights before they are reduced, in the compute type and in
-    float32.
+    float32. ``keys``: see `layer_activations`.
     """
     model = module.model
     layers = decoder(model).layers
     width = model.setup.dtype.itemsize
-    activations = tokens * layer_activations(module)
+    activations = tokens * layer_activations(module, keys)
     hidden = tokens * model.config.get_text_config().hidden_size
     saved = hidden * (4 + 4 * width)  # embeddings, with images, and the last norm
     saved += len(layers) * (width * hidden if recompute else activations)

@@ -4,6 +4,7 @@ no weights.
 Shards on two ranks are measured in test_checkpoint.py, beside the run of four.
 """
 
+import json
 import re
 import shutil
 import weakref
@@ -144,24 +145,30 @@ class LiveBytes(TorchDispatchMode):
 # the peak in a layer, and at the head, whose
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "dtype, checkpointing, vocabulary, chunk",
+    "dtype, checkpointing, vocabulary, chunk, responses",
     [
         # products are float32 on a CPU
-        ("float32", False, 300, 64),
-        ("bfloat16", True, 300, 64),
-        ("float32", True, 20000, 256),
+        ("float32", False, 300, 64, 1),
+        ("bfloat16", True, 300, 64, 1),
+        ("float32", True, 20000, 256, 1),
+        ("float32", False, 300, 64, 20),
     ],
 )
-def test_peak_of_an_update(qwen25, picture_rows, tmp_path, dtype, checkpointing, vocabulary, chunk):
+def test_peak_of_an_update(
+    qwen25, tmp_path, dtype, checkpointing, vocabulary, chunk, responses
+):
     """Gathered weights, activations and backward of one row against what is alive while actor and
-    critic learn from it."""
+    critic learn from it: a short prompt with a long response, or a long one with many, each of which
+    gathers its keys."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "a b " * (120 if responses > 1 else 5)}))
     config = AutoConfig.from_pretrained(qwen25)
     sizes = dict(
         hidden_size=128,
         intermediate_size=640,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=2 if responses == 1 else 4,
         vocab_size=max(vocabulary, config.text_config.vocab_size),
         layer_types=["full_attention"] * 4,
     )
@@ -175,10 +182,10 @@ def test_peak_of_an_update(qwen25, picture_rows, tmp_path, dtype, checkpointing,
     shutil.copytree(qwen25, tmp_path, dirs_exist_ok=True)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     recompute = ["--gradient_checkpointing"] * checkpointing
-    env = start(tmp_path, picture_rows, "--dtype", dtype, *recompute)
+    env = start(tmp_path, rows, "--dtype", dtype, *recompute)
     env.actor.model.setup = replace(env.actor.model.setup, head_chunk=chunk)
     n = 1000
-    batch = take(env, 1).with_targets([[torch.randint(4, 200, (n,))]])
+    batch = take(env, 1).with_targets([list(torch.randint(4, 200, (responses, n // responses)))])
     batch.sampling, batch.logprobs, batch.old_logprobs = (
         env.sampling,
         torch.zeros(n),
@@ -186,8 +193,9 @@ def test_peak_of_an_update(qwen25, picture_rows, tmp_path, dtype, checkpointing,
     )
     batch.advantages = batch.returns = batch.values = torch.randn(n)
     batch.in_policy_loss = torch.ones(n, dtype=torch.bool)
-    weights = ppo.minibatch_weights(batch, range(1), batch.in_policy_loss, env.args)
-    part = ppo.Minibatch(range(1), weights, weights, None)
+    samples = range(responses)
+    weights = ppo.minibatch_weights(batch, samples, batch.in_policy_loss, env.args)
+    part = ppo.Minibatch(samples, weights, weights, None)
     for module in (env.actor, env.critic):
         module.train()
         for _ in range(2):  # the second time as in an update of several rows
@@ -199,8 +207,27 @@ def test_peak_of_an_update(qwen25, picture_rows, tmp_path, dtype, checkpointing,
                     loss, _ = ppo.critic_loss(module, row, batch, part, env.args)
                 loss.backward()
         root, layer, _ = memory.gathered_bytes(module)
-        parts = memory.backward_bytes(module, row.input_ids.shape[1], checkpointing)
+        segments = row.attention.segments  # (start, end, and those of the prefix)
+        keys = sum(end - start + last - first for start, end, first, last, *_ in segments)
+        tokens = row.input_ids.shape[1]
+        assert (keys > 5 * tokens) == (responses > 1)
+        parts = memory.backward_bytes(module, tokens, checkpointing, keys / tokens)
         assert 0.95 < (root + 2 * layer + sum(parts.values())) / live.peak < 1.2, (parts, live.peak)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_keys_of_an_update_are_counted_per_response(qwen25, picture_rows, samples):
+    """A prompt with one response is one segment; one with several is read by each."""
+    line = words("--advantage gae --dtype float32 --samples_per_prompt", samples)
+    dry = planned(qwen25, picture_rows, *line)
+    prompt = max(len(row.input_ids) for row in dry.prompts)
+    keys = prompt + 12 if samples == 1 else prompt + samples * (prompt + 12)
+    text, tokens = dry.models["actor"].model.config.get_text_config(), 1000
+    further = tokens * (keys / (prompt + samples * 12) - 1)  # in float32, keys and values of each layer
+    size = 2 * 4 * text.num_hidden_layers * text.num_key_value_heads * vlm_attention.head_dim(text)
+    activations = dry.needed.phases(tokens, recompute=False)["update actor"]["activations"]
+    bare = memory.backward_bytes(dry.models["actor"], tokens, recompute=False)["activations"]
+    assert activations - bare == pytest.approx(further * size)
 
 
 @pytest.fixture(scope="module")
