@@ -56,7 +56,8 @@ from common.buffers import Batch, Pack
 from common.distributed import UserError
 from common.files import read_json, read_text
 from common.flags import flag
-from common.model import budget, checkpoint, forward as vlm, fsdp, memory, weights
+from common.model import budget, checkpoint, fsdp, memory, vlm, weights
+from common.model.packs import join_packs, make_packs
 from common.rewards import accuracy, judge as judgements
 from common.rewards.cards import sample_card
 from common.rewards.judge import Example
@@ -418,13 +419,13 @@ def update(
     ranks. Returns metrics and log p (N,)."""
     judge, tokens, step = trained.module, len(batch.tokens), state.step + 1
     judge.train()
-    vlm.compute_frozen_features(judge.model, batch)
+    vlm.compute_features_unless_trained(judge.model, batch)
     done = []
-    for pack in vlm.packs(judge.model, batch):
+    for pack in make_packs(judge.model, batch):
         logp = judge(pack)  # (T,)
         fsdp.backward(-logp.sum() / tokens)
         done.append((pack.flat, logp.detach()))
-    target_logprobs = vlm.join_packs(done, tokens)
+    target_logprobs = join_packs(done, tokens)
     norm, applied = trained.update(step)
     metrics = {
         "train/lr": trained.learning_rate(step),
@@ -606,7 +607,7 @@ def weigh_verdicts(
     batch = batch.with_targets(targets)
     if not len(batch):
         return {}  # no image decodes
-    vlm.compute_frozen_features(judge.model, batch)
+    vlm.compute_features_unless_trained(judge.model, batch)
     totals = batch.per_sample_sum(fsdp.run_forward(judge, batch, judge).double())  # (S,)
     likelihoods = {}
     for index in set(batch.prompt_index.tolist()):

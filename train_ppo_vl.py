@@ -12,7 +12,7 @@ One step, in the order of `main`:
 What happens in common/:
 
     losses.py              formulas: advantages, the clipped ratio, KL
-    model/forward.py       puts image features into a packed sequence
+    model/vlm.py       puts image features into a packed sequence
     model/attention.py     fills the KV cache
     rewards/functions.py   `call_source` calls your reward
     rewards/scoring.py     collects the rewards; if a call has raised, ends every rank with a message
@@ -37,7 +37,7 @@ import itertools
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -50,19 +50,23 @@ from common.distributed import UserError
 from common.files import check_form, parse_json
 from common.envs import dialogue, environments
 from common.flags import flag
+from common.logprobs import Sampling
 from common.model import (
     attention,
     budget,
     checkpoint,
     experts,
-    forward as vlm,
     fsdp,
     graphs,
-    looks,
+    image_changes,
     memory,
-    text_loss,
+    vlm,
     weights,
 )
+from common.model.packs import Prefill, make_packs, prefill_pack
+from common.model.policy import Critic, Policy, logprobs_of, values_of
+from common.model.ptx import PtxLoss
+from common.model.teacher import Teacher, check_template, follow_average
 
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
 TRAIN, EVAL, JUDGE = 0, 1, 2
@@ -83,7 +87,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     modules = build_models(args, rows.processor, ranks.device)  # on meta: no weights are read yet
     if not args.run.export_only:
         modules |= build_reward_models(args, reward, rows, modules["actor"])
-        looks.prepare(args, modules, rows)
+        prepare_teacher(args, rows, modules)
         budget.fit(budget.policy_plan(args, modules, rows, ranks.world), ranks)
     models = load_models(args, modules, ranks)
 
@@ -95,7 +99,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     if args.run.export_only:
         return checkpoints.export_now(exports, rows.processor)
     log = open_log(args, rows, state.step)
-    sampling = replace(Sampling.of(args, rows.processor, ranks.device), environment=environment)
+    sampling = replace(sampling_of(args, rows.processor, ranks.device), environment=environment)
     if not args.run.eval_only:  # an evaluation has nothing to save
         distributed.catch_signals()
 
@@ -118,7 +122,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 
             # One step.
             logging.timer.reset()
-            looks.follow_average(models.teacher, trainables["actor"])
+            follow_average(models.teacher, trainables["actor"])
             # prompts, responses, their rewards, log-probs (old, reference, teacher) and values
             batch, metrics = collect(models, loader, reward, sampling, state, args)
             checkpoints.commit_if_written()
@@ -630,7 +634,7 @@ def check_args(args: Args) -> None:
     check_judge_args(args, refuse)
     check_algorithm_args(refuse)
     check_kl_args(refuse)
-    looks.refuse_flags(refuse, args.perception)
+    check_teacher_args(refuse, args.perception)
     refuse.raise_any()
 
 
@@ -727,6 +731,41 @@ def check_kl_args(refuse: flags.Refusals) -> None:
     )
 
 
+def check_teacher_args(refuse: flags.Refusals, perception: flags.PerceptionArgs) -> None:
+    """Refuse `TeacherArgs` that cannot work, and learning from nothing."""
+    values, teacher = refuse.values, refuse.values.teacher_model
+    ema, idle = teacher == "ema", values.advantage == "none"
+    refuse(ema and not values.ema_beta, "--teacher_model ema needs an --ema_beta above 0")
+    refuse(ema and values.lora_rank, "--teacher_model ema has no adapters (--lora_rank); use self")
+    refuse(
+        (values.teacher_prompt or values.teacher_in == "loss") and not teacher,
+        "--teacher_prompt and --teacher_in loss need a --teacher_model",
+    )
+    if values.teacher_prompt:
+        check_template(values.teacher_prompt)
+    refuse(
+        idle and values.dynamic_sampling,
+        "--dynamic_sampling chooses prompts by rewards, which --advantage none does not use",
+    )
+    refuse(
+        values.env and (values.teacher_prompt or values.student_images),
+        "--env: conversations are scored unchanged, without --teacher_prompt or --student_images",
+    )
+    refuse(
+        values.student_images and perception.masks_images,
+        "--student_images and --perception_coef, _ratio, _scale: choose one of them",
+    )
+    image_changes.damage(values.student_images, values.seed)
+    refuse(
+        not teacher and (idle or values.reward == "none"),
+        "--reward none and --advantage none learn from a teacher alone: pass a --teacher_model",
+    )
+    refuse(
+        idle and values.kl_coef and values.kl_in == "reward",
+        "--advantage none, which --reward none implies, needs --kl_in loss for its --kl_coef",
+    )
+
+
 def parse_stop_strings(text: str) -> list[str] | None:
     """The strings of --stop_strings; None if it is not a JSON list of non-empty strings."""
     try:
@@ -750,7 +789,7 @@ class Rows:
     processor: data.Processor
     train_sets: list[list[data.Prompt]]
     held_out: list[data.Prompt]
-    ptx: text_loss.TextLoss | None  # on --ptx_data
+    ptx: PtxLoss | None  # on --ptx_data
 
     @property
     def train(self) -> list[data.Prompt]:
@@ -807,7 +846,7 @@ def check_rows(
         environment.check_model(rows.processor)
 
 
-def load_ptx(args: Args, processor: data.Processor) -> text_loss.TextLoss | None:
+def load_ptx(args: Args, processor: data.Processor) -> PtxLoss | None:
     """The next-token loss on --ptx_data, if any. Its rows get no system prompt. Raises UserError on
     every rank."""
     if not args.rows.ptx_data:
@@ -816,7 +855,7 @@ def load_ptx(args: Args, processor: data.Processor) -> text_loss.TextLoss | None
         rows = rewards.load_responses(
             args.rows.ptx_data, processor, args.data, args.model.max_tokens_per_pack
         )
-    return text_loss.TextLoss(
+    return PtxLoss(
         rows=rows,
         loader=data.PromptLoader(processor, args.data),
         batch=args.rows.ptx_batch,
@@ -840,7 +879,7 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoade
         args.data,
         batches,
         together,
-        looks.damage(args.teacher.student_images, args.run.seed),
+        image_changes.damage(args.teacher.student_images, args.run.seed),
     )
 
 
@@ -953,107 +992,27 @@ def run_flags(args: Args, rows: "Rows") -> dict:
 
 
 # -------------------------------------------------------------------------------------------------
-# How tokens are drawn
-# -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Sampling(RolloutArgs):
-    """How tokens are drawn: the flags of the rollout, and what they do not say. A batch keeps the
-    `Sampling` it was drawn with, so that scoring and training use the distribution that was sampled
-    from."""
-
-    banned: Tensor  # (V,) bool: ids that are never drawn, such as image tokens
-    stop_ids: Tensor  # (k,) ids that end a response
-    stop_strings: Sequence[str] = ()
-    seed: int = 0
-    stream: int = TRAIN
-    greedy: bool = False
-    environment: Any = None  # answers the policy's turns; None: a response is one turn
-
-    @staticmethod
-    def of(args: Args, processor: data.Processor, device: torch.device) -> "Sampling":
-        """The sampling that the flags ask for."""
-        strings = parse_stop_strings(args.rollout.stop_strings)
-        return Sampling(
-            **vars(args.rollout) | {"stop_strings": strings},
-            banned=processor.banned_mask().to(device),
-            stop_ids=torch.tensor(processor.stop_ids, device=device),
-            seed=args.run.seed,
-        )
-
-    def logits_options(self, position: Tensor) -> dict:
-        """The arguments of `logprobs.logits_fp32` for tokens at ``position`` (n,) of their
-        responses."""
-        options = {"temperature": self.temperature, "banned": self.banned}
-        if self.min_new_tokens:
-            options |= {"early": position < self.min_new_tokens, "early_banned": self.stop_ids}
-        return options
-
-
-# -------------------------------------------------------------------------------------------------
 # Models: built on meta, sharded here, filled from safetensors
 # -------------------------------------------------------------------------------------------------
 
 
-class Policy(nn.Module):
-    """Actor, reference, teacher or judge: maps a pack to the log-probs of its response tokens. The
-    full logits are never materialized."""
-
-    def __init__(self, model: nn.Module, processor: data.Processor):
-        super().__init__()
-        self.model, self.processor = model, processor
-
-    def forward(
-        self,
-        pack: Pack,
-        sampling: Sampling | None = None,
-        entropy: bool = False,
-        references: Sequence[tuple[Tensor, Tensor]] = (),
-        hidden_only: bool = False,
-    ):
-        """Returns logp (T,) float32, entropy (T,) or None, and the exact KL (T,) to each reference.
-
-        Args:
-            sampling: how the tokens were drawn; None for text that was not sampled: temperature 1,
-                and no banned ids.
-            references: hidden states (T, H) and head (V, H) of each, from `reference_outputs`.
-            hidden_only: return only the hidden states (T, H) that predict the response tokens. (A
-                flag, not a method: FSDP gathers weights only in `forward`.)
-        """
-        hidden = vlm.hidden_states(self.model, pack)[pack.predict]  # (T, H)
-        if hidden_only:
-            return hidden
-        options = {"chunk": self.model.setup.head_chunk}
-        if sampling is not None:
-            options |= sampling.logits_options(pack.step)
-        weight = self.model.lm_head.weight  # (V, H)
-        logp, entropies = logprobs.linear_logprobs(
-            hidden, weight, pack.targets, entropy=entropy, **options
-        )
-        kls = []
-        for ref_hidden, ref_weight in references:
-            kls.append(logprobs.full_kl(hidden, ref_hidden, weight, ref_weight, **options))
-        return logp, entropies, kls
-
-
-class Critic(nn.Module):
-    """The value of the state before each response token, read at the position that predicts the
-    token."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-        self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
-        # the bias of a scalar model's files, which is not trained
-        self.value_head.register_buffer("offset", torch.zeros(1), persistent=False)
-
-    def forward(self, pack: Pack) -> Tensor:
-        """Returns values (T,) in float32, the type of the head."""
-        hidden = vlm.hidden_states(self.model, pack)  # (L, H)
-        states = hidden[pack.predict].to(self.value_head.weight.dtype)  # (T, H)
-        # sum, not squeeze: FSDP2 hooks the output, which must not be a view
-        return self.value_head(states).sum(dim=-1) + self.value_head.offset
+def sampling_of(args: Args, processor: data.Processor, device: torch.device) -> Sampling:
+    """How the flags want tokens to be drawn."""
+    rollout = args.rollout
+    return Sampling(
+        banned=processor.banned_mask().to(device),
+        stop_ids=torch.tensor(processor.stop_ids, device=device),
+        max_new_tokens=rollout.max_new_tokens,
+        min_new_tokens=rollout.min_new_tokens,
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        stop_strings=parse_stop_strings(rollout.stop_strings),
+        seed=args.run.seed,
+        stream=TRAIN,
+        slots=rollout.slots,
+        cuda_graphs=rollout.cuda_graphs,
+    )
 
 
 def build_models(
@@ -1104,16 +1063,34 @@ def build_reward_models(
 ) -> vlm.Modules:
     """The reward models by the name of their source, on meta. Raises UserError: see
     `rewards.models.build`."""
-    script = rewards.Script(
-        actor,
-        args,
-        policy=Policy,
-        critic=Critic,
-        logprobs=compute_logprobs,
-        values=compute_values,
-        write=write_critiques,
+
+    def write(judge: Policy, questions: Batch) -> Batch:
+        return write_critiques(judge, questions, args)
+
+    # the features of an actor that sees damaged images are no judge's
+    shares_features = not args.teacher.student_images
+    return rewards.build_models(
+        reward, rows.train + rows.held_out, actor, write, args.update.offload, shares_features
     )
-    return rewards.build_models(reward, rows.train + rows.held_out, script)
+
+
+def teacher_of(args: Args, modules: vlm.Modules) -> Teacher | None:
+    """The teacher of --teacher_model, if any; if it has no module of its own, the actor without
+    adapters."""
+    if not args.teacher.teacher_model:
+        return None
+    actor = modules["actor"]
+    return Teacher(modules.get("teacher", actor), actor, args.teacher, args.update.offload)
+
+
+def prepare_teacher(args: Args, rows: Rows, modules: vlm.Modules) -> None:
+    """Raises UserError, on every rank: no row has an image to damage for the student; or see
+    `Teacher.prepare`."""
+    if args.teacher.student_images and rows.train and not any(row.images for row in rows.train):
+        raise UserError("--student_images: no row of --data has images")
+    teacher = teacher_of(args, modules)
+    if teacher is not None:
+        teacher.prepare(rows.train + rows.held_out, with_env=bool(args.env.env))
 
 
 class Models(NamedTuple):
@@ -1122,7 +1099,7 @@ class Models(NamedTuple):
     actor: Policy
     critic: Critic | None  # with gae
     reference: Policy | None  # with a KL; with adapters, by default, the actor itself
-    teacher: looks.Teacher | None = None
+    teacher: Teacher | None = None
 
 
 def load_models(args: Args, modules: vlm.Modules, ranks: distributed.Ranks) -> Models:
@@ -1135,7 +1112,7 @@ def load_models(args: Args, modules: vlm.Modules, ranks: distributed.Ranks) -> M
     actor, reference = modules["actor"], modules.get("reference")
     if reference is None and args.algorithm.kl_coef:
         reference = actor  # without its adapters
-    return Models(actor, modules.get("critic"), reference, looks.teacher_of(args, modules))
+    return Models(actor, modules.get("critic"), reference, teacher_of(args, modules))
 
 
 def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable | nn.Module]:
@@ -1302,7 +1279,7 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
 def write_critiques(judge: Policy, questions: Batch, args: Args) -> Batch:
     """The judge's critique of every question, sampled greedily."""
     sampling = replace(
-        Sampling.of(args, judge.processor, judge.model.setup.device),
+        sampling_of(args, judge.processor, judge.model.setup.device),
         max_new_tokens=args.reward.grm_max_new_tokens,
         min_new_tokens=0,
         stop_strings=(),
@@ -1315,17 +1292,6 @@ def write_critiques(judge: Policy, questions: Batch, args: Args) -> Batch:
 # -------------------------------------------------------------------------------------------------
 # Scoring and advantages
 # -------------------------------------------------------------------------------------------------
-
-
-def compute_logprobs(policy: Policy, batch: Batch) -> Tensor:
-    """(N,) log-probs of the responses under the distribution they were drawn from, with its
-    temperature and banned ids; under the plain model if the batch was not sampled."""
-    return fsdp.run_forward(policy, batch, lambda pack: policy(pack, batch.sampling)[0])
-
-
-def compute_values(critic: Critic, batch: Batch) -> Tensor:
-    """(N,) the critic's value of the state before every response token."""
-    return fsdp.run_forward(critic, batch, critic)
 
 
 @logging.timer("score")
@@ -1342,16 +1308,16 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
         if algorithm.importance_cap:
             batch.old_logprobs = logp
     if args.perception.masks_images:
-        change = looks.masked_images(args.perception.perception_mask, args.run.seed)
-        batch.masked_logprobs = looks.changed_logprobs(actor, batch, change, compute_logprobs)
+        change = image_changes.masked_images(args.perception.perception_mask, args.run.seed)
+        batch.masked_logprobs = image_changes.changed_logprobs(actor, batch, change)
     if reference is not None:
         with fsdp.onloaded(reference, args.update.offload):
             fill_reference_kl(batch, actor, reference, args.kl_estimator)
     if models.critic is not None:
-        batch.values = compute_values(models.critic, batch)
+        batch.values = values_of(models.critic, batch)
     if models.teacher is not None and not args.teacher.in_loss:
-        with models.teacher.asked() as policy:
-            batch.teacher_logprobs = compute_logprobs(policy, models.teacher.look(batch))
+        with models.teacher.in_use() as policy:
+            batch.teacher_logprobs = logprobs_of(policy, models.teacher.view(batch))
 
 
 def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator: str) -> None:
@@ -1366,7 +1332,7 @@ def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator:
         fsdp.rest_after_scoring(reference)
         return
     with weights.without_adapters(reference.model):
-        batch.ref_logprobs = compute_logprobs(reference, batch)
+        batch.ref_logprobs = logprobs_of(reference, batch)
     batch.kl = losses.kl_penalty(estimator, batch.old_logprobs, batch.ref_logprobs)
 
 
@@ -1437,9 +1403,12 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.M
         advantages = losses.whiten(advantages)
     batch.in_policy_loss = policy_loss_mask(batch, algorithm)
     if args.perception.masks_images:
-        factors, depends = looks.focus(batch, args.perception)
-        advantages = advantages * factors
-        batch.in_policy_loss &= depends
+        # by how much responses depend on their images, and the tokens that do most (VPPO)
+        perception = losses.perception(batch.old_logprobs, batch.masked_logprobs)  # (N,)
+        scale, ratio = args.perception.perception_scale, args.perception.perception_ratio
+        factors = losses.perception_factors(perception, batch.lengths, scale)  # (S,)
+        advantages = advantages * factors.repeat_interleave(batch.lengths)
+        batch.in_policy_loss &= losses.perception_mask(perception, batch.lengths, ratio)
     if batch.teacher_logprobs is not None:
         apart = batch.teacher_logprobs - batch.old_logprobs
         advantages = advantages + args.teacher.teacher_coef * apart
@@ -1545,7 +1514,7 @@ def update_models(
     models: Models,
     batch: Batch,
     step: int,
-    ptx: text_loss.TextLoss | None,
+    ptx: PtxLoss | None,
     args: Args,
 ) -> logging.Metrics:
     """Update the critic and, after --critic_warmup_steps, the actor. Steps count from 1. Returns the
@@ -1571,7 +1540,7 @@ def update_critic(trained: fsdp.Trainable, batch: Batch, step: int, args: Args) 
             if not minibatch.weights.any():
                 continue
             stats = []
-            for pack in vlm.packs(critic.model, batch, minibatch.indices):
+            for pack in make_packs(critic.model, batch, minibatch.indices):
                 loss, pack_stats = critic_loss(critic, pack, batch, minibatch, args)
                 fsdp.backward(loss)
                 stats.append(pack_stats)
@@ -1598,7 +1567,7 @@ def update_actor(
     models: Models,
     batch: Batch,
     step: int,
-    ptx: text_loss.TextLoss | None,
+    ptx: PtxLoss | None,
     args: Args,
 ) -> logging.Metrics:
     """Policy-gradient updates in all epochs and minibatches of ``step`` (from 1), or until
@@ -1610,14 +1579,14 @@ def update_actor(
     actor.train()
     offload = args.update.offload
     with fsdp.onloaded(trained, offload), fsdp.onloaded(kl_ref, offload), fsdp.onloaded(teacher, offload):
-        look = None if teacher is None else (teacher.model, models.teacher.look(batch))
+        view = None if teacher is None else (teacher.model, models.teacher.view(batch))
         for number, minibatch in enumerate(minibatches_of(actor, batch, step, args.update.epochs, args)):
             if not minibatch.teaches(args):
                 continue
             if ptx is not None:
                 pending_text = ptx.start(number)  # its images decode in the background
             stats = []
-            for pack in vlm.packs(actor.model, batch, minibatch.indices, look):
+            for pack in make_packs(actor.model, batch, minibatch.indices, view):
                 loss, pack_stats = actor_loss(actor, models, pack, batch, minibatch, args)
                 fsdp.backward(loss)
                 stats.append(pack_stats)
@@ -1653,8 +1622,8 @@ def actor_loss(
     references = []  # the loss contains the exact KL to each of them
     if args.exact_kl_in_loss:
         references.append(reference_outputs(models.reference, pack))
-    if pack.look is not None:
-        references.append(reference_outputs(models.teacher.policy, pack.look))
+    if pack.teacher is not None:
+        references.append(reference_outputs(models.teacher.policy, pack.teacher))
     with vlm.router_logits(actor.model) as routed:
         # (T,) each
         logp, entropy, kls = actor(pack, batch.sampling, entropy=True, references=references)
@@ -1698,8 +1667,8 @@ def kl_terms(
 ) -> dict[str, tuple[float, Tensor]]:
     """Metric name -> (coefficient, term (T,)) of the KLs that the actor's loss adds to the
     policy loss. ``kls`` are the exact KLs, the one to the teacher last."""
-    terms, algorithm = {}, args.algorithm
-    if pack.look is not None:
+    terms = {}
+    if pack.teacher is not None:
         terms["teacher_kl"] = args.teacher.teacher_coef, kls.pop()
     if args.kl_in_loss:
         if not kls:
@@ -1757,7 +1726,7 @@ def evaluate(
     batches = data.batches_in_order(rows.held_out, prompts_together(args, count))
     records, cards, conversations, dropped = [], [], [], 0
     value_pairs: list[Tensor] = []  # (2, N) each: the critic's values, and the returns
-    gaps: list[Tensor] = []  # (k,) each, see `looks.vision_gaps`
+    gaps: list[Tensor] = []  # (k,) each, see `image_changes.vision_gaps`
     with trainables["actor"].averaged(), data.PromptLoader(rows.processor, args.data, batches) as loader:
         for _ in batches:
             prompts = loader.take(least=0)
@@ -1770,7 +1739,7 @@ def evaluate(
                 value_pairs.append(
                     values_and_returns(trainables["critic"].module, batch, reward, state, args)
                 )
-            gaps.append(looks.vision_gaps(actor, batch, compute_logprobs))
+            gaps.append(image_changes.vision_gaps(actor, batch))
             answers = rewards.sample_records(batch, actor.processor)
             picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
             cards += rewards.sample_cards(batch, answers, picks)
@@ -1790,7 +1759,7 @@ def evaluate(
 
 
 def evaluate_teacher(
-    teacher: looks.Teacher | None,
+    teacher: Teacher | None,
     reward: rewards.RewardMix,
     rows: Rows,
     sampling: Sampling,
@@ -1804,9 +1773,9 @@ def evaluate_teacher(
         return {}
     batches = data.batches_in_order(rows.held_out, prompts_together(args, 1))[:1]
     sampling = replace(sampling, stream=EVAL, greedy=True)
-    with teacher.asked() as policy, data.PromptLoader(rows.processor, args.data, batches) as loader:
+    with teacher.in_use() as policy, data.PromptLoader(rows.processor, args.data, batches) as loader:
         batch = loader.take()
-        answers = rollout(policy, teacher.look(batch), sampling, 1)
+        answers = rollout(policy, teacher.view(batch), sampling, 1)
     answers = replace(answers, prompts=batch.prompts, features=batch.features, positions={})
     reward.score(answers, rows.processor)
     metrics = rewards.summarise(rewards.sample_records(answers, rows.processor), 1)
@@ -1827,7 +1796,7 @@ def values_and_returns(
     """(2, n) for the n tokens of held-out answers: the critic's values, and the discounted rewards
     that follow, without the KL, which evaluations do not compute. Answers that are only measured,
     never rewarded, are left out."""
-    values = compute_values(critic, batch)
+    values = values_of(critic, batch)
     returns = advantage_inputs(batch, state, args).rewards_to_go
     rewarded = [reward.pays(batch.prompts[index].label) for index in batch.prompt_index.tolist()]
     mask = torch.tensor(rewarded).repeat_interleave(batch.lengths)  # (N,)
@@ -1920,6 +1889,11 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     )
     for line in data.repeated_rows(args.data, rows.train_sets):
         log.line(line)
+    if args.reward.grm_question == "group" and rows.held_out and args.rollout.eval_samples < 2:
+        log.line(
+            "--grm_question group: evaluations have one sample per prompt (--eval_samples), compare none, "
+            "and add 0 to eval/reward_mean"
+        )
     for problem in learning_problems(args):
         log.line(f"warning: {problem}")
     return log
@@ -1990,7 +1964,7 @@ def check_sampler(log: logging.RunLogger, state: TrainState, actor: Policy, args
 
 def require_same_policy(actor: Policy, batch: Batch, args: Args) -> None:
     """Raises UserError on every rank: the sampler's log-probs are not those of a forward pass."""
-    gap = (compute_logprobs(actor, batch) - batch.logprobs).abs().mean()
+    gap = (logprobs_of(actor, batch) - batch.logprobs).abs().mean()
     problem = sampler_problem(float(gap), actor, args)
     if problem:
         raise UserError(f"evaluation: the sampler gap {problem}")
@@ -2192,9 +2166,9 @@ class RolloutEngine:
                 started.append((slot, length, following, 0, batch.prompt_ids[index], number))
                 self.slots[slot] = Sample((index, number), stored=length)
             slots, ids = [slot for slot, _ in samples], batch.prompts[index].input_ids
-            parts.append(vlm.Prefill(slots, 0, ids, vlm.positions_of(model, batch, index)))
+            parts.append(Prefill(slots, 0, ids, vlm.positions_of(model, batch, index)))
         features = [batch.features[index] for index, _ in members if index in batch.features]
-        pack = vlm.prefill_pack(model, self.cache, parts, features)
+        pack = prefill_pack(model, self.cache, parts, features)
         hidden = vlm.hidden_states(model, pack)[pack.predict]  # (b, H)
         *state, prompt_ids, numbers = torch.tensor(started, device=hidden.device).T  # (b,) each
         keys = logprobs.sequence_keys(sampling.seed, sampling.stream, prompt_ids, numbers)
@@ -2346,10 +2320,10 @@ class RolloutEngine:
             following = self.following(index)
             ids, positions = episode.read_reply()
             length = self.batch.prompt_lengths[index] + episode.length
-            parts.append(vlm.Prefill([slot], length - len(ids), ids, following + positions))
+            parts.append(Prefill([slot], length - len(ids), ids, following + positions))
             self.slots[slot] = Sample(episode.key, length, episode.own_tokens, episode.own_tokens)
             state.append((slot, length, following + episode.position, episode.own_tokens))
-        pack = vlm.prefill_pack(self.actor.model, self.cache, parts, features)
+        pack = prefill_pack(self.actor.model, self.cache, parts, features)
         hidden = vlm.hidden_states(self.actor.model, pack)[pack.predict]  # (b, H)
         self.begin(hidden, *torch.tensor(state, device=hidden.device).T)
 

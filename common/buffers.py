@@ -7,7 +7,7 @@
 
 Shapes: G prompts, S samples, N response tokens of all samples, L tokens of a pack, T response
 tokens of a pack, I images, M image tokens, P prompt tokens. Images and their features stay on the
-rank that decoded them, until `forward.exchange_features` sends them where they are trained. Nothing
+rank that decoded them, until `packs.exchange_features` sends them where they are trained. Nothing
 here knows about losses or models.
 
 With an environment, a sample is a stream: the policy's own tokens, and between them the
@@ -472,7 +472,7 @@ class Pack:
     flat: Tensor | None = None  # (T,) index into the flat tensors of the batch, on the CPU
     sample: Tensor | None = None  # (T,) index of the sample in the batch
     step: Tensor | None = None  # (T,) 0-based place among the sample's response tokens
-    look: "Pack | None" = None  # of the same targets in the same order, after other prompts and images
+    teacher: "Pack | None" = None  # of the same targets in the same order, after other prompts and images
 
     def pick(self, *flat: Tensor) -> tuple[Tensor, ...]:
         """The pack's entries (T,) of flat (N,) tensors of the batch, on the pack's device."""

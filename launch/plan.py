@@ -20,7 +20,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.distributed import run_main
 from common.flags import Parser
-from common.model import budget, looks
+from common.model import budget
 from common.rewards import scoring
 from tool import between
 
@@ -74,7 +74,7 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     reward.check_rows(rows.train + rows.held_out)
     models = ppo.build_models(args, rows.processor, META)
     models |= ppo.build_reward_models(args, reward, rows, models["actor"])
-    looks.prepare(args, models, rows)
+    ppo.prepare_teacher(args, rows, models)
     return budget.policy_plan(args, models, rows, gpus)
 
 

@@ -122,14 +122,13 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
 
     import train_ppo_vl as ppo
     from common import distributed
-    from common.model import looks
 
     common = "--max_prompt_tokens 512 --max_new_tokens 12 --prompts_per_step 4"
     args = ppo.parse_args(words("--model", checkpoint, "--data", data, common, *flags))
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     rows = ppo.load_rows(args)
     modules = ppo.build_models(args, rows.processor, ranks.device)
-    looks.prepare(args, modules, rows)
+    ppo.prepare_teacher(args, rows, modules)
     models = ppo.load_models(args, modules, ranks)
     return SimpleNamespace(
         args=args,
@@ -137,7 +136,7 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
         rows=rows,
         processor=rows.processor,
         prompts=rows.train,
-        sampling=ppo.Sampling.of(args, rows.processor, ranks.device),
+        sampling=ppo.sampling_of(args, rows.processor, ranks.device),
         models=models,
         actor=models.actor,
         critic=models.critic,
@@ -314,7 +313,7 @@ def logits_of(model, prompt, response: torch.Tensor, processor) -> torch.Tensor:
 
 def keep_activations(model) -> None:
     """Undo `common.model.weights.recompute_layers`."""
-    from common.model.forward import trained_parts
+    from common.model.vlm import trained_parts
 
     for part in trained_parts(model):
         disable = getattr(part, "activation_checkpointing_disable", part.gradient_checkpointing_disable)
@@ -327,16 +326,16 @@ def computing(module, apart=False, **changes):
     with a copy of its prompt."""
     import dataclasses
 
-    from common.model import forward as vlm
+    from common.model import packs
 
-    setup, make_blocks = module.model.setup, vlm.make_blocks
+    setup, make_blocks = module.model.setup, packs.make_blocks
     module.model.setup = dataclasses.replace(setup, **changes)
     if apart:
-        vlm.make_blocks = lambda batch, max_tokens, groups, score_cost: make_blocks(batch, 0, groups)
+        packs.make_blocks = lambda batch, max_tokens, groups, score_cost: make_blocks(batch, 0, groups)
     try:
         yield
     finally:
-        module.model.setup, vlm.make_blocks = setup, make_blocks
+        module.model.setup, packs.make_blocks = setup, make_blocks
 
 
 @pytest.fixture(scope="session")

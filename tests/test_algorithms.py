@@ -24,7 +24,8 @@ from common.model import fsdp
 from common.rewards import scoring
 from common.buffers import Batch
 from common.data.loader import PromptLoader
-from common.model import forward as vlm, weights as vlm_weights
+from common.model import weights as vlm_weights
+from common.model.packs import make_packs
 
 SCORES = [1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 2.0, 2.0, -1.0, 3.0, 0.0, 0.25, 0.1, 0.1, 0.0, 0.7]
 
@@ -264,7 +265,7 @@ def head_gradient(env, args: ppo.Args, batch: Batch, kl_coef: float = 0.0, model
     """For the head's weight, of a minibatch of all prompts as an update of the actor makes it."""
     batch = dataclasses.replace(batch, kl_coef=kl_coef)
     part, = ppo.minibatches_of(env.actor, batch, 1, args.update.epochs, args)
-    for pack in vlm.packs(env.actor.model, batch, part.indices):
+    for pack in make_packs(env.actor.model, batch, part.indices):
         fsdp.backward(ppo.actor_loss(env.actor, models, pack, batch, part, args)[0])
     grad = env.actor.model.lm_head.weight.grad.full_tensor()
     env.actor.zero_grad(set_to_none=True)

@@ -20,7 +20,8 @@ from test_training import flags, task  # noqa: F401
 
 from common import losses
 
-SCRIPT, LOOKS = "train_ppo_vl.py", "common/model/looks.py"
+SCRIPT, CHANGES = "train_ppo_vl.py", "common/model/image_changes.py"
+DRAWING = "common/logprobs.py"
 DIFFS = sorted((ROOT / "tests" / "experiments").glob("*.diff"))
 TESTS = {"estimator": "an_estimator", "filter": "a_filter", "look": "kind_of_look", "loss_term": "a_loss_term",
          "sampler": "another_sampler", "sampling": "sampling_rule"}
@@ -38,14 +39,16 @@ def git_apply(diff: Path, folder: Path, *options: str) -> bool:
 
 def changed_script(diff: Path, folder: Path) -> ModuleType:
     """A copy of the script with the change applied, unless it was already, imported; it finds common/ where the tests find
-    it, but for looks.py if that is changed as well."""
-    for name in (SCRIPT, LOOKS):
+    it, but for what of it is changed as well."""
+    for name in (SCRIPT, CHANGES, DRAWING):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
     assert git_apply(diff, folder, "--reverse", "--check") or git_apply(diff, folder)
     script = imported(folder / SCRIPT, f"experiment_{diff.stem}")
-    if LOOKS in files_of(diff):
-        script.looks = imported(folder / LOOKS, f"experiment_{diff.stem}_looks")
+    if CHANGES in files_of(diff):
+        script.image_changes = imported(folder / CHANGES, f"experiment_{diff.stem}_image_changes")
+    if DRAWING in files_of(diff):
+        script.Sampling = imported(folder / DRAWING, f"experiment_{diff.stem}_logprobs").Sampling
     return script
 
 
@@ -89,8 +92,9 @@ def run(qwen25, task, tmp_path):  # noqa: F811
 def test_there_are_six_and_each_is_small():
     assert [diff.stem for diff in DIFFS] == ["estimator", "filter", "look", "loss_term", "sampler", "sampling"]
     for diff in DIFFS:
-        assert 0 < len(changed_lines(diff)) <= (65 if diff.stem == "sampler" else 25), diff
-        assert files_of(diff) == ([LOOKS, SCRIPT] if diff.stem == "look" else [SCRIPT])
+        assert 0 < len(changed_lines(diff)) <= (67 if diff.stem == "sampler" else 25), diff
+        others = {"look": [CHANGES], "sampler": [DRAWING], "sampling": [DRAWING]}.get(diff.stem, [])
+        assert files_of(diff) == [*others, SCRIPT]
         assert f"git apply tests/experiments/{diff.name}" in diff.read_text()
 
 

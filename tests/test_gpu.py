@@ -24,8 +24,9 @@ import train_ppo_vl as ppo
 from common import distributed, logprobs
 from common.model.fsdp import bare_forwards, unsharded
 from common.flags import ModelArgs
-from common.model import forward as vlm, weights
+from common.model import vlm, weights
 from common.model.attention import DecodeAttention, PackedAttention, SlotCache, choose_backend
+from common.model.packs import make_packs
 
 HEADS, KV_HEADS, GROUP, DIM = 4, 2, 2, 64
 # Two prompts, the first with two responses and the second with three, and a prompt alone.
@@ -322,7 +323,7 @@ def test_a_pack_of_an_update_never_waits_for_the_device(device, checkpoint, pict
     part = ppo.Minibatch(range(4), weights, weights, None)
     env.actor.train()
     for mode in ("default", "error"):                                              # the first time makes tables and workspaces
-        for pack in vlm.packs(env.actor.model, batch):
+        for pack in make_packs(env.actor.model, batch):
             torch.cuda.set_sync_debug_mode(mode)
             try:
                 loss, _ = ppo.actor_loss(env.actor, None, pack, batch, part, env.args)

@@ -34,7 +34,8 @@ from common.rewards import accuracy, judge as judgements, rules
 from common.buffers import Batch
 from common.data.loader import PromptLoader
 from common.data.processor import Processor
-from common.model import forward as vlm
+from common.model import vlm
+from common.model.packs import make_packs
 
 ROWS = [json.loads(line) for line in r"""
 {"prompt": "what is this?", "images": ["0.png"], "response": "a circle. <answer>yes</answer>"}
@@ -140,7 +141,7 @@ def test_labels_are_the_answer_and_its_end(env):
     batch = take(env, examples).with_targets([[example.target] for example in examples])
     vlm.compute_features(env.judge.model, batch)
     predicted = []
-    for pack in vlm.packs(env.judge.model, batch):
+    for pack in make_packs(env.judge.model, batch):
         ids = pack.input_ids[0]
         inside = pack.step > 0
         assert torch.equal(ids[pack.predict[inside] + 1], pack.targets[inside])
@@ -742,7 +743,7 @@ def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path)
     assert sorted(path.name for path in (out / "export").iterdir()) == ["latest", "step-4"]
     with open(out / "metrics.jsonl", "a") as file:
         file.write("no JSON\n")
-    with user_error("metrics.jsonl cannot be read: Expecting"):
+    with user_error("metrics.jsonl:9: not JSON: Expecting"):
         grm.main(argv)
 
 

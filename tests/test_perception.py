@@ -19,7 +19,7 @@ from test_training import Caught, distance
 import train_ppo_vl as ppo
 from common import losses
 from common.data.loader import load_pixels
-from common.model import looks
+from common.model import image_changes
 from common.rewards import scoring
 
 REWARD = '''
@@ -93,8 +93,8 @@ def test_masked_logprobs_are_those_of_forwards_with_masked_images(checkpoint, ro
     prompt without images."""
     env = sampled(checkpoint, rows, "--advantage grpo")
     env.actor.double()
-    change = looks.masked_images(SHARE, SEED)
-    actual = looks.changed_logprobs(env.actor, env.batch, change, ppo.compute_logprobs)
+    change = image_changes.masked_images(SHARE, SEED)
+    actual = image_changes.changed_logprobs(env.actor, env.batch, change)
     oracle = hugging_face(checkpoint).double()
     for (index, tokens), ours in zip(responses_of(env.batch), env.batch.split(actual)):
         prompt = env.batch.prompts[index]
@@ -106,7 +106,7 @@ def test_masked_logprobs_are_those_of_forwards_with_masked_images(checkpoint, ro
         else:
             assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-6)
     text = env.batch.select_prompts([k for k, prompt in enumerate(env.batch.prompts) if not prompt.images])
-    assert looks.changed_logprobs(env.actor, text, change, ppo.compute_logprobs).isnan().all()
+    assert image_changes.changed_logprobs(env.actor, text, change).isnan().all()
 
 
 def k3(p: float, q: float) -> float:
@@ -188,7 +188,7 @@ def test_a_step_has_the_gradient_of_the_naive_oracle(qwen25, rows, name):
         sums = [a + b for a, b in zip(by_prompt(vowels), by_prompt(letters))]
         advantages = [[value] * n for value, n in zip(standardized(sums), lengths)]
     elif name == "gae":
-        values = [row.tolist() for row in batch.split(ppo.compute_values(env.critic, batch))]
+        values = [row.tolist() for row in batch.split(ppo.values_of(env.critic, batch))]
         advantages = lambdas(rewards, values, lambda n: max(0.0, 1 - 1 / (0.15 * n)))
         targets = [a + v for row in zip(lambdas(rewards, values, lambda n: 0.9), values) for a, v in zip(*row)]
         assert batch.returns.tolist() == pytest.approx(targets, abs=1e-4)
@@ -253,7 +253,7 @@ def test_gdpo_compares_parts_of_a_reward(qwen25, rows):
 
 
 def test_nothing_is_masked_without_the_flags(qwen25, rows, monkeypatch):
-    monkeypatch.setattr(looks, "with_images", None)
+    monkeypatch.setattr(image_changes, "with_images", None)
     assert sampled(qwen25, rows, "--advantage grpo --perception_mask 0.3").batch.masked_logprobs is None
 
 
@@ -263,7 +263,7 @@ def test_responses_to_no_image_keep_all_tokens_and_their_advantages(qwen25, rows
     ppo.compute_advantages(env.batch, env.state, env.args)
     ppo.compute_advantages(plain, env.state, with_flags(env.args, perception_ratio=1.0, perception_scale=1.0))
     assert plain.in_policy_loss.all()
-    text = ~looks.has_images(env.batch).repeat_interleave(env.batch.lengths)
+    text = ~image_changes.has_images(env.batch).repeat_interleave(env.batch.lengths)
     assert 0 < text.sum() < len(text)
     assert env.batch.in_policy_loss[text].all()
     assert not env.batch.in_policy_loss[~text].all()
@@ -275,10 +275,10 @@ def test_responses_to_no_image_keep_all_tokens_and_their_advantages(qwen25, rows
 def test_images_of_environments_are_masked(qwen25, rows):
     env = start(qwen25, rows, "--max_new_tokens 16 --stop_strings", '["a", "e", "r"]')
     batch = talk(env, "Noise", 2)
-    masked = looks.changed_logprobs(env.actor, batch, looks.masked_images(SHARE, SEED), ppo.compute_logprobs)
-    seeing = looks.has_images(batch).repeat_interleave(batch.lengths)
+    masked = image_changes.changed_logprobs(env.actor, batch, image_changes.masked_images(SHARE, SEED))
+    seeing = image_changes.has_images(batch).repeat_interleave(batch.lengths)
     assert torch.equal(masked.isnan(), ~seeing)
-    assert (losses.perception(ppo.compute_logprobs(env.actor, batch), masked)[seeing] > ROUNDING).any()
+    assert (losses.perception(ppo.logprobs_of(env.actor, batch), masked)[seeing] > ROUNDING).any()
 
 
 def test_rows_without_images_cannot_be_masked(qwen25, rows, tmp_path):

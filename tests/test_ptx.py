@@ -10,7 +10,9 @@ from conftest import (ROUNDING, computing, hugging_face, inputs_of, rounding, sa
 from test_training import Caught, distance, fresh, gradient, take_gradients, task, tensors, train  # noqa: F401
 
 import train_ppo_vl as ppo
-from common.model import forward as vlm, text_loss
+from common.model import vlm
+from common.model.ptx import PtxLoss
+from common.model.packs import make_packs
 
 
 ROWS = """\
@@ -92,7 +94,7 @@ def test_text_labels_are_all_text(env):
     drawn = env.text.loader.collect(*env.text.loader.submit([p for p, *_ in env.text.rows[:4]], [0, 1, 2, 3]))
     batch = drawn.with_targets([[], [], [], [target]])
     vlm.compute_features(env.actor.model, batch)
-    pack, = vlm.packs(env.actor.model, batch)
+    pack, = make_packs(env.actor.model, batch)
     pack = pack.label_text(env.processor.banned_mask())
     text = env.processor.tokenizer.decode(pack.targets.tolist())
     whole = env.processor.tokenizer.decode(torch.cat([prompt.input_ids, target]).tolist())
@@ -156,7 +158,7 @@ def test_resumed_as_if_undisturbed_and_not_while_frozen(qwen25, rows, task, tmp_
 
 def test_another_number_of_updates_goes_on_at_the_next_row(qwen25, rows, task, tmp_path, monkeypatch):
     """Two steps of two updates, then two of one: the rows of one sequence, two per update."""
-    picked, start = [], text_loss.TextLoss.start
+    picked, start = [], PtxLoss.start
     rows.write_text(ROWS)    # another test may have left a row out
 
     def noted(self, number):
@@ -164,7 +166,7 @@ def test_another_number_of_updates_goes_on_at_the_next_row(qwen25, rows, task, t
         picked.extend(pending[1])
         return pending
 
-    monkeypatch.setattr(text_loss.TextLoss, "start", noted)
+    monkeypatch.setattr(PtxLoss, "start", noted)
     more = ptx(rows, "--ptx_batch 2 --save_every 2 --export_every 0")
     train(qwen25, task, tmp_path, *more, "--steps 2 --minibatches 2")
     train(qwen25, task, tmp_path, *more, "--steps 4 --minibatches 1")

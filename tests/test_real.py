@@ -105,7 +105,7 @@ def test_rollouts_are_those_of_transformers(real, oracle, rows):
     assert len(greedy.tokens) > 100
 
     samples = ppo.rollout(env.actor, take(env), env.sampling, 1)
-    packed, exact = ppo.compute_logprobs(env.actor, samples), scores(oracle, samples)
+    packed, exact = ppo.logprobs_of(env.actor, samples), scores(oracle, samples)
     for ours in (samples.logprobs, packed):
         gap = (ours - exact).abs()
         assert gap.mean() < ROUNDING and gap.max() < 2e-4, (gap.max(), gap.mean())

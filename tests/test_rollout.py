@@ -15,7 +15,7 @@ import train_ppo_vl as ppo
 from common import logprobs
 from common.model import fsdp, graphs
 from common.model import attention as vlm_attention
-from common.model import forward as vlm
+from common.model import vlm
 
 
 def generate(env, batch, count: int, **changes):
@@ -54,7 +54,7 @@ def test_sampled_logprobs_equal_training_logprobs(checkpoint, picture_rows, temp
     env = start(checkpoint, picture_rows, "--temperature", temperature, "--min_new_tokens 3")
     prompts = take(env)
     samples, _ = generate(env, prompts, 3)
-    trained = ppo.compute_logprobs(env.actor, samples)
+    trained = ppo.logprobs_of(env.actor, samples)
     assert (trained - samples.logprobs).abs().max() < ROUNDING
     assert samples.lengths.min() >= 3
     assert not torch.isin(samples.tokens, torch.tensor(env.processor.banned_ids)).any()
@@ -75,7 +75,7 @@ def test_ids_without_a_token_are_never_sampled(padded, picture_rows, tmp_path):
     for greedy in (False, True):
         samples, _ = generate(env, take(env), 4, greedy=greedy)
         assert samples.tokens.max() < count
-        trained = ppo.compute_logprobs(env.actor, samples)
+        trained = ppo.logprobs_of(env.actor, samples)
         assert (trained - samples.logprobs).abs().max() < ROUNDING
     with torch.no_grad():
         prompt, tokens = env.prompts[0], samples.split(samples.tokens)[0]
@@ -138,7 +138,7 @@ def test_prompts_and_pictures_are_computed_once(qwen25, picture_rows, monkeypatc
     samples, _ = generate(env, step, 5)
     assert sum(prefilled) == sum(step.prompt_lengths)
     generate(env, step, 1, greedy=True)
-    ppo.compute_logprobs(env.actor, samples)
+    ppo.logprobs_of(env.actor, samples)
     assert sum(pictures) == 4
 
 

@@ -22,7 +22,9 @@ from test_training import TALKING, Caught, distance, flags, hand_batch, resumed,
 import train_ppo_vl as ppo
 from common.data.processor import Processor
 from common.data.rows import load_prompts
-from common.model import forward as vlm, fsdp, looks
+from common.model import fsdp, vlm
+from common.model.packs import make_packs
+from common.model.teacher import with_hint
 
 HINT = "{prompt} (The answer is {answer}, said {who}.)"
 
@@ -135,11 +137,11 @@ def test_its_log_probs_are_those_of_a_forward_of_its_own(case, rows):
     """Of its prompts and images, at the policy's temperature and bans, to 1e-10."""
     policy, teacher, name = case
     env = taught(policy, rows, "--teacher_prompt", HINT, "--teacher_model", name)
-    look = env.models.teacher.look(env.batch)
+    look = env.models.teacher.view(env.batch)
     asked = env.models.teacher.policy
     with torch.no_grad():
         ours = torch.zeros(len(env.batch.tokens), dtype=torch.float64)
-        for pack in vlm.packs(asked.model, look):
+        for pack in make_packs(asked.model, look):
             ours[pack.flat] = asked(pack, env.sampling)[0]
         fsdp.rest_after_scoring(asked)
         by_sample = distributions(env, *seen_by(teacher, env, rows))
@@ -225,7 +227,7 @@ def test_the_advantage_has_the_gradient_of_the_naive_oracle(qwen25, other, rows)
     batch = env.batch
     batch.tokens = batch.tokens % 380                                                   # the special tokens follow
     batch.rewards = torch.zeros(len(batch))
-    batch.logprobs = ppo.compute_logprobs(env.actor, batch) + torch.linspace(-0.1, 0.1, len(batch.tokens))
+    batch.logprobs = ppo.logprobs_of(env.actor, batch) + torch.linspace(-0.1, 0.1, len(batch.tokens))
     ppo.fill_logprobs_and_values(batch, env.models, env.args)
     ppo.compute_advantages(batch, ppo.TrainState(0.0), env.args)
     trained = Caught(env.actor, env.args)
@@ -280,10 +282,10 @@ def test_an_empty_hint_gives_the_reference(qwen25, task, tmp_path):  # noqa: F81
 def test_a_hint_before_the_question_follows_the_images():
     content = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
     row = SimpleNamespace(reference="a cat", row={}, messages=[{"role": "user", "content": content}])
-    (message,) = looks.with_hint(row, "It is {answer}. {prompt}")
+    (message,) = with_hint(row, "It is {answer}. {prompt}")
     assert [part.get("text") for part in message["content"]] == [None, "It is a cat. ", "What is this?"]
     row.reference = "{prompt}"                                                              # a value's braces are text
-    (message,) = looks.with_hint(row, "{{{answer}}} {prompt}!")
+    (message,) = with_hint(row, "{{{answer}}} {prompt}!")
     assert [part.get("text") for part in message["content"]] == [None, "{{prompt}} ", "What is this?", "!"]
 
 
@@ -341,7 +343,7 @@ def test_the_student_sees_damage_and_the_teacher_does_not(qwen25, rows, tmp_path
     clean = take(env)
     with torch.no_grad():
         vlm.compute_features(env.actor.model, clean)
-        look = env.models.teacher.look(batch)
+        look = env.models.teacher.view(batch)
     by_source = {prompt.source: clean.features.get(i) for i, prompt in enumerate(clean.prompts)}
     for index, features in look.features.items():
         assert torch.equal(features, by_source[batch.prompts[index].source])
@@ -492,8 +494,8 @@ def test_conversations_are_scored_as_they_were_held(qwen25, rows):
             if parameter.requires_grad:
                 parameter.to_local().add_(torch.randn(parameter.shape, generator=generator) * 0.02)
     batch = talk(env, "Noise", 2, batch=take(env))
-    with env.models.teacher.asked() as asked:
-        actual = ppo.compute_logprobs(asked, env.models.teacher.look(batch))
+    with env.models.teacher.in_use() as asked:
+        actual = ppo.logprobs_of(asked, env.models.teacher.view(batch))
     expected = expected_logprobs(env, hugging_face(qwen25), batch)
     assert batch.is_own.sum() < len(batch.is_own)
     assert (actual - expected).abs().max() < 1e-4 < 1e-2 < (batch.logprobs - expected).abs().max()

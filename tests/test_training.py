@@ -28,13 +28,14 @@ import train_ppo_vl as ppo
 from common import distributed, flags as common_flags, logging, losses
 from common.model import fsdp
 from common.buffers import Batch
-from common.model.forward import exchange_features
+from common.model.packs import exchange_features
 from common.rewards.cards import sample_card
 from common.distributed import gather_objects, raise_on_all_ranks
 from common.data.processor import Processor
 from common.data.rows import load_prompts
-from common.model import forward as vlm
+from common.model import vlm
 from common.model import weights as vlm_weights
+from common.model.packs import make_packs
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 REWARD = '''
@@ -174,7 +175,7 @@ def hand_batch(env) -> Batch:
 
 def score(policy: ppo.Policy, batch: Batch) -> torch.Tensor:
     """(N,) log-probs of the batch's tokens, as training computes them."""
-    return ppo.compute_logprobs(policy, batch)
+    return ppo.logprobs_of(policy, batch)
 
 
 HAND_FLAGS = ("--kl_coef 0.1 --kl_in loss --kl_estimator k3+ --entropy_coef 0.01 --temperature 0.7 --min_new_tokens 2 "
@@ -210,7 +211,7 @@ def gradient(args: ppo.Args, module, batch: Batch) -> tuple[Tensors, int]:
     part = ppo.Minibatch(range(4), weights, weights, None)
     batch = dataclasses.replace(batch, kl_coef=args.algorithm.kl_coef)
     packs = 0
-    for row in vlm.packs(module.model, batch, range(4)):
+    for row in make_packs(module.model, batch, range(4)):
         if isinstance(module, ppo.Critic):
             loss, _ = ppo.critic_loss(module, row, batch, part, args)
         else:
@@ -393,7 +394,7 @@ def test_scoring_leaves_the_weights_sharded(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--kl_coef 0.1")
     batch = hand_batch(env)
     for module in (env.actor, env.critic, env.reference):
-        ppo.compute_values(module, batch) if module is env.critic else score(module, batch)
+        ppo.values_of(module, batch) if module is env.critic else score(module, batch)
         gathered = [name for name, p in module.named_parameters() if not ("visual" in name or isinstance(p, DTensor))]
         assert not gathered, type(module).__name__
 

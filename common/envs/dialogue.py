@@ -27,7 +27,7 @@ from common.distributed import Call, LateError, Workers, describe
 from common.envs import replies
 from common.envs.environments import Environment, Step, env_row, read_step
 from common.envs.replies import Reply
-from common.model import forward as vlm
+from common.model import vlm
 
 Key = tuple[int, int]  # (index of the prompt, sample number)
 

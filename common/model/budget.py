@@ -21,7 +21,7 @@ from common.data.rows import Prompt
 from common.distributed import UserError
 from common.model import memory
 from common.model.attention import MOST_SLOTS
-from common.model.forward import Modules
+from common.model.vlm import Modules
 
 GIB = 2**30
 RESERVED = 2 * GIB  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from common.model.attention import ATTENTION_NAME, PackedAttention, language_attention
-from common.model.forward import decoder, routers
+from common.model.vlm import decoder, routers
 from common.model.linear_attention import DeltaNet
 
 # Most graphs of one piece of code. Layers differ in kind, in whether their input has a gradient,

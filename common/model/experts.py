@@ -8,7 +8,8 @@ from torch import Tensor
 
 from common import losses
 from common.buffers import Batch, Pack
-from common.model import forward as vlm, fsdp
+from common.model import fsdp, vlm
+from common.model.packs import make_packs
 
 
 @torch.no_grad()
@@ -18,7 +19,7 @@ def count_experts(module: nn.Module, batch: Batch, indices=None) -> Tensor:
     model = module.model
     text = model.config.get_text_config()
     load = torch.zeros(text.num_experts, device=model.setup.device)
-    for pack in vlm.packs(model, batch, indices):
+    for pack in make_packs(model, batch, indices):
         with vlm.router_logits(model) as routed:
             module(pack)
         load += losses.expert_load(routed, pack.copies.to(load.device), text.num_experts_per_tok)

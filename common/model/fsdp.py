@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from common.buffers import Batch, Pack
 from common.flags import OptimArgs
-from common.model import forward as vlm
+from common.model import vlm
+from common.model.packs import join_packs, make_packs
 
 HOST = torch.device("cpu")
 
@@ -241,9 +242,9 @@ def run_forward(module: nn.Module, batch: Batch, forward: Callable[[Pack], Tenso
     """(N,) what ``forward``, pack -> (T,), says of every response token, on every rank; or, of
     pack -> (k, T), (k, N)."""
     module.eval()
-    done = [(pack.flat, forward(pack)) for pack in vlm.packs(module.model, batch)]
+    done = [(pack.flat, forward(pack)) for pack in make_packs(module.model, batch)]
     rest_after_scoring(module)
-    return vlm.join_packs(done, len(batch.tokens))
+    return join_packs(done, len(batch.tokens))
 
 
 def rest_after_scoring(module: nn.Module) -> None:

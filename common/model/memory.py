@@ -14,7 +14,7 @@ import torch.nn as nn
 from common import distributed
 from common.logging import Metrics
 from common.model.attention import SlotCache, head_dim
-from common.model.forward import decoder, routers, tower_parameters
+from common.model.vlm import decoder, routers, tower_parameters
 from common.model.linear_attention import activation_bytes
 
 MARGIN = 2 * 2**30  # bytes of a GPU, the least that is kept free

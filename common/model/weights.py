@@ -40,7 +40,7 @@ from common.flags import DataArgs, ModelArgs, follow_pointer
 from common.logging import sync_folder, write_pointer
 from common.model.attention import choose_backend, flash_attn_problem
 from common.model.compilation import compile_layers
-from common.model.forward import (
+from common.model.vlm import (
     check_decoder,
     decoder,
     float32_parts,

@@ -13,7 +13,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,13 @@ from common.data.rows import (
     user_text,
 )
 from common.distributed import UserError
+from common.flags import RewardArgs
 from common.model import weights
-from common.model.forward import Modules, compute_features, tower_parameters
 from common.model.fsdp import onloaded
+from common.model.policy import Critic, Policy, logprobs_of, values_of
+from common.model.vlm import Modules, compute_features, tower_parameters
 from common.rewards.accuracy import doubtful_accuracy
-from common.rewards.functions import Scored, Source
+from common.rewards.functions import Scored
 from common.rewards.judge import (
     JudgeSettings,
     ORDERS,
@@ -51,60 +53,69 @@ from common.rewards.rules import parse_verdict
 from common.rewards.scoring import RewardMix
 from common.rewards.transcripts import IMAGE_MARK, image_sizes
 
-
-@dataclass
-class Script:
-    """What the script lends to reward models: its modules, and how it computes with them."""
-
-    actor: nn.Module
-    args: Any  # its arguments
-    policy: Callable  # (model, processor) -> a module that gives log-probs
-    critic: Callable  # model -> a module with a value head
-    logprobs: Callable  # (policy, batch) -> (N,) of all samples
-    values: Callable  # (critic, batch) -> (N,) at the positions that predict the tokens
-    write: Callable  # (policy, batch, args) -> the likeliest response to every prompt
+Write = Callable[[Policy, Batch], Batch]  # the likeliest response to every question
 
 
-def build(reward: RewardMix, rows: list[Prompt], script: Script) -> Modules:
+def build(
+    reward: RewardMix,
+    rows: list[Prompt],
+    actor: Policy,
+    write: Write,
+    offload: str,
+    shares_features: bool,
+) -> Modules:
     """The judges (grm:FOLDER) and scalar reward models (rm:FOLDER) among the sources of rewards by
     name, frozen and on meta; the sources learn how to ask them.
+
+    Args:
+        write: makes a judge write its critiques.
+        offload: of --offload.
+        shares_features: the actor's image features serve models that have its vision tower.
 
     Raises:
         UserError: on every rank alike: no such folder, no judge.json, a question the judge was not
             trained on, rows with images or videos that its family cannot see.
     """
     modules = {}
+    # a judge is asked with the template_options of its judge.json
+    own_template = replace(actor.processor.args, template_options="")
     for source in reward.sources:
-        if source.kind in ("grm", "rm"):
-            with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
-                scored = [row for row in rows if source.spec in reward.weights(row.label)]
-                source.ask = build_source(source, scored, script)
-            modules[source.name] = source.ask.module
+        is_judge = source.kind == "grm"
+        if not is_judge and source.kind != "rm":
+            continue
+        with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
+            model, processor = weights.build_reader(
+                source.folder, actor, own_template, head=is_judge, shares=shares_features
+            )
+            scored = [row for row in rows if source.spec in reward.weights(row.label)]
+            has_rubrics = is_judge and reward.args.grm_question == "rubric"
+            check_rows(scored, processor, has_rubrics)
+            module = Policy(model, processor) if is_judge else Critic(model)
+            kind = JudgeModel if is_judge else ScalarModel
+            if is_judge and reward.args.grm_question == "group":
+                kind = GroupJudge
+            source.ask = kind(
+                spec=source.spec,
+                module=module.requires_grad_(False),
+                processor=processor,
+                shares_tower=not tower_parameters(model),
+                args=reward.args,
+                offload=offload,
+                write=write,
+            )
+        modules[source.name] = module
     return modules
 
 
-def build_source(source: Source, rows: list[Prompt], script: Script) -> "RewardModel":
-    """The model of a source that scores these rows."""
-    args, is_judge = script.args, source.kind == "grm"
-    whole = not args.teacher.student_images  # or the features of the actor are of damaged images
-    # a judge is asked with the template_options of its judge.json
-    own_template = replace(args.data, template_options="")
-    model, processor = weights.build_reader(
-        source.folder, script.actor, own_template, head=is_judge, shares=whole
-    )
+def check_rows(rows: list[Prompt], processor: Processor, has_rubrics: bool) -> None:
+    """Raises ValueError: a row whose images the processor's family cannot see, or without a rubric."""
     for row in rows:
         try:
             check_media(processor, row.images)
-            if is_judge and args.reward.grm_question == "rubric":
+            if has_rubrics:
                 read_rubric(row.row)
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
-    module = script.policy(model, processor) if is_judge else script.critic(model)
-    module.requires_grad_(False)
-    kind = JudgeModel if is_judge else ScalarModel
-    if is_judge and args.reward.grm_question == "group":
-        kind = GroupJudge
-    return kind(source.spec, module, processor, not tower_parameters(model), script)
 
 
 WORTH = {"yes": 1.0, "no": 0.0, "A": 1.0, "B": 0.0, "tie": 0.5}  # of a verdict; a score is its own
@@ -128,10 +139,12 @@ class RewardModel:
     """A frozen model that all ranks together ask about responses."""
 
     spec: str  # as in --reward
-    module: nn.Module
+    module: Policy | Critic
     processor: Processor
     shares_tower: bool  # with the actor, whose image features serve
-    script: Script
+    args: RewardArgs
+    offload: str
+    write: Write
 
     def __call__(self, batch: Batch, used: list[int], texts: list[str]) -> Scored:
         """Columns (n,) for the n samples ``used`` with these ``texts``, and what a judge says of each."""
@@ -144,7 +157,7 @@ class RewardModel:
         """What `ask` returns, of which equal answers share a result: asked separately, they would
         differ by rounding."""
         place_of = {key: k for k, key in enumerate(dict.fromkeys(keys))}  # K answers
-        with onloaded(self.module, self.script.args.update.offload):
+        with onloaded(self.module, self.offload):
             columns, notes = self.ask(batch, list(place_of))
         places = [place_of[key] for key in keys]
         columns = {name: column[places] for name, column in columns.items()}
@@ -226,7 +239,6 @@ class JudgeModel(RewardModel):
 
     def __post_init__(self):
         """Raises ValueError: the judge was not trained on what it shall be asked."""
-        self.args = self.script.args.reward
         # headers are read once
         self.read_grid = functools.cache(functools.partial(media_grid, self.processor.family))
         self.settings = JudgeSettings.of(self.processor)
@@ -317,7 +329,7 @@ class JudgeModel(RewardModel):
 
     def read_critiques(self, questions: Batch) -> tuple[Tensor, list[str]]:
         """(Q, V) 1 where a critique ends in the verdict, and the critiques."""
-        written = self.script.write(self.module, questions, self.script.args)
+        written = self.write(self.module, questions)
         self.check_finite(written.logprobs)
         critiques = self.processor.decode(written.split(written.tokens))
         chances = []
@@ -355,7 +367,7 @@ class JudgeModel(RewardModel):
         for part in rests:
             targets.append([torch.cat([rest, verdict]) for rest in part for verdict in verdicts])
         candidates = questions.with_targets(targets)
-        logprobs = self.script.logprobs(self.module, candidates)
+        logprobs = logprobs_of(self.module, candidates)
         self.check_finite(logprobs)
         parts = zip(candidates.split(logprobs.double()), itertools.cycle(verdicts))
         totals = torch.stack([part[-len(verdict) :].sum() for part, verdict in parts])
@@ -376,14 +388,6 @@ class GroupJudge(JudgeModel):
     probability of beating its opponents, over both orders; a tie counts one half, and so does a
     critique without a verdict. This is the win rate of Pref-GRPO (Wang et al. 2025) without
     hard verdicts."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.script.args.rollout.eval_samples < 2 and distributed.is_main():
-            print(
-                f"--reward {self.spec}: evaluations have one sample per prompt (--eval_samples); "
-                "--grm_question group compares none there, and adds 0 to eval/reward_mean"
-            )
 
     def __call__(self, batch: Batch, used: list[int], texts: list[str]) -> Scored:
         indices, answers = batch.prompt_index[used].tolist(), []
@@ -434,6 +438,6 @@ class ScalarModel(RewardModel):
                 prompts.append(make_prompt(self.processor, row.messages, row.images))
         questions = self.with_images(batch, about, prompts)
         candidates = questions.with_targets(list(targets.values()))
-        values = self.script.values(self.module, candidates)
+        values = values_of(self.module, candidates)
         ends = values[candidates.offsets[1:] - 1].double()  # (K,)
         return {"reward": ends}, []

@@ -87,7 +87,7 @@ def main() -> None:
     loaded = ppo.load_rows(args)
     actor = ppo.load_models(args, ppo.build_models(args, loaded.processor, ranks.device), ranks).actor
     # banned: turns end by the table alone
-    sampling = ppo.Sampling.of(args, loaded.processor, ranks.device)
+    sampling = ppo.sampling_of(args, loaded.processor, ranks.device)
     sampling.banned[list(loaded.processor.stop_ids)] = True
     answering = dataclasses.replace(sampling, environment=environments.load(args.env, args.data.max_prompt_tokens))
     asks = answering.environment.make

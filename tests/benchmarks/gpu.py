@@ -36,7 +36,7 @@ from common.model import memory
 from common.buffers import Batch, Pack
 from common.model.fsdp import bare_forwards
 from common.flags import DataArgs
-from common.model import checkpoint, forward as vlm, weights
+from common.model import checkpoint, vlm, weights
 from common.model.attention import BACKENDS, PackedAttention, SlotCache
 from common.data.processor import Processor
 from conftest import computing
@@ -225,7 +225,7 @@ def update_table(args, budgets, response: int, peak: float) -> None:
     prompts = [dataclasses.replace(row, images=(), grids=(), input_ids=ids[i]) for i, row in enumerate(rows.train[:8])]
     responses = torch.randint(5, 100, (n,)).split(response)
     batch = Batch(prompts, list(range(8)), [0] * 8).with_targets([list(responses[k:k + 8]) for k in range(0, 64, 8)])
-    batch.sampling = ppo.Sampling.of(args, rows.processor, DEVICE)
+    batch.sampling = ppo.sampling_of(args, rows.processor, DEVICE)
     batch.truncated, batch.in_policy_loss = torch.zeros(64, dtype=torch.bool), torch.ones(n, dtype=torch.bool)
     batch.advantages, batch.logprobs = torch.randn(n), torch.full((n,), -9.0)
     batch.old_logprobs = batch.logprobs

@@ -105,7 +105,7 @@ def main() -> None:
     rows, processor = loaded.train, loaded.processor
     models = ppo.build_models(args, processor, ranks.device)
     actor = ppo.load_models(args, models, ranks).actor
-    sampling = ppo.Sampling.of(args, processor, ranks.device)
+    sampling = ppo.sampling_of(args, processor, ranks.device)
     lengths = length_table(prompts)
     give_lengths(torch.from_numpy(lengths))
     pixels = [load_pixels(row, processor) for row in rows]

@@ -36,7 +36,9 @@ import train_ppo_vl as ppo
 from common import buffers, distributed
 from common.data.processor import Processor
 from common.data.rows import Prompt
-from common.model import forward as vlm
+from common.model import vlm
+from common.model import packs
+from common.model.packs import make_packs
 from machine import machine
 from transformers import AutoModelForImageTextToText
 
@@ -108,8 +110,8 @@ def make_task(args, processor, actor, prompt_tokens: int, image_tokens: int, res
     batch = asked.with_targets([list(part.split(response_tokens)) for part in tokens.split(samples * response_tokens)])
     batch.advantages = torch.randn(len(tokens), generator=generator)
     batch.in_policy_loss = torch.ones(len(tokens), dtype=torch.bool)
-    batch.sampling = ppo.Sampling.of(args, processor, actor.model.setup.device)
-    batch.old_logprobs = ppo.compute_logprobs(actor, batch)
+    batch.sampling = ppo.sampling_of(args, processor, actor.model.setup.device)
+    batch.old_logprobs = ppo.logprobs_of(actor, batch)
     batch.logprobs = batch.old_logprobs
     return batch, patches
 
@@ -119,20 +121,20 @@ def ours(args, actor, batch, share: bool) -> None:
     weights = torch.full((len(batch.tokens),), 1 / len(batch.tokens))
     part = ppo.Minibatch(None, weights, weights, None)
     with sharing(share):
-        for row in vlm.packs(actor.model, batch):
+        for row in make_packs(actor.model, batch):
             ppo.actor_loss(actor, None, row, batch, part, args)[0].backward()
 
 
 @contextmanager
 def sharing(share: bool):
     """Inside, prompts are shared where the trainer does so, or never."""
-    make_blocks = vlm.make_blocks
+    make_blocks = packs.make_blocks
     if not share:
-        vlm.make_blocks = lambda batch, max_tokens, groups, score_cost: make_blocks(batch, 0, groups)
+        packs.make_blocks = lambda batch, max_tokens, groups, score_cost: make_blocks(batch, 0, groups)
     try:
         yield
     finally:
-        vlm.make_blocks = make_blocks
+        packs.make_blocks = make_blocks
 
 
 def padded(oracle, processor, batch, patches, only_responses: bool, per_call: int) -> None:
@@ -224,7 +226,7 @@ def compare_compiled(flags, args, processor, actor) -> None:
     began = time.process_time()
     other = load_actor(replace(args, model=replace(args.model, compile="layers")), processor)
     update = lambda module: (ours(args, module, batch, True), gradients(module.train()))[1]  # noqa: E731
-    score = lambda module: ppo.compute_logprobs(module, batch)  # noqa: E731
+    score = lambda module: ppo.logprobs_of(module, batch)  # noqa: E731
     error = max(float((a - b).norm() / b.norm()) for a, b in zip(update(other), update(actor)))
     assert error < 1e-4, f"gradients differ by {error:.1e}"
     print(f"gradients agree to {error:.0e}; compiled, with a first update of each, in {time.process_time() - began:.0f} CPU seconds")

@@ -31,11 +31,13 @@ import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
-from common.model import experts, fsdp, looks
+from common.model import experts, fsdp, image_changes
 from common.buffers import Batch
 from common.data.loader import PromptLoader, batches_in_order
 from common.data.processor import Processor
-from common.model import attention as vlm_attention, forward as vlm, weights as vlm_weights
+from common.model import attention as vlm_attention, vlm, weights as vlm_weights
+from common.model.packs import make_packs
+from common.model.teacher import with_prompts
 from common.data.families import FAMILIES, family_of
 
 TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -252,7 +254,7 @@ def hf_inputs(family, prompt) -> dict:
 
 def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path):
     """A hint around the prompt, and noise in every image: what a teacher, another reference, a mask would see."""
-    def noisy(image: Image.Image, place: looks.Place) -> Image.Image:
+    def noisy(image: Image.Image, place: image_changes.NoiseKey) -> Image.Image:
         noise = np.random.default_rng(place).integers(-90, 90, np.shape(image))
         return Image.fromarray((np.asarray(image, dtype=int) + noise).clip(0, 255).astype(np.uint8))
 
@@ -273,8 +275,8 @@ def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path)
 
     def look(family, batch: Batch) -> Batch:
         model, processor = family.env.actor.model, family.env.processor
-        batch = looks.with_prompts(batch, processor, "Look: {prompt} It is {answer}.")
-        return looks.with_images(batch, model, processor, noisy) if family.kind in TOKENS else batch
+        batch = with_prompts(batch, processor, "Look: {prompt} It is {answer}.")
+        return image_changes.with_images(batch, model, processor, noisy) if family.kind in TOKENS else batch
 
     check_logprobs(family, [2, 1, 3, 2], by_hand, look)
     exact = in_float64(family)
@@ -544,7 +546,7 @@ def test_critic_and_reference_are_read_by_their_own_config(tmp_path, picture_row
     batch = responses_to(env, [3, 2, 2, 3], 64)
     for critic in (env.critic, alone.critic):
         torch.nn.init.ones_(critic.value_head.weight)
-    assert torch.equal(*(ppo.compute_values(critic, batch) for critic in (env.critic, alone.critic)))
+    assert torch.equal(*(ppo.values_of(critic, batch) for critic in (env.critic, alone.critic)))
     of_reference, expected, of_actor = (
         logprobs(policy, batch, env.sampling) for policy in (env.reference, alone.actor, env.actor))
     assert torch.equal(of_reference, expected)
@@ -569,7 +571,7 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
     total, packs = 0.0, 0
     with computing(env.actor, max_tokens_per_pack=budget):
         load = experts.count_experts(env.actor, samples)
-        for pack in vlm.packs(env.actor.model, samples):
+        for pack in make_packs(env.actor.model, samples):
             with vlm.router_logits(env.actor.model) as logits:
                 logp, *_ = env.actor(pack, None)
             share = 0.5 * experts.balance_loss(env.actor.model, pack, logits, load)
@@ -671,7 +673,7 @@ def test_no_pack_with_images_waits_for_the_device(family):
     actor, args = family.env.actor, family.env.args
     weights = torch.full((len(samples.tokens),), 1 / len(samples.tokens))
     part = ppo.Minibatch(range(len(samples.prompts)), weights, weights, None)
-    packs = list(vlm.packs(actor.model, samples))
+    packs = list(make_packs(actor.model, samples))
     assert any(pack.features is not None for pack in packs)
     for pack in packs:
         with MaskedIndices() as indices:

@@ -31,7 +31,7 @@ from common.data import images as vlm_images
 from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import load_prompts, make_prompt
-from common.model import forward as vlm
+from common.model import vlm
 from common.data.families import family_of
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")

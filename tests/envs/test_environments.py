@@ -29,8 +29,9 @@ from common.envs import dialogue, environments
 from common.rewards import judge as judgements, scoring
 from common.distributed import LateError, Workers
 from common.flags import EnvArgs
-from common.model import looks, linear_attention
+from common.model import image_changes, linear_attention
 from common.model.linear_attention import SlotStates
+from common.model.packs import make_packs
 from common.data.processor import Processor
 from common.data.rows import Prompt
 
@@ -86,7 +87,7 @@ def check_exact(env, oracle, batch) -> None:
     assert (batch.logprobs - expected).abs().max() < bound
     for apart in (False, True):
         with computing(env.actor, apart=apart, max_tokens_per_pack=10**6 if not apart else 300):
-            trained = ppo.compute_logprobs(env.actor, batch)
+            trained = ppo.logprobs_of(env.actor, batch)
         assert (trained - expected).abs().max() < bound
     assert torch.equal(batch.stream[batch.is_own], batch.tokens)
 
@@ -163,7 +164,7 @@ def test_gradients_equal_one_backward_of_each_conversation(qwen25, picture_rows,
     if "lora" in flags:
         return
     env.actor.train()
-    for row in ppo.vlm.packs(env.actor.model, batch):
+    for row in make_packs(env.actor.model, batch):
         logp, *_ = env.actor(row, batch.sampling)
         logp.sum().backward()
     expected_logprobs(env, oracle, batch, gradient=True).sum().backward()
@@ -254,7 +255,7 @@ def test_what_a_waiting_slot_must_hold(hybrid, monkeypatch, fault):
     batch = talk(hybrid, "Words", 3)
     monkeypatch.undo()
     linear_attention.choose_rule.cache_clear()
-    gap = float((ppo.compute_logprobs(hybrid.actor, batch) - batch.logprobs).abs().max())
+    gap = float((ppo.logprobs_of(hybrid.actor, batch) - batch.logprobs).abs().max())
     assert gap < ROUNDING if fault is None else gap > 1e-3
 
 
@@ -368,7 +369,7 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
         assert conversation.opening[0]["text"] == "the board"
         assert conversation.images[0].size[1] == 56
         assert len(batch.prompts[group].grids) == len(prompts.prompts[group].grids) + 1
-    assert len(looks.vision_gaps(env.actor, batch, ppo.compute_logprobs)) == 4
+    assert len(image_changes.vision_gaps(env.actor, batch)) == 4
 
 
 def test_a_first_observation_that_does_not_fit_fails_its_samples(qwen25, picture_rows):

@@ -26,7 +26,8 @@ from common.model import budget, fsdp, memory
 from common.rewards import scoring
 from common.flags import DataArgs
 from common.data import loader as data
-from common.model import attention as vlm_attention, forward as vlm
+from common.model import attention as vlm_attention, vlm
+from common.model.packs import make_packs
 
 ROLES = ("actor", "critic", "reference")
 GIB = 2**30
@@ -200,7 +201,7 @@ def test_peak_of_an_update(
         module.train()
         for _ in range(2):  # the second time as in an update of several rows
             with LiveBytes() as live:
-                (row,) = vlm.packs(module.model, batch)
+                (row,) = make_packs(module.model, batch)
                 if module is env.actor:
                     loss, _ = ppo.actor_loss(env.actor, None, row, batch, part, env.args)
                 else:

@@ -10,7 +10,7 @@ from test_training import HAND_FLAGS, distance, flags, gradient, hand_batch, rec
 
 import train_ppo_vl as ppo
 from common.model import compilation
-from common.model import forward as vlm
+from common.model import vlm
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,8 @@ import train_ppo_vl as ppo
 from common import distributed
 from common.model import fsdp
 from common.rewards import scoring
-from common.model import forward as vlm
+from common.model import vlm
+from common.model.packs import make_packs
 
 BACKENDS = ("varlen", "flash_attn")
 DECODING = {"varlen": OPERATOR, "flash_attn": "flash_attn_with_kvcache"}
@@ -94,7 +95,7 @@ def gradients(env, batch) -> dict[str, torch.Tensor]:
     weights = torch.full((len(batch.tokens),), 1 / len(batch.tokens))
     part = ppo.Minibatch(range(len(batch.prompts)), weights, weights, None)
     env.actor.train()
-    for pack in vlm.packs(env.actor.model, batch):
+    for pack in make_packs(env.actor.model, batch):
         ppo.actor_loss(env.actor, None, pack, batch, part, env.args)[0].backward()
     return {name: fsdp.shard_of(p.grad).float() for name, p in env.actor.named_parameters() if p.grad is not None}
 

@@ -20,7 +20,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import train_ppo_vl as ppo
 from common.model import layers, weights
-from common.model import forward as vlm
+from common.model import vlm
 from common.data.folder import read_model_config
 
 HAS_CUDA = torch.version.cuda is not None

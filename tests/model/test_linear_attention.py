@@ -24,9 +24,10 @@ import toy
 import train_ppo_vl as ppo
 from common.model import fsdp
 from common.buffers import Batch
-from common.model import attention, forward as vlm, linear_attention, weights as vlm_weights
+from common.model import attention, linear_attention, vlm, weights as vlm_weights
 from common.data.rows import Prompt
 from common.model.linear_attention import PackedDelta, SlotStates
+from common.model.packs import make_packs
 
 task = test_training.task  # a fixture
 CPU = torch.device("cpu")
@@ -245,7 +246,7 @@ def update_errors(env) -> tuple[float, float]:
     """Largest errors of a log-prob and of a gradient, relative to the largest of all and to the largest of its tensor."""
     logprobs, gradients = env.expected
     actual = torch.zeros(len(env.batch.tokens))
-    for pack in vlm.packs(env.actor.model, env.batch):
+    for pack in make_packs(env.actor.model, env.batch):
         logp, *_ = env.actor(pack, env.batch.sampling)
         (env.signs[pack.flat] * logp).sum().backward()
         actual[pack.flat] = logp.detach()
@@ -407,7 +408,7 @@ def test_decays_stay_float32_where_everything_else_is_bfloat16(official, picture
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     assert (score(env.actor, batch) - batch.logprobs).abs().mean() < 0.02                 # bfloat16 on both sides
     env.actor.train()
-    for pack in vlm.packs(model, batch):
+    for pack in make_packs(model, batch):
         env.actor(pack, env.sampling)[0].sum().backward()
     gradient = vlm.decoder(model).layers[0].linear_attn.A_log.grad
     assert gradient is None if lora == "--lora_rank 4" else gradient.dtype == torch.float32 and gradient.full_tensor().any()
@@ -511,7 +512,7 @@ def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
     env.actor.train()
     for _ in range(2):                                                    # the second time as in an update of several rows
         with LiveBytes() as live:
-            (pack,) = vlm.packs(env.actor.model, batch)
+            (pack,) = make_packs(env.actor.model, batch)
             ppo.actor_loss(env.actor, None, pack, batch, part, env.args)[0].backward()
     root, layer, _ = ppo.memory.gathered_bytes(env.actor)
     parts = ppo.memory.backward_bytes(env.actor, pack.input_ids.shape[1], bool(flags_))

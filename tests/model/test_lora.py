@@ -19,7 +19,8 @@ import test_training
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.model import fsdp
-from common.model import forward as vlm, weights as vlm_weights
+from common.model import weights as vlm_weights
+from common.model.packs import make_packs
 
 task, judgements = test_training.task, test_grm.task  # fixtures
 write_samples = test_training.write_samples
@@ -83,7 +84,7 @@ def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
     assert (score(env.actor, env.batch) - expected).abs().max() < ROUNDING
     signs = torch.linspace(-1, 1, len(expected))
     (signs * expected).sum().backward()
-    for pack in vlm.packs(env.actor.model, env.batch):
+    for pack in make_packs(env.actor.model, env.batch):
         (signs[pack.flat] * env.actor(pack, env.sampling)[0]).sum().backward()
     actual = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
     env.actor.zero_grad(set_to_none=True)
@@ -95,8 +96,8 @@ def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
     values = torch.cat([out.hidden_states[-1][0, rows] @ head for _, out, rows in
                         hugging_face_rows(env, model, merged, output_hidden_states=True)])
     values.mul(signs).sum().backward()
-    assert (ppo.compute_values(env.critic, env.batch) - values).abs().max() < 1e-4
-    for pack in vlm.packs(env.critic.model, env.batch):
+    assert (ppo.values_of(env.critic, env.batch) - values).abs().max() < 1e-4
+    for pack in make_packs(env.critic.model, env.batch):
         (signs[pack.flat] * env.critic(pack)).sum().backward()
     actual = {name: p.grad.full_tensor() for name, p in env.critic.named_parameters() if p.requires_grad}
     env.critic.zero_grad(set_to_none=True)
@@ -143,7 +144,7 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
             ppo.fill_logprobs_and_values(batch, models, args)
             env.actor.train()
             with computing(env.actor, max_tokens_per_pack=110):
-                for pack in vlm.packs(env.actor.model, batch):
+                for pack in make_packs(env.actor.model, batch):
                     loss, _ = ppo.actor_loss(env.actor, models, pack, batch, part, args)
                     loss.backward()
             assert env.actor.training

@@ -29,8 +29,9 @@ from torch.distributed.tensor import DTensor
 
 import train_ppo_vl as ppo
 from common import losses
-from common.model import fsdp, looks
-from common.model import forward as vlm
+from common.model import fsdp
+from common.model.teacher import follow_average
+from common.model.packs import make_packs
 
 EMA = "--ema_beta 0.75"
 
@@ -94,7 +95,7 @@ def test_one_average_per_update_not_per_pack(qwen25, picture_rows, monkeypatch):
         env = with_average(qwen25, picture_rows, "--minibatches", str(minibatches))
         steps.clear()
         with computing(env.actor, max_tokens_per_pack=tokens):
-            assert len(list(vlm.packs(env.actor.model, env.batch))) > 1 or minibatches > 1
+            assert len(list(make_packs(env.actor.model, env.batch))) > 1 or minibatches > 1
             step_of(env, 1)
         assert len(steps) == minibatches
 
@@ -132,7 +133,7 @@ def test_a_teacher_gets_the_average(qwen25, picture_rows):
     for step in (1, 2):
         step_of(env, step)
     weights, average = weights_of(env.actor), average_of(env)
-    looks.follow_average(env.models.teacher, env.trained)
+    follow_average(env.models.teacher, env.trained)
     assert same_tensors(weights_of(env.models.teacher.policy), average)
     assert same_tensors(weights_of(env.actor), weights)
     assert not any(torch.equal(average[name], weights[name]) for name in average)

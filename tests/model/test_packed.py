@@ -22,7 +22,8 @@ from common.model.attention import DecodeAttention, PackedAttention, SlotCache, 
 from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import load_prompts
-from common.model.forward import Prefill, decoder, hidden_states, image_features, prefill_pack, prompt_positions
+from common.model.packs import Prefill, prefill_pack
+from common.model.vlm import decoder, hidden_states, image_features, prompt_positions
 from common.model.weights import Setup, build_model, load, materialize, resolve_folder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

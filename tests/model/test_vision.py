@@ -17,7 +17,8 @@ from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.model import forward as vlm
+from common.model import vlm
+from common.model.packs import make_packs
 from common.model.weights import recompute_layers
 
 task, judgements = test_training.task, test_grm.task  # fixtures
@@ -27,7 +28,7 @@ write_samples = test_training.write_samples
 def gradients(env, module, signs: torch.Tensor, parts=([0, 1, 2, 3],)) -> dict[str, torch.Tensor]:
     """Of the sum of signs x outputs over all tokens, accumulated over the packs of each part of the prompts."""
     for groups in parts:
-        for pack in vlm.packs(module.model, env.batch, groups):
+        for pack in make_packs(module.model, env.batch, groups):
             out = module(pack) if module is env.critic else module(pack, env.sampling)[0]
             (signs[pack.flat] * out).sum().backward()
     of_parameters = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}

@@ -29,7 +29,7 @@ from common.flags import RewardArgs
 from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import Prompt
-from common.model import forward as vlm
+from common.model import vlm
 
 RESPONSES = ["3", "a circle", "<image>", "3", "", "no idea"]  # one twice for its prompt, one that must not become a picture
 
@@ -241,8 +241,8 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     save_weights(folder, tensors | {key: head} | ({"score.bias": bias} if bias.any() else {}))
     env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", f"rm:{folder}")
     model_asked, asked = reward.sources[0].ask, []
-    values = model_asked.script.values
-    monkeypatch.setattr(model_asked.script, "values", lambda critic, samples: asked.append(len(samples)) or values(critic, samples))
+    values = reward_models.values_of
+    monkeypatch.setattr(reward_models, "values_of", lambda critic, samples: asked.append(len(samples)) or values(critic, samples))
     scored = score(env, reward, batch)
     assert asked == [len(texts) - 1]
     expected = []
@@ -422,8 +422,7 @@ def test_a_judge_at_chance_is_doubted(judges, tmp_path, capsys, accuracy, chance
              "correct": {"accuracy": accuracy, "chance": chance, "count": 100}}
     judge = read_json(judges["near"] / "judge.json") | {"held_out": {"step": 40, "kinds": kinds}}
     folder = judge_folder(judges, tmp_path, judge)
-    script = SimpleNamespace(args=SimpleNamespace(reward=RewardArgs(grm_question="correct")))
-    reward_models.JudgeModel(f"grm:{folder}", None, Processor(folder), shares_tower=True, script=script)
+    reward_models.JudgeModel(f"grm:{folder}", None, Processor(folder), True, RewardArgs(grm_question="correct"), "none", None)
     warning = f"warning: --reward grm:{folder}: the judge's held-out accuracy on correct ({accuracy:.3f} of 100, step 40)"
     assert (warning in capsys.readouterr().out) == doubted
 

@@ -20,7 +20,7 @@ from conftest import ROUNDING, read_rows, records as records_of, start, take, us
 import train_ppo_vl as ppo
 from common import distributed
 from common.data.processor import Processor
-from common.model import forward as vlm
+from common.model import vlm
 from common.rewards import accuracy, judge as judgements, models as reward_models, rules, scoring
 from common.rewards.judge import JudgeSettings, load_judgements
 from test_judge import ask, build, chances, judges, score  # noqa: F401 (a fixture)
@@ -311,14 +311,14 @@ def test_all_pairs_are_compared():
 
 @pytest.mark.parametrize("length, shares", [(1, True), (200, False)])
 @pytest.mark.parametrize("which", ["near", "far"])
-def test_questions_share_their_prompt_where_that_is_cheaper(qwen25, picture_rows, judges, which, length, shares):
+def test_questions_share_their_prompt_where_that_is_cheaper(qwen25, picture_rows, judges, which, length, shares, monkeypatch):
     """A pack holds prompt and images once for all short answers: fewer tokens, the same probabilities."""
     rows = [row | {"prompt": "how many of them " * 60} for row in read_rows(Path(picture_rows))[1:]]
     path = write_rows(Path(picture_rows).with_name("long.jsonl"), rows)
     env, reward, batch = answered(qwen25, path, "--reward", f"grm:{judges[which]}", "--grm_question group")
     judge, seen = reward.sources[0].ask, []
-    asking = judge.script.logprobs
-    judge.script.logprobs = lambda module, candidates: seen.append(candidates) or asking(module, candidates)
+    scored = reward_models.logprobs_of
+    monkeypatch.setattr(reward_models, "logprobs_of", lambda module, batch: seen.append(batch) or scored(module, batch))
     texts = [text + " b" * length for text in ("3", "a circle", "5", "x")]
     columns, _ = judge(batch, [0, 1, 2, 3], texts)
     candidates, = seen
@@ -435,7 +435,7 @@ def test_a_group_needs_others(qwen25, picture_rows, judges, tmp_path, capsys):
         with user_error(message):
             ppo.parse_args(line + words(more))
     ppo.main(line + words("--out", tmp_path / "run", "--steps 1 --export_every 0 --save_every 0"))
-    assert "evaluations have one sample per prompt (--eval_samples); --grm_question group compares none" in capsys.readouterr().out
+    assert "--grm_question group: evaluations have one sample per prompt (--eval_samples), compare none" in capsys.readouterr().out
     first, step, last = records_of(tmp_path / "run")
     assert first["eval/reward_mean"] == last["eval/reward_mean"] == 0
     assert step["rollout/reward"] == pytest.approx(0.5)                                              # each game has one point

@@ -13,7 +13,7 @@ from test_training import fresh, update_actor
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common.model import looks
+from common.model import image_changes
 from common.data.loader import load_pixels
 from common.data.processor import Processor
 
@@ -59,7 +59,7 @@ def in_mean_colour(processor, prompt):
 def test_the_gap_is_that_of_forwards_with_blank_images(checkpoint, rows, flags):
     env = start(checkpoint, rows, *flags)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
-    gaps = looks.vision_gaps(env.actor, batch, ppo.compute_logprobs)
+    gaps = image_changes.vision_gaps(env.actor, batch)
     oracle = hugging_face(checkpoint)
     seen = by_hugging_face(env, oracle, batch, {
         group: load_pixels(prompt, env.processor) for group, prompt in enumerate(env.prompts)})
@@ -68,16 +68,16 @@ def test_the_gap_is_that_of_forwards_with_blank_images(checkpoint, rows, flags):
     assert gaps.tolist() == pytest.approx([a - b for a, b in zip(seen[:6], blank)], abs=1e-3)
     assert gaps.abs().max() > 0.1
     text = batch.select_prompts([3])
-    assert not looks.has_images(text).any()
-    assert len(looks.vision_gaps(env.actor, text, ppo.compute_logprobs)) == 0
+    assert not image_changes.has_images(text).any()
+    assert len(image_changes.vision_gaps(env.actor, text)) == 0
 
 
 def test_the_same_images_leave_no_gap_in_bfloat16(qwen25, rows, monkeypatch):
     """The sampler's rounding is not in it."""
     env = start(qwen25, rows, "--dtype bfloat16")
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
-    monkeypatch.setattr(looks, "blank", lambda image, place: image)
-    assert looks.vision_gaps(env.actor, batch, ppo.compute_logprobs).tolist() == [0.0] * 6
+    monkeypatch.setattr(image_changes, "blank", lambda image, place: image)
+    assert image_changes.vision_gaps(env.actor, batch).tolist() == [0.0] * 6
 
 
 def test_images_of_environments_are_changed_too(qwen25, rows):
@@ -92,13 +92,13 @@ def test_images_of_environments_are_changed_too(qwen25, rows):
         places = []
         batch = talk(env, name, 2, batch=take(env))
         batch.prompt_ids = [14, 15, 16, 17]
-        changed = looks.with_images(batch, env.actor.model, env.processor, change)
-        same = looks.with_images(batch, env.actor.model, env.processor, lambda image, place: image)
-        logprobs = ppo.compute_logprobs(env.actor, same)
-        assert (logprobs - ppo.compute_logprobs(env.actor, batch)).abs().max() < ROUNDING
-        assert (logprobs - ppo.compute_logprobs(env.actor, changed)).abs().max() > 1e-3
-        gaps = looks.vision_gaps(env.actor, batch, ppo.compute_logprobs)
-        assert len(gaps) == int(looks.has_images(batch).sum())
+        changed = image_changes.with_images(batch, env.actor.model, env.processor, change)
+        same = image_changes.with_images(batch, env.actor.model, env.processor, lambda image, place: image)
+        logprobs = ppo.logprobs_of(env.actor, same)
+        assert (logprobs - ppo.logprobs_of(env.actor, batch)).abs().max() < ROUNDING
+        assert (logprobs - ppo.logprobs_of(env.actor, changed)).abs().max() > 1e-3
+        gaps = image_changes.vision_gaps(env.actor, batch)
+        assert len(gaps) == int(image_changes.has_images(batch).sum())
         assert gaps.isfinite().all()
         assert len(set(places)) == len(places) > len(batch.prompts)
         assert {draw for draw, *_ in places} == {14, 15, 16, 17}
@@ -108,7 +108,7 @@ def test_masks_blacken_whole_squares_by_seed_and_place():
     """Each square by a draw of its own, row by row, those that the border cuts too; by a loop over pixels."""
     pixels = np.random.default_rng(0).integers(1, 255, (50, 31, 3), dtype=np.uint8)
     image, place = Image.fromarray(pixels), (123, 0, 1)
-    masked = np.asarray(looks.masked_images(0.6, 7)(image, place))
+    masked = np.asarray(image_changes.masked_images(0.6, 7)(image, place))
     draws = np.random.default_rng((7, 123, 0, 1)).random(4 * 3).tolist()
     black = [draw < 0.6 for draw in draws]
     assert black == [False, True, False, False, True, True, True, True, True, True, True, True]      # of numpy's PCG64
@@ -116,14 +116,14 @@ def test_masks_blacken_whole_squares_by_seed_and_place():
         for x in range(31):
             wanted = [0, 0, 0] if black[y // 14 * 3 + x // 14] else pixels[y, x].tolist()
             assert masked[y, x].tolist() == wanted
-    others = [looks.masked_images(0.6, seed)(image, where) for seed, where in
+    others = [image_changes.masked_images(0.6, seed)(image, where) for seed, where in
               ((8, place), (7, (124, 0, 1)), (7, (123, 1, 1)), (7, (123, 0, 2)))]
     assert len({other.tobytes() for other in others} | {masked.tobytes()}) == 5
-    large = looks.masked_images(0.6, 7)(Image.new("RGB", (1400, 1400), (9, 9, 9)), place)
+    large = image_changes.masked_images(0.6, 7)(Image.new("RGB", (1400, 1400), (9, 9, 9)), place)
     assert (np.asarray(large) == 0).mean() == pytest.approx(0.6, abs=0.015)      # 10,000 squares: three deviations
     for share, wanted in ((0.0, pixels), (1.0, 0 * pixels)):
-        assert (np.asarray(looks.masked_images(share, 7)(image, place)) == wanted).all()
-    assert looks.masked_images(0.6, 7)(image.convert("L"), place).mode == "L"
+        assert (np.asarray(image_changes.masked_images(share, 7)(image, place)) == wanted).all()
+    assert image_changes.masked_images(0.6, 7)(image.convert("L"), place).mode == "L"
 
 
 def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
@@ -151,7 +151,7 @@ def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
 def test_the_kl_of_sampler_and_trainer(qwen25, picture_rows):
     """k3 of the first minibatch alone, per token: 0 where the two agree, by the formula where they do not."""
     env = fresh(qwen25, picture_rows)
-    now = ppo.compute_logprobs(env.actor, env.batch)
+    now = ppo.logprobs_of(env.actor, env.batch)
     env.batch.logprobs = env.batch.old_logprobs = now.clone()
     env.trained.lr = 0.0
     assert update_actor(env)["rollout/train_kl"] < 1e-9

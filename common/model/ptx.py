@@ -11,11 +11,12 @@ from torch import Tensor
 from common.buffers import Batch
 from common.data.loader import PromptLoader, data_order
 from common.data.rows import Prompt
-from common.model import experts, forward as vlm, fsdp
+from common.model import experts, fsdp, vlm
+from common.model.packs import make_packs
 
 
 @dataclass(kw_only=True)
-class TextLoss:
+class PtxLoss:
     """Rows with their target tokens, and the loader whose threads decode their images."""
 
     rows: list[tuple[Prompt, Tensor]]  # prompts and their targets (n,)
@@ -46,11 +47,11 @@ class TextLoss:
         model = policy.model
         prompts = self.loader.collect(*pending)
         batch = prompts.with_targets([[self.rows[k][1]] for k in prompts.prompt_ids])
-        vlm.compute_frozen_features(model, batch)
+        vlm.compute_features_unless_trained(model, batch)
         load = experts.count_experts(policy, batch) if aux_loss_coef else None
         count = self.count_labels(batch)
         total = torch.zeros((), device=model.setup.device)
-        for pack in vlm.packs(model, batch):
+        for pack in make_packs(model, batch):
             if self.labels == "text":
                 pack = pack.label_text(self.banned.to(total.device))
             with vlm.router_logits(model) as routed:

@@ -1,10 +1,7 @@
-"""The model in two stages, image features and then the language model; and how a batch becomes
-packs.
+"""The model in two stages: image features, and then the language model.
 
     patches -> vision tower -> image features              image_features, compute_features
-    batch   -> packs, with features from all ranks         packs; values go back by join_packs
-    prompts or replies -> one pack that fills the KV cache prefill_pack
-    pack    -> embeddings, with image features in the places of image tokens -> language model
+    pack    -> embeddings, those of image tokens replaced by image features -> language model
                                                            hidden_states
 
 A model here is one of transformers with one more attribute: ``setup``, what it is and how it
@@ -17,36 +14,14 @@ of image features.
 
 import inspect
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Iterable, Iterator, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from common import distributed
-from common.buffers import (
-    Batch,
-    Block,
-    Features,
-    Pack,
-    assign_blocks,
-    build_pack,
-    fill_packs,
-    image_keys,
-    make_blocks,
-    ragged_index,
-    reply_key,
-)
+from common.buffers import Batch, Pack, fill_packs
 from common.data.families import Qwen
-from common.logging import progress
-from common.model.attention import (
-    ATTENTION_NAME,
-    PackedAttention,
-    SlotCache,
-    VISION_ATTENTION_NAME,
-)
+from common.model.attention import ATTENTION_NAME, VISION_ATTENTION_NAME
 from common.model.linear_attention import Decay, DeltaNet, HF_LAYERS
 
 Modules = dict[str, nn.Module]  # by role
@@ -253,7 +228,7 @@ def compute_features(model: nn.Module, batch: Batch) -> None:
                 del batch.patches[index]
 
 
-def compute_frozen_features(model: nn.Module, batch: Batch) -> None:
+def compute_features_unless_trained(model: nn.Module, batch: Batch) -> None:
     """`compute_features`, unless the tower is trained: then every forward pass computes its own."""
     if not model.setup.trains_vision:
         compute_features(model, batch)
@@ -285,187 +260,8 @@ def positions_of(model: nn.Module, batch: Batch, index: int) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------
-# Packs
+# Forward
 # -------------------------------------------------------------------------------------------------
-
-
-def packs(
-    model: nn.Module,
-    batch: Batch,
-    indices: Iterable[int] | None = None,
-    look: tuple[nn.Module, Batch] | None = None,
-) -> Iterator[Pack]:
-    """This rank's packs of the given prompts (all by default), on the device, one after the other.
-
-    All ranks get the same number of packs; surplus ones are empty and weigh nothing. A collective:
-    calling it sends features from the rank that decoded an image to the ranks whose packs need them.
-
-    Args:
-        look: another model, and the same samples as that model sees them. The ``look`` of each pack
-            is then the pack of the same blocks for the other model.
-    """
-    setup = model.setup
-    hidden_size = model.config.get_text_config().hidden_size
-    # of a masked score, in units of tokens
-    score_cost = 1 / (6 * hidden_size) if setup.backend == "sdpa" else 0.0
-    sized = batch
-    if look is not None:
-        pairs = zip(batch.prompts, look[1].prompts)
-        longer = [max(pair, key=lambda prompt: len(prompt.input_ids)) for pair in pairs]
-        sized = replace(batch, prompts=longer)
-    blocks = make_blocks(sized, setup.max_tokens_per_pack, indices, score_cost)
-    assigned = assign_blocks(
-        sized, blocks, dist.get_world_size(), setup.max_tokens_per_pack, hidden_size
-    )
-    needed = [{key for blocks in part for key in image_keys(blocks)} for part in assigned]
-    mine = progress(assigned[dist.get_rank()], "packs")
-
-    def packs_of(model: nn.Module, batch: Batch, mine: Iterable[list[Block]]) -> Iterator[Pack]:
-        features = exchange_features(local_images(model, batch), needed, model.setup.dtype)
-        return (make_pack(model, batch, blocks, features) for blocks in mine)
-
-    if look is None:
-        return packs_of(model, batch, mine)
-    pairs = zip(packs_of(model, batch, mine), packs_of(*look, assigned[dist.get_rank()]))
-    return (replace(pack, look=other) for pack, other in pairs)
-
-
-def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
-    """The values of all ranks' packs as flat tensors (N,) or (k, N), on every rank. ``done`` has, for
-    each pack of this rank, the places (T,) and the values (T,) or (k, T)."""
-    leading = done[0][1].shape[:-1] if done else ()
-    joined = torch.zeros(*leading, tokens)
-    for flat, values in done:  # only after the last pack: .cpu() would keep the device waiting
-        joined[..., flat] = values.cpu().to(joined.dtype)
-    dist.all_reduce(joined)
-    return joined
-
-
-def make_pack(
-    model: nn.Module, batch: Batch, blocks: list[Block], features: Features
-) -> Pack:
-    """One pack, on the device."""
-    setup = model.setup
-    positions = {index: positions_of(model, batch, index) for index, _ in blocks}
-    pack = build_pack(batch, blocks, positions, features, setup.family.visual_token_ids())
-    if setup.trains_vision:
-        pack = with_grids(model, pack, pack_grids(batch, blocks))
-    segments = setup.family.attention_segments(pack.segments, pack.image_index)
-    pack = pack.to(setup.device)
-    pack.attention = PackedAttention(segments, setup.backend, setup.device)
-    return pack
-
-
-def local_images(model: nn.Module, batch: Batch) -> Features:
-    """What packs need of the images that this rank decoded, by `image_keys`: features (K, M, H), or
-    pixels (1, patches, patch size) if the model trains its tower."""
-    images = dict(batch.features)
-    if model.setup.trains_vision:
-        images = {index: patches[None] for index, (patches, _) in batch.patches.items()}
-    for i, conversation in enumerate(batch.conversations):
-        if conversation.features is not None:
-            images[reply_key(i)] = conversation.features
-    return images
-
-
-def pack_grids(batch: Batch, blocks: list[Block]) -> list[tuple]:
-    """(t, h, w) of the images and clips of a pack, in the order of the pack."""
-    grids = []
-    for index, members in blocks:
-        grids += batch.prompts[index].grids
-        for i in members:
-            grids += batch.conversations[i].grids if batch.conversations else []
-    return [grid[:3] for grid in grids]
-
-
-def exchange_features(
-    local: Features, needed: list[set[int]], dtype: torch.dtype
-) -> Features:
-    """Send image features from the ranks that computed them to the ranks that need them.
-
-    Args:
-        local: the features that this rank computed, CPU tensors of any shape, by `image_keys`.
-        needed: the keys that each rank needs (the same list on all ranks); some have no images.
-
-    Returns:
-        the features of every key in ``needed[rank]`` that has images, as ``dtype``.
-    """
-    shapes = distributed.gather_objects({key: value.shape for key, value in local.items()})
-    outgoing, sent = [torch.empty(0, dtype=dtype)], []  # sent: how many numbers go to each rank
-    for keys in needed:
-        parts = [local[key].to(dtype).flatten() for key in sorted(keys & local.keys())]
-        outgoing += parts
-        sent.append(sum(map(len, parts)))
-    arriving, received = [], []  # received: how many numbers come from each rank
-    for held in shapes:
-        parts = [(key, held[key]) for key in sorted(needed[dist.get_rank()] & held.keys())]
-        arriving += parts
-        received.append(sum(shape.numel() for _, shape in parts))
-    incoming = torch.empty(sum(received), dtype=dtype)
-    dist.all_to_all_single(incoming, torch.cat(outgoing), received, sent)
-    pieces = incoming.split([shape.numel() for _, shape in arriving])
-    return {key: piece.view(shape) for (key, shape), piece in zip(arriving, pieces)}
-
-
-def with_grids(model: nn.Module, pack: Pack, grids: list[tuple]) -> Pack:
-    """The pack with the grids of its images and clips. If it has none, it gets one image of zeros
-    that belongs to no token, so that this rank runs the tower, too."""
-    if grids:
-        return replace(pack, grids=torch.tensor(grids))
-    side = model.config.vision_config.spatial_merge_size
-    patch = model.model.visual.patch_embed.proj.weight.shape[1:]  # what the tower's kernel covers
-    nothing = torch.zeros(1, side * side, patch.numel())
-    return replace(pack, grids=torch.tensor([[1, side, side]]), features=nothing)
-
-
-class Prefill(NamedTuple):
-    """Tokens that slots read next: a prompt, or an environment's reply."""
-
-    slots: list[int]  # several may read one prompt
-    cached: int  # tokens that are in the cache already
-    input_ids: Tensor  # (n,)
-    positions: Tensor  # (3, n)
-
-
-def prefill_pack(
-    model: nn.Module, cache: SlotCache, parts: list[Prefill], features: list[Tensor]
-) -> Pack:
-    """One pack of several parts, each of which sees what its slot has cached, with the ``features``
-    (K, M, H) of their images. The forward pass of the pack stores keys and values into the slots
-    (`PackedAttention`). ``predict`` (b,) is the last token that each slot reads, in order."""
-    setup, device = model.setup, model.setup.device
-    counts = torch.tensor([len(part.input_ids) for part in parts])
-    cached = torch.tensor([part.cached for part in parts])
-    ends = counts.cumsum(0)
-    cache_ends = ends[-1] + cached.cumsum(0)  # cached keys and values are appended to the pack's
-    bounds = torch.stack([ends - counts, ends, cache_ends - cached, cache_ends], dim=1)
-    slots = torch.tensor([slot for part in parts for slot in part.slots])  # (b,)
-    copies = torch.tensor([len(part.slots) for part in parts])
-    counts, cached, ends = (x.repeat_interleave(copies) for x in (counts, cached, ends))  # (b,)
-    plan = (
-        ragged_index(ends - counts, counts),
-        slots.repeat_interleave(counts),
-        ragged_index(cached, counts),
-    )
-    earlier = slots.repeat_interleave(cached), ragged_index(torch.zeros_like(cached), cached)
-    plan = tuple(distributed.to_device(x, device) for x in plan)
-    earlier = tuple(distributed.to_device(x, device) for x in earlier)
-    ids = torch.cat([part.input_ids for part in parts])  # (L,)
-    positions = torch.cat([part.positions for part in parts], dim=1)  # (3, L)
-    image_index = torch.isin(ids, model.setup.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
-    segments = model.setup.family.attention_segments(bounds.tolist(), image_index)
-    attention = PackedAttention(
-        segments, setup.backend, device, cache, plan, earlier if cached.any() else ()
-    )
-    pack = Pack(
-        input_ids=ids[None],
-        positions=positions[:, None],
-        image_index=image_index,
-        features=torch.cat(features, dim=1) if features else None,
-        attention=attention,
-        predict=ends - 1,
-    )
-    return pack.to(device)
 
 
 def hidden_states(model: nn.Module, pack: Pack) -> Tensor:
@@ -482,7 +278,7 @@ def hidden_states(model: nn.Module, pack: Pack) -> Tensor:
     features = pack.features
     if pack.grids is not None:
         features = image_features(model, features[0], pack.grids)
-        # the image of zeros of `with_grids`: every rank takes part in the tower's collectives
+        # the image of zeros of `packs.with_grids`: every rank takes part in the tower's collectives
         if not len(pack.image_index):
             embeds, features = embeds + 0.0 * features.sum(), None
     deepstack = {}

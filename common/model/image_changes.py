@@ -1,0 +1,169 @@
+"""The same samples with other images, to be scored like any other.
+
+    with_images    every image of prompts and conversations changed, or as in its file
+    blank, ...     changes: functions of an image and the key of its noise
+    vision_gaps    what answers lose with blank images: the vision audit
+    changed_logprobs   log-probs with changed images
+"""
+
+import math
+from dataclasses import replace
+from typing import Callable
+
+import numpy as np
+import torch
+import torch.nn as nn
+from PIL import Image, ImageStat
+from torch import Tensor
+
+from common import distributed
+from common.buffers import Batch, Conversation
+from common.data.loader import join_pixels, load_pixels
+from common.data.processor import Processor
+from common.distributed import UserError
+from common.model.policy import Policy, logprobs_of
+from common.model.vlm import compute_features_unless_trained, image_features
+
+# -------------------------------------------------------------------------------------------------
+# Other images
+# -------------------------------------------------------------------------------------------------
+
+# What seeds the randomness of an image's change: the draw of its prompt; 0 if the prompt has it, or
+# 1 + the number of the sample whose conversation has it; its index there.
+NoiseKey = tuple[int, int, int]
+MASK_SQUARE = 14  # pixels
+
+
+def unchanged(image: Image.Image, key: NoiseKey) -> Image.Image:
+    return image
+
+
+def blank(image: Image.Image, key: NoiseKey) -> Image.Image:
+    """An image of the same size in its mean colour."""
+    mean = tuple(round(value) for value in ImageStat.Stat(image).mean)
+    return Image.new(image.mode, image.size, mean)
+
+
+def masked_images(share: float, seed: int) -> Callable:
+    """A change: each square of 14 x 14 pixels of an image is black with probability ``share`` (the random
+    masking of PAPO, Wang et al. 2025)."""
+
+    def change(image: Image.Image, key: NoiseKey) -> Image.Image:
+        masked, rng = image.copy(), np.random.default_rng((seed, *key))
+        for y in range(0, image.height, MASK_SQUARE):
+            for x in range(0, image.width, MASK_SQUARE):
+                if rng.random() < share:
+                    masked.paste(0, (x, y, x + MASK_SQUARE, y + MASK_SQUARE))
+        return masked
+
+    return change
+
+
+def noisy_images(deviation: float, seed: int) -> Callable:
+    """A change: Gaussian noise on every colour of every pixel; colours are between 0 and 1."""
+
+    def change(image: Image.Image, key: NoiseKey) -> Image.Image:
+        pixels = np.asarray(image, dtype=np.float32)
+        noise = np.random.default_rng((seed, *key)).standard_normal(pixels.shape, np.float32)
+        return Image.fromarray((pixels + 255 * deviation * noise).clip(0, 255).astype(np.uint8))
+
+    return change
+
+
+# kind of damage -> function of its amount and a seed that makes the change
+DAMAGE = {"mask": masked_images, "noise": noisy_images}
+
+
+def damage(spec: str, seed: int) -> Callable | None:
+    """The change that a flag such as noise:0.3 asks for; None if it is empty. Raises UserError: bad flag."""
+    if not spec:
+        return None
+    kind, _, amount = spec.partition(":")
+    try:
+        if not 0 < float(amount) <= 1:
+            raise ValueError(amount)
+        return DAMAGE[kind](float(amount), seed)
+    except (KeyError, ValueError) as error:
+        kinds = ", ".join(DAMAGE)
+        raise UserError(
+            f"--student_images {spec}: expected one of {kinds} and an amount up to 1, as in noise:0.3"
+        ) from error
+
+
+def has_images(batch: Batch) -> Tensor:
+    """(S,) bool: whether a sample's prompt or conversation has images. The same on every rank."""
+    seeing = [bool(batch.prompts[index].grids) for index in batch.prompt_index.tolist()]
+    for i, conversation in enumerate(batch.conversations):
+        seeing[i] = seeing[i] or bool(conversation.grids)
+    return torch.tensor(seeing, dtype=torch.bool)
+
+
+def with_images(
+    batch: Batch, model: nn.Module, processor: Processor, change: Callable = unchanged
+) -> Batch:
+    """The batch with every (Pillow) image and every frame of a clip replaced by ``change(image, key)``
+    of the same size, which the processor reads and the tower of the model sees.
+
+    Raises UserError, on every rank: a file that has changed since it was read.
+    """
+    patches = {}
+    with distributed.raise_on_all_ranks():
+        for index in batch.own_prompts():
+            prompt = batch.prompts[index]
+            # a first observation shared by all samples of a prompt adds grids to it, but no file
+            files = replace(prompt, grids=prompt.grids[: len(prompt.images)])
+            pixels = load_pixels(files, processor, change, (batch.prompt_ids[index], 0))
+            if pixels is not None:
+                patches[index] = pixels
+    conversations = list(batch.conversations)
+    for i, conversation in enumerate(conversations):
+        index = int(batch.prompt_index[i])
+        if not conversation.images:  # none, or on another rank
+            continue
+        pixels = []
+        for k, image in enumerate(conversation.images):
+            key = batch.prompt_ids[index], 1 + int(batch.number[i]), k
+            pixels.append(processor.family.patches(change(image, key)))
+        in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)
+        if in_prompt and batch.number[i] == 0:
+            patched, grids = zip(*pixels[:in_prompt])
+            parts = [patches[index]] if index in patches else []
+            patches[index] = join_pixels([*parts, (torch.cat(patched), torch.tensor(grids))])
+        later = [patched for patched, _ in pixels[in_prompt:]]
+        conversations[i] = with_patches(model, conversation, later)
+    changed = replace(batch, patches=patches, features={}, conversations=conversations)
+    compute_features_unless_trained(model, changed)
+    return changed
+
+
+def vision_gaps(policy: Policy, batch: Batch) -> Tensor:
+    """(k,) what each of the k answers to images loses in log-prob (nats) if these are blank; empty
+    for a batch without images. Two packed forwards: the sampler's log-probs are too coarse in
+    bfloat16."""
+    seeing = has_images(batch)
+    if not seeing.any():
+        return torch.zeros(0)
+    blanked = changed_logprobs(policy, batch, blank)
+    gaps = logprobs_of(policy, batch).double() - blanked.double()
+    return batch.per_sample_sum(gaps)[seeing]
+
+
+def changed_logprobs(policy: Policy, batch: Batch, change: Callable) -> Tensor:
+    """(N,) log-probs of the batch's tokens with images changed; NaN for samples without images."""
+    seeing = has_images(batch)
+    logprobs = torch.zeros(len(batch.tokens))
+    if seeing.any():
+        changed = with_images(batch, policy.model, policy.processor, change)
+        logprobs = logprobs_of(policy, changed)
+    return logprobs.masked_fill(~seeing.repeat_interleave(batch.lengths), math.nan)
+
+
+def with_patches(model: nn.Module, conversation: Conversation, patches: list[Tensor]) -> Conversation:
+    """The conversation with other images after its prompt, on the same grids."""
+    if not patches:
+        return conversation
+    joined = torch.cat(patches)
+    if model.setup.trains_vision:
+        return replace(conversation, features=joined[None])
+    features = image_features(model, joined, torch.tensor(conversation.grids)).cpu()
+    return replace(conversation, features=features)

@@ -1,0 +1,94 @@
+"""The models of the algorithm: a transformers model with what the loss reads from it.
+
+    Policy       log-probs of response tokens; actor, reference, teacher and judge
+    Critic       values; the scalar reward model, too
+    logprobs_of, values_of   of all samples of a batch
+
+FSDP gathers their weights in `forward`, so all that needs weights happens there.
+
+Shapes: N response tokens of all samples, T of them in a pack of L tokens; H hidden size, V
+vocabulary.
+"""
+
+from typing import Sequence
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from common import logprobs
+from common.buffers import Batch, Pack
+from common.data.processor import Processor
+from common.logprobs import Sampling
+from common.model import fsdp, vlm
+
+
+class Policy(nn.Module):
+    """Actor, reference, teacher or judge: maps a pack to the log-probs of its response tokens. The
+    full logits are never materialized."""
+
+    def __init__(self, model: nn.Module, processor: Processor):
+        super().__init__()
+        self.model, self.processor = model, processor
+
+    def forward(
+        self,
+        pack: Pack,
+        sampling: Sampling | None = None,
+        entropy: bool = False,
+        references: Sequence[tuple[Tensor, Tensor]] = (),
+        hidden_only: bool = False,
+    ):
+        """Returns logp (T,) float32, entropy (T,) or None, and the exact KL (T,) to each reference.
+
+        Args:
+            sampling: how the tokens were drawn; None for text that was not sampled: temperature 1,
+                and no banned ids.
+            references: hidden states (T, H) and head (V, H) of each, from `reference_outputs`.
+            hidden_only: return only the hidden states (T, H) that predict the response tokens. (A
+                flag, not a method: FSDP gathers weights only in `forward`.)
+        """
+        hidden = vlm.hidden_states(self.model, pack)[pack.predict]  # (T, H)
+        if hidden_only:
+            return hidden
+        options = {"chunk": self.model.setup.head_chunk}
+        if sampling is not None:
+            options |= sampling.logits_options(pack.step)
+        weight = self.model.lm_head.weight  # (V, H)
+        logp, entropies = logprobs.linear_logprobs(
+            hidden, weight, pack.targets, entropy=entropy, **options
+        )
+        kls = []
+        for ref_hidden, ref_weight in references:
+            kls.append(logprobs.full_kl(hidden, ref_hidden, weight, ref_weight, **options))
+        return logp, entropies, kls
+
+
+class Critic(nn.Module):
+    """The value of the state before each response token, read at the position that predicts the
+    token."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+        # the bias of a scalar model's files, which is not trained
+        self.value_head.register_buffer("offset", torch.zeros(1), persistent=False)
+
+    def forward(self, pack: Pack) -> Tensor:
+        """Returns values (T,) in float32, the type of the head."""
+        hidden = vlm.hidden_states(self.model, pack)  # (L, H)
+        states = hidden[pack.predict].to(self.value_head.weight.dtype)  # (T, H)
+        # sum, not squeeze: FSDP2 hooks the output, which must not be a view
+        return self.value_head(states).sum(dim=-1) + self.value_head.offset
+
+
+def logprobs_of(policy: Policy, batch: Batch) -> Tensor:
+    """(N,) log-probs of the responses under the distribution they were drawn from, with its
+    temperature and banned ids; under the plain model if the batch was not sampled."""
+    return fsdp.run_forward(policy, batch, lambda pack: policy(pack, batch.sampling)[0])
+
+
+def values_of(critic: Critic, batch: Batch) -> Tensor:
+    """(N,) the critic's value of the state before every response token."""
+    return fsdp.run_forward(critic, batch, critic)

@@ -1,0 +1,157 @@
+"""Another model that scores the policy's tokens: a teacher.
+
+    Teacher        its log-probs of a batch as it sees that batch: `Teacher.view`
+    with_prompts   every prompt in a template, as some processor reads it
+    follow_average   a teacher that is the running average of the policy
+"""
+
+import functools
+import re
+import string
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from common import distributed
+from common.buffers import Batch
+from common.data.processor import Processor
+from common.data.rows import Prompt, columns_of, make_prompt
+from common.distributed import UserError
+from common.flags import TeacherArgs
+from common.model.fsdp import Trainable, copy_weights, onloaded
+from common.model.image_changes import with_images
+from common.model.policy import Policy
+from common.model.vlm import compute_features_unless_trained, tower_parameters
+from common.model.weights import without_adapters
+
+# -------------------------------------------------------------------------------------------------
+# Other prompts
+# -------------------------------------------------------------------------------------------------
+
+
+def with_prompts(batch: Batch, processor: Processor, template: str = "") -> Batch:
+    """The batch with all prompts as `read_prompt` returns them. A processor other than the batch's own
+    may cut images into other grids: `with_images` must follow."""
+    prompts = [read_prompt(prompt, processor, template) for prompt in batch.prompts]
+    return replace(batch, prompts=prompts, positions={})
+
+
+@functools.cache  # a row is read once in a run
+def read_prompt(prompt: Prompt, processor: Processor, template: str) -> Prompt:
+    """A row's prompt in the template, if there is one, as a processor reads it. Raises ValueError:
+    a column that the row lacks, images that the family does not take, too many tokens."""
+    try:
+        messages = with_hint(prompt, template) if template else prompt.messages
+        return make_prompt(processor, messages, prompt.images, processor.args)
+    except ValueError as error:
+        raise ValueError(f"{prompt.source}: {error}") from error
+
+
+def with_hint(prompt: Prompt, template: str) -> list[dict]:
+    """A prompt's messages, the last one wrapped in a template (see `check_template`): {prompt} stands
+    for its text, other names for columns of the row. Raises ValueError: the row lacks one of them."""
+    columns = prompt.row | {"answer": prompt.reference}
+    columns = {name: value for name, value in columns.items() if value is not None}
+    try:
+        before, after = (text.format_map(columns) for text in template.split("{prompt}"))
+    except KeyError as error:
+        raise ValueError(f"--teacher_prompt: no {error}; {columns_of(prompt.row)}") from error
+    *earlier, last = prompt.messages
+    content = last["content"]
+    places = [k for k, part in enumerate(content) if part["type"] == "text"]
+    first = places[0] if places else len(content)  # images that lead the prompt stay in front
+    hint = {"type": "text", "text": before}
+    parts = [*content[:first], hint, *content[first:], {"type": "text", "text": after}]
+    return [*earlier, last | {"content": [part for part in parts if part.get("text") != ""]}]
+
+
+# -------------------------------------------------------------------------------------------------
+# Another model
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Teacher:
+    """A frozen model that scores the policy's tokens, and how it sees them: with its own
+    processor and tower if it has them, at prompts in a template, at images without damage."""
+
+    policy: Policy
+    actor: Policy
+    args: TeacherArgs
+    offload: str  # of --offload
+
+    @contextmanager
+    def in_use(self):
+        """Inside, its module is on its device and without adapters."""
+        policy = self.policy
+        with onloaded(policy, self.offload), without_adapters(policy.model):
+            yield policy
+
+    @property
+    def own_tower(self) -> bool:
+        """Whether image features must be made for it."""
+        model = self.policy.model
+        return not (self.policy is self.actor or model.setup.trains_vision or not tower_parameters(model))
+
+    def view(self, batch: Batch) -> Batch:
+        """The batch, with or without samples, as the teacher sees it."""
+        actor, processor, template = self.actor, self.policy.processor, self.args.teacher_prompt
+        compute_features_unless_trained(actor.model, batch)
+        if batch.conversations:
+            return batch
+        if template or processor is not actor.processor:
+            batch = with_prompts(batch, processor, template)
+        if self.own_tower or self.args.student_images:
+            sees = self.own_tower or actor.model.setup.trains_vision
+            batch = with_images(batch, (self.policy if sees else actor).model, processor)
+        return batch
+
+    def prepare(self, rows: list[Prompt], with_env: bool) -> None:
+        """Ban the ids for which the teacher has no embedding. Raises UserError, on every rank: it
+        lacks tokens of the policy, cannot read a row, or does not fit an environment."""
+        student, processor, template = self.actor.processor, self.policy.processor, self.args.teacher_prompt
+        student.banned_ids += tuple(range(processor.vocab_size, student.vocab_size))
+        tokens, others = student.tokenizer.get_vocab(), processor.tokenizer.get_vocab()
+        lacking = tokens.items() - others.items()
+        with distributed.raise_on_all_ranks(f"--teacher_model {self.args.teacher_model}: "):
+            if lacking:
+                raise ValueError(
+                    f"another tokenizer, which lacks {len(lacking)} of the policy's {len(tokens)} "
+                    f"tokens or has them under other ids, such as {min(lacking)}"
+                )
+            same_media = processor.family.media == student.family.media
+            if with_env and (self.own_tower or not same_media):
+                raise ValueError("with --env it must have the vision tower of the policy")
+            if template or processor is not student:
+                with ThreadPoolExecutor(8) as pool:  # image headers wait for the file system
+                    list(pool.map(lambda row: read_prompt(row, processor, template), rows))
+
+
+def follow_average(teacher: Teacher | None, trained: Trainable) -> None:
+    """Give a teacher `ema` the averaged weights of the actor."""
+    if teacher is not None and teacher.args.teacher_model == "ema":
+        with trained.averaged():
+            copy_weights(trained.module, teacher.policy)
+
+
+def check_template(template: str) -> None:
+    """Raises UserError: no template of --teacher_prompt. It is a Python format string of plain names:
+    a format of its own could ask for gigabytes, and an attribute for more than the row."""
+    try:
+        pieces = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise UserError(
+            f"--teacher_prompt {template}: {error} (a brace of the text is written twice)"
+        ) from error
+    for _, name, form, conversion in pieces:
+        is_plain = name is None or re.fullmatch(r"[^\W\d][^.\[\]]*", name)
+        if form or conversion or not is_plain:
+            raise UserError(
+                f"--teacher_prompt {template}: braces hold the name of a column and nothing else, as in "
+                "{answer} (a brace of the text is written twice)"
+            )
+    names = [name for _, name, *_ in pieces]
+    if not names.count("prompt") == template.count("{prompt}") == 1:
+        raise UserError(
+            f"--teacher_prompt {template} has no {{prompt}}, the place of the row's prompt, or several"
+        )
