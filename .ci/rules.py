@@ -130,6 +130,9 @@ def documents(modules: dict[str, ast.Module]) -> Problems:
             if not (ROOT / path).exists():
                 yield f"{name}: there is no {path}"
         yield from links(name, text)
+    step = pages["README.md"].partition("```python\n")[2].partition("```")[0]
+    if step not in (ROOT / SCRIPTS[0]).read_text(encoding="utf-8"):
+        yield f"README.md: one step is not that of {SCRIPTS[0]}"
     parity = pages["tests/README.md"].partition("**LightRFT `PPO")[2]
     tests = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
     for file, test in re.findall(r"\b(\w+)::(\w+)", parity):

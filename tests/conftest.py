@@ -219,7 +219,7 @@ def table(text: str) -> list[list[str]]:
 
 def readme_reward() -> str:
     """The program of the README, my_reward.py."""
-    return (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    return (ROOT / "README.md").read_text().partition("# my_reward.py")[2].partition("\n")[2].partition("```")[0]
 
 
 def write_rows(path: Path, rows: list[dict]) -> str:
