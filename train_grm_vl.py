@@ -121,11 +121,19 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 # -------------------------------------------------------------------------------------------------
 
 
+def check_instruction(text: str) -> None:
+    """Raises ValueError: it looks like the name of a file, and is none."""
+    if Path(text).suffix and len(text.split()) == 1 and not os.path.isfile(text):
+        raise ValueError(f"{text}: no such file")
+
+
 @dataclass(frozen=True)
 class JudgeArgs:
     """judgements (a text, or a file that contains it; empty: judge.json of --model, else built in)"""
 
-    system_instruction: str = flag("", "system message; {prompt} in it becomes the row's prompt")
+    system_instruction: str = flag(
+        "", "system message; {prompt} in it becomes the row's prompt", check=check_instruction
+    )
     pictures_template: str = flag(
         "", "asks which of two pictures is better: {prompt} and two <image>"
     )
@@ -193,7 +201,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args, typed, named = flags.parse(Args, __doc__, argv, toy=("questions", "grm_args.json"))
     if "steps" in typed or ("steps" in named and "max_epochs" not in named):
         args = replace(args, update=replace(args.update, max_epochs=0))
-    check_args(args)
+    flags.Refusals(args, typed).raise_any()
     return replace(args, judge=read_texts(args.judge))
 
 
@@ -204,19 +212,6 @@ def read_texts(args: JudgeArgs) -> JudgeArgs:
         if os.path.isfile(value):
             texts[name] = read_text(value).strip("\n")
     return replace(args, **texts)
-
-
-def check_args(args: Args) -> None:
-    """Refuse combinations that cannot work, before any process group or GPU is touched."""
-    refuse = flags.Refusals(args)
-    refuse.exceeds("max_prompt_tokens", "max_tokens_per_pack")  # a pack must hold an example
-    instruction = args.judge.system_instruction
-    is_path = Path(instruction).suffix and len(instruction.split()) == 1
-    refuse(
-        is_path and not os.path.isfile(instruction),
-        f"--system_instruction {instruction}: no such file",
-    )
-    refuse.raise_any()
 
 
 def count_steps(args: Args, rows: int, saved: dict = {}) -> Args:

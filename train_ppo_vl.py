@@ -47,7 +47,6 @@ from torch import Tensor
 from common import data, distributed, flags, logging, logprobs, losses, rewards
 from common.buffers import Batch, Pack, fill_packs
 from common.distributed import UserError
-from common.files import check_form, parse_json
 from common.envs import dialogue, environments
 from common.flags import flag
 from common.logprobs import Sampling
@@ -151,6 +150,7 @@ class Estimator(NamedTuple):
 
     # losses.AdvantageInputs -> (N,) advantages before whitening, (N,) returns
     estimate: Callable
+    has_critic: bool = False
     compares: bool = False  # the samples of a prompt with each other, at least two
     whiten: bool = False  # over the step, unless --advantages_norm says otherwise
 
@@ -167,7 +167,7 @@ class PolicyLoss(NamedTuple):
 # To add an estimator or a loss, write a function and add an entry here.
 ESTIMATORS = {
     "none": Estimator(losses.no_advantages),
-    "gae": Estimator(losses.gae_estimate, whiten=True),
+    "gae": Estimator(losses.gae_estimate, has_critic=True, whiten=True),
     "reinforce": Estimator(losses.reinforce),
     "reinforce++": Estimator(losses.reinforce, whiten=True),
     "reinforce_baseline": Estimator(losses.dr_grpo, compares=True, whiten=True),
@@ -191,42 +191,13 @@ POLICY_LOSSES = {
     # a soft gate instead of a clip
     "sapo": PolicyLoss(losses.sapo, clip=(0.0, 0.0), aggregation="seq-mean-token-mean"),
 }
-AGGREGATIONS = (
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
+AGGREGATIONS = "token-mean seq-mean-token-sum seq-mean-token-mean seq-mean-token-sum-norm"
+# of no effect without a critic
+OF_CRITIC = (
+    "critic_model export_critic critic_lr critic_epochs value_clip "
+    "gae_lambda gae_lambda_policy gae_alpha"
 )
-
-
-@dataclass(frozen=True)
-class RowArgs:
-    """rows"""
-
-    row_kind: str = flag(
-        "prompts",
-        "kind of rows: prompts; or judgements (see train_grm_vl.py --help), to train a judge by RL: "
-        "--reward verdict or judgement compares the judge's answers with the rows' verdicts",
-        choices=("prompts", "judgements"),
-    )
-    columns: str = flag(
-        "", "columns of your files, as in prompt=question,images=pictures,answer=solution,label=source"
-    )
-    system_prompt: str = flag("", "system message put before every prompt; empty: none")
-    ptx_data: str = flag(
-        "",
-        "JSONL with prompt, images, response for a next-token loss besides the RL loss; empty: none",
-        paths=True,
-    )
-    ptx_coef: float = flag(
-        0.0, "weight of the --ptx_data loss in the actor's loss (PPO-ptx); 0: off", low=0
-    )
-    ptx_batch: int = flag(64, "rows of --ptx_data per update of the actor, over all ranks", low=1)
-    ptx_labels: str = flag(
-        "text",
-        "tokens of --ptx_data that carry the loss: all text, or responses",
-        choices=("text", "responses"),
-    )
+WITHOUT_CRITIC = [name for name, estimator in ESTIMATORS.items() if not estimator.has_critic]
 
 
 @dataclass(frozen=True)
@@ -238,6 +209,8 @@ class RolloutArgs:
         "rollouts per step, which share --prompts_per_step equally and whose samples are pooled for "
         "the updates; must divide --prompts_per_step",
         low=1,
+        must_divide="prompts_per_step",
+        must_not_exceed="dynamic_sampling",
     )
     samples_per_prompt: int = flag(4, "samples per prompt", low=1)
     max_new_tokens: int = flag(512, "longest response, tokens", low=1)
@@ -245,6 +218,7 @@ class RolloutArgs:
         0,
         "shortest response, tokens: before that, stop tokens are banned and stop strings deferred",
         low=0,
+        must_not_exceed="max_new_tokens",
     )
     temperature: float = flag(
         1.0,
@@ -263,7 +237,11 @@ class RolloutArgs:
         low=1e-6,
         high=1,
     )
-    stop_strings: str = flag("", "JSON list of strings that end a response when they appear in it")
+    stop_strings: str = flag(
+        "",
+        "JSON list of strings that end a response when they appear in it",
+        check=flags.parse_stop_strings,
+    )
     slots: int = flag(
         0,
         "sequences decoded together per rank; 0: as many as fit into memory, at most "
@@ -296,6 +274,13 @@ class AlgorithmArgs:
         "components except reward and parsed (env: the reward). none: rewards are only measured, "
         "and learning is from a teacher; --reward none implies it",
         choices=tuple(ESTIMATORS),
+        needs={"none": "teacher_model: all learning is from a teacher"},
+        excludes={
+            "gdpo": "reward_combiner reward_norm reward_clip overlong_buffer dynamic_sampling: gdpo "
+            "compares the sources of rewards before they become one number",
+            "none": "dynamic_sampling: prompts are chosen by rewards, which are not used",
+        },
+        idles=dict.fromkeys(WITHOUT_CRITIC, f"{OF_CRITIC}: it has no critic"),
     )
     gamma: float = flag(
         1.0, "discount per token (gae, reinforce, reinforce++, remax)", low=0, high=1
@@ -304,7 +289,12 @@ class AlgorithmArgs:
         0.95, "lambda of gae: of the critic's targets, and of the advantages", low=0, high=1
     )
     gae_lambda_policy: float = flag(
-        -1.0, "lambda of gae's advantages alone (VAPO); -1: --gae_lambda", low=-1, high=1
+        -1.0,
+        "lambda of gae's advantages alone (VAPO); -1: --gae_lambda",
+        low=0,
+        high=1,
+        off=-1,
+        excludes="gae_alpha",
     )
     gae_alpha: float = flag(
         0.0,
@@ -328,6 +318,7 @@ class AlgorithmArgs:
         0,
         "tokens before --max_new_tokens over which a length penalty grows (DAPO); 0: off",
         low=0,
+        must_not_exceed="max_new_tokens",
     )
     overlong_factor: float = flag(
         1.0, "length penalty at --max_new_tokens, with --overlong_buffer", low=0
@@ -350,9 +341,14 @@ class AlgorithmArgs:
         "",
         "model folder of the frozen reference, loaded only with --kl_coef; empty: the actor's",
         paths=True,
+        needs="kl_coef",
     )
     reference_every: int = flag(
-        0, "steps between copies of the actor's weights into the reference; 0: never", low=0
+        0,
+        "steps between copies of the actor's weights into the reference; 0: never",
+        low=0,
+        needs="kl_coef",
+        excludes="lora_rank: the reference is the model without its adapters",
     )
     kl_coef: float = flag(
         0.0, "weight of the KL to the reference; 0: no reference is loaded", low=0
@@ -366,7 +362,10 @@ class AlgorithmArgs:
         choices=("auto", "k1", "k2", "k3", "abs", "full", "k1+", "k3+", "abs+"),
     )
     kl_target: float = flag(
-        0.0, "adapt the weight of the KL to reach this KL per token; 0: the weight is fixed", low=0
+        0.0,
+        "adapt the weight of the KL to reach this KL per token; 0: the weight is fixed",
+        low=0,
+        needs="kl_coef",
     )
     kl_horizon: int = flag(
         10000, "samples over which the adaptive weight changes by at most about a fifth", low=1
@@ -375,24 +374,38 @@ class AlgorithmArgs:
         "auto",
         "how token losses are averaged. auto: seq-mean-token-mean for gspo, gmpo and "
         "sapo, which are losses per sequence, token-mean for the others",
-        choices=("auto", *AGGREGATIONS),
+        choices=("auto", *AGGREGATIONS.split()),
     )
-    policy_loss: str = flag("ppo", "loss of the actor", choices=tuple(POLICY_LOSSES))
+    policy_loss: str = flag(
+        "ppo",
+        "loss of the actor",
+        choices=tuple(POLICY_LOSSES),
+        excludes={
+            "sapo": "clip_low clip_high: sapo has a soft gate in place of a clip",
+            "gspo": "perception_ratio: gspo takes whole responses, not tokens",
+            "gmpo": "perception_ratio: gmpo takes whole responses, not tokens",
+        },
+    )
     clip_low: float = flag(
         -1.0,
         "how far below 1 the ratio is clipped; -1: the loss's default: ppo and cpgd 0.2, gspo 3e-4, "
         "gmpo 0.4 (in log space), cispo 1 (no clip)",
-        low=-1,
+        low=0,
         high=1,
+        off=-1,
     )
     clip_high: float = flag(
         -1.0,
         "how far above 1 the ratio is clipped; more than --clip_low is clip-higher; -1: the loss's "
         "default: ppo and cpgd 0.2, gspo 4e-4, gmpo 0.4, cispo 4",
-        low=-1,
+        low=0,
+        off=-1,
     )
     dual_clip: float = flag(
-        3.0, "bound of the ratio where the advantage is negative (ppo); above 1, or 0: off"
+        3.0,
+        "bound of the ratio where the advantage is negative (ppo); above 1, or 0: off",
+        low=1 + 1e-6,
+        off=0,
     )
     value_clip: float = flag(0.2, "how far a value may move in a step; 0: any distance", low=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus; below 0 it is a penalty")
@@ -419,63 +432,17 @@ class AlgorithmArgs:
 
 
 @dataclass(frozen=True)
-class UpdateArgs:
-    """update"""
-
-    epochs: int = flag(1, "passes over the samples of a step", low=1)
-    minibatches: int = flag(1, "optimizer updates per pass; must divide --prompts_per_step", low=1)
-    actor_lr: float = flag(1e-6, "learning rate of the actor", low=0)
-    critic_lr: float = flag(9e-6, "learning rate of the critic", low=0)
-    critic_epochs: int = flag(
-        0, "passes of the critic over the samples of a step; 0: as many as --epochs", low=0
-    )
-    critic_warmup_steps: int = flag(0, "first steps that update only the critic", low=0)
-    target_kl: float = flag(
-        0.0,
-        "end a step's actor updates at the first whose KL(old, new) per token exceeds this, without "
-        "applying it; 0: off",
-        low=0,
-    )
-    aux_loss_coef: float = flag(
-        0.0,
-        "weight of the load-balancing loss of MoE models, actor and critic; above 0 it "
-        "costs one more forward per update",
-        low=0,
-    )
-    sampler_gap_limit: float = flag(
-        -1.0,
-        "largest train/sampler_gap, the mean difference between the log-probs of sampler and "
-        "training: above it, the first step or --eval_only ends the run, and later steps warn; -1: "
-        "0.1, in float32 0.001; 0: off",
-        low=-1,
-    )
-    ema_beta: float = flag(
-        0.0,
-        "decay of a running average of the actor's weights, say 0.992, updated after each applied "
-        "update; evaluations use the average, exports have both; 0: no average",
-        low=0,
-        high=0.999999,
-    )
-    offload: str = flag(
-        "none",
-        "what to keep in host memory while it is not used. optimizer: the optimizers' states; all: "
-        "reference, teacher and reward models too",
-        choices=("none", "optimizer", "all"),
-    )
-
-
-@dataclass(frozen=True)
 class Args:
     model: flags.ModelArgs
     data: flags.DataArgs
-    rows: RowArgs
+    rows: flags.RowArgs
     rollout: RolloutArgs
     env: flags.EnvArgs
     reward: flags.RewardArgs
     algorithm: AlgorithmArgs
     perception: flags.PerceptionArgs
     teacher: flags.TeacherArgs
-    update: UpdateArgs
+    update: flags.UpdateArgs
     optim: flags.OptimArgs
     checkpoint: flags.CheckpointArgs
     run: flags.RunArgs
@@ -554,26 +521,6 @@ class Args:
         return self.algorithm.kl_estimator
 
 
-# these flags have no effect without a critic
-OF_CRITIC = {
-    "critic_model",
-    "export_critic",
-    "critic_lr",
-    "critic_epochs",
-    "critic_warmup_steps",
-    "value_clip",
-    "gae_lambda",
-    "gae_lambda_policy",
-    "gae_alpha",
-}
-
-
-IDLE_KL = (
-    "--kl_estimator k1 with --kl_in loss constrains nothing, as the gradient of k1 averages to zero: "
-    "use k2, k3+ or full"
-)
-
-
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags override --config, which overrides defaults. Without --model and --config the run is
     the toy's.
@@ -582,198 +529,10 @@ def parse_args(argv: list[str] | None = None) -> Args:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
     args, typed, _ = flags.parse(Args, __doc__, argv, toy=("describe", "args.json"))
-    if "reward" in typed and args.reward.reward_recipe:
-        raise UserError("--reward and --reward_recipe: choose one of them")
     if args.reward.reward == "none" and "advantage" not in typed:
         args = replace(args, algorithm=replace(args.algorithm, advantage="none"))
-    idle = sorted(OF_CRITIC & typed)
-    if args.algorithm.advantage != "gae" and idle:
-        raise UserError(
-            f"--advantage {args.algorithm.advantage} has no critic: leave out --{', --'.join(idle)}"
-        )
-    is_new = not any(args.run.out.glob("checkpoints/step-*"))  # an old run goes on, with a warning
-    if args.has_idle_kl and "kl_estimator" in typed and is_new:
-        raise UserError(IDLE_KL)
-    check_args(args)
+    check_args(args, typed)
     return args
-
-
-def check_args(args: Args) -> None:
-    """Refuse combinations that cannot work, before any process group or GPU is touched."""
-    refuse = flags.Refusals(args)
-    values = refuse.values
-    refuse(
-        values.max_tokens_per_pack < args.longest,
-        f"--max_tokens_per_pack {values.max_tokens_per_pack} must hold one prompt and one response: "
-        f"--max_prompt_tokens + --max_new_tokens{' + --max_reply_tokens' if values.env else ''} = "
-        f"{args.longest}",
-    )
-    refuse(
-        values.row_kind != "prompts" and values.system_prompt,
-        "--system_prompt is for --row_kind prompts: judgements have a judge's system_instruction",
-    )
-    refuse(
-        bool(values.ptx_data) != (values.ptx_coef > 0),
-        "--ptx_data and a --ptx_coef above 0 are needed together",
-    )
-    refuse(
-        parse_stop_strings(values.stop_strings) is None,
-        f"--stop_strings {values.stop_strings} is not a JSON list of non-empty strings",
-    )
-    for name in ("reward_timeout", "env_timeout"):
-        wait = getattr(values, name)
-        refuse(
-            wait >= values.timeout and (values.env or name == "reward_timeout"),
-            f"--{name} {wait:g} must be below --timeout {values.timeout:g}: a rank that waits so long "
-            "would be given up by the others",
-        )
-    refuse.divides("minibatches")
-    refuse.divides("rollouts_per_step")
-    refuse.exceeds("min_new_tokens", "max_new_tokens")
-    refuse.exceeds("overlong_buffer", "max_new_tokens")
-    check_judge_args(args, refuse)
-    check_algorithm_args(refuse)
-    check_kl_args(refuse)
-    check_teacher_args(refuse, args.perception)
-    refuse.raise_any()
-
-
-def check_judge_args(args: Args, refuse: flags.Refusals) -> None:
-    values = refuse.values
-    if args.reward.in_pairs:
-        refuse(
-            values.row_kind != "judgements",
-            "--reward judgement draws both orders of a pair: it needs --row_kind judgements",
-        )
-        refuse(
-            values.prompts_per_step % max(1, 2 * values.rollouts_per_step),
-            "--reward judgement draws both orders of a pair together: --prompts_per_step "
-            f"{values.prompts_per_step} must be a multiple of 2 x --rollouts_per_step",
-        )
-        refuse(
-            values.dynamic_sampling,
-            "--reward judgement trains on both orders of a pair, but --dynamic_sampling may drop one",
-        )
-    grouped = values.grm_question == "group"
-    refuse(
-        grouped and (values.samples_per_prompt < 2 or values.advantage == "remax"),
-        "--grm_question group compares the samples of a prompt: it needs --samples_per_prompt 2 or "
-        "more, and cannot score the single greedy sample of remax",
-    )
-    refuse(
-        grouped and (values.env or values.reward_combiner),
-        "--grm_question group excludes --env and --reward_combiner (--reward_recipe has weights)",
-    )
-    refuse(
-        values.grm_opponents % 2 or (values.grm_opponents and not grouped),
-        f"--grm_opponents {values.grm_opponents} must be even, and is for --grm_question group",
-    )
-
-
-def check_algorithm_args(refuse: flags.Refusals) -> None:
-    values = refuse.values
-    if ESTIMATORS[values.advantage].compares or values.dynamic_sampling:
-        comparing = "dynamic_sampling" if values.dynamic_sampling else f"advantage {values.advantage}"
-        refuse(
-            values.samples_per_prompt < 2,
-            f"--{comparing} compares the samples of a prompt: "
-            f"--samples_per_prompt {values.samples_per_prompt} must be at least 2",
-        )
-    if values.advantage == "gdpo":
-        for name in (
-            "reward_combiner", "reward_norm", "reward_clip", "overlong_buffer", "dynamic_sampling"
-        ):
-            why = "--advantage gdpo compares the sources of rewards before they become one number"
-            refuse(getattr(values, name), f"--{name}: {why}")
-    if values.dynamic_sampling:
-        refuse.exceeds("rollouts_per_step", "dynamic_sampling")
-    for name in ("clip_low", "clip_high", "gae_lambda_policy"):
-        value = getattr(values, name)
-        refuse(-1 < value < 0, f"--{name} {value} must be at least 0, or -1 for its default")
-    refuse(
-        values.policy_loss == "sapo" and max(values.clip_low, values.clip_high) >= 0,
-        "--policy_loss sapo has a soft gate in place of --clip_low and --clip_high",
-    )
-    refuse(
-        values.perception_ratio < 1 and values.policy_loss in ("gspo", "gmpo"),
-        f"--perception_ratio chooses tokens, but --policy_loss {values.policy_loss} takes whole "
-        "responses",
-    )
-    refuse(
-        values.gae_lambda_policy != -1 and values.gae_alpha,
-        "--gae_lambda_policy and --gae_alpha: choose one of them",
-    )
-    refuse(
-        values.dual_clip != 0 and values.dual_clip <= 1,
-        f"--dual_clip {values.dual_clip} must be above 1, or 0 for off",
-    )
-    refuse(
-        values.critic_warmup_steps and values.advantage != "gae",
-        f"--critic_warmup_steps {values.critic_warmup_steps} needs a critic (--advantage gae)",
-    )
-
-
-def check_kl_args(refuse: flags.Refusals) -> None:
-    values = refuse.values
-    if not values.kl_coef:
-        for name in ("reference_model", "reference_every", "kl_target"):
-            refuse(getattr(values, name), f"--{name} has no effect without a --kl_coef above 0")
-    refuse.both("reference_every", "lora_rank")  # with adapters the reference is the base model
-    samples = values.prompts_per_step * values.samples_per_prompt
-    refuse(
-        values.advantage == "cpgd" and samples < 2,
-        "--advantage cpgd compares the samples of a step: --prompts_per_step x --samples_per_prompt "
-        "must be at least 2",
-    )
-    refuse(
-        values.kl_target and 5 * values.kl_horizon <= samples,
-        f"--kl_horizon {values.kl_horizon} must exceed a fifth of the {samples} samples per step",
-    )
-
-
-def check_teacher_args(refuse: flags.Refusals, perception: flags.PerceptionArgs) -> None:
-    """Refuse `TeacherArgs` that cannot work, and learning from nothing."""
-    values, teacher = refuse.values, refuse.values.teacher_model
-    ema, idle = teacher == "ema", values.advantage == "none"
-    refuse(ema and not values.ema_beta, "--teacher_model ema needs an --ema_beta above 0")
-    refuse(ema and values.lora_rank, "--teacher_model ema has no adapters (--lora_rank); use self")
-    refuse(
-        (values.teacher_prompt or values.teacher_in == "loss") and not teacher,
-        "--teacher_prompt and --teacher_in loss need a --teacher_model",
-    )
-    if values.teacher_prompt:
-        check_template(values.teacher_prompt)
-    refuse(
-        idle and values.dynamic_sampling,
-        "--dynamic_sampling chooses prompts by rewards, which --advantage none does not use",
-    )
-    refuse(
-        values.env and (values.teacher_prompt or values.student_images),
-        "--env: conversations are scored unchanged, without --teacher_prompt or --student_images",
-    )
-    refuse(
-        values.student_images and perception.masks_images,
-        "--student_images and --perception_coef, _ratio, _scale: choose one of them",
-    )
-    image_changes.damage(values.student_images, values.seed)
-    refuse(
-        not teacher and (idle or values.reward == "none"),
-        "--reward none and --advantage none learn from a teacher alone: pass a --teacher_model",
-    )
-    refuse(
-        idle and values.kl_coef and values.kl_in == "reward",
-        "--advantage none, which --reward none implies, needs --kl_in loss for its --kl_coef",
-    )
-
-
-def parse_stop_strings(text: str) -> list[str] | None:
-    """The strings of --stop_strings; None if it is not a JSON list of non-empty strings."""
-    try:
-        strings = parse_json(text or "[]", "--stop_strings")
-        check_form(strings, [str], "--stop_strings")
-    except ValueError:
-        return None
-    return strings if all(strings) else None
 
 
 # -------------------------------------------------------------------------------------------------
@@ -947,7 +706,7 @@ IDENTITY = {
     "reward_combiner",
     "consistency_coef",
     "env",
-    *RowArgs.__annotations__,
+    *flags.RowArgs.__annotations__,
     *AlgorithmArgs.__annotations__,
     *flags.PerceptionArgs.__annotations__,
     *flags.TeacherArgs.__annotations__,
@@ -1007,7 +766,7 @@ def sampling_of(args: Args, processor: data.Processor, device: torch.device) -> 
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
-        stop_strings=parse_stop_strings(rollout.stop_strings),
+        stop_strings=flags.parse_stop_strings(rollout.stop_strings),
         seed=args.run.seed,
         stream=TRAIN,
         slots=rollout.slots,
@@ -1037,7 +796,7 @@ def build_models(
                 f"--aux_loss_coef {args.update.aux_loss_coef}: {builder.folder} has no experts "
                 "to balance"
             )
-        if algorithm.advantage == "gae":
+        if ESTIMATORS[algorithm.advantage].has_critic:
             models["critic"] = Critic(builder.role(algorithm.critic_model, head=False))
         if algorithm.kl_coef and (algorithm.reference_model or not args.model.lora_rank):
             body = builder.role(algorithm.reference_model, frozen=True)
@@ -2362,6 +2121,85 @@ class RolloutEngine:
         for old, new in zip(source, target):
             self.slots[new], self.slots[old] = self.slots[old], None
         self.done[source], self.length[source] = True, 0
+
+
+# -------------------------------------------------------------------------------------------------
+# What the rules of single flags cannot say
+# -------------------------------------------------------------------------------------------------
+
+
+def check_args(args: Args, typed: set[str]) -> None:
+    """Refuse combinations that cannot work, before any process group or GPU is touched. ``typed``: the
+    flags on the command line. Raises UserError."""
+    refuse = flags.Refusals(args, typed)
+    values = refuse.values
+    refuse(
+        values.max_tokens_per_pack < args.longest,
+        f"--max_tokens_per_pack {values.max_tokens_per_pack} must hold one prompt and one response: "
+        f"--max_prompt_tokens + --max_new_tokens{' + --max_reply_tokens' if values.env else ''} = "
+        f"{args.longest}",
+    )
+    for name in ("reward_timeout", "env_timeout") if values.env else ("reward_timeout",):
+        wait = getattr(values, name)
+        refuse(
+            wait >= values.timeout,
+            f"--{name} {wait:g} must be below --timeout {values.timeout:g}: a rank that waits so long "
+            "would be given up by the others",
+        )
+    refuse(
+        args.reward.in_pairs and values.prompts_per_step % max(1, 2 * values.rollouts_per_step),
+        f"--prompts_per_step {values.prompts_per_step} must be a multiple of 2 x --rollouts_per_step: "
+        "--reward judgement draws both orders of a pair together",
+    )
+    refuse(values.grm_opponents % 2, f"--grm_opponents {values.grm_opponents} must be even")
+    check_advantages(refuse)
+    is_new = not any(args.run.out.glob("checkpoints/step-*"))  # an old run goes on, with a warning
+    refuse(args.has_idle_kl and "kl_estimator" in typed and is_new, IDLE_KL)
+    if values.teacher_prompt:
+        check_template(values.teacher_prompt)
+    image_changes.damage(values.student_images, values.seed)
+    refuse.raise_any()
+
+
+def check_advantages(refuse: flags.Refusals) -> None:
+    """Refuse what advantages and the KL cannot be computed with."""
+    values = refuse.values
+    estimator = ESTIMATORS[values.advantage]
+    comparing = {
+        "advantage": estimator.compares,
+        "dynamic_sampling": values.dynamic_sampling,
+        "grm_question": values.grm_question == "group",
+    }
+    for name in filter(comparing.get, comparing):
+        refuse(
+            values.samples_per_prompt < 2,
+            f"--{name} {getattr(values, name)} compares the samples of a prompt: "
+            f"--samples_per_prompt {values.samples_per_prompt} must be at least 2",
+        )
+    refuse(
+        values.critic_warmup_steps and not estimator.has_critic,
+        f"--critic_warmup_steps {values.critic_warmup_steps} needs a critic (--advantage gae)",
+    )
+    samples = values.prompts_per_step * values.samples_per_prompt
+    refuse(
+        values.advantage == "cpgd" and samples < 2,
+        "--advantage cpgd compares the samples of a step: --prompts_per_step x --samples_per_prompt "
+        "must be at least 2",
+    )
+    refuse(
+        values.kl_target and 5 * values.kl_horizon <= samples,
+        f"--kl_horizon {values.kl_horizon} must exceed a fifth of the {samples} samples per step",
+    )
+    refuse(
+        values.advantage == "none" and values.kl_coef and values.kl_in == "reward",
+        "--advantage none, which --reward none implies, needs --kl_in loss for its --kl_coef",
+    )
+
+
+IDLE_KL = (
+    "--kl_estimator k1 with --kl_in loss constrains nothing, as the gradient of k1 averages to zero: "
+    "use k2, k3+ or full"
+)
 
 
 if __name__ == "__main__":

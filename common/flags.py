@@ -1,7 +1,8 @@
 """Flags: a field of a frozen dataclass is a flag, a dataclass is a group in --help.
 
-    flag           declares a flag: its help and its bounds
+    flag           declares a flag: its default, its help and its rules
     parse          command line, --config and defaults -> a script's Args, a dataclass of groups
+    Rules          what a flag may be, beside which others
     Refusals       collects what is wrong with the values
     as_flags       the values by flag, for args.json
 """
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Callable, Collection
 
 from common.distributed import Exit, UserError, describe
 from common.files import parse_json, read_json, read_text
@@ -48,18 +49,33 @@ IMPORTING = threading.RLock()  # rewards and environments run in threads, and ma
 # -------------------------------------------------------------------------------------------------
 
 
-def flag(
-    default: Any,
-    help: str,
-    choices: tuple = (),
-    low: float = -LARGEST,
-    high: float = LARGEST,
-    paths: bool = False,
-) -> Any:
-    """A field of an argument class: its default, its help with the unit, the values or bounds it
-    must respect, and whether paths in it become absolute."""
-    metadata = {"help": help, "choices": choices, "low": low, "high": high, "paths": paths}
-    return dataclasses.field(default=default, metadata=metadata)
+@dataclass(frozen=True)
+class Rules:
+    """What a flag may be, alone and beside others.
+
+    ``needs`` and ``excludes`` name other flags that are not at their defaults, or have a value as in
+    row_kind=prompts; ``idles`` those that have no effect, which a --config may hold and the command line
+    may not. Names are separated by spaces, and ": " and a reason may follow. This is for all values but
+    the default, or a dictionary has it for single values.
+    """
+
+    help: str  # with the unit
+    choices: tuple = ()
+    low: float = -LARGEST
+    high: float = LARGEST
+    off: float | None = None  # a value outside of these bounds that is allowed
+    check: Callable | None = None  # of the value; raises ValueError
+    paths: bool = False  # paths in the value become absolute
+    needs: str | dict[str, str] = ""
+    excludes: str | dict[str, str] = ""
+    idles: str | dict[str, str] = ""
+    must_divide: str = ""  # the value of another flag
+    must_not_exceed: str = ""  # the value of another flag, unless that is 0: off
+
+
+def flag(default: Any, help: str, **rules: Any) -> Any:
+    """A field of an argument class: its default, its help, and its `Rules`."""
+    return dataclasses.field(default=default, metadata=vars(Rules(help, **rules)))
 
 
 def list_fields(args_class: type) -> dict[str, dataclasses.Field]:
@@ -368,80 +384,76 @@ def suggestions(unknown: str, known: list[str]) -> list[str]:
 
 
 class Refusals:
-    """What is wrong with a script's Args, reported together. Begins with the bounds of single flags and
-    the rules of both scripts; a script adds its own: ``refuse(condition, message)``."""
+    """What is wrong with a script's Args, reported together: begins with the `Rules` of each flag, and a
+    script adds what they cannot say, by ``refuse(condition, message)``. ``typed``: the flags on the
+    command line."""
 
-    def __init__(self, groups: Any):
+    def __init__(self, groups: Any, typed: Collection[str]):
         self.problems: list[str] = []
         self.values = SimpleNamespace(**as_flags(groups))
-        for name, field in list_fields(type(groups)).items():
-            if field.type in (int, float):
-                self.check_bounds(name, **field.metadata)
-        for name in ("data", "eval_data"):
-            self.check_datasets(name)
-        self.check_shared_rules(self.values)
+        self.fields = list_fields(type(groups))
+        for name, field in self.fields.items():
+            rules, value = Rules(**field.metadata), getattr(self.values, name)
+            self.check_alone(name, value, rules)
+            self.check_relations(name, value, rules, typed)
+        values = self.values
+        self(
+            not (values.model and (values.data or values.eval_only)),
+            "--model and --data are needed together; without both, the built-in toy is trained on "
+            "its own rows",
+        )
 
     def __call__(self, condition: Any, message: str) -> None:
         """Refuse with ``message`` if the condition holds."""
         if condition:
             self.problems.append(message)
 
-    def both(self, one: str, other: str) -> None:
-        """Refuse two flags that exclude each other."""
-        clash = getattr(self.values, one) and getattr(self.values, other)
-        self(clash, f"--{one} and --{other}: choose one of them")
-
-    def exceeds(self, smaller: str, larger: str) -> None:
-        """Refuse a flag whose value is above that of another."""
-        low, high = getattr(self.values, smaller), getattr(self.values, larger)
-        self(low > high, f"--{smaller} {low} exceeds --{larger} {high}")
-
-    def divides(self, part: str) -> None:
-        """Refuse a flag whose value does not divide --prompts_per_step."""
-        number, total = getattr(self.values, part), self.values.prompts_per_step
-        self(total % max(1, number), f"--{part} {number} must divide --prompts_per_step {total}")
-
     def raise_any(self) -> None:
         """Raises UserError if anything was refused."""
         if self.problems:
             raise UserError("\n".join(self.problems))
 
-    def check_bounds(self, name: str, low: float, high: float, **_) -> None:
+    def check_alone(self, name: str, value: Any, rules: Rules) -> None:
+        if isinstance(value, int | float) and value != rules.off:
+            low, high = rules.low, rules.high
+            self(not low <= value, f"--{name} {value} must be at least {low:.7g}")  # NaN is not
+            self(value > high, f"--{name} {value} must be at most {high:.10g}")
+        if rules.check:
+            try:
+                rules.check(value)
+            except ValueError as error:
+                self(True, f"--{name} {error}")
+
+    def check_relations(self, name: str, value: Any, rules: Rules, typed: Collection[str]) -> None:
+        this = f"--{name} {value!s:.60}".removesuffix(" True")
+        for verb, texts, holds, wanted in (
+            ("needs", rules.needs, self.holds, True),
+            ("excludes", rules.excludes, self.holds, False),
+            ("has no use for", rules.idles, typed.__contains__, False),
+        ):
+            if isinstance(texts, str):
+                texts = {value: texts} if self.holds(name) else {}
+            others, mark, reason = texts.get(value, "").partition(": ")
+            for other in others.split():
+                message = f"{this} {verb} --{other.replace('=', ' ')}{mark}{reason}"
+                self(holds(other) != wanted, message)
+        if other := rules.must_divide:
+            total = getattr(self.values, other)
+            self(total % max(1, value), f"{this} must divide --{other} {total}")
+        if other := rules.must_not_exceed:
+            limit = getattr(self.values, other)
+            self(0 < limit < value, f"{this} exceeds --{other} {limit}")
+
+    def holds(self, condition: str) -> bool:
+        name, _, wanted = condition.partition("=")
         value = getattr(self.values, name)
-        self(not low <= value, f"--{name} {value} must be at least {low:g}")  # NaN is not
-        self(value > high, f"--{name} {value} must be at most {high:.10g}")
+        return value == wanted if wanted else value != self.fields[name].default
 
-    def check_datasets(self, name: str) -> None:
-        spec = getattr(self.values, name)
-        try:
-            sets = parse_datasets(spec)
-        except ValueError as error:
-            self(True, f"--{name} {error}")
-            return
-        weighted = any(weight is not None for _, weight in sets)
-        self(
-            name == "eval_data" and weighted,
-            f"--eval_data {spec}: every row is evaluated once, so its files have no weights",
-        )
 
-    def check_shared_rules(self, values: SimpleNamespace) -> None:
-        rows = values.data or values.eval_only
-        self(
-            not (values.model and rows),
-            "--model and --data are needed together; without both, the built-in toy is trained on "
-            "its own rows",
-        )
-        self(values.eval_only and not values.eval_data, "--eval_only needs --eval_data")
-        self.both("export_only", "eval_only")
-        self.both("train_vision", "lora_rank")
-        self(
-            values.image_root and not os.path.isdir(values.image_root),
-            f"--image_root {values.image_root}: no such folder",
-        )
-        try:
-            parse_template_options(values.template_options or "{}")
-        except ValueError as error:
-            self(True, str(error))
+def check_folder(path: str) -> None:
+    """Raises ValueError: the folder does not exist."""
+    if path and not os.path.isdir(path):
+        raise ValueError(f"{path}: no such folder")
 
 
 def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
@@ -466,12 +478,26 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
     return sets
 
 
+def check_eval_data(spec: str) -> None:
+    """Raises ValueError: see `parse_datasets`; every row is evaluated once."""
+    if any(weight is not None for _, weight in parse_datasets(spec)):
+        raise ValueError(f"{spec}: every row is evaluated once, so its files have no weights")
+
+
 def parse_template_options(text: str) -> dict:
     """The variables of --template_options. Raises ValueError: it is no JSON object."""
-    options = parse_json(text, "--template_options")
+    options = parse_json(text or "{}", text)
     if not isinstance(options, dict):
-        raise ValueError(f"--template_options {text}: expected an object of JSON, such as {{}}")
+        raise ValueError(f"{text}: expected an object of JSON, such as {{}}")
     return options
+
+
+def parse_stop_strings(text: str) -> list[str]:
+    """The strings of --stop_strings. Raises ValueError: it is no JSON list of non-empty strings."""
+    strings = parse_json(text or "[]", text)
+    if not isinstance(strings, list) or not all(part and isinstance(part, str) for part in strings):
+        raise ValueError(f"{text} is not a JSON list of non-empty strings")
+    return strings
 
 
 @dataclass(frozen=True)
@@ -507,6 +533,7 @@ class ModelArgs:
         False,
         "train the vision tower and its projector too (Qwen-VL); every model then has one of its "
         "own and computes image features in every forward pass",
+        excludes="lora_rank",
     )
     lora_rank: int = flag(
         0,
@@ -532,14 +559,18 @@ class DataArgs:
         "training rows: JSONL files, as a.jsonl,b.jsonl or with probabilities: "
         "a.jsonl:0.7,b.jsonl:0.3",
         paths=True,
+        check=parse_datasets,
     )
-    eval_data: str = flag("", "held-out rows: JSONL files; empty: no evaluation", paths=True)
+    eval_data: str = flag(
+        "", "held-out rows: JSONL files; empty: no evaluation", paths=True, check=check_eval_data
+    )
     prompts_per_step: int = flag(32, "prompts per step, over all ranks", low=1)
     max_prompt_tokens: int = flag(
         4096,
         "longest prompt (of the reward model: with its target), tokens with image tokens; longer "
         "ones are bad rows",
         low=1,
+        must_not_exceed="max_tokens_per_pack",
     )
     min_pixels: int = flag(
         0, "smallest image after resizing, pixels; 0: the checkpoint's own", low=0
@@ -556,16 +587,56 @@ class DataArgs:
         "folder of images and videos: paths are relative to the rows' file, or to this folder; what "
         "lies outside of it, links resolved, is refused; empty: any file",
         paths=True,
+        check=check_folder,
     )
     template_options: str = flag(
         "",
         'variables of the chat template, as a JSON object: {"enable_thinking": false}; empty: those of '
         "judge.json, if any",
+        check=parse_template_options,
     )
     on_bad_row: str = flag(
         "error",
         "what a bad row does: error stops the run, skip counts and reports it",
         choices=("error", "skip"),
+    )
+
+
+@dataclass(frozen=True)
+class RowArgs:
+    """rows"""
+
+    row_kind: str = flag(
+        "prompts",
+        "kind of rows: prompts; or judgements (see train_grm_vl.py --help), to train a judge by RL: "
+        "--reward verdict or judgement compares the judge's answers with the rows' verdicts",
+        choices=("prompts", "judgements"),
+    )
+    columns: str = flag(
+        "", "columns of your files, as in prompt=question,images=pictures,answer=solution,label=source"
+    )
+    system_prompt: str = flag(
+        "",
+        "system message put before every prompt; empty: none",
+        needs="row_kind=prompts: judgements have a judge's system_instruction",
+    )
+    ptx_data: str = flag(
+        "",
+        "JSONL with prompt, images, response for a next-token loss besides the RL loss; empty: none",
+        paths=True,
+        needs="ptx_coef",
+    )
+    ptx_coef: float = flag(
+        0.0,
+        "weight of the --ptx_data loss in the actor's loss (PPO-ptx); 0: off",
+        low=0,
+        needs="ptx_data",
+    )
+    ptx_batch: int = flag(64, "rows of --ptx_data per update of the actor, over all ranks", low=1)
+    ptx_labels: str = flag(
+        "text",
+        "tokens of --ptx_data that carry the loss: all text, or responses",
+        choices=("text", "responses"),
     )
 
 
@@ -613,12 +684,16 @@ class RewardArgs:
         "file.py:function, grm:FOLDER (generative judge), "
         "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: only a teacher",
         paths=True,
+        needs={"none": "teacher_model", "judgement": "row_kind=judgements"},
+        excludes={"judgement": "dynamic_sampling: both orders of a pair are trained on together"},
     )
     reward_recipe: str = flag(
         "",
         'JSON, or a .json file, in place of --reward: {label: [[source, weight], ...]}, "*" for '
         "every other label; weight 0: only measured",
         paths=True,
+        excludes="reward_combiner: a recipe has weights",
+        idles="reward",
     )
     reward_combiner: str = flag(
         "",
@@ -630,6 +705,8 @@ class RewardArgs:
         "with --reward judgement on pairs: a right verdict earns accuracy x (1 + this x the share of "
         "the samples to the other order that say the same); 0: off",
         low=0,
+        needs="row_kind=judgements",
+        excludes="dynamic_sampling",
     )
     grm_question: str = flag(
         "auto",
@@ -638,12 +715,17 @@ class RewardArgs:
         "response meets each criterion of the row's rubric; auto: correct or, for a judge that was "
         "not trained on it, score",
         choices=("auto", "correct", "score", "answers", "group", "rubric"),
+        excludes={
+            "group": "env reward_combiner advantage=remax: it compares the samples of a prompt, of which "
+            "remax scores one alone (--reward_recipe has weights)"
+        },
     )
     grm_opponents: int = flag(
         0,
         "with --grm_question group: how many neighbours a response is compared with, half of them "
         "before it and half after it, in a circle; 0: all others",
         low=0,
+        needs="grm_question=group",
     )
     grm_mode: str = flag(
         "probability",
@@ -681,6 +763,8 @@ class TeacherArgs:
         "of any size that has the policy's tokens and reads rows by its own processor; self: the "
         "initial weights (with adapters, the base model); ema: the average of --ema_beta; empty: none",
         paths=True,
+        needs={"ema": "ema_beta"},
+        excludes={"ema": "lora_rank: adapters have no average; use self"},
     )
     teacher_in: str = flag(
         "advantage",
@@ -688,17 +772,20 @@ class TeacherArgs:
         "loss: add --teacher_coef * the exact KL(policy | teacher) over the vocabulary, which costs a "
         "forward pass of the teacher per update",
         choices=("advantage", "loss"),
+        needs="teacher_model",
     )
     teacher_coef: float = flag(1.0, "weight of the teacher", low=0)
     teacher_prompt: str = flag(
         "",
         "template of what the teacher reads in place of a prompt; braces take columns of the row: "
         "'{prompt} (The answer is {answer}.)'; empty: the prompt",
+        needs="teacher_model",
     )
     student_images: str = flag(
         "",
         "damage to the policy's images in training, which the teacher sees undamaged: noise:0.3 (standard "
         "deviation, on a scale of 1) or mask:0.3 (share of squares of 14 pixels, black); empty: none",
+        excludes="perception_coef perception_ratio perception_scale",
     )
 
     @property
@@ -715,6 +802,7 @@ class EnvArgs:
         "file.py:Class of an environment that answers the policy's turns (launch/README.md); empty: "
         "responses have one turn",
         paths=True,
+        excludes="teacher_prompt student_images: conversations are scored unchanged",
     )
     max_turns: int = flag(8, "turns of the policy in a sample with an environment", low=1)
     max_reply_tokens: int = flag(
@@ -734,6 +822,57 @@ class EnvArgs:
         "threads per rank that run environments while other samples go on; 0: one after the other, "
         "so that runs repeat bit for bit",
         low=0,
+    )
+
+
+@dataclass(frozen=True)
+class UpdateArgs:
+    """update"""
+
+    epochs: int = flag(1, "passes over the samples of a step", low=1)
+    minibatches: int = flag(
+        1,
+        "optimizer updates per pass; must divide --prompts_per_step",
+        low=1,
+        must_divide="prompts_per_step",
+    )
+    actor_lr: float = flag(1e-6, "learning rate of the actor", low=0)
+    critic_lr: float = flag(9e-6, "learning rate of the critic", low=0)
+    critic_epochs: int = flag(
+        0, "passes of the critic over the samples of a step; 0: as many as --epochs", low=0
+    )
+    critic_warmup_steps: int = flag(0, "first steps that update only the critic", low=0)
+    target_kl: float = flag(
+        0.0,
+        "end a step's actor updates at the first whose KL(old, new) per token exceeds this, without "
+        "applying it; 0: off",
+        low=0,
+    )
+    aux_loss_coef: float = flag(
+        0.0,
+        "weight of the load-balancing loss of MoE models, actor and critic; above 0 it "
+        "costs one more forward per update",
+        low=0,
+    )
+    sampler_gap_limit: float = flag(
+        -1.0,
+        "largest train/sampler_gap, the mean difference between the log-probs of sampler and "
+        "training: above it, the first step or --eval_only ends the run, and later steps warn; -1: "
+        "0.1, in float32 0.001; 0: off",
+        low=-1,
+    )
+    ema_beta: float = flag(
+        0.0,
+        "decay of a running average of the actor's weights, say 0.992, updated after each applied "
+        "update; evaluations use the average, exports have both; 0: no average",
+        low=0,
+        high=0.999999,
+    )
+    offload: str = flag(
+        "none",
+        "what to keep in host memory while it is not used. optimizer: the optimizers' states; all: "
+        "reference, teacher and reward models too",
+        choices=("none", "optimizer", "all"),
     )
 
 
@@ -808,11 +947,12 @@ class RunArgs:
         "never",
         low=-1,
     )
-    eval_only: bool = flag(False, "evaluate the model and stop")
+    eval_only: bool = flag(False, "evaluate the model and stop", needs="eval_data")
     export_only: bool = flag(
         False,
         "export the weights of the run in --out, from its newest checkpoint or --resume PATH, and "
         "stop; the other flags are those of the run",
+        excludes="eval_only",
     )
     log_samples: int = flag(
         4,

@@ -123,43 +123,43 @@ stray                                         | unrecognized arguments: stray
 --prompts_per_step 10 --rollouts_per_step 4   | --rollouts_per_step 4 must divide --prompts_per_step 10
 --rollouts_per_step 4 --dynamic_sampling 3    | --rollouts_per_step 4 exceeds --dynamic_sampling 3
 --advantage grpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
---advantage grpo --critic_lr 1e-5             | --advantage grpo has no critic: leave out --critic_lr
---advantage reinforce++ --value_clip 0.1 --gae_lambda 0.9 | has no critic: leave out --gae_lambda, --value_clip
---advantage grpo --gae_lambda_policy 0.9 --gae_alpha 0.1 | has no critic: leave out --gae_alpha, --gae_lambda_policy
+--advantage grpo --critic_lr 1e-5             | --advantage grpo has no use for --critic_lr: it has no critic
+--advantage reinforce++ --value_clip 0.1 --gae_lambda 0.9 | --advantage reinforce++ has no use for --value_clip: it has no critic
+--advantage grpo --gae_lambda_policy 0.9 --gae_alpha 0.1 | --advantage grpo has no use for --gae_alpha
 --advantage gdpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
---advantage gdpo --reward exact,boxed --reward_combiner m.py:f | --reward_combiner: --advantage gdpo compares the sources
---advantage gdpo --reward_norm --overlong_buffer 5 | --overlong_buffer: --advantage gdpo compares the sources
---advantage gdpo --dynamic_sampling 2         | --dynamic_sampling: --advantage gdpo compares the sources
---policy_loss sapo --clip_high 0              | --policy_loss sapo has a soft gate
---perception_ratio 0.4 --policy_loss gspo     | --perception_ratio chooses tokens, but --policy_loss gspo takes whole responses
---perception_ratio 0.4 --policy_loss gmpo     | --policy_loss gmpo takes whole responses
+--advantage gdpo --reward exact,boxed --reward_combiner m.py:f | --advantage gdpo excludes --reward_combiner: gdpo compares the sources
+--advantage gdpo --reward_norm --overlong_buffer 5 | --advantage gdpo excludes --overlong_buffer: gdpo compares the sources
+--advantage gdpo --dynamic_sampling 2         | --advantage gdpo excludes --dynamic_sampling: gdpo compares the sources
+--policy_loss sapo --clip_high 0              | --policy_loss sapo excludes --clip_high: sapo has a soft gate
+--perception_ratio 0.4 --policy_loss gspo     | --policy_loss gspo excludes --perception_ratio: gspo takes whole responses
+--perception_ratio 0.4 --policy_loss gmpo     | --policy_loss gmpo excludes --perception_ratio
 --perception_ratio 0                          | --perception_ratio 0.0 must be at least 1e-06
 --perception_coef -1                          | --perception_coef -1.0 must be at least 0
 --black_prob 0.5                              | did you mean --perception_mask?
---gae_lambda_policy -0.5                      | --gae_lambda_policy -0.5 must be at least 0, or -1
---gae_lambda_policy 0 --gae_alpha 0.05        | --gae_lambda_policy and --gae_alpha: choose one
+--gae_lambda_policy -0.5                      | --gae_lambda_policy -0.5 must be at least 0
+--gae_lambda_policy 0 --gae_alpha 0.05        | --gae_lambda_policy 0.0 excludes --gae_alpha
 --advantage grpo --critic_warmup_steps 2      | --critic_warmup_steps
 --freezing_actor_steps 2                      | did you mean --critic_warmup_steps?
---reference_model m                           | --reference_model has no effect without a --kl_coef above 0
---reference_every 5                           | --reference_every has no effect without a --kl_coef above 0
---reference_every 5 --kl_coef 0.1 --lora_rank 4 | --reference_every and --lora_rank: choose one
---kl_target 0.1                               | --kl_target has no effect without a --kl_coef above 0
+--reference_model m                           | --reference_model m needs --kl_coef
+--reference_every 5                           | --reference_every 5 needs --kl_coef
+--reference_every 5 --kl_coef 0.1 --lora_rank 4 | --reference_every 5 excludes --lora_rank: the reference is
+--kl_target 0.1                               | --kl_target 0.1 needs --kl_coef
 --kl_coef 0.1 --kl_target 0.1 --kl_horizon 20 | --kl_horizon
 --kl_coef 0.1 --kl_in loss --kl_estimator k1  | the gradient of k1 averages to zero
 --advantage cpgd --samples_per_prompt 1 --prompts_per_step 1 | must be at least 2
 --timeout 60                                  | --reward_timeout 60 must be below --timeout 60
 --reward_timeout 1800                         | --reward_timeout 1800 must be below --timeout 1800
 --min_new_tokens 9 --max_new_tokens 8         | --min_new_tokens 9 exceeds --max_new_tokens 8
---dual_clip 1                                 | --dual_clip 1.0 must be above 1, or 0
+--dual_clip 1                                 | --dual_clip 1.0 must be at least 1.000001
 --max_tokens_per_pack 4607                    | --max_prompt_tokens + --max_new_tokens = 4608
 --eval_only                                   | --eval_only needs --eval_data
---row_kind judgements --system_prompt x       | --system_prompt is for --row_kind prompts
---ptx_data p.jsonl                            | --ptx_data and a --ptx_coef above 0 are needed together
---ptx_coef 0.1                                | --ptx_data and a --ptx_coef above 0 are needed together
+--row_kind judgements --system_prompt x       | --system_prompt x needs --row_kind prompts
+--ptx_data p.jsonl                            | --ptx_data p.jsonl needs --ptx_coef
+--ptx_coef 0.1                                | --ptx_coef 0.1 needs --ptx_data
 --stop_strings [1]                            | not a JSON list of non-empty strings
---stop_strings end                            | not a JSON list of non-empty strings
+--stop_strings end                            | --stop_strings end: not JSON
 --stop_strings [""]                           | not a JSON list of non-empty strings
---template_options {enable_thinking:false}    | --template_options: not JSON
+--template_options {enable_thinking:false}    | --template_options {enable_thinking:false}: not JSON
 --template_options [1]                        | --template_options [1]: expected an object of JSON, such as {}
 --data a.jsonl:0.5,b.jsonl                    | --data a.jsonl:0.5,b.jsonl:
 --reward nonsense                             | --reward nonsense: expected one of
@@ -266,6 +266,19 @@ def test_two_machines_may_write_the_toy_at_the_same_time(monkeypatch, tmp_path):
 
     monkeypatch.setattr(common_flags.subprocess, "run", second)
     assert common_flags.embedded_toy("describe", str(tmp_path / "args.json")) == tmp_path / "args.json"
+
+
+@pytest.mark.parametrize("script", [ppo, grm])
+def test_rules_name_flags_of_their_script(script):
+    fields = common_flags.list_fields(script.Args)
+    for name, field in fields.items():
+        rules = field.metadata
+        for texts in (rules["needs"], rules["excludes"], rules["idles"], rules["must_divide"], rules["must_not_exceed"]):
+            values = texts if isinstance(texts, dict) else {"": texts}
+            assert not isinstance(texts, dict) or not field.metadata["choices"] or values.keys() <= set(rules["choices"]), name
+            for text in values.values():
+                for other, _, value in (word.partition("=") for word in text.partition(": ")[0].split()):
+                    assert other in fields and (not value or value in fields[other].metadata["choices"]), (name, other)
 
 
 def test_all_problems_are_told_at_once():

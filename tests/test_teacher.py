@@ -401,13 +401,13 @@ def test_its_own_accuracy_is_measured_first(qwen25, other, task, tmp_path):  # n
 # ------------------------------------------------------------------------------------------------ what is refused
 def test_bad_flags(qwen25, task, tmp_path):  # noqa: F811
     for line, message in [
-        ("--reward none", "--reward none and --advantage none learn from a teacher alone"),
-        ("--reward none --advantage grpo", "pass a --teacher_model"),
+        ("--reward none", "--advantage none needs --teacher_model: all learning is from a teacher"),
+        ("--reward none --advantage grpo", "--reward none needs --teacher_model"),
         ("--advantage none --teacher_model self --kl_coef 0.1", "needs --kl_in loss for its --kl_coef"),
-        ("--teacher_model ema", "--teacher_model ema needs an --ema_beta above 0"),
-        ("--teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo", "ema has no adapters"),
-        ("--teacher_prompt {prompt}{answer}", "--teacher_prompt and --teacher_in loss need a --teacher_model"),
-        ("--teacher_in loss", "need a --teacher_model"),
+        ("--teacher_model ema", "--teacher_model ema needs --ema_beta"),
+        ("--teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo", "--teacher_model ema excludes --lora_rank: adapters have no average"),
+        ("--teacher_prompt {prompt}{answer}", "--teacher_prompt {prompt}{answer} needs --teacher_model"),
+        ("--teacher_in loss", "--teacher_in loss needs --teacher_model"),
         ("--teacher_model self --teacher_prompt {answer}", "has no {prompt}, the place of the row's prompt"),
         *((f"--teacher_model self --teacher_prompt {{prompt}}{field}", "braces hold the name of a column and nothing else")
           for field in ("{answer.x}", "{answer[0]}", "{answer:>2000000000}", "{answer!r}", "{}", "{0}", "{answer:{label}}")),
@@ -415,14 +415,14 @@ def test_bad_flags(qwen25, task, tmp_path):  # noqa: F811
           for text in ("{", "}", "{answer", "{answer!}")),
         *((f"--teacher_model self --teacher_prompt {text}", "has no {prompt}, .* or several")
           for text in ("{{prompt}}", "{prompt}{prompt}", "{{prompt}}{prompt}")),
-        ("--teacher_model self --advantage none --dynamic_sampling 2", "chooses prompts by rewards"),
+        ("--teacher_model self --advantage none --dynamic_sampling 2", "--advantage none excludes --dynamic_sampling: prompts are chosen by rewards"),
         ("--teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y", "conversations are scored unchanged"),
         ("--student_images noise:0.3 --env x.py:Y", "conversations are scored unchanged"),
         ("--student_images blur:3", "expected one of mask, noise and an amount"),
         ("--student_images noise:much", "expected one of mask, noise and an amount"),
         ("--student_images noise:-1", "an amount up to 1"),
         ("--student_images mask:nan", "an amount up to 1"),
-        ("--student_images noise:0.2 --perception_coef 0.1", "choose one of them"),
+        ("--student_images noise:0.2 --perception_coef 0.1", "noise:0.2 excludes --perception_coef"),
     ]:
         with user_error(message):
             ppo.parse_args(flags(qwen25, task, tmp_path, line))

@@ -888,7 +888,7 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, capsys):
 def test_export_without_a_run(tmp_path):
     with user_error(f"{tmp_path}/args.json cannot be read: No such file"):
         ppo.main(words("--export_only --out", tmp_path))
-    with user_error("--export_only and --eval_only: choose one of them"):
+    with user_error("--export_only excludes --eval_only"):
         ppo.parse_args("--model m --data d.jsonl --eval_data e.jsonl --export_only --eval_only".split())
 
 

@@ -46,8 +46,6 @@ Calls = dict[str, tuple[list[int], Call]]  # by source: which samples it scores,
 
 def load(args: RewardArgs) -> "RewardMix":
     """The sources of --reward or --reward_recipe and how they are combined. Raises UserError."""
-    if args.reward_recipe and args.reward_combiner:
-        raise UserError("--reward_combiner and --reward_recipe: choose one of them")
     recipe = {"*": dict.fromkeys(split_specs(args.reward), 1.0)}
     if args.reward_recipe:
         recipe = read_recipe(args.reward_recipe)

@@ -226,8 +226,8 @@ def test_what_has_no_other_order_is_refused(qwen25, pairs, tmp_path):
     for more, message in [
         ("--prompts_per_step 3", "--prompts_per_step 3 must be a multiple of 2"),
         ("--prompts_per_step 4 --rollouts_per_step 4", "must be a multiple of 2 x --rollouts_per_step"),
-        ("--row_kind prompts", "it needs --row_kind judgements"),
-        ("--dynamic_sampling 2", "--dynamic_sampling may drop one"),
+        ("--row_kind prompts", "--reward judgement needs --row_kind judgements"),
+        ("--dynamic_sampling 2", "--reward judgement excludes --dynamic_sampling: both orders"),
     ]:
         with user_error(message):
             ppo.parse_args(words(*coef, more))
@@ -428,9 +428,9 @@ def test_a_group_needs_others(qwen25, picture_rows, judges, tmp_path, capsys):
                  "--grm_question group --advantage grpo --samples_per_prompt 2 --max_new_tokens 4 --max_prompt_tokens 256 "
                  "--prompts_per_step 4")
     for more, message in [
-        ("--samples_per_prompt 1 --advantage reinforce", "--samples_per_prompt 2 or more"), ("--advantage remax", "greedy sample of remax"),
-        ("--grm_opponents 3", "--grm_opponents 3 must be even"), ("--grm_question correct --grm_opponents 2", "is for --grm_question group"),
-        ("--reward_combiner x.py:f", "excludes --env and --reward_combiner"), ("--env x.py:E", "excludes --env"),
+        ("--samples_per_prompt 1 --advantage reinforce", "--samples_per_prompt 1 must be at least 2"), ("--advantage remax", "of which remax scores one alone"),
+        ("--grm_opponents 3", "--grm_opponents 3 must be even"), ("--grm_question correct --grm_opponents 2", "--grm_opponents 2 needs --grm_question group"),
+        ("--reward_combiner x.py:f", "--grm_question group excludes --reward_combiner"), ("--env x.py:E", "group excludes --env: it compares"),
     ]:
         with user_error(message):
             ppo.parse_args(line + words(more))
