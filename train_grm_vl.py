@@ -511,12 +511,12 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
         for _ in batches:
             batch = loader.take(least=0)
             dropped += len(batch.dropped)
-            texts = generate(judge, rows.processor, batch, args.eval)
+            written = generate(judge, rows.processor, batch, args.eval)
             likelihoods = weigh_verdicts(judge, rows, loader.rows, batch)
             for k, example in enumerate(loader.rows):
                 index = next(waiting)
                 if k in likelihoods:
-                    record = judgement_record(rows.settings, index, example, texts[k])
+                    record = judgement_record(rows.settings, index, example, *written[k])
                     records.append(record | likelihoods[k])
     if not records:
         raise UserError("evaluation: no held-out example is left; no image decodes")
@@ -526,12 +526,13 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
 
 def generate(
     judge: Judge, processor: data.Processor, batch: Batch, args: EvalArgs
-) -> dict[int, str]:
-    """Generated judgements by index of the prompt, from all ranks. Each rank answers its own prompts
-    by Hugging Face's `generate`, in batches that are padded on the left."""
+) -> dict[int, tuple[str, bool]]:
+    """Generated judgements by index of the prompt, from all ranks, and whether they were cut off. Each
+    rank answers its own prompts by Hugging Face's `generate`, in batches that are padded on the left."""
     model, mine = judge.model, batch.own_prompts()
     options = generation_options(processor, args)
-    texts = []
+    stop_ids = set(processor.stop_ids)
+    written = []
     judge.eval()
     with fsdp.unsharded(judge), plain_attention(model):
         for start in range(0, len(mine), args.eval_batch):
@@ -539,8 +540,9 @@ def generate(
             inputs = generation_inputs(model, batch, indices, options["pad_token_id"])
             length = inputs["input_ids"].shape[1]
             tokens = model.generate(**inputs, **options)[:, length:]
-            texts += zip(indices, processor.decode(list(tokens)))
-    return dict(itertools.chain(*distributed.gather_objects(texts)))
+            is_cut = [stop_ids.isdisjoint(ids) for ids in tokens.tolist()]
+            written += zip(indices, zip(processor.decode(list(tokens)), is_cut))
+    return dict(itertools.chain(*distributed.gather_objects(written)))
 
 
 def generation_options(processor: data.Processor, args: EvalArgs) -> dict:
@@ -614,11 +616,12 @@ def weigh_verdicts(
 
 
 def judgement_record(
-    settings: judgements.JudgeSettings, index: int, example: Example, text: str
+    settings: judgements.JudgeSettings, index: int, example: Example, text: str, is_cut: bool
 ) -> dict:
-    """One JSON-ready record of the evaluation, still without likelihoods."""
-    verdict = settings.read_verdict(text, example.prompt)
-    answer = {"generated_text": text, "predicted_answer": verdict, "index": index}
+    """One JSON-ready record of the evaluation, still without likelihoods. A judgement that was cut off
+    has no verdict."""
+    verdict = None if is_cut else settings.read_verdict(text, example.prompt)
+    answer = {"generated_text": text, "truncated": is_cut, "predicted_answer": verdict, "index": index}
     return example_record(example) | answer
 
 

@@ -3,9 +3,9 @@
     python launch/judge_filter.py RUN --right sft.jsonl --wrong rl.jsonl
 
 RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K` over training rows (its --eval_data).
-For every question (a row in one order), the first right judgement that is not truncated becomes a row of prompt and
-response: what the judge was asked, and what it wrote. A row with a wrong judgement, in either order, goes to RL as it is. A
-row whose judgements are all right but truncated goes nowhere. Paths become absolute.
+For every question (a row in one order), the first right judgement becomes a row of prompt and response: what the judge was
+asked, and what it wrote. A row with a wrong judgement, in either order, goes to RL as it is; so does one with a judgement
+that was cut off, which has no verdict. Paths become absolute.
 """
 
 import argparse
@@ -26,8 +26,8 @@ def filter_rows(rows: list[Orders]) -> tuple[list, list]:
         for records in orders.values():
             hits = [record for record in records if record["verdict"] == record["reference"]]
             misses += len(records) - len(hits)
-            first = next((record for record in hits if not record["truncated"]), None)
-            if first:
+            if hits:
+                first = hits[0]
                 right.append({"messages": first["messages"], "response": first["response"]} | media_of(first))
         if misses:
             judgement = next(iter(orders.values()))[0]

@@ -188,7 +188,9 @@ class JudgeSettings:
         criterion: str = "",
     ) -> dict:
         """A question of a kind about one response, or about two sides in this order: kind, order,
-        prompt (for the system instruction), question and images."""
+        prompt (for the system instruction), question and images. An <answer> in a response becomes
+        [answer], as a judge that quotes it would give a verdict."""
+        responses = [re.sub("<(/?answer)>", r"[\1]", response) for response in responses]
         if order == "swapped":
             responses = responses[::-1]
             images = images[::-1] if kind == "pictures" else images
@@ -210,9 +212,10 @@ class JudgeSettings:
     def read_verdict(self, text: str, row: Prompt) -> str | None:
         """What a judgement says of a row; None if it cannot be read."""
         # Also the right verdict: a judge that was not trained on scores knows none of them.
-        verdict = parse_verdict(text, [*self.verdicts(row.label), row.reference or ""])
+        known = [*self.verdicts(row.label), row.reference or ""]
+        verdict = parse_verdict(text, known, row.text)
         if not verdict and row.label == "response":  # any text may be its verdict
-            verdict = parse_verdict(text)
+            verdict = parse_verdict(text, None, row.text)
         return verdict
 
     def question_to_ask(self, wanted: str) -> str:
@@ -492,7 +495,8 @@ def order_agreement(rows: list[Prompt], indices: list[int], texts: list[str]) ->
     """
     verdicts, by_row = [], [Counter() for _ in rows]
     for index, text in zip(indices, texts):
-        verdict = parse_verdict(text, JUDGEMENTS[rows[index].label][1])
+        row = rows[index]
+        verdict = parse_verdict(text, JUDGEMENTS[row.label][1], row.text)
         verdicts.append(verdict)
         by_row[index][verdict] += 1
     shares = []

@@ -51,7 +51,7 @@ from common.rewards.judge import (
 )
 from common.rewards.rules import parse_verdict
 from common.rewards.scoring import RewardMix
-from common.rewards.transcripts import IMAGE_MARK, image_sizes
+from common.rewards.transcripts import IMAGE_MARK, finished_text, image_sizes
 
 Write = Callable[[Policy, Batch], Batch]  # the likeliest response to every question
 
@@ -328,13 +328,14 @@ class JudgeModel(RewardModel):
         return chances, notes
 
     def read_critiques(self, questions: Batch) -> tuple[Tensor, list[str]]:
-        """(Q, V) 1 where a critique ends in the verdict, and the critiques."""
+        """(Q, V) 1 where a critique that was not cut off ends in the verdict, and the critiques."""
         written = self.write(self.module, questions)
         self.check_finite(written.logprobs)
         critiques = self.processor.decode(written.split(written.tokens))
         chances = []
-        for text in critiques:
-            verdict = parse_verdict(text, self.verdicts)
+        for k, text in enumerate(critiques):
+            text = finished_text(written, k, text)
+            verdict = parse_verdict(text, self.verdicts, questions.prompts[k].text)
             chances.append([float(verdict == other) for other in self.verdicts])
         return torch.tensor(chances, dtype=torch.float64), critiques
 

@@ -12,7 +12,13 @@ from common.data.rows import Prompt, user_text
 from common.rewards.accuracy import vote_rates
 from common.rewards.cards import sample_card
 from common.rewards.judge import JudgeSettings, row_record
-from common.rewards.transcripts import gather_images, messages, plain_text, turn_texts
+from common.rewards.transcripts import (
+    finished_text,
+    gather_images,
+    messages,
+    plain_text,
+    turn_texts,
+)
 
 
 def sample_records(batch: Batch, processor: Processor) -> list[dict]:
@@ -20,7 +26,8 @@ def sample_records(batch: Batch, processor: Processor) -> list[dict]:
     settings, records = JudgeSettings.of(processor), []
     for i, turns in enumerate(turn_texts(batch, range(len(batch)), processor)):
         row = batch.prompts[batch.prompt_index[i]]
-        judgement = judgement_record(row, turns[-1], settings) if row.order else {}
+        text = finished_text(batch, i, turns[-1])
+        judgement = judgement_record(row, text, settings) if row.order else {}
         records.append(sample_record(batch, i, turns) | judgement)
     return records
 

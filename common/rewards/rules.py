@@ -173,10 +173,13 @@ def rule_scores(rule: str, response: str, reference: str) -> dict[str, float]:
     return {"reward": ACCURACY * right + FORM * scores["format"]} | scores
 
 
-def parse_verdict(text: str, verdicts: list[str] | None = None) -> str | None:
+def parse_verdict(
+    text: str, verdicts: list[str] | None = None, prompt: str = ""
+) -> str | None:
     """The verdict of a judgement, its last answer: one of ``verdicts`` (None: any text), spelled as
-    answers may be, numbers by their exact value; None if there is none."""
-    word = extract_answer(text, "answer") or None
+    answers may be, numbers by their exact value; None if there is none. The ``prompt`` may open the
+    judgement's thought."""
+    word = extract_answer(with_opened_thought(prompt, text), "answer") or None
     if word is None or verdicts is None:
         return word
     return {_meaning(verdict): verdict for verdict in verdicts}.get(_meaning(word)) or None

@@ -34,7 +34,7 @@ from common.rewards.functions import (
 )
 from common.rewards.judge import PAIRS, order_agreement
 from common.rewards.rules import ACCURACY
-from common.rewards.transcripts import messages, turn_texts, whole_texts
+from common.rewards.transcripts import finished_text, messages, turn_texts, whole_texts
 
 MEASURED = "parsed"  # a component that is no part of a reward
 Calls = dict[str, tuple[list[int], Call]]  # by source: which samples it scores, and its call
@@ -165,6 +165,10 @@ class RewardMix:
             mine = [i for i in used if batch.owners[batch.prompt_index[i]] == rank]
             if source.function is not None and mine:  # a rank may have no samples
                 samples = read_samples(batch, mine, processor)
+                if source.kind == "rule" and source.spec != "exact":
+                    pairs = zip(mine, samples.responses)
+                    finished = [finished_text(batch, i, text) for i, text in pairs]
+                    samples = samples._replace(responses=finished)
                 calls[source.name] = mine, worker.submit(score_samples, source, samples, self.args)
         worker.close()
         return calls
@@ -245,7 +249,8 @@ class RewardMix:
     ) -> None:
         """Let right verdicts earn more where the other order of the pair is judged alike; a wrong one
         gains nothing by that."""
-        texts = [turns[-1] for turns in turn_texts(batch, used, processor)]
+        judged = zip(used, turn_texts(batch, used, processor))
+        texts = [finished_text(batch, i, turns[-1]) for i, turns in judged]
         shares = order_agreement(batch.prompts, batch.prompt_index[used].tolist(), texts)
         columns["consistency"] = join_columns([(used, {"": shares})], len(batch))[""]
         gain = self.args.consistency_coef * columns["accuracy"] * columns["consistency"]

@@ -1,6 +1,7 @@
 """Conversations as people, judges and metrics read them.
 
 turn_texts           what the policy said, turn by turn
+finished_text        ... in a last turn, unless it was cut off
 messages             a conversation as chat messages
 as_text              ... as one text, with a mark in the place of each image
 conversation_metrics turns, seconds, errors, and how samples ended
@@ -29,6 +30,14 @@ def turn_texts(batch: Batch, picks: Sequence[int], processor: Processor) -> list
             turns = batch.conversations[i].turn_tokens(tokens[i])
         texts.append(processor.decode(turns))
     return texts
+
+
+def finished_text(batch: Batch, i: int, text: str) -> str:
+    """The ``text`` of the last turn of sample i; "" if the turn was cut off, in which an answer that it
+    quotes would pass for its own."""
+    # A limit may also end a conversation after a turn that is whole.
+    is_whole = batch.conversations and batch.lengths[i] in batch.conversations[i].ends
+    return "" if batch.truncated[i] and not is_whole else text
 
 
 def messages(conversation: Conversation, turns: list[str]) -> list[dict]:

@@ -384,11 +384,12 @@ def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
     rows, ranks = grm.load_rows(args), distributed.start(args.run.timeout, args.run.hsdp)
     judge, processor = grm.load_judge(args, rows, ranks), rows.processor
     with PromptLoader(processor, args.data, batches_in_order(rows.held_out, len(rows.held_out))) as loader:
-        texts = grm.generate(judge, processor, loader.take(), args.eval)
+        written = grm.generate(judge, processor, loader.take(), args.eval)
     silent = {*processor.stop_ids, processor.tokenizer.pad_token_id}
     for i, example in enumerate(rows.held_out):
         response = generated(family, example.prompt, inputs_of, 5)
-        assert texts[i] == processor.tokenizer.decode([token for token in response if token not in silent])
+        text = processor.tokenizer.decode([token for token in response if token not in silent])
+        assert written[i] == (text, set(response).isdisjoint(processor.stop_ids))
 
 
 def test_packed_logprobs_equal_one_forward_per_sample(family):

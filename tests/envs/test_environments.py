@@ -27,6 +27,7 @@ import train_ppo_vl as ppo
 from common import losses
 from common.envs import dialogue, environments
 from common.rewards import judge as judgements, scoring
+from common.rewards.transcripts import finished_text
 from common.distributed import LateError, Workers
 from common.flags import EnvArgs
 from common.model import image_changes, linear_attention
@@ -278,6 +279,15 @@ def test_limits_of_turns_tokens_and_replies(qwen25, picture_rows):
         assert len(cut.turn_tokens(short.split(short.tokens)[i])) <= 2
         assert bool(short.truncated[i])
     few = talk(env, "Words", 2, max_reply_tokens=30)
+    whole, stops = [], [env.processor.tokenizer.decode(i) for i in env.processor.stop_ids]
+    cut = talk(start(qwen25, picture_rows, "--max_new_tokens 3"), "Words", 2)
+    # a limit ends a conversation after a turn that has an end, or in a turn
+    for batch, ends in ((free, [*"aero", *stops]), (short, [*"aero", *stops]), (few, [*"aero", *stops]), (cut, stops)):
+        for i, (conversation, tokens) in enumerate(zip(batch.conversations, batch.split(batch.tokens))):
+            last = env.processor.tokenizer.decode(conversation.turn_tokens(tokens)[-1])
+            whole.append(any(end in last for end in ends))
+            assert finished_text(batch, i, last) == (last if whole[-1] else "")
+    assert {True, False} == set(whole)
     replied = [int((~is_own).sum()) for is_own in few.is_own.split(few.spans.tolist())]
     openings = [replied[i] for i, conversation in enumerate(few.conversations) if not conversation.replies]
     assert few.spans.max() <= 60 + 30 + max(openings, default=0) + 12

@@ -23,7 +23,7 @@ import judge_table
 import pytest
 from conftest import ROOT, judge_settings, read_rows, words
 from test_convert import base64_of, encode, noise, pyarrow  # noqa: F401 (a fixture)
-from test_judging import PAIRS, judge_by_a_policy, pairs  # noqa: F401 (a fixture)
+from test_judging import PAIRS, judge_by_a_policy, pairs, whole_judgements  # noqa: F401 (a fixture)
 
 from common.data.processor import Processor
 from common.flags import DataArgs
@@ -410,6 +410,13 @@ def test_ties_of_genai_bench(tmp_path):
     assert table["without ties"]["rows"] == "2"
 
 
+def test_a_judgement_that_was_cut_off_says_nothing(tmp_path):
+    """In records of runs that gave it a verdict, too; but a conversation that a limit ended may have one."""
+    rows = [("g", "A", "A", "B"), ("g", "A", "A", "A", {"truncated": True}), ("g", "B", "B", "A", {"truncated": True, "ended": "turn_limit"})]
+    cells = table_of(tmp_path, rows)["overall"]
+    assert (cells["could not be read"], cells["accuracy, unread left out"]) == ("0.333", "1.000")
+
+
 def test_ties_of_vl_rewardbench(tmp_path):
     """No row is one: the table has how many verdicts say so, and the accuracy without them, as its own script; also beside
     a benchmark that has ties."""
@@ -510,7 +517,7 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
     frame = answer_frame(processor)
     questions = load_judgements(str(folder / "train.jsonl"), processor, judge_settings(), DataArgs(), "both", frame)
 
-    # The answer is "It is so." and a verdict, by sample: right is r, right but truncated c, wrong w, unreadable -.
+    # The answer is "It is so." and a verdict, by sample: right is r, quoted by a truncated judgement c, wrong w, unreadable -.
     records, texts = [], {}
     for (prompt, *_), letters in zip(questions, ("wr", "rr", "cr", "cc", "-w")):
         for sample, letter in enumerate(letters):
@@ -526,7 +533,7 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
     right.parent.mkdir()
     capsys.readouterr()
     judge_filter.main(words(tmp_path / "run", "--right", right, "--wrong", wrong))
-    assert capsys.readouterr().out == "3 right judgements, 2 rows with a wrong one\n"
+    assert capsys.readouterr().out == "3 right judgements, 3 rows with a wrong one\n"
 
     again = load_judgements(str(right), processor, judge_settings(), DataArgs(), "both", frame)
     assert len(again) == 3
@@ -536,17 +543,17 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
         assert label.tolist() == encode_target(processor, frame, texts[prompt.index, "r"]).tolist()
         assert copy.label == "response"
     images = [str(folder / f"{name}.png") for name in "abc"]
-    assert read_rows(wrong) == [rows[0] | {"images": images[:2]}, rows[2] | {"images": images[2:], "videos": [images[:2]]}]
+    assert read_rows(wrong) == [rows[0] | {"images": images[:2]}, rows[1] | {"images": images[2:]},
+                                rows[2] | {"images": images[2:], "videos": [images[:2]]}]
     asked = load_judgements(str(wrong), processor, judge_settings(), DataArgs())
-    assert [prompt.input_ids.tolist() for prompt, *_ in asked] == [
-        questions[k][0].input_ids.tolist() for k in (0, 1, 4)]
+    assert [prompt.input_ids.tolist() for prompt, *_ in asked] == [prompt.input_ids.tolist() for prompt, *_ in questions]
 
 
 def test_a_run_of_the_trainer_is_read(tmp_path, qwen25, pairs, monkeypatch, capsys):  # noqa: F811
     """Votes are those of its metrics, and rows for RL those of its data: of two files of one name."""
     draw = random.Random(5)
     texts = [[draw.choice(["<answer>A</answer>", "so <answer>b</answer>", "?"])] for _ in range(36)]
-    monkeypatch.setattr("common.rewards.records.turn_texts", lambda *_: texts)
+    whole_judgements(monkeypatch, texts)
     shutil.copytree(pairs.parent, tmp_path / "other")
     files = f"{pairs},{tmp_path / 'other' / pairs.name}"
     _, metrics = judge_by_a_policy(qwen25, files, tmp_path / "run", "--eval_samples 3")
@@ -555,8 +562,7 @@ def test_a_run_of_the_trainer_is_read(tmp_path, qwen25, pairs, monkeypatch, caps
     for k in (1, 3):
         assert table["overall"][f"votes@{k}"] == f"{metrics[f'eval/votes@{k}']:.3f}"
     assert set(table) == {"overall", "without ties", "animals", "pairs.jsonl", "pictures", "macro"}
-    rl, (samples,) = tmp_path / "rl.jsonl", tmp_path.glob("run/*/samples/eval-*.jsonl")
-    samples.write_text(samples.read_text().replace('"truncated": true', '"truncated": false'))
+    rl = tmp_path / "rl.jsonl"
     judge_filter.main(words(tmp_path / "run", "--right", tmp_path / "sft.jsonl", "--wrong", rl))
     assert [row | {"images": len(row.get("images", []))} for row in read_rows(rl)] == [
         row | {"images": len(row.get("images", []))} for row in PAIRS * 2]

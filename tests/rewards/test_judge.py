@@ -227,6 +227,27 @@ def test_a_critique_that_parses_earns_its_verdict(qwen25, picture_rows, judges, 
     assert scored.components["parsed"].tolist() == [1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
 
 
+@pytest.mark.parametrize("opened, expected", [(False, [1, 0, 1, 1, 0, 1]), (True, [0] * 6)])
+def test_a_critique_without_an_end_has_no_verdict(qwen25, picture_rows, judges, monkeypatch, opened, expected):
+    """Every other one is cut off; in the second case, the judge's template opens a thought that none of them closes."""
+    flags = words("--reward", f"grm:{judges['near']}", "--grm_question correct --grm_mode critique --grm_max_new_tokens 2")
+    env, reward, batch, _ = prepare(qwen25, picture_rows, *flags)
+    model = reward.sources[0].ask
+    write, question = model.write, model.question
+
+    def write_alternately(*arguments):
+        written = write(*arguments)
+        written.truncated = torch.arange(len(written)) % 2 == 1
+        return written
+
+    monkeypatch.setattr(model, "write", write_alternately)
+    monkeypatch.setattr(model.processor, "decode", lambda parts: ["it says <answer>yes</answer>"] * len(parts))
+    if opened:
+        monkeypatch.setattr(model, "question", lambda *arguments: replace(question(*arguments), text="<think>\n"))
+    scored = score(env, reward, batch)
+    assert scored.rewards.tolist() == scored.components["parsed"].tolist() == expected  # the first and the third are one answer
+
+
 @pytest.mark.parametrize("key", ["score.weight", "value_head.weight"])
 def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key):
     """The head on the last hidden state at the end of the chat, as AutoModelForSequenceClassification pools. Equal

@@ -83,11 +83,20 @@ def judge_by_a_policy(model: Path, rows: Path, out: Path, *flags: str) -> tuple[
     return read_rows(out / "samples" / "eval-000000.jsonl"), records_of(out)[-1]
 
 
+def whole_judgements(monkeypatch, texts: list[list[str]]) -> None:
+    """Let records have these texts, none of which was cut off."""
+    def turn_texts(batch, *_):
+        batch.truncated[:] = False
+        return texts
+
+    monkeypatch.setattr("common.rewards.records.turn_texts", turn_texts)
+
+
 def test_judgements_are_recorded_with_what_a_table_needs(qwen25, pairs, tmp_path, monkeypatch):
     """Three judgements of each pair in each order, said as a coin decides."""
     draw = random.Random(5)
     texts = [[draw.choice(["<answer>A</answer>", "so <answer>b</answer>", "?"])] for _ in range(18)]
-    monkeypatch.setattr("common.rewards.records.turn_texts", lambda *_: texts)
+    whole_judgements(monkeypatch, texts)
     records, metrics = judge_by_a_policy(qwen25, pairs, tmp_path / "run", "--eval_samples 3")
     assert [(record["index"], record["sample"]) for record in records] == [(i, k) for i in range(6) for k in range(3)]
     for record in records:
@@ -136,7 +145,7 @@ def test_the_rule_of_judgements(text, right, formed):
 def test_consistency_is_that_of_a_plain_loop():
     """Rows 0 and 1, 2 and 3, ... are both orders of a pair, with three judgements each."""
     draw = random.Random(1)
-    rows = [SimpleNamespace(label=("answers", "pictures")[k // 2 % 2]) for k in range(10)]
+    rows = [SimpleNamespace(label=("answers", "pictures")[k // 2 % 2], text="") for k in range(10)]
     indices = [k for k in range(10) for _ in range(3)]
     texts = [draw.choice(["<answer>A</answer>", "<answer>b</answer>", "<answer>tie</answer>", "<answer>C</answer>", "A"])
              for _ in indices]
@@ -181,7 +190,7 @@ def test_both_orders_of_a_pair_are_drawn_together(qwen25, pairs):
 
 
 def judge_by_coin(seed: int) -> None:
-    """In every rank: responses say what the hash of their prompt and number decides."""
+    """In every rank: responses say what the hash of their prompt and number decides, and a quarter of them is cut off."""
     import common.rewards.scoring as scoring
     import common.rewards.records as of_records
     import common.rewards.transcripts as transcripts
@@ -189,8 +198,11 @@ def judge_by_coin(seed: int) -> None:
     verdicts = ("<answer>A</answer>", "<answer>B</answer>", "<answer>tie</answer>", "none")
 
     def turn_texts(batch, picks, processor):
-        keys = [(batch.prompts[int(batch.prompt_index[i])].index, int(batch.number[i])) for i in picks]
-        return [[verdicts[random.Random(f"{seed} {key}").randrange(4)]] for key in keys]
+        coins = []
+        for index, number in zip(batch.prompt_index.tolist(), batch.number.tolist()):
+            coins.append(random.Random(f"{seed} {(batch.prompts[index].index, number)}").randrange(16))
+        batch.truncated = torch.tensor(coins) >= 12
+        return [[verdicts[coins[i] % 4]] for i in picks]
 
     for module in (scoring, of_records, transcripts):
         module.turn_texts = turn_texts
@@ -208,11 +220,13 @@ def test_a_consistent_right_judge_earns_more(qwen25, pairs, tmp_path, world):
     """Rewards of a step and of evaluations, on both numbers of ranks, by a plain loop over their records."""
     line = words("--model", qwen25, "--data", pairs, "--eval_data", pairs, "--out", tmp_path / "run", FLAGS,
                  "--consistency_coef 0.5 --steps 2 --eval_samples 3 --log_samples 4 --prompts_per_step 6")
-    ranks.run(ppo.main, line, world=world, patches=[(judge_by_coin, 2)])
+    ranks.run(ppo.main, line, world=world, patches=[(judge_by_coin, 11)])
     for name in ("step-000001", "eval-000002"):
         records, gains = read_rows(tmp_path / "run" / "samples" / f"{name}.jsonl"), set()
         assert len(records) == 6 * (2 if "step" in name else 3)
         for record in records:
+            word = re.sub("<.?answer>", "", record["response"])
+            assert record["verdict"] == (None if record["truncated"] or word == "none" else word)
             right, alike = record["verdict"] == record["reference"], plain_consistency(record, records)
             formed = record["verdict"] is not None
             assert record["reward"] == pytest.approx(0.9 * right * (1 + 0.5 * alike) + 0.1 * formed)
@@ -250,6 +264,27 @@ def test_an_evaluation_keeps_both_orders_together(qwen25, pairs):
 
 
 # ------------------------------------------------------------------------------------------------ a judge inside a group
+@pytest.mark.parametrize("rule, text, gains", [
+    ("boxed", r"<think>x</think>\boxed{1}", 0), ("answer", "<think>x</think><answer>1</answer>", 0), ("verdict", "<answer>1</answer>", 0),
+    ("exact", "1", 1)])
+def test_a_response_that_was_cut_off_earns_no_answer(qwen25, picture_rows, rule, text, gains):
+    """Only `exact` looks at all of the response."""
+    env = start(qwen25, picture_rows, "--advantage grpo --reward", rule)
+    batch = take(env, 1).with_targets([[torch.tensor(env.processor.tokenizer.encode(text, add_special_tokens=False))] * 2])
+    batch.truncated = torch.tensor([False, True])
+    scoring.load(env.args.reward).score(batch, env.processor)
+    assert batch.rewards.tolist() == [1, gains]
+
+
+def test_a_thought_that_a_template_opens_hides_a_verdict():
+    """In agreement of orders and in records; one that is closed does not."""
+    texts = ["not <answer>A</answer>", "so</think><answer>B</answer>"]
+    rows = [SimpleNamespace(text="so: <think>\n", label="answers", reference=verdict) for verdict in "AB"]
+    assert judgements.order_agreement(rows, [0, 1], texts) == [0, 0]
+    assert judgements.order_agreement(rows, [0, 1], ["x</think><answer>A</answer>", texts[1]]) == [1, 1]
+    assert [JudgeSettings().read_verdict(text, row) for text, row in zip(texts, rows)] == [None, "B"]
+
+
 SAID = [["3", "a circle", "3", "a red circle <image>"], ["no idea", "3"], ["alone"]]  # of three prompts; one twice for its prompt
 
 
