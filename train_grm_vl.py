@@ -92,7 +92,8 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             checkpoints.save_if_due(step, last)
             if checkpoints.saved_to_stop(step, last):
                 break
-            if logging.evaluation_due(state, args, rows) and not log.has_evaluation(step):
+            due = logging.evaluation_due(step, last, state.pass_ended, args.run)
+            if due and rows.held_out and not log.has_evaluation(step):
                 evaluate(judge, rows, state, log, args)
             checkpoints.export_if_due(step, last, {"export": trained}, rows.processor)
             # a signal may have come meanwhile
@@ -391,12 +392,34 @@ def build_judge(args: Args, device: torch.device) -> Judge:
         return Judge(weights.Builder(args.model, device, longest).actor())
 
 
+def plan_memory(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.MemoryPlan:
+    """Of a step on so many ranks and of the evaluation, which prefills padded questions, all at once;
+    they are assumed to be those of training."""
+    prompt = budget.longest_prompt(row.prompt for row in (*rows.held_out, *rows.train))
+    length = prompt + args.eval.eval_max_new_tokens
+    batch = args.eval.eval_batch
+    plan = budget.MemoryPlan(
+        {"judge": judge},
+        shards=args.run.hsdp or ranks,
+        args=args.model,
+        offload="none",
+        longest=length if rows.held_out else 0,
+        least_pack=args.data.max_prompt_tokens,
+        updates=not args.run.eval_only,
+        longest_target=budget.longest_example(itertools.chain(*(row.examples for row in rows.train))),
+    )
+    if rows.held_out:
+        prefill = batch * prompt * memory.layer_activations(judge)
+        plan.fixed["evaluate"] = plan.decoding("judge", length, batch) | {"forward": prefill}
+    return plan
+
+
 def load_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
     """The model, sharded and loaded. Raises UserError on every rank: bad files, or too little
     memory."""
     judge = build_judge(args, ranks.device)
     if not args.run.export_only:
-        budget.fit(budget.judge_plan(args, judge, rows, ranks.world), ranks)
+        budget.fit(plan_memory(args, judge, rows, ranks.world), ranks)
     with distributed.raise_on_all_ranks():
         weights.shard_and_load(judge, ranks, args.run.seed)
     return judge

@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     if not args.run.export_only:
         modules |= build_reward_models(args, reward, rows, modules["actor"])
         prepare_teacher(args, rows, modules)
-        budget.fit(budget.policy_plan(args, modules, rows, ranks.world), ranks)
+        budget.fit(plan_memory(args, modules, rows, ranks.world), ranks)
     models = load_models(args, modules, ranks)
 
     trainables = make_trainables(args, models)
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             checkpoints.save_if_due(step, last)
             if checkpoints.saved_to_stop(step, last):
                 break
-            if logging.evaluation_due(state, args, rows) and not log.has_evaluation(step):
+            if evaluation_due(state, rows, args) and not log.has_evaluation(step):
                 metrics, records, cards = evaluate(trainables, reward, rows, sampling, state, args)
                 metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, step, args)
                 report_evaluation(log, metrics, records, cards, state)
@@ -667,6 +667,13 @@ class TrainState:
         vars(self).update({name: saved[name] for name in stay})
 
 
+def evaluation_due(state: TrainState, rows: Rows, args: Args) -> bool:
+    """Whether the held-out rows are answered now."""
+    steps = args.optim.steps
+    due = logging.evaluation_due(state.step, steps, state.pass_ended, args.run)
+    return due and bool(rows.held_out)
+
+
 def advance(
     state: TrainState,
     batch: Batch,
@@ -691,7 +698,7 @@ def advance(
     state.step += 1
     before, state.passes = state.passes, state.rows_drawn / max(1, len(rows.train))
     state.pass_ended = int(state.passes) > int(before)
-    state.evaluations += logging.evaluation_due(state, args, rows)
+    state.evaluations += evaluation_due(state, rows, args)
     for part in ("rollout", "train"):
         metrics |= {f"{part}/episode": state.passes, f"{part}/global_step": state.step}
     state.metrics = metrics
@@ -850,6 +857,44 @@ def prepare_teacher(args: Args, rows: Rows, modules: vlm.Modules) -> None:
     teacher = teacher_of(args, modules)
     if teacher is not None:
         teacher.prepare(rows.train + rows.held_out, with_env=bool(args.env.env))
+
+
+def plan_memory(args: Args, models: vlm.Modules, rows: Rows, ranks: int) -> budget.MemoryPlan:
+    """Of a step on so many ranks. A rollout needs --slots or one, and takes more of what is free."""
+    prompt = budget.longest_prompt(rows.train + rows.held_out)
+    if args.env.env:  # a first observation may fill the prompt
+        prompt = args.data.max_prompt_tokens
+    longest = prompt + args.longest_response
+    plan = budget.MemoryPlan(
+        models,
+        shards=args.run.hsdp or ranks,
+        args=args.model,
+        offload=args.update.offload,
+        longest=longest,
+        least_pack=args.longest,
+        updates=not args.run.eval_only,
+    )
+    if rows.ptx is not None:
+        plan.longest_target = budget.longest_example(rows.ptx.rows)
+    if args.rollout.samples_per_prompt > 1:  # n responses of L tokens: (P + n (P + L)) / (P + n L)
+        plan.keys = 1 + prompt / (prompt / args.rollout.samples_per_prompt + args.longest_response)
+    if args.update.ema_beta:
+        plan.held["actor", "average"] = plan.held["actor", "Adam"] // 2
+    if args.exact_kl_in_loss:
+        plan.asked.append("reference")
+    if args.teacher.in_loss:
+        plan.asked.append("teacher")
+    slots = args.rollout.slots or 1
+    plan.fixed["rollout"] = plan.decoding("actor", longest, slots)
+    for role in models:
+        if role.startswith("grm") and args.reward.grm_mode == "critique":
+            length = longest + args.reward.grm_max_new_tokens
+            plan.fixed[f"{role} writes"] = plan.decoding(role, length, slots, role)
+        elif role == "teacher" and args.data.eval_data:
+            plan.fixed["teacher answers"] = plan.decoding(role, longest, slots, role)
+        elif role not in plan.trained:
+            plan.fixed[f"{role} scores"] = plan.scoring(role)
+    return plan
 
 
 class Models(NamedTuple):

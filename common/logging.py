@@ -156,16 +156,13 @@ def due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def evaluation_due(state: Any, args: Any, rows: Any) -> bool:
-    """Whether a script with these `Args` and `Rows` evaluates in this `TrainState`: at the start,
-    every --eval_every (-1: after each pass over the data) and at the end; with --eval_only, at
-    once."""
-    every, step = args.run.eval_every, state.step
-    if not rows.held_out or args.run.eval_only or every == 0:
-        return bool(rows.held_out) and args.run.eval_only
-    if step == 0 or due(step, every, args.optim.steps):
-        return True
-    return every == -1 and state.pass_ended
+def evaluation_due(step: int, last: int, pass_ended: bool, run: RunArgs) -> bool:
+    """Whether a run evaluates after ``step`` of ``last`` steps: at the start, every --eval_every (-1:
+    after each pass over the data) and at the end; with --eval_only, at once."""
+    if run.eval_only or run.eval_every == 0:
+        return run.eval_only
+    ended = run.eval_every == -1 and pass_ended
+    return step == 0 or ended or due(step, run.eval_every, last)
 
 
 def progress(items: Iterable, name: str) -> tqdm:

@@ -75,13 +75,13 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     models = ppo.build_models(args, rows.processor, META)
     models |= ppo.build_reward_models(args, reward, rows, models["actor"])
     ppo.prepare_teacher(args, rows, models)
-    return budget.policy_plan(args, models, rows, gpus)
+    return ppo.plan_memory(args, models, rows, gpus)
 
 
 def plan_grm(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = grm.parse_args(flags)
     rows = grm.load_rows(args)
-    return budget.judge_plan(args, grm.build_judge(args, META), rows, gpus)
+    return grm.plan_memory(args, grm.build_judge(args, META), rows, gpus)
 
 
 if __name__ == "__main__":

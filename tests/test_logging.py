@@ -6,7 +6,6 @@ import json
 import math
 import os
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,13 +68,9 @@ def test_statistics_of_updates():
 def test_what_is_due(every, at, evaluated):
     """Of 7 steps of 4 prompts, with 10 rows: passes end after 10, 20 and 30 prompts."""
     assert [step for step in range(8) if due(step, every, 7)] == list(at)
-    args = SimpleNamespace(optim=SimpleNamespace(steps=7))
-    rows = SimpleNamespace(train=range(10), held_out=["one"])
-    args.run = RunArgs(eval_every=every)
-    states = [SimpleNamespace(step=step, pass_ended=4 * step // 10 > 4 * (step - 1) // 10) for step in range(8)]
-    assert [state.step for state in states if evaluation_due(state, args, rows)] == list(evaluated)
-    args.run, rows.train = RunArgs(eval_every=every, eval_only=True), []
-    assert all(evaluation_due(state, args, rows) for state in states)
+    ends = [4 * step // 10 > 4 * (step - 1) // 10 for step in range(8)]
+    assert [step for step in range(8) if evaluation_due(step, 7, ends[step], RunArgs(eval_every=every))] == list(evaluated)
+    assert all(evaluation_due(step, 7, False, RunArgs(eval_every=every, eval_only=True)) for step in range(8))
 
 
 def add_as_a_rank() -> None:

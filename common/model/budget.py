@@ -1,6 +1,6 @@
 """Does a run fit? Bytes on a GPU by phase of a step, their peak, and what would help.
 
-    policy_plan, judge_plan   what the steps of either script need: `MemoryPlan.phases`
+    MemoryPlan                what the steps of a script need: `MemoryPlan.phases`
     fastest                   the fastest setting that fits
     fit                       on a GPU, before a weight is read: refuses what cannot fit, warns of
                               what may not; names sequences that are longer than a model was made
@@ -9,16 +9,15 @@
 The formulas of each part are in `common.model.memory`; launch/plan.py prints them as a table.
 """
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable
 
 import torch
-import torch.nn as nn
 
 from common import distributed
 from common.data.rows import Prompt
 from common.distributed import UserError
+from common.flags import ModelArgs
 from common.model import memory
 from common.model.attention import MOST_SLOTS
 from common.model.vlm import Modules
@@ -43,17 +42,17 @@ Parts = dict[str, float]  # bytes on a GPU by part
 class MemoryPlan:
     """Bytes on a GPU by phase of a step and part: sums of what may be there at the same time."""
 
-    args: Any  # the flags of the script
     models: Modules  # by role, on any device
-    ranks: int  # of the run
+    shards: int  # ranks that share one copy of the weights
+    args: ModelArgs
     offload: str  # what is kept in host memory while it is not in use, as the flag says
     longest: int  # tokens of the longest sequence that is written
     least_pack: int  # tokens that a pack must hold
     longest_target: int = 0  # tokens of the longest prompt with a target to learn
+    updates: bool = True  # False: an evaluation alone
     keys: float = 1.0  # that attention gathers for each token of a pack
 
     def __post_init__(self):
-        self.shards = self.args.run.hsdp or self.ranks  # ranks that share one copy of the weights
         self.held: dict[tuple[str, str], float] = {}  # (role, part)
         for role, module in self.models.items():
             for part, size in memory.resident_bytes(module, self.shards).items():
@@ -66,13 +65,12 @@ class MemoryPlan:
     @property
     def setting(self) -> tuple[int, bool]:
         """Tokens of a pack, and whether layers are recomputed, as the flags say."""
-        args = self.args.model
-        return args.max_tokens_per_pack, args.gradient_checkpointing != "off"
+        return self.args.max_tokens_per_pack, self.args.gradient_checkpointing != "off"
 
     def phases(self, tokens: int, recompute: bool) -> dict[str, Parts]:
         """With updates by packs of so many tokens."""
         phases = dict(self.fixed)
-        if not self.args.run.eval_only:
+        if self.updates:
             for role in self.trained:
                 phases[f"update {role}"] = self.update(role, tokens, recompute)
         return phases
@@ -127,59 +125,6 @@ class MemoryPlan:
         parts = self.decoding("actor", self.longest, slots=0)
         free = gib * GIB - total(parts) + parts["forward"]
         return memory.fitting_slots(self.models["actor"], self.longest, MOST_SLOTS, free)
-
-
-def policy_plan(args: Any, models: Modules, rows: Any, ranks: int) -> MemoryPlan:
-    """Of a PPO step. A rollout needs --slots or one, and takes more of what is free."""
-    prompt = longest_prompt(rows.train + rows.held_out)
-    if args.env.env:  # a first observation may fill the prompt
-        prompt = args.data.max_prompt_tokens
-    longest = prompt + args.longest_response
-    plan = MemoryPlan(
-        args, models, ranks, offload=args.update.offload, longest=longest, least_pack=args.longest
-    )
-    if rows.ptx is not None:
-        plan.longest_target = longest_example(rows.ptx.rows)
-    if args.rollout.samples_per_prompt > 1:  # n responses of L tokens: (P + n (P + L)) / (P + n L)
-        plan.keys = 1 + prompt / (prompt / args.rollout.samples_per_prompt + args.longest_response)
-    if args.update.ema_beta:
-        plan.held["actor", "average"] = plan.held["actor", "Adam"] // 2
-    if args.exact_kl_in_loss:
-        plan.asked.append("reference")
-    if args.teacher.in_loss:
-        plan.asked.append("teacher")
-    slots = args.rollout.slots or 1
-    plan.fixed["rollout"] = plan.decoding("actor", longest, slots)
-    for role in models:
-        if role.startswith("grm") and args.reward.grm_mode == "critique":
-            length = longest + args.reward.grm_max_new_tokens
-            plan.fixed[f"{role} writes"] = plan.decoding(role, length, slots, role)
-        elif role == "teacher" and args.data.eval_data:
-            plan.fixed["teacher answers"] = plan.decoding(role, longest, slots, role)
-        elif role not in plan.trained:
-            plan.fixed[f"{role} scores"] = plan.scoring(role)
-    return plan
-
-
-def judge_plan(args: Any, judge: nn.Module, rows: Any, ranks: int) -> MemoryPlan:
-    """Of the reward model's step and its evaluation, which prefills padded questions, all at once;
-    they are assumed to be those of training."""
-    prompt = longest_prompt(row.prompt for row in (*rows.held_out, *rows.train))
-    length = prompt + args.eval.eval_max_new_tokens
-    batch = args.eval.eval_batch
-    plan = MemoryPlan(
-        args,
-        {"judge": judge},
-        ranks,
-        offload="none",
-        longest=length if rows.held_out else 0,
-        least_pack=args.data.max_prompt_tokens,
-        longest_target=longest_example(itertools.chain(*(row.examples for row in rows.train))),
-    )
-    if rows.held_out:
-        prefill = batch * prompt * memory.layer_activations(judge)
-        plan.fixed["evaluate"] = plan.decoding("judge", length, batch) | {"forward": prefill}
-    return plan
 
 
 def longest_prompt(prompts: Iterable[Prompt]) -> int:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLConf
 import plan
 import train_ppo_vl as ppo
 from common import distributed
-from common.model import budget, fsdp, memory
+from common.model import fsdp, memory
 from common.rewards import scoring
 from common.flags import DataArgs
 from common.data import loader as data
@@ -40,7 +40,7 @@ def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
     loaded = ppo.load_rows(args)
     models = ppo.build_models(args, loaded.processor, plan.META)
     models |= ppo.build_reward_models(args, scoring.load(args.reward), loaded, models["actor"])
-    needed = budget.policy_plan(args, models, loaded, 8)
+    needed = ppo.plan_memory(args, models, loaded, 8)
     return SimpleNamespace(args=args, models=models, prompts=loaded.train, needed=needed)
 
 
