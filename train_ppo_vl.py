@@ -76,8 +76,7 @@ EAGER_TOKENS = 2
 def main(argv: list[str] | None = None) -> logging.Metrics:
     """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
     args = parse_args(argv)
-    reward = rewards.load(args.reward)  # runs the user's code before a GPU is touched
-    environment = environments.load(args.env, args.data.max_prompt_tokens)
+    reward, environment = load_programs(args)  # runs the user's code before a GPU is touched
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     distributed.check_same_flags(flags.as_flags(args))
     checkpoints = checkpoint.Checkpoints(args.run, args.checkpoint)
@@ -528,7 +527,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
-    args, typed, _ = flags.parse(Args, __doc__, argv, toy=("describe", "args.json"))
+    args, typed, _ = flags.parse(Args, __doc__, argv, ("describe", "args.json"), load_programs)
     if args.reward.reward == "none" and "advantage" not in typed:
         args = replace(args, algorithm=replace(args.algorithm, advantage="none"))
     check_args(args, typed)
@@ -2171,6 +2170,11 @@ class RolloutEngine:
 # -------------------------------------------------------------------------------------------------
 # What the rules of single flags cannot say
 # -------------------------------------------------------------------------------------------------
+
+
+def load_programs(args: Args) -> tuple[rewards.RewardMix, environments.Environment | None]:
+    """The sources of rewards and the environment; runs the user's code. Raises UserError."""
+    return rewards.load(args.reward), environments.load(args.env, args.data.max_prompt_tokens)
 
 
 def check_args(args: Args, typed: set[str]) -> None:

@@ -38,6 +38,7 @@ LONGEST_WAIT = 1e7
 # its content, and "data (rows)" by the number of rows, too
 MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
 IDENTITY = (*MODEL_IDENTITY, "data", "data (rows)", "template_options")
+ROOT = Path(__file__).resolve().parents[1]
 # where launch/toy.py puts the toy of each task
 TOY_FOLDERS = {"questions": "toy", "describe": "toy_describe"}
 # modules that a user's program gets by these names, whatever lies beside it
@@ -121,14 +122,19 @@ def follow_pointer(name: str) -> Path:
 
 
 def parse(
-    args_class: type, doc: str, argv: list[str] | None, toy: tuple[str, str]
+    args_class: type,
+    doc: str,
+    argv: list[str] | None,
+    toy: tuple[str, str],
+    check: Callable | None = None,
 ) -> tuple[Any, set[str], set[str]]:
     """An ``args_class`` with the values of flags, the names of the flags on the command line, and
     those on the command line or in --config.
 
     The command line overrides --config, which overrides the defaults. Without --config,
     --export_only reads the run's own args.json, and without --model a file of the embedded toy is
-    read: ``toy`` is its task and its name.
+    read: ``toy`` is its task and its name. Before the toy is written, ``check`` sees the flags of the
+    command line.
 
     Raises:
         UserError: an unknown flag or a value of another type.
@@ -141,7 +147,13 @@ def parse(
             out = typed.setdefault("out", RunArgs.out)  # it may have been moved since
             config = out / "args.json"
         elif not typed.keys() & {"data", "eval_data"}:
-            config = embedded_toy(*toy)
+            config = toy_file(*toy)
+            if not config.exists():
+                early = from_flags(args_class, typed)  # a mistake in them does not wait for the toy
+                Refusals(early, typed, with_others=False).raise_any()
+                if check:
+                    check(early)
+                embedded_toy(*toy)
     values = read_config(config, parser) if config else {}
     if typed.get("export_only"):
         values["resume"] = "auto"  # whatever the interrupted run began with
@@ -208,11 +220,13 @@ class Parser(argparse.ArgumentParser):
         if not rest:
             return values
         words = [word for word in rest if word.startswith("--") or "=" in word]
-        names = [word.removeprefix("--").partition("=")[0] for word in words]
         known = [option.removeprefix("--") for option in self._option_string_actions]
-        meant = sorted({f"--{ours}" for name in names for ours in suggestions(name, known)})
-        hint = f"; did you mean {', '.join(meant)}?" if meant else ""
-        raise UserError(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        hints = {word: suggest(word.removeprefix("--").partition("=")[0], known) for word in words}
+        message = f"unrecognized arguments: {' '.join(rest)}"
+        for word, hint in hints.items():
+            if hint:
+                message += f"; {hint}" if len(hints) == 1 else f"\n{word}: {hint}"
+        raise UserError(message)
 
 
 def read_config(path: str | Path, parser: "Parser") -> dict:
@@ -239,11 +253,14 @@ def read_config(path: str | Path, parser: "Parser") -> dict:
         raise UserError(f"{path}: {error}") from error
 
 
+def toy_file(task: str, name: str) -> Path:
+    return ROOT / TOY_FOLDERS[task] / name
+
+
 def embedded_toy(task: str, name: str) -> Path:
     """The argument file ``name`` of the toy with this task; the first process of each machine
     writes the toy if it is not there yet."""
-    root = Path(__file__).resolve().parents[1]
-    config, program = root / TOY_FOLDERS[task] / name, root / "launch" / "toy.py"
+    config, program = toy_file(task, name), ROOT / "launch" / "toy.py"
     if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         failed = subprocess.run(
             [sys.executable, str(program), "--task", task, "--out", str(config.parent)]
@@ -263,119 +280,23 @@ def embedded_toy(task: str, name: str) -> Path:
 # Names of other systems
 # -------------------------------------------------------------------------------------------------
 
-# Flags of ours -> what TRL, verl, OpenRLHF, LightRFT and earlier versions call them.
-FOREIGN_NAMES = {
-    # model
-    "model": "model_name_or_path model_path pretrain path",
-    "critic_model": "critic_pretrain init_critic_from",
-    "export_critic": "save_value_network",
-    "reference_model": "ref_model",
-    "dtype": "torch_dtype bf16 fp16 param_dtype",
-    "attention": "attn_implementation flash_attn",
-    "gradient_checkpointing": "enable_gradient_checkpointing no_gradient_checkpointing",
-    "lora_rank": "lora_r use_peft target_modules lora_target_modules lora_targets",
-    "train_vision": "freeze_vision_tower",
-    # data
-    "data": "dataset_name train_files train_file prompt_data prompt_data_probs dataset train_data",
-    "eval_data": "val_files eval_dataset",
-    "columns": "input_key prompt_key image_key label_key answer_key prompt_column images_column "
-    "reference_column",
-    "max_pixels": "video_max_pixels",
-    "template_options": "chat_template_kwargs apply_chat_template_kwargs enable_thinking",
-    # rollout
-    "prompts_per_step": "batch_size train_batch_size rollout_batch_size "
-    "per_device_train_batch_size global_train_batch_size gen_batch_size",
-    "samples_per_prompt": "num_generations n_samples_per_prompt n group_size",
-    "max_new_tokens": "max_completion_length max_response_length generate_max_len response_length "
-    "max_tokens",
-    "eval_max_new_tokens": "max_completion_length max_response_length generate_max_len",
-    "max_prompt_tokens": "max_prompt_length prompt_max_len max_length max_len max_seq_length "
-    "max_tokens",
-    "temperature": "temp",
-    "slots": "micro_rollout_batch_size max_num_seqs",
-    "stop_strings": "stop_tokens",
-    # reward
-    "reward": "reward_funcs reward_fn reward_pretrain remote_rm_url reward_model_path "
-    "custom_reward_function",
-    "reward_recipe": "reward_weights",
-    "reward_timeout": "remote_timeout",
-    # algorithm
-    "teacher_model": "teacher_model_name_or_path teacher",
-    "kl_coef": "beta init_kl_coef kl_loss_coef",
-    "kl_in": "use_kl_loss",
-    "kl_estimator": "kl_loss_type kl_penalty",
-    "kl_target": "target_kl_coef",
-    "clip_low": "epsilon clip_ratio cliprange eps_clip eps_clip_low_high epsilon_low "
-    "clip_ratio_low",
-    "clip_high": "epsilon clip_ratio cliprange eps_clip eps_clip_low_high epsilon_high "
-    "clip_ratio_high",
-    "dual_clip": "clip_ratio_c delta",
-    "value_clip": "cliprange_value",
-    "advantage": "adv_estimator advantage_estimator scale_rewards norm_adv_by_std_in_grpo "
-    "multi_objective_aggregation",
-    "reward_norm": "whiten_rewards normalize_reward",
-    "gae_lambda": "lam lambd",
-    "loss_aggregation": "loss_type loss_agg_mode",
-    "policy_loss": "importance_sampling_level use_cpg_loss",
-    "entropy_coef": "entropy_coeff entropy_loss_coef entropy_penalty_coef",
-    "dynamic_sampling": "filter_groups dynamic_filtering",
-    "overlong_buffer": "overlong_buffer_len",
-    "overlong_factor": "overlong_penalty_factor",
-    "perception_coef": "kl_prcp_coef use_kl_prcp",
-    "perception_ratio": "top_p_perception_tokens",
-    "perception_scale": "advantage_scaling_min",
-    "perception_mask": "black_prob",
-    "high_entropy_ratio": "high_entropy_token_ratio top_entropy_quantile",
-    "importance_cap": "recompute_old_logprobs",
-    # update
-    "actor_lr": "learning_rate lr actor_learning_rate actor_rollout_ref.actor.optim.lr",
-    "lr": "learning_rate actor_lr actor_learning_rate actor_rollout_ref.actor.optim.lr",
-    "critic_lr": "critic_learning_rate critic.optim.lr",
-    "critic_warmup_steps": "freezing_actor_steps",
-    "lr_schedule": "lr_scheduler lr_scheduler_type",
-    "warmup_steps": "warmup_ratio lr_warmup_ratio lr_warmup_steps",
-    "weight_decay": "l2",
-    "max_grad_norm": "grad_clip max_norm",
-    "epochs": "ppo_epochs num_ppo_epochs num_iterations max_epochs",
-    "max_epochs": "num_train_epochs total_epochs",
-    "steps": "num_train_epochs total_epochs num_episodes max_steps total_training_steps "
-    "total_episodes",
-    "minibatches": "num_mini_batches ppo_mini_batch_size steps_per_generation",
-    "max_tokens_per_pack": "gradient_accumulation_steps micro_train_batch_size "
-    "ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu prefill_tokens",
-    "ema_beta": "enable_ema eval_ema export_ema",
-    "offload": "offload_optimizer offload_frozen",
-    # evaluation, checkpoints, run
-    "eval_every": "eval_steps test_freq eval_freq",
-    "eval_samples": "eval_n_samples_per_prompt",
-    "eval_batch": "per_device_eval_batch_size",
-    "eval_only": "val_only",
-    "save_every": "save_steps save_freq",
-    "keep_last": "save_total_limit max_ckpt_num",
-    "keep_gb": "max_ckpt_mem",
-    "resume": "resume_from_checkpoint load_checkpoint resume_mode resume_changed_args",
-    "out": "output_dir save_path ckpt_path default_local_dir report_to",
-    "log_samples": "log_completions num_completions_to_print",
-}
-
-
-def suggestions(unknown: str, known: list[str]) -> list[str]:
-    """The ``known`` names that an unknown one may stand for: it is another system's, the beginning
-    of one, or misspelled."""
+def suggest(unknown: str, known: list[str]) -> str:
+    """What to do in place of an unknown flag, which is another system's, the beginning of a ``known`` one,
+    or misspelled; "" where nothing is like it."""
+    foreign = read_json(Path(__file__).with_name("foreign_flags.json"))
     name = unknown.lower().replace("-", "_")
-    if name in known:  # written --actor-lr
-        return [name]
-    # verl's are paths, such as actor_rollout_ref.rollout.n
-    for foreign in (name, name.rpartition(".")[2]):
-        ours = [
+    ours = [name] if name in known else []  # it was written --actor-lr
+    for word in (name, name.rpartition(".")[2]):  # verl's are paths: actor_rollout_ref.rollout.n
+        if word in foreign["without"]:
+            return foreign["without"][word]
+        ours = ours or [
             flag
-            for flag, others in FOREIGN_NAMES.items()
-            if flag in known and foreign in others.split()
+            for flag, others in foreign["ours"].items()
+            if flag in known and word in others.split()
         ]
-        if ours:
-            return ours
     longer = [other for other in known if other.startswith(name)]
-    return longer[:1] or get_close_matches(name, known, 1)
+    ours = ours or longer[:1] or get_close_matches(name, known, 1)
+    return f"did you mean {', '.join(f'--{flag}' for flag in sorted(ours))}?" if ours else ""
 
 
 # -------------------------------------------------------------------------------------------------
@@ -386,19 +307,20 @@ def suggestions(unknown: str, known: list[str]) -> list[str]:
 class Refusals:
     """What is wrong with a script's Args, reported together: begins with the `Rules` of each flag, and a
     script adds what they cannot say, by ``refuse(condition, message)``. ``typed``: the flags on the
-    command line."""
+    command line; ``with_others``: what a flag may be beside others, too."""
 
-    def __init__(self, groups: Any, typed: Collection[str]):
+    def __init__(self, groups: Any, typed: Collection[str], with_others: bool = True):
         self.problems: list[str] = []
         self.values = SimpleNamespace(**as_flags(groups))
         self.fields = list_fields(type(groups))
         for name, field in self.fields.items():
             rules, value = Rules(**field.metadata), getattr(self.values, name)
             self.check_alone(name, value, rules)
-            self.check_relations(name, value, rules, typed)
+            if with_others:
+                self.check_relations(name, value, rules, typed)
         values = self.values
         self(
-            not (values.model and (values.data or values.eval_only)),
+            with_others and not (values.model and (values.data or values.eval_only)),
             "--model and --data are needed together; without both, the built-in toy is trained on "
             "its own rows",
         )

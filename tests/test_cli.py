@@ -106,7 +106,9 @@ def test_a_flag_reaches_its_field():
 REFUSED = dict(table("""
 --nonsense 1                                  | unrecognized arguments: --nonsense 1
 --step 5                                      | unrecognized arguments: --step 5; did you mean --steps?
---actor_rl 1 --samples_per_promt 2            | did you mean --actor_lr, --samples_per_prompt?
+--actor_rl 1 --samples_per_promt 2            | --samples_per_promt: did you mean --samples_per_prompt?
+--report_to wandb                             | --report_to wandb; metrics go to <out>/metrics.jsonl and TensorBoard
+--use_vllm --push_to_hub                      | --use_vllm: the actor itself samples
 stray                                         | unrecognized arguments: stray
 --steps                                       | --steps: expected one argument
 --steps 1.5                                   | --steps: invalid int value: '1.5'
@@ -193,8 +195,10 @@ ppo | --num_train_epochs 3                  | --steps
 grm | --num_train_epochs 3                  | --max_epochs, --steps
 ppo | --output-dir runs/x                   | --out
 ppo | actor_rollout_ref.actor.optim.lr=1e-6 | --actor_lr
-ppo | actor_rollout_ref.rollout.n=5 algorithm.adv_estimator=grpo | --advantage, --samples_per_prompt
-ppo | --init_kl_coef 0.01 --pretrain m      | --kl_coef, --model
+ppo | actor_rollout_ref.rollout.n=5         | --samples_per_prompt
+ppo | algorithm.adv_estimator=grpo          | --advantage
+ppo | --init_kl_coef 0.01                   | --kl_coef
+ppo | --pretrain m                          | --model
 ppo | --actor-lr 1e-6                       | --actor_lr
 ppo | --temp 1                              | --temperature
 grm | --chat_template_kwargs {}             | --template_options
@@ -210,7 +214,9 @@ def test_names_of_other_systems_are_answered_with_ours(script, line, ours):
 def test_suggested_flags_exist():
     flags_of = {script: {field.name for group in dataclasses.fields(script.Args) for field in dataclasses.fields(group.type)}
                 for script in (ppo, grm)}
-    for ours, others in common_flags.FOREIGN_NAMES.items():
+    foreign = read_json(ROOT / "common" / "foreign_flags.json")
+    assert not foreign["without"].keys() & {name for known in flags_of.values() for name in known}
+    for ours, others in foreign["ours"].items():
         with_ours = [known for known in flags_of.values() if ours in known]
         assert with_ours, ours
         for foreign in others.split():
@@ -257,6 +263,22 @@ def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch):
     monkeypatch.setattr(common_flags.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2))
     with user_error("toy.py did not write the embedded toy"):
         common_flags.embedded_toy("questions", "none.json")
+
+
+@pytest.mark.parametrize("line, message", table("""
+--reward no/such.py:f     | --reward no/such.py:f: expected one of
+--env no/such.py:E        | --env no/such.py:E: expected
+--gamma 1.5               | --gamma 1.5 must be at most 1
+--stop_strings end        | --stop_strings end: not JSON
+"""))
+def test_a_mistake_does_not_wait_for_the_toy(monkeypatch, line, message):
+    def written(*_):
+        raise AssertionError("the toy was written first")
+
+    monkeypatch.setattr(common_flags, "TOY_FOLDERS", {"describe": "none"})
+    monkeypatch.setattr(common_flags, "embedded_toy", written)
+    with user_error(message):
+        ppo.parse_args(words(line))
 
 
 def test_two_machines_may_write_the_toy_at_the_same_time(monkeypatch, tmp_path):
