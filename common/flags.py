@@ -111,7 +111,9 @@ def absolute_paths(text: str) -> str:
 def follow_pointer(name: str) -> Path:
     """The folder that <out>/export/latest names now; any other path as it is."""
     path = Path(name)
-    if path.name == "latest" and path.is_file():
+    if path.name == "latest" and path.is_symlink():
+        return path.parent / path.readlink()
+    if path.name == "latest" and path.is_file():  # where links cannot be made, and of older versions
         return path.parent / read_text(path).strip()
     return path
 

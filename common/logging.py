@@ -433,3 +433,17 @@ def write_pointer(pointer: Path, name: str) -> None:
     """Replace a file that holds the name of its newest neighbour."""
     replace_durably(pointer, name + "\n")
     sync_folder(pointer.parent)
+
+
+def write_link(link: Path, name: str) -> None:
+    """Replace a relative link to its newest neighbour; where links cannot be made, see `write_pointer`."""
+    aside = link.with_name(f".{link.name}.link")
+    if link.is_dir() and not link.is_symlink():  # a run was copied, and each link became a folder
+        link.rename(link.with_name(f"{link.name}-{time.time_ns()}"))
+    try:
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(name)
+        os.replace(aside, link)
+        sync_folder(link.parent)
+    except OSError:
+        write_pointer(link, name)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
-from common import distributed, logging
+from common import distributed, flags, logging
 from common.logging import contact_sheet
 from common.rewards.cards import CHARACTERS, sample_card, wrap
 from common.logging import (
@@ -327,3 +328,26 @@ def test_an_evaluation_is_one_line_of_what_matters(tmp_path, capsys):
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("eval"))
     assert line == "eval  step     7  loss 0.250"
     log.close(6, 6)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_latest_is_a_link_or_a_file_and_replaces_either(tmp_path, monkeypatch, links):
+    for before in ("nothing", "file", "link", "folder"):
+        latest = tmp_path / before / "latest"
+        latest.parent.mkdir()
+        if before == "file":
+            latest.write_text("step-1\n")
+        elif before == "link":
+            latest.symlink_to("step-1")
+        elif before == "folder":                                             # cp -rL, or a copy by a tool that follows links
+            latest.mkdir()
+            (latest / "config.json").write_text("{}")
+        with monkeypatch.context() as patch:
+            if not links:
+                def none(*_):
+                    raise PermissionError("no links here")
+                patch.setattr(Path, "symlink_to", none)
+            logging.write_link(latest, "step-2")
+        assert latest.is_symlink() == links
+        assert flags.follow_pointer(str(latest)) == latest.parent / "step-2"
+        assert len(list(latest.parent.rglob("config.json"))) == (before == "folder")    # nothing is deleted

@@ -37,7 +37,7 @@ from common.data.folder import read_model_config
 from common.data.processor import Processor
 from common.files import open_regular, read_json
 from common.flags import DataArgs, ModelArgs, follow_pointer
-from common.logging import sync_folder, write_pointer
+from common.logging import sync_folder, write_link
 from common.model.attention import choose_backend, flash_attn_problem
 from common.model.compilation import compile_layers
 from common.model.vlm import (
@@ -93,7 +93,7 @@ WEIGHT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def resolve_folder(name: str, weights: bool = True) -> Path:
-    """A local checkpoint folder, the one that a pointer file names (<out>/export/latest), or the
+    """A local checkpoint folder, the one that <out>/export/latest names, or the
     downloaded snapshot of a hub name; without ``weights``, of its small files only.
 
     Raises:
@@ -709,7 +709,7 @@ def export(
             if folder.exists():
                 shutil.rmtree(folder)
             aside.rename(folder)
-            write_pointer(folder.parent / "latest", folder.name)
+            write_link(folder.parent / "latest", folder.name)
         except (OSError, ValueError) as error:
             problem = str(error)
             shutil.rmtree(aside, ignore_errors=True)  # the disk may be full of it

@@ -27,6 +27,7 @@ from conftest import (ROOT, assert_same_records, read_json, read_rows, reproduci
                       start, user_error, words, write_image, write_rows)
 from safetensors.torch import load_file, save_file
 from test_training import weights_of
+from transformers import AutoConfig
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
@@ -331,7 +332,7 @@ def out(tmp_path) -> Path:
 
 @pytest.fixture
 def copy(finished, out) -> Path:
-    return Path(shutil.copytree(finished, out))
+    return Path(shutil.copytree(finished, out, symlinks=True))
 
 
 # ----------------------------------------------------------------------------- bitwise resume
@@ -410,7 +411,7 @@ def test_killed_between_record_save_and_evaluation(flags, out, undisturbed, owne
 @pytest.mark.slow
 def test_half_a_record_is_no_record(flags, out, undisturbed):
     """A record that was cut by the kill, and those of steps after the checkpoint, are written anew."""
-    out = Path(shutil.copytree(undisturbed("grpo", 1), out))
+    out = Path(shutil.copytree(undisturbed("grpo", 1), out, symlinks=True))
     for step in (5, 6):
         shutil.rmtree(out / "checkpoints" / f"step-{step}")
     with open(out / "metrics.jsonl", "a") as file:
@@ -426,7 +427,7 @@ def test_half_a_record_is_no_record(flags, out, undisturbed):
     ("before-pointer", 0, 3), ("before-rotation", 0, 3)])
 def test_killed_at_a_marked_point(flags, out, undisturbed, point, rank, survives):
     """The other rank ends too; earlier checkpoints are as they were; the next life takes the newest complete one."""
-    shutil.copytree(undisturbed("grpo", 2), out)
+    shutil.copytree(undisturbed("grpo", 2), out, symlinks=True)
     for step in (3, 4, 5, 6):
         shutil.rmtree(out / "checkpoints" / f"step-{step}")
     logging.write_pointer(out / "checkpoints" / "latest", "step-2")
@@ -550,7 +551,7 @@ def test_weights_that_cannot_be_exported(flags, out):
     output = live(flags(out, "--export_every 1"), 2)
     assert f"resuming from {out}/checkpoints/step-2" in output
     assert "done: all results" in output
-    assert (out / "export" / "latest").read_text() == "step-2\n"
+    assert os.readlink(out / "export" / "latest") == "step-2"
     assert load_file(out / "export" / "step-2" / "model.safetensors")
 
 
@@ -732,7 +733,7 @@ def test_a_rotten_checkpoint_is_not_resumed_from(flags, finished, copy, capfd):
 @pytest.mark.slow
 def test_all_ranks_look_for_rot(flags, out, undisturbed):
     """The newest is damaged in the first rank's file, the next in the second's; the third is taken."""
-    out = Path(shutil.copytree(undisturbed("grpo", 2), out))
+    out = Path(shutil.copytree(undisturbed("grpo", 2), out, symlinks=True))
     for step, number in ((6, 1), (5, 2)):
         flip(next((out / "checkpoints" / f"step-{step}").glob(f"shard-0000{number}*")), -1)
     output = live(flags(out, ALGORITHMS["grpo"]), 2)
@@ -1082,7 +1083,8 @@ def test_a_pointer_that_moves_is_another_model(flags, copy, tmp_path):
     shutil.copytree(copy / "export" / "step-2", copy / "export" / "step-3")
     argv = flags(tmp_path / "other") + words("--model", copy / "export" / "latest")
     train([*argv, "--steps", "1"])
-    (copy / "export" / "latest").write_text("step-3\n")
+    (copy / "export" / "latest").unlink()
+    (copy / "export" / "latest").write_text("step-3\n")                             # as where links cannot be made
     train([*argv, "--steps", "1"])                                                   # the same weights under another path
     (path,) = (copy / "export" / "step-3").glob("*.safetensors")
     save_file({name: value + 1 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
@@ -1168,8 +1170,9 @@ def test_intervals(flags, out, finished, tmp_path, monkeypatch):
 
 
 def test_exported_weights_are_a_model(flags, out, finished):
-    name = (finished / "export" / "latest").read_text().strip()
+    name = os.readlink(finished / "export" / "latest")
     assert name == "step-2"
+    assert AutoConfig.from_pretrained(finished / "export" / "latest").model_type == "qwen2_5_vl"
     assert len({path.stat().st_mode for path in (finished / "export" / name).iterdir()}) == 1    # others may read the weights
     argv = flags(out, "--eval_only") + words("--model", finished / "export" / name)
     assert train(argv)["eval/num_samples"] == 3

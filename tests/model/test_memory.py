@@ -4,6 +4,7 @@ weights (--ema_beta), and host memory (--offload).
 
 import json
 import math
+import os
 import re
 
 import pytest
@@ -159,7 +160,7 @@ def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
     assert same_tensors(plain, without_average)
     assert len(without_average) < len(average)
     assert same_tensors(*(tensors(tmp_path / name / "export" / "step-3") for name in ("plain", "average")))
-    assert (tmp_path / "average" / "export_ema" / "latest").read_text() == "step-3\n"
+    assert os.readlink(tmp_path / "average" / "export_ema" / "latest") == "step-3"
     exported = tensors(tmp_path / "average" / "export_ema" / "step-2")
     assert exported.keys() == tensors(qwen25).keys()
     assert not same_tensors(exported, tensors(qwen25))
