@@ -730,7 +730,7 @@ def report(
 def target_records(questions: list[Question], batch: Batch, target_logprobs: Tensor) -> list[dict]:
     """A JSON-ready record of each target of the step, with its likelihood."""
     records = []
-    parts = zip(batch.prompt_index.tolist(), batch.number.tolist(), batch.split(target_logprobs))
+    parts = zip(batch.prompt_index.tolist(), batch.sample_number.tolist(), batch.split(target_logprobs))
     for index, number, logp in parts:
         record = example_record(questions[index].examples[number])
         records.append(record | {"nats_per_token": f"{-float(logp.mean()):.3f}"})

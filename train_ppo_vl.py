@@ -911,7 +911,7 @@ def load_models(args: Args, modules: vlm.Modules, ranks: distributed.Ranks) -> M
         for role, module in modules.items():
             weights.shard_and_load(module, ranks, args.run.seed)
             if role not in ("actor", "critic"):
-                fsdp.put_away(module, args.update.offload)
+                fsdp.offload(module, args.update.offload)
     actor, reference = modules["actor"], modules.get("reference")
     if reference is None and args.algorithm.kl_coef:
         reference = actor  # without its adapters
@@ -935,7 +935,7 @@ def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable | nn
     if args.algorithm.reference_every:
         trainables["reference"] = models.reference
     for part in trainables.values():
-        fsdp.put_away(part, update.offload)
+        fsdp.offload(part, update.offload)
     return trainables
 
 
@@ -1601,7 +1601,7 @@ def values_and_returns(
     never rewarded, are left out."""
     values = values_of(critic, batch)
     returns = advantage_inputs(batch, state, args).rewards_to_go
-    rewarded = [reward.pays(batch.prompts[index].label) for index in batch.prompt_index.tolist()]
+    rewarded = [reward.can_earn(batch.prompts[index].label) for index in batch.prompt_index.tolist()]
     mask = torch.tensor(rewarded).repeat_interleave(batch.lengths)  # (N,)
     return torch.stack([values, returns])[:, mask]
 

@@ -120,7 +120,7 @@ class Batch:
 
     # Samples.
     prompt_index: PerSample = field(default_factory=_integers)  # index of the sample's prompt
-    number: PerSample = field(default_factory=_integers)  # which of its prompt's samples this is
+    sample_number: PerSample = field(default_factory=_integers)  # which of its prompt's samples this is
     # response tokens, a sampled end token included
     lengths: PerSample = field(default_factory=_integers)
     truncated: PerSample = None  # bool: cut off by a limit, of tokens or of turns
@@ -144,7 +144,7 @@ class Batch:
     # (S,) each; NaN where a sample does not have it. If there are several sources of rewards, their
     # rewards are among them
     components: dict[str, Tensor] = field(default_factory=dict)
-    # the names of components that gdpo compares; of joined batches perhaps repeated
+    # components that gdpo compares (may repeat after `concatenate`)
     compared: list[str] = field(default_factory=list)
     weights: PerSample = None  # (S, K) float64, of the K sources; NaN where one does not score
     judgements: list[str] = field(default_factory=list)  # (S,) what judges wrote about each sample
@@ -235,7 +235,7 @@ class Batch:
         return Batch(
             **prompts,
             prompt_index=torch.arange(len(targets)).repeat_interleave(counts),
-            number=ragged_index(torch.zeros_like(counts), counts),
+            sample_number=ragged_index(torch.zeros_like(counts), counts),
             lengths=torch.tensor([len(tokens) for tokens in responses], dtype=torch.int64),
             tokens=torch.cat([_integers(), *responses]),
         )
@@ -248,7 +248,7 @@ class Batch:
         joined = replace(self, **samples)
         if self.spans is not None:
             joined.conversations = gather_conversations(self.conversations)
-        order = np.lexsort((joined.number.numpy(), joined.prompt_index.numpy()))
+        order = np.lexsort((joined.sample_number.numpy(), joined.prompt_index.numpy()))
         return joined.select(torch.from_numpy(order))
 
     def select(self, order: Tensor) -> "Batch":

@@ -852,10 +852,9 @@ class CheckpointArgs:
     )
     resume: str = flag(
         "auto",
-        "auto: go on from the newest checkpoint in --out if there is one; must: there has to be "
-        "one; never: --out must be new; or the path of a checkpoint (or its latest), from which "
-        "an --out without checkpoints starts; with --export_only also the step of one in --out. "
-        "auto refuses the checkpoint of another model, data, reward or algorithm",
+        "auto: resume if --out has a checkpoint, but not one of another model, data, reward or "
+        "algorithm; must: fail if it has none; never: fail if it has one; PATH: start a new --out from "
+        "that checkpoint (or its latest); with --export_only also the step of one in --out",
     )
 
 

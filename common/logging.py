@@ -2,7 +2,7 @@
 
     MetricSums     statistics of packs, kept on the device -> means, the same on all ranks
     timer          wall seconds per stage of a step
-    due            whether something that happens every so many steps happens now
+    due            is this step a multiple of N, or the last?
     RunLogger      rank 0's files: args.json, metrics.jsonl, tensorboard/, samples/; bar and lines
 
 Metric names carry their TensorBoard section: rollout/, train/, eval/, perf/. JSON has no NaN: it is

@@ -449,7 +449,7 @@ def test_groups_without_spread_are_counted():
             wanted.append(prompt)
     assert scoring.prompts_with_spread(part) == wanted
     assert 0 < len(wanted) < 8
-    single = part.select((part.number == 0).nonzero()[:, 0])
+    single = part.select((part.sample_number == 0).nonzero()[:, 0])
     assert scoring.prompts_with_spread(single) == single.prompt_index.tolist()
     for batch in (part, single):
         batch.rewards = torch.full((len(batch),), 0.1) + torch.arange(len(batch)) * 1e-8           # equal up to rounding

@@ -41,7 +41,7 @@ def random_batch(rng: np.random.Generator, prompts: int = 6, most: int = 5, long
         patches={g: object() for g in range(0, prompts, 2)}, features={g: object() for g in range(1, prompts, 2)},
         positions={g: object() for g in range(prompts)},
         prompt_index=torch.from_numpy(np.repeat(np.arange(prompts), counts)),
-        number=torch.from_numpy(np.concatenate([np.arange(n) for n in counts])), lengths=torch.from_numpy(lengths),
+        sample_number=torch.from_numpy(np.concatenate([np.arange(n) for n in counts])), lengths=torch.from_numpy(lengths),
         truncated=noise(samples) > 0, tokens=torch.from_numpy(rng.integers(4, 1000, tokens)), rewards=noise(samples),
         greedy_rewards=noise(samples), greedy_lengths=torch.from_numpy(lengths),
         judgements=[str(i) for i in range(samples)], components={"accuracy": noise(samples)},
@@ -115,7 +115,7 @@ def test_targets_take_the_place_of_samples():
     targets = [[], [torch.tensor([7, 8])], [torch.tensor([9]), torch.zeros(0, dtype=torch.int64)], [], [], []]
     asked = batch.with_targets(targets)
     assert asked.prompt_index.tolist() == [1, 2, 2]
-    assert asked.number.tolist() == [0, 0, 1]
+    assert asked.sample_number.tolist() == [0, 0, 1]
     assert asked.lengths.tolist() == [2, 1, 0]
     assert asked.tokens.tolist() == [7, 8, 9]
     assert all(getattr(asked, name) is getattr(batch, name) for name in OF_PROMPTS)

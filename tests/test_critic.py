@@ -24,7 +24,7 @@ class Scorer:
         batch.rewards = batch.lengths / 4 + (first % 5).float()
         self.batches.append(batch)
 
-    def pays(self, label):
+    def can_earn(self, label):
         return label != "measured"
 
 

@@ -148,7 +148,7 @@ def test_a_filter_of_samples_after_the_reward(run):
     whole = batches[0].with_targets([[torch.tensor([k]) for k in range(n)] for n in (5, 1, 0, 4)])
     whole.rewards = torch.tensor([3.0, 1, 4, 1.5, 9, 7, 0, 0, 0, 1])
     extremes = script.extremes(whole, 1)
-    assert list(zip(extremes.prompt_index.tolist(), extremes.number.tolist())) == [(0, 1), (0, 4), (1, 0), (3, 0), (3, 3)]
+    assert list(zip(extremes.prompt_index.tolist(), extremes.sample_number.tolist())) == [(0, 1), (0, 4), (1, 0), (3, 0), (3, 3)]
 
 
 def test_a_changed_sampling_rule(run):

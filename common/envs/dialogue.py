@@ -6,8 +6,8 @@
     fill         the conversations, as a batch has them
 
 The rollout engine decodes the other samples in the meantime. It marks a slot whose sample waits as
-done: decoding still computes it, but leaves its tokens, and the states of linear attention, as they
-are, and changes only cache entries that the reply will overwrite.
+done. A waiting slot still decodes, and nothing that it writes survives the reply: tokens and the
+states of linear attention stay as they are, and its cache entries are overwritten.
 """
 
 from collections import ChainMap

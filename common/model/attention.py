@@ -489,8 +489,7 @@ class DecodeAttention:
     def attend_sdpa(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """The query heads of one key head side by side: no repeated keys, no path for grouped
-        queries."""
+        """Folds grouped query heads into the batch, so that keys are not repeated."""
         queries = q.reshape(len(q) * keys.shape[2], -1, q.shape[-1])  # (B * Hkv, G, D)
         # (B * Hkv, M, D)
         k, v = (x[:, : self.longest].transpose(1, 2).flatten(0, 1) for x in (keys, values))

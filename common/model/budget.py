@@ -40,7 +40,7 @@ Parts = dict[str, float]  # bytes on a GPU by part
 
 @dataclass
 class MemoryPlan:
-    """Bytes on a GPU by phase of a step and part: sums of what may be there at the same time."""
+    """Peak bytes per phase of a step, by part."""
 
     models: Modules  # by role, on any device
     shards: int  # ranks that share one copy of the weights

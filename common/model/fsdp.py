@@ -5,7 +5,7 @@ rollout, host memory.
     Trainable                            a model in training, and what moves with it
     unsharded, bare_forwards             many forwards without a collective
     rest_after_scoring, forget_forwards  forwards without a backward
-    put_away, onloaded                   what --offload keeps in host memory while not in use
+    offload, onloaded                    what --offload keeps in host memory while not in use
 """
 
 import inspect
@@ -292,33 +292,33 @@ def bare_forwards(decoder: nn.Module):
 # -------------------------------------------------------------------------------------------------
 
 
-def rests(part: Trainable | nn.Module | None, offload: str) -> bool:
-    """Whether ``offload``, the value of --offload, keeps it in host memory while it is not in use:
-    the optimizer's state of a model in training, or a frozen module. A reference that is the actor
-    without its adapters is not frozen."""
+def is_offloaded(part: Trainable | nn.Module | None, setting: str) -> bool:
+    """True if ``setting``, the value of --offload, parks this part in host memory while it is not in
+    use: the optimizer's state of a model in training (optimizer, all), or a frozen model (all). A
+    reference that is the actor without its adapters is not frozen."""
     if isinstance(part, Trainable):
-        return offload != "none"
-    if part is None or offload != "all":
+        return setting != "none"
+    if part is None or setting != "all":
         return False
     return not any(parameter.requires_grad for parameter in part.parameters())
 
 
-def put_away(part: Trainable | nn.Module | None, offload: str) -> None:
-    """Move what `rests` into host memory."""
-    if rests(part, offload):
+def offload(part: Trainable | nn.Module | None, setting: str) -> None:
+    """Move what `is_offloaded` into host memory."""
+    if is_offloaded(part, setting):
         move(part, HOST)
 
 
 @contextmanager
-def onloaded(part: Trainable | nn.Module | None, offload: str):
-    """Inside, what `rests` in host memory is on its device."""
-    if rests(part, offload):
+def onloaded(part: Trainable | nn.Module | None, setting: str):
+    """Inside, what `is_offloaded` is on its device."""
+    if is_offloaded(part, setting):
         module = part.module if isinstance(part, Trainable) else part
         move(part, module.model.setup.device)
     try:
         yield
     finally:
-        put_away(part, offload)
+        offload(part, setting)
 
 
 @torch.no_grad()

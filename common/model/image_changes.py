@@ -122,10 +122,10 @@ def with_images(
             continue
         pixels = []
         for k, image in enumerate(conversation.images):
-            key = batch.prompt_ids[index], 1 + int(batch.number[i]), k
+            key = batch.prompt_ids[index], 1 + int(batch.sample_number[i]), k
             pixels.append(processor.family.patches(change(image, key)))
         in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)
-        if in_prompt and batch.number[i] == 0:
+        if in_prompt and batch.sample_number[i] == 0:
             patched, grids = zip(*pixels[:in_prompt])
             parts = [patches[index]] if index in patches else []
             patches[index] = join_pixels([*parts, (torch.cat(patched), torch.tensor(grids))])

@@ -267,9 +267,9 @@ class PackedDelta:
 
 
 def convolved_places(table: np.ndarray, resumed: bool) -> np.ndarray:
-    """(S, K - 1 + longest) what the convolution sees of each segment: the last K - 1 places before it,
-    then its own, and more. Before a segment is its prefix; before that place N, which holds zeros.
-    Before segments that are resumed are the places after it: K - 1 inputs from each slot."""
+    """(S, K - 1 + longest) the index of each input of the convolution: K - 1 before the segment, then
+    its own. Those before are the end of its prefix, else N, which holds zeros; of a resumed segment
+    they are N + 1 and on, where the inputs from its slot stand."""
     size, width = table[-1, 1], WIDTH - 1
     start, end, prefix_start, prefix_end = (table[:, i : i + 1] for i in range(4))  # (S, 1)
     before = prefix_end + np.arange(-width, 0)

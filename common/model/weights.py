@@ -7,8 +7,8 @@ A user's mistake is a ValueError that names the file and the numbers. A model th
 one of transformers with one more attribute: ``setup``, a `Setup`.
 
 transformers' `from_pretrained` and `save_pretrained` are not used: a rank would hold the whole
-model, and multi-token prediction, a tied head that the files hold all the same and float32 weights
-of linear attention would not come out as they went in.
+model, and they drop the weights of multi-token prediction, the stored copy of a tied head, and
+the float32 type of linear attention's decays.
 """
 
 import copy

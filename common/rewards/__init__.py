@@ -1,4 +1,4 @@
-"""What samples earn, and what is told of it: what the policy's script uses of this room."""
+"""Rewards and sample records: the names that train_ppo_vl.py imports."""
 
 from common.rewards.judge import JudgeSettings, load_judgements, load_responses
 from common.rewards.models import build as build_models

@@ -120,8 +120,8 @@ def check_rows(rows: list[Prompt], processor: Processor, has_rubrics: bool) -> N
 
 WORTH = {"yes": 1.0, "no": 0.0, "A": 1.0, "B": 0.0, "tie": 0.5}  # of a verdict; a score is its own
 
-# Whose images a question holds: a prompt of the batch and, if its text has marks of images from an
-# environment, the sample that was shown these.
+# Where the images of a question come from: a prompt of the batch and, if its text has marks of
+# images from an environment, a sample that saw these.
 ImagesOf = tuple[int, int | None]
 
 
@@ -343,8 +343,8 @@ class JudgeModel(RewardModel):
         self, about: list[ImagesOf], prompts: list[Prompt]
     ) -> tuple[list[ImagesOf], list[Prompt], list[list[Tensor]]]:
         """The common beginning of the questions about the same prompt, as one prompt, and the tokens
-        with which each goes on. As every verdict repeats these, some packs would hold more tokens:
-        their questions stay as they are."""
+        with which each goes on. Each verdict repeats the rest of a question; where that costs more than
+        the shared beginning saves, questions stay whole."""
         stems, rests = [], []  # stems: the prompt asked about, and the tokens
         images = torch.tensor(self.processor.banned_ids)
         for key, members in itertools.groupby(zip(about, prompts), key=itemgetter(0)):

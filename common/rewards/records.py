@@ -46,7 +46,7 @@ def sample_record(batch: Batch, i: int, turns: list[str]) -> dict:
     record = {
         "index": row.index,
         "source": row.source,
-        "sample": int(batch.number[i]),
+        "sample": int(batch.sample_number[i]),
         "prompt": row.text,
         "question": user_text(row.messages),
         "images": list(row.images),

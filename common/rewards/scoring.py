@@ -121,7 +121,7 @@ class RewardMix:
         """Spec of a source -> weight. Raises KeyError: a label that the recipe does not have."""
         return self.recipe[label if label in self.recipe else "*"]
 
-    def pays(self, label: str | None) -> bool:
+    def can_earn(self, label: str | None) -> bool:
         """Whether rows of that label can earn something; others are only measured."""
         return self.combiner is not None or any(self.weights(label).values())
 

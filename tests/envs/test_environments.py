@@ -308,15 +308,15 @@ def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeyp
         began = time.monotonic()
         batch = talk(env, "Bad", 8, batch=take(env).select_prompts([0, 1]), env_workers=workers, env_timeout=1.5)
         assert time.monotonic() - began < 60
-        for number, conversation in zip(batch.number.tolist(), batch.conversations):
+        for number, conversation in zip(batch.sample_number.tolist(), batch.conversations):
             assert (conversation.ended, bool(conversation.error)) == (("error", True) if number else ("answered", False))
             if number:
                 assert WRONG[number] in conversation.error
                 assert "rows.jsonl:" in conversation.error
                 assert "Bad" in conversation.error
         earned = torch.tensor([sum(conversation.rewards) for conversation in batch.conversations])
-        assert (earned[batch.number > 0] == 0).all()
-        assert (earned[batch.number == 0] > 1).all()
+        assert (earned[batch.sample_number > 0] == 0).all()
+        assert (earned[batch.sample_number == 0] > 1).all()
         assert (batch.lengths > 0).all()
         assert not batch.truncated.any()
     check_exact(env, hugging_face(qwen25), batch)
@@ -374,7 +374,7 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
     env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e","r"]')
     prompts = take(env).select_prompts([1, 2])
     batch = talk(env, "Absent", 2, batch=prompts)
-    for group, number, conversation in zip(batch.prompt_index.tolist(), batch.number.tolist(), batch.conversations):
+    for group, number, conversation in zip(batch.prompt_index.tolist(), batch.sample_number.tolist(), batch.conversations):
         assert (conversation.ended == "error") == (number == 0)
         assert conversation.opening[0]["text"] == "the board"
         assert conversation.images[0].size[1] == 56

@@ -299,7 +299,7 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     scored = score(env, reward, batch)
     alone_reward = scoring.load(replace(env.args.reward, reward_recipe="", reward=f"grm:{judges['near']}"))
     measured = scoring.load(replace(env.args.reward, reward_recipe='{"math": [["exact", 0]], "*": [["exact", 1]]}'))
-    assert [measured.pays(label) for label in ("math", "other", None)] == [False, True, True]
+    assert [measured.can_earn(label) for label in ("math", "other", None)] == [False, True, True]
     build(env, alone_reward)
     judged = score(env, alone_reward, batch).rewards
     object.__setattr__(batch.prompts[0], "label", None)

@@ -199,7 +199,7 @@ def judge_by_coin(seed: int) -> None:
 
     def turn_texts(batch, picks, processor):
         coins = []
-        for index, number in zip(batch.prompt_index.tolist(), batch.number.tolist()):
+        for index, number in zip(batch.prompt_index.tolist(), batch.sample_number.tolist()):
             coins.append(random.Random(f"{seed} {(batch.prompts[index].index, number)}").randrange(16))
         batch.truncated = torch.tensor(coins) >= 12
         return [[verdicts[coins[i] % 4]] for i in picks]
