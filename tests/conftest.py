@@ -28,8 +28,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = [str(ROOT / "tests" / room) for room in ("data", "model", "rewards", "envs", "launch")]    # tests borrow from each other
-sys.path[:0] = [str(ROOT), str(ROOT / "launch"), *ROOMS]
+sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
 torch.set_num_threads(1)
 
 
@@ -351,3 +350,268 @@ def picture_rows(tmp_path_factory) -> str:
             write_image(folder / name, size, rng)
         rows.append({"prompt": "how many circles are there? " * (i + 1), "images": names, "answer": "1"})
     return write_rows(folder / "rows.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def write_samples():
+    """Of every step; what a run of a few steps tells otherwise are those of its first."""
+    from common import logging
+    from helpers import samples_of_every_step
+
+    before = logging.RunLogger.shows_samples
+    samples_of_every_step()
+    yield
+    logging.RunLogger.shows_samples = before
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory) -> Path:
+    """train.jsonl (8 rows) and eval.jsonl (7): 0, 1 or 2 images each; eval-1.jsonl and eval-3.jsonl, the first rows of
+    eval.jsonl; reward.py; bad.jsonl with a damaged picture."""
+    import numpy as np
+
+    from helpers import REWARD
+
+    folder, rng = tmp_path_factory.mktemp("task"), np.random.default_rng(0)
+    (folder / "reward.py").write_text(REWARD)
+    sizes = [[], [(56, 56)], [(84, 56), (56, 112)], [(112, 84)], [], [(56, 28), (28, 56)], [(28, 28)], [(84, 84)]]
+    for name, count in (("train", 8), ("eval", 7)):
+        rows = []
+        for i in range(count):
+            images = [f"{name}-{i}-{k}.png" for k in range(len(sizes[i]))]
+            for image, size in zip(images, sizes[i]):
+                write_image(folder / image, size, rng)
+            question = f"row {i}: " + "how many circles are there? " * (i % 3 + 1)
+            rows.append({"prompt": question, "images": images, "answer": "1"})
+        write_rows(folder / f"{name}.jsonl", rows)
+    for count in (1, 3):
+        write_rows(folder / f"eval-{count}.jsonl", rows[:count])
+    whole = (folder / "train-3-0.png").read_bytes()
+    (folder / "damaged.png").write_bytes(whole[:len(whole) // 2])                 # the header is there, the body is not
+    rows = [{"prompt": f"row {i}", "images": ["damaged.png"] if i == 1 else [], "answer": "1"} for i in range(4)]
+    write_rows(folder / "bad.jsonl", rows)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seven_b(qwen25, tmp_path_factory) -> Path:
+    """config.json of Qwen2.5-VL-7B-Instruct, but for the token ids, beside the toy's tokenizer; no
+    weights."""
+    import shutil
+
+    from transformers import Qwen2_5_VLConfig
+
+    folder = tmp_path_factory.mktemp("7b")
+    small = read_json(qwen25 / "config.json")
+    for path in qwen25.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, folder)
+    ids = {name: value for name, value in small.items() if name.endswith("token_id")}
+    text = dict(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
+    )
+    vision = dict(
+        depth=32,
+        hidden_size=1280,
+        intermediate_size=3420,
+        num_heads=16,
+        out_hidden_size=3584,
+        patch_size=14,
+        spatial_merge_size=2,
+        window_size=112,
+        fullatt_block_indexes=[7, 15, 23, 31],
+    )
+    Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **ids
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def poll(monkeypatch) -> list[int]:
+    """[after how many tokens the engine looks at its samples]"""
+    import train_ppo_vl as ppo
+
+    poll, init = [1], ppo.RolloutEngine.__init__
+
+    def init_with_poll(engine, *args):
+        init(engine, *args)
+        engine.poll = poll[0]
+
+    monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_poll)
+    return poll
+
+
+@pytest.fixture
+def graphs_of(monkeypatch):
+    """A function that lets rollouts use graphs where a GPU would, with a replay that runs the step again; ``replay`` may
+    stand in for it: (step, size, capacity) -> None. Returns the list of captured batch sizes and capacities."""
+    from types import SimpleNamespace
+
+    import train_ppo_vl as ppo
+    from common.model import graphs
+
+    init = ppo.RolloutEngine.__init__
+
+    def use(replay=lambda step, size, capacity: step(size, capacity)):
+        captured = []
+
+        def init_with_graphs(engine, *args):
+            init(engine, *args)
+            engine.graphs = graphs.StepGraphs(1)
+
+        def capture(step, size, capacity, pool):
+            engine = step.__self__
+
+            def addresses():
+                tensors = [*engine.state, engine.cache.keys, engine.cache.values]
+                if engine.cache.linear is not None:
+                    tensors += [engine.cache.linear.inputs, engine.cache.linear.states]
+                return [tensor.data_ptr() for tensor in tensors]
+
+            seen = addresses()
+            captured.append((size, capacity))
+
+            def replay_at_the_same_addresses():
+                assert addresses() == seen
+                assert engine.length[:size].max() < capacity     # or a slot sees none of its keys: NaN
+                replay(step, size, capacity)
+
+            return SimpleNamespace(replay=replay_at_the_same_addresses), pool
+
+        monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_graphs)
+        monkeypatch.setattr(graphs, "capture", capture)
+        return captured
+
+    return use
+
+
+@pytest.fixture(scope="module")
+def pyarrow(tmp_path_factory):
+    import extra_packages
+
+    with extra_packages.installed("pyarrow", "pyarrow", tmp_path_factory.mktemp("pyarrow")):
+        import pyarrow.parquet
+
+        yield pyarrow
+
+
+@pytest.fixture(scope="session")
+def processor(tmp_path_factory):
+    """Of a checkpoint without weights."""
+    from common.data.processor import Processor
+    from helpers import write_processor
+
+    return Processor(write_processor(tmp_path_factory.mktemp("checkpoint")))
+
+
+@pytest.fixture
+def load(tmp_path, processor):
+    """load(rows, columns, system_prompt, **flags): write rows (dicts, or raw bytes) as train.jsonl beside two pictures
+    and load them."""
+    from PIL import Image
+
+    from common.data.rows import load_prompts, parse_columns
+    from common.flags import DataArgs
+    from helpers import BLUE, RED
+
+    Image.new("RGB", (64, 40), RED).save(tmp_path / "a.png")
+    Image.new("RGB", (30, 90), BLUE).save(tmp_path / "b.jpg")
+
+    def load(rows, columns="", system_prompt="", **flags):
+        data = rows if isinstance(rows, bytes) else "".join(json.dumps(row) + "\n" for row in rows).encode()
+        (tmp_path / "train.jsonl").write_bytes(data)
+        args = DataArgs(**{"max_prompt_tokens": 500} | flags)
+        return load_prompts(str(tmp_path / "train.jsonl"), processor, args, parse_columns(columns), system_prompt)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory, qwen25) -> dict[str, Path]:
+    """near: the actor's tower, so no tower of its own; far: another tower; both with a judge.json."""
+    from transformers import AutoModelForImageTextToText
+
+    from common.data.processor import Processor
+
+    folders = {"near": qwen25, "far": write_checkpoint(tmp_path_factory.mktemp("far"), "qwen3_vl")}
+    result = {}
+    for name, source in folders.items():
+        folder = tmp_path_factory.mktemp(f"judge-{name}")
+        model = AutoModelForImageTextToText.from_pretrained(source)
+        with torch.no_grad():                                          # the language model differs, the tower does not
+            model.lm_head.weight.copy_(torch.randn(model.lm_head.weight.shape, generator=seeded(5)) / 4)
+        model.save_pretrained(folder)
+        Processor(source).save(str(folder))
+        verdicts = [("correct", "yes"), ("rubric", "no"), ("answers", "A"), ("score", "1"), ("score", "2.5"), ("score", "-4")]
+        write_judge(folder, *verdicts, system_instruction="Judge: {prompt}")
+        result[name] = folder
+    return result
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> Path:
+    """A file of pairs."""
+    import numpy as np
+
+    from judging import PAIRS
+
+    folder = tmp_path_factory.mktemp("pairs")
+    for k in range(2):
+        write_image(folder / f"{k}.png", (56, 56), np.random.default_rng(k))
+    return Path(write_rows(folder / "pairs.jsonl", PAIRS))
+
+
+@pytest.fixture(scope="session")
+def judgements(tmp_path_factory) -> Path:
+    """rows.jsonl and eval.jsonl: JUDGEMENTS; more.jsonl: six rows without pictures; three pictures."""
+    import numpy as np
+
+    from helpers import JUDGEMENTS
+
+    folder, rng = tmp_path_factory.mktemp("judgements"), np.random.default_rng(0)
+    for i, size in enumerate([(56, 56), (84, 56), (56, 112)]):
+        write_image(folder / f"{i}.png", size, rng)
+    write_rows(folder / "rows.jsonl", JUDGEMENTS)
+    write_rows(folder / "eval.jsonl", JUDGEMENTS)
+    write_rows(folder / "more.jsonl", [{"prompt": f"say {i}", "response": str(i)} for i in range(6)])
+    return folder
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Every back-end runs on a CPU."""
+    from reference_kernels import replace_kernels
+
+    yield from replace_kernels(monkeypatch)
+
+
+@pytest.fixture(params=["gpu", "reference"])
+def device(request, monkeypatch) -> torch.device:
+    """A GPU; or a CPU with the reference kernels, where torch sees no GPU."""
+    on_gpu = request.param == "gpu"
+    if on_gpu != torch.cuda.is_available():
+        pytest.skip("needs a GPU" if on_gpu else "runs on the GPU that is here")
+    if on_gpu:
+        return torch.device("cuda")
+    request.getfixturevalue("kernels")
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    return torch.device("cpu")
+
+
+@pytest.fixture
+def gpu(request) -> torch.device:
+    """A GPU, of a test that cannot run elsewhere for the reason that is listed."""
+    from reference_kernels import ONLY_ON_A_GPU
+
+    reason = ONLY_ON_A_GPU[request.function.__name__]
+    if not torch.cuda.is_available():
+        pytest.skip(f"needs a GPU: {reason}")
+    return torch.device("cuda")

@@ -4,23 +4,21 @@ They stand where our code calls `torch.nn.attention.varlen.varlen_attn`, the ope
 and the functions of the package flash_attn, so that whole rollouts, scorings and updates run through the very calls
 of a GPU. They show that the calls are right, not what the kernels make of them.
 
-    kernels    every back-end runs on a CPU
-    device     a test of a GPU runs there, or on a CPU by these kernels
-    gpu        a test runs on a GPU only, for the reason that is listed
+The fixtures kernels, device and gpu are in conftest.py.
 """
 
 import importlib.machinery
 import math
+import sys
 import types
-from typing import NamedTuple
+from typing import Iterator, NamedTuple
 
-import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
 
 import check_kernels
 from common.model import weights
-from common.model.attention import choose_backend
+from common.model.attention import DecodeAttention, PackedAttention, SlotCache, choose_backend
 
 OPERATOR = "_flash_attention_forward"
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -137,8 +135,7 @@ class Kernels:
         return out[:, None]
 
 
-@pytest.fixture
-def kernels(monkeypatch):
+def replace_kernels(monkeypatch) -> Iterator[Kernels]:
     """Inside, every back-end runs on a CPU."""
     replaced = Kernels(grouped="enable_gqa" in torch_varlen.varlen_attn.__kwdefaults__)
     # which our code asks for the keywords of the installed torch
@@ -154,7 +151,7 @@ def kernels(monkeypatch):
     package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     package.flash_attn_varlen_func = replaced.flash_attn_varlen_func
     package.flash_attn_with_kvcache = replaced.flash_attn_with_kvcache
-    monkeypatch.setitem(__import__("sys").modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
 
     def choose(requested, device, dtype=torch.bfloat16):
         return choose_backend(requested, CUDA, dtype)
@@ -167,22 +164,79 @@ def kernels(monkeypatch):
     library._destroy()
 
 
-@pytest.fixture(params=["gpu", "reference"])
-def device(request, monkeypatch) -> torch.device:
-    """A GPU; or a CPU with the reference kernels, where torch sees no GPU."""
-    on_gpu = request.param == "gpu"
-    if on_gpu != torch.cuda.is_available():
-        pytest.skip("needs a GPU" if on_gpu else "runs on the GPU that is here")
-    if on_gpu:
-        return CUDA
-    request.getfixturevalue("kernels")
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
-    return CPU
+HEADS, KV_HEADS, GROUP, DIM = 4, 2, 2, 64
+# Two prompts, the first with two responses and the second with three, and a prompt alone.
+SEGMENTS = [(0, 150, 0, 0), (150, 190, 0, 150), (190, 191, 0, 150), (191, 208, 208, 208), (208, 240, 191, 208),
+            (240, 310, 191, 208), (310, 333, 191, 208), (333, 400, 400, 400)]
 
 
-@pytest.fixture
-def gpu(request) -> torch.device:
-    reason = ONLY_ON_A_GPU[request.function.__name__]
-    if not torch.cuda.is_available():
-        pytest.skip(f"needs a GPU: {reason}")
-    return CUDA
+def attention_bounds(dtype: torch.dtype) -> dict[str, float]:
+    """Relative errors that rounding explains, as launch/check_kernels.py has them: inputs of a product, scores and results
+    are rounded, backwards three times as often; sums are of up to 400 numbers."""
+    forward, backward = (check_kernels.explained(dtype, roundings, terms=400) for roundings in (4, 12))
+    return dict(forward=forward, dq=backward, dk=backward, dv=backward)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    actual, expected = actual.detach().cpu().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
+
+
+def packed_errors(backend: str, device: torch.device, dtype: torch.dtype, segments=SEGMENTS,
+                  window: int | None = None) -> dict[str, float]:
+    """Relative errors of the packed forward and its gradients against per-segment softmax in float64."""
+    generator, size = torch.Generator().manual_seed(0), segments[-1][1]
+    inputs = [torch.randn(1, heads, size, DIM, generator=generator).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    ours = [x.to(device).requires_grad_() for x in inputs[:3]]
+    truth = [x.double().requires_grad_() for x in inputs[:3]]
+    out = PackedAttention(segments, backend, device)(0, *ours, DIM ** -0.5, window)                        # (1, N, Hq, D)
+    q, k, v = (x[0].repeat_interleave(HEADS // x.shape[1], 0) for x in truth)                               # (Hq, N, D)
+    expected = []
+    for start_, end, p_start, p_end, *both in segments:
+        places = [*range(p_start, p_end), *range(start_, end)]
+        ones = torch.ones(end - start_, len(places), dtype=torch.bool)
+        seen = (ones if both else ones.tril(p_end - p_start)) & ones.triu(p_end - p_start - (window or size) + 1)
+        scores = q[:, start_:end] @ k[:, places].transpose(1, 2) * DIM ** -0.5
+        expected.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[:, places])
+    expected = torch.cat(expected, 1).transpose(0, 1)[None]
+    weight = inputs[3].transpose(1, 2)
+    gradients = torch.autograd.grad((out * weight.to(device)).sum(), ours)
+    expected_gradients = torch.autograd.grad((expected * weight.double()).sum(), truth)
+    if size == 1:                          # a softmax of one number is 1: the gradients of queries and keys are 0
+        assert all(gradient.abs().max() < attention_bounds(dtype)["forward"] for gradient in gradients[:2])
+        return {"forward": relative_error(out, expected), "dv": relative_error(gradients[2], expected_gradients[2])}
+    names = ("forward", "dq", "dk", "dv")
+    return {name: relative_error(*pair) for name, pair in zip(names, zip((out, *gradients), (expected, *expected_gradients)))}
+
+
+@torch.no_grad()
+def decode_error(backend: str, device: torch.device, dtype: torch.dtype, window: int | None = None) -> float:
+    """Relative error of one decoding step over slots of different lengths against softmax in float64; slots behind and cached
+    tokens behind a slot's end hold large values, which must not be seen."""
+    config = type("Config", (), dict(num_hidden_layers=2, num_key_value_heads=KV_HEADS, head_dim=DIM))
+    lengths, generator = torch.tensor([0, 1, 63, 64, 150, 299]), torch.Generator().manual_seed(0)
+    size = len(lengths)
+    cache = SlotCache(config, size + 2, 300, dtype, device, backend)
+    stored = [torch.randn(2, size + 2, 300, KV_HEADS, DIM, generator=generator).to(dtype) for _ in range(2)]
+    for column, values in zip((cache.keys, cache.values), stored):
+        values.masked_fill_((torch.arange(300) > lengths.max()).view(1, 1, -1, 1, 1), 1e3)
+        for slot, length in enumerate(lengths):
+            values[:, slot, length:] = 1e3
+        column.copy_(values)
+    q, k, v = (torch.randn(1, heads, size, DIM, generator=generator).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    attention = DecodeAttention(cache, lengths.to(device), 300, backend)
+    out = attention(1, *(x.to(device) for x in (q, k, v)), DIM ** -0.5, window)[0]                              # (B, Hq, D)
+    expected = []
+    for slot, length in enumerate(lengths):
+        keys, values = (torch.cat([x[1, slot, :length], new[0, :, slot][None]])[-(window or 0):]
+                        .repeat_interleave(GROUP, 1).double() for x, new in zip(stored, (k, v)))                # (M, Hq, D)
+        scores = torch.einsum("hd,mhd->hm", q[0, :, slot].double(), keys) * DIM ** -0.5
+        expected.append(torch.einsum("hm,mhd->hd", scores.softmax(-1), values))
+    return relative_error(out, torch.stack(expected))
+
+
+def usable(backend: str) -> bool:
+    try:
+        return bool(weights.choose_backend(backend, CUDA if torch.cuda.is_available() else CPU))
+    except ValueError:
+        return False

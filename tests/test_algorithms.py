@@ -12,20 +12,45 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (ROUNDING, assert_same_records, computing, hugging_face, logits_of, read_json, read_rows, records,
-                      reproducible, responses_of, rounding, start, take, token_logprobs, with_flags, words, write_rows)
-from test_buffers import random_batch
-from test_losses import loss_oracle
-from test_training import Caught, gradient, hand_batch, samples_of, samples_of_steps, write_samples  # noqa: F401
 
 import train_ppo_vl as ppo
 from common import flags, losses
-from common.model import fsdp
-from common.rewards import scoring
 from common.buffers import Batch
 from common.data.loader import PromptLoader
+from common.model import fsdp
 from common.model import weights as vlm_weights
 from common.model.packs import make_packs
+from common.rewards import scoring
+from conftest import (
+    ROUNDING,
+    assert_same_records,
+    computing,
+    hugging_face,
+    logits_of,
+    read_json,
+    read_rows,
+    records,
+    reproducible,
+    responses_of,
+    rounding,
+    start,
+    take,
+    token_logprobs,
+    with_flags,
+    words,
+    write_rows,
+)
+from helpers import (
+    Caught,
+    gradient,
+    hand_batch,
+    loss_oracle,
+    random_batch,
+    samples_of,
+    samples_of_steps,
+)
+
+pytestmark = pytest.mark.usefixtures("write_samples")
 
 SCORES = [1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 2.0, 2.0, -1.0, 3.0, 0.0, 0.25, 0.1, 0.1, 0.0, 0.7]
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 import toy
+from conftest import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -11,44 +11,19 @@ import torch
 
 from common import buffers
 from common.buffers import (
-    Batch,
     PER_TOKEN,
+    Batch,
     assign_blocks,
     balanced_partition,
     build_pack,
     make_blocks,
 )
-from common.flags import parse_datasets
 from common.data.loader import data_order, draw_batches, mix
+from common.flags import parse_datasets
+from helpers import prompts_of, random_batch
 
 SEEDS = range(20)
 IMAGE = 3  # token id of an image place in the rows below
-
-
-def random_batch(rng: np.random.Generator, prompts: int = 6, most: int = 5, longest: int = 9, shortest: int = 0) -> Batch:
-    """Random samples (some prompts may have none), in (prompt, number) order, every field filled."""
-    counts = rng.integers(0, most + 1, prompts)
-    counts[rng.integers(prompts)] = most                                     # never none at all
-    lengths = rng.integers(shortest, longest + 1, counts.sum())
-    samples, tokens = len(lengths), int(lengths.sum())
-
-    def noise(size: int) -> torch.Tensor:
-        return torch.from_numpy(rng.normal(size=size).astype(np.float32))
-
-    batch = Batch(
-        prompts=prompts_of(range(1, prompts + 1)), prompt_ids=list(range(50, 50 + prompts)),
-        owners=[g % 3 for g in range(prompts)], dropped=[g for g in range(prompts) if counts[g] == 0], sampling="as it was",
-        patches={g: object() for g in range(0, prompts, 2)}, features={g: object() for g in range(1, prompts, 2)},
-        positions={g: object() for g in range(prompts)},
-        prompt_index=torch.from_numpy(np.repeat(np.arange(prompts), counts)),
-        sample_number=torch.from_numpy(np.concatenate([np.arange(n) for n in counts])), lengths=torch.from_numpy(lengths),
-        truncated=noise(samples) > 0, tokens=torch.from_numpy(rng.integers(4, 1000, tokens)), rewards=noise(samples),
-        greedy_rewards=noise(samples), greedy_lengths=torch.from_numpy(lengths),
-        judgements=[str(i) for i in range(samples)], components={"accuracy": noise(samples)},
-        weights=noise(2 * samples).reshape(-1, 2))
-    for name in PER_TOKEN[1:]:                                               # all but the tokens themselves
-        setattr(batch, name, noise(tokens))
-    return batch
 
 
 def with_replies(batch: Batch, rng: np.random.Generator) -> Batch:
@@ -69,11 +44,6 @@ def with_replies(batch: Batch, rng: np.random.Generator) -> Batch:
         batch, spans=torch.tensor(spans), stream=torch.tensor(stream), is_own=torch.tensor(is_own),
         places=torch.from_numpy(rng.integers(0, 99, (len(stream), 3))), conversations=[f"talk {i}" for i in range(len(batch))],
         turn_rewards=torch.from_numpy(rng.normal(size=len(batch.tokens))))
-
-
-def prompts_of(lengths) -> list:
-    """Prompts of so many tokens: all that a batch knows of them."""
-    return [SimpleNamespace(input_ids=torch.arange(4, 4 + length)) for length in lengths]
 
 
 def with_prompts(batch: Batch, lengths: list[int]) -> Batch:

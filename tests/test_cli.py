@@ -13,16 +13,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
-from conftest import read_json, read_rows, table, user_error, words
 from transformers import AutoModelForImageTextToText
 
+import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, flags as common_flags, losses
+from common import distributed, losses
+from common import flags as common_flags
 from common.flags import ModelArgs
 from common.model import attention, weights
+from conftest import read_json, read_rows, table, user_error, words
 
 SCRIPT = Path(ppo.__file__)
 ROOT = SCRIPT.parent

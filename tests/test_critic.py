@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import hugging_face, inputs_of, start, with_flags
-from test_training import fresh
 
 import train_ppo_vl as ppo
 from common.model import fsdp
+from conftest import hugging_face, inputs_of, start, with_flags
+from helpers import fresh
 
 
 class Scorer:

@@ -13,12 +13,24 @@ from typing import Callable
 
 import pytest
 import torch
-from conftest import (ROOT, ROUNDING, hugging_face, inputs_of, logits_of, read_rows, readme_reward, responses_of, rounding, start,
-                      token_logprobs, user_error)
 from PIL import Image, ImageFilter
-from test_training import flags, task  # noqa: F401
 
 from common import losses
+from conftest import (
+    ROOT,
+    ROUNDING,
+    hugging_face,
+    inputs_of,
+    logits_of,
+    read_rows,
+    readme_reward,
+    responses_of,
+    rounding,
+    start,
+    token_logprobs,
+    user_error,
+)
+from helpers import flags
 
 SCRIPT, CHANGES = "train_ppo_vl.py", "common/model/image_changes.py"
 DRAWING = "common/logprobs.py"
@@ -65,7 +77,7 @@ def imported(path: Path, name: str) -> ModuleType:
 
 
 @pytest.fixture
-def run(qwen25, task, tmp_path):  # noqa: F811
+def run(qwen25, task, tmp_path):
     """A function that runs the script of a diff for two steps: the script, its records, and the batch of each step."""
 
     def run_two_steps(name: str, *more: str, prepare: Callable = lambda script: None) -> tuple[ModuleType, list[dict], list]:
@@ -161,7 +173,7 @@ def test_a_changed_sampling_rule(run):
         assert len(set(responses)) > 1
 
 
-def test_another_sampler(run, qwen25, task):  # noqa: F811
+def test_another_sampler(run, qwen25, task):
     """Its tokens are drawn at the temperature asked for, and its log-probs are those of Hugging Face's model and of ours."""
     script, steps, batches = run("sampler", "--sampler generate --temperature 0.8")
     env, model, batch = start(qwen25, task / "train.jsonl"), hugging_face(qwen25), batches[0]
@@ -182,7 +194,7 @@ def test_another_sampler_that_sees_no_images_is_stopped_with_the_question(run, m
         run("sampler", "--sampler generate", prepare=blind)
 
 
-def test_another_kind_of_look(run, qwen25, task):  # noqa: F811
+def test_another_kind_of_look(run, qwen25, task):
     """PAPO's second look is at images that Pillow blurs: their log-probs, by Hugging Face's model."""
     script, steps, batches = run("look", "--perception_coef 0.01 --perception_change blur:0.1 --actor_lr 0 --steps 2")
     env = start(qwen25, task / "train.jsonl")

@@ -1,21 +1,20 @@
 """Compiled functions of decoding against the eager ones, and what happens where nothing compiles."""
 
 import re
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import seeded
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 from common import logprobs
 from common.model import layers
+from conftest import seeded
+from helpers import needs_compiler
 
 CPU = torch.device("cpu")
-needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
 
 @pytest.fixture(autouse=True)

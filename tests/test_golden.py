@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from conftest import ROOT, words
 
 sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))

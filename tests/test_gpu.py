@@ -10,11 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, ROUNDING, read_json, read_rows, responses_of, start, take, user_error, words
-from ranks import TORCHRUN
-from reference_kernels import CPU, CUDA, ONLY_ON_A_GPU, device, gpu, kernels  # noqa: F401  (fixtures)
-from test_fused import needs_compiler
-from test_training import score
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import check_kernels
@@ -22,16 +17,35 @@ import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logprobs
-from common.model.fsdp import bare_forwards, unsharded
 from common.flags import ModelArgs
 from common.model import vlm, weights
-from common.model.attention import DecodeAttention, PackedAttention, SlotCache, choose_backend
+from common.model.attention import choose_backend
+from common.model.fsdp import bare_forwards, unsharded
 from common.model.packs import make_packs
+from conftest import (
+    ROOT,
+    ROUNDING,
+    read_json,
+    read_rows,
+    responses_of,
+    start,
+    take,
+    user_error,
+    words,
+)
+from helpers import needs_compiler, score
+from ranks import TORCHRUN
+from reference_kernels import (
+    CPU,
+    CUDA,
+    SEGMENTS,
+    attention_bounds,
+    decode_error,
+    packed_errors,
+    relative_error,
+    usable,
+)
 
-HEADS, KV_HEADS, GROUP, DIM = 4, 2, 2, 64
-# Two prompts, the first with two responses and the second with three, and a prompt alone.
-SEGMENTS = [(0, 150, 0, 0), (150, 190, 0, 150), (190, 191, 0, 150), (191, 208, 208, 208), (208, 240, 191, 208),
-            (240, 310, 191, 208), (310, 333, 191, 208), (333, 400, 400, 400)]
 # Text, a picture whose tokens see each other, text behind it and a response; and the one token of an empty pack, alone.
 PICTURE = [(0, 30, 0, 0), (30, 286, 0, 30, True), (286, 300, 0, 286), (300, 380, 0, 300), (380, 400, 400, 400)]
 ALONE = [(0, 1, 0, 0)]
@@ -40,83 +54,11 @@ layouts = pytest.mark.parametrize("segments, window", [
 kernel_backends = pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
 
 
-def attention_bounds(dtype: torch.dtype) -> dict[str, float]:
-    """Relative errors that rounding explains, as launch/check_kernels.py has them: inputs of a product, scores and results
-    are rounded, backwards three times as often; sums are of up to 400 numbers."""
-    forward, backward = (check_kernels.explained(dtype, roundings, terms=400) for roundings in (4, 12))
-    return dict(forward=forward, dq=backward, dk=backward, dv=backward)
-
-
 def explained_gap(layers: int) -> float:
     """Mean error of log-probs that bfloat16 explains: some 20 operations of a layer, one behind the other, round their results
     by half an epsilon at most. Errors of either sign add up like the steps of a random walk: n operations leave a hidden
     state off by sqrt(n) halves of an epsilon, and the logits and log-probs, whose spread is about 1 here, by as much."""
     return check_kernels.explained(torch.bfloat16, math.sqrt(20 * layers))
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    actual, expected = actual.detach().cpu().double(), expected.detach().double()
-    return float((actual - expected).norm() / expected.norm())
-
-
-def packed_errors(backend: str, device: torch.device, dtype: torch.dtype, segments=SEGMENTS,
-                  window: int | None = None) -> dict[str, float]:
-    """Relative errors of the packed forward and its gradients against per-segment softmax in float64."""
-    generator, size = torch.Generator().manual_seed(0), segments[-1][1]
-    inputs = [torch.randn(1, heads, size, DIM, generator=generator).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    ours = [x.to(device).requires_grad_() for x in inputs[:3]]
-    truth = [x.double().requires_grad_() for x in inputs[:3]]
-    out = PackedAttention(segments, backend, device)(0, *ours, DIM ** -0.5, window)                        # (1, N, Hq, D)
-    q, k, v = (x[0].repeat_interleave(HEADS // x.shape[1], 0) for x in truth)                               # (Hq, N, D)
-    expected = []
-    for start_, end, p_start, p_end, *both in segments:
-        places = [*range(p_start, p_end), *range(start_, end)]
-        ones = torch.ones(end - start_, len(places), dtype=torch.bool)
-        seen = (ones if both else ones.tril(p_end - p_start)) & ones.triu(p_end - p_start - (window or size) + 1)
-        scores = q[:, start_:end] @ k[:, places].transpose(1, 2) * DIM ** -0.5
-        expected.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[:, places])
-    expected = torch.cat(expected, 1).transpose(0, 1)[None]
-    weight = inputs[3].transpose(1, 2)
-    gradients = torch.autograd.grad((out * weight.to(device)).sum(), ours)
-    expected_gradients = torch.autograd.grad((expected * weight.double()).sum(), truth)
-    if size == 1:                          # a softmax of one number is 1: the gradients of queries and keys are 0
-        assert all(gradient.abs().max() < attention_bounds(dtype)["forward"] for gradient in gradients[:2])
-        return {"forward": relative_error(out, expected), "dv": relative_error(gradients[2], expected_gradients[2])}
-    names = ("forward", "dq", "dk", "dv")
-    return {name: relative_error(*pair) for name, pair in zip(names, zip((out, *gradients), (expected, *expected_gradients)))}
-
-
-@torch.no_grad()
-def decode_error(backend: str, device: torch.device, dtype: torch.dtype, window: int | None = None) -> float:
-    """Relative error of one decoding step over slots of different lengths against softmax in float64; slots behind and cached
-    tokens behind a slot's end hold large values, which must not be seen."""
-    config = type("Config", (), dict(num_hidden_layers=2, num_key_value_heads=KV_HEADS, head_dim=DIM))
-    lengths, generator = torch.tensor([0, 1, 63, 64, 150, 299]), torch.Generator().manual_seed(0)
-    size = len(lengths)
-    cache = SlotCache(config, size + 2, 300, dtype, device, backend)
-    stored = [torch.randn(2, size + 2, 300, KV_HEADS, DIM, generator=generator).to(dtype) for _ in range(2)]
-    for column, values in zip((cache.keys, cache.values), stored):
-        values.masked_fill_((torch.arange(300) > lengths.max()).view(1, 1, -1, 1, 1), 1e3)
-        for slot, length in enumerate(lengths):
-            values[:, slot, length:] = 1e3
-        column.copy_(values)
-    q, k, v = (torch.randn(1, heads, size, DIM, generator=generator).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    attention = DecodeAttention(cache, lengths.to(device), 300, backend)
-    out = attention(1, *(x.to(device) for x in (q, k, v)), DIM ** -0.5, window)[0]                              # (B, Hq, D)
-    expected = []
-    for slot, length in enumerate(lengths):
-        keys, values = (torch.cat([x[1, slot, :length], new[0, :, slot][None]])[-(window or 0):]
-                        .repeat_interleave(GROUP, 1).double() for x, new in zip(stored, (k, v)))                # (M, Hq, D)
-        scores = torch.einsum("hd,mhd->hm", q[0, :, slot].double(), keys) * DIM ** -0.5
-        expected.append(torch.einsum("hm,mhd->hd", scores.softmax(-1), values))
-    return relative_error(out, torch.stack(expected))
-
-
-def usable(backend: str) -> bool:
-    try:
-        return bool(weights.choose_backend(backend, CUDA if torch.cuda.is_available() else CPU))
-    except ValueError:
-        return False
 
 
 def skip_unless_installed(backend: str) -> None:

@@ -13,42 +13,43 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import ranks
 import tokenizers
 import torch
-from conftest import (ROUNDING, assert_same_records, hugging_face, inputs_of, judge_settings, read_json, read_rows,
-                      records, reproducible, rounding, table, user_error, with_flags, words, write_image,
-                      write_rows)
 from safetensors.torch import load_file, save_file
-from test_checkpoint import die_at
-from test_training import Caught, distance
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logging
-from common.model import fsdp
-from common.rewards import accuracy, judge as judgements, rules
 from common.buffers import Batch
 from common.data.loader import PromptLoader
 from common.data.processor import Processor
-from common.model import vlm
+from common.model import fsdp, vlm
 from common.model.packs import make_packs
+from common.rewards import accuracy, rules
+from common.rewards import judge as judgements
+from conftest import (
+    ROUNDING,
+    assert_same_records,
+    hugging_face,
+    inputs_of,
+    judge_settings,
+    read_json,
+    read_rows,
+    records,
+    reproducible,
+    rounding,
+    table,
+    user_error,
+    with_flags,
+    words,
+    write_rows,
+)
+from helpers import JUDGEMENTS, Caught, distance, evaluation, judge_flags
+from lives import die_at
 
-ROWS = [json.loads(line) for line in r"""
-{"prompt": "what is this?", "images": ["0.png"], "response": "a circle. <answer>yes</answer>"}
-{"prompt": "what is this?", "images": ["0.png"], "response": "no idea"}
-{"messages": [{"role": "user", "content": "hello"}], "response": "hi", "source": "chat"}
-{"prompt": "red", "images": ["1.png", "2.png"], "preferred": "A", "critique": "{A} is red and {B} is not.\nSo"}
-{"prompt": "how many?", "images": ["2.png"], "responses": ["one {response_b}", "two"], "preferred": "B"}
-{"prompt": "say a", "responses": ["a", "b"], "preferred": "tie", "source": "texts"}
-{"question": "how many?", "images": ["1.png"], "response": "", "correct": false}
-{"question": "how many?", "images": ["0.png"], "response": "3", "correct": true, "critique": "there are 3"}
-{"question": "how many?", "images": ["1.png"], "response": "3", "score": 4.0}
-{"prompt": "how many?", "images": [], "response": "3", "score": -1.5}
-""".strip().splitlines()]
 PAIR = ["A", "B", "tie"]
 VERDICTS = dict(pictures=PAIR, answers=PAIR, correct=["yes", "no"], rubric=["yes", "no"], score=["-1.5", "4"])
 # As published with LLaVA 1.5, with another image token: a space before the answer, no end token behind it.
@@ -62,26 +63,13 @@ LLAVA = ("{% for message in messages %}{% if message['role'] != 'system' %}{{ me
 
 # ------------------------------------------------------------------------------------------------ set-up
 @pytest.fixture(scope="session")
-def task(tmp_path_factory) -> Path:
-    """rows.jsonl and eval.jsonl: ROWS; more.jsonl: six rows without pictures; three pictures."""
-    folder, rng = tmp_path_factory.mktemp("judgements"), np.random.default_rng(0)
-    for i, size in enumerate([(56, 56), (84, 56), (56, 112)]):
-        write_image(folder / f"{i}.png", size, rng)
-    write_rows(folder / "rows.jsonl", ROWS)
-    write_rows(folder / "eval.jsonl", ROWS)
-    write_rows(folder / "more.jsonl", [{"prompt": f"say {i}", "response": str(i)} for i in range(6)])
-    return folder
-
-
-def flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[str]:
-    return words("--model", checkpoint, "--data", task / "rows.jsonl", "--eval_data", task / "eval.jsonl", "--out", out,
-                 "--max_prompt_tokens 600 --max_tokens_per_pack 700 --prompts_per_step 4 --lr 1e-3 --eval_max_new_tokens 5 "
-                 "--eval_batch 2", *more)
+def task(judgements) -> Path:
+    return judgements
 
 
 def start(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> SimpleNamespace:
     """The script's own start-up in this process, as one rank."""
-    args = grm.parse_args(flags(checkpoint, task, out, *more))
+    args = grm.parse_args(judge_flags(checkpoint, task, out, *more))
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     rows = grm.load_rows(args)
     args = grm.count_steps(args, len(rows.train))
@@ -104,10 +92,6 @@ def take_targets(env, questions: list) -> Batch:
     """The same with the targets of the questions."""
     targets = [[example.target for example in question.examples] for question in questions]
     return take(env, questions).with_targets(targets)
-
-
-def evaluation(out: Path, step: int) -> dict:
-    return read_json(out / "eval" / f"eval_result_{step}.json")
 
 
 def labelled(env, example, target: torch.Tensor) -> dict:
@@ -221,7 +205,7 @@ def test_the_options_of_the_template_are_a_part_of_judge_json(qwen25, task, tmp_
     env.processor.save(str(folder))
     assert read_json(folder / "judge.json") == judge
     for options, ending in (("", "assistant\n<think>\n"), ("{}", "assistant\n")):
-        again = grm.load_rows(grm.parse_args(flags(folder, task, tmp_path / "again", "--template_options", options)))
+        again = grm.load_rows(grm.parse_args(judge_flags(folder, task, tmp_path / "again", "--template_options", options)))
         assert again.held_out[0].prompt.text.endswith(ending)
         assert again.settings.template_options == ({} if options else {"think": True})
     with user_error("--template_options: the chat template knows no 'thinking'"):
@@ -269,7 +253,7 @@ def test_a_lost_judge_stops_the_run(qwen25, task, tmp_path):
     name = next(key for key in weights if key.endswith("layers.0.mlp.up_proj.weight"))
     weights[name][0, 0] = torch.nan
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    argv = flags(model, task, tmp_path / "run", "--steps 9 --save_every 9 --eval_data", "")
+    argv = judge_flags(model, task, tmp_path / "run", "--steps 9 --save_every 9 --eval_data", "")
     message = "step 3: the gradient of the judge was not finite and all its updates were skipped, 3 steps in a row"
     with user_error(message):
         grm.main(argv)
@@ -432,14 +416,14 @@ def test_a_pair_is_asked_in_both_orders(env):
     def asked(row: dict, *names: str, orders: str = "both") -> list[tuple]:
         return [tuple(ask[name] for name in names) for ask in judgements.read_judgement(row, judge, orders)]
 
-    assert asked(ROWS[3], "images", "verdict", "order", "text") == [
+    assert asked(JUDGEMENTS[3], "images", "verdict", "order", "text") == [
         (["1.png", "2.png"], "A", "given", "A is red and B is not.\nSo\n<answer>A</answer>"),
         (["2.png", "1.png"], "B", "swapped", "B is red and A is not.\nSo\n<answer>B</answer>")]
-    assert asked(ROWS[4], "question", "verdict", "images") == [
+    assert asked(JUDGEMENTS[4], "question", "verdict", "images") == [
         ("how many?|one {response_b}|two", "B", ["2.png"]), ("how many?|two|one {response_b}", "A", ["2.png"])]   # one pass
-    assert asked(ROWS[5], "verdict") == [("tie",), ("tie",)]
-    assert asked(ROWS[5], "order", orders="given") == [("given",)]
-    assert len(asked(ROWS[3] | {"critique": "Picture A is red."}, orders="given")) == 1
+    assert asked(JUDGEMENTS[5], "verdict") == [("tie",), ("tie",)]
+    assert asked(JUDGEMENTS[5], "order", orders="given") == [("given",)]
+    assert len(asked(JUDGEMENTS[3] | {"critique": "Picture A is red."}, orders="given")) == 1
 
 
 def test_a_response_is_no_place_for_a_picture(env, task):
@@ -455,11 +439,11 @@ def test_a_response_is_no_place_for_a_picture(env, task):
 
 def test_other_rows():
     judge = settings(correct_template="{prompt} -> {response}")
-    assert [judgements.read_judgement(row, judge, "both")[0]["text"] for row in ROWS[6:]] == [
+    assert [judgements.read_judgement(row, judge, "both")[0]["text"] for row in JUDGEMENTS[6:]] == [
         "<answer>no</answer>", "there are 3\n<answer>yes</answer>", "<answer>4</answer>", "<answer>-1.5</answer>"]
-    assert judgements.read_judgement(ROWS[6], judge, "both")[0]["question"] == "how many? -> "
-    assert [judgements.read_judgement(row, judge, "both")[0]["verdict"] for row in ROWS[:2]] == ["yes", None]
-    row = ROWS[7] | {"critique": "not <answer>no</answer>"}
+    assert judgements.read_judgement(JUDGEMENTS[6], judge, "both")[0]["question"] == "how many? -> "
+    assert [judgements.read_judgement(row, judge, "both")[0]["verdict"] for row in JUDGEMENTS[:2]] == ["yes", None]
+    row = JUDGEMENTS[7] | {"critique": "not <answer>no</answer>"}
     assert judgements.read_judgement(row, judge, "both")[0]["verdict"] == "yes"
 
 
@@ -491,7 +475,7 @@ BAD_ROWS = table("""
 @pytest.mark.parametrize("row, message", BAD_ROWS)
 def test_bad_rows_are_refused_with_file_and_line(env, task, tmp_path, row, message):
     path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(ROWS[2]) + "\n" + row.replace("LONGLONG", "b" * 1_000_000).replace("LONG", "b" * 700))
+    path.write_text(json.dumps(JUDGEMENTS[2]) + "\n" + row.replace("LONGLONG", "b" * 1_000_000).replace("LONG", "b" * 700))
     for name in ("0.png", "1.png"):
         shutil.copy(task / name, tmp_path)
     with pytest.raises(ValueError) as error:
@@ -662,7 +646,7 @@ def test_kinds_at_chance_are_named():
 def one_rank(qwen25, task, tmp_path_factory) -> Path:
     """A run of four steps with an evaluation at start, after step 2 and at the end."""
     out = tmp_path_factory.mktemp("one") / "run"
-    grm.main(flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2"))
+    grm.main(judge_flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2"))
     return out
 
 
@@ -716,7 +700,7 @@ def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
 def two_ranks(qwen25, task, tmp_path_factory) -> Path:
     """The run of ``one_rank`` on two."""
     out = tmp_path_factory.mktemp("two") / "run"
-    ranks.run(grm.main, flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 0"), world=2)
+    ranks.run(grm.main, judge_flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 0"), world=2)
     return out
 
 
@@ -730,7 +714,7 @@ def test_two_ranks_are_one_rank(one_rank, two_ranks):
 
 def test_sigkill_and_resume_are_bitwise(two_ranks, qwen25, task, tmp_path):
     """Rank 0 is killed right after the commit of step 2 while step 3 runs; the rest is that of an undisturbed run."""
-    argv = flags(qwen25, task, tmp_path, "--steps 4 --eval_every 2 --save_every 2 --save_blocking")
+    argv = judge_flags(qwen25, task, tmp_path, "--steps 4 --eval_every 2 --save_every 2 --save_blocking")
     life = ranks.start(grm.main, argv, world=2, patches=[(die_at, "before-rotation", 0)])
     assert life.wait()[0] == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
@@ -742,7 +726,7 @@ def test_sigkill_and_resume_are_bitwise(two_ranks, qwen25, task, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp_path, monkeypatch):
-    argv, update = flags(qwen25, task, tmp_path, "--steps 4 --eval_every 2"), grm.update
+    argv, update = judge_flags(qwen25, task, tmp_path, "--steps 4 --eval_every 2"), grm.update
 
     def interrupted(*args):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -765,7 +749,7 @@ def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp
 def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path):
     """Of an earlier checkpoint, by other rows: records, flags, exports and judgements of the run are those of before."""
     out = Path(shutil.copytree(one_rank, tmp_path / "run"))
-    argv = flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2 --export_every 1")
+    argv = judge_flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2 --export_every 1")
     grm.main(words(*argv, "--eval_data", task / "more.jsonl", "--eval_only --resume", out / "checkpoints" / "step-2"))
     assert len(evaluation(out / "evaluation-step-2", 2)["records"]) < len(evaluation(out, 2)["records"])
     files = [path.relative_to(one_rank) for path in one_rank.rglob("*") if path.is_file() and path.name != ".lock"]
@@ -793,7 +777,7 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     model = AutoModelForImageTextToText.from_pretrained(folder)
     assert load_file(folder / "model.safetensors").keys() == load_file(qwen25 / "model.safetensors").keys()
     assert not torch.equal(model.lm_head.weight, AutoModelForImageTextToText.from_pretrained(qwen25).lm_head.weight)
-    metrics = grm.main(flags(folder, task, tmp_path, "--eval_only"))
+    metrics = grm.main(judge_flags(folder, task, tmp_path, "--eval_only"))
     assert metrics["eval/accuracy"] == summary["accuracy"]
     again, before = evaluation(tmp_path / "evaluation-step-0", 0)["records"], evaluation(one_rank, 4)["records"]
     assert [entry["generated_text"] for entry in again] == [entry["generated_text"] for entry in before]
@@ -820,7 +804,7 @@ def test_an_export_after_a_kill_tells_of_the_newest_evaluation(one_rank, qwen25,
         shutil.rmtree(out / "export")
         if name == "without":
             (out / "eval" / "eval_result_4.json").unlink()
-        grm.main(flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2"))
+        grm.main(judge_flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2"))
         judge = read_json(out / "export" / "step-4" / "judge.json")
         assert judge["held_out"]["step"] == step
 

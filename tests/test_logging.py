@@ -10,29 +10,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ranks
 import torch
-from conftest import read_json, user_error
 import torch.distributed as dist
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
+import ranks
 from common import distributed, flags, logging
-from common.logging import contact_sheet
-from common.rewards.cards import CHARACTERS, sample_card, wrap
+from common.flags import RunArgs
 from common.logging import (
     Largest,
     Mean,
     MetricSums,
     RunLogger,
     StageTimer,
+    contact_sheet,
     due,
     environment,
     evaluation_due,
     read_records,
 )
-from common.flags import RunArgs
+from common.rewards.cards import CHARACTERS, sample_card, wrap
+from conftest import read_json, user_error
 
 
 def open_log(out, first_step: int = 0, **flags) -> RunLogger:

@@ -5,12 +5,11 @@ import math
 
 import pytest
 import torch
-from conftest import ROUNDING, rounding
-from reference_kernels import device, kernels  # noqa: F401  (fixtures)
-from test_plan import LiveBytes
 
 import train_ppo_vl as ppo
 from common import logprobs, losses
+from conftest import ROUNDING, rounding
+from helpers import LiveBytes, loss_oracle
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LENGTHS = torch.tensor([3, 2])
@@ -216,34 +215,6 @@ def packed_loss(name, clip_low=None, clip_high=None, mask=None, logp=LOGP, **opt
     lengths = torch.zeros(2).index_add(0, SEQ, mask).long()
     weights = losses.token_weights(lengths, "seq-mean-token-mean", 8)[SEQ]
     return (terms * weights * mask).sum(), stats
-
-
-def loss_oracle(name, logp, old, adv, low, high, dual):
-    """One sequence, (T,): the mean over its tokens, term by term from the papers, with their gradient."""
-    total, n = torch.zeros(()), len(logp)
-    for lp, o, a in zip(logp, old, adv):
-        ratio = torch.exp(lp - o)
-        if name == "gspo":
-            ratio = torch.exp((logp - old).mean().detach() + lp - lp.detach())
-        if name in ("ppo", "gspo"):
-            term = torch.maximum(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
-            if name == "ppo" and a < 0:
-                term = torch.minimum(term, -dual * a)
-        elif name == "cpgd" and a > 0:
-            term = -a * torch.minimum(lp, o + math.log(1 + high))
-        elif name == "cpgd":
-            term = -a * torch.maximum(lp, o + math.log(1 - low))
-        elif name == "cispo":
-            term = -ratio.clamp(1 - low, 1 + high).detach() * a * lp
-        elif name == "sapo":
-            tau = 1.0 if a > 0 else 1.05
-            term = -a * 4 / tau * torch.sigmoid(tau * (ratio - 1))
-        elif name == "gmpo":
-            mean, changes = adv.mean(), logp - old
-            changes = changes.clamp(max=high) if mean > 0 else changes.clamp(min=-low)
-            term = -mean * torch.exp(changes.mean())
-        total = total + term / n
-    return total
 
 
 def test_policy_loss_golden():

@@ -10,17 +10,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (ROUNDING, hugging_face, read_rows, responses_of, start, take, token_logprobs, user_error, with_flags, words,
-                      write_image, write_rows)
 from PIL import Image
-from test_environments import talk
-from test_training import Caught, distance
 
 import train_ppo_vl as ppo
 from common import losses
 from common.data.loader import load_pixels
 from common.model import image_changes
 from common.rewards import scoring
+from conftest import (
+    ROUNDING,
+    hugging_face,
+    read_rows,
+    responses_of,
+    start,
+    take,
+    token_logprobs,
+    user_error,
+    with_flags,
+    words,
+    write_image,
+    write_rows,
+)
+from helpers import Caught, distance
+from talkers import talk
 
 REWARD = '''
 def score(prompts, responses, references, labels, images):

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import ranks
 import torch
-from conftest import ROOT, user_error
 
+import ranks
 from common import distributed
+from conftest import ROOT, user_error
 
 SCRIPTS = ("train_ppo_vl.py", "train_grm_vl.py")
 

@@ -5,15 +5,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (ROUNDING, computing, hugging_face, inputs_of, rounding, same_tensors, start, table, Tensors,
-                      user_error, with_flags, words, write_rows)
-from test_training import Caught, distance, fresh, gradient, take_gradients, task, tensors, train  # noqa: F401
 
 import train_ppo_vl as ppo
 from common.model import vlm
-from common.model.ptx import PtxLoss
 from common.model.packs import make_packs
-
+from common.model.ptx import PtxLoss
+from conftest import (
+    ROUNDING,
+    Tensors,
+    computing,
+    hugging_face,
+    inputs_of,
+    rounding,
+    same_tensors,
+    start,
+    table,
+    user_error,
+    with_flags,
+    words,
+    write_rows,
+)
+from helpers import Caught, distance, fresh, gradient, take_gradients, tensors, train
 
 ROWS = """\
 {"prompt": "what is it?", "images": ["train-1-0.png"], "response": "a red circle"}

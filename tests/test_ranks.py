@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from conftest import ROOT
 
+import ranks
 from common import distributed
+from conftest import ROOT
 
 
 def look_around(folder: str) -> None:

@@ -10,14 +10,24 @@ import subprocess
 
 import pytest
 import torch
-from conftest import ROOT, ROUNDING, read_rows, responses_of, start, take, token_logprobs, words, write_rows
 from safetensors.torch import load_file
-from test_checkpoint import reproducible
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_ppo_vl as ppo
 from common.data.processor import Processor
 from common.model import weights as vlm_weights
+from conftest import (
+    ROOT,
+    ROUNDING,
+    read_rows,
+    reproducible,
+    responses_of,
+    start,
+    take,
+    token_logprobs,
+    words,
+    write_rows,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -5,9 +5,17 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROUNDING, assert_same_records, read_json, same_tensors, start, Tensors, user_error
-from test_training import task, tensors, train  # noqa: F401
 
+from conftest import (
+    ROUNDING,
+    Tensors,
+    assert_same_records,
+    read_json,
+    same_tensors,
+    start,
+    user_error,
+)
+from helpers import tensors, train
 
 KL = "--kl_coef 0.1 --actor_lr 1e-2 --save_every 1 --keep_last 9 --export_every 0"
 
@@ -19,7 +27,7 @@ def role(folder, name: str) -> Tensors:
 
 
 @pytest.fixture(scope="module")
-def whole(qwen25, task, tmp_path_factory):  # noqa: F811
+def whole(qwen25, task, tmp_path_factory):
     """Folder and records of five steps; the reference becomes the actor after the second and the fourth."""
     out = tmp_path_factory.mktemp("whole")
     return out, train(qwen25, task, out, KL, "--steps 5 --reference_every 2")
@@ -43,7 +51,7 @@ def test_the_reference_is_the_actor_of_its_step(whole, qwen25):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [3, 4])
-def test_it_is_resumed_bit_for_bit(whole, qwen25, task, tmp_path, before):  # noqa: F811
+def test_it_is_resumed_bit_for_bit(whole, qwen25, task, tmp_path, before):
     """Between two copies and right after one; with its weights in host memory, too."""
     out, steps = whole
     train(qwen25, task, tmp_path, KL, "--steps", before, "--reference_every 2")
@@ -54,7 +62,7 @@ def test_it_is_resumed_bit_for_bit(whole, qwen25, task, tmp_path, before):  # no
     assert any(name.startswith("reference.") for name in first)
 
 
-def test_a_reference_that_stays_is_in_no_checkpoint(qwen25, task, tmp_path):  # noqa: F811
+def test_a_reference_that_stays_is_in_no_checkpoint(qwen25, task, tmp_path):
     train(qwen25, task, tmp_path, KL, "--steps 1")
     names = set(tensors(tmp_path / "checkpoints" / "step-1"))
     assert {name.split(".")[0] for name in names} == {"actor", "critic"}

@@ -2,39 +2,34 @@
 
 import dataclasses
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (ROUNDING, computing, hugging_face, inputs_of, logits_of, start, take, token_logprobs, user_error,
-                      write_checkpoint)
 from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import logprobs
-from common.model import fsdp, graphs
 from common.model import attention as vlm_attention
-from common.model import vlm
+from common.model import fsdp, graphs, vlm
+from conftest import (
+    ROUNDING,
+    computing,
+    hugging_face,
+    inputs_of,
+    logits_of,
+    start,
+    take,
+    token_logprobs,
+    user_error,
+    write_checkpoint,
+)
 
 
 def generate(env, batch, count: int, **changes):
     """Samples of the prompts, with other settings of sampling; and their tokens as lists."""
     samples = ppo.rollout(env.actor, batch, dataclasses.replace(env.sampling, **changes), count)
     return samples, [tokens.tolist() for tokens in samples.split(samples.tokens)]
-
-
-@pytest.fixture
-def poll(monkeypatch) -> list[int]:
-    """[after how many tokens the engine looks at its samples]"""
-    poll, init = [1], ppo.RolloutEngine.__init__
-
-    def init_with_poll(engine, *args):
-        init(engine, *args)
-        engine.poll = poll[0]
-
-    monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_poll)
-    return poll
 
 
 def test_greedy_equals_hugging_face_generate(checkpoint, picture_rows):
@@ -259,45 +254,6 @@ def test_bare_forwards_change_nothing_but_the_time(checkpoint, picture_rows, dty
     usual, expected = generate(env, take(env), 4)
     assert tokens == expected
     assert torch.equal(bare.logprobs, usual.logprobs)
-
-
-@pytest.fixture
-def graphs_of(monkeypatch):
-    """A function that lets rollouts use graphs where a GPU would, with a replay that runs the step again; ``replay`` may
-    stand in for it: (step, size, capacity) -> None. Returns the list of captured batch sizes and capacities."""
-    init = ppo.RolloutEngine.__init__
-
-    def use(replay=lambda step, size, capacity: step(size, capacity)):
-        captured = []
-
-        def init_with_graphs(engine, *args):
-            init(engine, *args)
-            engine.graphs = graphs.StepGraphs(1)
-
-        def capture(step, size, capacity, pool):
-            engine = step.__self__
-
-            def addresses():
-                tensors = [*engine.state, engine.cache.keys, engine.cache.values]
-                if engine.cache.linear is not None:
-                    tensors += [engine.cache.linear.inputs, engine.cache.linear.states]
-                return [tensor.data_ptr() for tensor in tensors]
-
-            seen = addresses()
-            captured.append((size, capacity))
-
-            def replay_at_the_same_addresses():
-                assert addresses() == seen
-                assert engine.length[:size].max() < capacity     # or a slot sees none of its keys: NaN
-                replay(step, size, capacity)
-
-            return SimpleNamespace(replay=replay_at_the_same_addresses), pool
-
-        monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_graphs)
-        monkeypatch.setattr(graphs, "capture", capture)
-        return captured
-
-    return use
 
 
 STOPPING = '--slots 7 --max_new_tokens 32 --stop_strings ["a","e"]'

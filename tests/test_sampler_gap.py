@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import user_error, words
-from test_training import flags, records, task  # noqa: F401
 
 import train_ppo_vl as ppo
 from common.model.attention import DecodeAttention
+from conftest import records, user_error, words
+from helpers import flags
 
 QUIET = "--advantage grpo --save_every 0 --export_every 0"
 
@@ -27,7 +27,7 @@ def sampler(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_sampler_that_is_off_stops_the_run(qwen25, task, tmp_path, sampler, dtype):  # noqa: F811
+def test_a_sampler_that_is_off_stops_the_run(qwen25, task, tmp_path, sampler, dtype):
     sampler[0] = 2.5
     limit = {"float32": "0.001", "bfloat16": "0.1"}[dtype]
     with user_error(f"step 1: train/sampler_gap 0.* is above {limit}.*--attention sdpa"):
@@ -38,14 +38,14 @@ def test_a_sampler_that_is_off_stops_the_run(qwen25, task, tmp_path, sampler, dt
 
 
 @pytest.mark.parametrize("limit", ["0", "5"])
-def test_the_limit_can_be_moved(qwen25, task, tmp_path, sampler, capsys, limit):  # noqa: F811
+def test_the_limit_can_be_moved(qwen25, task, tmp_path, sampler, capsys, limit):
     sampler[0] = 2.5
     ppo.main(flags(qwen25, task, tmp_path, QUIET, "--steps 2 --sampler_gap_limit", limit))
     assert len([record for record in records(tmp_path) if "train/sampler_gap" in record]) == 2
     assert "sampler_gap" not in capsys.readouterr().out
 
 
-def test_an_evaluation_alone_compares_its_sampler(qwen25, task, tmp_path, sampler):  # noqa: F811
+def test_an_evaluation_alone_compares_its_sampler(qwen25, task, tmp_path, sampler):
     """Its first rollout, with the same limit: no update would."""
     def evaluate(name: str, *more: str):
         return ppo.main(flags(qwen25, task, tmp_path / name, "--eval_data", task / "eval.jsonl", "--eval_only", *more))
@@ -57,7 +57,7 @@ def test_an_evaluation_alone_compares_its_sampler(qwen25, task, tmp_path, sample
     assert evaluate("unlimited", "--sampler_gap_limit 0")["eval/num_samples"] == 7
 
 
-def test_later_it_is_a_warning(qwen25, task, tmp_path, sampler, capsys, monkeypatch):  # noqa: F811
+def test_later_it_is_a_warning(qwen25, task, tmp_path, sampler, capsys, monkeypatch):
     """After --critic_warmup_steps steps without an update of the actor, the first of which is checked all the same."""
     advance = ppo.advance
 
@@ -74,7 +74,7 @@ def test_later_it_is_a_warning(qwen25, task, tmp_path, sampler, capsys, monkeypa
         ppo.main(words(*line, "--critic_warmup_steps 2 --resume never --out", tmp_path / "other"))
 
 
-def test_nan_does_not_pass(qwen25, task, tmp_path):  # noqa: F811
+def test_nan_does_not_pass(qwen25, task, tmp_path):
     args = ppo.parse_args(flags(qwen25, task, tmp_path))
     state = SimpleNamespace(step=1, metrics={"train/sampler_gap": float("nan")})
     actor = SimpleNamespace(model=SimpleNamespace(setup=SimpleNamespace(dtype=torch.bfloat16)))

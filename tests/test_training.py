@@ -14,184 +14,80 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
-from conftest import (ROUNDING, assert_same_records, computing, hugging_face, inputs_of, logits_of, read_json, read_rows,
-                      records, reproducible, responses_of, rounding, same_tensors, start, take, Tensors, token_logprobs,
-                      user_error, with_flags, words, write_checkpoint, write_image, write_judge, write_rows)
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 
+import ranks
 import train_ppo_vl as ppo
-from common import distributed, flags as common_flags, logging, losses
-from common.model import fsdp
-from common.buffers import Batch
-from common.model.packs import exchange_features
-from common.rewards.cards import sample_card
-from common.distributed import gather_objects, raise_on_all_ranks
+from common import distributed, logging, losses
+from common import flags as common_flags
 from common.data.processor import Processor
 from common.data.rows import load_prompts
-from common.model import vlm
+from common.distributed import gather_objects, raise_on_all_ranks
+from common.model import fsdp, vlm
 from common.model import weights as vlm_weights
-from common.model.packs import make_packs
+from common.model.packs import exchange_features
+from common.rewards.cards import sample_card
+from conftest import (
+    ROUNDING,
+    Tensors,
+    assert_same_records,
+    computing,
+    hugging_face,
+    inputs_of,
+    logits_of,
+    read_json,
+    records,
+    reproducible,
+    responses_of,
+    rounding,
+    same_tensors,
+    start,
+    take,
+    token_logprobs,
+    user_error,
+    with_flags,
+    words,
+    write_checkpoint,
+    write_judge,
+    write_rows,
+)
+from helpers import (
+    HAND_FLAGS,
+    TALKING,
+    Caught,
+    assert_same_run,
+    distance,
+    flags,
+    fresh,
+    gradient,
+    hand_batch,
+    hand_env,
+    launch,
+    on_a_gpu,
+    samples_of,
+    samples_of_steps,
+    score,
+    tensors,
+    train,
+    update_actor,
+    weights_of,
+)
+
+pytestmark = pytest.mark.usefixtures("write_samples")
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-REWARD = '''
-def letters(prompts, responses, references, labels, images):
-    """Depends on the response, so that samples of one prompt differ."""
-    share = [sum(c in "aeiou " for c in r) / max(1, len(r)) for r in responses]
-    return {"reward": [s + 0.1 * len(p) for s, p in zip(share, images)], "accuracy": [min(1.0, s / 0.3) for s in share]}
-
-def of_rows(prompts, responses, references, labels, images, rows):
-    """The same, of functions that ask for the rows: each sample has its own, on every rank."""
-    assert all(row["prompt"] in prompt and len(row["images"]) == len(pictures) and row["answer"] == reference
-               for row, prompt, pictures, reference in zip(rows, prompts, images, references, strict=True))
-    return letters(prompts, responses, references, labels, images)
-
-def fails(prompts, responses, references, labels, images):
-    if "row 2" in prompts[0] or len(prompts) > 1 and any("row 2" in p for p in prompts):
-        raise ZeroDivisionError("the reward of row 2")
-    return [0.0] * len(responses)
-
-def infinite(prompts, responses, references, labels, images):
-    return [float("inf")] * len(responses)
-
-def late(prompts, responses, references, labels, images):
-    import time
-    time.sleep(5)
-'''
 
 
 # ------------------------------------------------------------------------------------------------ set-up
-def samples_of_every_step() -> None:
-    """Not of every tenth one only, which a run of a few steps does not reach."""
-    logging.RunLogger.shows_samples = lambda log, step, last: log.log_samples > 0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def write_samples():
-    before = logging.RunLogger.shows_samples
-    samples_of_every_step()
-    yield
-    logging.RunLogger.shows_samples = before
-
-
-@pytest.fixture(scope="session")
-def task(tmp_path_factory) -> Path:
-    """train.jsonl (8 rows) and eval.jsonl (7): 0, 1 or 2 images each; eval-1.jsonl and eval-3.jsonl, the first rows of
-    eval.jsonl; reward.py; bad.jsonl with a damaged picture."""
-    folder, rng = tmp_path_factory.mktemp("task"), np.random.default_rng(0)
-    (folder / "reward.py").write_text(REWARD)
-    sizes = [[], [(56, 56)], [(84, 56), (56, 112)], [(112, 84)], [], [(56, 28), (28, 56)], [(28, 28)], [(84, 84)]]
-    for name, count in (("train", 8), ("eval", 7)):
-        rows = []
-        for i in range(count):
-            images = [f"{name}-{i}-{k}.png" for k in range(len(sizes[i]))]
-            for image, size in zip(images, sizes[i]):
-                write_image(folder / image, size, rng)
-            question = f"row {i}: " + "how many circles are there? " * (i % 3 + 1)
-            rows.append({"prompt": question, "images": images, "answer": "1"})
-        write_rows(folder / f"{name}.jsonl", rows)
-    for count in (1, 3):
-        write_rows(folder / f"eval-{count}.jsonl", rows[:count])
-    whole = (folder / "train-3-0.png").read_bytes()
-    (folder / "damaged.png").write_bytes(whole[:len(whole) // 2])                 # the header is there, the body is not
-    rows = [{"prompt": f"row {i}", "images": ["damaged.png"] if i == 1 else [], "answer": "1"} for i in range(4)]
-    write_rows(folder / "bad.jsonl", rows)
-    return folder
-
-
 def evaluate_only(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> dict:
     """The metrics of the seven held-out rows."""
     return ppo.main(flags(checkpoint, task, out, "--eval_data", task / "eval.jsonl", "--eval_only", *more))
 
 
-def flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[str]:
-    return words("--model", checkpoint, "--data", task / "train.jsonl", "--out", out,
-                 "--reward", f"{task / 'reward.py'}:letters",
-                 "--max_prompt_tokens 512 --max_new_tokens 6 --max_tokens_per_pack 600 --prompts_per_step 4 "
-                 "--samples_per_prompt 3 --steps 1 --actor_lr 1e-3", *more)
-
-
-def train(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[dict]:
-    """A whole run in this process; the records of its steps."""
-    ppo.main(flags(checkpoint, task, out, *more))
-    return records(out)
-
-
-def resumed(checkpoint: Path, task: Path, folder: Path, *more: str | Path) -> Path:
-    """A run of four steps, and one of two and two, are the same in every bit; the folder of the first."""
-    whole, parts = folder / "whole", folder / "parts"
-    train(checkpoint, task, whole, *more, "--steps 4 --save_every 2")
-    for steps in (2, 4):
-        train(checkpoint, task, parts, *more, f"--steps {steps} --save_every 2")
-    assert_same_records(records(whole), records(parts))
-    for place in ("export", "checkpoints"):
-        assert same_tensors(tensors(whole / place / "step-4"), tensors(parts / place / "step-4"))
-    return whole
-
-
-def samples_of(out: Path, name: str) -> list[dict]:
-    return read_rows(out / "samples" / f"{name}.jsonl")
-
-
-def samples_of_steps(out: Path) -> list[dict]:
-    """The samples of all training steps, in their order."""
-    return [row for path in sorted((out / "samples").glob("step-*.jsonl")) for row in read_rows(path)]
-
-
-def tensors(folder: Path) -> Tensors:
-    """All tensors of a checkpoint folder by their key in the files."""
-    return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
-
-
-def hand_batch(env) -> Batch:
-    """Four random responses to each of the four prompts, one of them empty; all fields that an update reads."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = [5, 0, 9, 1, 7, 3, 12, 2, 4, 6, 8, 1, 2, 2, 11, 10]
-    tokens = sum(lengths)
-
-    def noise(scale: float) -> torch.Tensor:
-        return torch.randn(tokens, generator=generator) * scale
-
-    most = env.processor.config.text_config.vocab_size - 8
-    ids = torch.randint(4, most, (tokens,), generator=generator).split(lengths)
-    batch = take(env).with_targets([list(ids[k:k + 4]) for k in range(0, 16, 4)])
-    batch.truncated = torch.zeros(16, dtype=torch.bool)
-    batch.sampling = env.sampling
-    batch.in_policy_loss = torch.ones(tokens, dtype=torch.bool)
-    batch.advantages, batch.returns, batch.values = noise(1.0), noise(1.0), noise(0.1)
-    with torch.no_grad(), fsdp.unsharded(env.actor):
-        vlm.compute_features(env.actor.model, batch)
-    batch.logprobs = score(env.actor, batch)
-    batch.old_logprobs = batch.logprobs + noise(0.3)  # far enough that both clips and dual clip act
-    batch.old_logprobs[::7] = batch.logprobs[::7] - 2.0
-    batch.ref_logprobs = batch.old_logprobs + noise(0.5)
-    batch.kl = losses.kl_penalty("k3", batch.old_logprobs, batch.ref_logprobs)
-    return batch
-
-
-def score(policy: ppo.Policy, batch: Batch) -> torch.Tensor:
-    """(N,) log-probs of the batch's tokens, as training computes them."""
-    return ppo.logprobs_of(policy, batch)
-
-
-HAND_FLAGS = ("--kl_coef 0.1 --kl_in loss --kl_estimator k3+ --entropy_coef 0.01 --temperature 0.7 --min_new_tokens 2 "
-              "--clip_low 0.15 --clip_high 0.25 --dual_clip 2.5 --value_clip 0.3")
-
-
-def hand_env(checkpoint: Path | str, rows: str, dtype: torch.dtype = torch.float32):
-    """Models with a random value head, and hand-made samples."""
-    env = start(checkpoint, rows, HAND_FLAGS)
-    for module in (env.actor, env.critic, env.reference):
-        module.to(dtype)
-    with torch.no_grad():
-        weight = env.critic.value_head.weight.to_local()
-        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)) / 8)
-    env.batch = hand_batch(env)
-    return env
 
 
 @pytest.fixture(scope="module")
@@ -203,48 +99,6 @@ def env(qwen25, picture_rows):
 def exact(qwen25, picture_rows):
     """The same in float64, in which two orders of the same additions agree to 1e-10 on every CPU."""
     return hand_env(qwen25, picture_rows, torch.float64)
-
-
-def gradient(args: ppo.Args, module, batch: Batch) -> tuple[Tensors, int]:
-    """Gradient of the loss of all samples by parameter, accumulated over packs as in an update; the number of packs."""
-    weights = ppo.minibatch_weights(batch, range(4), batch.in_policy_loss, args)
-    part = ppo.Minibatch(range(4), weights, weights, None)
-    batch = dataclasses.replace(batch, kl_coef=args.algorithm.kl_coef)
-    packs = 0
-    for row in make_packs(module.model, batch, range(4)):
-        if isinstance(module, ppo.Critic):
-            loss, _ = ppo.critic_loss(module, row, batch, part, args)
-        else:
-            loss, _ = ppo.actor_loss(module, None, row, batch, part, args)
-        fsdp.backward(loss)
-        packs += 1
-    return take_gradients(module), packs
-
-
-def take_gradients(module) -> Tensors:
-    """By parameter; the module has none afterwards."""
-    gradients = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
-    module.zero_grad(set_to_none=True)
-    return gradients
-
-
-class Caught(fsdp.Trainable):
-    """Keeps the gradient of each update, by parameter, and changes no weight."""
-
-    def __init__(self, module, args, applied: bool = True):
-        super().__init__(module, args.optim, 1e-3)
-        self.gradients, self.applied = [], applied
-
-    def update(self, step: int) -> tuple[float, bool]:
-        self.gradients.append(take_gradients(self.module))
-        return 1.0, self.applied
-
-
-def distance(actual: Tensors, expected: Tensors) -> float:
-    """Norm of the difference over the norm, all parameters together."""
-    assert actual.keys() == expected.keys()
-    difference = sum(float((actual[name] - expected[name]).double().square().sum()) for name in expected)
-    return (difference / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
 
 
 # ------------------------------------------------------------------------------------------------ gradients
@@ -400,24 +254,6 @@ def test_scoring_leaves_the_weights_sharded(qwen25, picture_rows):
 
 
 # ------------------------------------------------------------------------------------------------ updates
-def fresh(qwen25, picture_rows, *more: str):
-    """Own models and optimizer, real samples with scores; ready for `update_actor`."""
-    env = start(qwen25, picture_rows, "--minibatches 2 --epochs 2 --actor_lr 1e-2", *more)
-    env.trained = fsdp.Trainable(env.actor, env.args.optim, 1e-2)  # before any forward, as `main` does
-    env.batch = hand_batch(env)
-    env.batch.old_logprobs = env.batch.logprobs
-    return env
-
-
-def update_actor(env, args: ppo.Args | None = None) -> dict[str, float]:
-    """Step 1 of a run without a KL and without --ptx_data."""
-    return ppo.update_actor(env.trained, None, env.batch, 1, None, args or env.args)
-
-
-def weights_of(module) -> Tensors:
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in module.named_parameters()}
-
-
 def test_a_step_is_adamw_by_hand(qwen25, picture_rows):
     """Two steps with gradients far beyond the bound on their global norm, and one below it."""
     env = fresh(qwen25, picture_rows, "--max_grad_norm 0.5 --weight_decay 0.1 --adam_beta2 0.7")
@@ -768,15 +604,6 @@ def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer(env, tmp_p
     log.close(5, 5)
 
 
-def on_a_gpu(monkeypatch) -> None:
-    """As if this were an H100 that has taken 1 s per stage, for what `performance` says of it."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    seconds = dict.fromkeys(("rollout", "update_actor", "update_critic"), 1.0)
-    monkeypatch.setattr(logging.timer, "_seconds", seconds)
-
-
 @pytest.mark.parametrize("updates, with_critic", [(0, True), (1, False), (4, True)])
 def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
     """A frozen actor, or one that --target_kl stopped after one of four updates, has not passed over the samples twice; nor
@@ -997,7 +824,6 @@ def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows, dtype):
 
 
 # ------------------------------------------------------------------------------------------------ several ranks
-TALKING = '--max_new_tokens 24 --max_reply_tokens 200 --max_tokens_per_pack 900 --stop_strings ["a","e","r"] --env_workers 3'
 RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that ranks have unequal shares
     "gae": ("qwen2_5_vl", "--steps 2 --prompts_per_step 9 --minibatches 3 --epochs 2 --kl_coef 0.1 --critic_lr 1e-3 "
             "--eval_every 1 --lr_schedule linear --warmup_steps 1"),
@@ -1045,12 +871,6 @@ def run_flags(name: str, spec: tuple[str, str], checkpoints: dict[str, Path], ta
     return line
 
 
-def launch(world: int, *lines: list[str]) -> None:
-    """Whole runs on so many ranks, one after the other."""
-    runs = [(ppo.main, line) for line in lines]
-    ranks.run(ranks.in_turn, *runs, world=world, patches=[(samples_of_every_step,)])
-
-
 @pytest.fixture(scope="module")
 def checkpoints(qwen25, task, tmp_path_factory) -> dict[str, Path]:
     """The models of RUNS; beside the task's files a judge, of another family with a tower of its own, and rows."""
@@ -1083,22 +903,6 @@ def both(checkpoints, task, tmp_path_factory):
         return one / name, two / name
 
     return run
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    """The same samples and, within 1e-4, the same metrics but for those of speed and memory."""
-    files = sorted(path.name for path in (one / "samples").glob("*.jsonl"))
-    assert files == sorted(path.name for path in (other / "samples").glob("*.jsonl"))
-    for file in files:
-        for first, second in zip(samples_of(one, file[:-6]), samples_of(other, file[:-6]), strict=True):
-            for name in ("advantage", "reward", "components"):
-                assert second.pop(name, 0) == pytest.approx(first.pop(name, 0), abs=1e-4, rel=1e-4)
-            assert bool(second.pop("judgement", "")) == bool(first.pop("judgement", ""))       # probabilities, three digits
-            assert first == second
-    for first, second in zip(records(one), records(other), strict=True):
-        assert first.keys() == second.keys()
-        for name in reproducible(first):
-            assert second[name] == pytest.approx(first[name], abs=1e-4, rel=1e-4), (first["step"], name)
 
 
 def save_gradients(model: str, rows: str, out: str) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
 
-import test_gpu
+import reference_kernels
 import toy
 import train_ppo_vl as ppo
 from common import distributed
@@ -134,9 +134,9 @@ def text_config(folder: Path) -> tuple:
 
 def attention_table() -> None:
     print("\n| back-end | dtype | forward | dq | dk | dv | decode |\n|---|---|---|---|---|---|---|")
-    for backend in filter(test_gpu.usable, BACKENDS):
+    for backend in filter(reference_kernels.usable, BACKENDS):
         for dtype in (torch.float32, torch.bfloat16)[backend != "sdpa":]:
-            errors = [*test_gpu.packed_errors(backend, DEVICE, dtype).values(), test_gpu.decode_error(backend, DEVICE, dtype)]
+            errors = [*reference_kernels.packed_errors(backend, DEVICE, dtype).values(), reference_kernels.decode_error(backend, DEVICE, dtype)]
             print(f"| {backend} | {str(dtype)[6:]} | " + " | ".join(f"{e:.1e}" for e in errors) + " |", flush=True)
 
 

@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import conftest  # noqa: E402  (puts the project on the path)
 import ranks  # noqa: E402
 import toy  # noqa: E402
+import train_ppo_vl as ppo  # noqa: E402
+from lives import REWARD, assert_bitwise, live, records, steps, time_saves  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from test_checkpoint import REWARD, assert_bitwise, live, ppo, records, steps, time_saves  # noqa: E402
 
 RANKS = 2
 

@@ -12,87 +12,41 @@ import zlib
 
 import numpy as np
 import pytest
-from conftest import judge_settings, read_json, table, value_error, write_image
 import torch
 from PIL import Image
-from test_packed import SETUP
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3VLConfig
+from transformers import PreTrainedTokenizerFast
 
-from common.flags import DataArgs
+from common.data.images import image_size, read_image
 from common.data.loader import load_pixels
 from common.data.processor import Processor, answer_frame
 from common.data.rows import load_prompts, parse_columns
-from common.data.images import image_size, read_image
-from common.rewards.judge import load_judgements, read_rubric
+from common.flags import DataArgs
 from common.model.weights import build_model, materialize, resolve_folder
-
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-           "<|video_pad|>", "<|box_start|>"]
-IM_END, EOT, IM_START, VISION_START, VISION_END, IMAGE, VIDEO, BOX = range(256, 264)  # the 256 bytes come first
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
-    "{{ p.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+from common.rewards.judge import load_judgements, read_rubric
+from conftest import judge_settings, read_json, table, value_error, write_image
+from helpers import (
+    BLUE,
+    BOX,
+    EOT,
+    GREEN,
+    IM_END,
+    IM_START,
+    IMAGE,
+    PYTHONS_WORDS,
+    RED,
+    SETUP,
+    SPECIAL,
+    TEMPLATE,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    WHITE,
+    edit,
+    odd_value,
+    write_processor,
 )
+
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
-RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
-
-
-def write_checkpoint(folder, family="qwen2_5_vl", template=TEMPLATE):
-    """A checkpoint folder without weights: byte-level tokenizer, chat template, config, image processor, end tokens."""
-    folder.mkdir(exist_ok=True)
-    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    # As some families do: a start token of the tokenizer's own, which must not come on top of the template's, and a
-    # maximal length, which must not cut a prompt.
-    backend.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A",
-                                                           special_tokens=[("<|endoftext|>", EOT)])
-    backend.enable_truncation(50)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    assert tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|image_pad|>"]) == [IM_END, IMAGE]
-    config_class, patch = (Qwen3VLConfig, 16) if family == "qwen3_vl" else (Qwen2_5_VLConfig, 14)
-    text = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                num_key_value_heads=1, intermediate_size=32, bos_token_id=EOT, eos_token_id=IM_END)
-    config_class(text_config=text, vision_config=dict(depth=1, patch_size=patch), image_token_id=IMAGE,
-                 video_token_id=VIDEO, vision_start_token_id=VISION_START,
-                 vision_end_token_id=VISION_END).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": patch, "min_pixels": 3136,
-                                                                 "max_pixels": 200704}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [IM_END, EOT]}))
-    return folder
-
-
-def edit(path, **changes):  # None deletes
-    settings = read_json(path) | changes
-    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
-
-
-@pytest.fixture(scope="session")
-def processor(tmp_path_factory):
-    return Processor(write_checkpoint(tmp_path_factory.mktemp("checkpoint")))
-
-
-@pytest.fixture
-def load(tmp_path, processor):
-    """load(rows, columns, system_prompt, **flags): write rows (dicts, or raw bytes) as train.jsonl beside two pictures
-    and load them."""
-    Image.new("RGB", (64, 40), RED).save(tmp_path / "a.png")
-    Image.new("RGB", (30, 90), BLUE).save(tmp_path / "b.jpg")
-
-    def load(rows, columns="", system_prompt="", **flags):
-        data = rows if isinstance(rows, bytes) else "".join(json.dumps(row) + "\n" for row in rows).encode()
-        (tmp_path / "train.jsonl").write_bytes(data)
-        args = DataArgs(**{"max_prompt_tokens": 500} | flags)
-        return load_prompts(str(tmp_path / "train.jsonl"), processor, args, parse_columns(columns), system_prompt)
-
-    return load
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -117,7 +71,7 @@ TURN_ENDS = [
 
 @pytest.mark.parametrize("name, template, eos, end", TURN_ENDS)
 def test_what_the_template_writes_behind_an_answer_ends_a_turn(tmp_path, capsys, name, template, eos, end):
-    folder = write_checkpoint(tmp_path / "model", template=template)
+    folder = write_processor(tmp_path / "model", template=template)
     retokenize(folder, "<|endoftext|>", "<|User|>", "<|Assistant|>", "<|eos|>", "</s>", "<start_of_turn>", "<end_of_turn>", "<eos>")
     edit(folder / "tokenizer_config.json", eos_token=eos)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -137,7 +91,7 @@ def test_what_the_template_writes_behind_an_answer_ends_a_turn(tmp_path, capsys,
 
 def test_a_text_lacks_only_what_ends_a_turn_pads_or_stands_for_pixels(tmp_path):
     """Other special tokens are what the model says: boxes, tags that were registered, tool calls."""
-    folder = write_checkpoint(tmp_path)
+    folder = write_processor(tmp_path)
     retokenize(folder, "<pad>", "<pad>", "<answer>", "</answer>", "[TOOL_CALLS]")
     processor = Processor(folder)
     texts = ["<|box_start|>(1,2) , x", "<answer>3</answer>", "[TOOL_CALLS] {}", "<|im_start|>", " two  spaces ", ""]
@@ -185,7 +139,7 @@ def test_a_template_may_change_what_it_is_known_to_change(load, processor, monke
 
 def test_options_reach_the_template(tmp_path):
     template = TEMPLATE + "{% if add_generation_prompt %}{{ '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}{% endif %}"
-    folder = write_checkpoint(tmp_path / "model", template=template)
+    folder = write_processor(tmp_path / "model", template=template)
     chat = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
     for options, ending in (("", "</think>\n\n"), ('{"enable_thinking": true}', "assistant\n<think>\n")):
         processor = Processor(folder, DataArgs(template_options=options))
@@ -203,7 +157,7 @@ def test_token_ids(processor, tmp_path):
     assert (processor.family.image_token_id, processor.family.patch_size, processor.family.merge_size) == (IMAGE, 14, 2)
     assert processor.stop_ids == (IM_END, EOT)
     assert processor.banned_ids == (VISION_START, VISION_END, IMAGE, VIDEO)
-    folder = write_checkpoint(tmp_path)
+    folder = write_processor(tmp_path)
     edit(folder / "config.json", vision_end_token_id=151653)  # beyond the vocabulary
     (folder / "generation_config.json").unlink()
     processor = Processor(folder)
@@ -223,7 +177,7 @@ def retokenize(folder, pad_token, *special):
 
 def test_no_pad_token_is_added_and_one_that_ends_turns_is_trained(tmp_path):
     """An export with pad = eos would have other programs take each end for padding."""
-    folder = write_checkpoint(tmp_path / "bare")
+    folder = write_processor(tmp_path / "bare")
     retokenize(folder, None)
     processor = Processor(folder)
     assert processor.tokenizer.pad_token_id is processor.config.get_text_config().pad_token_id is None
@@ -243,7 +197,7 @@ def test_no_pad_token_is_added_and_one_that_ends_turns_is_trained(tmp_path):
 @pytest.mark.parametrize("gemma", [False, True])
 def test_stop_tokens_are_those_of_generation_config_tokenizer_and_template(tmp_path, ends, stops, gemma):
     """Gemma's tokenizers have another eos_token than what its templates end a turn with."""
-    folder = write_checkpoint(tmp_path, template=TEMPLATE.replace("<|im_end|>", "<end_of_turn>") if gemma else TEMPLATE)
+    folder = write_processor(tmp_path, template=TEMPLATE.replace("<|im_end|>", "<end_of_turn>") if gemma else TEMPLATE)
     if gemma:
         retokenize(folder, "<|endoftext|>", "<end_of_turn>")
     edit(folder / "generation_config.json", eos_token_id=ends)
@@ -254,7 +208,7 @@ def test_stop_tokens_are_those_of_generation_config_tokenizer_and_template(tmp_p
                                                ("qwen2_5_vl", 784, 784), ("qwen3_vl", 0, 0), ("qwen3_vl", 1024, 9000)])
 def test_grids_from_headers_equal_the_processors(tmp_path, family, low, high):
     args = DataArgs(min_pixels=low, max_pixels=high)
-    family, rng = Processor(write_checkpoint(tmp_path, family), args).family, random.Random(0)
+    family, rng = Processor(write_processor(tmp_path, family), args).family, random.Random(0)
     for width, height in [(1, 1), (3, 500), (1, 200), (28, 28), (32, 32), (700, 4)] + [
             (rng.randint(1, 400), rng.randint(10, 400)) for _ in range(25)]:
         batch = family.image_processor(images=[Image.new("RGB", (width, height))], return_tensors="pt")
@@ -269,7 +223,7 @@ SMALL, LARGE = {"min_pixels": 3136, "max_pixels": 9000}, {"shortest_edge": 4000,
     ({"size": LARGE} | SMALL, (5000, 6000), (5000, 6000)), ({}, (0, 0), (56 * 56, 28 * 28 * 1280))])
 def test_spellings_of_the_bounds(tmp_path, settings, flags, bounds):
     """Last without any: those of the checkpoints before must not have become the default, as transformers would do."""
-    folder = write_checkpoint(tmp_path)
+    folder = write_processor(tmp_path)
     edit(folder / "preprocessor_config.json", **{"min_pixels": None, "max_pixels": None} | settings)
     low, high = flags
     size = Processor(folder, DataArgs(min_pixels=low, max_pixels=high)).family.image_processor.size
@@ -277,7 +231,7 @@ def test_spellings_of_the_bounds(tmp_path, settings, flags, bounds):
 
 
 def test_the_config_has_the_last_word_on_patches(tmp_path):
-    folder = write_checkpoint(tmp_path)
+    folder = write_processor(tmp_path)
     edit(folder / "preprocessor_config.json", patch_size=16, merge_size=1, temporal_patch_size=4)
     Image.new("RGB", (56, 112)).save(tmp_path / "a.png")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "images": "a.png"}')
@@ -291,7 +245,7 @@ def test_the_config_has_the_last_word_on_patches(tmp_path):
 
 def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
     """The template in chat_template.json, where there is one, takes precedence over the tokenizer's."""
-    source, target = write_checkpoint(tmp_path / "source", template="text only"), tmp_path / "target"
+    source, target = write_processor(tmp_path / "source", template="text only"), tmp_path / "target"
     nested = {"image_processor": {"min_pixels": 1, "patch_size": 14}, "processor_class": "Qwen2_5_VLProcessor"}
     for name, settings in [("chat_template", {"chat_template": TEMPLATE}), ("processor_config", nested),
                            ("video_preprocessor_config", {"fps": 2})]:
@@ -318,7 +272,7 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
      "config.json: it needs Python code of its own, which is never run here$"),
 ])
 def test_bad_checkpoint(tmp_path, change, message):
-    change(write_checkpoint(tmp_path))
+    change(write_processor(tmp_path))
     with value_error(f"(?s)^checkpoint {tmp_path}: .*{message}"):
         Processor(tmp_path)
 
@@ -675,24 +629,6 @@ def test_a_text_of_megabytes_is_refused_before_it_is_tokenized(load, processor, 
     assert load([{"prompt": longest * 480}])
 
 
-PYTHONS_WORDS = r"Error\b|to unpack|NoneType|has no attribute|subscriptable|unhashable|iterable|object is|not supported between|codec"
-SCALARS = (None, True, 3, 1e400, "", "text <image>", "a.png", "A", "no.png", "file:///a.png", "B" * 50_000, '[{"role": 1}]')
-KEYS = ("role", "content", "type", "text", "image", "file", "video", "tool_calls", "from", "value", "weight", "user")
-
-
-def odd_value(rng, depth):
-    """Anything that JSON can hold, often nearly a row's."""
-    kind = rng.randrange(6) if depth else 0
-    if kind == 1:
-        return [odd_value(rng, depth - 1) for _ in range(rng.randrange(4))]
-    if kind == 2:
-        return {rng.choice(KEYS): odd_value(rng, depth - 1) for _ in range(rng.randrange(4))}
-    if kind == 3:
-        return [{"role": rng.choice(["user", "assistant", None, []]), "content": odd_value(rng, depth - 1)}]
-    if kind == 4:
-        part = {"type": rng.choice(["text", "image", "video", {}]), rng.choice(KEYS): odd_value(rng, depth - 1)}
-        return [{"role": "user", "content": [part, {"type": "text", "text": "x"}]}]
-    return rng.choice(SCALARS)
 
 
 PROMPT_COLUMNS = ("images", "image", "videos", "answer", "label", "question")

@@ -11,23 +11,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import read_json, same_tensors, start, user_error, value_error, words
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_data import RED, edit, load, processor, write_checkpoint  # noqa: F401  (fixtures)
-from test_packed import SETUP, load_model
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, files
-from common.flags import DataArgs
 from common.data.loader import digest_data
 from common.data.processor import Processor
 from common.data.rows import load_prompts
+from common.flags import DataArgs
 from common.model import storage
-from common.model.weights import build_model, load as load_weights, open_weights, resolve_folder
+from common.model.weights import build_model, open_weights, resolve_folder
+from common.model.weights import load as load_weights
 from common.rewards.judge import JUDGEMENTS, JudgeSettings
+from conftest import read_json, same_tensors, start, user_error, value_error, words
+from helpers import RED, SETUP, edit, load_model, write_processor
 
 
 # ------------------------------------------------------------------------------------------------- checkpoint folders
@@ -55,14 +55,14 @@ DAMAGES = {
 def test_damaged_checkpoint(tmp_path, damage):
     """One message with the file, when it is opened: before any weight is read."""
     change, message = DAMAGES[damage]
-    change(write_checkpoint(tmp_path))
+    change(write_processor(tmp_path))
     with value_error(f"(?s)^checkpoint {tmp_path}: .*{message}"):
         Processor(tmp_path)
 
 
 def test_a_token_beyond_the_models_vocabulary_is_a_bad_row(tmp_path):
     """The tokenizers of some checkpoints know more tokens than the model; only a row that uses them is bad."""
-    folder = write_checkpoint(tmp_path)
+    folder = write_processor(tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.add_tokens(["<surplus>"])
     tokenizer.save_pretrained(folder)
@@ -155,7 +155,7 @@ SIZES = [("num_hidden_layers", 10**9), ("hidden_size", 0), ("hidden_size", 10**9
     ("vision_config", "depth", 10**9), ("vision_config", "num_heads", 0), ("vision_config", "hidden_size", 10**9)])
 def test_a_config_with_sizes_that_no_model_has(tmp_path, part, entry, value):
     """One message, before memory is asked for."""
-    edit_part(write_checkpoint(tmp_path), part, **{entry: value})
+    edit_part(write_processor(tmp_path), part, **{entry: value})
     with value_error("config.json: "):
         build_model(Processor(tmp_path).config, SETUP)
 
@@ -169,7 +169,7 @@ def fifo(tmp_path):
     signal.alarm(0)
 
 
-def test_only_regular_files_are_opened(load, qwen25, tmp_path, fifo):  # noqa: F811
+def test_only_regular_files_are_opened(load, qwen25, tmp_path, fifo):
     """Of rows, of pictures and clips, of weights, of checkpoints' small files, of flags."""
     for row in ({"images": "fifo"}, {"images": "/dev/zero"}, {"videos": ["fifo"]}, {"videos": [["fifo", "fifo"]]}):
         with value_error("train.jsonl:1: .*(fifo|/dev/zero) is not a regular file"):
@@ -266,7 +266,7 @@ FORGED = "a.png\nerror: everything is fine \x1b[2J\u202e"
     ('{"prompt": "x", "images": "a\\ud800.png"}', "surrogates not allowed"),
     (json.dumps({"prompt": "x", "images": FORGED}), r"a.png\\nerror: everything is fine \\x1b\[2J\\u202e"),
 ])
-def test_rows_that_forge_messages(load, capsys, row, message):  # noqa: F811
+def test_rows_that_forge_messages(load, capsys, row, message):
     """Each is one line with its place, and the lines of the message are ours."""
     data = b'{"prompt": "fine"}\n' + row.encode() + b"\n"
     with value_error(f"(?m)^  train.jsonl:2: .*{message}") as error:
@@ -307,7 +307,7 @@ OUTSIDE = """\
 """
 
 
-def test_pictures_outside_of_the_root_are_refused(load, tmp_path):  # noqa: F811
+def test_pictures_outside_of_the_root_are_refused(load, tmp_path):
     """After resolving links, of pictures, of videos and of the root itself."""
     outside, inside = tmp_path / "outside", tmp_path / "rows"
     for folder in (outside, inside):
@@ -326,7 +326,7 @@ def test_pictures_outside_of_the_root_are_refused(load, tmp_path):  # noqa: F811
     assert load([{"prompt": "x", "images": "rows/bad.png"}])[0].images == (str(inside / "bad.png"),)
 
 
-def test_paths_start_at_the_root_where_the_file_has_no_such_neighbour(load, tmp_path):  # noqa: F811
+def test_paths_start_at_the_root_where_the_file_has_no_such_neighbour(load, tmp_path):
     """As launch/convert.py reads them, and other systems' flags for a folder of images."""
     (tmp_path / "pictures" / "a.png").parent.mkdir()
     for name in ("a.png", "other.png"):

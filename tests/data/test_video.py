@@ -7,32 +7,57 @@ import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-import extra_packages
 import numpy as np
 import pytest
 import torch
-from conftest import (ROUNDING, build_rewards, hugging_face, read_rows, seeded, start, table, take, value_error,
-                      words, write_checkpoint, write_judge)
 from PIL import Image
-from test_data import write_checkpoint as write_processor
-from test_families import (REWARD, check_judgements, check_logprobs, check_rollouts, make_config, make_image_processor,
-                           make_tokenizer)
-from test_training import assert_same_run, launch
-from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen2_5_VLProcessor,
+    Qwen2VLProcessor,
+    Qwen3VLProcessor,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl import video_processing_qwen3_vl as qwen3_video
 from transformers.utils.import_utils import is_av_available
 from transformers.video_utils import VideoMetadata
 
+import extra_packages
 import train_ppo_vl as ppo
-from common.rewards import judge as judgements, scoring, remote
-from common.flags import DataArgs
 from common.data import images as vlm_images
+from common.data.families import family_of
 from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import load_prompts, make_prompt
+from common.flags import DataArgs
 from common.model import vlm
-from common.data.families import family_of
+from common.rewards import judge as judgements
+from common.rewards import remote, scoring
+from conftest import (
+    ROUNDING,
+    build_rewards,
+    hugging_face,
+    read_rows,
+    seeded,
+    start,
+    table,
+    take,
+    value_error,
+    words,
+    write_checkpoint,
+    write_judge,
+)
+from families import (
+    REWARD,
+    check_judgements,
+    check_logprobs,
+    check_rollouts,
+    make_config,
+    make_image_processor,
+    make_tokenizer,
+)
+from helpers import assert_same_run, launch, write_processor
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 FRAMES = 5                                                                                  # --video_frames of all tests

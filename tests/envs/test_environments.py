@@ -13,39 +13,46 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROOT, ROUNDING, computing, hugging_face, read_json, read_rows, reproducible, rounding, start, take,
-                      user_error, words, write_checkpoint, write_rows)
 from PIL import Image
-from test_families import KINDS, TEXT_ONLY, write_family
-from test_judge import build, judges  # noqa: F401
-from test_rollout import graphs_of, poll  # noqa: F401
-from test_training import records, samples_of, write_samples  # noqa: F401  (a fixture of every test)
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import toy
 import train_ppo_vl as ppo
 from common import losses
-from common.envs import dialogue, environments
-from common.rewards import judge as judgements, scoring
-from common.rewards.transcripts import finished_text
+from common.data.processor import Processor
+from common.data.rows import Prompt
 from common.distributed import LateError, Workers
+from common.envs import dialogue, environments
 from common.flags import EnvArgs
 from common.model import image_changes, linear_attention
 from common.model.linear_attention import SlotStates
 from common.model.packs import make_packs
-from common.data.processor import Processor
-from common.data.rows import Prompt
+from common.rewards import judge as judgements
+from common.rewards import scoring
+from common.rewards.transcripts import finished_text
+from conftest import (
+    ROUNDING,
+    computing,
+    hugging_face,
+    read_json,
+    read_rows,
+    records,
+    reproducible,
+    rounding,
+    start,
+    take,
+    user_error,
+    words,
+    write_checkpoint,
+    write_rows,
+)
+from families import KINDS, TEXT_ONLY, write_family
+from helpers import samples_of
+from judging import build
+from talkers import PROGRAMS, expected_logprobs, talk, whole
 
-PROGRAMS = ROOT / "tests" / "talkers.py"
+pytestmark = pytest.mark.usefixtures("write_samples")
 
-
-def talk(env, name: str, count: int, batch=None, **changes):
-    """``count`` samples of each prompt, in conversation with an environment; ``changes`` of its flags, and slots."""
-    flags = dict(env=f"{PROGRAMS}:{name}", env_workers=0, max_turns=4, max_reply_tokens=400) | changes
-    slots = flags.pop("slots", env.sampling.slots)
-    answering = environments.load(dataclasses.replace(env.args.env, **flags), 512)
-    sampling = dataclasses.replace(env.sampling, environment=answering, slots=slots)
-    return ppo.rollout(env.actor, take(env) if batch is None else batch, sampling, count)
 
 
 def end_often(env) -> None:
@@ -53,32 +60,6 @@ def end_often(env) -> None:
     more = tuple(i for i in range(len(env.processor.tokenizer) - 20) if i % 5 == 0)
     env.processor.stop_ids = tuple(sorted({*env.processor.stop_ids, *more}))
     env.sampling = dataclasses.replace(env.sampling, stop_ids=torch.tensor(env.processor.stop_ids))
-
-
-def whole(batch, i: int) -> torch.Tensor:
-    """The tokens of a sample's conversation, from the prompt on."""
-    streams = batch.stream.split(batch.spans.tolist())
-    return torch.cat([batch.prompts[int(batch.prompt_index[i])].input_ids, streams[i]])
-
-
-def expected_logprobs(env, oracle, batch, gradient: bool = False) -> torch.Tensor:
-    """(N,) of the policy's own tokens, by one forward of each conversation with all its pictures."""
-    family, logprobs = env.processor.family, []
-    for i, is_own in enumerate(batch.is_own.split(batch.spans.tolist())):
-        ids, group, conversation = whole(batch, i)[None], int(batch.prompt_index[i]), batch.conversations[i]
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | family.token_types(ids)
-        row = env.prompts[group]
-        shared = conversation.images[:len(batch.prompts[group].grids) - len(row.grids)]
-        pictures = [Image.open(path).convert("RGB") for path in row.images] + shared + conversation.images[len(shared):]
-        if pictures:
-            patches, grids = zip(*map(family.patches, pictures))
-            inputs |= family.vision_inputs(torch.cat(patches), torch.tensor(grids))
-        with torch.set_grad_enabled(gradient):
-            logits = oracle(**inputs, use_cache=False).logits[0, :-1].float()
-        logits = logits.index_fill(1, torch.tensor(env.processor.banned_ids, dtype=torch.int64), -torch.inf)
-        targets = torch.cat([torch.zeros(ids.shape[1] - len(is_own), dtype=torch.bool), is_own])[1:]
-        logprobs.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0][targets])
-    return torch.cat(logprobs)
 
 
 def check_exact(env, oracle, batch) -> None:
@@ -191,7 +172,7 @@ def same(one, other, bits: bool = False) -> None:
 
 
 @pytest.mark.slow
-def test_conversations_do_not_depend_on_slots_threads_or_polling(qwen25, picture_rows, poll, graphs_of):  # noqa: F811
+def test_conversations_do_not_depend_on_slots_threads_or_polling(qwen25, picture_rows, poll, graphs_of):
     """Few slots, which are refilled and compacted; a host that looks late, so that turns are wound back; threads that
     answer in any order, several at once; small prefills; graphs of a batch size, which decode over waiting slots."""
     env = start(qwen25, picture_rows, '--max_new_tokens 32 --stop_strings ["a","e","r"]')
@@ -219,7 +200,7 @@ def hybrid(tmp_path, picture_rows):
 
 
 @pytest.mark.slow
-def test_states_of_linear_attention_wait(hybrid, poll):  # noqa: F811
+def test_states_of_linear_attention_wait(hybrid, poll):
     """Slots are refilled and moved, and decoded over while their samples wait."""
     expected = talk(hybrid, "Slow", 4)
     assert sum(len(conversation.replies) for conversation in expected.conversations) > 20
@@ -512,7 +493,7 @@ def verdict_chances(folder: Path, prompt, conversation, turns: list[str], verdic
 
 
 @pytest.mark.parametrize("which, name", [("near", "Talk"), ("far", "Talk"), ("near", "Same")])
-def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, judges, which, name):  # noqa: F811
+def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, judges, which, name):
     """Of the actor's tower, whose features serve, and of another; and a function sees it in its rows."""
     env = start(qwen25, picture_rows, '--max_new_tokens 24 --stop_strings ["a","e","r"]', "--reward",
                 f"grm:{judges[which]}", "--grm_question correct")

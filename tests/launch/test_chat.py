@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import read_json, start, take, words
 
 import chat as program
 import train_ppo_vl as ppo
+from conftest import read_json, start, take, words
 
 LENGTH = 12  # tokens, as in conftest's start
 

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from conftest import words
 
 import check_kernels
 from common import logprobs
 from common.model import attention
 from common.model.attention import DecodeAttention, PackedAttention
+from conftest import words
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,27 +1,24 @@
 """launch/convert.py: converted rows load in the trainers, with the text and the pixels that were put in."""
 
 import base64
-import io
 import json
 import random
 import re
 import subprocess
 import sys
 
-import convert
-import extra_packages
 import numpy as np
 import pytest
-from conftest import ROOT, judge_settings, read_rows, value_error, words
 from PIL import Image
-from test_data import PYTHONS_WORDS, odd_value
 
-from common.rewards.judge import load_judgements
-from common.flags import DataArgs
+import convert
+from common.data.images import read_image
 from common.data.processor import Processor
 from common.data.rows import load_prompts, read_text
-from common.data.images import read_image
-
+from common.flags import DataArgs
+from common.rewards.judge import load_judgements
+from conftest import ROOT, judge_settings, read_rows, value_error, words
+from helpers import PYTHONS_WORDS, base64_of, encode, noise, odd_value
 
 # ---- Numbers
 
@@ -45,17 +42,6 @@ def test_converting_needs_no_torch():
 
 
 # ---- Pictures
-
-def noise(seed: int, size=(60, 40)) -> Image.Image:
-    width, height = size
-    return Image.frombytes("RGB", size, np.random.default_rng(seed).bytes(3 * width * height))
-
-
-def encode(image: Image.Image, form: str = "PNG", **options) -> bytes:
-    file = io.BytesIO()
-    image.save(file, form, **options)
-    return file.getvalue()
-
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
 def test_a_picture_is_written_as_it_is(tmp_path, form):
@@ -84,10 +70,6 @@ def assert_pixels(prompt, *images: Image.Image):
     assert len(prompt.images) == len(images)
     for path, image in zip(prompt.images, images):
         assert np.array_equal(np.asarray(read_image(path)), np.asarray(image))
-
-
-def base64_of(image: Image.Image) -> str:
-    return base64.b64encode(encode(image)).decode()
 
 
 def verl_row(picture) -> dict:
@@ -333,14 +315,6 @@ def test_a_dialogue_in_a_pair_is_one_text(tmp_path):
 
 
 # ---- Parquet
-
-@pytest.fixture(scope="module")
-def pyarrow(tmp_path_factory):
-    with extra_packages.installed("pyarrow", "pyarrow", tmp_path_factory.mktemp("pyarrow")):
-        import pyarrow.parquet
-
-        yield pyarrow
-
 
 @pytest.mark.slow
 def test_verl_and_trl_in_parquet(tmp_path, qwen25, pyarrow):

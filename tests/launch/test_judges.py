@@ -13,21 +13,20 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import permutations
-from pathlib import Path
 from statistics import fmean
+
+import pytest
 
 import benchmarks
 import convert
 import judge_filter
 import judge_table
-import pytest
-from conftest import ROOT, judge_settings, read_rows, words
-from test_convert import base64_of, encode, noise, pyarrow  # noqa: F401 (a fixture)
-from test_judging import PAIRS, judge_by_a_policy, pairs, whole_judgements  # noqa: F401 (a fixture)
-
 from common.data.processor import Processor
 from common.flags import DataArgs
 from common.rewards.judge import answer_frame, encode_target, load_judgements, with_verdict
+from conftest import ROOT, judge_settings, read_rows, words
+from helpers import base64_of, encode, noise
+from judging import MIRRORED, PAIRS, judge_by_a_policy, judged, whole_judgements
 
 # ---- Benchmarks
 
@@ -176,7 +175,7 @@ def test_many_missing_images(tmp_path, published, capsys):
     assert line.endswith(", [...]")
 
 
-def test_a_benchmark_in_parquet(tmp_path, pyarrow, capsys):  # noqa: F811
+def test_a_benchmark_in_parquet(tmp_path, pyarrow, capsys):
     """Images as structs, of which one is empty."""
     empty, whole = {"bytes": None, "path": None}, {"bytes": encode(noise(1)), "path": None}
     rows = [ranked("RLHF-V-1", 1) | {"image": empty}, ranked("mathverse_2", 1) | {"image": whole}]
@@ -227,25 +226,6 @@ def test_a_file_of_another_benchmark(tmp_path, published, capsys, benchmark, row
 
 # ---- The table
 
-VERDICTS = {"A": "A", "B": "B", "t": "tie", "-": None}
-MIRRORED = {"A": "B", "B": "A", "tie": "tie"}
-
-
-def judged(folder, rows: list[tuple]) -> Path:
-    """A run that judged rows (group, right, verdicts in the order given, swapped, further fields), a letter for a sample."""
-    records = []
-    for number, (group, right, first, second, *further) in enumerate(rows):
-        orders = (("given", right, first), ("swapped", MIRRORED[right], second))
-        for place, (order, reference, letters) in enumerate(orders):
-            for sample, letter in enumerate(letters):
-                record = {"index": 2 * number + place, "sample": sample, "order": order, "group": group, "pair": None,
-                          "verdict": VERDICTS[letter], "reference": reference, "lengths": None, "row": {}}
-                records.append(record | dict(*further))
-    (folder / "samples").mkdir(parents=True)
-    lines = map(json.dumps, records)
-    (folder / "samples" / "eval-000000.jsonl").write_text('{"prompt": "of an older evaluation"}\n')
-    (folder / "samples" / "eval-000040.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
 
 
 def table_of(folder, rows: list[tuple]) -> dict[str, dict[str, str]]:
@@ -549,7 +529,7 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
     assert [prompt.input_ids.tolist() for prompt, *_ in asked] == [prompt.input_ids.tolist() for prompt, *_ in questions]
 
 
-def test_a_run_of_the_trainer_is_read(tmp_path, qwen25, pairs, monkeypatch, capsys):  # noqa: F811
+def test_a_run_of_the_trainer_is_read(tmp_path, qwen25, pairs, monkeypatch, capsys):
     """Votes are those of its metrics, and rows for RL those of its data: of two files of one name."""
     draw = random.Random(5)
     texts = [[draw.choice(["<answer>A</answer>", "so <answer>b</answer>", "?"])] for _ in range(36)]

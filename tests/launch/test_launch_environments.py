@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import toy
-from conftest import ROOT, read_rows, start, take, words
 from PIL import Image
 
+import toy
 import train_ppo_vl as ppo
 from common.envs import environments
 from common.flags import EnvArgs
+from conftest import ROOT, read_rows, start, take, words
 
 FOLDER = ROOT / "launch" / "environments"
 

@@ -7,41 +7,26 @@ Shards on two ranks are measured in test_checkpoint.py, beside the run of four.
 import json
 import re
 import shutil
-import weakref
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import read_json, start, take, user_error, words
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 import plan
 import train_ppo_vl as ppo
 from common import distributed
-from common.model import fsdp, memory
-from common.rewards import scoring
-from common.flags import DataArgs
 from common.data import loader as data
-from common.model import attention as vlm_attention, vlm
+from common.flags import DataArgs
+from common.model import attention as vlm_attention
+from common.model import fsdp, memory, vlm
 from common.model.packs import make_packs
+from conftest import start, take, user_error, words
+from helpers import LiveBytes, planned
 
 ROLES = ("actor", "critic", "reference")
 GIB = 2**30
-
-
-def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
-    """The models of a run on meta, as a plan builds them."""
-    common = "--max_prompt_tokens 512 --max_new_tokens 12 --prompts_per_step 4"
-    args = ppo.parse_args(words("--model", checkpoint, "--data", rows, common, *flags))
-    loaded = ppo.load_rows(args)
-    models = ppo.build_models(args, loaded.processor, plan.META)
-    models |= ppo.build_reward_models(args, scoring.load(args.reward), loaded, models["actor"])
-    needed = ppo.plan_memory(args, models, loaded, 8)
-    return SimpleNamespace(args=args, models=models, prompts=loaded.train, needed=needed)
 
 
 def local_bytes(tensors) -> int:
@@ -124,23 +109,6 @@ def test_bytes_of_the_cache(checkpoint):
         if cache.linear is not None:
             stored += cache.linear.inputs.nbytes + cache.linear.states.nbytes
         assert cache.nbytes == stored
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside had at the same time; FSDP2 shrinks storages that it
-    keeps."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.peak = weakref.WeakKeyDictionary(), 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor) and not x.is_meta:
-                self.storages[x.untyped_storage()] = True
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in list(self.storages)))
-        return result
 
 
 # the peak in a layer, and at the head, whose
@@ -229,43 +197,6 @@ def test_keys_of_an_update_are_counted_per_response(qwen25, picture_rows, sample
     activations = dry.needed.phases(tokens, recompute=False)["update actor"]["activations"]
     bare = memory.backward_bytes(dry.models["actor"], tokens, recompute=False)["activations"]
     assert activations - bare == pytest.approx(further * size)
-
-
-@pytest.fixture(scope="module")
-def seven_b(qwen25, tmp_path_factory) -> Path:
-    """config.json of Qwen2.5-VL-7B-Instruct, but for the token ids, beside the toy's tokenizer; no
-    weights."""
-    folder = tmp_path_factory.mktemp("7b")
-    small = read_json(qwen25 / "config.json")
-    for path in qwen25.iterdir():
-        if path.suffix != ".safetensors":
-            shutil.copy(path, folder)
-    ids = {name: value for name, value in small.items() if name.endswith("token_id")}
-    text = dict(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-        rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
-    )
-    vision = dict(
-        depth=32,
-        hidden_size=1280,
-        intermediate_size=3420,
-        num_heads=16,
-        out_hidden_size=3584,
-        patch_size=14,
-        spatial_merge_size=2,
-        window_size=112,
-        fullatt_block_indexes=[7, 15, 23, 31],
-    )
-    Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=False, **ids
-    ).save_pretrained(folder)
-    return folder
 
 
 def cells(text: str) -> dict[str, list[float]]:

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, words
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.rewards import scoring
+from conftest import ROOT, words
 
 RECIPES = sorted(path.name for path in (ROOT / "launch").glob("*.s*") if path.suffix in (".sh", ".slurm"))
 NOTE = f"""#!{sys.executable}

@@ -3,12 +3,12 @@
 import os
 import time
 
-import extra_packages
 import pytest
-from conftest import ROOT, table
 
-from common.rewards.functions import Samples, load_source, score_samples
+import extra_packages
 from common.flags import RewardArgs
+from common.rewards.functions import Samples, load_source, score_samples
+from conftest import ROOT, table
 
 PATH = ROOT / "launch" / "reward_math.py"
 

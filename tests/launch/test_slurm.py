@@ -12,9 +12,18 @@ import time
 from pathlib import Path
 
 import pytest
+
 from conftest import ROOT, read_json, words
-from test_checkpoint import (ALGORITHMS, REWARD, assert_bitwise, clean_environment, flags, steps, task,  # noqa: F401
-                             undisturbed)
+from lives import (
+    ALGORITHMS,
+    REWARD,
+    assert_bitwise,
+    clean_environment,
+    flags_of,
+    steps,
+    undisturbed_runs,
+    write_task,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +59,22 @@ def wait_for(condition, seconds: float, what: str):
 
 
 @pytest.fixture(scope="module")
-def slow_flags(flags, task):  # noqa: F811
+def task(tmp_path_factory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def flags(qwen25, task):
+    return flags_of(qwen25, task)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(flags, tmp_path_factory):
+    return undisturbed_runs(flags, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def slow_flags(flags, task):
     """The GRPO run of test_checkpoint with slow steps; its metrics are the same."""
     (task / "slow.py").write_text(REWARD + SLOW)
     return lambda out: [*flags(out, ALGORITHMS["grpo"]), "--reward", f"{task / 'slow.py'}:slow"]
@@ -142,7 +166,7 @@ def ask(environment: dict[str, str], *command: str | Path) -> str:
     return result.stdout
 
 
-def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tmp_path):  # noqa: F811
+def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tmp_path):
     """Submit, two nodes train together, USR1, requeue, resume: the same metrics and weights as an undisturbed run's."""
     (tmp_path / "train_ppo_vl.py").symlink_to(ROOT / "train_ppo_vl.py")
     out = tmp_path / "run"
@@ -230,7 +254,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_lost_node_comes_back(slow_flags, undisturbed, tmp_path):  # noqa: F811
+def test_a_lost_node_comes_back(slow_flags, undisturbed, tmp_path):
     """The node that does not host the rendezvous dies, agent and worker; its agent is started again: it goes on."""
     out, port = tmp_path / "run", free_ports(1)[0]
     command = words(sys.executable, "-m", "torch.distributed.run", "--rdzv_endpoint", f"127.0.0.1:{port}",

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, read_json, words
-from ranks import TORCHRUN
 
 import smoke
+from conftest import ROOT, read_json, words
+from ranks import TORCHRUN
 
 pytestmark = pytest.mark.slow
 

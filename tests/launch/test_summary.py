@@ -1,11 +1,10 @@
 """launch/summary.py: the screen and the curve at the end of the quickstart."""
 
 import pytest
-from conftest import write_rows
 from PIL import Image, ImageColor
 
 import summary
-
+from conftest import write_rows
 
 METRICS = """\
 {"type": "header"}

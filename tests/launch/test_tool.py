@@ -8,17 +8,17 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
+import chat
 import convert
 import judge_filter
 import judge_table
-import pytest
+import plan
 import summary
 from conftest import ROOT, user_error, words
-from test_data import PYTHONS_WORDS
-from test_judges import judged
-
-import chat
-import plan
+from helpers import PYTHONS_WORDS
+from judging import judged
 
 DEEP = b"[" * 5000 + b"]" * 5000
 FILES = {

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import read_json, read_rows, words
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import toy
 from common.rewards import functions as reward_functions
+from conftest import read_json, read_rows, words
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 

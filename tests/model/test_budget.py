@@ -15,15 +15,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, read_json, read_rows, start, take, user_error, words
-from ranks import TORCHRUN
-from test_plan import planned, seven_b  # noqa: F401  (a fixture)
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.data.processor import Processor
 from common.model import budget, memory, weights
+from conftest import ROOT, read_json, read_rows, start, take, user_error, words
+from helpers import planned
+from ranks import TORCHRUN
 
 GIB = 2**30
 GRAPHICS = SimpleNamespace(device=torch.device("cuda"), world=8)
@@ -74,7 +74,7 @@ def fit(dry, checkpointing: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, monkeypatch, capsys):  # noqa: F811
+def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, monkeypatch, capsys):
     """7B on eight GPUs: it fits into 79 GiB recomputed, but perhaps not otherwise, which an estimate may only warn of; into 30
     its weights and optimizers do not fit at all. What leaves less than 8% is warned of as well."""
     dry = planned(seven_b, picture_rows, *words(LINE))
@@ -171,7 +171,7 @@ def test_gpus_recompute_layers_unless_they_are_told_not_to(flag, device, recompu
         assert model.model.language_model.layers[0].gradient_checkpointing == recomputed
 
 
-def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypatch):  # noqa: F811
+def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypatch):
     """With so little memory that it decides."""
     many = "--samples_per_prompt 64 --prompts_per_step 64 --advantage grpo --max_new_tokens 2048"
     dry = planned(seven_b, picture_rows, *words(many))

@@ -21,39 +21,50 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ranks
 import torch
-from conftest import (ROOT, assert_same_records, read_json, read_rows, reproducible, rounding, same_tensors, save_weights,
-                      start, user_error, words, write_image, write_rows)
 from safetensors.torch import load_file, save_file
-from test_training import weights_of
 from transformers import AutoConfig
 
+import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logging
 from common.data.loader import PromptLoader
 from common.model import checkpoint, fsdp, storage
 from common.model.memory import resident_bytes
-
-REWARD = '''
-def letters(prompts, responses, references, labels, images):
-    """Depends on the response, so that samples of one prompt differ and there is something to learn."""
-    return [sum(c in "aeiou " for c in r) / max(1, len(r)) + 0.1 * len(p) for r, p in zip(responses, images)]
-'''
-ALGORITHMS = {
-    "gae": "--steps 6 --epochs 2 --minibatches 2 --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --critic_lr 1e-3 "
-           "--eval_every 2 --on_bad_row skip --data damaged.jsonl --ema_beta 0.9",
-    "grpo": "--steps 6 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --lr_schedule linear "
-            "--warmup_steps 2 --eval_every 0",
-}
+from conftest import (
+    ROOT,
+    assert_same_records,
+    read_json,
+    read_rows,
+    reproducible,
+    rounding,
+    same_tensors,
+    save_weights,
+    start,
+    user_error,
+    words,
+    write_rows,
+)
+from helpers import weights_of
+from lives import (
+    ALGORITHMS,
+    REWARD,
+    assert_bitwise,
+    clean_environment,
+    die_at,
+    flags_of,
+    live,
+    rank,
+    records,
+    steps,
+    time_saves,
+    undisturbed_runs,
+    write_task,
+)
 
 
 # ----------------------------------------------------------------------------- what a life may suffer
-def rank() -> int:
-    return int(os.environ["RANK"])
-
-
 def fill(disk: Path) -> None:
     """A file, ballast, of all the space that is left."""
     free = os.statvfs(disk)
@@ -86,19 +97,6 @@ def die_before(owner: str, method: str, step: int) -> None:
     setattr(owner, method, killed)
 
 
-SAVING = {  # what a save calls, in order
-    "before-write": (checkpoint, "own_shards"),
-    "before-commit": (checkpoint.Checkpoints, "commit"),
-    "before-rename": (Path, "rename"),
-    "before-pointer": (checkpoint, "write_pointer"),
-    "before-rotation": (checkpoint.Checkpoints, "delete_old"),
-}
-
-
-def die_at(point: str, only: int) -> None:
-    """SIGKILL of one rank at a point of its first save."""
-    if rank() == only:
-        setattr(*SAVING[point], lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def change_writes(only: int, failing: list[int], seconds: float = 0.0, disk: str = "", log: str = "") -> None:
@@ -133,27 +131,6 @@ def other_disk(only: int, folder: str) -> None:
     os.chdir(folder if rank() == only else ".")
 
 
-def time_saves(log: str) -> None:
-    """Write down the seconds that rank 0's training spends in save() and finish(), each with the step it belongs to."""
-    depth, step = [], [0]
-
-    def timed(original):
-        def call(self, *arguments, **named):
-            step[0] = arguments[0] if original.__name__ == "save" else step[0]
-            depth.append(time.perf_counter())
-            try:
-                return original(self, *arguments, **named)
-            finally:
-                seconds = time.perf_counter() - depth.pop()
-                if not depth and os.environ["RANK"] == "0":                 # save() calls finish(): count it once
-                    with open(log, "a") as file:
-                        file.write(json.dumps([step[0], seconds]) + "\n")
-        return call
-
-    checkpoint.Checkpoints.save = timed(checkpoint.Checkpoints.save)
-    checkpoint.Checkpoints.finish = timed(checkpoint.Checkpoints.finish)
-
-
 def fill_disk(disk: str, first: int) -> None:
     """The disk is full when a step is recorded."""
     original = logging.RunLogger.step
@@ -182,85 +159,25 @@ def tell_shards() -> None:
     fsdp.adamw = told
 
 
-def live(argv: list[str], world: int = 1, patches: list = (), codes: list[int] | None = None, **environment: str) -> str:
-    """A whole life of a run in processes of its own; its output."""
-    return ranks.run(ppo.main, argv, world=world, patches=patches, codes=codes, **environment)
-
-
 def live_apart(argv: list[str], more: list[str]) -> None:
     """The run, which one rank was started for with further flags."""
     ppo.main([*argv, *more] if os.environ["RANK"] == "1" else argv)
 
 
-def clean_environment(**more: str) -> dict[str, str]:
-    """Without the traces of this process's own process group."""
-    return {key: value for key, value in os.environ.items() if key not in ranks.TORCHRUN} | more
-
-
 # ----------------------------------------------------------------------------- set-up
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
-    """rows.jsonl, damaged.jsonl (a picture of it does not decode), eval.jsonl, reward.py."""
-    folder, rng = tmp_path_factory.mktemp("task"), np.random.default_rng(0)
-    (folder / "reward.py").write_text(REWARD)
-    for i in range(4):
-        write_image(folder / f"{i}.png", (56 + 28 * (i % 2), 56), rng)
-    (folder / "damaged.png").write_bytes((folder / "0.png").read_bytes()[:2000])
-    rows = [{"prompt": f"row {i}: how many circles?", "images": [f"{i}.png"] if i % 3 else [], "answer": "1"}
-            for i in range(4)]
-    damaged = {"prompt": "row 4", "images": ["damaged.png"], "answer": "1"}
-    files = {"rows": rows, "damaged": [*rows, damaged],
-             "eval": [row | {"prompt": "held out " + row["prompt"]} for row in rows[:3]]}
-    for name, lines in files.items():
-        write_rows(folder / f"{name}.jsonl", lines)
-    return folder
+    return write_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")
 def flags(qwen25, task):
-    """flags(out, "--more flags"): a run of a second or so."""
-    def build(out: Path, more: str = "") -> list[str]:
-        more = [task / word if word.endswith(".jsonl") else word for word in more.split()]
-        return words("--model", qwen25, "--data", task / "rows.jsonl", "--eval_data", task / "eval.jsonl", "--reward",
-                     f"{task / 'reward.py'}:letters", "--out", out,
-                     "--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 --prompts_per_step 4 "
-                     "--samples_per_prompt 2 --actor_lr 1e-3 --steps 2 --eval_every 0 --save_every 1 --log_samples 0 "
-                     "--timeout 90 --keep_last 9", *more)
-    return build
+    return flags_of(qwen25, task)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(flags, tmp_path_factory):
-    """(algorithm, ranks) -> folder of a run of six steps that nothing happened to."""
-    folders = {}
-
-    def run(name: str, world: int) -> Path:
-        if (name, world) not in folders:
-            folders[name, world] = tmp_path_factory.mktemp(f"{name}-{world}") / "run"
-            live(flags(folders[name, world], ALGORITHMS[name]), world)
-        return folders[name, world]
-
-    return run
-
-
-def records(out: Path) -> list[dict]:
-    """One for every step, in order: that of the step with that of its evaluation. No name may be in both."""
-    by_step = {}
-    for line in (out / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "step" in record:
-            of_step = by_step.setdefault(record["step"], {})
-            assert of_step.keys() & record.keys() <= {"step"}, f"step {record['step']} is recorded twice"
-            of_step |= record
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def assert_bitwise(out: Path, reference: Path, step: int = 6) -> None:
-    """Every step recorded once and equal in every bit, and so are the exported weights."""
-    assert_same_records(records(out), records(reference))
-    ours, theirs = (sorted((folder / "export" / f"step-{step}").glob("*.safetensors")) for folder in (out, reference))
-    assert ours
-    assert [file.read_bytes() for file in ours] == [file.read_bytes() for file in theirs]
+    return undisturbed_runs(flags, tmp_path_factory)
 
 
 def assert_equal_tensors(ours: Path, theirs: Path) -> None:
@@ -276,11 +193,6 @@ def assert_close_records(ours: list[dict], theirs: list[dict]) -> None:
     """The same but for the order of additions, which is another on another number of ranks."""
     for first, second in zip(ours, theirs, strict=True):
         assert reproducible(first) == pytest.approx(reproducible(second), abs=1e-4, rel=1e-4)
-
-
-def steps(out: Path) -> list[int]:
-    """Steps of the complete checkpoints, newest first."""
-    return [step for step, path in storage.step_folders(out / "checkpoints") if (path / "COMMITTED.json").exists()]
 
 
 def recorded(out: Path) -> list[int]:

@@ -5,12 +5,11 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROUNDING, computing, rounding, seeded, start, take
-from test_training import HAND_FLAGS, distance, flags, gradient, hand_batch, records, score, task  # noqa: F401
 
 import train_ppo_vl as ppo
-from common.model import compilation
-from common.model import vlm
+from common.model import compilation, vlm
+from conftest import ROUNDING, computing, records, rounding, seeded, start, take
+from helpers import HAND_FLAGS, distance, flags, gradient, hand_batch, score
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +61,7 @@ def test_compiled_layers_compute_the_same(qwen25, picture_rows):
 
 
 @needs_compiler
-def test_a_run_is_the_same(qwen25, task, tmp_path):  # noqa: F811
+def test_a_run_is_the_same(qwen25, task, tmp_path):
     """With layers recomputed in the backward pass; sampling, which is eager, and training agree."""
     runs = []
     for name, more in (("eager", []), ("compiled", ["--compile", "layers"])):

@@ -6,16 +6,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDING, hugging_face, responses_of, start, take, words, write_image, write_rows
 from PIL import Image
-from test_environments import talk
-from test_training import fresh, update_actor
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common.model import image_changes
 from common.data.loader import load_pixels
 from common.data.processor import Processor
+from common.model import image_changes
+from conftest import (
+    ROUNDING,
+    hugging_face,
+    responses_of,
+    start,
+    take,
+    words,
+    write_image,
+    write_rows,
+)
+from helpers import fresh, update_actor
+from talkers import talk
 
 
 @pytest.fixture

@@ -11,18 +11,26 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
-from conftest import build_rewards, responses_by_prompt, start, take, words, write_checkpoint, write_judge, write_rows
-from reference_kernels import OPERATOR, Call, attend, kernels  # noqa: F401  (a fixture)
-from test_families import write_family
-from test_training import score
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
-from common.model import fsdp
-from common.rewards import scoring
-from common.model import vlm
+from common.model import fsdp, vlm
 from common.model.packs import make_packs
+from common.rewards import scoring
+from conftest import (
+    build_rewards,
+    responses_by_prompt,
+    start,
+    take,
+    words,
+    write_checkpoint,
+    write_judge,
+    write_rows,
+)
+from families import write_family
+from helpers import score
+from reference_kernels import OPERATOR, Call, attend, replace_kernels
 
 BACKENDS = ("varlen", "flash_attn")
 DECODING = {"varlen": OPERATOR, "flash_attn": "flash_attn_with_kvcache"}
@@ -69,7 +77,7 @@ def logprobs_by_sdpa(folders, case: str, batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_through_the_kernels(folders, kernels, case, backend):  # noqa: F811
+def test_a_step_through_the_kernels(folders, kernels, case, backend):
     """Sampled, scored and trained by the same calls; the log-probs are those of the reference back-end."""
     env = env_of(folders, case, backend)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 3)
@@ -101,7 +109,7 @@ def gradients(env, batch) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_are_those_of_the_reference(folders, kernels, backend):  # noqa: F811
+def test_gradients_are_those_of_the_reference(folders, kernels, backend):
     """Also of the tower, whose windows are segments of the same call."""
     case = "qwen2_5_vl trained"
     env = env_of(folders, case, backend)
@@ -115,7 +123,7 @@ def test_gradients_are_those_of_the_reference(folders, kernels, backend):  # noq
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mode", ["probability", "critique"])
-def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode):  # noqa: F811
+def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode):
     """Its verdicts' probabilities are a packed forward, its critiques a rollout."""
     judge = write_checkpoint(tmp_path / "judge", "qwen2_5_vl")
     write_judge(judge, ("correct", "yes"), ("correct", "no"))
@@ -142,7 +150,7 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl trained"])
-def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, case, backend):  # noqa: F811
+def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, case, backend):
     """Its update; and its evaluation, which generates as Hugging Face does but sees pictures through the kernels."""
     checkpoint, picture_rows = folders(case.split()[0])
     folder = Path(picture_rows).parent
@@ -231,7 +239,7 @@ def check(call: Call, to: inspect.Signature) -> None:
 def our_calls(folders):
     """Every form of call that a rollout and an update of a model with windows make, by both back-ends."""
     with pytest.MonkeyPatch.context() as patch:
-        generator = kernels.__wrapped__(patch) if hasattr(kernels, "__wrapped__") else kernels._get_wrapped_function()(patch)
+        generator = replace_kernels(patch)
         emulation = next(generator)
         for backend in BACKENDS:
             env = env_of(folders, "gemma3", backend)

@@ -12,21 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import write_checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import train_ppo_vl as ppo
-from common.model import layers, weights
-from common.model import vlm
 from common.data.folder import read_model_config
+from common.model import layers, vlm, weights
+from conftest import write_checkpoint
+from helpers import DEVICE, HAS_CUDA, WAITS, filled
 
-HAS_CUDA = torch.version.cuda is not None
-DEVICE = torch.device("cuda", 0) if HAS_CUDA else torch.device("cpu")
-# Those that read a number of the device, or whose result has a size that only the device knows.
-WAITS = ("_local_scalar", "nonzero", "item", "unique", "masked_select", "bincount", "isin")
 SLOTS = 8
 
 
@@ -59,19 +55,6 @@ class Launches(TorchDispatchMode):
         self.compiled = False
         self.count["compiled"] += len(results) if isinstance(results, tuple) else 1
         return results
-
-
-def filled(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A model on meta, with empty weights and buffers on the device."""
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                empty = torch.zeros(parameter.shape, dtype=dtype, device=DEVICE)
-                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=DEVICE)
-    return model
 
 
 def launches(folder, count_layers: int, **sampling) -> Launches:

@@ -2,17 +2,20 @@
 
 import pytest
 import torch
-from conftest import rounding, write_checkpoint
-from test_families import make_config, make_tokenizer
-from test_packed import SETUP
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionPatchEmbed, Qwen2_5_VLRMSNorm
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionPatchEmbed,
+    Qwen2_5_VLRMSNorm,
+)
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
-from common.model import layers, weights
 from common.data.families import Qwen
 from common.data.folder import read_model_config
+from common.model import layers, weights
+from conftest import rounding, write_checkpoint
+from families import make_config, make_tokenizer
+from helpers import SETUP
 
 NORMS = [Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm, Gemma3RMSNorm]
 

@@ -11,25 +11,35 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import (ROUNDING, hugging_face, inputs_of, keep_activations, our_name, read_json, save_weights, seeded,
-                      start, take, token_logprobs, value_error, words, write_checkpoint)
-from test_families import EXPERTS, LINEAR, TEXT, THROUGH_CHUNKS, make_config, make_tokenizer
-from test_packed import SETUP
-from test_plan import LiveBytes
-from test_training import records, resumed, score, tensors
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-import test_training
 import toy
 import train_ppo_vl as ppo
-from common.model import fsdp
 from common.buffers import Batch
-from common.model import attention, linear_attention, vlm, weights as vlm_weights
 from common.data.rows import Prompt
+from common.model import attention, fsdp, linear_attention, vlm
+from common.model import weights as vlm_weights
 from common.model.linear_attention import PackedDelta, SlotStates
 from common.model.packs import make_packs
+from conftest import (
+    ROUNDING,
+    hugging_face,
+    inputs_of,
+    keep_activations,
+    our_name,
+    read_json,
+    records,
+    save_weights,
+    seeded,
+    start,
+    take,
+    token_logprobs,
+    value_error,
+    write_checkpoint,
+)
+from families import EXPERTS, LINEAR, TEXT, THROUGH_CHUNKS, make_config, make_tokenizer
+from helpers import SETUP, LiveBytes, resumed, score, tensors
 
-task = test_training.task  # a fixture
 CPU = torch.device("cpu")
 # The signature of chunk_gated_delta_rule in fla-core 0.6.0, and that of the first with cu_seqlens.
 FLA = """(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,

@@ -6,24 +6,49 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import (ROUNDING, computing, hugging_face, inputs_of, keep_activations, read_json, responses_of, rounding,
-                      same_tensors, seeded, start, take, token_logprobs, user_error, with_flags, write_checkpoint)
 from safetensors.torch import load_file
-from test_families import write_family
-from test_training import (assert_same_run, distance, flags, gradient, hand_batch, launch, records, resumed, score, tensors,
-                           weights_of)
 from transformers import AutoModelForImageTextToText
 
-import test_grm
-import test_training
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.model import fsdp
 from common.model import weights as vlm_weights
 from common.model.packs import make_packs
+from conftest import (
+    ROUNDING,
+    computing,
+    hugging_face,
+    inputs_of,
+    keep_activations,
+    read_json,
+    records,
+    responses_of,
+    rounding,
+    same_tensors,
+    seeded,
+    start,
+    take,
+    token_logprobs,
+    user_error,
+    with_flags,
+    write_checkpoint,
+)
+from families import write_family
+from helpers import (
+    assert_same_run,
+    distance,
+    flags,
+    gradient,
+    hand_batch,
+    judge_flags,
+    launch,
+    resumed,
+    score,
+    tensors,
+    weights_of,
+)
 
-task, judgements = test_training.task, test_grm.task  # fixtures
-write_samples = test_training.write_samples
+pytestmark = pytest.mark.usefixtures("write_samples")
 LORA = "--lora_rank 3 --lora_alpha 6"
 TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
@@ -231,7 +256,7 @@ def test_a_run_resumes_bit_by_bit_from_adapters_alone(qwen25, task, tmp_path):
 
 
 def test_a_judge_with_adapters(qwen25, judgements, tmp_path):
-    line = test_grm.flags(qwen25, judgements, tmp_path, LORA, "--steps 3 --lr 1e-2 --eval_every 0")
+    line = judge_flags(qwen25, judgements, tmp_path, LORA, "--steps 3 --lr 1e-2 --eval_every 0")
     grm.main(line)
     assert records(tmp_path)[-1]["train/loss"] < records(tmp_path)[0]["train/loss"]
     before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-3")

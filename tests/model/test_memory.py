@@ -8,31 +8,40 @@ import os
 import re
 
 import pytest
-import ranks
 import torch
-from conftest import computing, rounding, same_tensors, save_weights, seeded, start, user_error, words, write_judge
-from reference_kernels import gpu  # noqa: F401  (a fixture)
-from test_training import (
+from torch.distributed.tensor import DTensor
+
+import ranks
+import train_ppo_vl as ppo
+from common import losses
+from common.model import fsdp
+from common.model.packs import make_packs
+from common.model.teacher import follow_average
+from conftest import (
+    computing,
+    rounding,
+    same_tensors,
+    save_weights,
+    seeded,
+    start,
+    user_error,
+    words,
+    write_judge,
+)
+from helpers import (
+    MOVED,
+    apart,
     flags,
     fresh,
     hand_batch,
     resumed,
     samples_of,
     samples_of_every_step,
-    score,  # noqa: F401
-    task,
+    score,
     tensors,
     train,
     weights_of,
-    write_samples,
 )
-from torch.distributed.tensor import DTensor
-
-import train_ppo_vl as ppo
-from common import losses
-from common.model import fsdp
-from common.model.teacher import follow_average
-from common.model.packs import make_packs
 
 EMA = "--ema_beta 0.75"
 
@@ -197,27 +206,6 @@ def test_an_average_that_was_not_saved_cannot_be_resumed(qwen25, task, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ host memory
-MOVED: list[tuple[int, torch.Tensor]] = []  # bytes and new place of what was moved
-
-
-def apart(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`to_device` as where host and device have memory of their own: always a copy, and what is
-    left behind is lost."""
-    old = fsdp.shard_of(tensor)
-    new = old.clone()
-    rest = torch.empty(0, dtype=old.dtype).set_(old.untyped_storage())
-    rest.fill_(math.nan if old.is_floating_point() else 1)
-    MOVED.append((new.numel() * new.element_size(), new))
-    return DTensor(new, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else new
-
-
-def asleep(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """As `apart`, and nothing can be computed with what rests in host memory: each move inverts all
-    bits, so that the move there and the move back cancel."""
-    moved = apart(tensor, device)
-    bits = torch.empty(0, dtype=torch.uint8).set_(fsdp.shard_of(moved).untyped_storage())
-    bits.bitwise_not_()
-    return moved
 
 
 def run_apart(lines: list[list[str]]) -> None:

@@ -10,42 +10,32 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import (ROUNDING, hugging_face, inputs_of, our_name, responses_of, save_weights, seeded, start,
-                      token_logprobs, value_error)
 from safetensors.torch import load_file
 
 from common.buffers import Batch, assign_blocks, build_pack, make_blocks
-from common.model.linear_attention import PackedDelta
-from common.model.fsdp import unsharded
-from common.flags import DataArgs
-from common.model.attention import DecodeAttention, PackedAttention, SlotCache, bucket_segments
 from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import load_prompts
+from common.flags import DataArgs
+from common.model.attention import DecodeAttention, PackedAttention, SlotCache, bucket_segments
+from common.model.fsdp import unsharded
+from common.model.linear_attention import PackedDelta
 from common.model.packs import Prefill, prefill_pack
 from common.model.vlm import decoder, hidden_states, image_features, prompt_positions
-from common.model.weights import Setup, build_model, load, materialize, resolve_folder
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SETUP = Setup("sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_chunk=256, longest=1000)
-
-
-def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tensor]]:
-    """For each prompt as many random responses as ``counts`` says."""
-    generator = seeded(3)
-    lengths = torch.randint(1, 9, (sum(counts),), generator=generator)
-    tokens = torch.randint(4, vocabulary - 8, (int(lengths.sum()),), generator=generator)
-    responses = iter(tokens.split(lengths.tolist()))
-    return [list(itertools.islice(responses, count)) for count in counts]
-
-
-def load_model(folder, loaded: bool = True):
-    """The model of a folder, not sharded; without its weights if not ``loaded``."""
-    model = build_model(Processor(folder, DataArgs()).config, SETUP).requires_grad_(False)
-    if loaded:
-        materialize(model, CPU)
-        load(model, folder)
-    return model
+from common.model.weights import load, materialize, resolve_folder
+from conftest import (
+    ROUNDING,
+    hugging_face,
+    inputs_of,
+    our_name,
+    responses_of,
+    save_weights,
+    seeded,
+    start,
+    token_logprobs,
+    value_error,
+)
+from helpers import CPU, CUDA, load_model, random_responses
 
 
 def hidden_of(model, pack, segments) -> torch.Tensor:

@@ -10,14 +10,13 @@ from unittest.mock import MagicMock, call
 
 import pytest
 import torch
-from conftest import ROOT, seeded
-from ranks import TORCHRUN
-from reference_kernels import gpu  # noqa: F401  (a fixture)
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.model import staging
 from common.model.staging import Staging
-from torch.utils._python_dispatch import TorchDispatchMode
+from conftest import ROOT, seeded
+from ranks import TORCHRUN
 
 
 def state() -> dict[str, torch.Tensor]:

@@ -8,16 +8,17 @@ the backward: autograd's engine asks the driver.)
 import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
-from conftest import write_checkpoint
-from test_launches import DEVICE, WAITS, filled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_ppo_vl as ppo
 from common.buffers import Pack
-from common.model import attention as vlm_attention, weights
 from common.data.folder import read_model_config
+from common.model import attention as vlm_attention
+from common.model import weights
+from conftest import write_checkpoint
+from helpers import DEVICE, WAITS, filled
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None, reason="this build of torch is for CPUs: bash tests/run.sh --versions has one for CUDA"

@@ -5,24 +5,49 @@ two ranks where some rows hold no picture, a reference that keeps the tower it b
 from pathlib import Path
 
 import pytest
-import ranks
-import test_grm
-import test_training
 import torch
-from conftest import (ROUNDING, computing, hugging_face, inputs_of, keep_activations, our_name, responses_by_prompt,
-                      rounding, seeded, start, take, token_logprobs, user_error, write_checkpoint)
-from test_families import write_family
-from test_training import assert_same_run, distance, flags, gradient, hand_batch, records, resumed, score, tensors
 from transformers import AutoModelForImageTextToText
 
+import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.model import vlm
 from common.model.packs import make_packs
 from common.model.weights import recompute_layers
+from conftest import (
+    ROUNDING,
+    computing,
+    hugging_face,
+    inputs_of,
+    keep_activations,
+    our_name,
+    records,
+    reproducible,
+    responses_by_prompt,
+    rounding,
+    seeded,
+    start,
+    take,
+    token_logprobs,
+    user_error,
+    write_checkpoint,
+)
+from families import write_family
+from helpers import (
+    assert_same_run,
+    distance,
+    evaluation,
+    flags,
+    gradient,
+    hand_batch,
+    judge_flags,
+    resumed,
+    samples_of_every_step,
+    score,
+    tensors,
+)
 
-task, judgements = test_training.task, test_grm.task  # fixtures
-write_samples = test_training.write_samples
+pytestmark = pytest.mark.usefixtures("write_samples")
 
 
 def gradients(env, module, signs: torch.Tensor, parts=([0, 1, 2, 3],)) -> dict[str, torch.Tensor]:
@@ -148,7 +173,7 @@ def test_refusals(qwen25, picture_rows, tmp_path):
 def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
     """With a critic and a reference, several packs, rows without pictures and ranks without rows; and a judge."""
     other = write_checkpoint(tmp_path / "qwen3", "qwen3_vl")
-    judge = test_grm.flags(qwen25, judgements, Path("judge"), "--train_vision --steps 3 --eval_every -1")
+    judge = judge_flags(qwen25, judgements, Path("judge"), "--train_vision --steps 3 --eval_every -1")
     plans = []
     for world in (1, 2):
         out = tmp_path / str(world)
@@ -159,12 +184,12 @@ def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
                                        "--kl_in loss --kl_estimator full --gradient_checkpointing --dynamic_sampling 2 "
                                        "--max_tokens_per_pack 524")),
                       (grm.main, [str(out / "judge") if word == "judge" else word for word in judge])])
-    ranks.run(ranks.in_turn, *plans[1], world=2, patches=[(test_training.samples_of_every_step,)])
+    ranks.run(ranks.in_turn, *plans[1], world=2, patches=[(samples_of_every_step,)])
     ranks.in_turn(*plans[0])
     for name, step in (("gae", 3), ("full", 2), ("judge", 3)):
         one, two = (tmp_path / world / name for world in "12")
         if name == "judge":
-            first, second = ([test_grm.reproducible(record) for record in records(out)] for out in (one, two))
+            first, second = ([reproducible(record) for record in records(out)] for out in (one, two))
             assert len(first) == len(second) >= 4
             for ours, theirs in zip(first, second):
                 assert theirs == pytest.approx(ours, abs=1e-4, rel=1e-4)
@@ -179,11 +204,11 @@ def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
 
 def test_a_judge_evaluates_as_with_a_frozen_tower(qwen25, judgements, tmp_path):
     """Before any step: what it says, and its losses and likelihoods."""
-    metrics = [grm.main(test_grm.flags(qwen25, judgements, tmp_path / str(len(more)), *more, "--eval_only"))
+    metrics = [grm.main(judge_flags(qwen25, judgements, tmp_path / str(len(more)), *more, "--eval_only"))
              for more in ((), ("--train_vision",))]
-    frozen, trained = map(test_grm.reproducible, metrics)
+    frozen, trained = map(reproducible, metrics)
     assert trained == pytest.approx(frozen, abs=ROUNDING)
     assert frozen["eval/num_samples"] > 5
     folders = [tmp_path / name / "evaluation-step-0" for name in "01"]
-    texts = [[record["generated_text"] for record in test_grm.evaluation(folder, 0)["records"]] for folder in folders]
+    texts = [[record["generated_text"] for record in evaluation(folder, 0)["records"]] for folder in folders]
     assert texts[0] == texts[1]

@@ -9,52 +9,46 @@ import operator
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (ROUNDING, build_rewards, inputs_of, read_json, rounding, save_weights, seeded, start,
-                      take, user_error, value_error, words, write_checkpoint, write_judge, write_rows)
 from safetensors.torch import load_file
-from test_families import write_family
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
-from common.rewards import judge as judgements, models as reward_models, scoring
-from common.buffers import Batch
-from common.rewards.records import sample_records
-from common.flags import RewardArgs
-from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import Prompt
+from common.flags import RewardArgs
 from common.model import vlm
+from common.rewards import judge as judgements
+from common.rewards import models as reward_models
+from common.rewards import scoring
+from common.rewards.records import sample_records
+from conftest import (
+    ROUNDING,
+    inputs_of,
+    read_json,
+    rounding,
+    save_weights,
+    seeded,
+    start,
+    take,
+    user_error,
+    value_error,
+    words,
+    write_rows,
+)
+from families import write_family
+from judging import alone, ask, build, chances, score
 
 RESPONSES = ["3", "a circle", "<image>", "3", "", "no idea"]  # one twice for its prompt, one that must not become a picture
-
-
-@pytest.fixture(scope="module")
-def judges(tmp_path_factory, qwen25) -> dict[str, Path]:
-    """near: the actor's tower, so no tower of its own; far: another tower; both with a judge.json."""
-    folders = {"near": qwen25, "far": write_checkpoint(tmp_path_factory.mktemp("far"), "qwen3_vl")}
-    result = {}
-    for name, source in folders.items():
-        folder = tmp_path_factory.mktemp(f"judge-{name}")
-        model = AutoModelForImageTextToText.from_pretrained(source)
-        with torch.no_grad():                                          # the language model differs, the tower does not
-            model.lm_head.weight.copy_(torch.randn(model.lm_head.weight.shape, generator=seeded(5)) / 4)
-        model.save_pretrained(folder)
-        Processor(source).save(str(folder))
-        verdicts = [("correct", "yes"), ("rubric", "no"), ("answers", "A"), ("score", "1"), ("score", "2.5"), ("score", "-4")]
-        write_judge(folder, *verdicts, system_instruction="Judge: {prompt}")
-        result[name] = folder
-    return result
-
-
-def build(env, reward: scoring.RewardMix, rows: list[Prompt] = []) -> None:
-    """Load the models of a reward that shall score ``rows``."""
-    build_rewards(env.args, reward, replace(env.rows, train_sets=[rows], held_out=[]), env.actor, env.ranks)
 
 
 def prepare(qwen25, picture_rows, *flags: str):
@@ -71,49 +65,6 @@ def prepare(qwen25, picture_rows, *flags: str):
     batch.truncated = torch.zeros(6, dtype=torch.bool)
     texts = [RESPONSES[i] for i in (0, 1, 3, 2, 4, 5)]
     return env, reward, batch, texts
-
-
-def score(env, reward: scoring.RewardMix, batch: Batch) -> Batch:
-    """A copy of the batch with its scores."""
-    batch = replace(batch)
-    reward.score(batch, env.processor)
-    return batch
-
-
-def alone(folder: Path, prompt: Prompt, question: str, answer: str | None, with_system: bool = True):
-    """The judge's model and the inputs of one question, rendered by its own tokenizer; with an answer, its log-prob."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
-    chat = [{"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)}] * with_system
-    parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": question}]
-    text = tokenizer.apply_chat_template([*chat, {"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False)
-    processor, image_id = Processor(folder), model.config.image_token_id
-    pixels = load_pixels(prompt, processor)
-    counts = [t * h * w // 4 for t, h, w in prompt.grids]
-    for count in counts:
-        text = text.replace("<|image_pad|>", "<|hole|>" * count, 1)
-    ids = tokenizer.encode(text.replace("<|hole|>", "<|image_pad|>"), add_special_tokens=False)
-    target = tokenizer.encode(f"{answer}<|im_end|>", add_special_tokens=False) if answer else []
-    whole = torch.tensor([ids + target])
-    inputs = {"input_ids": whole, "mm_token_type_ids": (whole == image_id).int()}
-    inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
-    if answer is None:
-        return model, inputs, tokenizer
-    with torch.no_grad():
-        logp = model(**inputs).logits[0].log_softmax(dim=-1)
-    rows = range(len(ids) - 1, len(ids) + len(target) - 1)
-    return sum(float(logp[row, token]) for row, token in zip(rows, target))
-
-
-def ask(prompt: Prompt, kind: str, **answers: str) -> str:
-    """The question of a kind about a prompt; what a response says of images is text."""
-    answers = {name: text.replace("<image>", " ") for name, text in answers.items()}
-    return judgements.format_template(judgements.JUDGEMENTS[kind][0], prompt=judgements.user_text(prompt.messages), **answers)
-
-
-def chances(folder: Path, prompt: Prompt, question: str, words: list[str]) -> list[float]:
-    logs = [alone(folder, prompt, question, f"<answer>{word}</answer>") for word in words]
-    total = sum(math.exp(x - max(logs)) for x in logs)
-    return [math.exp(x - max(logs)) / total for x in logs]
 
 
 @pytest.mark.parametrize("which", ["near", "far"])

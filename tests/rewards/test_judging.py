@@ -11,34 +11,31 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import ranks
 import torch
-from conftest import ROUNDING, read_rows, records as records_of, start, take, user_error, with_flags, words, write_image, write_judge, write_rows
 
+import ranks
 import train_ppo_vl as ppo
 from common import distributed
 from common.data.processor import Processor
 from common.model import vlm
-from common.rewards import accuracy, judge as judgements, models as reward_models, rules, scoring
+from common.rewards import accuracy, rules, scoring
+from common.rewards import judge as judgements
+from common.rewards import models as reward_models
 from common.rewards.judge import JudgeSettings, load_judgements
-from test_judge import ask, build, chances, judges, score  # noqa: F401 (a fixture)
-
-PAIRS = [
-    {"prompt": "which?", "responses": ["a cat", "a black dog"], "preferred": "B", "source": "animals", "pair": 7},
-    {"prompt": "and <image>?", "images": ["0.png"], "responses": ["yes", "no"], "preferred": "tie"},
-    {"prompt": "red", "images": ["0.png", "1.png"], "preferred": "A", "source": "pictures", "pair": "x"},
-]
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory) -> Path:
-    """A file of pairs."""
-    folder = tmp_path_factory.mktemp("pairs")
-    for k in range(2):
-        write_image(folder / f"{k}.png", (56, 56), np.random.default_rng(k))
-    return Path(write_rows(folder / "pairs.jsonl", PAIRS))
+from conftest import (
+    ROUNDING,
+    read_rows,
+    start,
+    take,
+    user_error,
+    with_flags,
+    words,
+    write_judge,
+    write_rows,
+)
+from conftest import records as records_of
+from judging import PAIRS, ask, build, chances, judge_by_a_policy, score, whole_judgements
 
 
 # ------------------------------------------------------------------------------------------------ votes
@@ -73,23 +70,6 @@ def test_votes_are_those_of_a_plain_count():
     assert list(rates) == [1, 3, 5]
     assert rates == {k: pytest.approx(plain_votes(records, k)) for k in rates}
     assert len(set(rates.values())) == 3
-
-
-def judge_by_a_policy(model: Path, rows: Path, out: Path, *flags: str) -> tuple[list[dict], dict]:
-    """Records and metrics of an evaluation that only judges."""
-    ppo.main(words("--model", model, "--data", rows, "--eval_data", rows, "--out", out, "--eval_only --advantage grpo",
-                   "--row_kind judgements --reward verdict --max_new_tokens 12 --max_prompt_tokens 256", *flags))
-    out /= "evaluation-step-0"
-    return read_rows(out / "samples" / "eval-000000.jsonl"), records_of(out)[-1]
-
-
-def whole_judgements(monkeypatch, texts: list[list[str]]) -> None:
-    """Let records have these texts, none of which was cut off."""
-    def turn_texts(batch, *_):
-        batch.truncated[:] = False
-        return texts
-
-    monkeypatch.setattr("common.rewards.records.turn_texts", turn_texts)
 
 
 def test_judgements_are_recorded_with_what_a_table_needs(qwen25, pairs, tmp_path, monkeypatch):
@@ -191,8 +171,8 @@ def test_both_orders_of_a_pair_are_drawn_together(qwen25, pairs):
 
 def judge_by_coin(seed: int) -> None:
     """In every rank: responses say what the hash of their prompt and number decides, and a quarter of them is cut off."""
-    import common.rewards.scoring as scoring
     import common.rewards.records as of_records
+    import common.rewards.scoring as scoring
     import common.rewards.transcripts as transcripts
 
     verdicts = ("<answer>A</answer>", "<answer>B</answer>", "<answer>tie</answer>", "none")

@@ -13,17 +13,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, read_rows, user_error, words
 from PIL import Image
-from reward_server import LIES, RewardServer, open_pictures
 
 import train_ppo_vl as ppo
-from common.rewards import remote
-from common.rewards.remote import Server
-from common.rewards.functions import Samples, load_source, score_samples
-from common.flags import RewardArgs
 from common.data import images as vlm_images
 from common.data.images import read_image
+from common.flags import RewardArgs
+from common.rewards import remote
+from common.rewards.functions import Samples, load_source, score_samples
+from common.rewards.remote import Server
+from conftest import ROOT, read_rows, user_error, words
+from reward_server import LIES, RewardServer, open_pictures
 
 
 @pytest.fixture

@@ -9,15 +9,21 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import readme_reward, table, user_error, value_error
 
-from common.rewards import scoring
 from common.distributed import UserError
+from common.flags import RewardArgs
+from common.rewards import scoring
 from common.rewards.functions import Samples, Source, load_source, score_samples
 from common.rewards.records import summarise
-from common.rewards.rules import same_words
-from common.rewards.rules import answers_equal, extract_answer, format_score, parse_number, rule_reward
-from common.flags import RewardArgs
+from common.rewards.rules import (
+    answers_equal,
+    extract_answer,
+    format_score,
+    parse_number,
+    rule_reward,
+    same_words,
+)
+from conftest import readme_reward, table, user_error, value_error
 
 
 def score(fn, n=4, workers=1, batch=0, rows=None, timeout=60.0):

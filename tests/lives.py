@@ -1,0 +1,144 @@
+"""A small run that is ended and started again, and what must be the same afterwards."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+
+import ranks
+import train_ppo_vl as ppo
+from common.model import checkpoint, storage
+from conftest import assert_same_records, words, write_image, write_rows
+
+REWARD = '''
+def letters(prompts, responses, references, labels, images):
+    """Depends on the response, so that samples of one prompt differ and there is something to learn."""
+    return [sum(c in "aeiou " for c in r) / max(1, len(r)) + 0.1 * len(p) for r, p in zip(responses, images)]
+'''
+ALGORITHMS = {
+    "gae": "--steps 6 --epochs 2 --minibatches 2 --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --critic_lr 1e-3 "
+           "--eval_every 2 --on_bad_row skip --data damaged.jsonl --ema_beta 0.9",
+    "grpo": "--steps 6 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --lr_schedule linear "
+            "--warmup_steps 2 --eval_every 0",
+}
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+SAVING = {  # what a save calls, in order
+    "before-write": (checkpoint, "own_shards"),
+    "before-commit": (checkpoint.Checkpoints, "commit"),
+    "before-rename": (Path, "rename"),
+    "before-pointer": (checkpoint, "write_pointer"),
+    "before-rotation": (checkpoint.Checkpoints, "delete_old"),
+}
+
+
+def die_at(point: str, only: int) -> None:
+    """SIGKILL of one rank at a point of its first save."""
+    if rank() == only:
+        setattr(*SAVING[point], lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def time_saves(log: str) -> None:
+    """Write down the seconds that rank 0's training spends in save() and finish(), each with the step it belongs to."""
+    depth, step = [], [0]
+
+    def timed(original):
+        def call(self, *arguments, **named):
+            step[0] = arguments[0] if original.__name__ == "save" else step[0]
+            depth.append(time.perf_counter())
+            try:
+                return original(self, *arguments, **named)
+            finally:
+                seconds = time.perf_counter() - depth.pop()
+                if not depth and os.environ["RANK"] == "0":                 # save() calls finish(): count it once
+                    with open(log, "a") as file:
+                        file.write(json.dumps([step[0], seconds]) + "\n")
+        return call
+
+    checkpoint.Checkpoints.save = timed(checkpoint.Checkpoints.save)
+    checkpoint.Checkpoints.finish = timed(checkpoint.Checkpoints.finish)
+
+
+def live(argv: list[str], world: int = 1, patches: list = (), codes: list[int] | None = None, **environment: str) -> str:
+    """A whole life of a run in processes of its own; its output."""
+    return ranks.run(ppo.main, argv, world=world, patches=patches, codes=codes, **environment)
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """Without the traces of this process's own process group."""
+    return {key: value for key, value in os.environ.items() if key not in ranks.TORCHRUN} | more
+
+
+def records(out: Path) -> list[dict]:
+    """One for every step, in order: that of the step with that of its evaluation. No name may be in both."""
+    by_step = {}
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "step" in record:
+            of_step = by_step.setdefault(record["step"], {})
+            assert of_step.keys() & record.keys() <= {"step"}, f"step {record['step']} is recorded twice"
+            of_step |= record
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def assert_bitwise(out: Path, reference: Path, step: int = 6) -> None:
+    """Every step recorded once and equal in every bit, and so are the exported weights."""
+    assert_same_records(records(out), records(reference))
+    ours, theirs = (sorted((folder / "export" / f"step-{step}").glob("*.safetensors")) for folder in (out, reference))
+    assert ours
+    assert [file.read_bytes() for file in ours] == [file.read_bytes() for file in theirs]
+
+
+def steps(out: Path) -> list[int]:
+    """Steps of the complete checkpoints, newest first."""
+    return [step for step, path in storage.step_folders(out / "checkpoints") if (path / "COMMITTED.json").exists()]
+
+
+def write_task(folder: Path) -> Path:
+    """rows.jsonl, damaged.jsonl (a picture of it does not decode), eval.jsonl, reward.py."""
+    rng = np.random.default_rng(0)
+    (folder / "reward.py").write_text(REWARD)
+    for i in range(4):
+        write_image(folder / f"{i}.png", (56 + 28 * (i % 2), 56), rng)
+    (folder / "damaged.png").write_bytes((folder / "0.png").read_bytes()[:2000])
+    rows = [{"prompt": f"row {i}: how many circles?", "images": [f"{i}.png"] if i % 3 else [], "answer": "1"}
+            for i in range(4)]
+    damaged = {"prompt": "row 4", "images": ["damaged.png"], "answer": "1"}
+    files = {"rows": rows, "damaged": [*rows, damaged],
+             "eval": [row | {"prompt": "held out " + row["prompt"]} for row in rows[:3]]}
+    for name, lines in files.items():
+        write_rows(folder / f"{name}.jsonl", lines)
+    return folder
+
+
+def flags_of(model: Path, task: Path) -> Callable:
+    """flags(out, "--more flags"): a run of a second or so."""
+    def build(out: Path, more: str = "") -> list[str]:
+        more = [task / word if word.endswith(".jsonl") else word for word in more.split()]
+        return words("--model", model, "--data", task / "rows.jsonl", "--eval_data", task / "eval.jsonl", "--reward",
+                     f"{task / 'reward.py'}:letters", "--out", out,
+                     "--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 --prompts_per_step 4 "
+                     "--samples_per_prompt 2 --actor_lr 1e-3 --steps 2 --eval_every 0 --save_every 1 --log_samples 0 "
+                     "--timeout 90 --keep_last 9", *more)
+    return build
+
+
+def undisturbed_runs(flags: Callable, tmp_path_factory) -> Callable:
+    """(algorithm, ranks) -> folder of a run of six steps that nothing happened to."""
+    folders = {}
+
+    def run(name: str, world: int) -> Path:
+        if (name, world) not in folders:
+            folders[name, world] = tmp_path_factory.mktemp(f"{name}-{world}") / "run"
+            live(flags(folders[name, world], ALGORITHMS[name]), world)
+        return folders[name, world]
+
+    return run
