@@ -13,7 +13,7 @@ source launch/setup.sh pytest pytest-xdist
 pytest=(python -m pytest tests -q -rs --durations 10)
 both=(-n 2 --dist loadscope --no-loadscope-reorder)    # a file stays in one process, where its runs are made once
 case "${arguments[*]}" in
-    "") "${pytest[@]}" "${both[@]}" -m "not slow"; exit ;;
+    "") "${pytest[@]}" "${both[@]}" -m "not slow" --ignore tests/benchmarks; exit ;;
     all) ;;
     *) "${pytest[@]}" "${arguments[@]}"; exit ;;
 esac

@@ -64,7 +64,6 @@ def test_scale_counts_the_weights_of_transformers_own_model():
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    sys.path.insert(0, str(BENCHMARKS))
     import scale
 
     for name in ("3B", "7B"):

@@ -1,16 +1,12 @@
 """The golden runs' own net: what the program takes for the same, and what it must notice. Trains nothing."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, words
-
-sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
-
 import golden
+from conftest import words
 
 # A trainer of a few lines: a step is a number that depends on all numbers before it.
 TRAINER = '''
