@@ -87,6 +87,16 @@ def packages(modules: dict[str, ast.Module]) -> Problems:
         yield f"{highest}: {floors[highest]} modules import each other in a row, at most {FLOORS}"
 
 
+def prints(modules: dict[str, ast.Module]) -> Problems:
+    """What files, servers and user code say is made fit for a terminal at these doors. A plan is numbers."""
+    doors = {"common.files": "print", "common.logging": "tqdm.write", "launch.plan": "print"}
+    for module, tree in modules.items():
+        for node in ast.walk(tree):
+            call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if call in ("print", "tqdm.write", "traceback.print_exc") and call != doors.get(module):
+                yield f"{module}:{node.lineno}: {call}, not common.files.say or RunLogger.line"
+
+
 def lines() -> Problems:
     for path in FILES:
         count = sum(len(line) > LINE for line in path.read_text(encoding="utf-8").splitlines())
@@ -160,7 +170,7 @@ def links(page: str, text: str) -> Problems:
 
 if __name__ == "__main__":
     modules = trees()
-    problems = [*sizes(modules), *functions(modules), *packages(modules), *lines(), *variables(), *top_level()]
+    problems = [*sizes(modules), *functions(modules), *packages(modules), *prints(modules), *lines(), *variables(), *top_level()]
     problems += [*unread_flags(modules), *documents(modules)]
     print("\n".join(problems) or "all rules are kept")
     sys.exit(bool(problems))

@@ -2,7 +2,7 @@
 gathering, failing and stopping together.
 
     run_main                       what a script's main raises becomes one message and an exit code
-    catch_signals                  a request to stop is remembered for the end of the step
+    catch_signals                  from now on, a signal ends the run after the step in progress
     Workers                        a user's programs side by side in threads, each with a time limit
     start                          join the process group -> Ranks: where this process stands in it
     to_device                      a tensor goes to the GPU while the host goes on
@@ -34,8 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.files import as_message
-
+from common.files import as_message, say
 
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
@@ -79,12 +78,43 @@ def default_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def end_at_signals() -> None:
+    """Let the signals of `handle_signals` end this process at once, with one line, until
+    `catch_signals`: there is nothing to save.
+
+    A thread does it. A handler would wait until the main thread is back in the interpreter, from a
+    collective, or from waiting for the other machines.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)  # gets a byte whenever a signal comes that has a handler
+    threading.Thread(target=end_when_told, args=[reader], daemon=True).start()
+    handle_signals(lambda *_: None)
+
+
+def end_when_told(reader: int) -> None:
+    """In a thread: wait for a byte, and end the process."""
+    os.read(reader, 1)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with suppress(BrokenPipeError):
+            os.write(2, b"stopped by a signal with nothing to save; the same command starts again\n")
+    os._exit(EXIT_PREEMPTED)
+
+
 def catch_signals() -> None:
-    """SIGTERM (a cancelled job), SIGHUP (a closed terminal), SIGUSR1 (SLURM's warning) and Ctrl-C
-    ask for a stop after the step in progress; a second Ctrl-C ends the process at once."""
+    """From now on, the signals of `handle_signals` ask for a stop after the step in progress; a
+    second Ctrl-C ends the process at once."""
+    signal.set_wakeup_fd(-1)
+    handle_signals(request_stop)
+
+
+def handle_signals(handler: Callable) -> None:
+    """For SIGTERM (a cancelled job), SIGHUP (a closed terminal), SIGUSR1 (SLURM's warning) and
+    Ctrl-C. What is ignored stays ignored, but for SIGUSR1, which launch/train.slurm hides from
+    torchrun."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGUSR1:
-            signal.signal(number, request_stop)
+            signal.signal(number, handler)
 
 
 def request_stop(number: int, _frame: Any) -> None:
@@ -144,7 +174,7 @@ TIMED_OUT = (
 def run_main(program: Callable[[], Any]) -> None:
     """Run a script's main; what it raises becomes one message and an exit code."""
     die_with_torchrun()
-    default_interrupt()
+    end_at_signals()
     code = 0
     with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
         try:
@@ -152,16 +182,16 @@ def run_main(program: Callable[[], Any]) -> None:
         except UserError as error:
             # torchrun ends the others as soon as one has exited
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            message = as_message(f"error: {error}")
+            message = f"error: {error}"
             if int(os.environ.get("RANK", 0)) == 0:
-                print(message, file=sys.stderr, flush=True)
+                say(message, file=sys.stderr)
             tell_torchrun(message)
             code = EXIT_USER_ERROR
         except Exit as end:
             code = end.code
         except (Exception, SystemExit) as error:  # a SystemExit of user code is an error, too
-            traceback.print_exc()
-            message = traceback.format_exc()
+            message = traceback.format_exc().rstrip()
+            say(message, file=sys.stderr)
             advice = ""
             if isinstance(error, torch.OutOfMemoryError):
                 advice = OUT_OF_MEMORY
@@ -169,7 +199,7 @@ def run_main(program: Callable[[], Any]) -> None:
                 advice = TIMED_OUT
             if advice:
                 message = advice
-                print(advice, file=sys.stderr, flush=True)
+                say(advice, file=sys.stderr)
             tell_torchrun(message)
             os._exit(1)  # no destructor may wait for the other ranks
     leave_group()
@@ -184,7 +214,7 @@ def tell_torchrun(message: str) -> None:
     """Leave a message for the summary that torchrun prints last."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        details = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        details = {"message": as_message(message), "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": details}))
 
 

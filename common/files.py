@@ -27,6 +27,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO, Iterable, TextIO
@@ -148,7 +149,7 @@ def as_message(text: str) -> str:
     """A text as it may be printed. Invisible characters could recolour the terminal or overwrite
     lines; lines after the first are indented: what a file or a server says must not pass for a
     message of its own."""
-    return printable(text, keep="\n\t").replace("\n", "\n  ")
+    return re.sub("\n(?!  )", "\n  ", printable(text, keep="\n\t"))
 
 
 def say(text: str, file: TextIO | None = None) -> None:

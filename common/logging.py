@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from common import distributed
 from common.distributed import EXIT_PREEMPTED, Exit, UserError, leave_group
-from common.files import read_records
+from common.files import as_message, printable, read_records
 from common.flags import RunArgs
 
 
@@ -305,7 +305,7 @@ class RunLogger:
     def line(self, text: str) -> None:
         """Print one line above the bar."""
         if distributed.is_main():
-            tqdm.write(text)
+            tqdm.write(as_message(text))
             sys.stdout.flush()  # a redirected stdout would keep the line for minutes
 
     def close(self, step: int, last: int) -> None:
@@ -354,7 +354,9 @@ class RunLogger:
                     self._writer.add_scalar(name, value, step)
                 self._writer.flush()
         values = {word: record[name] for word, name in columns.items() if name in record}
-        texts = {word: f"{v:.3f}" if abs(v) < 1000 else f"{v:.0f}" for word, v in values.items()}
+        texts = {}
+        for word, value in values.items():
+            texts[printable(word)] = f"{value:.3f}" if abs(value) < 1000 else f"{value:.0f}"
         self.line("  ".join([title, *(f"{word} {text}" for word, text in texts.items())]))
         return texts
 

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from common.files import say
+
 # the gradient of the weight is added up for this many ids at a time
 VOCABULARY_SLICE = 16384
 
@@ -332,7 +334,7 @@ def _compiles(device: torch.device) -> bool:
         _compiled(_exponentials)(torch.arange(2, device=device), _id_hashes(3, device))
     except Exception as error:  # compilers raise anything
         text = " ".join(str(error).split())[:200]
-        print(f"warning: torch.compile failed, which costs only time: {text}", flush=True)
+        say(f"warning: torch.compile failed, which costs only time: {text}")
         return False
     return True
 

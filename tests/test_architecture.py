@@ -17,8 +17,8 @@ BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.compre
 # may be imported by all, and may import all, as long as there is no circle.
 TABLE = """\
 losses
-logprobs
 files
+logprobs     files
 distributed  files
 flags        distributed files
 buffers      distributed

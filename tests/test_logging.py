@@ -351,3 +351,21 @@ def test_latest_is_a_link_or_a_file_and_replaces_either(tmp_path, monkeypatch, l
         assert latest.is_symlink() == links
         assert flags.follow_pointer(str(latest)) == latest.parent / "step-2"
         assert len(list(latest.parent.rglob("config.json"))) == (before == "folder")    # nothing is deleted
+
+
+def test_no_text_reaches_the_terminal_raw(tmp_path, monkeypatch, capsys):
+    """Of a folder, a warning that quotes user code, and a component's name, on the bar, too."""
+    name = "\x1b[2Jx\nerror: all is well\r"
+    log = open_log(tmp_path / "\x1b[31mred")
+    bar = []
+    monkeypatch.setattr(log.bar, "set_postfix", lambda values, **_: bar.extend(values))
+    log.step(1, {f"rollout/{name}_reward": 0.5}, {name: f"rollout/{name}_reward"})
+    log.warn("environment", True, f"2 of 4 samples failed, the first: {name}")
+    log.close(6, 6)
+    out, err = capsys.readouterr()
+    lines = [line for line in out.splitlines() if line]
+    assert lines[0].endswith(r"step     1  \x1b[2Jx\nerror: all is well\r 0.500")
+    assert lines[1].endswith(r"warning: 2 of 4 samples failed, the first: \x1b[2Jx")
+    assert lines[2] == r"  error: all is well\r"
+    assert lines[3].endswith(rf"done: all results are in {tmp_path}/\x1b[31mred")
+    assert "\x1b" not in out + err + "".join(bar)

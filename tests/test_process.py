@@ -61,8 +61,7 @@ def test_help_and_refusals(script, flags, code, message):
     ("raise ValueError('a bug')", 1, "Traceback"),
     ("import torch; raise torch.OutOfMemoryError('CUDA')", 1, "lower --max_tokens_per_pack or --slots"),
     ("raise RuntimeError('Timed out waiting 4000ms for recv operation to complete')", 1, "longer than --timeout"),
-    ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
-    ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, ""),
+    (r"raise ValueError('\x1b[2J\nerror: all is well')", 1, "  ValueError: \\x1b[2J\n  error: all is well\n"),
 ])
 def test_exit_code_0_means_done(program, code, message):
     imports = "import os, signal, sys\nfrom common import distributed"
@@ -100,7 +99,42 @@ def test_a_call_that_was_given_up_does_not_end_the_process(end, code, message):
     assert "took longer than 0.2 s (--env_timeout)" in result.stdout
 
 
-# -------------------------------------------------------------------------------- Ctrl-C
+# -------------------------------------------------------------------------------- signals
+STOPPED = "stopped by a signal with nothing to save; the same command starts again\n"
+BEFORE_THE_LOOP = """
+import ctypes, os, signal, threading, time
+from common import distributed
+def main():
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.{name})).start()
+    {wait}
+    print("too late")
+distributed.run_main(main)
+"""
+COLLECTIVE = """
+    lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    libc.sem_init(lock, 0, 0)
+    while True:
+        libc.sem_wait(lock)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("wait", ["time.sleep(20)", COLLECTIVE])
+def test_a_signal_before_the_loop_ends_with_one_line(name, wait):
+    """At once, also in a collective, which no handler of Python interrupts; one process of each machine says it."""
+    for local_rank, message in (("0", STOPPED), ("1", "")):
+        result = python(BEFORE_THE_LOOP.format(name=name, wait=wait), LOCAL_RANK=local_rank)
+        assert (result.returncode, result.stdout, result.stderr) == (75, "", message)
+
+
+@pytest.mark.parametrize("name, code", [("SIGHUP", 0), ("SIGUSR1", 75)])
+def test_what_is_ignored_stays_ignored(name, code):
+    """By nohup, say; but launch/train.slurm has torchrun ignore SIGUSR1, and not its workers."""
+    program = BEFORE_THE_LOOP.format(name=name, wait="time.sleep(1)")
+    program = program.replace("distributed.run_main", f"signal.signal(signal.{name}, signal.SIG_IGN)\ndistributed.run_main")
+    assert python(program).returncode == code
+
+
 LOOP = """
 import os, signal, time
 from common import distributed

@@ -23,7 +23,7 @@ from torch import Tensor
 from common import distributed
 from common.data.families import Expansion, family_of, is_clip
 from common.data.folder import read_model_config, read_settings, read_tokenizer
-from common.files import check_form
+from common.files import check_form, say
 from common.flags import DataArgs, parse_template_options
 
 # The settings of a checkpoint that an export repeats.
@@ -107,10 +107,9 @@ class Processor:
             generation["eos_token_id"] = sorted({*ends, end} - {None})
         if end != eos and distributed.is_main():
             token = tokenizer.convert_ids_to_tokens(end)
-            print(
+            say(
                 f"{self.folder}: the chat template ends a turn with {token}, the tokenizer a text with "
-                f"{tokenizer.eos_token}: either ends a response; supervised targets end with {token}",
-                flush=True,
+                f"{tokenizer.eos_token}: either ends a response; supervised targets end with {token}"
             )
         return ends | {end}
 

@@ -24,7 +24,7 @@ from common.data.families import Family
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor
 from common.distributed import UserError
-from common.files import number_as_text, open_regular, parse_json, printable
+from common.files import number_as_text, open_regular, parse_json, printable, say
 from common.flags import DataArgs
 
 PLACES = ("<image>", "<video>")  # in the strings of rows
@@ -129,10 +129,9 @@ def load_prompts(
     prompts = read_rows(path, build, args, known={*columns.values(), "videos", "rubric"})
     worked = any(re.search(WORKED_SOLUTION, prompt.reference or "") for prompt in prompts)
     if worked and distributed.is_main():
-        print(
+        say(
             f"warning: {path}: answers seem to be worked solutions, which rules compare as a whole; "
-            "launch/convert.py takes the final answers out of them",
-            flush=True,
+            "launch/convert.py takes the final answers out of them"
         )
     return prompts
 
@@ -181,7 +180,7 @@ def read_rows(
     report_bad(path, bad, len(rows), args.on_bad_row == "error" or len(bad) == len(rows))
     if unread and distributed.is_main():
         names = ", ".join(sorted(unread))
-        print(f"{path}: columns that are kept, but not read: {names:.400}", flush=True)
+        say(f"{path}: columns that are kept, but not read: {names:.400}")
     return [row for row in rows if not isinstance(row, BadRow)]
 
 
@@ -219,7 +218,7 @@ def report_bad(where: str, problems: list[str], rows: int, is_error: bool) -> No
     if is_error:
         raise UserError(summary)
     if distributed.is_main():
-        print(f"skipped: {summary}", flush=True)
+        say(f"skipped: {summary}")
 
 
 # -------------------------------------------------------------------------------------------------

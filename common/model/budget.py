@@ -17,6 +17,7 @@ import torch
 from common import distributed
 from common.data.rows import Prompt
 from common.distributed import UserError
+from common.files import say
 from common.flags import ModelArgs
 from common.model import memory
 from common.model.attention import MOST_SLOTS
@@ -213,7 +214,7 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
     fit raises a UserError on all ranks; an estimate only warns."""
     warning = new_positions(plan)
     if warning and distributed.is_main():
-        print(warning, flush=True)
+        say(warning)
     if ranks.device.type != "cuda":
         return
     layer = max(memory.gathered_bytes(module)[1] for module in plan.models.values())
@@ -222,4 +223,4 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
     free, _ = torch.cuda.mem_get_info()
     line = require_fit(plan, min(distributed.gather_objects(free)) / GIB, certain)
     if distributed.is_main():
-        print(line, flush=True)
+        say(line)

@@ -29,7 +29,7 @@ from common.distributed import (
     raise_on_all_ranks,
     stop_requested,
 )
-from common.files import read_json, sha256
+from common.files import read_json, say, sha256
 from common.flags import MODEL_IDENTITY, CheckpointArgs, RunArgs, follow_pointer
 from common.logging import Metrics, due, sync_folder, write_durably, write_pointer
 from common.model import weights
@@ -123,7 +123,7 @@ class Checkpoints:
         except BlockingIOError as error:
             raise ValueError(f"it is in use by a live run: {lock.read_text()}") from error
         except OSError as error:  # Lustre, say, without its mount option
-            print(f"warning: a second run in {self.out} would not be refused: {error}", flush=True)
+            say(f"warning: a second run in {self.out} would not be refused: {error}")
         self.lock.truncate(0)
         self.lock.write(owner)
         self.lock.flush()
@@ -187,7 +187,7 @@ class Checkpoints:
             message = f"resuming from {self.path}"
             message += f"; changed: {'; '.join(changed.values())}" if changed else ""
         if is_main():
-            print(message, flush=True)
+            say(message)
 
     @cached_property
     def saved(self) -> dict:
@@ -239,7 +239,7 @@ class Checkpoints:
                     return path
                 self.damaged.add(path)
                 if is_main():
-                    print(f"warning: not resumed from: {path}: {problem}", flush=True)
+                    say(f"warning: not resumed from: {path}: {problem}")
         raise UserError(
             f"{missing}, but damaged ones: {path}: {problem}. Start again once their files can be "
             f"read, or move {path.parent} away to start from step 0"
@@ -415,10 +415,9 @@ class Checkpoints:
         self.start_writer()  # the old one may wait for ranks that have given up
         if is_main():
             shutil.rmtree(self.unfinished(step), ignore_errors=True)
-            print(
+            say(
                 f"warning: the checkpoint of step {step} was not saved ({self.failed} in a row): "
-                f"{problem}",
-                flush=True,
+                f"{problem}"
             )
         if self.failed >= MOST_FAILURES:
             raise UserError(
@@ -468,7 +467,7 @@ class Checkpoints:
         self.export(step, exports, processor, must=True)
         if is_main():
             for place in exports:
-                print(f"exported to {self.out}/{place}/step-{step}", flush=True)
+                say(f"exported to {self.out}/{place}/step-{step}")
         return self.state.metrics
 
     def export(
@@ -491,4 +490,4 @@ class Checkpoints:
                     "the same command goes on from the newest checkpoint and exports them"
                 )
             if problem and is_main():
-                print(f"warning: the weights were not exported to {folder}: {problem}", flush=True)
+                say(f"warning: the weights were not exported to {folder}: {problem}")

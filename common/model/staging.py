@@ -10,6 +10,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from common.files import say
+
 ALIGNMENT = 64  # bytes
 
 
@@ -60,10 +62,9 @@ def pin(buffer: Tensor) -> None:
     problem = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)
     if int(problem) == 0:
         return
-    print(
+    say(
         f"warning: {size / 2**30:.1f} GiB of host memory could not be pinned ({problem}); saves "
-        "hold training up for longer",
-        flush=True,
+        "hold training up for longer"
     )
     # The failure stays CUDA's last error until a kernel is launched, which is blamed for it and
     # clears it; torch has no binding of cudaGetLastError. So launch one that nobody needs.

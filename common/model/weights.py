@@ -35,7 +35,7 @@ from common import distributed
 from common.data.families import Family, Qwen, family_of
 from common.data.folder import read_model_config
 from common.data.processor import Processor
-from common.files import open_regular, read_json
+from common.files import open_regular, read_json, say
 from common.flags import DataArgs, ModelArgs, follow_pointer
 from common.logging import sync_folder, write_link
 from common.model.attention import choose_backend, flash_attn_problem
@@ -211,7 +211,7 @@ def choose_setup(args: ModelArgs, device: torch.device, longest: int) -> Setup:
             install = f" ({flash_attn_problem()})"
         if distributed.is_main():
             ranks = f"{distributed.world_size()} x {device.type}"
-            print(f"{ranks}, attention: {backend}{install}, compute: {name}", flush=True)
+            say(f"{ranks}, attention: {backend}{install}, compute: {name}")
     # Every chunk costs a pass over the gradient of the head's weight: on a GPU this is expensive, on
     # a CPU it is not, and memory decides.
     head_chunk = 256 if small else 4096
@@ -234,10 +234,9 @@ class Builder:
         model = self.build(self.folder, vision=True)
         mixtures = len(routers(model))
         if self.args.lora_rank and mixtures and distributed.is_main():
-            print(
+            say(
                 f"warning: --lora_rank leaves the experts and routers of {mixtures} layers as they "
-                "are; without it, all weights are trained",
-                flush=True,
+                "are; without it, all weights are trained"
             )
         return model
 

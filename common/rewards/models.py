@@ -34,6 +34,7 @@ from common.data.rows import (
     user_text,
 )
 from common.distributed import UserError
+from common.files import say
 from common.flags import RewardArgs
 from common.model import weights
 from common.model.fsdp import onloaded
@@ -253,7 +254,7 @@ class JudgeModel(RewardModel):
         self.unread = 0.5 if self.args.grm_question == "group" else float(worth.min())
         doubt = doubtful_accuracy(self.settings, self.kind)
         if doubt and distributed.is_main():
-            print(f"warning: --reward {self.spec}: {doubt}; its rewards may mean nothing", flush=True)
+            say(f"warning: --reward {self.spec}: {doubt}; its rewards may mean nothing")
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
         prompts, places, weights = [], [], []  # of Q questions; places of their answers

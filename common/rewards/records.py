@@ -9,6 +9,7 @@ from common.buffers import Batch
 from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import Prompt, user_text
+from common.files import say
 from common.rewards.accuracy import vote_rates
 from common.rewards.cards import sample_card
 from common.rewards.judge import JudgeSettings, row_record
@@ -131,10 +132,9 @@ def summarise(records: list[dict], count: int) -> dict[str, float]:
     if count > 1:
         has_rate = any(name.endswith(f"pass@{count}") for name in metrics)
         if not has_rate and distributed.is_main():
-            print(
+            say(
                 f"no pass@{count}, which needs to know right answers: a reward function says which are "
-                'by {"reward": [...], "accuracy": [...]}, where a right one has 1',
-                flush=True,
+                'by {"reward": [...], "accuracy": [...]}, where a right one has 1'
             )
         for k, rate in vote_rates(records).items():
             metrics[f"eval/votes@{k}"] = rate

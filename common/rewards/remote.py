@@ -12,7 +12,7 @@ from urllib.parse import urljoin
 
 from common.data.images import read_frames
 from common.distributed import UserError
-from common.files import parse_json
+from common.files import parse_json, say
 from common.flags import RewardArgs
 from common.rewards.rules import Columns
 
@@ -78,7 +78,7 @@ class Server:
             if attempt < RETRIES:
                 pause = 0.5 * 2**attempt
                 tries = f"retry {attempt + 1} of {RETRIES} in {pause:g} s"
-                print(f"--reward {self.url}: {problem}; {tries}", flush=True)
+                say(f"--reward {self.url}: {problem}; {tries}")
                 time.sleep(pause)
         raise UserError(f"no answer in {RETRIES + 1} tries, at last {problem}")
 

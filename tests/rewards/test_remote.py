@@ -158,6 +158,25 @@ def test_what_may_pass_is_tried_to_the_end(server, pauses, path, problem):
     assert time.monotonic() - started < 8
 
 
+def test_a_status_line_is_no_line_of_ours(pauses, capsys):
+    """It may hold anything, and Python's exception quotes it with the end of the line."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        def answer():
+            for _ in range(5):
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(b"\x1b[2J\rerror: all is well\n\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with user_error("no answer in 5 tries, at last BadStatusLine"):
+            ask(f"http://127.0.0.1:{listening.getsockname()[1]}/")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8  # two for each of four retries
+    assert all(line.endswith(r": BadStatusLine: \x1b[2J\rerror: all is well") for line in lines[::2])
+    assert all(line.startswith("  ; retry") for line in lines[1::2])
+
+
 def test_no_server_there(pauses):
     with socket.socket() as taken:                                     # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
