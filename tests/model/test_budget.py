@@ -68,8 +68,7 @@ LINE = "--kl_coef 0.01 --dtype bfloat16"
 
 
 def fit(dry, checkpointing: str) -> None:
-    model = replace(dry.args.model, gradient_checkpointing=checkpointing)
-    dry.needed.args = replace(dry.args, model=model)
+    dry.needed.args = replace(dry.args.model, gradient_checkpointing=checkpointing)
     budget.fit(dry.needed, GRAPHICS)
 
 
