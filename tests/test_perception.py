@@ -249,6 +249,7 @@ def test_gdpo_compares_parts_of_a_reward(qwen25, rows):
     env = start(qwen25, rows, "--max_new_tokens 16 --stop_strings", '["a", "e", "r"]')
     texts = ["\\boxed{1}", "1", "<think>x</think>\\boxed{2}", "\\boxed{1}"]
     batch = take(env).with_targets([[torch.tensor(env.processor.token_ids(text)) for text in texts]] * 4)
+    batch.truncated = torch.zeros(len(batch)).bool()
     scoring.load(with_flags(env.args, reward="boxed").reward).score(batch, env.processor)
     assert batch.compared == ["accuracy", "format"]
     assert batch.components.keys() == {"accuracy", "format", "parsed"}

@@ -43,6 +43,8 @@ from helpers import (
     weights_of,
 )
 
+pytestmark = pytest.mark.usefixtures("write_samples")
+
 EMA = "--ema_beta 0.75"
 
 

@@ -165,7 +165,7 @@ def test_refusals(qwen25, picture_rows, tmp_path):
         write_family(kind, tmp_path / kind, picture_rows)
         with user_error(f"--train_vision: the checkpoint is of the family {kind}; only vision towers"):
             start(tmp_path / kind, tmp_path / kind / "rows.jsonl", "--train_vision")
-    with user_error("--train_vision and --lora_rank: choose one"):
+    with user_error("--train_vision excludes --lora_rank"):
         start(qwen25, picture_rows, "--train_vision --lora_rank 2")
 
 
