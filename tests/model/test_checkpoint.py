@@ -935,6 +935,8 @@ def test_what_568c33e_saved_goes_on(qwen25, tmp_path, name):
     assert len(trained[0]) == 2
     if name == "ppo":                                       # of a run of two steps, the last was evaluated
         assert [record.pop("eval/index") for run in trained for record in run if "eval/index" in record] == [1, 2]
+    for one, other in zip(*trained):  # a mean since the start, which another machine has begun
+        assert one.pop("train/loss_mean", 0) == pytest.approx(other.pop("train/loss_mean", 0), rel=1e-6)
     assert_same_records(*trained)
 
 
