@@ -393,8 +393,8 @@ def build_judge(args: Args, device: torch.device) -> Judge:
 
 
 def plan_memory(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.MemoryPlan:
-    """Of a step on so many ranks and of the evaluation, which prefills padded questions, all at once;
-    they are assumed to be those of training."""
+    """What a step takes on so many ranks, and the evaluation, which prefills padded questions, all at
+    once; they are assumed to be as long as those of training."""
     prompt = budget.longest_prompt(row.prompt for row in (*rows.held_out, *rows.train))
     length = prompt + args.eval.eval_max_new_tokens
     batch = args.eval.eval_batch

@@ -12,7 +12,7 @@ One step, in the order of `main`:
 What happens in common/:
 
     losses.py              formulas: advantages, the clipped ratio, KL
-    model/vlm.py       puts image features into a packed sequence
+    model/vlm.py           puts image features into a packed sequence
     model/attention.py     fills the KV cache
     rewards/functions.py   `call_source` calls your reward
     rewards/scoring.py     collects the rewards; if a call has raised, ends every rank with a message
@@ -190,7 +190,12 @@ POLICY_LOSSES = {
     # a soft gate instead of a clip
     "sapo": PolicyLoss(losses.sapo, clip=(0.0, 0.0), aggregation="seq-mean-token-mean"),
 }
-AGGREGATIONS = "token-mean seq-mean-token-sum seq-mean-token-mean seq-mean-token-sum-norm"
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 # of no effect without a critic
 OF_CRITIC = (
     "critic_model export_critic critic_lr critic_epochs value_clip "
@@ -373,7 +378,7 @@ class AlgorithmArgs:
         "auto",
         "how token losses are averaged. auto: seq-mean-token-mean for gspo, gmpo and "
         "sapo, which are losses per sequence, token-mean for the others",
-        choices=("auto", *AGGREGATIONS.split()),
+        choices=("auto", *AGGREGATIONS),
     )
     policy_loss: str = flag(
         "ppo",
@@ -859,7 +864,8 @@ def prepare_teacher(args: Args, rows: Rows, modules: vlm.Modules) -> None:
 
 
 def plan_memory(args: Args, models: vlm.Modules, rows: Rows, ranks: int) -> budget.MemoryPlan:
-    """Of a step on so many ranks. A rollout needs --slots or one, and takes more of what is free."""
+    """What a step takes on so many ranks. A rollout needs --slots or one, and uses more if it is
+    free."""
     prompt = budget.longest_prompt(rows.train + rows.held_out)
     if args.env.env:  # a first observation may fill the prompt
         prompt = args.data.max_prompt_tokens

@@ -282,6 +282,7 @@ def embedded_toy(task: str, name: str) -> Path:
 # Names of other systems
 # -------------------------------------------------------------------------------------------------
 
+
 def suggest(unknown: str, known: list[str]) -> str:
     """What to do in place of an unknown flag, which is another system's, the beginning of a ``known`` one,
     or misspelled; "" where nothing is like it."""
@@ -340,8 +341,9 @@ class Refusals:
     def check_alone(self, name: str, value: Any, rules: Rules) -> None:
         if isinstance(value, int | float) and value != rules.off:
             low, high = rules.low, rules.high
-            self(not low <= value, f"--{name} {value} must be at least {low:.7g}")  # NaN is not
-            self(value > high, f"--{name} {value} must be at most {high:.10g}")
+            off = "" if rules.off is None else f", or {rules.off:g}"
+            self(not low <= value, f"--{name} {value} must be at least {low:.7g}{off}")  # NaN is not
+            self(value > high, f"--{name} {value} must be at most {high:.10g}{off}")
         if rules.check:
             try:
                 rules.check(value)

@@ -139,7 +139,7 @@ stray                                         | unrecognized arguments: stray
 --perception_ratio 0                          | --perception_ratio 0.0 must be at least 1e-06
 --perception_coef -1                          | --perception_coef -1.0 must be at least 0
 --black_prob 0.5                              | did you mean --perception_mask?
---gae_lambda_policy -0.5                      | --gae_lambda_policy -0.5 must be at least 0
+--gae_lambda_policy -0.5                      | --gae_lambda_policy -0.5 must be at least 0, or -1
 --gae_lambda_policy 0 --gae_alpha 0.05        | --gae_lambda_policy 0.0 excludes --gae_alpha
 --advantage grpo --critic_warmup_steps 2      | --critic_warmup_steps
 --freezing_actor_steps 2                      | did you mean --critic_warmup_steps?
@@ -153,7 +153,7 @@ stray                                         | unrecognized arguments: stray
 --timeout 60                                  | --reward_timeout 60 must be below --timeout 60
 --reward_timeout 1800                         | --reward_timeout 1800 must be below --timeout 1800
 --min_new_tokens 9 --max_new_tokens 8         | --min_new_tokens 9 exceeds --max_new_tokens 8
---dual_clip 1                                 | --dual_clip 1.0 must be at least 1.000001
+--dual_clip 1                                 | --dual_clip 1.0 must be at least 1.000001, or 0
 --max_tokens_per_pack 4607                    | --max_prompt_tokens + --max_new_tokens = 4608
 --eval_only                                   | --eval_only needs --eval_data
 --row_kind judgements --system_prompt x       | --system_prompt x needs --row_kind prompts
