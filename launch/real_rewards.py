@@ -13,9 +13,11 @@ WORD = re.compile(r"[A-Za-z'’-]+")
 
 
 def named(prompts, responses, references, labels, images):
-    """1 for the right name alone (case and a full stop do not matter), a fifth for naming it at
-    all."""
-    mentioned = [0.2 * mentions(text, name) for text, name in zip(responses, references)]
+    """1 for the right name alone (case and a full stop do not matter). Naming it among n words earns
+    0.2 / n: for 0.2, "boot, boot, boot" would do as well as "boot"."""
+    mentioned = []
+    for text, name in zip(responses, references):
+        mentioned.append(0.2 * mentions(text, name) / max(1, len(WORD.findall(text))))
     return {"accuracy": exact(responses, references), "mentioned": mentioned}
 
 
