@@ -3,7 +3,7 @@
 Every script is run by bash with a torchrun, srun and sbatch that only note their arguments.
 """
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 import shutil
@@ -231,7 +231,8 @@ def machine(tmp_path):
         path.chmod(0o755)
 
     def machine(packages: dict[str, str], *names: str):
-        (site / "pip").symlink_to(Path(importlib.util.find_spec("pip").origin).parent)
+        # not by find_spec, at which setuptools stands back for the rest of the process: Inductor cannot import it then
+        (site / "pip").symlink_to(importlib.metadata.distribution("pip").locate_file("pip"))
         for name, version in packages.items():
             info = site / f"{name}-{version}.dist-info" / "METADATA"
             info.parent.mkdir()
