@@ -1826,6 +1826,9 @@ def performance(
 
 # batch sizes that get a CUDA graph, besides the number of slots
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# the slots in which a rollout's first graph is compared with an eager step, and their largest median
+# difference of log-probs
+CHECKED_SLOTS, GRAPH_GAP = 8, 0.1
 
 
 @dataclass
@@ -2015,7 +2018,32 @@ class RolloutEngine:
             return
         if self.setup.backend == "sdpa":  # it reads what it masks, too: keep that short
             capacity = min(1 << (longest - 1).bit_length(), capacity)
+        if self.graphs.is_first(size, capacity):
+            self.check_first_graph(size, capacity)
+        else:
+            self.graphs.run(self.decode_on_device, size, capacity)
+
+    def check_first_graph(self, size: int, capacity: int) -> None:
+        """Decode by a rollout's first graph, after an eager step of a few slots, which is undone.
+        Raises RuntimeError: they differ by more than rounding does."""
+        few = slice(0, min(size, CHECKED_SLOTS))
+        place = self.slot_ids[few], self.response_tokens[few].clone()
+        changing = [part[few] for part in self.state]
+        if self.cache.linear is not None:
+            changing += [self.cache.linear.inputs[:, few], self.cache.linear.states[:, few]]
+        before = [part.clone() for part in changing]
+        self.decode_on_device(few.stop, capacity)
+        eager = self.out_logprobs[place]
+        for part, value in zip(changing, before):  # keys and values will be overwritten by the same
+            part.copy_(value)
         self.graphs.run(self.decode_on_device, size, capacity)
+        # the median: by rounding, another token is drawn here and there
+        gap = float((self.out_logprobs[place] - eager).abs().median())
+        if not gap < GRAPH_GAP:
+            raise RuntimeError(
+                f"log-probs of a CUDA graph are {gap:.2g} off those of an eager step, at most "
+                f"{GRAPH_GAP} is rounding; --cuda_graphs off decodes without graphs"
+            )
 
     def decode_on_device(self, size: int, longest: int) -> None:
         """The device's part of `decode`; the host reads nothing back. No slot has more than

@@ -274,6 +274,22 @@ def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, 
     assert lengths and all(length.bit_count() == 1 for length in lengths)
 
 
+def test_the_first_graph_is_compared_with_an_eager_step(checkpoint, picture_rows, graphs_of):
+    """Here one that reads other weights than the model has; the eager step leaves no trace in what is drawn."""
+    env = start(checkpoint, picture_rows, STOPPING)
+    norm = env.actor.model.model.language_model.norm
+
+    def replay(step, size, capacity):
+        norm.weight.mul_(1000)
+        step(size, capacity)
+        norm.weight.div_(1000)
+
+    captured = graphs_of(replay)
+    with pytest.raises(RuntimeError, match="log-probs of a CUDA graph are .* off those of an eager step, at most 0.1 .*--cuda_graphs off"):
+        generate(env, take(env), 5)
+    assert len(captured) == 1
+
+
 def test_a_graph_decodes_over_a_longer_sample_that_waits(qwen25, picture_rows):
     """Three slots decode as four: in the fourth a sample waits for its environment. What it sees is not used, but if it saw
     none of its keys, NaN would stay in its slot for the next sample there."""
