@@ -1,11 +1,13 @@
 """What a GPU makes of this code, against what it could: one command, random weights of the real sizes, under 8 minutes.
 
     python tests/benchmarks/gpu.py                  3B and 7B; with 80 GB everything fits but a few cells of the decode table
+    python tests/benchmarks/gpu.py --short          fewer sizes, batches and contexts: three minutes
     python tests/benchmarks/gpu.py --tiny           the same program on a toy, also on a CPU: shows that it runs, not how fast
 
 Tables: (1) attention back-ends: errors against softmax in float64; (2) decoding steps of Qwen2.5-VL: eager, CUDA graphs and
 Hugging Face `generate` (SDPA, dynamic cache) against the bound of the memory, (weight bytes + batch x context x KV bytes) /
-bandwidth; (3) prefill; (4) updates with AdamW, prompts shared and not; (5) a whole PPO step by stage. Bandwidth and, on an
+bandwidth; (3) prefill; (4) updates with AdamW, prompts shared and not; (5) a whole PPO step by stage; (6) the kernels that take most time of
+a decoding step and of an update. Bandwidth and, on an
 unknown GPU, peak FLOP/s are measured by a copy and a product.
 """
 
@@ -140,8 +142,8 @@ def attention_table() -> None:
             print(f"| {backend} | {str(dtype)[6:]} | " + " | ".join(f"{e:.1e}" for e in errors) + " |", flush=True)
 
 
-def decoding_seconds(sampling, model, batch: int, context: int, graphs: str, steps: int) -> float:
-    """Seconds per step of the engine with ``batch`` busy slots of ``context`` tokens each."""
+def decoding_seconds(sampling, model, batch: int, context: int, graphs: str, steps: int, profiled: str = "") -> float:
+    """Seconds per step of the engine with ``batch`` busy slots of ``context`` tokens each; ``profiled``: a title."""
     sampling = dataclasses.replace(sampling, max_new_tokens=2 * steps + 8, slots=batch, cuda_graphs=graphs)
     actor = SimpleNamespace(model=model)
     prompts = SimpleNamespace(prompt_lengths=[context] * batch)
@@ -150,7 +152,24 @@ def decoding_seconds(sampling, model, batch: int, context: int, graphs: str, ste
         engine.length[:], engine.rope[:], engine.done[:] = context, context, False
         engine.slots = [ppo.Sample((k, 0), stored=context) for k in range(batch)]
         timed(lambda: engine.decode(batch), 3)                                           # set up, captured
-        return timed(lambda: engine.decode(batch), steps)
+        seconds = timed(lambda: engine.decode(batch), steps)
+        if profiled:
+            print_kernels(profiled, lambda: engine.decode(batch))
+        return seconds
+
+
+def print_kernels(title: str, program, most: int = 14) -> None:
+    """Milliseconds, share and number of launches of the kernels that take most of the device's time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        seconds = timed(program)
+    kernels = [event for event in profile.key_averages() if event.self_device_time_total and event.device_type.name == "CUDA"]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in kernels)
+    print(f"\nKernels of {title}: {total / 1e3:.2f} ms of {1e3 * seconds:.2f} ms, {sum(event.count for event in kernels)} launches"
+          "\n\n| kernel | ms | share | launches |\n|---|---|---|---|")
+    for event in kernels[:most]:
+        print(f"| {event.key[:110].replace('|', '/')} | {event.self_device_time_total / 1e3:.2f} | "
+              f"{100 * event.self_device_time_total / max(total, 1e-9):.1f} % | {event.count} |", flush=True)
 
 
 def generate_seconds(model, batch: int, context: int, steps: int) -> float:
@@ -163,14 +182,25 @@ def generate_seconds(model, batch: int, context: int, steps: int) -> float:
         return (timed(lambda: call(2 + steps)) - timed(lambda: call(2))) / steps
 
 
+def plain_sampling(text) -> ppo.Sampling:
+    """Of any token, without an end."""
+    nothing = torch.zeros(text.vocab_size, dtype=torch.bool, device=DEVICE)
+    no_ids = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    return ppo.Sampling(max_new_tokens=1, banned=nothing, stop_ids=no_ids)
+
+
+def decode_kernels(setup, folder: Path, size: str, batch: int, context: int) -> None:
+    model, (_, text) = text_model(folder, setup), text_config(folder)
+    title = f"a decoding step, {size}, {batch} x {context}, eager"
+    decoding_seconds(plain_sampling(text), model, batch, context, "off", 4, title)
+
+
 def decode_table(setup, folder: Path, size: str, batches, contexts, steps: int, bandwidth: float) -> None:
     model, (_, text) = text_model(folder, setup), text_config(folder)
     layers = sum(p.numel() for p in model.model.language_model.layers.parameters())
     bytes_read = setup.dtype.itemsize * (layers + model.lm_head.weight.numel())
     per_token = SlotCache(text, 1, 1, setup.dtype, torch.device("meta"), setup.backend).nbytes
-    nothing = torch.zeros(text.vocab_size, dtype=torch.bool, device=DEVICE)
-    no_ids = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    sampling = ppo.Sampling(max_new_tokens=1, banned=nothing, stop_ids=no_ids)
+    sampling = plain_sampling(text)
     print(f"\nDecoding, {size}, {setup.backend}: weights {bytes_read / 1e9:.2f} GB, {per_token / 1e3:.1f} kB per cached token; "
           "bound in ms; ms per step, tokens/s, per cent of the bound\n")
     print("| batch x context | bound | eager | graphs | generate |\n|---|---|---|---|---|")
@@ -246,6 +276,9 @@ def update_table(args, budgets, response: int, peak: float) -> None:
             flops = 6 * (layers * computed + actor.model.lm_head.weight.numel() * n)
             print(f"| {budget} | {'shared' if shared else 'repeated'} | {seconds:.2f} | {64 * 3 * response / seconds:.0f} | "
                   f"{100 * flops / seconds / peak:.0f} % | {peak_gib:.1f} |", flush=True)
+    step = functools.partial(ppo.update_actor, trained, None, batch, 1, None, args)
+    with computing(actor, max_tokens_per_pack=budgets[-1]):
+        print_kernels(f"an update, {budgets[-1]} tokens per pack, prompts shared", step, 24)
 
 
 def whole_step(flags: list[str]) -> None:
@@ -259,16 +292,22 @@ def whole_step(flags: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
-    tiny = parser.parse_args().tiny
+    parser.add_argument("--short", action="store_true")
+    settings = parser.parse_args()
+    tiny, short = settings.tiny, settings.short
     begun, folder = time.perf_counter(), Path(tempfile.mkdtemp())
     weights.load = random_weights
     checkpoint.contents = lambda flags: {}  # of weights that no file has
-    sizes, batches, contexts, steps = (("tiny",), (1, 4), (32,), 4) if tiny else (("3b", "7b"), (1, 16, 64, 128, 256),
-                                                                                   (512, 1500, 4000), 16)
+    sizes, batches, contexts, steps = ("3b", "7b"), (1, 16, 64, 128, 256), (512, 1500, 4000), 16
+    totals, budgets, prompts = (4096, 16384), (8192, 16384, 32768), "64"
+    if short:
+        sizes, batches, contexts, budgets, prompts = ("3b", "7b"), (1, 8, 64, 256), (1000,), (16384,), "32"
+    if tiny:
+        sizes, batches, contexts, steps, totals, budgets, prompts = ("tiny",), (1, 4), (32,), 4, (256,), (2048 + 8,), "4"
     folders = {size: write_checkpoint(folder / size, size) for size in sizes}
     model = folders[sizes[0]]
     flags = ["--model", str(model), "--data", str(model / "rows.jsonl"), "--advantage", "grpo", "--reward", "exact",
-             "--prompts_per_step", "4" if tiny else "64", "--samples_per_prompt", "2" if tiny else "8",
+             "--prompts_per_step", prompts, "--samples_per_prompt", "2" if tiny else "8",
              "--max_new_tokens", "8" if tiny else "256", "--max_prompt_tokens", "2048", "--gradient_checkpointing", "--out",
              str(folder / "run")]
     args = ppo.parse_args(flags)
@@ -277,8 +316,9 @@ def main() -> None:
     tables = [attention_table]
     for size in sizes:
         tables += [functools.partial(decode_table, setup, folders[size], size, batches, contexts, steps, bandwidth),
-                   functools.partial(prefill_table, setup, folders[size], size, (256,) if tiny else (4096, 16384), peak)]
-    tables += [functools.partial(update_table, args, (2048 + 8,) if tiny else (8192, 16384, 32768), 8 if tiny else 512, peak),
+                   functools.partial(prefill_table, setup, folders[size], size, totals, peak),
+                   functools.partial(decode_kernels, setup, folders[size], size, batches[-2], contexts[-1])]
+    tables += [functools.partial(update_table, args, budgets, 8 if tiny else 512, peak),
                functools.partial(whole_step, flags)]
     failed = 0
     for table in tables:                                                         # one that fails must not cost the others
