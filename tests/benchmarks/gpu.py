@@ -160,9 +160,10 @@ def decoding_seconds(sampling, model, batch: int, context: int, graphs: str, ste
 
 def print_kernels(title: str, program, most: int = 14) -> None:
     """Milliseconds, share and number of launches of the kernels that take most of the device's time."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activity = torch.profiler.ProfilerActivity.CUDA if DEVICE.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
         seconds = timed(program)
-    kernels = [event for event in profile.key_averages() if event.self_device_time_total and event.device_type.name == "CUDA"]
+    kernels = [event for event in profile.key_averages() if event.self_device_time_total]
     kernels.sort(key=lambda event: -event.self_device_time_total)
     total = sum(event.self_device_time_total for event in kernels)
     print(f"\nKernels of {title}: {total / 1e3:.2f} ms of {1e3 * seconds:.2f} ms, {sum(event.count for event in kernels)} launches"
