@@ -298,22 +298,20 @@ def test_a_gpu_is_relieved(gpu, qwen25, picture_rows):
     trained = ppo.make_trainables(env.args, ppo.Models(env.actor, None, env.reference))["actor"]
     batch = hand_batch(env)
     expected = score(env.reference, batch)
-    for move, held in (
-        (lambda device: fsdp.move(env.reference, device), list(env.reference.parameters())),
-        (lambda device: fsdp.move(trained, device), [p for p in env.actor.parameters() if p.requires_grad] * 3),
-    ):
-        size, before = (
-            sum(fsdp.shard_of(t).numel() * 4 for t in held),
-            torch.cuda.memory_allocated(),
-        )
-        move(torch.device("cpu"))
-        assert before - torch.cuda.memory_allocated() >= size
-        places = (
-            [*env.reference.parameters()]
-            if len(held) == len([*env.reference.parameters()])
-            else [state["exp_avg"] for state in trained.optimizer.state.values()]
-        )
-        assert all(fsdp.shard_of(t).is_pinned() for t in places if t.numel())
-        move(env.ranks.device)
-        assert all(fsdp.shard_of(t).is_cuda for t in env.reference.parameters())
+
+    def weights():
+        return [fsdp.shard_of(parameter) for parameter in env.reference.parameters()]
+
+    def optimizer_state():
+        states = trained.optimizer.state.values()
+        return [fsdp.shard_of(state[name]) for state in states for name in ("exp_avg", "exp_avg_sq", "ema")]
+
+    for part, held in ((env.reference, weights), (trained, optimizer_state)):
+        fsdp.move(part, env.ranks.device)
+        before, size = torch.cuda.memory_allocated(), sum(tensor.nbytes for tensor in held())
+        fsdp.move(part, torch.device("cpu"))
+        assert before - torch.cuda.memory_allocated() >= size > 0
+        assert all(tensor.is_pinned() for tensor in held() if tensor.numel())
+        fsdp.move(part, env.ranks.device)
+        assert all(tensor.is_cuda for tensor in held())
     assert torch.equal(score(env.reference, batch), expected)
