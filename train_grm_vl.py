@@ -47,7 +47,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -369,10 +368,10 @@ def advance(
 # -------------------------------------------------------------------------------------------------
 
 
-class Judge(nn.Module):
+class Judge(vlm.Wrapper):
     """Maps a pack to the log-probs of its target tokens. The full logits are never materialized."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: vlm.Model):
         super().__init__()
         self.model = model
 
@@ -586,7 +585,7 @@ def generation_options(processor: data.Processor, args: EvalArgs) -> dict:
 
 
 def generation_inputs(
-    model: nn.Module, batch: Batch, indices: list[int], pad: int
+    model: vlm.Model, batch: Batch, indices: list[int], pad: int
 ) -> dict[str, Tensor]:
     """The prompts ``indices`` as Hugging Face's model takes them, padded on the left."""
     prompts = [batch.prompts[index].input_ids for index in indices]
@@ -602,7 +601,7 @@ def generation_inputs(
 
 
 @contextmanager
-def plain_attention(model: nn.Module):
+def plain_attention(model: vlm.Model):
     """Inside, the language model uses transformers' own attention: `generate` pads its batches, which
     ours does not support."""
     config = vlm.decoder(model).config

@@ -823,7 +823,7 @@ def build_models(
         if teacher in ("self", "ema") and not args.model.lora_rank:
             models["teacher"] = Policy(builder.role("", frozen=True), processor).eval()
         elif teacher not in ("", "self"):
-            other = weights.build_reader(teacher, actor, args.data)
+            other = weights.build_reader(teacher, actor.model, processor, args.data)
             models["teacher"] = Policy(*other).eval()
     return models
 

@@ -31,7 +31,7 @@ from common.data.processor import Processor
 from common.flags import DataArgs
 from common.model import fsdp, vlm
 from common.model.packs import make_packs
-from common.model.weights import Setup, build_model, load, materialize
+from common.model.weights import Compute, build_model, load, materialize
 from common.rewards import scoring
 from conftest import (
     Tensors,
@@ -341,7 +341,7 @@ def asleep(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SETUP = Setup("sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_chunk=256, longest=1000)
+COMPUTE = Compute("sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_chunk=256, longest=1000)
 
 
 def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tensor]]:
@@ -355,7 +355,7 @@ def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tens
 
 def load_model(folder, loaded: bool = True):
     """The model of a folder, not sharded; without its weights if not ``loaded``."""
-    model = build_model(Processor(folder, DataArgs()).config, SETUP).requires_grad_(False)
+    model = build_model(Processor(folder, DataArgs()).config, COMPUTE).requires_grad_(False)
     if loaded:
         materialize(model, CPU)
         load(model, folder)

@@ -237,14 +237,14 @@ def test_the_losses_of_the_flag_are_those_of_the_formulas():
 def test_without_flash_attn_a_gpu_takes_varlen_and_says_how_to_build_it(monkeypatch, capsys):
     choose = attention.choose_backend
     monkeypatch.setattr(weights, "choose_backend", lambda requested, *_: choose(requested, torch.device("cuda"), torch.bfloat16))
-    assert weights.choose_setup(ModelArgs(), torch.device("cpu"), 64).backend == "varlen"
+    assert weights.choose_compute(ModelArgs(), torch.device("cpu"), 64).backend == "varlen"
     why = "flash-attn cannot be used: No module named 'flash_attn'; to build it: pip install flash-attn"
     assert f"attention: varlen ({why}" in capsys.readouterr().out
 
 
 def test_varlen_needs_a_gpu():
     with pytest.raises(ValueError, match="--attention varlen: it needs a CUDA device"):
-        weights.choose_setup(ModelArgs(attention="varlen"), torch.device("cpu"), 64)
+        weights.choose_compute(ModelArgs(attention="varlen"), torch.device("cpu"), 64)
 
 
 def test_too_old_a_transformers_is_named(tmp_path):

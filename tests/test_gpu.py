@@ -108,7 +108,7 @@ def test_a_flash_attn_that_does_not_load(monkeypatch, tmp_path, capsys, text, wh
     assert choose_backend("varlen", CUDA) == "varlen"
     assert choose_backend("auto", CPU) == "sdpa"
     monkeypatch.setattr(weights, "choose_backend", lambda requested, *_: choose_backend(requested, CUDA))
-    assert weights.choose_setup(ModelArgs(), CPU, 64).backend == "varlen"
+    assert weights.choose_compute(ModelArgs(), CPU, 64).backend == "varlen"
     assert re.search(rf"attention: varlen \(.*{why}", capsys.readouterr().out)
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Callable, NamedTuple
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from common import distributed
@@ -99,7 +98,7 @@ class EnvRollout:
     """The episodes of this rank's samples."""
 
     environment: Environment
-    model: nn.Module
+    model: vlm.Model
     processor: Processor
     max_new_tokens: int
     seed: tuple[int, ...]

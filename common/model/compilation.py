@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from common.model.attention import ATTENTION_NAME, PackedAttention, language_attention
-from common.model.vlm import decoder, routers
+from common.model.vlm import Model, decoder, routers
 from common.model.linear_attention import DeltaNet
 
 # Most graphs of one piece of code. Layers differ in kind, in whether their input has a gradient,
@@ -40,7 +40,7 @@ class CompiledLayer(nn.Module):
         return self.compiled(hidden_states, *args, **named)
 
 
-def compile_layers(model: nn.Module) -> None:
+def compile_layers(model: Model) -> None:
     """Let the decoder's layers be compiled, each at its first pack."""
     torch._dynamo.config.recompile_limit = GRAPHS
     AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(language_attention))

@@ -3,7 +3,6 @@ depends on all packs of a minibatch, so the experts that are chosen are counted 
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
 
 from common import losses
@@ -13,7 +12,7 @@ from common.model.packs import make_packs
 
 
 @torch.no_grad()
-def count_experts(module: nn.Module, batch: Batch, indices=None) -> Tensor:
+def count_experts(module: vlm.Wrapper, batch: Batch, indices=None) -> Tensor:
     """(E,) how often each expert is chosen in the minibatch of the prompts ``indices`` (None: all),
     over all ranks."""
     model = module.model
@@ -29,7 +28,7 @@ def count_experts(module: nn.Module, batch: Batch, indices=None) -> Tensor:
 
 
 def balance_loss(
-    model: nn.Module, pack: Pack, routed: list[Tensor], load: Tensor | None
+    model: vlm.Model, pack: Pack, routed: list[Tensor], load: Tensor | None
 ) -> Tensor | float:
     """This pack's share of the load-balancing loss of a minibatch, from the router logits of its
     forward; 0 where the experts were not counted."""

@@ -36,7 +36,7 @@ HOST = torch.device("cpu")
 # -------------------------------------------------------------------------------------------------
 
 
-def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def shard(module: vlm.Wrapper, mesh: DeviceMesh) -> None:
     """ZeRO-3: every decoder layer, then the root. A frozen vision tower is replicated, outside of
     FSDP; a value head is always float32."""
     model = module.model
@@ -56,7 +56,7 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if hasattr(module, "value_head"):
         fully_shard(module.value_head, mesh=mesh)
     replicated = set() if model.setup.trains_vision else set(vlm.tower_parameters(model))
-    return fully_shard(module, mesh=mesh, mp_policy=mixed, ignored_params=replicated)
+    fully_shard(module, mesh=mesh, mp_policy=mixed, ignored_params=replicated)
 
 
 def backward(loss: Tensor) -> None:
@@ -68,7 +68,7 @@ def backward(loss: Tensor) -> None:
 class Trainable:
     """A model in training: its optimizer, its learning rate, the running average of its weights."""
 
-    module: nn.Module
+    module: vlm.Wrapper
     args: OptimArgs
     lr: float  # base learning rate
     delay: int = 0  # first steps in which the model is not trained; its schedule starts after them
@@ -238,7 +238,7 @@ def unsharded(module: nn.Module):
 
 
 @torch.no_grad()
-def run_forward(module: nn.Module, batch: Batch, forward: Callable[[Pack], Tensor]) -> Tensor:
+def run_forward(module: vlm.Wrapper, batch: Batch, forward: Callable[[Pack], Tensor]) -> Tensor:
     """(N,) what ``forward``, pack -> (T,), says of every response token, on every rank; or, of
     pack -> (k, T), (k, N)."""
     module.eval()
@@ -292,7 +292,7 @@ def bare_forwards(decoder: nn.Module):
 # -------------------------------------------------------------------------------------------------
 
 
-def is_offloaded(part: Trainable | nn.Module | None, setting: str) -> bool:
+def is_offloaded(part: Trainable | vlm.Wrapper | None, setting: str) -> bool:
     """True if ``setting``, the value of --offload, parks this part in host memory while it is not in
     use: the optimizer's state of a model in training (optimizer, all), or a frozen model (all). A
     reference that is the actor without its adapters is not frozen."""
@@ -303,14 +303,14 @@ def is_offloaded(part: Trainable | nn.Module | None, setting: str) -> bool:
     return not any(parameter.requires_grad for parameter in part.parameters())
 
 
-def offload(part: Trainable | nn.Module | None, setting: str) -> None:
+def offload(part: Trainable | vlm.Wrapper | None, setting: str) -> None:
     """Move what `is_offloaded` into host memory."""
     if is_offloaded(part, setting):
         move(part, HOST)
 
 
 @contextmanager
-def onloaded(part: Trainable | nn.Module | None, setting: str):
+def onloaded(part: Trainable | vlm.Wrapper | None, setting: str):
     """Inside, what `is_offloaded` is on its device."""
     if is_offloaded(part, setting):
         module = part.module if isinstance(part, Trainable) else part
@@ -322,7 +322,7 @@ def onloaded(part: Trainable | nn.Module | None, setting: str):
 
 
 @torch.no_grad()
-def move(part: Trainable | nn.Module, device: torch.device) -> None:
+def move(part: Trainable | vlm.Wrapper, device: torch.device) -> None:
     """Put an optimizer's state, or the shards and buffers of a module that FSDP2 wraps, into the
     memory of ``device``. Parameters stay the same objects, and FSDP2's own `_apply` tells each of
     its parts where they are now; forwards need them on the device of the mesh."""

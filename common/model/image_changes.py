@@ -12,7 +12,6 @@ from typing import Callable
 
 import numpy as np
 import torch
-import torch.nn as nn
 from PIL import Image, ImageStat
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from common.data.loader import join_pixels, load_pixels
 from common.data.processor import Processor
 from common.distributed import UserError
 from common.model.policy import Policy, logprobs_of
-from common.model.vlm import compute_features_unless_trained, image_features
+from common.model.vlm import Model, compute_features_unless_trained, image_features
 
 # -------------------------------------------------------------------------------------------------
 # Other images
@@ -99,7 +98,7 @@ def has_images(batch: Batch) -> Tensor:
 
 
 def with_images(
-    batch: Batch, model: nn.Module, processor: Processor, change: Callable = unchanged
+    batch: Batch, model: Model, processor: Processor, change: Callable = unchanged
 ) -> Batch:
     """The batch with every (Pillow) image and every frame of a clip replaced by ``change(image, key)``
     of the same size, which the processor reads and the tower of the model sees.
@@ -158,7 +157,7 @@ def changed_logprobs(policy: Policy, batch: Batch, change: Callable) -> Tensor:
     return logprobs.masked_fill(~seeing.repeat_interleave(batch.lengths), math.nan)
 
 
-def with_patches(model: nn.Module, conversation: Conversation, patches: list[Tensor]) -> Conversation:
+def with_patches(model: Model, conversation: Conversation, patches: list[Tensor]) -> Conversation:
     """The conversation with other images after its prompt, on the same grids."""
     if not patches:
         return conversation

@@ -9,12 +9,12 @@ import sys
 from typing import Iterable
 
 import torch
-import torch.nn as nn
+from torch import Tensor
 
 from common import distributed
 from common.logging import Metrics
 from common.model.attention import SlotCache, head_dim
-from common.model.vlm import decoder, routers, tower_parameters
+from common.model.vlm import Wrapper, decoder, routers, tower_parameters
 from common.model.linear_attention import activation_bytes
 
 MARGIN = 2 * 2**30  # bytes of a GPU, the least that is kept free
@@ -27,7 +27,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 # -------------------------------------------------------------------------------------------------
 
 
-def update_flops(policy: nn.Module, tokens: float, responses: float) -> float:
+def update_flops(policy: Wrapper, tokens: float, responses: float) -> float:
     """Operations of an update by so many tokens, those of responses going through the output head:
     per weight a multiplication and an addition in the forward, as many for the gradient of the
     inputs, and as many for that of the weight unless it is frozen."""
@@ -43,7 +43,7 @@ def update_flops(policy: nn.Module, tokens: float, responses: float) -> float:
     return per_weight * (tokens * weights + responses * policy.model.lm_head.weight.numel())
 
 
-def utilisation(policy: nn.Module, tokens: float, responses: float, seconds: float) -> Metrics:
+def utilisation(policy: Wrapper, tokens: float, responses: float, seconds: float) -> Metrics:
     """The metric perf/update_mfu, on a known GPU: the share of its peak that the operations of
     `update_flops` on all ranks reached."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -70,15 +70,15 @@ def peak() -> Metrics:
 # -------------------------------------------------------------------------------------------------
 
 
-def count(parameters: Iterable[nn.Parameter]) -> int:
+def count(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def count_trained(parameters: Iterable[nn.Parameter]) -> int:
+def count_trained(parameters: Iterable[Tensor]) -> int:
     return count(parameter for parameter in parameters if parameter.requires_grad)
 
 
-def resident_bytes(module: nn.Module, shards: int) -> dict[str, int]:
+def resident_bytes(module: Wrapper, shards: int) -> dict[str, int]:
     """What a role keeps on a GPU between stages: its weights, cut along the first dimension into
     ``shards`` as FSDP2 cuts them, on the rank with the largest, with the frozen vision tower, which
     is whole; and Adam's two moments of what is trained."""
@@ -95,7 +95,7 @@ def resident_bytes(module: nn.Module, shards: int) -> dict[str, int]:
     }
 
 
-def gathered_bytes(module: nn.Module) -> tuple[int, int, int]:
+def gathered_bytes(module: Wrapper) -> tuple[int, int, int]:
     """Gathered weights of the root group (embeddings, head, norm), of the largest layer, and of all
     layers."""
     width = module.model.setup.dtype.itemsize
@@ -105,7 +105,7 @@ def gathered_bytes(module: nn.Module) -> tuple[int, int, int]:
     return width * root, width * max(layers), width * sum(layers)
 
 
-def layer_activations(module: nn.Module, keys: float = 1.0) -> float:
+def layer_activations(module: Wrapper, keys: float = 1.0) -> float:
     """Bytes per token that a decoder layer keeps for its backward: of every norm its input in
     float32 and its output before the scale (less on a GPU, where a norm is one kernel); what the
     products read; queries, keys, values and output of the attention, or what linear attention
@@ -137,28 +137,28 @@ def layer_activations(module: nn.Module, keys: float = 1.0) -> float:
     return (4 + width) * norms + mixing + products
 
 
-def logits_bytes(module: nn.Module, tokens: int) -> int:
+def logits_bytes(module: Wrapper, tokens: int) -> int:
     """Of the logits of so many tokens, three tensors of float32; 0 without a head."""
-    if module.model.lm_head is None:
+    if not hasattr(module.model, "lm_head"):
         return 0
     return 12 * tokens * module.model.config.get_text_config().vocab_size
 
 
-def forward_bytes(module: nn.Module, tokens: int) -> int:
+def forward_bytes(module: Wrapper, tokens: int) -> float:
     """What a forward without gradients needs besides gathered weights and cache: for a layer of a
     pack, or for the logits of so many tokens."""
     pack = module.model.setup.max_tokens_per_pack * layer_activations(module)
     return max(pack, logits_bytes(module, tokens))
 
 
-def slot_bytes(module: nn.Module, length: int) -> int:
+def slot_bytes(module: Wrapper, length: int) -> int:
     """Bytes of the cache of one sequence of up to ``length`` tokens, counted on meta."""
     text, setup = module.model.config.get_text_config(), module.model.setup
     meta = torch.device("meta")
     return SlotCache(text, 1, length, setup.dtype, meta, setup.backend).nbytes
 
 
-def fitting_slots(policy: nn.Module, length: int, most: int, free: float) -> int:
+def fitting_slots(policy: Wrapper, length: int, most: int, free: float) -> int:
     """The slots of a rollout, at least one, for sequences of ``length`` tokens, that fit into
     ``free`` bytes. A tenth of these, and at least 2 GiB, stay free for fragments of torch's cache,
     NCCL's buffers and CUDA graphs."""
@@ -167,7 +167,7 @@ def fitting_slots(policy: nn.Module, length: int, most: int, free: float) -> int
 
 
 def backward_bytes(
-    module: nn.Module, tokens: int, recompute: bool, keys: float = 1.0
+    module: Wrapper, tokens: int, recompute: bool, keys: float = 1.0
 ) -> dict[str, float]:
     """Of an update by a pack of so many tokens, without gathered weights and gradient shards: what
     the forward keeps, and the larger of what the backward adds to it: at the head, chunks of logits
@@ -183,7 +183,7 @@ def backward_bytes(
     saved = hidden * (4 + 4 * width)  # embeddings, with images, and the last norm
     saved += len(layers) * (width * hidden if recompute else activations)
 
-    head = 0 if model.lm_head is None else count_trained([model.lm_head.weight])
+    head = count_trained([model.lm_head.weight]) if hasattr(model, "lm_head") else 0
     at_head = logits_bytes(module, model.setup.head_chunk) + 4 * head
     largest = max(count_trained(layer.parameters()) for layer in layers)
     in_layer = activations // 3 + 2 * largest * (4 + width) + width * head

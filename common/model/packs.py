@@ -13,7 +13,6 @@ from typing import Iterable, Iterator, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
 
 from common import distributed
@@ -31,14 +30,14 @@ from common.buffers import (
 )
 from common.logging import progress
 from common.model.attention import PackedAttention, SlotCache
-from common.model.vlm import positions_of
+from common.model.vlm import Model, positions_of
 
 
 def make_packs(
-    model: nn.Module,
+    model: Model,
     batch: Batch,
     indices: Iterable[int] | None = None,
-    teacher: tuple[nn.Module, Batch] | None = None,
+    teacher: tuple[Model, Batch] | None = None,
 ) -> Iterator[Pack]:
     """This rank's packs of the given prompts (all by default), on the device, one after the other.
 
@@ -65,7 +64,7 @@ def make_packs(
     needed = [{key for blocks in part for key in image_keys(blocks)} for part in assigned]
     mine = progress(assigned[dist.get_rank()], "packs")
 
-    def packs_of(model: nn.Module, batch: Batch, mine: Iterable[list[Block]]) -> Iterator[Pack]:
+    def packs_of(model: Model, batch: Batch, mine: Iterable[list[Block]]) -> Iterator[Pack]:
         features = exchange_features(local_images(model, batch), needed, model.setup.dtype)
         return (make_pack(model, batch, blocks, features) for blocks in mine)
 
@@ -87,7 +86,7 @@ def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
 
 
 def make_pack(
-    model: nn.Module, batch: Batch, blocks: list[Block], features: Features
+    model: Model, batch: Batch, blocks: list[Block], features: Features
 ) -> Pack:
     """One pack, on the device."""
     setup = model.setup
@@ -101,7 +100,7 @@ def make_pack(
     return pack
 
 
-def local_images(model: nn.Module, batch: Batch) -> Features:
+def local_images(model: Model, batch: Batch) -> Features:
     """What packs need of the images that this rank decoded, by `image_keys`: features (K, M, H), or
     pixels (1, patches, patch size) if the model trains its tower."""
     images = dict(batch.features)
@@ -152,14 +151,14 @@ def exchange_features(
     return {key: piece.view(shape) for (key, shape), piece in zip(arriving, pieces)}
 
 
-def with_grids(model: nn.Module, pack: Pack, grids: list[tuple]) -> Pack:
+def with_grids(model: Model, pack: Pack, grids: list[tuple]) -> Pack:
     """The pack with the grids of its images and clips. If it has none, it gets one image of zeros
     that belongs to no token, so that this rank runs the tower, too."""
     if grids:
         return replace(pack, grids=torch.tensor(grids))
     side = model.config.vision_config.spatial_merge_size
-    patch = model.model.visual.patch_embed.proj.weight.shape[1:]  # what the tower's kernel covers
-    nothing = torch.zeros(1, side * side, patch.numel())
+    kernel = model.model.visual.get_parameter("patch_embed.proj.weight")
+    nothing = torch.zeros(1, side * side, kernel[0].numel())  # the kernel covers a patch
     return replace(pack, grids=torch.tensor([[1, side, side]]), features=nothing)
 
 
@@ -173,7 +172,7 @@ class Prefill(NamedTuple):
 
 
 def prefill_pack(
-    model: nn.Module, cache: SlotCache, parts: list[Prefill], features: list[Tensor]
+    model: Model, cache: SlotCache, parts: list[Prefill], features: list[Tensor]
 ) -> Pack:
     """One pack of several parts, each of which sees what its slot has cached, with the ``features``
     (K, M, H) of their images. The forward pass of the pack stores keys and values into the slots

@@ -23,11 +23,11 @@ from common.logprobs import Sampling
 from common.model import fsdp, vlm
 
 
-class Policy(nn.Module):
+class Policy(vlm.Wrapper):
     """Actor, reference, teacher or judge: maps a pack to the log-probs of its response tokens. The
     full logits are never materialized."""
 
-    def __init__(self, model: nn.Module, processor: Processor):
+    def __init__(self, model: vlm.Model, processor: Processor):
         super().__init__()
         self.model, self.processor = model, processor
 
@@ -64,11 +64,11 @@ class Policy(nn.Module):
         return logp, entropies, kls
 
 
-class Critic(nn.Module):
+class Critic(vlm.Wrapper):
     """The value of the state before each response token, read at the position that predicts the
     token."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: vlm.Model):
         super().__init__()
         self.model = model
         self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)

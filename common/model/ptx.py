@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
 
 from common.buffers import Batch
@@ -13,6 +12,7 @@ from common.data.loader import PromptLoader, data_order
 from common.data.rows import Prompt
 from common.model import experts, fsdp, vlm
 from common.model.packs import make_packs
+from common.model.policy import Policy
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class PtxLoss:
         picks = list(itertools.islice(order, self.batch))
         return self.loader.submit([self.rows[k][0] for k in picks], picks)
 
-    def backward(self, policy: nn.Module, pending: tuple, aux_loss_coef: float) -> dict:
+    def backward(self, policy: Policy, pending: tuple, aux_loss_coef: float) -> dict:
         """Add the gradient of the loss, a mean over the label tokens of all ranks. Returns statistics
         as the actor's loss does.
 

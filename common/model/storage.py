@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
@@ -23,10 +22,11 @@ from torch.distributed.tensor import DTensor
 from common.distributed import UserError, gather_objects
 from common.files import read_json, sha256
 from common.model.fsdp import Trainable, shard_of
+from common.model.vlm import Wrapper
 from common.model.weights import Tensors, save_tensors
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
-Roles = dict[str, Trainable | nn.Module]
+Roles = dict[str, Trainable | Wrapper]
 
 
 # -------------------------------------------------------------------------------------------------

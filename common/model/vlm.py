@@ -4,9 +4,9 @@
     pack    -> embeddings, those of image tokens replaced by image features -> language model
                                                            hidden_states
 
-A model here is one of transformers with one more attribute: ``setup``, what it is and how it
-computes (`weights.Setup`); and what mixes tokens in a layer has a ``slot_layer``, the layer's number
-in the cache.
+A model here is one of transformers, of the type `Model`, with one more attribute: ``setup``, what it
+is and how it computes (`Setup`); and what mixes tokens in a layer has a ``slot_layer``, the layer's
+number in the cache.
 
 Shapes: P prompt tokens, I images, M image tokens, L tokens of a pack, H hidden size, K levels
 of image features.
@@ -14,17 +14,125 @@ of image features.
 
 import inspect
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from common.buffers import Batch, Pack, fill_packs
-from common.data.families import Qwen
+from common.data.families import Family, Qwen
 from common.model.attention import ATTENTION_NAME, VISION_ATTENTION_NAME
 from common.model.linear_attention import Decay, DeltaNet, HF_LAYERS
 
-Modules = dict[str, nn.Module]  # by role
+
+# -------------------------------------------------------------------------------------------------
+# What a model is
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Compute:
+    """How the models of a run compute."""
+
+    backend: str  # of attention
+    dtype: torch.dtype  # of forward passes; trained weights and their optimizer are float32
+    device: torch.device
+    max_tokens_per_pack: int
+    head_chunk: int  # tokens whose logits exist at the same time
+    longest: int  # tokens of the longest sequence
+
+    @property
+    def planned(self) -> bool:
+        """Whether nothing is computed: models on the meta device are planned, and need no weights."""
+        return self.device.type == "meta"
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight in a checkpoint's files.
+
+    Attributes:
+        name: of the parameter; "": of multi-token prediction.
+        like: on meta, its shape and type in the files, which exports keep.
+    """
+
+    name: str
+    path: Path
+    like: Tensor
+
+
+@dataclass(kw_only=True)
+class Setup(Compute):
+    """``model.setup``: what a model here is, and how it computes."""
+
+    family: Family
+    folder: Path  # its checkpoint
+    trains_vision: bool = False  # its own forward computes image features
+    # the weights of the checkpoint's files by their keys there, set by `weights.load`
+    stored: dict[str, StoredWeight] = field(default_factory=dict)
+    # what PEFT's adapter_config.json says of its adapters, if it has any
+    adapter: dict[str, Any] | None = None
+
+
+# The classes of transformers' modules differ by family. Those here declare what is read of them, for
+# readers and the type checker, and there are no objects of them. A part that was left out is absent.
+
+
+class Rotary(nn.Module):
+    rope_type: str
+
+
+class Part(nn.Module):
+    """What can be trained: a decoder or a tower."""
+
+    config: Any
+    gradient_checkpointing_enable: Callable[..., None]
+
+
+class Decoder(Part):
+    """The language model."""
+
+    layers: nn.ModuleList
+    rotary_emb: Rotary
+    get_input_embeddings: Callable[..., nn.Embedding]
+
+
+class Tower(Part):
+    """A vision tower of Qwen-VL, the only ones that are trained."""
+
+    blocks: nn.ModuleList
+
+
+class Core(nn.Module):
+    """``model.model``: the decoder, and in most families what makes image features. The decoder itself
+    in a text-only model."""
+
+    visual: Tower  # of Qwen-VL
+    get_image_features: Callable[..., Any]
+    get_rope_index: Callable[..., tuple[Tensor, Tensor]]  # only with three-dimensional positions
+
+
+class Model(nn.Module):
+    """A model, as `weights.build_model` makes it."""
+
+    setup: Setup
+    config: Any
+    model: Core
+    lm_head: nn.Linear
+    get_decoder: Callable[..., Decoder]
+
+
+class Wrapper(nn.Module):
+    """A model with what is read from its hidden states: `policy.Policy`, `policy.Critic`, and the
+    judge that train_grm_vl.py trains."""
+
+    model: Model
+
+
+Modules = dict[str, Wrapper]  # by role
 
 
 # -------------------------------------------------------------------------------------------------
@@ -32,12 +140,12 @@ Modules = dict[str, nn.Module]  # by role
 # -------------------------------------------------------------------------------------------------
 
 
-def decoder(model: nn.Module) -> nn.Module:
+def decoder(model: Model) -> Decoder:
     """The language model: a part of `model.model`, or all of it in a text-only model."""
     return model.get_decoder()
 
 
-def vision_parts(model: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
+def vision_parts(model: Model) -> dict[str, nn.Module | nn.Parameter]:
     """What `model.model` has besides the decoder: tower, projector, a learnt newline. Empty in a
     model that has none, or was built without."""
     core, language = model.model, decoder(model)
@@ -47,7 +155,7 @@ def vision_parts(model: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
     return {name: part for name, part in parts.items() if part is not None and part is not language}
 
 
-def tower_parameters(model: nn.Module) -> list[nn.Parameter]:
+def tower_parameters(model: Model) -> list[nn.Parameter]:
     """The parameters of `vision_parts`."""
     parameters = []
     for part in vision_parts(model).values():
@@ -55,23 +163,23 @@ def tower_parameters(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def trained_parts(model: nn.Module) -> list[nn.Module]:
+def trained_parts(model: Model) -> list[Part]:
     """The decoder, and the vision tower if it is trained."""
     return [decoder(model), model.model.visual] if model.setup.trains_vision else [decoder(model)]
 
 
-def layers(model: nn.Module) -> list[nn.Module]:
+def layers(model: Model) -> list[nn.Module]:
     """The layers of `trained_parts`, which FSDP gathers one by one."""
     blocks = model.model.visual.blocks if model.setup.trains_vision else []
     return [*decoder(model).layers, *blocks]
 
 
-def float32_parts(model: nn.Module) -> list[nn.Module]:
+def float32_parts(model: Model) -> list[nn.Module]:
     """The modules whose weights stay float32 in any compute type; FSDP gathers them separately."""
     return [module for module in decoder(model).modules() if isinstance(module, Decay)]
 
 
-def routers(model: nn.Module) -> list[nn.Module]:
+def routers(model: Model) -> list[nn.Module]:
     """The modules that choose the experts of each MoE layer and return (router logits, ...); none
     in a dense model."""
     return [
@@ -82,7 +190,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def router_logits(model: nn.Module):
+def router_logits(model: Model):
     """Yields a list, to which each forward of the decoder appends the router logits (L, E) of its MoE
     layers."""
     logits = []
@@ -101,17 +209,17 @@ def router_logits(model: nn.Module):
 # -------------------------------------------------------------------------------------------------
 
 
-def use_attention(model: nn.Module, backend: str) -> None:
+def use_attention(model: Model, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
     # Set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
     decoder(model).config._attn_implementation = ATTENTION_NAME
-    if isinstance(model.setup.family, Qwen) and model.model.visual is not None:
+    if isinstance(model.setup.family, Qwen) and hasattr(model.model, "visual"):
         # the other towers have no windows: SDPA, their default, is one call per block
         vision = "sdpa" if backend == "sdpa" else VISION_ATTENTION_NAME + backend
         model.model.visual.config._attn_implementation = vision
 
 
-def use_mixers(model: nn.Module) -> None:
+def use_mixers(model: Model) -> None:
     """Make every layer mix its tokens by `attention` or `linear_attention`, and number the layers of
     each kind, as the cache does.
 
@@ -126,7 +234,7 @@ def use_mixers(model: nn.Module) -> None:
             if type(part) in HF_LAYERS:
                 setattr(layer, name, DeltaNet(part))
         # transformers numbers the modules that need earlier tokens
-        mixers = [part for part in layer.children() if hasattr(part, "layer_idx")]
+        mixers: list[Any] = [part for part in layer.children() if hasattr(part, "layer_idx")]
         if len(mixers) != 1 or not is_ours(mixers[0]):
             names = [type(part).__name__ for part in mixers or layer.children()]
             raise ValueError(
@@ -155,7 +263,7 @@ UNSUPPORTED = (
 )
 
 
-def check_decoder(model: nn.Module) -> None:
+def check_decoder(model: Model) -> None:
     """Refuse kinds of attention and rotary positions that do not work in packs. Raises ValueError."""
     language, text = decoder(model), model.config.get_text_config()
     for name in UNSUPPORTED:
@@ -186,7 +294,7 @@ def check_decoder(model: nn.Module) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-def image_features(model: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
+def image_features(model: Model, patches: Tensor, grids: Tensor) -> Tensor:
     """Run the vision tower on images of any number of prompts, as `loader.load_pixels` made them ->
     (K, M, H).
 
@@ -210,7 +318,7 @@ def image_features(model: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
     return torch.stack(flat)
 
 
-def compute_features(model: nn.Module, batch: Batch) -> None:
+def compute_features(model: Model, batch: Batch) -> None:
     """Fill the image features of this rank's prompts, once per prompt, several images per call of
     the vision tower. (If the tower is trained, these features serve only the rollout: the forward
     pass of an update computes its own.)
@@ -228,13 +336,13 @@ def compute_features(model: nn.Module, batch: Batch) -> None:
                 del batch.patches[index]
 
 
-def compute_features_unless_trained(model: nn.Module, batch: Batch) -> None:
+def compute_features_unless_trained(model: Model, batch: Batch) -> None:
     """`compute_features`, unless the tower is trained: then every forward pass computes its own."""
     if not model.setup.trains_vision:
         compute_features(model, batch)
 
 
-def prompt_positions(model: nn.Module, prompt) -> Tensor:
+def prompt_positions(model: Model, prompt) -> Tensor:
     """(3, P) rotary positions of a prompt by the model's own rule; a response continues at ``max +
     1``."""
     ids = prompt.input_ids[None]
@@ -252,7 +360,7 @@ def prompt_positions(model: nn.Module, prompt) -> Tensor:
     return positions[:, 0]
 
 
-def positions_of(model: nn.Module, batch: Batch, index: int) -> Tensor:
+def positions_of(model: Model, batch: Batch, index: int) -> Tensor:
     """(3, P) rotary positions of a prompt, cached in the batch."""
     if index not in batch.positions:
         batch.positions[index] = prompt_positions(model, batch.prompts[index])
@@ -264,7 +372,7 @@ def positions_of(model: nn.Module, batch: Batch, index: int) -> Tensor:
 # -------------------------------------------------------------------------------------------------
 
 
-def hidden_states(model: nn.Module, pack: Pack) -> Tensor:
+def hidden_states(model: Model, pack: Pack) -> Tensor:
     """The last hidden states (L, H) of a pack, whose image features replace the embeddings of image
     tokens.
 

@@ -3,8 +3,7 @@
     folder -> model on meta -> (sharded by the script) -> weights streamed    Builder, load
     shards -> safetensors under the checkpoint's names, whole on rank 0       export
 
-A user's mistake is a ValueError that names the file and the numbers. A model that is built here is
-one of transformers with one more attribute: ``setup``, a `Setup`.
+A user's mistake is a ValueError that names the file and the numbers. Models are of the type `vlm.Model`.
 
 transformers' `from_pretrained` and `save_pretrained` are not used: a rank would hold the whole
 model, and they drop the weights of multi-token prediction, the stored copy of a tied head, and
@@ -17,9 +16,9 @@ import math
 import re
 import shutil
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import Iterable, Iterator, cast
 
 import torch
 import torch.nn as nn
@@ -41,6 +40,11 @@ from common.logging import sync_folder, write_link
 from common.model.attention import choose_backend, flash_attn_problem
 from common.model.compilation import compile_layers
 from common.model.vlm import (
+    Compute,
+    Model,
+    Setup,
+    StoredWeight,
+    Wrapper,
     check_decoder,
     decoder,
     float32_parts,
@@ -169,31 +173,7 @@ def open_weights(path: Path):
 # -------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Setup:
-    """``model.setup``: what a model here is, and how it computes."""
-
-    backend: str  # of attention
-    dtype: torch.dtype  # of forward passes; trained weights and their optimizer are float32
-    device: torch.device
-    max_tokens_per_pack: int
-    head_chunk: int  # tokens whose logits exist at the same time
-    longest: int  # tokens of the longest sequence
-    family: Family | None = None
-    trains_vision: bool = False  # its own forward computes image features
-    folder: Path | None = None  # its checkpoint
-    # the weights of the checkpoint's files by their keys there, set by `load`
-    stored: dict | None = None
-    # what PEFT's adapter_config.json says of its adapters, if it has any
-    adapter: dict | None = None
-
-    @property
-    def planned(self) -> bool:
-        """Whether nothing is computed: models on the meta device are planned, and need no weights."""
-        return self.device.type == "meta"
-
-
-def choose_setup(args: ModelArgs, device: torch.device, longest: int) -> Setup:
+def choose_compute(args: ModelArgs, device: torch.device, longest: int) -> Compute:
     """What the flags mean on this device; the main rank prints it. On the meta device, where models
     are only planned, they mean what they do on a GPU. Raises ValueError: an attention back-end that
     cannot run here.
@@ -215,7 +195,7 @@ def choose_setup(args: ModelArgs, device: torch.device, longest: int) -> Setup:
     # Every chunk costs a pass over the gradient of the head's weight: on a GPU this is expensive, on
     # a CPU it is not, and memory decides.
     head_chunk = 256 if small else 4096
-    return Setup(backend, dtype, device, args.max_tokens_per_pack, head_chunk, longest)
+    return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk, longest)
 
 
 class Builder:
@@ -226,10 +206,10 @@ class Builder:
     """
 
     def __init__(self, args: ModelArgs, device: torch.device, longest: int):
-        self.args, self.setup = args, choose_setup(args, device, longest)
-        self.folder = resolve_folder(args.model, weights=not self.setup.planned)
+        self.args, self.compute = args, choose_compute(args, device, longest)
+        self.folder = resolve_folder(args.model, weights=not self.compute.planned)
 
-    def actor(self) -> nn.Module:
+    def actor(self) -> Model:
         """The model to train, with its vision tower. The main rank says what adapters leave out."""
         model = self.build(self.folder, vision=True)
         mixtures = len(routers(model))
@@ -240,7 +220,7 @@ class Builder:
             )
         return model
 
-    def role(self, name: str, head: bool = True, frozen: bool = False) -> nn.Module:
+    def role(self, name: str, head: bool = True, frozen: bool = False) -> Model:
         """The model of a checkpoint, or the actor's if ``name`` is empty. It reads the actor's
         image features, but has a tower of its own where towers are trained.
 
@@ -250,7 +230,7 @@ class Builder:
         """
         folder = self.folder
         if name:
-            folder = resolve_folder(name, weights=not self.setup.planned)
+            folder = resolve_folder(name, weights=not self.compute.planned)
             self.check_role(folder)
         return self.build(folder, self.args.train_vision, head, frozen)
 
@@ -269,24 +249,22 @@ class Builder:
                 "reference work on the image features of the actor"
             )
 
-    def build(
-        self, folder: Path, vision: bool, head: bool = True, frozen: bool = False
-    ) -> nn.Module:
+    def build(self, folder: Path, vision: bool, head: bool = True, frozen: bool = False) -> Model:
         """With adapters, gradient checkpointing and compiled layers, as the flags say."""
         args = self.args
         model = build_model(
             read_model_config(folder),  # each its own: same shapes do not make the same model
-            self.setup,
+            self.compute,
+            folder,
             vision=vision,
             head=head,
             trains_vision=args.train_vision,
         )
-        model.setup.folder = folder
         if frozen:
             return model.requires_grad_(False)
         if args.lora_rank:
             add_adapters(model, args.model, args.lora_rank, args.lora_alpha)
-        by_default = args.gradient_checkpointing == "auto" and self.setup.device.type == "cuda"
+        by_default = args.gradient_checkpointing == "auto" and self.compute.device.type == "cuda"
         if by_default or args.gradient_checkpointing == "on":
             recompute_layers(model)
         if args.compile == "layers":
@@ -296,33 +274,34 @@ class Builder:
 
 def build_reader(
     name: str,
-    actor: nn.Module,
+    actor: Model,
+    processor: Processor,
     args: DataArgs,
     head: bool = True,
     shares: bool = True,
-) -> tuple[nn.Module, Processor]:
+) -> tuple[Model, Processor]:
     """The frozen model of another checkpoint, on meta, and its processor, to read rows by themselves:
-    without a vision tower where it may (``shares``) and can read the actor's image features.
+    without a vision tower where it may (``shares``) and can read the image features of the ``actor``,
+    to which the given ``processor`` belongs.
 
     Raises ValueError: a folder that is no model, or of a family that is not supported.
     """
-    setup = actor.model.setup
+    setup = actor.setup
     folder = resolve_folder(name, weights=not setup.planned)
     # It sees images at the size that it was trained on.
-    processor = Processor(folder, replace(args, min_pixels=0, max_pixels=0))
+    reader = Processor(folder, replace(args, min_pixels=0, max_pixels=0))
     # The actor's image features serve if family, image processor and tower are the actor's, untrained.
     shares = (
         shares
         and not setup.trains_vision
-        and image_settings(processor) == image_settings(actor.processor)
+        and image_settings(reader) == image_settings(processor)
         and same_tower(setup.folder, folder)
     )
-    model = build_model(processor.config, setup, vision=not shares, head=head)
-    model.setup.folder = folder
-    return model.requires_grad_(False), processor
+    model = build_model(reader.config, setup, folder, vision=not shares, head=head)
+    return model.requires_grad_(False), reader
 
 
-def recompute_layers(model: nn.Module) -> None:
+def recompute_layers(model: Model) -> None:
     """Gradient checkpointing: the backward pass computes the activations of each layer again."""
     for part in trained_parts(model):
         # Newer versions of transformers warn about the name that older ones know.
@@ -332,13 +311,14 @@ def recompute_layers(model: nn.Module) -> None:
 
 def build_model(
     config,
-    setup: Setup,
+    compute: Compute,
+    folder: Path = Path(),
     *,
     vision: bool = True,
     head: bool = True,
     trains_vision: bool = False
-) -> nn.Module:
-    """The model of a config with parameters on the meta device and real buffers. Without
+) -> Model:
+    """The model of a ``folder``'s config with parameters on the meta device and real buffers. Without
     ``vision`` or ``head`` that part is left out; a tower that is not trained is frozen, in the
     compute type.
 
@@ -358,25 +338,26 @@ def build_model(
     try:
         with parameters_on_meta():
             # a copy: it is written into
-            model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+            model = cast(Model, auto.from_config(copy.deepcopy(config), dtype=torch.float32))
     except Exception as error:  # each class of transformers has its own checks, or none
         raise ValueError(f"transformers cannot build the model of config.json: {error!r}") from error
-    model.setup = replace(setup, family=family, trains_vision=trains_vision, adapter=None)
+    how = {part.name: getattr(compute, part.name) for part in fields(Compute)}
+    model.setup = Setup(**how, family=family, folder=folder, trains_vision=trains_vision)
     use_mixers(model)
     use_fewer_kernels(model)
-    use_attention(model, setup.backend)
+    use_attention(model, compute.backend)
     check_decoder(model)
     # EOS may serve as padding, and learns like any token
     decoder(model).get_input_embeddings().padding_idx = None
     if not vision:
         for name in vision_parts(model):
-            setattr(model.model, name, None)
+            delattr(model.model, name)
     if not head:
-        model.lm_head = None
+        del model.lm_head
     if not trains_vision:
-        freeze(tower_parameters(model), setup.dtype)
-    if float32_parts(model) and not setup.planned:
-        choose_rule(setup.device.type, setup.dtype)  # which names a missing package
+        freeze(tower_parameters(model), compute.dtype)
+    if float32_parts(model) and not compute.planned:
+        choose_rule(compute.device.type, compute.dtype)  # which names a missing package
     return model
 
 
@@ -385,12 +366,12 @@ def parameters_on_meta():
     """Inside, every parameter that a module registers moves to the meta device at once."""
     register = nn.Module.register_parameter
 
-    def register_on_meta(module, name, parameter):
-        register(module, name, parameter)
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
         # A tied weight is there already, and must stay one object.
-        if parameter is not None and not parameter.is_meta:
-            moved = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-            module._parameters[name] = moved
+        if param is not None and not param.is_meta:
+            moved = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            self._parameters[name] = moved
 
     nn.Module.register_parameter = register_on_meta
     try:
@@ -477,7 +458,7 @@ class LoRALinear(nn.Linear):
         return out + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
 
 
-def add_adapters(model: nn.Module, base: str, rank: int, alpha: int) -> None:
+def add_adapters(model: Model, base: str, rank: int, alpha: int) -> None:
     """Freeze a model on meta, in the compute type, and give every linear layer of its decoder,
     attention and MLP, an adapter in float32, scaled by alpha / rank. Experts are stacked in single
     parameters, no linear layers, and get none. ``base``: the checkpoint that the adapters belong to.
@@ -504,11 +485,11 @@ def add_adapters(model: nn.Module, base: str, rank: int, alpha: int) -> None:
     }
 
 
-def adapted_layers(model: nn.Module) -> list[LoRALinear]:
+def adapted_layers(model: Model) -> list[LoRALinear]:
     return [module for module in model.modules() if isinstance(module, LoRALinear)]
 
 
-def init_adapters(model: nn.Module, seed: int) -> None:
+def init_adapters(model: Model, seed: int) -> None:
     """A uniform in ±1 / sqrt(in), B zero, identical on any number of ranks: the adapted model
     starts equal to its base."""
     generator = torch.Generator().manual_seed(seed)
@@ -519,7 +500,7 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 
 
 @contextmanager
-def without_adapters(model: nn.Module):
+def without_adapters(model: Model):
     """Inside, a model with adapters is its base: the reference of a KL needs no copy of the
     weights."""
     layers = adapted_layers(model)
@@ -537,21 +518,7 @@ def without_adapters(model: nn.Module):
 # -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StoredWeight:
-    """A weight in a checkpoint's files.
-
-    Attributes:
-        name: of the parameter; None: of multi-token prediction.
-        like: on meta, its shape and type in the files, which exports keep.
-    """
-
-    name: str | None
-    path: Path
-    like: Tensor
-
-
-def shard_and_load(module: nn.Module, ranks: distributed.Ranks, seed: int) -> None:
+def shard_and_load(module: Wrapper, ranks: distributed.Ranks, seed: int) -> None:
     """Shard a module that is on meta, allocate the shards and stream its checkpoint into them.
     Fresh adapters depend on ``seed``; a critic's value head that the files lack is zero. Raises
     ValueError: see `load`."""
@@ -564,16 +531,16 @@ def shard_and_load(module: nn.Module, ranks: distributed.Ranks, seed: int) -> No
     load(module.model, module.model.setup.folder, value_head=head)
 
 
-def named_weights(model: nn.Module, value_head: nn.Linear | None) -> Tensors:
+def named_weights(model: Model, value_head: nn.Linear | None) -> Tensors:
     """What `load` reads and `export` writes, by name: all parameters, tied ones by each name."""
-    weights = dict(model.named_parameters(remove_duplicate=False))
+    weights: Tensors = dict(model.named_parameters(remove_duplicate=False))
     if value_head is not None:
         weights["value_head.weight"] = value_head.weight
-        weights["value_head.bias"] = value_head.offset
+        weights["value_head.bias"] = value_head.get_buffer("offset")
     return weights
 
 
-def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) -> None:
+def load(model: Model, folder: Path, value_head: nn.Linear | None = None) -> None:
     """Stream safetensors into a materialised, possibly sharded model; each rank reads only its own
     rows. A value head that is trained is read where the files have one.
 
@@ -588,13 +555,13 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
         with open_weights(path) as tensors:
             for key in tensors.keys():
                 name = parameter_name(key, parameters)
-                if name is None and not key.removeprefix("model.").startswith(COPIED_KEYS):
+                if not name and not key.removeprefix("model.").startswith(COPIED_KEYS):
                     unknown.append(key)  # its part is left out by this role, or by all
                     continue
                 value = tensors.get_tensor(key)  # in mapped memory: read when it is copied
                 like = torch.empty_like(value, device="meta")
                 stored[key] = StoredWeight(name, path, like)
-                if name is None:
+                if not name:
                     continue
                 target = parameters[name]
                 tied = shard_of(target).clone() if target in read else None
@@ -634,14 +601,14 @@ def check_heads(folder: Path, keys: list[str]) -> None:
         )
 
 
-def parameter_name(key: str, parameters: dict[str, nn.Parameter]) -> str | None:
-    """The parameter that a key of the files is about; None: no part of this model."""
+def parameter_name(key: str, parameters: Tensors) -> str:
+    """The parameter that a key of the files is about; "": no part of this model."""
     key = re.sub(r"(A_log|dt_bias)$", r"decay.\1", key)  # of linear attention
     for old, new in KEY_SPELLINGS:
         name = re.sub(old, new, key)
         if name in parameters:
             return name
-    return None
+    return ""
 
 
 def read_weight(place: str, target: Tensor, value: Tensor) -> None:
@@ -680,7 +647,7 @@ def save_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None
 
 @torch.no_grad()
 def export(
-    module: nn.Module, processor: Processor, folder: Path, shard_bytes: int = 4 << 30
+    module: Wrapper, processor: Processor, folder: Path, shard_bytes: int = 4 << 30
 ) -> str | None:
     """Write a Hugging Face folder that `from_pretrained` loads: safetensors with the names, shapes
     and types that the checkpoint came with, config, tokenizer and processor files. Complete or
@@ -718,7 +685,7 @@ def export(
 
 
 def gather_files(
-    module: nn.Module, files: dict[str, list[str]]
+    module: Wrapper, files: dict[str, list[str]]
 ) -> Iterator[tuple[str, Tensors]]:
     """The files of an export by their keys, each with its trained tensors on rank 0, and with none
     on the others. All ranks must iterate."""
@@ -730,10 +697,12 @@ def gather_files(
         for key in keys:  # in one order on all ranks
             weight = model.setup.stored[key]
             parameter = parameters.get(weight.name)
+            if parameter is None:
+                continue
             layer = adapted.get(parameter)
             if layer:
                 full = whole(layer.lora_B) @ whole(layer.lora_A) * layer.scale
-            elif parameter is not None and parameter.requires_grad:
+            elif parameter.requires_grad:
                 full = whole(parameter)
             else:
                 continue

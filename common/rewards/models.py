@@ -86,7 +86,7 @@ def build(
             continue
         with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
             model, processor = weights.build_reader(
-                source.folder, actor, own_template, head=is_judge, shares=shares_features
+                source.folder, actor.model, actor.processor, own_template, is_judge, shares_features
             )
             scored = [row for row in rows if source.spec in reward.weights(row.label)]
             has_rubrics = is_judge and reward.args.grm_question == "rubric"

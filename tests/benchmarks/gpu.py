@@ -312,7 +312,7 @@ def main() -> None:
              "--max_new_tokens", "8" if tiny else "256", "--max_prompt_tokens", "2048", "--gradient_checkpointing", "--out",
              str(folder / "run")]
     args = ppo.parse_args(flags)
-    setup = weights.choose_setup(args.model, DEVICE, 32768)
+    setup = weights.choose_compute(args.model, DEVICE, 32768)
     bandwidth, peak = limits(setup.dtype, tiny)
     tables = [attention_table]
     for size in sizes:

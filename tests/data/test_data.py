@@ -34,7 +34,7 @@ from helpers import (
     IMAGE,
     PYTHONS_WORDS,
     RED,
-    SETUP,
+    COMPUTE,
     SPECIAL,
     TEMPLATE,
     VIDEO,
@@ -185,7 +185,7 @@ def test_no_pad_token_is_added_and_one_that_ends_turns_is_trained(tmp_path):
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "again").pad_token_id is None
     retokenize(folder, "<|im_end|>")
     edit(folder / "config.json", text_config=read_json(folder / "config.json")["text_config"] | {"pad_token_id": IM_END})
-    model = build_model(Processor(folder).config, SETUP)
+    model = build_model(Processor(folder).config, COMPUTE)
     assert model.config.get_text_config().pad_token_id == IM_END
     materialize(model, torch.device("cpu"))                                          # the end of a turn is still trained
     embedding = model.get_input_embeddings()

@@ -27,7 +27,7 @@ from common.model.weights import build_model, open_weights, resolve_folder
 from common.model.weights import load as load_weights
 from common.rewards.judge import JUDGEMENTS, JudgeSettings
 from conftest import read_json, same_tensors, start, user_error, value_error, words
-from helpers import RED, SETUP, edit, load_model, write_processor
+from helpers import RED, COMPUTE, edit, load_model, write_processor
 
 
 # ------------------------------------------------------------------------------------------------- checkpoint folders
@@ -157,7 +157,7 @@ def test_a_config_with_sizes_that_no_model_has(tmp_path, part, entry, value):
     """One message, before memory is asked for."""
     edit_part(write_processor(tmp_path), part, **{entry: value})
     with value_error("config.json: "):
-        build_model(Processor(tmp_path).config, SETUP)
+        build_model(Processor(tmp_path).config, COMPUTE)
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_index_of_weights(qwen25, tmp_path):
     index = {"weight_map": {"a": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with value_error(f"{tmp_path}/b.safetensors cannot be read as safetensors: .*No such file"):
-        load_weights(build_model(Processor(str(qwen25)).config, SETUP), tmp_path)
+        load_weights(build_model(Processor(str(qwen25)).config, COMPUTE), tmp_path)
 
 
 def shifted(qwen25, by: float) -> dict[str, torch.Tensor]:

@@ -59,8 +59,8 @@ class Launches(TorchDispatchMode):
 
 def launches(folder, count_layers: int, **sampling) -> Launches:
     """A second decoding step of a model with so many layers, in bfloat16 with varlen."""
-    setup = weights.Setup("varlen", torch.bfloat16, DEVICE, 512, 256, 64)
-    model = weights.build_model(read_model_config(folder), setup, vision=False).requires_grad_(False)
+    compute = weights.Compute("varlen", torch.bfloat16, DEVICE, 512, 256, 64)
+    model = weights.build_model(read_model_config(folder), compute, vision=False).requires_grad_(False)
     decoder = vlm.decoder(model.eval())
     decoder.layers = nn.ModuleList([*decoder.layers] * count_layers)[:count_layers]
     decoder.config.num_hidden_layers = model.config.get_text_config().num_hidden_layers = count_layers

@@ -38,7 +38,7 @@ from conftest import (
     write_checkpoint,
 )
 from families import EXPERTS, LINEAR, TEXT, THROUGH_CHUNKS, make_config, make_tokenizer
-from helpers import SETUP, LiveBytes, resumed, score, tensors
+from helpers import COMPUTE, LiveBytes, resumed, score, tensors
 
 CPU = torch.device("cpu")
 # The signature of chunk_gated_delta_rule in fla-core 0.6.0, and that of the first with cu_seqlens.
@@ -458,7 +458,7 @@ def text_model(kind: str, **changes):
     """InternVL around a text model of another kind, on meta."""
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
     config["text_config"] = TEXT | {"model_type": kind, "vocab_size": config["text_config"]["vocab_size"]} | changes
-    return vlm_weights.build_model(AutoConfig.for_model(**config), SETUP)
+    return vlm_weights.build_model(AutoConfig.for_model(**config), COMPUTE)
 
 
 FOREIGN = {

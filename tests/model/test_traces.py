@@ -49,8 +49,8 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
     """With images."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # an H100: torch 2.15 asks
     folder = write_checkpoint(tmp_path, kind)
-    setup = weights.Setup("varlen", torch.bfloat16, DEVICE, 512, 8, 64)
-    model = weights.build_model(read_model_config(folder), setup, vision=False)
+    compute = weights.Compute("varlen", torch.bfloat16, DEVICE, 512, 8, 64)
+    model = weights.build_model(read_model_config(folder), compute, vision=False)
     vocabulary = model.config.get_text_config().vocab_size
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
