@@ -50,15 +50,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from common import data, distributed, flags, logging, logprobs
+from common import distributed, flags, logging, logprobs, process
 from common.buffers import Batch, Pack
-from common.distributed import UserError
+from common.cards import sample_card
+from common.data.images import read_frames
+from common.data.loader import (
+    PromptLoader,
+    batches_in_order,
+    digest_data,
+    draw_batches,
+    join_pixels,
+    repeated_rows,
+    shares_of,
+)
+from common.data.processor import Processor
+from common.data.rows import Prompt, user_text
 from common.files import read_json, read_text
 from common.flags import flag
 from common.model import budget, checkpoint, fsdp, memory, vlm, weights
 from common.model.packs import join_packs, make_packs
-from common.rewards import accuracy, judge as judgements
-from common.rewards.cards import sample_card
+from common.process import UserError
+from common.reports import accuracy
+from common.rewards import judge as judgements
 from common.rewards.judge import Example
 
 
@@ -82,7 +95,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     log = open_log(args, rows, state.step)
     last = args.optim.steps
     if not args.run.eval_only:  # an evaluation has nothing to save
-        distributed.catch_signals()
+        process.catch_signals()
 
     with checkpoints, open_loader(args, rows, state) as loader:
         for step in range(state.step, max(state.step, last) + 1):  # the number of finished steps
@@ -234,7 +247,7 @@ IDENTITY = {
 
 def run_flags(args: Args, rows: "Rows") -> dict:
     """Flags and a digest of the data, which a resume compares with those of its checkpoint."""
-    return flags.as_flags(args) | {"data (rows)": data.digest_data(args.data.data, len(rows.train))}
+    return flags.as_flags(args) | {"data (rows)": digest_data(args.data.data, len(rows.train))}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -247,7 +260,7 @@ def run_flags(args: Args, rows: "Rows") -> dict:
 class Question:
     """A prompt and its examples, whose targets share one copy of the prompt in a pack."""
 
-    prompt: data.Prompt
+    prompt: Prompt
     examples: list[Example]
 
 
@@ -255,7 +268,7 @@ class Question:
 class Rows:
     """The data of a run, the same on every rank: the processor, and checked rows."""
 
-    processor: data.Processor
+    processor: Processor
     settings: judgements.JudgeSettings  # an export's judge.json
     train_sets: list[list[Question]]
     held_out: list[Example]
@@ -273,7 +286,7 @@ def load_rows(args: Args) -> Rows:
     """
     with distributed.raise_on_all_ranks():
         folder = weights.resolve_folder(args.model.model, weights=False)
-        processor = data.Processor(folder, args.data)
+        processor = Processor(folder, args.data)
         processor.check_options()
         templates = {
             kind: getattr(args.judge, f"{kind}_template") for kind in judgements.JUDGEMENTS
@@ -291,7 +304,7 @@ def load_rows(args: Args) -> Rows:
 def load_examples(
     spec: str,
     args: Args,
-    processor: data.Processor,
+    processor: Processor,
     settings: judgements.JudgeSettings,
 ) -> list[list[Example]]:
     """The examples of each file of --data or --eval_data. Raises ValueError with file and line."""
@@ -314,15 +327,15 @@ def group_by_prompt(examples: list[Example]) -> list[Question]:
     return list(questions.values())
 
 
-def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
+def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
     """The training questions in order, continuing where the run stopped."""
-    shares = data.shares_of(args.data.data, rows.train_sets)
+    shares = shares_of(args.data.data, rows.train_sets)
     size, seed = args.data.prompts_per_step, args.run.seed
-    batches = data.draw_batches(rows.train_sets, shares, size, seed, start=state.rows_drawn)
-    return data.PromptLoader(rows.processor, args.data, batches)
+    batches = draw_batches(rows.train_sets, shares, size, seed, start=state.rows_drawn)
+    return PromptLoader(rows.processor, args.data, batches)
 
 
-def next_batch(loader: data.PromptLoader) -> Batch:
+def next_batch(loader: PromptLoader) -> Batch:
     """The prompts of a step with their targets; prompts whose images do not decode get none."""
     batch = loader.take()
     targets = [[example.target for example in question.examples] for question in loader.rows]
@@ -490,7 +503,7 @@ def evaluate(
     summary = {"step": state.step, "dropped": dropped} | accuracy.summarise(records)
     rows.settings.held_out = accuracy.held_out_record(summary)
     for kind, known in rows.settings.held_out["kinds"].items():
-        doubt = accuracy.doubtful_accuracy(rows.settings, kind)
+        doubt = judgements.doubtful_accuracy(rows.settings, kind)
         # If all right verdicts are the same (chance 1), there is nothing to learn.
         if doubt and known["chance"] < 1 and state.step == args.optim.steps:
             log.line(f"warning: {doubt}")
@@ -527,9 +540,9 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
     # The longest first, so that a batch has prompts of nearly equal length.
     held_out = rows.held_out
     places = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
-    batches = data.batches_in_order([held_out[i] for i in places], args.eval.eval_batch * world)
+    batches = batches_in_order([held_out[i] for i in places], args.eval.eval_batch * world)
     waiting, records, dropped = iter(places), [], 0
-    with data.PromptLoader(rows.processor, args.data, batches) as loader:
+    with PromptLoader(rows.processor, args.data, batches) as loader:
         for _ in batches:
             batch = loader.take(least=0)
             dropped += len(batch.dropped)
@@ -547,7 +560,7 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
 
 
 def generate(
-    judge: Judge, processor: data.Processor, batch: Batch, args: EvalArgs
+    judge: Judge, processor: Processor, batch: Batch, args: EvalArgs
 ) -> dict[int, tuple[str, bool]]:
     """Generated judgements by index of the prompt, from all ranks, and whether they were cut off. Each
     rank answers its own prompts by Hugging Face's `generate`, in batches that are padded on the left."""
@@ -567,7 +580,7 @@ def generate(
     return dict(itertools.chain(*distributed.gather_objects(written)))
 
 
-def generation_options(processor: data.Processor, args: EvalArgs) -> dict:
+def generation_options(processor: Processor, args: EvalArgs) -> dict:
     """The arguments of `generate` that are the same for all batches."""
     pad = processor.tokenizer.pad_token_id
     options = {
@@ -596,7 +609,7 @@ def generation_inputs(
     pixels = [batch.patches[index] for index in indices if index in batch.patches]
     if pixels:
         items = [grid for index in indices for grid in batch.prompts[index].grids]
-        inputs |= model.setup.family.vision_inputs(*data.join_pixels(pixels), tuple(items))
+        inputs |= model.setup.family.vision_inputs(*join_pixels(pixels), tuple(items))
     return {name: value.to(model.setup.device) for name, value in inputs.items()}
 
 
@@ -655,7 +668,7 @@ def example_record(example: Example) -> dict:
         "source": judgements.group_of(prompt),
         "kind": prompt.label,
         "images": list(prompt.images),
-        "question": data.user_text(prompt.messages),
+        "question": user_text(prompt.messages),
     }
     record = {
         "info": info,
@@ -693,7 +706,7 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     )
     if args.run.eval_only:
         return log
-    for line in data.repeated_rows(args.data, rows.train_sets):
+    for line in repeated_rows(args.data, rows.train_sets):
         log.line(line)
     warmup, steps = args.optim.warmup_steps, args.optim.steps
     if warmup >= steps:
@@ -746,11 +759,11 @@ def log_samples(
     if distributed.is_main():
         for record in records[::every][:count]:
             info, line = record["info"], caption.format(**record)
-            frames = data.read_frames(info["images"], 6)
+            frames = read_frames(info["images"], 6)
             spoken = f"PROMPT\n{info['question']}\n\nANSWER\n{record[text]}"
             cards.append(sample_card(frames, spoken, line))
     log.samples(step, records, cards, stem)
 
 
 if __name__ == "__main__":
-    distributed.run_main(main)
+    process.run_main(main)

@@ -44,9 +44,18 @@ import torch.nn as nn
 from PIL import Image
 from torch import Tensor
 
-from common import data, distributed, flags, logging, logprobs, losses, rewards
+from common import distributed, flags, logging, logprobs, losses, process
 from common.buffers import Batch, Pack, fill_packs
-from common.distributed import UserError
+from common.data.loader import (
+    PromptLoader,
+    batches_in_order,
+    digest_data,
+    draw_batches,
+    repeated_rows,
+    shares_of,
+)
+from common.data.processor import Processor
+from common.data.rows import Prompt, load_prompts, parse_columns
 from common.envs import dialogue, environments
 from common.flags import flag
 from common.logprobs import Sampling
@@ -66,6 +75,11 @@ from common.model.packs import Prefill, make_packs, prefill_pack
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.ptx import PtxLoss
 from common.model.teacher import Teacher, check_template, follow_average
+from common.process import UserError
+from common.reports.records import conversation_metrics, sample_cards, sample_records, summarise
+from common.rewards import models as reward_models
+from common.rewards import scoring
+from common.rewards.judge import JudgeSettings, load_judgements, load_responses
 
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
 TRAIN, EVAL, JUDGE = 0, 1, 2
@@ -99,7 +113,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     log = open_log(args, rows, state.step)
     sampling = replace(sampling_of(args, rows.processor, ranks.device), environment=environment)
     if not args.run.eval_only:  # an evaluation has nothing to save
-        distributed.catch_signals()
+        process.catch_signals()
 
     last = args.optim.steps
     with checkpoints, open_loader(args, rows, state) as loader:
@@ -549,13 +563,13 @@ class Rows:
     """The data of a run, the same on every rank: checked rows, and the processor of the actor's
     checkpoint."""
 
-    processor: data.Processor
-    train_sets: list[list[data.Prompt]]
-    held_out: list[data.Prompt]
+    processor: Processor
+    train_sets: list[list[Prompt]]
+    held_out: list[Prompt]
     ptx: PtxLoss | None  # on --ptx_data
 
     @property
-    def train(self) -> list[data.Prompt]:
+    def train(self) -> list[Prompt]:
         return [row for rows in self.train_sets for row in rows]
 
 
@@ -567,16 +581,16 @@ def load_rows(args: Args) -> Rows:
     """
     with distributed.raise_on_all_ranks():
         folder = weights.resolve_folder(args.model.model, weights=False)
-        processor = data.Processor(folder, args.data)
+        processor = Processor(folder, args.data)
         processor.check_options()
         # a judge that is trained further loses its recorded accuracy
-        settings = rewards.JudgeSettings.to_train(processor)
-        columns, system = data.parse_columns(args.rows.columns), args.rows.system_prompt
+        settings = JudgeSettings.to_train(processor)
+        columns, system = parse_columns(args.rows.columns), args.rows.system_prompt
 
-        def load(path: str) -> list[data.Prompt]:
+        def load(path: str) -> list[Prompt]:
             if args.rows.row_kind == "prompts":
-                return data.load_prompts(path, processor, args.data, columns, system)
-            examples = rewards.load_judgements(path, processor, settings, args.data)
+                return load_prompts(path, processor, args.data, columns, system)
+            examples = load_judgements(path, processor, settings, args.data)
             return [example.prompt for example in examples]
 
         train_sets = [load(path) for path, _ in flags.parse_datasets(args.data.data)]
@@ -591,7 +605,7 @@ def load_rows(args: Args) -> Rows:
 def check_rows(
     args: Args,
     rows: Rows,
-    reward: rewards.RewardMix,
+    reward: scoring.RewardMix,
     environment: environments.Environment | None,
 ) -> None:
     """Raises UserError if rows cannot be scored or have no images to mask, or if the environment does
@@ -609,18 +623,18 @@ def check_rows(
         environment.check_model(rows.processor)
 
 
-def load_ptx(args: Args, processor: data.Processor) -> PtxLoss | None:
+def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
     """The next-token loss on --ptx_data, if any. Its rows get no system prompt. Raises UserError on
     every rank."""
     if not args.rows.ptx_data:
         return None
     with distributed.raise_on_all_ranks("--ptx_data "):
-        rows = rewards.load_responses(
+        rows = load_responses(
             args.rows.ptx_data, processor, args.data, args.model.max_tokens_per_pack
         )
     return PtxLoss(
         rows=rows,
-        loader=data.PromptLoader(processor, args.data),
+        loader=PromptLoader(processor, args.data),
         batch=args.rows.ptx_batch,
         coef=args.rows.ptx_coef,
         labels=args.rows.ptx_labels,
@@ -628,16 +642,16 @@ def load_ptx(args: Args, processor: data.Processor) -> PtxLoss | None:
     )
 
 
-def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
+def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
     """The training prompts in order, continuing where the run stopped."""
     if rows.ptx is not None:
         rows.ptx.scheduled = state.ptx_rows
     together = 2 if args.reward.in_pairs else 1  # both orders of a pair
-    shares, size = data.shares_of(args.data.data, rows.train_sets), args.prompts_per_rollout
-    batches = data.draw_batches(
+    shares, size = shares_of(args.data.data, rows.train_sets), args.prompts_per_rollout
+    batches = draw_batches(
         rows.train_sets, shares, size, args.run.seed, together, state.rows_drawn
     )
-    return data.PromptLoader(
+    return PromptLoader(
         rows.processor,
         args.data,
         batches,
@@ -755,9 +769,9 @@ def resolve_flags(listed: dict) -> dict:
 def run_flags(args: Args, rows: "Rows") -> dict:
     """Flags and digests of the data, which a resume compares with those of its checkpoint."""
     listed = flags.as_flags(args)
-    listed["data (rows)"] = data.digest_data(args.data.data, len(rows.train))
+    listed["data (rows)"] = digest_data(args.data.data, len(rows.train))
     if rows.ptx is not None:
-        listed["ptx_data (rows)"] = data.digest_data(args.rows.ptx_data, len(rows.ptx.rows))
+        listed["ptx_data (rows)"] = digest_data(args.rows.ptx_data, len(rows.ptx.rows))
     return listed
 
 
@@ -766,7 +780,7 @@ def run_flags(args: Args, rows: "Rows") -> dict:
 # -------------------------------------------------------------------------------------------------
 
 
-def sampling_of(args: Args, processor: data.Processor, device: torch.device) -> Sampling:
+def sampling_of(args: Args, processor: Processor, device: torch.device) -> Sampling:
     """How the flags want tokens to be drawn."""
     rollout = args.rollout
     return Sampling(
@@ -786,7 +800,7 @@ def sampling_of(args: Args, processor: data.Processor, device: torch.device) -> 
 
 
 def build_models(
-    args: Args, processor: data.Processor, device: torch.device
+    args: Args, processor: Processor, device: torch.device
 ) -> vlm.Modules:
     """Actor, critic (with gae), reference (with a KL) and teacher by role, on meta; they will compute
     on ``device``. With adapters, the actor without them is the teacher `self` and, by default, the
@@ -829,17 +843,17 @@ def build_models(
 
 
 def build_reward_models(
-    args: Args, reward: rewards.RewardMix, rows: Rows, actor: Policy
+    args: Args, reward: scoring.RewardMix, rows: Rows, actor: Policy
 ) -> vlm.Modules:
     """The reward models by the name of their source, on meta. Raises UserError: see
-    `rewards.models.build`."""
+    `reward_models.build`."""
 
     def write(judge: Policy, questions: Batch) -> Batch:
         return write_critiques(judge, questions, args)
 
     # the features of an actor that sees damaged images are no judge's
     shares_features = not args.teacher.student_images
-    return rewards.build_models(
+    return reward_models.build(
         reward, rows.train + rows.held_out, actor, write, args.update.offload, shares_features
     )
 
@@ -962,8 +976,8 @@ def exported_models(
 
 def collect(
     models: Models,
-    loader: data.PromptLoader,
-    reward: rewards.RewardMix,
+    loader: PromptLoader,
+    reward: scoring.RewardMix,
     sampling: Sampling,
     state: TrainState,
     args: Args,
@@ -982,7 +996,7 @@ def collect(
         part, tokens = sample_and_score(models, loader, reward, sampling, args)
         parts.append(part)
         generated += tokens
-        useful += len(rewards.prompts_with_spread(part))
+        useful += len(scoring.prompts_with_spread(part))
         if dynamic and useful >= size:
             break
 
@@ -996,7 +1010,7 @@ def collect(
     }
     if args.algorithm.reward_norm:
         state.moments.update(batch.rewards)
-    with_spread = rewards.prompts_with_spread(batch)
+    with_spread = scoring.prompts_with_spread(batch)
     metrics["rollout/groups_without_spread"] = len(batch.prompt_index.unique()) - len(with_spread)
     if dynamic:
         without = sorted(
@@ -1014,8 +1028,8 @@ def collect(
 
 def sample_and_score(
     models: Models,
-    loader: data.PromptLoader,
-    reward: rewards.RewardMix,
+    loader: PromptLoader,
+    reward: scoring.RewardMix,
     sampling: Sampling,
     args: Args,
 ) -> tuple[Batch, int]:
@@ -1269,7 +1283,7 @@ def batch_metrics(batch: Batch) -> logging.Metrics:
         metrics["train/teacher_kl"] = (batch.old_logprobs - batch.teacher_logprobs).mean()  # k1
     if batch.values is not None:
         metrics["train/values"] = batch.values.mean()
-    metrics |= rewards.conversation_metrics(batch.conversations, "rollout")
+    metrics |= conversation_metrics(batch.conversations, "rollout")
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -1521,7 +1535,7 @@ def move_reference(step: int, models: Models, args: Args) -> None:
 
 def evaluate(
     trainables: dict[str, fsdp.Trainable],
-    reward: rewards.RewardMix,
+    reward: scoring.RewardMix,
     rows: Rows,
     sampling: Sampling,
     state: TrainState,
@@ -1532,11 +1546,11 @@ def evaluate(
     actor, count = trainables["actor"].module, args.rollout.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
-    batches = data.batches_in_order(rows.held_out, prompts_together(args, count))
+    batches = batches_in_order(rows.held_out, prompts_together(args, count))
     records, cards, conversations, dropped = [], [], [], 0
     value_pairs: list[Tensor] = []  # (2, N) each: the critic's values, and the returns
     gaps: list[Tensor] = []  # (k,) each, see `image_changes.vision_gaps`
-    with trainables["actor"].averaged(), data.PromptLoader(rows.processor, args.data, batches) as loader:
+    with trainables["actor"].averaged(), PromptLoader(rows.processor, args.data, batches) as loader:
         for _ in batches:
             prompts = loader.take(least=0)
             dropped += len(prompts.dropped)
@@ -1549,15 +1563,15 @@ def evaluate(
                     values_and_returns(trainables["critic"].module, batch, reward, state, args)
                 )
             gaps.append(image_changes.vision_gaps(actor, batch))
-            answers = rewards.sample_records(batch, actor.processor)
+            answers = sample_records(batch, actor.processor)
             picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
-            cards += rewards.sample_cards(batch, answers, picks)
+            cards += sample_cards(batch, answers, picks)
             records += answers
             conversations += batch.conversations
     if not records:
         raise UserError("evaluation: no held-out prompt is left, as none of their images decodes")
-    metrics = rewards.summarise(records, count)
-    metrics |= rewards.conversation_metrics(conversations, "eval")
+    metrics = summarise(records, count)
+    metrics |= conversation_metrics(conversations, "eval")
     if len(torch.cat(gaps)):
         metrics["eval/vision_gap_logprob"] = float(torch.cat(gaps).mean())
     if value_pairs:
@@ -1569,7 +1583,7 @@ def evaluate(
 
 def evaluate_teacher(
     teacher: Teacher | None,
-    reward: rewards.RewardMix,
+    reward: scoring.RewardMix,
     rows: Rows,
     sampling: Sampling,
     step: int,
@@ -1580,14 +1594,14 @@ def evaluate_teacher(
     an environment, whose images it might not see."""
     if teacher is None or args.env.env or args.reward.reward == "none" or step:
         return {}
-    batches = data.batches_in_order(rows.held_out, prompts_together(args, 1))[:1]
+    batches = batches_in_order(rows.held_out, prompts_together(args, 1))[:1]
     sampling = replace(sampling, stream=EVAL, greedy=True)
-    with teacher.in_use() as policy, data.PromptLoader(rows.processor, args.data, batches) as loader:
+    with teacher.in_use() as policy, PromptLoader(rows.processor, args.data, batches) as loader:
         batch = loader.take()
         answers = rollout(policy, teacher.view(batch), sampling, 1)
     answers = replace(answers, prompts=batch.prompts, features=batch.features, positions={})
     reward.score(answers, rows.processor)
-    metrics = rewards.summarise(rewards.sample_records(answers, rows.processor), 1)
+    metrics = summarise(sample_records(answers, rows.processor), 1)
     columns = accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
     return {f"eval/teacher_{word}": metrics[name] for word, name in columns.items()}
 
@@ -1600,7 +1614,7 @@ def prompts_together(args: Args, samples: int) -> int:
 
 
 def values_and_returns(
-    critic: Critic, batch: Batch, reward: rewards.RewardMix, state: TrainState, args: Args
+    critic: Critic, batch: Batch, reward: scoring.RewardMix, state: TrainState, args: Args
 ) -> Tensor:
     """(2, n) for the n tokens of held-out answers: the critic's values, and the discounted rewards
     that follow, without the KL, which evaluations do not compute. Answers that are only measured,
@@ -1696,7 +1710,7 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
-    for line in data.repeated_rows(args.data, rows.train_sets):
+    for line in repeated_rows(args.data, rows.train_sets):
         log.line(line)
     if args.reward.grm_question == "group" and rows.held_out and args.rollout.eval_samples < 2:
         log.line(
@@ -1737,8 +1751,8 @@ def report(
         # the first sample of each prompt
         picks = list(range(0, len(batch), args.rollout.samples_per_prompt))[: args.run.log_samples]
         if distributed.is_main():
-            records = rewards.sample_records(batch, actor.processor)
-        log.samples(step, records, rewards.sample_cards(batch, records, picks))
+            records = sample_records(batch, actor.processor)
+        log.samples(step, records, sample_cards(batch, records, picks))
     log.step(step, metrics | checkpoints.metrics(), accuracy_columns(metrics) | STEP_COLUMNS)
     for record in records[:1]:
         answer = f"{record['question'][-200:]!r} -> {record['response'][:500]!r}"
@@ -2206,9 +2220,9 @@ class RolloutEngine:
 # -------------------------------------------------------------------------------------------------
 
 
-def load_programs(args: Args) -> tuple[rewards.RewardMix, environments.Environment | None]:
+def load_programs(args: Args) -> tuple[scoring.RewardMix, environments.Environment | None]:
     """The sources of rewards and the environment; runs the user's code. Raises UserError."""
-    return rewards.load(args.reward), environments.load(args.env, args.data.max_prompt_tokens)
+    return scoring.load(args.reward), environments.load(args.env, args.data.max_prompt_tokens)
 
 
 def check_args(args: Args, typed: set[str]) -> None:
@@ -2286,4 +2300,4 @@ IDLE_KL = (
 
 
 if __name__ == "__main__":
-    distributed.run_main(main)
+    process.run_main(main)

@@ -26,9 +26,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Callable, Collection
 
-from common.distributed import Exit, UserError, describe
 from common.files import parse_json, read_json, read_text
-
+from common.process import Exit, UserError
+from common.threads import describe
 
 NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
 LARGEST = 1e300  # of a flag's values: no infinity

@@ -28,10 +28,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import distributed
-from common.distributed import EXIT_PREEMPTED, Exit, UserError, leave_group
+from common.cards import contact_sheet
 from common.files import as_message, printable, read_records
 from common.flags import RunArgs
-
+from common.process import EXIT_PREEMPTED, Exit, UserError, leave_group
 
 # -------------------------------------------------------------------------------------------------
 # Metrics of a step
@@ -182,7 +182,6 @@ def hides_bars() -> bool | None:
 
 # steps between samples of training; those of the first and the last step are written, too
 SAMPLES_EVERY = 5
-CARD_GAP = 14  # pixels between the cards of samples
 
 
 class RunLogger:
@@ -388,16 +387,6 @@ def as_lines(records: list[dict]) -> str:
     return "".join(
         json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records
     )
-
-
-def contact_sheet(cards: list[Image.Image]) -> Image.Image:
-    """The cards, which are equally wide, one below the other."""
-    height = sum(card.height + CARD_GAP for card in cards)
-    sheet, top = Image.new("RGB", (cards[0].width, height), "#e4e8ee"), 0
-    for card in cards:
-        sheet.paste(card, (0, top))
-        top += card.height + CARD_GAP
-    return sheet
 
 
 # -------------------------------------------------------------------------------------------------

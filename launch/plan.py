@@ -18,9 +18,9 @@ import torch
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.distributed import run_main
 from common.flags import Parser
 from common.model import budget
+from common.process import run_main
 from common.rewards import scoring
 from tool import between
 

@@ -28,10 +28,10 @@ import transformers
 import check_kernels
 import toy
 from common import distributed
-from common.distributed import UserError
 from common.logging import environment, read_records
 from common.model.attention import choose_backend
 from common.model.storage import step_folders
+from common.process import UserError
 
 LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a sampler that is right
 LONGEST_RUN = 900.0  # seconds, after which a run counts as hanging

@@ -13,8 +13,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.cards import INK, PAPER
 from common.files import read_records, say
-from common.rewards.cards import INK, PAPER
 from tool import one_message
 
 GREY = "#7b8794"  # of the axes

@@ -193,9 +193,9 @@ def with_flags(args, **changes):
 
 def user_error(message: str):
     """One message of a user's error, which this pattern is found in."""
-    from common import distributed
+    from common import process
 
-    return pytest.raises(distributed.UserError, match=message)
+    return pytest.raises(process.UserError, match=message)
 
 
 def value_error(message: str):

@@ -88,7 +88,7 @@ def whole_judgements(monkeypatch, texts: list[list[str]]) -> None:
         batch.truncated[:] = False
         return texts
 
-    monkeypatch.setattr("common.rewards.records.turn_texts", turn_texts)
+    monkeypatch.setattr("common.reports.records.turn_texts", turn_texts)
 
 
 VERDICTS = {"A": "A", "B": "B", "t": "tie", "-": None}

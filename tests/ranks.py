@@ -9,7 +9,7 @@
     assert "..." in life.told()
 
 The function is one that can be imported by name: the main of a script, or a function of a test file that may use
-torch.distributed (`distributed.start(60.0, 0)` joins the group). It runs under `distributed.run_main`, as scripts do, in a
+torch.distributed (`distributed.start(60.0, 0)` joins the group). It runs under `process.run_main`, as scripts do, in a
 session of its own, with torchrun's variables, the test's environment and working directory, and the signal handlers of a
 new process. `patches` are functions of test files with their arguments, called in every rank before it.
 No rank outlives the test process, nor LIMIT seconds.
@@ -124,7 +124,7 @@ def live(function: Callable, arguments: tuple, patches: list[tuple], variables: 
     """The life of one rank, in its own process."""
     import torch
 
-    from common import distributed
+    from common import process
 
     end_with_the_tests()
     with open(output, "ab", buffering=0) as file:
@@ -137,7 +137,7 @@ def live(function: Callable, arguments: tuple, patches: list[tuple], variables: 
         seed()
     for patch, *values in patches:
         patch(*values)
-    distributed.run_main(lambda: function(*arguments))
+    process.run_main(lambda: function(*arguments))
 
 
 def end_with_the_tests() -> None:

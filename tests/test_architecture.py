@@ -17,16 +17,20 @@ BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.compre
 # may be imported by all, and may import all, as long as there is no circle.
 TABLE = """\
 losses
+cards
 files
+threads
 logprobs     files
-distributed  files
-flags        distributed files
+process      threads files
+distributed  process
+flags        process threads files
 buffers      distributed
-logging      distributed files flags
-data         distributed files flags buffers
-model        losses logprobs distributed files flags buffers logging data
-rewards      losses distributed files flags buffers data model
-envs         distributed files flags buffers data model
+logging      cards distributed process files flags
+data         distributed process files flags buffers
+model        losses logprobs distributed process files flags buffers logging data
+rewards      losses distributed process threads files flags buffers data model
+reports      cards distributed files buffers data rewards
+envs         distributed process threads files flags buffers data model
 """
 PACKAGES = {package: set(imports) for package, *imports in map(str.split, TABLE.splitlines())}
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, losses
+from common import losses, process
 from common import flags as common_flags
 from common.flags import ModelArgs
 from common.model import attention, weights
@@ -177,7 +177,7 @@ def test_refused_before_the_process_group(monkeypatch, line):
 
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    with pytest.raises(distributed.UserError) as refusal:
+    with pytest.raises(process.UserError) as refusal:
         ppo.main(NEEDED + line.split(" "))
     assert REFUSED[line] in str(refusal.value)
     assert "unrecognized" in str(refusal.value) or "did you mean" not in str(refusal.value)
@@ -305,7 +305,7 @@ def test_rules_name_flags_of_their_script(script):
 
 
 def test_all_problems_are_told_at_once():
-    with pytest.raises(distributed.UserError) as refusal:
+    with pytest.raises(process.UserError) as refusal:
         ppo.parse_args(NEEDED + "--steps 0 --gamma 2 --minibatches 3 --stop_strings x".split())
     assert str(refusal.value).count("\n") == 3
 
@@ -336,7 +336,7 @@ steps: 3                                | Expecting value
 def test_bad_config_file(tmp_path, content, message):
     path = tmp_path / "bad.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(distributed.UserError) as refusal:
+    with pytest.raises(process.UserError) as refusal:
         ppo.parse_args(words("--config", path))
     assert message in str(refusal.value)
 

@@ -22,14 +22,15 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, logging
+from common import distributed, logging, process
 from common.buffers import Batch
 from common.data.loader import PromptLoader
 from common.data.processor import Processor
 from common.model import fsdp, vlm
 from common.model.packs import make_packs
-from common.rewards import accuracy, rules
+from common.reports import accuracy
 from common.rewards import judge as judgements
+from common.rewards import rules
 from conftest import (
     ROUNDING,
     assert_same_records,
@@ -637,8 +638,8 @@ def test_kinds_at_chance_are_named():
     rates = {"correct": (0.9, 0.5), "pictures": (0.55, 0.5)}
     kinds = {kind: {"accuracy": rate, "chance": chance, "count": 100} for kind, (rate, chance) in rates.items()}
     judge = judgements.JudgeSettings(held_out={"step": 3, "kinds": kinds})
-    assert accuracy.doubtful_accuracy(judge, "correct") == accuracy.doubtful_accuracy(judge, "score") == ""
-    assert "pictures (0.550 of 100, step 3) is not above chance (0.500)" in accuracy.doubtful_accuracy(judge, "pictures")
+    assert judgements.doubtful_accuracy(judge, "correct") == judgements.doubtful_accuracy(judge, "score") == ""
+    assert "pictures (0.550 of 100, step 3) is not above chance (0.500)" in judgements.doubtful_accuracy(judge, "pictures")
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
@@ -733,15 +734,15 @@ def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp
         return update(*args)
 
     monkeypatch.setattr(grm.dist, "destroy_process_group", lambda: None)            # this process has more tests to run
-    monkeypatch.setattr(distributed, "STOP_SIGNALS", [])
+    monkeypatch.setattr(process, "STOP_SIGNALS", [])
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(grm, "update", interrupted)
         grm.main(argv)
-    assert stop.value.code == distributed.EXIT_PREEMPTED
+    assert stop.value.code == process.EXIT_PREEMPTED
     assert records(tmp_path)[-1]["step"] == 1
     del stop
     gc.collect()
-    distributed.STOP_SIGNALS.clear()
+    process.STOP_SIGNALS.clear()
     grm.main(argv)
     assert_same_records(records(tmp_path), records(one_rank))
 

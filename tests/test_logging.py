@@ -17,7 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tqdm import tqdm
 
 import ranks
-from common import distributed, flags, logging
+from common import distributed, flags, logging, process
+from common.cards import CHARACTERS, contact_sheet, sample_card, wrap
 from common.flags import RunArgs
 from common.logging import (
     Largest,
@@ -25,13 +26,11 @@ from common.logging import (
     MetricSums,
     RunLogger,
     StageTimer,
-    contact_sheet,
     due,
     environment,
     evaluation_due,
     read_records,
 )
-from common.rewards.cards import CHARACTERS, sample_card, wrap
 from conftest import read_json, user_error
 
 
@@ -191,7 +190,7 @@ def test_how_a_run_ended(tmp_path, capsys):
     """A signal ends it with the exit code of a preempted job, after its last records."""
     log = open_log(tmp_path)
     log.step(2, {"x": 1.0}, {})
-    with pytest.raises(distributed.Exit) as stop:
+    with pytest.raises(process.Exit) as stop:
         log.close(2, 6)
     assert stop.value.code == 75
     assert steps(tmp_path) == [2]

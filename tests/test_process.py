@@ -55,8 +55,8 @@ def test_help_and_refusals(script, flags, code, message):
 # -------------------------------------------------------------------------------- exit codes
 @pytest.mark.parametrize("program, code, message", [
     ("pass", 0, ""),
-    ("raise distributed.UserError('no such row')", 2, "error: no such row\n"),
-    ("raise distributed.Exit(distributed.EXIT_PREEMPTED)", 75, ""),
+    ("raise process.UserError('no such row')", 2, "error: no such row\n"),
+    ("raise process.Exit(process.EXIT_PREEMPTED)", 75, ""),
     ("sys.exit(0)", 1, "SystemExit: 0"),  # of user code
     ("raise ValueError('a bug')", 1, "Traceback"),
     ("import torch; raise torch.OutOfMemoryError('CUDA')", 1, "lower --max_tokens_per_pack or --slots"),
@@ -64,8 +64,8 @@ def test_help_and_refusals(script, flags, code, message):
     (r"raise ValueError('\x1b[2J\nerror: all is well')", 1, "  ValueError: \\x1b[2J\n  error: all is well\n"),
 ])
 def test_exit_code_0_means_done(program, code, message):
-    imports = "import os, signal, sys\nfrom common import distributed"
-    result = python(f"{imports}\ndef main():\n    {program}\ndistributed.run_main(main)")
+    imports = "import os, signal, sys\nfrom common import process"
+    result = python(f"{imports}\ndef main():\n    {program}\nprocess.run_main(main)")
     assert result.returncode == code
     assert message in result.stderr
     assert bool(message) == bool(result.stderr)
@@ -74,24 +74,24 @@ def test_exit_code_0_means_done(program, code, message):
 
 LATE = """
 import torch
-from common import distributed
+from common import process, threads
 matrix = torch.ones(300, 300)
 def compute():
     while True:
         matrix @ matrix
 def main():
-    workers = distributed.Workers(1, 0.2, "--env_timeout")
+    workers = threads.Workers(1, 0.2, "--env_timeout")
     call = workers.submit(compute)
     workers.wait_for_any([call])
     print(call.exception())
     {end}
-distributed.run_main(main)
+process.run_main(main)
 """
 
 
 @pytest.mark.parametrize("end, code, message", [
-    ("pass", 0, ""), ("raise distributed.UserError('a disk')", 2, "error: a disk\n"),
-    ("raise distributed.Exit(distributed.EXIT_PREEMPTED)", 75, "")])
+    ("pass", 0, ""), ("raise process.UserError('a disk')", 2, "error: a disk\n"),
+    ("raise process.Exit(process.EXIT_PREEMPTED)", 75, "")])
 def test_a_call_that_was_given_up_does_not_end_the_process(end, code, message):
     """Its thread is inside of C++, which Python ends by an abort."""
     result = subprocess.run([sys.executable, "-c", LATE.format(end=end)], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -103,12 +103,12 @@ def test_a_call_that_was_given_up_does_not_end_the_process(end, code, message):
 STOPPED = "stopped by a signal with nothing to save; the same command starts again\n"
 BEFORE_THE_LOOP = """
 import ctypes, os, signal, threading, time
-from common import distributed
+from common import process
 def main():
     threading.Timer(0.2, os.kill, (os.getpid(), signal.{name})).start()
     {wait}
     print("too late")
-distributed.run_main(main)
+process.run_main(main)
 """
 COLLECTIVE = """
     lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
@@ -131,20 +131,20 @@ def test_a_signal_before_the_loop_ends_with_one_line(name, wait):
 def test_what_is_ignored_stays_ignored(name, code):
     """By nohup, say; but launch/train.slurm has torchrun ignore SIGUSR1, and not its workers."""
     program = BEFORE_THE_LOOP.format(name=name, wait="time.sleep(1)")
-    program = program.replace("distributed.run_main", f"signal.signal(signal.{name}, signal.SIG_IGN)\ndistributed.run_main")
+    program = program.replace("process.run_main", f"signal.signal(signal.{name}, signal.SIG_IGN)\nprocess.run_main")
     assert python(program).returncode == code
 
 
 LOOP = """
 import os, signal, time
-from common import distributed
+from common import process
 def main():
-    distributed.catch_signals()
+    process.catch_signals()
     for step in range(3):
-        print("step", step, distributed.STOP_SIGNALS, flush=True)
+        print("step", step, process.STOP_SIGNALS, flush=True)
         for number in {signals}:
             os.kill(os.getpid(), number)
-distributed.run_main(main)
+process.run_main(main)
 """
 
 
@@ -172,8 +172,8 @@ def test_a_second_ctrl_c_ends_a_process_that_waits_for_another():
     """In a collective, say: no signal handler of Python runs there, the kernel's own action does."""
     waiting = """
 import ctypes, os, signal, threading
-from common import distributed
-distributed.catch_signals()
+from common import process
+process.catch_signals()
 os.kill(os.getpid(), signal.SIGINT)
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 lock = ctypes.create_string_buffer(64)                  # a semaphore of value 0
@@ -227,8 +227,8 @@ worker.wait()
 """
 WORKER = """
 import os, time
-from common import distributed
-distributed.run_main(lambda: (print(os.getpid(), flush=True), time.sleep(20)))
+from common import process
+process.run_main(lambda: (print(os.getpid(), flush=True), time.sleep(20)))
 """
 
 

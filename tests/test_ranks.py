@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from common import distributed
+from common import distributed, process
 from conftest import ROOT
 
 
@@ -42,7 +42,7 @@ def seen(note: str) -> None:
 
 def end(how: str) -> None:
     if how == "refusal":
-        raise distributed.UserError("no such row")
+        raise process.UserError("no such row")
     if how == "bug":
         raise ZeroDivisionError
     if how == "sleep":

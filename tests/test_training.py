@@ -22,15 +22,15 @@ from transformers import AutoModelForImageTextToText
 
 import ranks
 import train_ppo_vl as ppo
-from common import distributed, logging, losses
+from common import distributed, logging, losses, process
 from common import flags as common_flags
+from common.cards import sample_card
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.distributed import gather_objects, raise_on_all_ranks
 from common.model import fsdp, vlm
 from common.model import weights as vlm_weights
 from common.model.packs import exchange_features
-from common.rewards.cards import sample_card
 from conftest import (
     ROUNDING,
     Tensors,
@@ -544,7 +544,7 @@ def test_evaluation_changes_nothing(qwen25, task, tmp_path):
 def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     """The mode at the start, a decoded sample per record, lengths and passes; large advantages are nothing to warn of."""
     captions, bars, draw, tell = [], [], sample_card, logging.RunLogger.step
-    monkeypatch.setattr("common.rewards.records.sample_card", lambda *args: captions.append(args[2]) or draw(*args))
+    monkeypatch.setattr("common.reports.records.sample_card", lambda *args: captions.append(args[2]) or draw(*args))
     monkeypatch.setattr(logging.RunLogger, "step", lambda *args: bars.append(args[3]) or tell(*args))
     (task / "large.py").write_text("def score(prompts, responses, *rest):\n"
                                    "    return [60.0 * i for i in range(len(responses))]\n")
@@ -1027,7 +1027,7 @@ def check_exchange() -> None:
     assert [part.tolist() for part in parts] == [[[r] * 3] * r for r in range(world)]
     assert gather_objects({"text": "ü" * rank}) == [{"text": "ü" * r} for r in range(world)]
     for text, message in (("alike", "what: alike"), (f"of {rank}", "\n".join(f"what: of {r}" for r in range(world)))):
-        with pytest.raises(distributed.UserError) as error, raise_on_all_ranks("what: "):
+        with pytest.raises(process.UserError) as error, raise_on_all_ranks("what: "):
             raise ValueError(text)
         assert str(error.value) == message
     rows = [{"approx_kl": logging.Mean(torch.tensor(float(rank == 0)), 1)}]  # all stop together, or none

@@ -6,7 +6,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from common.files import read_json
 
-
 # Entries of config.json by which memory and time grow, in the model or a part of it, and ids. Other
 # mistakes transformers finds by itself.
 LAYERS, HEADS, WIDTH, IDS = range(1, 1025), range(1, 1025), range(1, 2**16), range(2**20)

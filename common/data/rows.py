@@ -23,9 +23,9 @@ from common import distributed
 from common.data.families import Family
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor
-from common.distributed import UserError
 from common.files import number_as_text, open_regular, parse_json, printable, say
 from common.flags import DataArgs
+from common.process import UserError
 
 PLACES = ("<image>", "<video>")  # in the strings of rows
 ROLES = ("system", "user", "assistant", "tool")

@@ -22,11 +22,11 @@ from common.buffers import Batch, Conversation
 from common.data.loader import Pixels, join_pixels
 from common.data.processor import Processor
 from common.data.rows import Prompt
-from common.distributed import Call, LateError, Workers, describe
 from common.envs import replies
 from common.envs.environments import Environment, Step, env_row, read_step
 from common.envs.replies import Reply
 from common.model import vlm
+from common.threads import Call, LateError, Workers, describe
 
 Key = tuple[int, int]  # (index of the prompt, sample number)
 

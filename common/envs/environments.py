@@ -19,9 +19,9 @@ from PIL import Image
 from common.buffers import ROLES, Conversation
 from common.data.processor import Processor
 from common.data.rows import Prompt
-from common.distributed import UserError
 from common.envs.replies import encode_reply, read_parts
 from common.flags import EnvArgs, load_object, refuse_async
+from common.process import UserError
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ import torch
 
 from common import distributed
 from common.data.rows import Prompt
-from common.distributed import UserError
 from common.files import say
 from common.flags import ModelArgs
 from common.model import memory
 from common.model.attention import MOST_SLOTS
 from common.model.vlm import Modules
+from common.process import UserError
 
 GIB = 2**30
 RESERVED = 2 * GIB  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from common.data.processor import Processor
 from common.distributed import (
-    UserError,
     from_main,
     gather_objects,
     is_main,
@@ -46,7 +45,7 @@ from common.model.storage import (
     training_state,
     write_shards,
 )
-
+from common.process import UserError
 
 # in a row end a run: failed saves, or steps in which no update of a model was applied
 MOST_FAILURES = 3

@@ -19,9 +19,9 @@ from common import distributed
 from common.buffers import Batch, Conversation
 from common.data.loader import join_pixels, load_pixels
 from common.data.processor import Processor
-from common.distributed import UserError
 from common.model.policy import Policy, logprobs_of
 from common.model.vlm import Model, compute_features_unless_trained, image_features
+from common.process import UserError
 
 # -------------------------------------------------------------------------------------------------
 # Other images

@@ -19,11 +19,12 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.tensor import DTensor
 
-from common.distributed import UserError, gather_objects
+from common.distributed import gather_objects
 from common.files import read_json, sha256
 from common.model.fsdp import Trainable, shard_of
 from common.model.vlm import Wrapper
 from common.model.weights import Tensors, save_tensors
+from common.process import UserError
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
 Roles = dict[str, Trainable | Wrapper]

@@ -25,7 +25,6 @@ from common.data.rows import (
     columns_of,
     make_prompt,
     media_list,
-    message_parts,
     message_turns,
     read_rows,
     user_text,
@@ -559,3 +558,19 @@ def encode_verdicts(processor: Processor, verdicts: list[str]) -> list[Tensor]:
     """Label tokens of each verdict, given bare."""
     frame = answer_frame(processor)
     return [encode_target(processor, frame, with_verdict(verdict)) for verdict in verdicts]
+
+
+def doubtful_accuracy(settings: JudgeSettings, kind: str) -> str:
+    """Describe a recorded held-out accuracy on questions of this kind that is not above chance by
+    more than two standard errors, or return ""."""
+    held_out = settings.held_out or {"kinds": {}}
+    if kind not in held_out["kinds"]:
+        return ""
+    record = held_out["kinds"][kind]
+    accuracy, chance, count = record["accuracy"], record["chance"], record["count"]
+    if accuracy > chance + 2 * math.sqrt(chance * (1 - chance) / count):
+        return ""
+    return (
+        f"the judge's held-out accuracy on {kind} ({accuracy:.3f} of {count}, step"
+        f" {held_out['step']}) is not above chance ({chance:.3f})"
+    )

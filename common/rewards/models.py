@@ -33,26 +33,26 @@ from common.data.rows import (
     media_grid,
     user_text,
 )
-from common.distributed import UserError
+from common.data.transcripts import IMAGE_MARK, finished_text, image_sizes
 from common.files import say
 from common.flags import RewardArgs
 from common.model import weights
 from common.model.fsdp import onloaded
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.vlm import Modules, compute_features, tower_parameters
-from common.rewards.accuracy import doubtful_accuracy
+from common.process import UserError
 from common.rewards.functions import Scored
 from common.rewards.judge import (
-    JudgeSettings,
     ORDERS,
+    JudgeSettings,
     answer_text,
+    doubtful_accuracy,
     encode_verdicts,
     judge_prompt,
     read_rubric,
 )
 from common.rewards.rules import parse_verdict
 from common.rewards.scoring import RewardMix
-from common.rewards.transcripts import IMAGE_MARK, finished_text, image_sizes
 
 Write = Callable[[Policy, Batch], Batch]  # the likeliest response to every question
 

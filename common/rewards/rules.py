@@ -12,7 +12,6 @@ import re
 import unicodedata
 from fractions import Fraction
 
-
 Columns = dict[str, list[float]]  # a number for each sample: "reward" and its components
 # not the possessive *+, which finds nothing here before Python 3.11.5
 ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)

@@ -21,9 +21,10 @@ from common import distributed, losses
 from common.buffers import Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
-from common.distributed import Call, UserError, Workers, describe
+from common.data.transcripts import finished_text, messages, turn_texts, whole_texts
 from common.files import check_form, parse_json, read_bytes
 from common.flags import RewardArgs
+from common.process import UserError
 from common.rewards.functions import (
     Samples,
     Scored,
@@ -34,7 +35,7 @@ from common.rewards.functions import (
 )
 from common.rewards.judge import PAIRS, order_agreement
 from common.rewards.rules import ACCURACY
-from common.rewards.transcripts import finished_text, messages, turn_texts, whole_texts
+from common.threads import Call, Workers, describe
 
 MEASURED = "parsed"  # a component that is no part of a reward
 Calls = dict[str, tuple[list[int], Call]]  # by source: which samples it scores, and its call

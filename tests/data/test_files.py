@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, files
+from common import files, process
 from common.data.loader import digest_data
 from common.data.processor import Processor
 from common.data.rows import load_prompts
@@ -280,14 +280,14 @@ def test_rows_that_forge_messages(load, capsys, row, message):
 def test_a_message_has_one_first_line(monkeypatch, capsys):
     """What a server or a reward function said may hold anything."""
     def program():
-        raise distributed.UserError(f"the server said {FORGED}\ud800\n\tsecond line")
+        raise process.UserError(f"the server said {FORGED}\ud800\n\tsecond line")
 
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(distributed.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(distributed, "leave_group", lambda: None)
-    monkeypatch.setattr(distributed, "GIVEN_UP", [])
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process, "leave_group", lambda: None)
+    monkeypatch.setattr(process, "GIVEN_UP", [])
     with pytest.raises(SystemExit):
-        distributed.run_main(program)
+        process.run_main(program)
     lines = capsys.readouterr().err.split("\n")
     assert [line for line in lines if line.startswith("error:")] == [lines[0]] == ["error: the server said a.png"]
     assert lines[1:] == [r"  error: everything is fine \x1b[2J\u202e\ud800", "  \tsecond line", ""]

@@ -21,7 +21,7 @@ import train_ppo_vl as ppo
 from common import losses
 from common.data.processor import Processor
 from common.data.rows import Prompt
-from common.distributed import LateError, Workers
+from common.data.transcripts import finished_text
 from common.envs import dialogue, environments
 from common.flags import EnvArgs
 from common.model import image_changes, linear_attention
@@ -29,7 +29,7 @@ from common.model.linear_attention import SlotStates
 from common.model.packs import make_packs
 from common.rewards import judge as judgements
 from common.rewards import scoring
-from common.rewards.transcripts import finished_text
+from common.threads import LateError, Workers
 from conftest import (
     ROUNDING,
     computing,

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import plan
 import train_ppo_vl as ppo
-from common import distributed
+from common import distributed, process
 from common.data import loader as data
 from common.flags import DataArgs
 from common.model import attention as vlm_attention
@@ -277,6 +277,6 @@ def test_the_total_is_the_sum_of_a_column():
 def test_flags_of_the_plan_and_of_the_run():
     with user_error("unrecognized arguments: --model m"):
         plan.main(["ppo", "--model", "m"])
-    with pytest.raises(distributed.Exit) as ended:
+    with pytest.raises(process.Exit) as ended:
         plan.main(["--help"])
     assert ended.value.code == 0

@@ -28,7 +28,7 @@ from transformers import AutoConfig
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, logging
+from common import distributed, logging, process
 from common.data.loader import PromptLoader
 from common.model import checkpoint, fsdp, storage
 from common.model.memory import resident_bytes
@@ -214,7 +214,7 @@ def train(argv: list[str]) -> dict[str, float]:
 
 
 def refused(argv: list[str], *parts: str) -> None:
-    with pytest.raises(distributed.UserError) as error:
+    with pytest.raises(process.UserError) as error:
         ppo.main(argv)
     for part in parts:
         assert part in str(error.value)
@@ -1146,7 +1146,7 @@ def test_one_live_run_per_folder(flags, copy):
 def test_preemption(flags, out, undisturbed, number, rank):
     """A signal to one rank: all finish the step, save and exit with the documented code; the next life goes on."""
     argv = flags(out, ALGORITHMS["grpo"] + " --save_every -1")
-    output = live(argv, 2, [(stop_at, "rollout", 2, rank, int(number))], codes=[distributed.EXIT_PREEMPTED] * 2)
+    output = live(argv, 2, [(stop_at, "rollout", 2, rank, int(number))], codes=[process.EXIT_PREEMPTED] * 2)
     assert "stopped by a signal after step 2" in output
     assert "Traceback" not in output
     assert output.count("Ctrl-C: saving after the step") == (number == signal.SIGINT and rank == 0)
@@ -1169,18 +1169,18 @@ def test_a_signal_between_two_steps_lets_no_step_begin(qwen25, tmp_path, monkeyp
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments, **named)
 
-    monkeypatch.setattr(distributed, "STOP_SIGNALS", [])
+    monkeypatch.setattr(process, "STOP_SIGNALS", [])
     monkeypatch.setattr(checkpoint.Checkpoints, "commit", lambda self, *more: saves.append(more[0]) or commit(self, *more))
     with monkeypatch.context() as patched:
         patched.setattr(owner, during, signalled)
-        with pytest.raises(distributed.Exit) as end:
+        with pytest.raises(process.Exit) as end:
             script.main(argv)
-    assert end.value.code == distributed.EXIT_PREEMPTED
+    assert end.value.code == process.EXIT_PREEMPTED
     assert recorded(out)[-1] == 2
     assert [record["step"] for record in records(out) if "eval/seconds" in record] == evaluated
     assert (out / "export" / "step-2").is_dir()
     assert saves == [2]
-    monkeypatch.setattr(distributed, "STOP_SIGNALS", [])
+    monkeypatch.setattr(process, "STOP_SIGNALS", [])
     script.main(argv)
     assert recorded(out)[-1] == 4
     assert saves == [2, 3, 4]

@@ -27,10 +27,10 @@ from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.flags import RewardArgs
 from common.model import vlm
+from common.reports.records import sample_records
 from common.rewards import judge as judgements
 from common.rewards import models as reward_models
 from common.rewards import scoring
-from common.rewards.records import sample_records
 from conftest import (
     ROUNDING,
     inputs_of,

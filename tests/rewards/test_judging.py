@@ -19,9 +19,10 @@ import train_ppo_vl as ppo
 from common import distributed
 from common.data.processor import Processor
 from common.model import vlm
-from common.rewards import accuracy, rules, scoring
+from common.reports import accuracy
 from common.rewards import judge as judgements
 from common.rewards import models as reward_models
+from common.rewards import rules, scoring
 from common.rewards.judge import JudgeSettings, load_judgements
 from conftest import (
     ROUNDING,
@@ -171,9 +172,9 @@ def test_both_orders_of_a_pair_are_drawn_together(qwen25, pairs):
 
 def judge_by_coin(seed: int) -> None:
     """In every rank: responses say what the hash of their prompt and number decides, and a quarter of them is cut off."""
-    import common.rewards.records as of_records
+    import common.data.transcripts as transcripts
+    import common.reports.records as of_records
     import common.rewards.scoring as scoring
-    import common.rewards.transcripts as transcripts
 
     verdicts = ("<answer>A</answer>", "<answer>B</answer>", "<answer>tie</answer>", "none")
 

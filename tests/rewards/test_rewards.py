@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from common.distributed import UserError
 from common.flags import RewardArgs
+from common.process import UserError
+from common.reports.records import summarise
 from common.rewards import scoring
 from common.rewards.functions import Samples, Source, load_source, score_samples
-from common.rewards.records import summarise
 from common.rewards.rules import (
     answers_equal,
     extract_answer,

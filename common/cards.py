@@ -11,6 +11,7 @@ IMAGE_HEIGHT = 224  # at most
 SIZE, LINE_HEIGHT = 14, 19  # of the text
 CHARACTERS = 64  # of a line
 LINES = 32  # of a card, at most
+CARD_GAP = 14  # pixels between cards
 
 
 def sample_card(images: list[Image.Image], text: str, caption: str) -> Image.Image:
@@ -56,3 +57,13 @@ def wrap(text: str, most: int) -> list[str]:
         tail = len(lines) - most + head + 1
         lines[head:tail] = [f"… {tail - head} lines left out …"]
     return lines
+
+
+def contact_sheet(cards: list[Image.Image]) -> Image.Image:
+    """The cards, which are equally wide, one below the other."""
+    height = sum(card.height + CARD_GAP for card in cards)
+    sheet, top = Image.new("RGB", (cards[0].width, height), "#e4e8ee"), 0
+    for card in cards:
+        sheet.paste(card, (0, top))
+        top += card.height + CARD_GAP
+    return sheet

@@ -1,25 +1,21 @@
 """Samples as records: JSON objects, pictures of them, and what a set of them amounts to."""
 
+import itertools
 import math
+from statistics import fmean
 
 from PIL import Image
 
 from common import distributed
-from common.buffers import Batch
+from common.buffers import ENDINGS, Batch, Conversation
+from common.cards import sample_card
 from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import Prompt, user_text
+from common.data.transcripts import finished_text, messages, plain_text, turn_texts
 from common.files import say
-from common.rewards.accuracy import vote_rates
-from common.rewards.cards import sample_card
+from common.reports.accuracy import vote_rates
 from common.rewards.judge import JudgeSettings, row_record
-from common.rewards.transcripts import (
-    finished_text,
-    gather_images,
-    messages,
-    plain_text,
-    turn_texts,
-)
 
 
 def sample_records(batch: Batch, processor: Processor) -> list[dict]:
@@ -150,3 +146,27 @@ def solved_share(records: list[dict], component: str) -> float:
             if record["components"][component] >= 1:
                 solved.add(record["index"])
     return len(solved) / len(graded)
+
+
+def conversation_metrics(conversations: list[Conversation], section: str) -> dict[str, float]:
+    """Means over samples, as ``section/...``, and the number of samples whose environment failed."""
+    if not conversations:
+        return {}
+    columns = {
+        "turns": [len(one.tokens_before) + 1 for one in conversations],
+        "env_seconds": [one.seconds for one in conversations],
+    }
+    for ending in ENDINGS:
+        columns[f"ended_{ending}"] = [one.ended == ending for one in conversations]
+    metrics = {f"{section}/{name}": fmean(values) for name, values in columns.items()}
+    metrics[f"{section}/env_errors"] = float(sum(one.error != "" for one in conversations))
+    return metrics
+
+
+def gather_images(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
+    """What environments have shown in each of the samples ``picks``; every rank calls."""
+    if not batch.conversations:
+        return [[] for _ in picks]
+    # One rank has those of a sample, and the others none.
+    by_rank = distributed.gather_objects([batch.conversations[i].images for i in picks])
+    return [list(itertools.chain(*parts)) for parts in zip(*by_rank)]

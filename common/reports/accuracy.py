@@ -3,16 +3,14 @@
 records  -> loss, accuracy, exact match, calibration, confusion    summarise
          -> accuracy of the majority of k judgements               vote_rates
 summary  -> what judge.json keeps of it                            held_out_record
-settings -> whether that is above chance                           doubtful_accuracy
 """
 
-import math
 from collections import Counter
 from itertools import groupby
 from operator import itemgetter
 from statistics import fmean
 
-from common.rewards.judge import JudgeSettings, in_order
+from common.rewards.judge import in_order
 from common.rewards.rules import same_words
 
 # Of eval_result_N.json, what `held_out_record` reads.
@@ -134,19 +132,3 @@ def held_out_record(summary: dict) -> dict:
             "count": sum(right),
         }
     return {"step": summary["step"], "kinds": kinds}
-
-
-def doubtful_accuracy(settings: JudgeSettings, kind: str) -> str:
-    """Describe a recorded held-out accuracy on questions of this kind that is not above chance by
-    more than two standard errors, or return ""."""
-    held_out = settings.held_out or {"kinds": {}}
-    if kind not in held_out["kinds"]:
-        return ""
-    record = held_out["kinds"][kind]
-    accuracy, chance, count = record["accuracy"], record["chance"], record["count"]
-    if accuracy > chance + 2 * math.sqrt(chance * (1 - chance) / count):
-        return ""
-    return (
-        f"the judge's held-out accuracy on {kind} ({accuracy:.3f} of {count}, step"
-        f" {held_out['step']}) is not above chance ({chance:.3f})"
-    )

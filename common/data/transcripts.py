@@ -1,21 +1,15 @@
-"""Conversations as people, judges and metrics read them.
+"""Responses and conversations as text, for rewards and reports.
 
 turn_texts           what the policy said, turn by turn
 finished_text        ... in a last turn, unless it was cut off
 messages             a conversation as chat messages
 as_text              ... as one text, with a mark in the place of each image
-conversation_metrics turns, seconds, errors, and how samples ended
-gather_images        the images of some samples, from the ranks that have them
 """
 
 import itertools
-from statistics import fmean
 from typing import Sequence
 
-from PIL import Image
-
-from common import distributed
-from common.buffers import Batch, Conversation, ENDINGS
+from common.buffers import Batch, Conversation
 from common.data.processor import Processor
 
 IMAGE_MARK = "\x02image\x03"  # in `as_text`
@@ -81,27 +75,3 @@ def image_sizes(conversation: Conversation) -> list[tuple[int, int]]:
     """(width, height) of what an environment has shown, in order."""
     parts = [*conversation.opening, *itertools.chain(*conversation.replies)]
     return [(part["width"], part["height"]) for part in parts if part["type"] == "image"]
-
-
-def conversation_metrics(conversations: list[Conversation], section: str) -> dict[str, float]:
-    """Means over samples, as ``section/...``, and the number of samples whose environment failed."""
-    if not conversations:
-        return {}
-    columns = {
-        "turns": [len(one.tokens_before) + 1 for one in conversations],
-        "env_seconds": [one.seconds for one in conversations],
-    }
-    for ending in ENDINGS:
-        columns[f"ended_{ending}"] = [one.ended == ending for one in conversations]
-    metrics = {f"{section}/{name}": fmean(values) for name, values in columns.items()}
-    metrics[f"{section}/env_errors"] = float(sum(one.error != "" for one in conversations))
-    return metrics
-
-
-def gather_images(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
-    """What environments have shown in each of the samples ``picks``; every rank calls."""
-    if not batch.conversations:
-        return [[] for _ in picks]
-    # One rank has those of a sample, and the others none.
-    by_rank = distributed.gather_objects([batch.conversations[i].images for i in picks])
-    return [list(itertools.chain(*parts)) for parts in zip(*by_rank)]
