@@ -8,6 +8,7 @@ does not hold what it must.
     check_form               what a value of JSON must be
     number_as_text           a number of JSON as the text that rows hold of it
     read_records             the JSON objects that a run has written, line by line
+    follow_pointer           the folder that <out>/export/latest names
     say                      print what may quote files and programs
     as_message, printable    such a text, fit for a terminal
 
@@ -155,3 +156,13 @@ def as_message(text: str) -> str:
 def say(text: str, file: TextIO | None = None) -> None:
     """Print a text, by default on stdout: see `as_message`."""
     print(as_message(text), file=file, flush=True)
+
+
+def follow_pointer(name: str) -> Path:
+    """The folder that <out>/export/latest names now; any other path as it is."""
+    path = Path(name)
+    if path.name == "latest" and path.is_symlink():
+        return path.parent / path.readlink()
+    if path.name == "latest" and path.is_file():  # where links cannot be made, and of older versions
+        return path.parent / read_text(path).strip()
+    return path

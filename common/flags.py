@@ -8,27 +8,19 @@
 """
 
 import argparse
-import builtins
 import dataclasses
-import functools
-import importlib.util
-import inspect
 import json
 import os
 import re
-import subprocess
-import sys
-import threading
-import time
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Callable, Collection
 
-from common.files import parse_json, read_json, read_text
+from common.files import follow_pointer, parse_json, read_json
 from common.process import Exit, UserError
-from common.threads import describe
+from common.toy import embedded_toy, toy_file
 
 NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
 LARGEST = 1e300  # of a flag's values: no infinity
@@ -38,12 +30,6 @@ LONGEST_WAIT = 1e7
 # its content, and "data (rows)" by the number of rows, too
 MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
 IDENTITY = (*MODEL_IDENTITY, "data", "data (rows)", "template_options")
-ROOT = Path(__file__).resolve().parents[1]
-# where launch/toy.py puts the toy of each task
-TOY_FOLDERS = {"questions": "toy", "describe": "toy_describe"}
-# modules that a user's program gets by these names, whatever lies beside it
-KEPT_NAMES = sys.stdlib_module_names | {"common"}
-IMPORTING = threading.RLock()  # rewards and environments run in threads, and may import there
 
 # -------------------------------------------------------------------------------------------------
 # Declaring flags
@@ -106,16 +92,6 @@ def absolute_paths(text: str) -> str:
     if ":" in text and "://" not in text:
         return ":".join(map(absolute_paths, text.split(":")))
     return text
-
-
-def follow_pointer(name: str) -> Path:
-    """The folder that <out>/export/latest names now; any other path as it is."""
-    path = Path(name)
-    if path.name == "latest" and path.is_symlink():
-        return path.parent / path.readlink()
-    if path.name == "latest" and path.is_file():  # where links cannot be made, and of older versions
-        return path.parent / read_text(path).strip()
-    return path
 
 
 # -------------------------------------------------------------------------------------------------
@@ -253,29 +229,6 @@ def read_config(path: str | Path, parser: "Parser") -> dict:
         return vars(parser.parse_args(words))
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
-
-
-def toy_file(task: str, name: str) -> Path:
-    return ROOT / TOY_FOLDERS[task] / name
-
-
-def embedded_toy(task: str, name: str) -> Path:
-    """The argument file ``name`` of the toy with this task; the first process of each machine
-    writes the toy if it is not there yet."""
-    config, program = toy_file(task, name), ROOT / "launch" / "toy.py"
-    if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        failed = subprocess.run(
-            [sys.executable, str(program), "--task", task, "--out", str(config.parent)]
-        ).returncode
-        if failed and not config.exists():  # else another machine was the first to write it
-            raise UserError(
-                f"no --model given, and {program} did not write the embedded toy, for the reason "
-                "above"
-            )
-    # written last by toy.py; if that fails, torchrun ends this process with its peer
-    while not config.exists():
-        time.sleep(0.2)
-    return config
 
 
 # -------------------------------------------------------------------------------------------------
@@ -896,67 +849,3 @@ class RunArgs:
         "gradients travel between the copies (HSDP). 0: all ranks share one",
         low=0,
     )
-
-
-# -------------------------------------------------------------------------------------------------
-# Programs of the user's
-# -------------------------------------------------------------------------------------------------
-
-
-def load_object(flag_name: str, spec: str, expected: str) -> Any:
-    """What a program of the user's calls by the name in ``path.py:name``. Raises UserError: says
-    what is ``expected``, or what the program raised."""
-    path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not Path(path).is_file():
-        raise UserError(f"{flag_name} {spec}: expected {expected}")
-    file = Path(path).resolve()
-    try:
-        return getattr(run_program(file, file.parent), name)
-    except (Exception, SystemExit) as error:
-        problem = describe(error)
-        raise UserError(f"{flag_name} {spec}: {path} raised {problem}") from error
-
-
-def refuse_async(flag_name: str, spec: str, function: Any) -> None:
-    """Raises UserError: calls of the function return before they have begun."""
-    for called in (function, getattr(function, "__call__", None)):
-        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-            problem = "is async, and nothing awaits it: use def, and asyncio.run inside"
-            raise UserError(f"{flag_name} {spec}: {called.__name__} {problem}")
-
-
-def run_program(file: Path, folder: Path) -> ModuleType:
-    """Run a file of the user's, whose imports are first looked for in its ``folder``."""
-    name = module_name(file)
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    importing = functools.partial(import_beside, folder)
-    module.__builtins__ = vars(builtins) | {"__import__": importing}
-    sys.modules[name] = module  # dataclasses look there, and so do files that import each other
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]  # it is incomplete
-        raise
-    return module
-
-
-def module_name(file: Path) -> str:
-    """In sys.modules: of no installed module, nor of a file of this name in another folder."""
-    return str(file).replace(".", ":")  # a dot would stand between a package and its module
-
-
-def import_beside(folder, name, globals=None, locals=None, fromlist=(), level=0) -> ModuleType:
-    """`import` in a user's file: what lies in its ``folder`` comes before what is installed, but not
-    before Python's own modules and ours. (On sys.path the folder would come before those for everybody
-    who imports, and the first of two folders for both.)"""
-    first = name.partition(".")[0]
-    for file in (folder / first / "__init__.py", folder / f"{first}.py"):
-        is_itself = str(file) == (globals or {}).get("__file__")  # named after the package it uses
-        if level == 0 and first not in KEPT_NAMES and file.is_file() and not is_itself:
-            with IMPORTING:
-                if module_name(file) not in sys.modules:
-                    run_program(file, folder)
-            name = module_name(file) + name.removeprefix(first)
-            break
-    return builtins.__import__(name, globals, locals, fromlist, level)

@@ -23,14 +23,16 @@ threads
 logprobs     files
 process      threads files
 distributed  process
-flags        process threads files
+user_code    process threads
+toy          process
+flags        process toy files
 buffers      distributed
 logging      cards distributed process files flags
 data         distributed process files flags buffers
 model        losses logprobs distributed process files flags buffers logging data
-rewards      losses distributed process threads files flags buffers data model
+rewards      losses distributed process threads files user_code flags buffers data model
 reports      cards distributed files buffers data rewards
-envs         distributed process threads files flags buffers data model
+envs         distributed process threads user_code flags buffers data model
 """
 PACKAGES = {package: set(imports) for package, *imports in map(str.split, TABLE.splitlines())}
 

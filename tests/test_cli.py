@@ -19,8 +19,8 @@ from transformers import AutoModelForImageTextToText
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import losses, process
 from common import flags as common_flags
+from common import losses, process, toy
 from common.flags import ModelArgs
 from common.model import attention, weights
 from conftest import read_json, read_rows, table, user_error, words
@@ -261,9 +261,9 @@ def test_model_and_data_are_needed_together(line):
 
 
 def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch):
-    monkeypatch.setattr(common_flags.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2))
+    monkeypatch.setattr(toy.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2))
     with user_error("toy.py did not write the embedded toy"):
-        common_flags.embedded_toy("questions", "none.json")
+        toy.embedded_toy("questions", "none.json")
 
 
 @pytest.mark.parametrize("line, message", table("""
@@ -276,7 +276,7 @@ def test_a_mistake_does_not_wait_for_the_toy(monkeypatch, line, message):
     def written(*_):
         raise AssertionError("the toy was written first")
 
-    monkeypatch.setattr(common_flags, "TOY_FOLDERS", {"describe": "none"})
+    monkeypatch.setattr(toy, "TOY_FOLDERS", {"describe": "none"})
     monkeypatch.setattr(common_flags, "embedded_toy", written)
     with user_error(message):
         ppo.parse_args(words(line))
@@ -287,8 +287,8 @@ def test_two_machines_may_write_the_toy_at_the_same_time(monkeypatch, tmp_path):
         (tmp_path / "args.json").write_text("{}")
         return subprocess.CompletedProcess((), returncode=1)
 
-    monkeypatch.setattr(common_flags.subprocess, "run", second)
-    assert common_flags.embedded_toy("describe", str(tmp_path / "args.json")) == tmp_path / "args.json"
+    monkeypatch.setattr(toy.subprocess, "run", second)
+    assert toy.embedded_toy("describe", str(tmp_path / "args.json")) == tmp_path / "args.json"
 
 
 @pytest.mark.parametrize("script", [ppo, grm])

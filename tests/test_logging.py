@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tqdm import tqdm
 
 import ranks
-from common import distributed, flags, logging, process
+from common import distributed, files, logging, process
 from common.cards import CHARACTERS, contact_sheet, sample_card, wrap
 from common.flags import RunArgs
 from common.logging import (
@@ -348,7 +348,7 @@ def test_latest_is_a_link_or_a_file_and_replaces_either(tmp_path, monkeypatch, l
                 patch.setattr(Path, "symlink_to", none)
             logging.write_link(latest, "step-2")
         assert latest.is_symlink() == links
-        assert flags.follow_pointer(str(latest)) == latest.parent / "step-2"
+        assert files.follow_pointer(str(latest)) == latest.parent / "step-2"
         assert len(list(latest.parent.rglob("config.json"))) == (before == "folder")    # nothing is deleted
 
 

@@ -28,8 +28,8 @@ from common.distributed import (
     raise_on_all_ranks,
     stop_requested,
 )
-from common.files import read_json, say, sha256
-from common.flags import MODEL_IDENTITY, CheckpointArgs, RunArgs, follow_pointer
+from common.files import follow_pointer, read_json, say, sha256
+from common.flags import MODEL_IDENTITY, CheckpointArgs, RunArgs
 from common.logging import Metrics, due, sync_folder, write_durably, write_pointer
 from common.model import weights
 from common.model.fsdp import Trainable

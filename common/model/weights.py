@@ -31,14 +31,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common import distributed
-from common.data.families import Family, Qwen, family_of
+from common.data.families import Qwen, family_of
 from common.data.folder import read_model_config
 from common.data.processor import Processor
-from common.files import open_regular, read_json, say
-from common.flags import DataArgs, ModelArgs, follow_pointer
+from common.files import follow_pointer, open_regular, read_json, say
+from common.flags import DataArgs, ModelArgs
 from common.logging import sync_folder, write_link
 from common.model.attention import choose_backend, flash_attn_problem
 from common.model.compilation import compile_layers
+from common.model.fsdp import copy_shard, shard, shard_of, whole
+from common.model.layers import use_fewer_kernels
+from common.model.linear_attention import choose_rule
 from common.model.vlm import (
     Compute,
     Model,
@@ -55,9 +58,6 @@ from common.model.vlm import (
     use_mixers,
     vision_parts,
 )
-from common.model.fsdp import copy_shard, shard, shard_of, whole
-from common.model.layers import use_fewer_kernels
-from common.model.linear_attention import choose_rule
 
 # Hub files and modules spell the same weights differently; tried in this order.
 KEY_SPELLINGS = (

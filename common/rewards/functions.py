@@ -13,11 +13,12 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor
 
-from common.flags import RewardArgs, load_object, refuse_async
+from common.flags import RewardArgs
 from common.process import UserError
 from common.rewards.remote import Server
 from common.rewards.rules import RULES, Columns, rule_reward
 from common.threads import Workers, describe
+from common.user_code import load_object, refuse_async
 
 # Columns (n,) of n samples, "reward" and its components, and what a judge says of each, if anything.
 Scored = tuple[dict[str, Tensor], list[str]]

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from common import logprobs
-from common.flags import embedded_toy
+from common.toy import embedded_toy
 
 
 def status(field: str) -> float:

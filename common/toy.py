@@ -1,0 +1,36 @@
+"""The embedded toy, which launch/toy.py writes: a run without --model trains on it."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from common.process import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+# where launch/toy.py puts the toy of each task
+TOY_FOLDERS = {"questions": "toy", "describe": "toy_describe"}
+
+
+def toy_file(task: str, name: str) -> Path:
+    return ROOT / TOY_FOLDERS[task] / name
+
+
+def embedded_toy(task: str, name: str) -> Path:
+    """The argument file ``name`` of the toy with this task; the first process of each machine
+    writes the toy if it is not there yet."""
+    config, program = toy_file(task, name), ROOT / "launch" / "toy.py"
+    if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        failed = subprocess.run(
+            [sys.executable, str(program), "--task", task, "--out", str(config.parent)]
+        ).returncode
+        if failed and not config.exists():  # else another machine was the first to write it
+            raise UserError(
+                f"no --model given, and {program} did not write the embedded toy, for the reason "
+                "above"
+            )
+    # written last by toy.py; if that fails, torchrun ends this process with its peer
+    while not config.exists():
+        time.sleep(0.2)
+    return config
