@@ -126,8 +126,8 @@ def linear_logprobs(
         chunk: number of tokens whose logits exist at the same time.
         head: further arguments of `logits_fp32`.
     """
-    outputs = _ChunkedHead.apply(hidden, weight, head, chunk, _LogProbs(targets, entropy))
-    return outputs[0], outputs[1] if entropy else None
+    picked, *rest, _ = _ChunkedHead.apply(hidden, weight, head, chunk, _LogProbs(targets, entropy))
+    return picked, rest[0] if entropy else None
 
 
 def full_kl(
@@ -152,31 +152,61 @@ def full_kl(
 
 @dataclass
 class _LogProbs:
-    """Log-probs of targets, and the entropy. Works in place, because the (n, V) logits of a chunk are
-    the largest tensor of an update."""
+    """Log-probs of targets, and the entropy; and of each position the logarithm of its normalizer,
+    which spares the backward pass a reduction of its logits."""
 
     targets: Tensor
     entropy: bool
 
     def values(self, logits: Tensor, span: slice) -> tuple[Tensor, ...]:
-        logp = logits.sub_(logits.logsumexp(-1, keepdim=True))  # (n, V)
-        picked = logp.gather(1, self.targets[span, None])[:, 0]  # (n,)
-        if not self.entropy:
-            return (picked,)
-        # 0 * log 0 must be 0: the bound makes it 0 * 1e4 instead of 0 * inf
-        return picked, -logp.exp().mul_(logp.clamp_(min=-1e4)).sum(-1)
+        function = _logprobs_and_entropy if self.entropy else _target_logprobs
+        return fuse(function, logits, self.targets[span])
 
-    def dlogits(self, logits: Tensor, span: slice, outputs: list, grads: list) -> Tensor:
-        dlogp = torch.zeros_like(outputs[0]) if grads[0] is None else grads[0]  # (n,)
-        logp = logits.sub_(logits.logsumexp(-1, keepdim=True))  # (n, V)
-        probs = logp.exp()
-        scale = -dlogp[:, None]
-        if self.entropy and grads[1] is not None:  # dH/dz_v = -p_v (log p_v + H)
-            shifted = logp.clamp_(min=-1e4).add_(outputs[1][:, None])
-            scale = shifted.mul_(-grads[1][:, None]).add_(scale)
+    def dlogits(
+        self, logits: Tensor, span: slice, outputs: list, grads: list, dtype: torch.dtype
+    ) -> Tensor:
+        picked, *entropy, normalizer = outputs
+        dlogp = torch.zeros_like(picked) if grads[0] is None else grads[0]  # (n,)
+        shared = normalizer, dlogp
+        if self.entropy and grads[1] is not None:
+            shared = normalizer, dlogp, *entropy, grads[1]
+        targets = self.targets[span, None]
         # the logit of a banned target is a constant
-        dlogp = torch.where(outputs[0].isinf(), 0.0, dlogp)
-        return probs.mul_(scale).scatter_add_(1, self.targets[span, None], dlogp[:, None])
+        reward = torch.where(picked.isinf(), 0.0, dlogp)[:, None]
+        at_targets = _push_down(logits.gather(1, targets), reward.dtype, *shared).add_(reward)
+        return fuse(_push_down, logits, dtype, *shared).scatter_(1, targets, at_targets.to(dtype))
+
+
+def _target_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(n,) log-probs of targets (n,), and the logarithms of the normalizers."""
+    normalizer = logits.logsumexp(-1)
+    return logits.gather(1, targets[:, None])[:, 0] - normalizer, normalizer
+
+
+def _logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    picked, normalizer = _target_logprobs(logits, targets)
+    logp = logits - normalizer[:, None]  # (n, V)
+    # 0 * log 0 must be 0: the bound makes it 0 * 1e4 instead of 0 * inf
+    return picked, -logp.exp().mul_(logp.clamp_(min=-1e4)).sum(-1), normalizer
+
+
+def _push_down(
+    logits: Tensor,
+    dtype: torch.dtype,
+    normalizer: Tensor,
+    dlogp: Tensor,
+    entropy: Tensor | None = None,
+    dentropy: Tensor | None = None,
+) -> Tensor:
+    """The gradient (n, V) of logits but for what is added at the targets: what a log-prob gains, all
+    ids pay in proportion to their probabilities. (n,): all others."""
+    logp = logits - normalizer[:, None]
+    if dentropy is None:
+        return logp.exp_().mul_(-dlogp[:, None]).to(dtype)
+    probs = logp.exp()
+    # dH/dz_v = -p_v (log p_v + H)
+    scale = logp.clamp_(min=-1e4).add_(entropy[:, None]).mul_(-dentropy[:, None])
+    return probs.mul_(scale.sub_(dlogp[:, None])).to(dtype)
 
 
 @dataclass
@@ -200,10 +230,12 @@ class _FullKL:
         logp, ratio = self.log_ratio(logits, span)
         return (ratio.mul_(logp.exp()).sum(-1),)
 
-    def dlogits(self, logits: Tensor, span: slice, outputs: list, grads: list) -> Tensor:
+    def dlogits(
+        self, logits: Tensor, span: slice, outputs: list, grads: list, dtype: torch.dtype
+    ) -> Tensor:
         logp, ratio = self.log_ratio(logits, span)
         # dKL/dz_v = p_v (log p_v - log q_v - KL)
-        return ratio.sub_(outputs[0][:, None]).mul_(logp.exp()).mul_(grads[0][:, None])
+        return ratio.sub_(outputs[0][:, None]).mul_(logp.exp()).mul_(grads[0][:, None]).to(dtype)
 
 
 def _logits_of(hidden: Tensor, weight: Tensor, head: dict, span: slice) -> Tensor:
@@ -218,8 +250,9 @@ class _ChunkedHead(torch.autograd.Function):
     logits; the backward pass computes them again.
 
     ``function`` is a `_LogProbs` or a `_FullKL`. Its ``values(logits, span)`` returns tensors (n,)
-    for a slice of the N positions; its ``dlogits(logits, span, outputs, grads)`` returns the gradient
-    (n, V) of the logits, given the gradients of the outputs. Both may overwrite the logits.
+    for a slice of the N positions; its ``dlogits(logits, span, outputs, grads, dtype)`` returns the
+    gradient (n, V) of the logits, rounded to ``dtype``, given the gradients of the outputs. Both may
+    overwrite the logits.
     """
 
     @staticmethod
@@ -265,12 +298,9 @@ class _ChunkedHead(torch.autograd.Function):
         hidden, weight, *_ = ctx.saved_tensors
         logits = _logits_of(hidden, weight, ctx.head, span)
         own_outputs = [output[span] for output in outputs]
-        own_grads = [None if grad is None else grad[span] for grad in grads]
-        dlogits = ctx.function.dlogits(logits, span, own_outputs, own_grads)
-        temperature = ctx.head.get("temperature", 1.0)
-        if temperature != 1.0:
-            dlogits /= temperature
-        return dlogits.to(hidden.dtype)
+        temperature = ctx.head.get("temperature", 1.0)  # which divides the product
+        own_grads = [None if grad is None else grad[span] / temperature for grad in grads]
+        return ctx.function.dlogits(logits, span, own_outputs, own_grads, hidden.dtype)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -310,14 +340,15 @@ def _race(logits: Tensor, keys: Tensor, hashes: Tensor) -> Tensor:
     return (logits - _exponentials(keys, hashes).log_()).argmax(-1)
 
 
-def fuse(function: Callable, *tensors: Tensor) -> Any:
-    """``function(*tensors)``, on a GPU by one compiled kernel for each result, rounded as the
-    function itself rounds. It runs uncompiled where gradients are wanted, inside other compiled code,
-    and where nothing compiles."""
-    eager = torch.is_grad_enabled() or torch.compiler.is_compiling() or not tensors[0].is_cuda
-    if eager or not _compiles(tensors[0].device):
-        return function(*tensors)
-    return _compiled(function)(*tensors)
+def fuse(function: Callable, *arguments: Any) -> Any:
+    """``function(*arguments)``, the first of which is a tensor; on a GPU by one compiled kernel for
+    each result, rounded as the function itself rounds. It runs uncompiled where gradients are wanted,
+    inside other compiled code, and where nothing compiles."""
+    tensor = arguments[0]
+    eager = torch.is_grad_enabled() or torch.compiler.is_compiling() or not tensor.is_cuda
+    if eager or not _compiles(tensor.device):
+        return function(*arguments)
+    return _compiled(function)(*arguments)
 
 
 @functools.cache
