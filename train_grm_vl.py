@@ -67,7 +67,7 @@ from common.data.processor import Processor
 from common.data.rows import Prompt, user_text
 from common.files import read_json, read_text
 from common.flags import flag
-from common.model import budget, checkpoint, fsdp, memory, vlm, weights
+from common.model import budget, build, checkpoint, fsdp, memory, vlm, weights
 from common.model.packs import join_packs, make_packs
 from common.process import UserError
 from common.reports import accuracy
@@ -401,7 +401,7 @@ def build_judge(args: Args, device: torch.device) -> Judge:
     """The model on meta; it will compute on ``device``. Raises UserError on every rank: bad files."""
     longest = args.data.max_prompt_tokens + args.eval.eval_max_new_tokens  # with its judgement
     with distributed.raise_on_all_ranks():
-        return Judge(weights.Builder(args.model, device, longest).actor())
+        return Judge(build.Builder(args.model, device, longest).actor())
 
 
 def plan_memory(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.MemoryPlan:

@@ -60,8 +60,10 @@ from common.envs import dialogue, environments
 from common.flags import flag
 from common.logprobs import Sampling
 from common.model import (
+    adapters,
     attention,
     budget,
+    build,
     checkpoint,
     experts,
     fsdp,
@@ -813,7 +815,7 @@ def build_models(
     if args.rollout.cuda_graphs == "on" and device.type == "cpu":
         raise UserError("--cuda_graphs on needs a GPU, and torch sees none; leave it at auto")
     with distributed.raise_on_all_ranks():
-        builder = weights.Builder(args.model, device, args.longest)
+        builder = build.Builder(args.model, device, args.longest)
         actor = Policy(builder.actor(), processor)
         models = {"actor": actor}
         if args.update.aux_loss_coef and not vlm.routers(actor.model):
@@ -837,7 +839,7 @@ def build_models(
         if teacher in ("self", "ema") and not args.model.lora_rank:
             models["teacher"] = Policy(builder.role("", frozen=True), processor).eval()
         elif teacher not in ("", "self"):
-            other = weights.build_reader(teacher, actor.model, processor, args.data)
+            other = build.build_reader(teacher, actor.model, processor, args.data)
             models["teacher"] = Policy(*other).eval()
     return models
 
@@ -1154,7 +1156,7 @@ def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator:
         batch.kl = fsdp.run_forward(actor, batch, exact_kl)
         fsdp.rest_after_scoring(reference)
         return
-    with weights.without_adapters(reference.model):
+    with adapters.without_adapters(reference.model):
         batch.ref_logprobs = logprobs_of(reference, batch)
     batch.kl = losses.kl_penalty(estimator, batch.old_logprobs, batch.ref_logprobs)
 
@@ -1163,7 +1165,7 @@ def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator:
 def reference_outputs(reference: Policy, pack: Pack) -> tuple[Tensor, Tensor]:
     """A frozen model's hidden states (T, H) and LM head (V, H), which is still unsharded after the
     forward."""
-    with weights.without_adapters(reference.model):
+    with adapters.without_adapters(reference.model):
         hidden = reference(pack, None, hidden_only=True)
     fsdp.forget_forwards(reference)
     return hidden, reference.model.lm_head.weight

@@ -29,9 +29,11 @@ from common import logging, losses
 from common.buffers import PER_TOKEN, Batch
 from common.data.processor import Processor
 from common.flags import DataArgs
-from common.model import fsdp, vlm
+from common.model import fsdp, shards, vlm
+from common.model.build import build_model
 from common.model.packs import make_packs
-from common.model.weights import Compute, build_model, load, materialize
+from common.model.vlm import Compute
+from common.model.weights import load, materialize
 from common.rewards import scoring
 from conftest import (
     Tensors,
@@ -323,7 +325,7 @@ MOVED: list[tuple[int, torch.Tensor]] = []  # bytes and new place of what was mo
 def apart(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`to_device` as where host and device have memory of their own: always a copy, and what is
     left behind is lost."""
-    old = fsdp.shard_of(tensor)
+    old = shards.shard_of(tensor)
     new = old.clone()
     rest = torch.empty(0, dtype=old.dtype).set_(old.untyped_storage())
     rest.fill_(math.nan if old.is_floating_point() else 1)
@@ -335,7 +337,7 @@ def asleep(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """As `apart`, and nothing can be computed with what rests in host memory: each move inverts all
     bits, so that the move there and the move back cancel."""
     moved = apart(tensor, device)
-    bits = torch.empty(0, dtype=torch.uint8).set_(fsdp.shard_of(moved).untyped_storage())
+    bits = torch.empty(0, dtype=torch.uint8).set_(shards.shard_of(moved).untyped_storage())
     bits.bitwise_not_()
     return moved
 

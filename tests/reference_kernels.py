@@ -17,7 +17,7 @@ import torch
 import torch.nn.attention.varlen as torch_varlen
 
 import check_kernels
-from common.model import weights
+from common.model import build
 from common.model.attention import DecodeAttention, PackedAttention, SlotCache, choose_backend
 
 OPERATOR = "_flash_attention_forward"
@@ -156,7 +156,7 @@ def replace_kernels(monkeypatch) -> Iterator[Kernels]:
     def choose(requested, device, dtype=torch.bfloat16):
         return choose_backend(requested, CUDA, dtype)
 
-    monkeypatch.setattr(weights, "choose_backend", choose)
+    monkeypatch.setattr(build, "choose_backend", choose)
     monkeypatch.setattr(check_kernels, "choose_backend", choose)
     library = torch.library.Library("aten", "IMPL")
     library.impl(OPERATOR, replaced.operator, "CPU")
@@ -237,6 +237,6 @@ def decode_error(backend: str, device: torch.device, dtype: torch.dtype, window:
 
 def usable(backend: str) -> bool:
     try:
-        return bool(weights.choose_backend(backend, CUDA if torch.cuda.is_available() else CPU))
+        return bool(build.choose_backend(backend, CUDA if torch.cuda.is_available() else CPU))
     except ValueError:
         return False

@@ -17,7 +17,7 @@ import train_ppo_vl as ppo
 from common import flags, losses
 from common.buffers import Batch
 from common.data.loader import PromptLoader
-from common.model import fsdp
+from common.model import build, fsdp
 from common.model import weights as vlm_weights
 from common.model.packs import make_packs
 from common.rewards import scoring
@@ -421,7 +421,7 @@ def test_statistics_are_those_of_the_tokens_in_the_policy_term(qwen25, picture_r
 
 def test_the_exact_kl(env, qwen25):
     """Over the whole vocabulary, in the reward and in the loss, against Hugging Face's logits and autograd."""
-    builder = vlm_weights.Builder(env.args.model, env.ranks.device, env.args.longest)
+    builder = build.Builder(env.args.model, env.ranks.device, env.args.longest)
     reference = ppo.Policy(builder.role("", frozen=True), env.processor)
     vlm_weights.shard_and_load(reference, env.ranks, env.args.run.seed)
     model, other = (hugging_face(qwen25) for _ in range(2))

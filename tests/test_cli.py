@@ -22,7 +22,7 @@ import train_ppo_vl as ppo
 from common import flags as common_flags
 from common import losses, process, toy
 from common.flags import ModelArgs
-from common.model import attention, weights
+from common.model import attention, build
 from conftest import read_json, read_rows, table, user_error, words
 
 SCRIPT = Path(ppo.__file__)
@@ -236,15 +236,15 @@ def test_the_losses_of_the_flag_are_those_of_the_formulas():
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
 def test_without_flash_attn_a_gpu_takes_varlen_and_says_how_to_build_it(monkeypatch, capsys):
     choose = attention.choose_backend
-    monkeypatch.setattr(weights, "choose_backend", lambda requested, *_: choose(requested, torch.device("cuda"), torch.bfloat16))
-    assert weights.choose_compute(ModelArgs(), torch.device("cpu"), 64).backend == "varlen"
+    monkeypatch.setattr(build, "choose_backend", lambda requested, *_: choose(requested, torch.device("cuda"), torch.bfloat16))
+    assert build.choose_compute(ModelArgs(), torch.device("cpu"), 64).backend == "varlen"
     why = "flash-attn cannot be used: No module named 'flash_attn'; to build it: pip install flash-attn"
     assert f"attention: varlen ({why}" in capsys.readouterr().out
 
 
 def test_varlen_needs_a_gpu():
     with pytest.raises(ValueError, match="--attention varlen: it needs a CUDA device"):
-        weights.choose_compute(ModelArgs(attention="varlen"), torch.device("cpu"), 64)
+        build.choose_compute(ModelArgs(attention="varlen"), torch.device("cpu"), 64)
 
 
 def test_too_old_a_transformers_is_named(tmp_path):

@@ -18,7 +18,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logprobs
 from common.flags import ModelArgs
-from common.model import vlm, weights
+from common.model import build, vlm
 from common.model.attention import choose_backend
 from common.model.fsdp import bare_forwards, unsharded
 from common.model.packs import make_packs
@@ -107,8 +107,8 @@ def test_a_flash_attn_that_does_not_load(monkeypatch, tmp_path, capsys, text, wh
         choose_backend("flash_attn", CUDA)
     assert choose_backend("varlen", CUDA) == "varlen"
     assert choose_backend("auto", CPU) == "sdpa"
-    monkeypatch.setattr(weights, "choose_backend", lambda requested, *_: choose_backend(requested, CUDA))
-    assert weights.choose_compute(ModelArgs(), CPU, 64).backend == "varlen"
+    monkeypatch.setattr(build, "choose_backend", lambda requested, *_: choose_backend(requested, CUDA))
+    assert build.choose_compute(ModelArgs(), CPU, 64).backend == "varlen"
     assert re.search(rf"attention: varlen \(.*{why}", capsys.readouterr().out)
 
 

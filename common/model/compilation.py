@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from common.model.attention import ATTENTION_NAME, PackedAttention, language_attention
-from common.model.vlm import Model, decoder, routers
 from common.model.linear_attention import DeltaNet
+from common.model.vlm import Model, decoder, routers
 
 # Most graphs of one piece of code. Layers differ in kind, in whether their input has a gradient,
 # and in whether adapters are on: torch's own limit of 8 is below the product of these.

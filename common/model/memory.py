@@ -14,8 +14,8 @@ from torch import Tensor
 from common import distributed
 from common.logging import Metrics
 from common.model.attention import SlotCache, head_dim
-from common.model.vlm import Wrapper, decoder, routers, tower_parameters
 from common.model.linear_attention import activation_bytes
+from common.model.vlm import Wrapper, decoder, routers, tower_parameters
 
 MARGIN = 2 * 2**30  # bytes of a GPU, the least that is kept free
 # dense bfloat16, from data sheets

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from common.distributed import gather_objects
 from common.files import read_json, sha256
-from common.model.fsdp import Trainable, shard_of
+from common.model.fsdp import Trainable
+from common.model.shards import shard_of
 from common.model.vlm import Wrapper
 from common.model.weights import Tensors, save_tensors
 from common.process import UserError

@@ -6,13 +6,12 @@
 
 A model here is one of transformers, of the type `Model`, with one more attribute: ``setup``, what it
 is and how it computes (`Setup`); and what mixes tokens in a layer has a ``slot_layer``, the layer's
-number in the cache.
+number in the cache. `build` makes it.
 
 Shapes: P prompt tokens, I images, M image tokens, L tokens of a pack, H hidden size, K levels
 of image features.
 """
 
-import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +22,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.buffers import Batch, Pack, fill_packs
-from common.data.families import Family, Qwen
-from common.model.attention import ATTENTION_NAME, VISION_ATTENTION_NAME
-from common.model.linear_attention import Decay, DeltaNet, HF_LAYERS
-
+from common.data.families import Family
+from common.model.linear_attention import Decay
 
 # -------------------------------------------------------------------------------------------------
 # What a model is
@@ -202,91 +199,6 @@ def router_logits(model: Model):
     finally:
         for hook in hooks:
             hook.remove()
-
-
-# -------------------------------------------------------------------------------------------------
-# How layers mix tokens
-# -------------------------------------------------------------------------------------------------
-
-
-def use_attention(model: Model, backend: str) -> None:
-    """Point language model and vision tower at our attention functions."""
-    # Set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
-    decoder(model).config._attn_implementation = ATTENTION_NAME
-    if isinstance(model.setup.family, Qwen) and hasattr(model.model, "visual"):
-        # the other towers have no windows: SDPA, their default, is one call per block
-        vision = "sdpa" if backend == "sdpa" else VISION_ATTENTION_NAME + backend
-        model.model.visual.config._attn_implementation = vision
-
-
-def use_mixers(model: Model) -> None:
-    """Make every layer mix its tokens by `attention` or `linear_attention`, and number the layers of
-    each kind, as the cache does.
-
-    Raises:
-        ValueError: a layer mixes tokens in another way. It would silently ignore our arguments, and
-            each token would see the whole pack.
-    """
-    text = model.config.get_text_config()
-    counts = {True: 0, False: 0}  # layers with linear attention, and without
-    for layer in decoder(model).layers:
-        for name, part in layer.named_children():
-            if type(part) in HF_LAYERS:
-                setattr(layer, name, DeltaNet(part))
-        # transformers numbers the modules that need earlier tokens
-        mixers: list[Any] = [part for part in layer.children() if hasattr(part, "layer_idx")]
-        if len(mixers) != 1 or not is_ours(mixers[0]):
-            names = [type(part).__name__ for part in mixers or layer.children()]
-            raise ValueError(
-                f"the text model {text.model_type} mixes tokens by {', '.join(names)}, which is "
-                "not supported"
-            )
-        is_linear = isinstance(mixers[0], DeltaNet)
-        mixers[0].slot_layer = counts[is_linear]
-        counts[is_linear] += 1
-
-
-def is_ours(mixer: nn.Module) -> bool:
-    """Whether a layer's mixer is a `DeltaNet`, or passes all its arguments to the attention function
-    that transformers looks up by name."""
-    code = inspect.unwrap(type(mixer).forward).__code__
-    takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    by_name = takes_all and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-    return by_name or isinstance(mixer, DeltaNet)
-
-
-UNSUPPORTED = (
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "use_bidirectional_attention",
-    "attention_chunk_size",
-)
-
-
-def check_decoder(model: Model) -> None:
-    """Refuse kinds of attention and rotary positions that do not work in packs. Raises ValueError."""
-    language, text = decoder(model), model.config.get_text_config()
-    for name in UNSUPPORTED:
-        if getattr(text, name, None):
-            raise ValueError(f"the checkpoint's text model has {name}, which is not supported")
-    rope = str(language.rotary_emb.rope_type)
-    sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
-    if rope == "longrope" or sinks:
-        raise ValueError(
-            f"the checkpoint's text model {text.model_type} has rope_type longrope or "
-            "attention sinks, which are not supported"
-        )
-    if rope != "dynamic":
-        return
-    # Dynamic positions change with a batch's longest sequence, but only beyond this limit.
-    limit = text.max_position_embeddings
-    if model.setup.longest > limit:
-        raise ValueError(
-            "the checkpoint's rope_type dynamic is supported up to its max_position_embeddings "
-            f"{limit}; the flags allow sequences of {model.setup.longest} tokens"
-        )
-    # "default" does not inspect the positions, which a CUDA graph could not capture
-    language.rotary_emb.rope_type = "default"
 
 
 # -------------------------------------------------------------------------------------------------

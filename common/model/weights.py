@@ -1,7 +1,7 @@
-"""Checkpoints in and out, and adapters.
+"""Checkpoints in and out.
 
-    folder -> model on meta -> (sharded by the script) -> weights streamed    Builder, load
-    shards -> safetensors under the checkpoint's names, whole on rank 0       export
+    folder -> model on meta (`build`) -> sharded -> weights streamed       load
+    shards -> safetensors under the checkpoint's names, whole on rank 0    export
 
 A user's mistake is a ValueError that names the file and the numbers. Models are of the type `vlm.Model`.
 
@@ -10,54 +10,30 @@ model, and they drop the weights of multi-token prediction, the stored copy of a
 the float32 type of linear attention's decays.
 """
 
-import copy
 import json
 import math
 import re
 import shutil
-from contextlib import contextmanager
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Iterable, Iterator, cast
+from typing import Iterable, Iterator
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common import distributed
-from common.data.families import Qwen, family_of
 from common.data.folder import read_model_config
 from common.data.processor import Processor
-from common.files import follow_pointer, open_regular, read_json, say
-from common.flags import DataArgs, ModelArgs
+from common.files import follow_pointer, open_regular, read_json
 from common.logging import sync_folder, write_link
-from common.model.attention import choose_backend, flash_attn_problem
-from common.model.compilation import compile_layers
-from common.model.fsdp import copy_shard, shard, shard_of, whole
-from common.model.layers import use_fewer_kernels
-from common.model.linear_attention import choose_rule
-from common.model.vlm import (
-    Compute,
-    Model,
-    Setup,
-    StoredWeight,
-    Wrapper,
-    check_decoder,
-    decoder,
-    float32_parts,
-    routers,
-    tower_parameters,
-    trained_parts,
-    use_attention,
-    use_mixers,
-    vision_parts,
-)
+from common.model.adapters import adapted_layers, init_adapters
+from common.model.fsdp import shard
+from common.model.shards import copy_shard, shard_of, whole
+from common.model.vlm import Model, Setup, StoredWeight, Wrapper
 
 # Hub files and modules spell the same weights differently; tried in this order.
 KEY_SPELLINGS = (
@@ -169,351 +145,6 @@ def open_weights(path: Path):
 
 
 # -------------------------------------------------------------------------------------------------
-# Models on meta
-# -------------------------------------------------------------------------------------------------
-
-
-def choose_compute(args: ModelArgs, device: torch.device, longest: int) -> Compute:
-    """What the flags mean on this device; the main rank prints it. On the meta device, where models
-    are only planned, they mean what they do on a GPU. Raises ValueError: an attention back-end that
-    cannot run here.
-    """
-    small = device.type == "cpu"
-    name = args.dtype
-    if name == "auto":
-        name = "float32" if small else "bfloat16"
-    dtype = getattr(torch, name)
-    backend = "sdpa"
-    if device.type != "meta":
-        backend = choose_backend(args.attention, device, dtype)
-        install = ""
-        if backend == "varlen" and flash_attn_problem():
-            install = f" ({flash_attn_problem()})"
-        if distributed.is_main():
-            ranks = f"{distributed.world_size()} x {device.type}"
-            say(f"{ranks}, attention: {backend}{install}, compute: {name}")
-    # Every chunk costs a pass over the gradient of the head's weight: on a GPU this is expensive, on
-    # a CPU it is not, and memory decides.
-    head_chunk = 256 if small else 4096
-    return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk, longest)
-
-
-class Builder:
-    """The models of a run, on meta: that of the checkpoint to train, and those of other roles.
-
-    Args:
-        longest: tokens of the longest sequence.
-    """
-
-    def __init__(self, args: ModelArgs, device: torch.device, longest: int):
-        self.args, self.compute = args, choose_compute(args, device, longest)
-        self.folder = resolve_folder(args.model, weights=not self.compute.planned)
-
-    def actor(self) -> Model:
-        """The model to train, with its vision tower. The main rank says what adapters leave out."""
-        model = self.build(self.folder, vision=True)
-        mixtures = len(routers(model))
-        if self.args.lora_rank and mixtures and distributed.is_main():
-            say(
-                f"warning: --lora_rank leaves the experts and routers of {mixtures} layers as they "
-                "are; without it, all weights are trained"
-            )
-        return model
-
-    def role(self, name: str, head: bool = True, frozen: bool = False) -> Model:
-        """The model of a checkpoint, or the actor's if ``name`` is empty. It reads the actor's
-        image features, but has a tower of its own where towers are trained.
-
-        Raises:
-            ValueError: the checkpoint has another vocabulary, or another tower, so that its
-                language model expects other features.
-        """
-        folder = self.folder
-        if name:
-            folder = resolve_folder(name, weights=not self.compute.planned)
-            self.check_role(folder)
-        return self.build(folder, self.args.train_vision, head, frozen)
-
-    def check_role(self, folder: Path) -> None:
-        size, tokens = (
-            read_model_config(place).get_text_config().vocab_size for place in (folder, self.folder)
-        )
-        if size != tokens:
-            raise ValueError(
-                f"{folder}: vocab_size {size}, the actor's is {tokens}: critic and reference read "
-                "its tokens"
-            )
-        if not self.args.train_vision and not same_tower(self.folder, folder):
-            raise ValueError(
-                f"{folder}: its vision tower differs from that of {self.folder}; critic and "
-                "reference work on the image features of the actor"
-            )
-
-    def build(self, folder: Path, vision: bool, head: bool = True, frozen: bool = False) -> Model:
-        """With adapters, gradient checkpointing and compiled layers, as the flags say."""
-        args = self.args
-        model = build_model(
-            read_model_config(folder),  # each its own: same shapes do not make the same model
-            self.compute,
-            folder,
-            vision=vision,
-            head=head,
-            trains_vision=args.train_vision,
-        )
-        if frozen:
-            return model.requires_grad_(False)
-        if args.lora_rank:
-            add_adapters(model, args.model, args.lora_rank, args.lora_alpha)
-        by_default = args.gradient_checkpointing == "auto" and self.compute.device.type == "cuda"
-        if by_default or args.gradient_checkpointing == "on":
-            recompute_layers(model)
-        if args.compile == "layers":
-            compile_layers(model)
-        return model
-
-
-def build_reader(
-    name: str,
-    actor: Model,
-    processor: Processor,
-    args: DataArgs,
-    head: bool = True,
-    shares: bool = True,
-) -> tuple[Model, Processor]:
-    """The frozen model of another checkpoint, on meta, and its processor, to read rows by themselves:
-    without a vision tower where it may (``shares``) and can read the image features of the ``actor``,
-    to which the given ``processor`` belongs.
-
-    Raises ValueError: a folder that is no model, or of a family that is not supported.
-    """
-    setup = actor.setup
-    folder = resolve_folder(name, weights=not setup.planned)
-    # It sees images at the size that it was trained on.
-    reader = Processor(folder, replace(args, min_pixels=0, max_pixels=0))
-    # The actor's image features serve if family, image processor and tower are the actor's, untrained.
-    shares = (
-        shares
-        and not setup.trains_vision
-        and image_settings(reader) == image_settings(processor)
-        and same_tower(setup.folder, folder)
-    )
-    model = build_model(reader.config, setup, folder, vision=not shares, head=head)
-    return model.requires_grad_(False), reader
-
-
-def recompute_layers(model: Model) -> None:
-    """Gradient checkpointing: the backward pass computes the activations of each layer again."""
-    for part in trained_parts(model):
-        # Newer versions of transformers warn about the name that older ones know.
-        enable = getattr(part, "activation_checkpointing_enable", part.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
-
-
-def build_model(
-    config,
-    compute: Compute,
-    folder: Path = Path(),
-    *,
-    vision: bool = True,
-    head: bool = True,
-    trains_vision: bool = False
-) -> Model:
-    """The model of a ``folder``'s config with parameters on the meta device and real buffers. Without
-    ``vision`` or ``head`` that part is left out; a tower that is not trained is frozen, in the
-    compute type.
-
-    Only parameters are moved to meta: rotary frequencies are buffers in no file, and would come out
-    of `materialize` as garbage had they been built there.
-
-    Raises:
-        ValueError: something in the config is not supported.
-    """
-    family = family_of(config)
-    if trains_vision and not isinstance(family, Qwen):
-        raise ValueError(
-            f"--train_vision: the checkpoint is of the family {config.model_type}; only vision "
-            "towers of Qwen-VL can be trained"
-        )
-    auto = AutoModelForImageTextToText if family.media else AutoModelForCausalLM
-    try:
-        with parameters_on_meta():
-            # a copy: it is written into
-            model = cast(Model, auto.from_config(copy.deepcopy(config), dtype=torch.float32))
-    except Exception as error:  # each class of transformers has its own checks, or none
-        raise ValueError(f"transformers cannot build the model of config.json: {error!r}") from error
-    how = {part.name: getattr(compute, part.name) for part in fields(Compute)}
-    model.setup = Setup(**how, family=family, folder=folder, trains_vision=trains_vision)
-    use_mixers(model)
-    use_fewer_kernels(model)
-    use_attention(model, compute.backend)
-    check_decoder(model)
-    # EOS may serve as padding, and learns like any token
-    decoder(model).get_input_embeddings().padding_idx = None
-    if not vision:
-        for name in vision_parts(model):
-            delattr(model.model, name)
-    if not head:
-        del model.lm_head
-    if not trains_vision:
-        freeze(tower_parameters(model), compute.dtype)
-    if float32_parts(model) and not compute.planned:
-        choose_rule(compute.device.type, compute.dtype)  # which names a missing package
-    return model
-
-
-@contextmanager
-def parameters_on_meta():
-    """Inside, every parameter that a module registers moves to the meta device at once."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        # A tied weight is there already, and must stay one object.
-        if param is not None and not param.is_meta:
-            moved = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-            self._parameters[name] = moved
-
-    nn.Module.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
-
-
-def freeze(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Freeze parameters and keep them in the compute type: a replicated tower is outside of FSDP's
-    precision policy, and others it would cast in every forward. Buffers stay float32."""
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(dtype)
-
-
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Allocate meta parameters on ``device``, keeping the values of all buffers."""
-    module._apply(
-        lambda tensor: torch.empty_like(tensor, device=device)
-        if tensor.is_meta
-        else tensor.to(device)
-    )
-
-
-# -------------------------------------------------------------------------------------------------
-# Vision towers that are the same
-# -------------------------------------------------------------------------------------------------
-
-
-def image_settings(processor: Processor) -> list:
-    """Whatever decides how a processor turns an image into patches."""
-    settings = [processor.config.model_type]
-    for name in ("image_processor", "frame_processor"):
-        part = getattr(processor.family, name, None)
-        settings.append(part and part.to_dict())
-    return settings
-
-
-def same_tower(first: Path, second: Path) -> bool:
-    """Whether two checkpoints have the same vision tower; also where one has no weights, because a
-    plan has fetched none."""
-    if not all(any(folder.glob("*.safetensors")) for folder in (first, second)):
-        return True
-    a, b = vision_tensors(first), vision_tensors(second)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def vision_tensors(folder: Path) -> Tensors:
-    """The weights of the vision tower in a folder's files, which are read when they are used."""
-    tensors = {}
-    for path in weight_files(folder):
-        file = open_weights(path)
-        for key in file.keys():
-            name = key.removeprefix("model.")
-            if name.startswith(VISION_KEYS):
-                tensors[name] = file.get_tensor(key)
-    return tensors
-
-
-# -------------------------------------------------------------------------------------------------
-# Adapters
-# -------------------------------------------------------------------------------------------------
-
-
-class LoRALinear(nn.Linear):
-    """A frozen linear layer with a trained adapter (Hu et al. 2021): x -> W x + scale B A x, A (r,
-    in), B (out, r).
-
-    Its weight keeps its name, so checkpoints load and export as without adapters.
-    """
-
-    def __init__(self, layer: nn.Linear, rank: int, scale: float):
-        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
-        self.weight, self.bias, self.scale = layer.weight, layer.bias, scale
-        self.acts = True
-        self.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, device="meta"))
-        self.lora_B = nn.Parameter(torch.empty(layer.out_features, rank, device="meta"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight, self.bias)
-        if not self.acts:
-            return out
-        return out + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
-
-
-def add_adapters(model: Model, base: str, rank: int, alpha: int) -> None:
-    """Freeze a model on meta, in the compute type, and give every linear layer of its decoder,
-    attention and MLP, an adapter in float32, scaled by alpha / rank. Experts are stacked in single
-    parameters, no linear layers, and get none. ``base``: the checkpoint that the adapters belong to.
-    """
-    freeze(model.parameters(), model.setup.dtype)
-    for part in float32_parts(model):
-        freeze(part.parameters(), torch.float32)
-    inside = set(decoder(model).layers.modules())
-    layers = {
-        name: layer
-        for name, layer in model.named_modules()
-        if type(layer) is nn.Linear and layer in inside
-    }
-    for name, layer in layers.items():
-        model.set_submodule(name, LoRALinear(layer, rank, alpha / rank))
-    # Whole names: a suffix alone would also fit layers of a vision tower.
-    model.setup.adapter = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": list(layers),
-    }
-
-
-def adapted_layers(model: Model) -> list[LoRALinear]:
-    return [module for module in model.modules() if isinstance(module, LoRALinear)]
-
-
-def init_adapters(model: Model, seed: int) -> None:
-    """A uniform in ±1 / sqrt(in), B zero, identical on any number of ranks: the adapted model
-    starts equal to its base."""
-    generator = torch.Generator().manual_seed(seed)
-    for layer in adapted_layers(model):
-        values = torch.empty(layer.lora_A.shape).uniform_(-1, 1, generator=generator)  # (r, in)
-        copy_shard(layer.lora_A, values / layer.in_features**0.5)
-        nn.init.zeros_(layer.lora_B)
-
-
-@contextmanager
-def without_adapters(model: Model):
-    """Inside, a model with adapters is its base: the reference of a KL needs no copy of the
-    weights."""
-    layers = adapted_layers(model)
-    for layer in layers:
-        layer.acts = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.acts = True
-
-
-# -------------------------------------------------------------------------------------------------
 # Weights in
 # -------------------------------------------------------------------------------------------------
 
@@ -529,6 +160,15 @@ def shard_and_load(module: Wrapper, ranks: distributed.Ranks, seed: int) -> None
     if head is not None:
         nn.init.zeros_(head.weight)
     load(module.model, module.model.setup.folder, value_head=head)
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Allocate meta parameters on ``device``, keeping the values of all buffers."""
+    module._apply(
+        lambda tensor: torch.empty_like(tensor, device=device)
+        if tensor.is_meta
+        else tensor.to(device)
+    )
 
 
 def named_weights(model: Model, value_head: nn.Linear | None) -> Tensors:

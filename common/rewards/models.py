@@ -36,7 +36,7 @@ from common.data.rows import (
 from common.data.transcripts import IMAGE_MARK, finished_text, image_sizes
 from common.files import say
 from common.flags import RewardArgs
-from common.model import weights
+from common.model.build import build_reader
 from common.model.fsdp import onloaded
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.vlm import Modules, compute_features, tower_parameters
@@ -85,7 +85,7 @@ def build(
         if not is_judge and source.kind != "rm":
             continue
         with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
-            model, processor = weights.build_reader(
+            model, processor = build_reader(
                 source.folder, actor.model, actor.processor, own_template, is_judge, shares_features
             )
             scored = [row for row in rows if source.spec in reward.weights(row.label)]

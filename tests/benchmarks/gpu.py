@@ -34,13 +34,12 @@ import reference_kernels
 import toy
 import train_ppo_vl as ppo
 from common import distributed
-from common.model import memory
 from common.buffers import Batch, Pack
-from common.model.fsdp import bare_forwards
-from common.flags import DataArgs
-from common.model import checkpoint, vlm, weights
-from common.model.attention import BACKENDS, PackedAttention, SlotCache
 from common.data.processor import Processor
+from common.flags import DataArgs
+from common.model import adapters, build, checkpoint, memory, vlm, weights
+from common.model.attention import BACKENDS, PackedAttention, SlotCache
+from common.model.fsdp import bare_forwards
 from conftest import computing
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,8 +120,8 @@ def random_weights(model, folder=None, value_head=None) -> set[str]:
 
 def text_model(folder: Path, setup: weights.Setup):
     """The language model alone, without gradients, in the compute dtype."""
-    model = weights.build_model(text_config(folder)[0], setup, vision=False, head=True)
-    weights.freeze(model.parameters(), setup.dtype)
+    model = build.build_model(text_config(folder)[0], setup, vision=False, head=True)
+    adapters.freeze(model.parameters(), setup.dtype)
     weights.materialize(model, DEVICE)
     random_weights(model)
     return model.eval()
@@ -219,7 +218,7 @@ def decode_table(setup, folder: Path, size: str, batches, contexts, steps: int, 
                         model.config.text_config._attn_implementation = "sdpa"
                         model.model.language_model.config._attn_implementation = "sdpa"
                         seconds = generate_seconds(model, batch, context, steps)
-                        vlm.use_attention(model, setup.backend)
+                        build.use_attention(model, setup.backend)
                     else:
                         seconds = decoding_seconds(sampling, model, batch, context, mode, steps)
                     cells.append(f"{1e3 * seconds:.2f} ms, {batch / seconds:.0f}, {100 * bound / seconds:.0f} %")
@@ -312,7 +311,7 @@ def main() -> None:
              "--max_new_tokens", "8" if tiny else "256", "--max_prompt_tokens", "2048", "--gradient_checkpointing", "--out",
              str(folder / "run")]
     args = ppo.parse_args(flags)
-    setup = weights.choose_compute(args.model, DEVICE, 32768)
+    setup = build.choose_compute(args.model, DEVICE, 32768)
     bandwidth, peak = limits(setup.dtype, tiny)
     tables = [attention_table]
     for size in sizes:

@@ -21,12 +21,14 @@ from common.data.loader import load_pixels
 from common.data.processor import Processor, answer_frame
 from common.data.rows import load_prompts, parse_columns
 from common.flags import DataArgs
-from common.model.weights import build_model, materialize, resolve_folder
+from common.model.build import build_model
+from common.model.weights import materialize, resolve_folder
 from common.rewards.judge import load_judgements, read_rubric
 from conftest import judge_settings, read_json, table, value_error, write_image
 from helpers import (
     BLUE,
     BOX,
+    COMPUTE,
     EOT,
     GREEN,
     IM_END,
@@ -34,7 +36,6 @@ from helpers import (
     IMAGE,
     PYTHONS_WORDS,
     RED,
-    COMPUTE,
     SPECIAL,
     TEMPLATE,
     VIDEO,

@@ -35,7 +35,7 @@ from common.data.families import FAMILIES, family_of
 from common.data.loader import PromptLoader
 from common.data.processor import Processor
 from common.model import attention as vlm_attention
-from common.model import experts, fsdp, image_changes, vlm
+from common.model import build, experts, fsdp, image_changes, vlm
 from common.model import weights as vlm_weights
 from common.model.packs import make_packs
 from common.model.teacher import with_prompts
@@ -320,11 +320,11 @@ def test_what_our_attention_is_not_is_refused():
                 original_max_position_embeddings=64)
     text = dict(model_type="gpt_oss", num_local_experts=2, num_experts_per_tok=1, layer_types=None)
     with value_error("llama has rope_type longrope or attention sinks"):
-        vlm_weights.build_model(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope), COMPUTE)
+        build.build_model(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope), COMPUTE)
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
     config["text_config"] |= text
     with value_error("gpt_oss has rope_type longrope or attention sinks"):
-        vlm_weights.build_model(AutoConfig.for_model(**config), COMPUTE)
+        build.build_model(AutoConfig.for_model(**config), COMPUTE)
 
 
 def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):

@@ -20,7 +20,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.data.processor import Processor
-from common.model import budget, memory, weights
+from common.model import budget, build, memory
 from conftest import ROOT, read_json, read_rows, start, take, user_error, words
 from helpers import planned
 from ranks import TORCHRUN
@@ -165,7 +165,7 @@ def test_rows_to_learn_may_be_longer_than_what_is_written(qwen25, picture_rows, 
     ("auto", "cpu", False), ("on", "cpu", True), ("auto", "cuda", True), ("off", "cuda", False)])
 def test_gpus_recompute_layers_unless_they_are_told_not_to(flag, device, recomputed, qwen25):
     args = ppo.parse_args(words("--model", qwen25, "--data d.jsonl --attention sdpa --gradient_checkpointing", flag))
-    builder = weights.Builder(args.model, torch.device(device), 100)
+    builder = build.Builder(args.model, torch.device(device), 100)
     for model in (builder.actor(), builder.role("", head=False)):
         assert model.model.language_model.layers[0].gradient_checkpointing == recomputed
 

@@ -15,7 +15,7 @@ import torch.nn.attention.varlen as torch_varlen
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
-from common.model import fsdp, vlm
+from common.model import fsdp, shards, vlm
 from common.model.packs import make_packs
 from common.rewards import scoring
 from conftest import (
@@ -105,7 +105,7 @@ def gradients(env, batch) -> dict[str, torch.Tensor]:
     env.actor.train()
     for pack in make_packs(env.actor.model, batch):
         ppo.actor_loss(env.actor, None, pack, batch, part, env.args)[0].backward()
-    return {name: fsdp.shard_of(p.grad).float() for name, p in env.actor.named_parameters() if p.grad is not None}
+    return {name: shards.shard_of(p.grad).float() for name, p in env.actor.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

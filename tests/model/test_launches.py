@@ -19,7 +19,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 import train_ppo_vl as ppo
 from common.data.folder import read_model_config
-from common.model import layers, vlm, weights
+from common.model import build, layers, vlm
 from conftest import write_checkpoint
 from helpers import DEVICE, HAS_CUDA, WAITS, filled
 
@@ -59,8 +59,8 @@ class Launches(TorchDispatchMode):
 
 def launches(folder, count_layers: int, **sampling) -> Launches:
     """A second decoding step of a model with so many layers, in bfloat16 with varlen."""
-    compute = weights.Compute("varlen", torch.bfloat16, DEVICE, 512, 256, 64)
-    model = weights.build_model(read_model_config(folder), compute, vision=False).requires_grad_(False)
+    compute = vlm.Compute("varlen", torch.bfloat16, DEVICE, 512, 256, 64)
+    model = build.build_model(read_model_config(folder), compute, vision=False).requires_grad_(False)
     decoder = vlm.decoder(model.eval())
     decoder.layers = nn.ModuleList([*decoder.layers] * count_layers)[:count_layers]
     decoder.config.num_hidden_layers = model.config.get_text_config().num_hidden_layers = count_layers
@@ -119,7 +119,7 @@ def test_a_layer_of_a_decoding_step_launches_few_kernels(kind, tmp_path, kernels
 
 def test_layers_of_transformers_would_be_found(tmp_path, monkeypatch):
     """The same count, without our own: 10 for rotary positions, 5 for an MLP, 8 for a norm."""
-    monkeypatch.setattr(weights, "use_fewer_kernels", lambda model: None)
+    monkeypatch.setattr(build, "use_fewer_kernels", lambda model: None)
     rotate = modeling_qwen2_5_vl.apply_rotary_pos_emb
     if isinstance(rotate, functools.partial):  # another test has built a model
         monkeypatch.setattr(modeling_qwen2_5_vl, "apply_rotary_pos_emb", *rotate.args)

@@ -12,7 +12,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from common.data.families import Qwen
 from common.data.folder import read_model_config
-from common.model import layers, weights
+from common.model import build, layers
 from conftest import rounding, write_checkpoint
 from families import make_config, make_tokenizer
 from helpers import COMPUTE
@@ -85,7 +85,7 @@ def types_of(modules, *bases: type) -> list[type]:
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_every_model_that_is_built_has_them(kind, tmp_path):
-    model = weights.build_model(read_model_config(write_checkpoint(tmp_path, kind)), COMPUTE)
+    model = build.build_model(read_model_config(write_checkpoint(tmp_path, kind)), COMPUTE)
     norms = {type(module).__name__ for module in model.modules() if "RMSNorm" in type(module).__name__}
     assert norms == {"RMSNorm"}
     assert types_of(model.modules(), nn.Conv3d) == [layers.PatchProjection]
@@ -93,6 +93,6 @@ def test_every_model_that_is_built_has_them(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
 def test_no_tower_that_can_be_trained_has_a_convolution(kind):
-    model = weights.build_model(make_config(kind, make_tokenizer(kind)), COMPUTE)
+    model = build.build_model(make_config(kind, make_tokenizer(kind)), COMPUTE)
     assert isinstance(model.setup.family, Qwen)
     assert types_of(model.model.visual.modules(), nn.Conv1d, nn.Conv2d, nn.Conv3d) == [layers.PatchProjection]

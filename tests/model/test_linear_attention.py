@@ -17,7 +17,7 @@ import toy
 import train_ppo_vl as ppo
 from common.buffers import Batch
 from common.data.rows import Prompt
-from common.model import attention, fsdp, linear_attention, vlm
+from common.model import attention, build, fsdp, linear_attention, vlm
 from common.model import weights as vlm_weights
 from common.model.linear_attention import PackedDelta, SlotStates
 from common.model.packs import make_packs
@@ -274,7 +274,7 @@ def test_an_update_equals_one_forward_and_backward_per_sample(env, checkpointing
     """All parameters; prompts of 1 to 130 tokens, responses of 1 to 100, in one pack; a lone sample is one segment."""
     try:
         if checkpointing:
-            vlm_weights.recompute_layers(env.actor.model)
+            build.recompute_layers(env.actor.model)
         env.actor.train()
         logprob, gradient = update_errors(env)
     finally:
@@ -458,7 +458,7 @@ def text_model(kind: str, **changes):
     """InternVL around a text model of another kind, on meta."""
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
     config["text_config"] = TEXT | {"model_type": kind, "vocab_size": config["text_config"]["vocab_size"]} | changes
-    return vlm_weights.build_model(AutoConfig.for_model(**config), COMPUTE)
+    return build.build_model(AutoConfig.for_model(**config), COMPUTE)
 
 
 FOREIGN = {

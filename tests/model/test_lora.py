@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.model import fsdp
+from common.model import adapters, build, fsdp
 from common.model import weights as vlm_weights
 from common.model.packs import make_packs
 from conftest import (
@@ -135,7 +135,7 @@ def test_a_model_begins_as_its_base(env, qwen25, picture_rows):
     expected = score(base.actor, env.batch)
     assert torch.equal(score(fresh.actor, env.batch), expected)
     assert (score(env.actor, env.batch) - expected).abs().max() > 0.1
-    for layer in (m for m in fresh.actor.modules() if isinstance(m, vlm_weights.LoRALinear)):
+    for layer in (m for m in fresh.actor.modules() if isinstance(m, adapters.LoRALinear)):
         values, bound = layer.lora_A.full_tensor(), layer.in_features ** -0.5
         assert not layer.lora_B.full_tensor().any()
         assert 0.9 * bound < values.abs().max() <= bound
@@ -163,7 +163,7 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
     part = ppo.Minibatch(range(4), weights, weights, None)
     for checkpointing in (False, True):
         if checkpointing:
-            vlm_weights.recompute_layers(env.actor.model)
+            build.recompute_layers(env.actor.model)
         for reference in (env.reference, other.reference):
             models = ppo.Models(env.actor, None, reference)
             ppo.fill_logprobs_and_values(batch, models, args)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import ranks
 import train_ppo_vl as ppo
 from common import losses
-from common.model import fsdp
+from common.model import fsdp, shards
 from common.model.packs import make_packs
 from common.model.teacher import follow_average
 from conftest import (
@@ -282,12 +282,12 @@ def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, m
     before = dict(env.reference.named_parameters())
     fsdp.move(env.reference, env.ranks.device)
     tensors_of = [*env.reference.parameters(), *env.reference.buffers()]
-    assert {fsdp.shard_of(t).data_ptr() for t in tensors_of} == {
+    assert {shards.shard_of(t).data_ptr() for t in tensors_of} == {
         tensor.data_ptr() for _, tensor in MOVED
     }
     assert all(before[name] is p for name, p in env.reference.named_parameters())
     assert sum(size for size, _ in MOVED) == sum(
-        fsdp.shard_of(t).numel() * t.element_size() for t in tensors_of
+        shards.shard_of(t).numel() * t.element_size() for t in tensors_of
     )
 
 
@@ -300,11 +300,11 @@ def test_a_gpu_is_relieved(gpu, qwen25, picture_rows):
     expected = score(env.reference, batch)
 
     def weights():
-        return [fsdp.shard_of(parameter) for parameter in env.reference.parameters()]
+        return [shards.shard_of(parameter) for parameter in env.reference.parameters()]
 
     def optimizer_state():
         states = trained.optimizer.state.values()
-        return [fsdp.shard_of(state[name]) for state in states for name in ("exp_avg", "exp_avg_sq", "ema")]
+        return [shards.shard_of(state[name]) for state in states for name in ("exp_avg", "exp_avg_sq", "ema")]
 
     for part, held in ((env.reference, weights), (trained, optimizer_state)):
         fsdp.move(part, env.ranks.device)

@@ -16,7 +16,7 @@ import train_ppo_vl as ppo
 from common.buffers import Pack
 from common.data.folder import read_model_config
 from common.model import attention as vlm_attention
-from common.model import weights
+from common.model import build, vlm
 from conftest import write_checkpoint
 from helpers import DEVICE, WAITS, filled
 
@@ -49,8 +49,8 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
     """With images."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # an H100: torch 2.15 asks
     folder = write_checkpoint(tmp_path, kind)
-    compute = weights.Compute("varlen", torch.bfloat16, DEVICE, 512, 8, 64)
-    model = weights.build_model(read_model_config(folder), compute, vision=False)
+    compute = vlm.Compute("varlen", torch.bfloat16, DEVICE, 512, 8, 64)
+    model = build.build_model(read_model_config(folder), compute, vision=False)
     vocabulary = model.config.get_text_config().vocab_size
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 

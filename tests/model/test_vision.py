@@ -12,8 +12,8 @@ import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.model import vlm
+from common.model.build import recompute_layers
 from common.model.packs import make_packs
-from common.model.weights import recompute_layers
 from conftest import (
     ROUNDING,
     computing,

@@ -1,0 +1,96 @@
+"""Adapters: low-rank updates of a frozen model's linear layers (Hu et al. 2021)."""
+
+from contextlib import contextmanager
+from typing import Iterable
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.model.shards import copy_shard
+from common.model.vlm import Model, decoder, float32_parts
+
+
+def freeze(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Freeze parameters and keep them in the compute type: a replicated tower is outside of FSDP's
+    precision policy, and others it would cast in every forward. Buffers stay float32."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(dtype)
+
+
+class LoRALinear(nn.Linear):
+    """A frozen linear layer with a trained adapter (Hu et al. 2021): x -> W x + scale B A x, A (r,
+    in), B (out, r).
+
+    Its weight keeps its name, so checkpoints load and export as without adapters.
+    """
+
+    def __init__(self, layer: nn.Linear, rank: int, scale: float):
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.weight, self.bias, self.scale = layer.weight, layer.bias, scale
+        self.acts = True
+        self.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, device="meta"))
+        self.lora_B = nn.Parameter(torch.empty(layer.out_features, rank, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.weight, self.bias)
+        if not self.acts:
+            return out
+        return out + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
+
+
+def add_adapters(model: Model, base: str, rank: int, alpha: int) -> None:
+    """Freeze a model on meta, in the compute type, and give every linear layer of its decoder,
+    attention and MLP, an adapter in float32, scaled by alpha / rank. Experts are stacked in single
+    parameters, no linear layers, and get none. ``base``: the checkpoint that the adapters belong to.
+    """
+    freeze(model.parameters(), model.setup.dtype)
+    for part in float32_parts(model):
+        freeze(part.parameters(), torch.float32)
+    inside = set(decoder(model).layers.modules())
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear and layer in inside
+    }
+    for name, layer in layers.items():
+        model.set_submodule(name, LoRALinear(layer, rank, alpha / rank))
+    # Whole names: a suffix alone would also fit layers of a vision tower.
+    model.setup.adapter = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": list(layers),
+    }
+
+
+def adapted_layers(model: Model) -> list[LoRALinear]:
+    return [module for module in model.modules() if isinstance(module, LoRALinear)]
+
+
+def init_adapters(model: Model, seed: int) -> None:
+    """A uniform in ±1 / sqrt(in), B zero, identical on any number of ranks: the adapted model
+    starts equal to its base."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in adapted_layers(model):
+        values = torch.empty(layer.lora_A.shape).uniform_(-1, 1, generator=generator)  # (r, in)
+        copy_shard(layer.lora_A, values / layer.in_features**0.5)
+        nn.init.zeros_(layer.lora_B)
+
+
+@contextmanager
+def without_adapters(model: Model):
+    """Inside, a model with adapters is its base: the reference of a KL needs no copy of the
+    weights."""
+    layers = adapted_layers(model)
+    for layer in layers:
+        layer.acts = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.acts = True

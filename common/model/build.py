@@ -1,0 +1,380 @@
+"""Models on meta, from a checkpoint's config; `weights` fills them.
+
+    Builder         the models of a run by role, as the flags say
+    build_reader    the frozen model of another checkpoint, with its own processor
+    build_model     a model of transformers whose layers mix tokens as packs need it
+"""
+
+import copy
+import inspect
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from common import distributed
+from common.data.families import Qwen, family_of
+from common.data.folder import read_model_config
+from common.data.processor import Processor
+from common.files import say
+from common.flags import DataArgs, ModelArgs
+from common.model.adapters import add_adapters, freeze
+from common.model.attention import (
+    ATTENTION_NAME,
+    VISION_ATTENTION_NAME,
+    choose_backend,
+    flash_attn_problem,
+)
+from common.model.compilation import compile_layers
+from common.model.layers import use_fewer_kernels
+from common.model.linear_attention import HF_LAYERS, DeltaNet, choose_rule
+from common.model.vlm import (
+    Compute,
+    Model,
+    Setup,
+    decoder,
+    float32_parts,
+    routers,
+    tower_parameters,
+    trained_parts,
+    vision_parts,
+)
+from common.model.weights import VISION_KEYS, Tensors, open_weights, resolve_folder, weight_files
+
+# -------------------------------------------------------------------------------------------------
+# The models of a run
+# -------------------------------------------------------------------------------------------------
+
+
+def choose_compute(args: ModelArgs, device: torch.device, longest: int) -> Compute:
+    """What the flags mean on this device; the main rank prints it. On the meta device, where models
+    are only planned, they mean what they do on a GPU. Raises ValueError: an attention back-end that
+    cannot run here.
+    """
+    small = device.type == "cpu"
+    name = args.dtype
+    if name == "auto":
+        name = "float32" if small else "bfloat16"
+    dtype = getattr(torch, name)
+    backend = "sdpa"
+    if device.type != "meta":
+        backend = choose_backend(args.attention, device, dtype)
+        install = ""
+        if backend == "varlen" and flash_attn_problem():
+            install = f" ({flash_attn_problem()})"
+        if distributed.is_main():
+            ranks = f"{distributed.world_size()} x {device.type}"
+            say(f"{ranks}, attention: {backend}{install}, compute: {name}")
+    # Every chunk costs a pass over the gradient of the head's weight: on a GPU this is expensive, on
+    # a CPU it is not, and memory decides.
+    head_chunk = 256 if small else 4096
+    return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk, longest)
+
+
+class Builder:
+    """The models of a run, on meta: that of the checkpoint to train, and those of other roles.
+
+    Args:
+        longest: tokens of the longest sequence.
+    """
+
+    def __init__(self, args: ModelArgs, device: torch.device, longest: int):
+        self.args, self.compute = args, choose_compute(args, device, longest)
+        self.folder = resolve_folder(args.model, weights=not self.compute.planned)
+
+    def actor(self) -> Model:
+        """The model to train, with its vision tower. The main rank says what adapters leave out."""
+        model = self.build(self.folder, vision=True)
+        mixtures = len(routers(model))
+        if self.args.lora_rank and mixtures and distributed.is_main():
+            say(
+                f"warning: --lora_rank leaves the experts and routers of {mixtures} layers as they "
+                "are; without it, all weights are trained"
+            )
+        return model
+
+    def role(self, name: str, head: bool = True, frozen: bool = False) -> Model:
+        """The model of a checkpoint, or the actor's if ``name`` is empty. It reads the actor's
+        image features, but has a tower of its own where towers are trained.
+
+        Raises:
+            ValueError: the checkpoint has another vocabulary, or another tower, so that its
+                language model expects other features.
+        """
+        folder = self.folder
+        if name:
+            folder = resolve_folder(name, weights=not self.compute.planned)
+            self.check_role(folder)
+        return self.build(folder, self.args.train_vision, head, frozen)
+
+    def check_role(self, folder: Path) -> None:
+        size, tokens = (
+            read_model_config(place).get_text_config().vocab_size for place in (folder, self.folder)
+        )
+        if size != tokens:
+            raise ValueError(
+                f"{folder}: vocab_size {size}, the actor's is {tokens}: critic and reference read "
+                "its tokens"
+            )
+        if not self.args.train_vision and not same_tower(self.folder, folder):
+            raise ValueError(
+                f"{folder}: its vision tower differs from that of {self.folder}; critic and "
+                "reference work on the image features of the actor"
+            )
+
+    def build(self, folder: Path, vision: bool, head: bool = True, frozen: bool = False) -> Model:
+        """With adapters, gradient checkpointing and compiled layers, as the flags say."""
+        args = self.args
+        model = build_model(
+            read_model_config(folder),  # each its own: same shapes do not make the same model
+            self.compute,
+            folder,
+            vision=vision,
+            head=head,
+            trains_vision=args.train_vision,
+        )
+        if frozen:
+            return model.requires_grad_(False)
+        if args.lora_rank:
+            add_adapters(model, args.model, args.lora_rank, args.lora_alpha)
+        by_default = args.gradient_checkpointing == "auto" and self.compute.device.type == "cuda"
+        if by_default or args.gradient_checkpointing == "on":
+            recompute_layers(model)
+        if args.compile == "layers":
+            compile_layers(model)
+        return model
+
+
+def build_reader(
+    name: str,
+    actor: Model,
+    processor: Processor,
+    args: DataArgs,
+    head: bool = True,
+    shares: bool = True,
+) -> tuple[Model, Processor]:
+    """The frozen model of another checkpoint, on meta, and its processor, to read rows by themselves:
+    without a vision tower where it may (``shares``) and can read the image features of the ``actor``,
+    to which the given ``processor`` belongs.
+
+    Raises ValueError: a folder that is no model, or of a family that is not supported.
+    """
+    setup = actor.setup
+    folder = resolve_folder(name, weights=not setup.planned)
+    # It sees images at the size that it was trained on.
+    reader = Processor(folder, replace(args, min_pixels=0, max_pixels=0))
+    # The actor's image features serve if family, image processor and tower are the actor's, untrained.
+    shares = (
+        shares
+        and not setup.trains_vision
+        and image_settings(reader) == image_settings(processor)
+        and same_tower(setup.folder, folder)
+    )
+    model = build_model(reader.config, setup, folder, vision=not shares, head=head)
+    return model.requires_grad_(False), reader
+
+
+# -------------------------------------------------------------------------------------------------
+# A model of transformers on meta
+# -------------------------------------------------------------------------------------------------
+
+
+def recompute_layers(model: Model) -> None:
+    """Gradient checkpointing: the backward pass computes the activations of each layer again."""
+    for part in trained_parts(model):
+        # Newer versions of transformers warn about the name that older ones know.
+        enable = getattr(part, "activation_checkpointing_enable", part.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+
+
+def build_model(
+    config,
+    compute: Compute,
+    folder: Path = Path(),
+    *,
+    vision: bool = True,
+    head: bool = True,
+    trains_vision: bool = False
+) -> Model:
+    """The model of a ``folder``'s config with parameters on the meta device and real buffers. Without
+    ``vision`` or ``head`` that part is left out; a tower that is not trained is frozen, in the
+    compute type.
+
+    Only parameters are moved to meta: rotary frequencies are buffers in no file, and would come out
+    of `materialize` as garbage had they been built there.
+
+    Raises:
+        ValueError: something in the config is not supported.
+    """
+    family = family_of(config)
+    if trains_vision and not isinstance(family, Qwen):
+        raise ValueError(
+            f"--train_vision: the checkpoint is of the family {config.model_type}; only vision "
+            "towers of Qwen-VL can be trained"
+        )
+    auto = AutoModelForImageTextToText if family.media else AutoModelForCausalLM
+    try:
+        with parameters_on_meta():
+            # a copy: it is written into
+            model = cast(Model, auto.from_config(copy.deepcopy(config), dtype=torch.float32))
+    except Exception as error:  # each class of transformers has its own checks, or none
+        raise ValueError(f"transformers cannot build the model of config.json: {error!r}") from error
+    how = {part.name: getattr(compute, part.name) for part in fields(Compute)}
+    model.setup = Setup(**how, family=family, folder=folder, trains_vision=trains_vision)
+    use_mixers(model)
+    use_fewer_kernels(model)
+    use_attention(model, compute.backend)
+    check_decoder(model)
+    # EOS may serve as padding, and learns like any token
+    decoder(model).get_input_embeddings().padding_idx = None
+    if not vision:
+        for name in vision_parts(model):
+            delattr(model.model, name)
+    if not head:
+        del model.lm_head
+    if not trains_vision:
+        freeze(tower_parameters(model), compute.dtype)
+    if float32_parts(model) and not compute.planned:
+        choose_rule(compute.device.type, compute.dtype)  # which names a missing package
+    return model
+
+
+@contextmanager
+def parameters_on_meta():
+    """Inside, every parameter that a module registers moves to the meta device at once."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        # A tied weight is there already, and must stay one object.
+        if param is not None and not param.is_meta:
+            moved = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            self._parameters[name] = moved
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+# -------------------------------------------------------------------------------------------------
+# Vision towers that are the same
+# -------------------------------------------------------------------------------------------------
+
+
+def image_settings(processor: Processor) -> list:
+    """Whatever decides how a processor turns an image into patches."""
+    settings = [processor.config.model_type]
+    for name in ("image_processor", "frame_processor"):
+        part = getattr(processor.family, name, None)
+        settings.append(part and part.to_dict())
+    return settings
+
+
+def same_tower(first: Path, second: Path) -> bool:
+    """Whether two checkpoints have the same vision tower; also where one has no weights, because a
+    plan has fetched none."""
+    if not all(any(folder.glob("*.safetensors")) for folder in (first, second)):
+        return True
+    a, b = vision_tensors(first), vision_tensors(second)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def vision_tensors(folder: Path) -> Tensors:
+    """The weights of the vision tower in a folder's files, which are read when they are used."""
+    tensors = {}
+    for path in weight_files(folder):
+        file = open_weights(path)
+        for key in file.keys():
+            name = key.removeprefix("model.")
+            if name.startswith(VISION_KEYS):
+                tensors[name] = file.get_tensor(key)
+    return tensors
+
+
+# -------------------------------------------------------------------------------------------------
+# How layers mix tokens
+# -------------------------------------------------------------------------------------------------
+
+
+def use_attention(model: Model, backend: str) -> None:
+    """Point language model and vision tower at our attention functions."""
+    # Set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
+    decoder(model).config._attn_implementation = ATTENTION_NAME
+    if isinstance(model.setup.family, Qwen) and hasattr(model.model, "visual"):
+        # the other towers have no windows: SDPA, their default, is one call per block
+        vision = "sdpa" if backend == "sdpa" else VISION_ATTENTION_NAME + backend
+        model.model.visual.config._attn_implementation = vision
+
+
+def use_mixers(model: Model) -> None:
+    """Make every layer mix its tokens by `attention` or `linear_attention`, and number the layers of
+    each kind, as the cache does.
+
+    Raises:
+        ValueError: a layer mixes tokens in another way. It would silently ignore our arguments, and
+            each token would see the whole pack.
+    """
+    text = model.config.get_text_config()
+    counts = {True: 0, False: 0}  # layers with linear attention, and without
+    for layer in decoder(model).layers:
+        for name, part in layer.named_children():
+            if type(part) in HF_LAYERS:
+                setattr(layer, name, DeltaNet(part))
+        # transformers numbers the modules that need earlier tokens
+        mixers: list[Any] = [part for part in layer.children() if hasattr(part, "layer_idx")]
+        if len(mixers) != 1 or not is_ours(mixers[0]):
+            names = [type(part).__name__ for part in mixers or layer.children()]
+            raise ValueError(
+                f"the text model {text.model_type} mixes tokens by {', '.join(names)}, which is "
+                "not supported"
+            )
+        is_linear = isinstance(mixers[0], DeltaNet)
+        mixers[0].slot_layer = counts[is_linear]
+        counts[is_linear] += 1
+
+
+def is_ours(mixer: nn.Module) -> bool:
+    """Whether a layer's mixer is a `DeltaNet`, or passes all its arguments to the attention function
+    that transformers looks up by name."""
+    code = inspect.unwrap(type(mixer).forward).__code__
+    takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    by_name = takes_all and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return by_name or isinstance(mixer, DeltaNet)
+UNSUPPORTED = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+    "attention_chunk_size",
+)
+
+
+def check_decoder(model: Model) -> None:
+    """Refuse kinds of attention and rotary positions that do not work in packs. Raises ValueError."""
+    language, text = decoder(model), model.config.get_text_config()
+    for name in UNSUPPORTED:
+        if getattr(text, name, None):
+            raise ValueError(f"the checkpoint's text model has {name}, which is not supported")
+    rope = str(language.rotary_emb.rope_type)
+    sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
+    if rope == "longrope" or sinks:
+        raise ValueError(
+            f"the checkpoint's text model {text.model_type} has rope_type longrope or "
+            "attention sinks, which are not supported"
+        )
+    if rope != "dynamic":
+        return
+    # Dynamic positions change with a batch's longest sequence, but only beyond this limit.
+    limit = text.max_position_embeddings
+    if model.setup.longest > limit:
+        raise ValueError(
+            "the checkpoint's rope_type dynamic is supported up to its max_position_embeddings "
+            f"{limit}; the flags allow sequences of {model.setup.longest} tokens"
+        )
+    # "default" does not inspect the positions, which a CUDA graph could not capture
+    language.rotary_emb.rope_type = "default"
