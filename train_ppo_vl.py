@@ -98,12 +98,13 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     checkpoints = checkpoint.Checkpoints(args.run, args.checkpoint)
     rows = load_rows(args)
     check_rows(args, rows, reward, environment)
-    modules = build_models(args, rows.processor, ranks.device)  # on meta: no weights are read yet
+    models = build_models(args, rows.processor, ranks.device)  # on meta: no weights are read yet
+    modules = models.by_role()
     if not args.run.export_only:
-        modules |= build_reward_models(args, reward, rows, modules["actor"])
-        prepare_teacher(args, rows, modules)
+        modules |= build_reward_models(args, reward, rows, models.actor)
+        prepare_teacher(args, rows, models.teacher)
         budget.fit(plan_memory(args, modules, rows, ranks.world), ranks)
-    models = load_models(args, modules, ranks)
+    load_models(args, modules, ranks)
 
     trainables = make_trainables(args, models)
     exports = exported_models(args, trainables)
@@ -703,7 +704,7 @@ def advance(
 ) -> None:
     """Bring the state up to date after a step, and add its counters to the metrics."""
     algorithm = args.algorithm
-    if batch.kl is not None and state.step >= args.update.critic_warmup_steps:
+    if len(batch.kl) and state.step >= args.update.critic_warmup_steps:
         metrics["train/kl_coef"] = state.kl_coef
         if algorithm.kl_target:
             state.kl_coef = losses.adapt_kl_coef(
@@ -801,12 +802,28 @@ def sampling_of(args: Args, processor: Processor, device: torch.device) -> Sampl
     )
 
 
-def build_models(
-    args: Args, processor: Processor, device: torch.device
-) -> vlm.Modules:
-    """Actor, critic (with gae), reference (with a KL) and teacher by role, on meta; they will compute
-    on ``device``. With adapters, the actor without them is the teacher `self` and, by default, the
-    reference.
+class Models(NamedTuple):
+    """The models of the algorithm."""
+
+    actor: Policy
+    critic: Critic | None  # with gae
+    reference: Policy | None  # with a KL; with adapters, by default, the actor itself
+    teacher: Teacher | None = None  # its policy may be the actor, too
+
+    def by_role(self) -> vlm.Modules:
+        """Those that have weights of their own."""
+        modules: vlm.Modules = {"actor": self.actor}
+        teacher = self.teacher and self.teacher.policy
+        others = {"critic": self.critic, "reference": self.reference, "teacher": teacher}
+        for role, module in others.items():
+            if module is not None and module is not self.actor:
+                modules[role] = module
+        return modules
+
+
+def build_models(args: Args, processor: Processor, device: torch.device) -> Models:
+    """Actor, critic (with gae), reference (with a KL) and teacher, on meta; they will compute on
+    ``device``.
 
     Raises:
         UserError: on every rank; a checkpoint is missing, or cannot serve in its role.
@@ -817,31 +834,39 @@ def build_models(
     with distributed.raise_on_all_ranks():
         builder = build.Builder(args.model, device, args.longest)
         actor = Policy(builder.actor(), processor)
-        models = {"actor": actor}
         if args.update.aux_loss_coef and not vlm.routers(actor.model):
             raise ValueError(
                 f"--aux_loss_coef {args.update.aux_loss_coef}: {builder.folder} has no experts "
                 "to balance"
             )
+        critic = None
         if ESTIMATORS[algorithm.advantage].has_critic:
-            models["critic"] = Critic(builder.role(algorithm.critic_model, head=False))
-        if algorithm.kl_coef and (algorithm.reference_model or not args.model.lora_rank):
+            critic = Critic(builder.role(algorithm.critic_model, head=False))
+        reference = actor if algorithm.kl_coef else None  # without its adapters
+        if reference and (algorithm.reference_model or not args.model.lora_rank):
             body = builder.role(algorithm.reference_model, frozen=True)
             reference = Policy(body, processor).requires_grad_(False).eval()
-            models["reference"] = reference
             if algorithm.reference_every and not fsdp.same_shapes(reference, actor):
                 raise ValueError(
                     f"--reference_every: the reference {body.setup.folder} and the actor "
                     f"{builder.folder} have weights of different names or shapes; leave out "
                     "--reference_model"
                 )
-        teacher = args.teacher.teacher_model
-        if teacher in ("self", "ema") and not args.model.lora_rank:
-            models["teacher"] = Policy(builder.role("", frozen=True), processor).eval()
-        elif teacher not in ("", "self"):
-            other = build.build_reader(teacher, actor.model, processor, args.data)
-            models["teacher"] = Policy(*other).eval()
-    return models
+        return Models(actor, critic, reference, build_teacher(args, builder, actor))
+
+
+def build_teacher(args: Args, builder: build.Builder, actor: Policy) -> Teacher | None:
+    """The teacher of --teacher_model, if any, on meta. With adapters, `self` is the actor without
+    them."""
+    name, policy = args.teacher.teacher_model, actor
+    if not name:
+        return None
+    if name not in ("self", "ema"):
+        other = build.build_reader(name, actor.model, actor.processor, args.data)
+        policy = Policy(*other).eval()
+    elif not args.model.lora_rank:
+        policy = Policy(builder.role("", frozen=True), actor.processor).eval()
+    return Teacher(policy, actor, args.teacher, args.update.offload)
 
 
 def build_reward_models(
@@ -860,26 +885,16 @@ def build_reward_models(
     )
 
 
-def teacher_of(args: Args, modules: vlm.Modules) -> Teacher | None:
-    """The teacher of --teacher_model, if any; if it has no module of its own, the actor without
-    adapters."""
-    if not args.teacher.teacher_model:
-        return None
-    actor = modules["actor"]
-    return Teacher(modules.get("teacher", actor), actor, args.teacher, args.update.offload)
-
-
-def prepare_teacher(args: Args, rows: Rows, modules: vlm.Modules) -> None:
+def prepare_teacher(args: Args, rows: Rows, teacher: Teacher | None) -> None:
     """Raises UserError, on every rank: no row has an image to damage for the student; or see
     `Teacher.prepare`."""
     if args.teacher.student_images and rows.train and not any(row.images for row in rows.train):
         raise UserError("--student_images: no row of --data has images")
-    teacher = teacher_of(args, modules)
     if teacher is not None:
         teacher.prepare(rows.train + rows.held_out, with_env=bool(args.env.env))
 
 
-def plan_memory(args: Args, models: vlm.Modules, rows: Rows, ranks: int) -> budget.MemoryPlan:
+def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> budget.MemoryPlan:
     """What a step takes on so many ranks. A rollout needs --slots or one, and uses more if it is
     free."""
     prompt = budget.longest_prompt(rows.train + rows.held_out)
@@ -887,7 +902,7 @@ def plan_memory(args: Args, models: vlm.Modules, rows: Rows, ranks: int) -> budg
         prompt = args.data.max_prompt_tokens
     longest = prompt + args.longest_response
     plan = budget.MemoryPlan(
-        models,
+        modules,
         shards=args.run.hsdp or ranks,
         args=args.model,
         offload=args.update.offload,
@@ -907,7 +922,7 @@ def plan_memory(args: Args, models: vlm.Modules, rows: Rows, ranks: int) -> budg
         plan.asked.append("teacher")
     slots = args.rollout.slots or 1
     plan.fixed["rollout"] = plan.decoding("actor", longest, slots)
-    for role in models:
+    for role in modules:
         if role.startswith("grm") and args.reward.grm_mode == "critique":
             length = longest + args.reward.grm_max_new_tokens
             plan.fixed[f"{role} writes"] = plan.decoding(role, length, slots, role)
@@ -918,26 +933,13 @@ def plan_memory(args: Args, models: vlm.Modules, rows: Rows, ranks: int) -> budg
     return plan
 
 
-class Models(NamedTuple):
-    """The models of the algorithm, sharded and loaded."""
-
-    actor: Policy
-    critic: Critic | None  # with gae
-    reference: Policy | None  # with a KL; with adapters, by default, the actor itself
-    teacher: Teacher | None = None
-
-
-def load_models(args: Args, modules: vlm.Modules, ranks: distributed.Ranks) -> Models:
+def load_models(args: Args, modules: vlm.Modules, ranks: distributed.Ranks) -> None:
     """Shard and load all modules, including reward models."""
     with distributed.raise_on_all_ranks():
         for role, module in modules.items():
             weights.shard_and_load(module, ranks, args.run.seed)
             if role not in ("actor", "critic"):
                 fsdp.offload(module, args.update.offload)
-    actor, reference = modules["actor"], modules.get("reference")
-    if reference is None and args.algorithm.kl_coef:
-        reference = actor  # without its adapters
-    return Models(actor, modules.get("critic"), reference, teacher_of(args, modules))
 
 
 def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable | nn.Module]:
@@ -1191,7 +1193,7 @@ def shape_rewards(reward: Tensor, lengths: Tensor, state: TrainState, args: Args
 def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.AdvantageInputs:
     """What the estimator needs: shaped rewards, the KL, and the critic's values."""
     algorithm = args.algorithm
-    kl = torch.zeros(len(batch.tokens)) if batch.kl is None else batch.kl  # (N,)
+    kl = batch.kl if len(batch.kl) else torch.zeros(len(batch.tokens))  # (N,)
     inputs = losses.AdvantageInputs(
         rewards=shape_rewards(batch.rewards, batch.lengths, state, args),
         kl=kl,
@@ -1207,9 +1209,9 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
         gae_lambda_policy=algorithm.gae_lambda_policy,
         gae_alpha=algorithm.gae_alpha,
     )
-    if batch.turn_rewards is not None and algorithm.reward_norm:
+    if len(batch.turn_rewards) and algorithm.reward_norm:
         inputs.turn_rewards = batch.turn_rewards / state.moments.std
-    if batch.greedy_rewards is not None:
+    if len(batch.greedy_rewards):
         inputs.greedy_rewards = shape_rewards(
             batch.greedy_rewards, batch.greedy_lengths, state, args
         )
@@ -1234,14 +1236,14 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.M
         factors = losses.perception_factors(perception, batch.lengths, scale)  # (S,)
         advantages = advantages * factors.repeat_interleave(batch.lengths)
         batch.in_policy_loss &= losses.perception_mask(perception, batch.lengths, ratio)
-    if batch.teacher_logprobs is not None:
+    if len(batch.teacher_logprobs):
         apart = batch.teacher_logprobs - batch.old_logprobs
         advantages = advantages + args.teacher.teacher_coef * apart
     if algorithm.advantage_clip:
         advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
     batch.advantages = advantages
     metrics = batch_metrics(batch) | {"rollout/return": float(inputs.rewards_after_kl.mean())}
-    if batch.values is not None:
+    if len(batch.values):
         # not GAE's returns: with lambda below 1 they contain the values themselves
         explained = losses.explained_variance(batch.values, inputs.rewards_to_go)
         metrics["train/explained_variance"] = float(explained)
@@ -1279,11 +1281,11 @@ def batch_metrics(batch: Batch) -> logging.Metrics:
     for name, values in batch.components.items():
         if not values.isnan().all():
             metrics[f"rollout/{name}_reward"] = values.nanmean()
-    if batch.kl is not None:
+    if len(batch.kl):
         metrics["train/kl"] = batch.kl.mean()
-    if batch.teacher_logprobs is not None:
+    if len(batch.teacher_logprobs):
         metrics["train/teacher_kl"] = (batch.old_logprobs - batch.teacher_logprobs).mean()  # k1
-    if batch.values is not None:
+    if len(batch.values):
         metrics["train/values"] = batch.values.mean()
     metrics |= conversation_metrics(batch.conversations, "rollout")
     return {name: float(value) for name, value in metrics.items()}
@@ -1499,7 +1501,7 @@ def kl_terms(
         if not kls:
             kls = [losses.kl_penalty(args.kl_estimator, logp, *pack.pick(batch.ref_logprobs))]
         terms["kl_loss"] = batch.kl_coef, kls[0]
-    if batch.masked_logprobs is not None:
+    if len(batch.masked_logprobs):
         masked_kl = losses.perception_kl(logp, *pack.pick(batch.masked_logprobs))
         terms["perception_kl"] = -args.perception.perception_coef, masked_kl
     return terms
@@ -1909,7 +1911,7 @@ class RolloutEngine:
     def make_slots(self, slots: int) -> None:
         """The state of each slot, on the device and on the host."""
         device, longest = self.setup.device, self.sampling.max_new_tokens
-        self.slots: list[Sample | None] = [None] * slots  # None: free
+        self.slots: dict[int, Sample] = {}  # the busy ones
         self.slot_ids = torch.arange(slots, device=device)
         self.counters = torch.zeros(3, slots, dtype=torch.int64, device=device)
         # cached tokens, next position, response tokens
@@ -1949,11 +1951,11 @@ class RolloutEngine:
                 waiting.append((index, range(first, min(first + self.cache.slots, self.count))))
         self.results = {}
         self.bar = logging.progress(range(len(self.indices) * self.count), "own samples")
-        while waiting or any(self.slots):
+        while waiting or self.slots:
             self.bar.update(len(self.results) - self.bar.n)
             self.admit(waiting)
             if self.envs is not None:
-                self.collect_replies()
+                self.collect_replies(self.envs)
             self.harvest()  # the token that a prefill draws may end a turn
             if not waiting:
                 self.compact()
@@ -1969,11 +1971,11 @@ class RolloutEngine:
 
     def speaking(self) -> list[int]:
         """The busy slots whose samples are not waiting for an environment."""
-        return [slot for slot, sample in enumerate(self.slots) if sample and not sample.waits]
+        return [slot for slot, sample in sorted(self.slots.items()) if not sample.waits]
 
     def admit(self, waiting: deque) -> None:
         """Prefill waiting prompts while there are free slots for all their samples."""
-        free = deque(slot for slot, sample in enumerate(self.slots) if sample is None)
+        free = deque(slot for slot in range(self.cache.slots) if slot not in self.slots)
         # (prompt, [(slot, sample number), ...])
         members = []
         while waiting and len(free) >= len(waiting[0][1]):
@@ -2003,7 +2005,7 @@ class RolloutEngine:
         self.noise_keys[state[0]] = keys
         self.begin(hidden, *state)
         if self.envs is not None:
-            self.read_replies([slot for slot, *_ in started])
+            self.read_replies(self.envs, [slot for slot, *_ in started])
 
     def following(self, index: int) -> int:
         """The rotary position after a prompt."""
@@ -2025,7 +2027,7 @@ class RolloutEngine:
         capacity, slots = self.cache.capacity, self.cache.slots
         if self.graphs is not None:
             size = min(next((s for s in GRAPH_SIZES if s >= size), slots), slots)
-        busy = [sample for sample in self.slots[:size] if sample]
+        busy = [sample for slot, sample in self.slots.items() if slot < size]
         longest = min(max(sample.stored for sample in busy) + 1, capacity)
         for sample in busy:
             sample.stored = min(sample.stored + 1, capacity - 1)
@@ -2035,11 +2037,11 @@ class RolloutEngine:
         if self.setup.backend == "sdpa":  # it reads what it masks, too: keep that short
             capacity = min(1 << (longest - 1).bit_length(), capacity)
         if self.graphs.is_first(size, capacity):
-            self.check_first_graph(size, capacity)
+            self.check_first_graph(self.graphs, size, capacity)
         else:
             self.graphs.run(self.decode_on_device, size, capacity)
 
-    def check_first_graph(self, size: int, capacity: int) -> None:
+    def check_first_graph(self, steps: graphs.StepGraphs, size: int, capacity: int) -> None:
         """Decode by a rollout's first graph, after an eager step of a few slots, which is undone.
         Raises RuntimeError: they differ by more than rounding does."""
         few = slice(0, min(size, CHECKED_SLOTS))
@@ -2052,7 +2054,7 @@ class RolloutEngine:
         eager = self.out_logprobs[place]
         for part, value in zip(changing, before):  # keys and values will be overwritten by the same
             part.copy_(value)
-        self.graphs.run(self.decode_on_device, size, capacity)
+        steps.run(self.decode_on_device, size, capacity)
         # the median: by rounding, another token is drawn here and there
         gap = float((self.out_logprobs[place] - eager).abs().median())
         if not gap < GRAPH_GAP:
@@ -2131,21 +2133,20 @@ class RolloutEngine:
 
     def release(self, slot: int, response: dialogue.Response) -> None:
         """Take a finished sample out of its slot."""
-        self.results[self.slots[slot].key] = response
-        self.slots[slot] = None
+        self.results[self.slots.pop(slot).key] = response
         # a free slot still decodes; with length 0 it does not read its old sequence
         self.length[slot] = 0
 
-    def collect_replies(self) -> None:
+    def collect_replies(self, envs: dialogue.EnvRollout) -> None:
         """Continue the samples whose environments have answered, and release those whose
         conversations are over. If all samples are waiting, wait for the first answer."""
-        waiting = sum(sample.waits for sample in self.slots if sample)
+        waiting = sum(sample.waits for sample in self.slots.values())
         all_wait = waiting > 0 and not self.speaking()
         self.bar.set_postfix_str(f"{waiting} wait for environments", refresh=all_wait)
-        answered = {episode.key: episode for episode in self.envs.poll(wait=all_wait)}
+        answered = {episode.key: episode for episode in envs.poll(wait=all_wait)}
         going_on = []
-        for slot, sample in enumerate(self.slots):
-            if sample is None or sample.key not in answered:
+        for slot, sample in sorted(self.slots.items()):
+            if sample.key not in answered:
                 continue
             episode = answered[sample.key]
             if episode.reply is None:
@@ -2153,25 +2154,32 @@ class RolloutEngine:
             else:
                 sample.waits = False
                 going_on.append(slot)
-        self.read_replies(going_on)
+        self.read_replies(envs, going_on)
 
-    def read_replies(self, slots: list[int]) -> None:
+    def read_replies(self, envs: dialogue.EnvRollout, slots: list[int]) -> None:
         """Prefill the replies that have not been read, as many at once as fit into a pack."""
-        episodes = [(slot, self.envs.episodes[self.slots[slot].key]) for slot in slots]
-        unread = [(slot, episode) for slot, episode in episodes if episode.reply is not None]
-        sizes = [1 + len(episode.reply.input_ids) for _, episode in unread]
+        unread, sizes = [], []
+        for slot in slots:
+            episode = envs.episodes[self.slots[slot].key]
+            if episode.reply is not None:
+                unread.append((slot, episode, episode.reply))
+                sizes.append(1 + len(episode.reply.input_ids))
         for part in fill_packs(unread, sizes, self.setup.max_tokens_per_pack):
-            self.resume(part)
+            self.resume(envs, part)
 
-    def resume(self, episodes: list[tuple[int, dialogue.Episode]]) -> None:
+    def resume(
+        self,
+        envs: dialogue.EnvRollout,
+        replies: list[tuple[int, dialogue.Episode, dialogue.Reply]],
+    ) -> None:
         """Prefill replies after the cached tokens of their slots, and sample the first token of the
         next turns."""
-        features = self.envs.reply_features([episode for _, episode in episodes])
+        features = envs.reply_features([reply for *_, reply in replies])
         parts, state = [], []
-        for slot, episode in episodes:
+        for slot, episode, reply in replies:
             index, _ = episode.key
             following = self.following(index)
-            ids, positions = episode.read_reply()
+            ids, positions = episode.read_reply(reply)
             length = self.batch.prompt_lengths[index] + episode.length
             parts.append(Prefill([slot], length - len(ids), ids, following + positions))
             self.slots[slot] = Sample(episode.key, length, episode.own_tokens, episode.own_tokens)
@@ -2204,16 +2212,16 @@ class RolloutEngine:
     def compact(self) -> None:
         """Move busy slots to the front if over an eighth of the decoding slots is free, so that the last
         responses decode in small batches."""
-        busy = [slot for slot, sample in enumerate(self.slots) if sample]
+        busy = sorted(self.slots)
         if len(busy) >= 0.875 * (max(busy, default=-1) + 1):
             return
-        target = [slot for slot in range(len(busy)) if self.slots[slot] is None]
+        target = [slot for slot in range(len(busy)) if slot not in self.slots]
         source = [slot for slot in busy if slot >= len(busy)]
         self.cache.move(source, target, max(self.slots[slot].stored for slot in source))
         for state in self.state:
             state[target] = state[source]
         for old, new in zip(source, target):
-            self.slots[new], self.slots[old] = self.slots[old], None
+            self.slots[new] = self.slots.pop(old)
         self.done[source], self.length[source] = True, 0
 
 

@@ -21,7 +21,7 @@ import itertools
 import math
 from collections import ChainMap
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Iterable, Iterator
+from typing import Annotated, Any, Iterable, Iterator, Sequence, TypeVar
 
 import numpy as np
 import torch
@@ -84,17 +84,22 @@ def gather_conversations(mine: list[Conversation]) -> list[Conversation]:
 Block = tuple[int, list[int]]  # (index of a prompt, indices of its samples)
 Segment = tuple[int, int, int, int]  # (start, end, prefix_start, prefix_end) in a pack
 Features = dict[int, Tensor]  # (K, M, H) each, by `image_keys`
-PerToken = Annotated[Tensor | None, "(N,)"]
-PerSample = Annotated[Tensor | None, "(S,)"]
 
 
 # -------------------------------------------------------------------------------------------------
 # Batch
 # -------------------------------------------------------------------------------------------------
 
+# What a field of a batch has an entry for: by this it is selected, joined and checked.
+Item = TypeVar("Item")
+PerPrompt = Annotated[list, "prompt"]
+OfPrompts = Annotated[dict[int, Item], "some prompts"]  # by their indices
+PerSample = Annotated[Tensor, "sample"]
+PerToken = Annotated[Tensor, "token"]  # flat: the response tokens of all samples
+PerStreamToken = Annotated[Tensor, "stream token"]  # flat: the tokens of all streams
+OfBatch = Annotated[Item, "batch"]  # of several: lists one after the other, else the first one's
 
-def _integers() -> Tensor:
-    return torch.zeros(0, dtype=torch.int64)
+EMPTY = torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass
@@ -103,65 +108,66 @@ class Batch:
     are flat, (N,).
 
     A batch begins with prompts alone. The rollout adds the samples, and each later stage fills its
-    own fields.
+    own fields. A tensor that no stage has filled is empty.
     """
 
     # Prompts. Each rank decodes the images of its own prompts, and computes their features.
-    prompts: list  # (G,) rows of the data
-    prompt_ids: list[int]  # (G,) number of the draw in the run: a key of the sampling noise
-    owners: list[int]  # (G,) rank that samples the responses
+    prompts: PerPrompt  # rows of the data
+    prompt_ids: PerPrompt  # number of the draw in the run: a key of the sampling noise
+    owners: PerPrompt  # rank that samples the responses
     # indices of prompts without samples, as an image does not decode
-    dropped: list[int] = field(default_factory=list)
+    dropped: OfBatch[list[int]] = field(default_factory=list)
     # images of own prompts, until their features exist
-    patches: dict[int, tuple] = field(default_factory=dict)
-    features: Features = field(default_factory=dict)  # of own prompts, (K, M, H), on the CPU
+    patches: OfPrompts[tuple] = field(default_factory=dict)
+    features: OfPrompts[Tensor] = field(default_factory=dict)  # of own prompts, (K, M, H), on the CPU
     # (3, P) rotary positions, cached at first use
-    positions: dict[int, Tensor] = field(default_factory=dict)
+    positions: OfPrompts[Tensor] = field(default_factory=dict)
 
     # Samples.
-    prompt_index: PerSample = field(default_factory=_integers)  # index of the sample's prompt
-    sample_number: PerSample = field(default_factory=_integers)  # which of its prompt's samples this is
-    # response tokens, a sampled end token included
-    lengths: PerSample = field(default_factory=_integers)
-    truncated: PerSample = None  # bool: cut off by a limit, of tokens or of turns
-    tokens: PerToken = field(default_factory=_integers)
-    logprobs: PerToken = None  # as recorded when the tokens were sampled
-    sampling: Any = None  # how they were drawn; training uses the same
+    prompt_index: PerSample = EMPTY  # index of the sample's prompt
+    sample_number: PerSample = EMPTY  # which of its prompt's samples this is
+    lengths: PerSample = EMPTY  # response tokens, a sampled end token included
+    truncated: PerSample = EMPTY  # bool: cut off by a limit, of tokens or of turns
+    tokens: PerToken = EMPTY
+    logprobs: PerToken = EMPTY  # as recorded when the tokens were sampled
+    sampling: OfBatch[Any] = None  # how they were drawn; training uses the same
 
     # Conversations, if there is an environment.
-    spans: PerSample = None  # tokens of a sample's stream
-    stream: Tensor | None = None  # (R,) token ids of the streams, one after the other
-    is_own: Tensor | None = None  # (R,) bool: a token of the policy
-    places: Tensor | None = None  # (R, 3) rotary positions, counted from the prompt's end
-    conversations: list[Conversation] = field(default_factory=list)  # (S,)
+    # tokens of a sample's stream; None: there are no streams
+    spans: Annotated[Tensor | None, "sample"] = None
+    stream: PerStreamToken = EMPTY  # (R,) token ids of the streams, one after the other
+    is_own: PerStreamToken = EMPTY  # (R,) bool: a token of the policy
+    places: PerStreamToken = EMPTY  # (R, 3) rotary positions, counted from the prompt's end
+    conversations: Annotated[list[Conversation], "sample"] = field(default_factory=list)  # (S,)
 
     # Rewards.
-    rewards: PerSample = None  # before KL and shaping
+    rewards: PerSample = EMPTY  # before KL and shaping
     # the part of the rewards that an environment gave: at the last own token of each turn
-    turn_rewards: PerToken = None
-    greedy_rewards: PerSample = None  # of the prompt's greedy response (remax)
-    greedy_lengths: PerSample = None  # tokens of that response
+    turn_rewards: PerToken = EMPTY
+    greedy_rewards: PerSample = EMPTY  # of the prompt's greedy response (remax)
+    greedy_lengths: PerSample = EMPTY  # tokens of that response
     # (S,) each; NaN where a sample does not have it. If there are several sources of rewards, their
     # rewards are among them
-    components: dict[str, Tensor] = field(default_factory=dict)
+    components: Annotated[dict[str, Tensor], "sample"] = field(default_factory=dict)
     # components that gdpo compares (may repeat after `concatenate`)
-    compared: list[str] = field(default_factory=list)
-    weights: PerSample = None  # (S, K) float64, of the K sources; NaN where one does not score
-    judgements: list[str] = field(default_factory=list)  # (S,) what judges wrote about each sample
+    compared: OfBatch[list[str]] = field(default_factory=list)
+    weights: PerSample = EMPTY  # (S, K) float64, of the K sources; NaN where one does not score
+    # (S,) what judges wrote about each sample
+    judgements: Annotated[list[str], "sample"] = field(default_factory=list)
 
     # Scoring and advantages.
-    old_logprobs: PerToken = None  # under the policy at the start of the update
+    old_logprobs: PerToken = EMPTY  # under the policy at the start of the update
     # the same with masked images; NaN: the sample has no images
-    masked_logprobs: PerToken = None
-    ref_logprobs: PerToken = None
-    teacher_logprobs: PerToken = None
-    kl: PerToken = None  # to the reference, before the update
-    kl_coef: float = 0.0  # weight of the KL in this step
-    entropy: PerToken = None  # under the policy at the start of the update
-    values: PerToken = None  # critic's value of the state before the token
-    advantages: PerToken = None
-    returns: PerToken = None
-    in_policy_loss: PerToken = None  # bool: the tokens of the policy loss
+    masked_logprobs: PerToken = EMPTY
+    ref_logprobs: PerToken = EMPTY
+    teacher_logprobs: PerToken = EMPTY
+    kl: PerToken = EMPTY  # to the reference, before the update
+    kl_coef: OfBatch[float] = 0.0  # weight of the KL in this step
+    entropy: PerToken = EMPTY  # under the policy at the start of the update
+    values: PerToken = EMPTY  # critic's value of the state before the token
+    advantages: PerToken = EMPTY
+    returns: PerToken = EMPTY
+    in_policy_loss: PerToken = EMPTY  # bool: the tokens of the policy loss
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -183,8 +189,8 @@ class Batch:
 
     def stream_index(self, order: Tensor) -> Tensor:
         """Indices of the streams of the samples ``order`` in `stream`."""
-        starts = self.spans.cumsum(0) - self.spans  # (S,)
-        return ragged_index(starts[order], self.spans[order])
+        starts = self.sizes.cumsum(0) - self.sizes  # (S,)
+        return ragged_index(starts[order], self.sizes[order])
 
     def in_pack(self, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the samples ``order`` put into a pack: token ids (R,), rotary positions counted from
@@ -225,19 +231,28 @@ class Batch:
         """(N,) -> (S,)."""
         return torch.stack([part.sum() for part in self.split(flat)])
 
+    def check(self) -> None:
+        """Raises ValueError: a field that is filled has too few entries, or too many."""
+        counts = {"prompt": len(self.prompts), "sample": len(self), "token": int(self.lengths.sum())}
+        for role, count in counts.items():
+            for name in FIELDS[role]:
+                value = getattr(self, name)
+                if isinstance(value, list | Tensor) and len(value) not in (0, count):
+                    raise ValueError(f"Batch.{name}: {len(value)} entries, expected {count}")
+
     def with_targets(self, targets: list[list[Tensor]]) -> "Batch":
         """The same prompts with other samples: ``targets`` has, for each prompt, the token ids (n,) of
         its responses. Dropped prompts get none."""
         targets = [[] if g in self.dropped else part for g, part in enumerate(targets)]
         counts = torch.tensor([len(part) for part in targets], dtype=torch.int64)  # (G,)
         responses = list(itertools.chain(*targets))
-        prompts = {name: getattr(self, name) for name in (*PER_PROMPT, *BY_PROMPT, "dropped")}
+        names = (*FIELDS["prompt"], *FIELDS["some prompts"], "dropped")
         return Batch(
-            **prompts,
+            **{name: getattr(self, name) for name in names},
             prompt_index=torch.arange(len(targets)).repeat_interleave(counts),
             sample_number=ragged_index(torch.zeros_like(counts), counts),
             lengths=torch.tensor([len(tokens) for tokens in responses], dtype=torch.int64),
-            tokens=torch.cat([_integers(), *responses]),
+            tokens=torch.cat([EMPTY, *responses]),
         )
 
     def gathered(self) -> "Batch":
@@ -245,45 +260,43 @@ class Batch:
         sample number). It is the same at any number of ranks."""
         ranks = distributed.gather_objects(tensor_fields(self))
         samples = {name: torch.cat([part[name] for part in ranks]) for name in ranks[0]}
-        joined = replace(self, **samples)
-        if self.spans is not None:
-            joined.conversations = gather_conversations(self.conversations)
-        order = np.lexsort((joined.sample_number.numpy(), joined.prompt_index.numpy()))
-        return joined.select(torch.from_numpy(order))
+        talks = self.conversations if self.spans is None else gather_conversations(self.conversations)
+        whole = replace(self, **samples, conversations=talks)
+        order = np.lexsort((whole.sample_number.numpy(), whole.prompt_index.numpy()))
+        return whole.select(torch.from_numpy(order))
 
     def select(self, order: Tensor) -> "Batch":
         """The batch with only the samples ``order`` (k,), in that order, but all prompts."""
-        picks = dict.fromkeys(PER_TOKEN, self.flat_index(order))
+        self.check()
+        indices = {"sample": order, "token": self.flat_index(order)}
         if self.spans is not None:
-            picks |= dict.fromkeys(PER_STREAM_TOKEN, self.stream_index(order))
+            indices["stream token"] = self.stream_index(order)
         chosen = {}
-        for name, value in tensor_fields(self).items():
-            chosen[name] = value[picks.get(name, order)]
-        for name in LISTS:
-            values = getattr(self, name)
-            chosen[name] = [values[i] for i in order.tolist() if values]
-        components = {name: values[order] for name, values in self.components.items()}
-        return replace(self, **chosen, components=components)
+        for role, index in indices.items():
+            for name in FIELDS[role]:
+                chosen[name] = pick(getattr(self, name), index)
+        return replace(self, **chosen)
 
     def select_prompts(self, indices: list[int]) -> "Batch":
         """The batch with only the prompts ``indices``, which must ascend, and their samples."""
-        place = {index: k for k, index in enumerate(indices)}
+        numbers = {index: k for k, index in enumerate(indices)}
         chosen = torch.isin(self.prompt_index, torch.tensor(indices, dtype=torch.int64))
-        part = self.select(chosen.nonzero()[:, 0])._renumbered(place)
-        prompts = {name: [getattr(self, name)[g] for g in indices] for name in PER_PROMPT}
+        part = self.select(chosen.nonzero()[:, 0])._renumbered(numbers)
+        prompts = {name: [getattr(self, name)[g] for g in indices] for name in FIELDS["prompt"]}
         return replace(part, **prompts)
 
-    def _renumbered(self, place: dict[int, int]) -> "Batch":
-        """The batch with its prompts renumbered by ``place``; what belongs to other prompts is left
+    def _renumbered(self, numbers: dict[int, int]) -> "Batch":
+        """The batch with its prompts renumbered by ``numbers``; what belongs to other prompts is left
         out."""
-        indices = [place[index] for index in self.prompt_index.tolist()]
+        self.check()
+        indices = [numbers[index] for index in self.prompt_index.tolist()]
         changes = {
             "prompt_index": torch.tensor(indices, dtype=torch.int64),
-            "dropped": [place[g] for g in self.dropped if g in place],
+            "dropped": [numbers[g] for g in self.dropped if g in numbers],
         }
-        for name in BY_PROMPT:
+        for name in FIELDS["some prompts"]:
             values = getattr(self, name)
-            changes[name] = {place[g]: values[g] for g in values if g in place}
+            changes[name] = {numbers[g]: values[g] for g in values if g in numbers}
         return replace(self, **changes)
 
     @staticmethod
@@ -295,12 +308,8 @@ class Batch:
             shifted.append(part._renumbered(dict(enumerate(range(start, end)))))
             start = end
         joined = {}
-        for name in tensor_fields(parts[0]):
-            joined[name] = torch.cat([getattr(part, name) for part in shifted])
-        for name in (*PER_PROMPT, "dropped", "compared", *LISTS):
-            joined[name] = [value for part in shifted for value in getattr(part, name)]
-        for name in BY_PROMPT:
-            joined[name] = dict(ChainMap(*(getattr(part, name) for part in shifted)))
+        for name in itertools.chain(*FIELDS.values()):
+            joined[name] = join([getattr(part, name) for part in shifted])
         joined["components"] = {
             name: torch.cat(
                 [each.components.get(name, torch.full((len(each),), math.nan)) for each in parts]
@@ -308,14 +317,40 @@ class Batch:
             for part in parts
             for name in part.components
         }
-        return replace(parts[0], **joined)
+        return Batch(**joined)
 
 
-PER_TOKEN = [part.name for part in fields(Batch) if part.type == PerToken]
-PER_STREAM_TOKEN = ("stream", "is_own", "places")
-LISTS = ("judgements", "conversations")  # (S,)
-PER_PROMPT = ("prompts", "prompt_ids", "owners")  # (G,)
-BY_PROMPT = ("patches", "features", "positions")  # dicts from the index of a prompt
+def fields_by_role(kind: type) -> dict[str, list[str]]:
+    """The names of a class's fields by what they have an entry for. Raises TypeError: one that does not
+    say so."""
+    names: dict[str, list[str]] = {}
+    for part in fields(kind):
+        (role,) = getattr(part.type, "__metadata__", ("",))
+        if not role:
+            raise TypeError(f"{kind.__name__}.{part.name} has no role, such as PerToken")
+        names.setdefault(role, []).append(part.name)
+    return names
+
+
+FIELDS = fields_by_role(Batch)
+
+
+def pick(values: Any, order: Tensor) -> Any:
+    """The entries ``order`` (k,) of a field, if it is filled."""
+    if isinstance(values, dict):
+        return {name: column[order] for name, column in values.items()}
+    if values is None or not len(values):
+        return values
+    return values[order] if isinstance(values, Tensor) else [values[i] for i in order.tolist()]
+
+
+def join(values: list) -> Any:
+    """A field of several batches."""
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)
+    if isinstance(values[0], list):
+        return list(itertools.chain(*values))
+    return dict(ChainMap(*values)) if isinstance(values[0], dict) else values[0]
 
 
 def tensor_fields(record) -> dict[str, Tensor]:
@@ -392,7 +427,7 @@ def fill_packs(items: list, sizes: list[int], most: int) -> Iterator[list]:
         yield part
 
 
-def balanced_partition(items: Iterable[int], costs: list[float], bins: int) -> list[list[int]]:
+def balanced_partition(items: Iterable[int], costs: Sequence[float], bins: int) -> list[list[int]]:
     """Distribute ``items``, indices of ``costs``, over ``bins`` lists of nearly equal cost, by longest
     processing time first (Graham 1969)."""
     heap = [(0.0, b, []) for b in range(bins)]  # load, number, indices
@@ -461,17 +496,17 @@ class Pack:
 
     input_ids: Tensor  # (1, L)
     positions: Tensor  # (3, 1, L) rotary positions
-    image_index: Tensor | None = None  # (M,) places of image tokens
+    image_index: Tensor = EMPTY  # (M,) places of image tokens
     # (K, M, H), or None without images; with grids: pixels (1, patches, size)
     features: Tensor | None = None
     grids: Tensor | None = None  # (I, 3) of its images, for a model that trains its vision tower
     segments: list[Segment] = field(default_factory=list)
     attention: Any = None  # which tokens see which: `PackedAttention` or `DecodeAttention`
-    predict: Tensor | None = None  # (T,) int64
-    targets: Tensor | None = None  # (T,) int64
-    flat: Tensor | None = None  # (T,) index into the flat tensors of the batch, on the CPU
-    sample: Tensor | None = None  # (T,) index of the sample in the batch
-    step: Tensor | None = None  # (T,) 0-based place among the sample's response tokens
+    predict: Tensor = EMPTY  # (T,) int64
+    targets: Tensor = EMPTY  # (T,) int64
+    flat: Tensor = EMPTY  # (T,) index into the flat tensors of the batch, on the CPU
+    sample: Tensor = EMPTY  # (T,) index of the sample in the batch
+    step: Tensor = EMPTY  # (T,) 0-based place among the sample's response tokens
     teacher: "Pack | None" = None  # of the same targets in the same order, after other prompts and images
 
     def pick(self, *flat: Tensor) -> tuple[Tensor, ...]:

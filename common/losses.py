@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+EMPTY = torch.zeros(0)
 ROUNDING = 1e-6  # smaller differences of rewards, and smaller advantages, count as zero
 
 # -------------------------------------------------------------------------------------------------
@@ -30,7 +31,7 @@ ROUNDING = 1e-6  # smaller differences of rewards, and smaller advantages, count
 
 @dataclass
 class AdvantageInputs:
-    """What an estimator knows about the samples of a step."""
+    """What an estimator knows about the samples of a step; empty what a run does not have."""
 
     rewards: Tensor  # (S,) shaped
     kl: Tensor  # (N,) KL to the reference; zeros without one
@@ -40,12 +41,12 @@ class AdvantageInputs:
     # (S,) each, before shaping; NaN where a sample has none: the rewards of several sources, or the
     # parts of a single source's reward
     components: dict[str, Tensor] = field(default_factory=dict)
-    weights: Tensor | None = None  # (S, K) of the K sources
+    weights: Tensor = EMPTY  # (S, K) of the K sources
     # (N,) the part of the rewards that was earned turn by turn, at the last token of each turn
-    turn_rewards: Tensor | None = None
-    values: Tensor | None = None  # (N,) the critic's
+    turn_rewards: Tensor = EMPTY
+    values: Tensor = EMPTY  # (N,) the critic's
     # (S,) shaped reward of the greedy response to the same prompt
-    greedy_rewards: Tensor | None = None
+    greedy_rewards: Tensor = EMPTY
     gamma: float = 1.0
     gae_lambda: float = 1.0
     gae_lambda_policy: float = -1.0  # lambda of the advantages alone; -1: gae_lambda
@@ -55,7 +56,7 @@ class AdvantageInputs:
     def token_rewards(self) -> Tensor:
         """(N,) reward of each token: minus its weighted KL, plus the reward of a turn at its last
         token. The rest of the sample's reward falls on the sample's last token."""
-        if self.turn_rewards is None:
+        if not len(self.turn_rewards):
             return token_rewards(self.rewards, self.kl, self.lengths, self.kl_coef)
         earned = self.per_sample(self.turn_rewards)  # (S,)
         left = (self.rewards.double() - earned).to(self.rewards.dtype)
@@ -133,8 +134,8 @@ def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:
     """
     columns, weights = list(x.components.values()), x.weights
     if not columns:
-        columns, weights = [x.rewards], None
-    if weights is None:
+        columns = [x.rewards]
+    if not x.components or not len(weights):
         weights = torch.ones(len(x.rewards), 1)
     weights = weights.expand(-1, len(columns))  # all components of one source have its weight
     total = torch.zeros_like(x.rewards, dtype=torch.float64)  # (S,)

@@ -73,9 +73,9 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     rows = ppo.load_rows(args)
     reward.check_rows(rows.train + rows.held_out)
     models = ppo.build_models(args, rows.processor, META)
-    models |= ppo.build_reward_models(args, reward, rows, models["actor"])
-    ppo.prepare_teacher(args, rows, models)
-    return ppo.plan_memory(args, models, rows, gpus)
+    modules = models.by_role() | ppo.build_reward_models(args, reward, rows, models.actor)
+    ppo.prepare_teacher(args, rows, models.teacher)
+    return ppo.plan_memory(args, modules, rows, gpus)
 
 
 def plan_grm(flags: list[str], gpus: int) -> budget.MemoryPlan:

@@ -126,9 +126,9 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
     args = ppo.parse_args(words("--model", checkpoint, "--data", data, common, *flags))
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     rows = ppo.load_rows(args)
-    modules = ppo.build_models(args, rows.processor, ranks.device)
-    ppo.prepare_teacher(args, rows, modules)
-    models = ppo.load_models(args, modules, ranks)
+    models = ppo.build_models(args, rows.processor, ranks.device)
+    ppo.prepare_teacher(args, rows, models.teacher)
+    ppo.load_models(args, models.by_role(), ranks)
     return SimpleNamespace(
         args=args,
         ranks=ranks,

@@ -26,7 +26,7 @@ import plan
 import ranks
 import train_ppo_vl as ppo
 from common import logging, losses
-from common.buffers import PER_TOKEN, Batch
+from common.buffers import FIELDS, Batch
 from common.data.processor import Processor
 from common.flags import DataArgs
 from common.model import fsdp, shards, vlm
@@ -281,7 +281,7 @@ def random_batch(rng: np.random.Generator, prompts: int = 6, most: int = 5, long
         greedy_rewards=noise(samples), greedy_lengths=torch.from_numpy(lengths),
         judgements=[str(i) for i in range(samples)], components={"accuracy": noise(samples)},
         weights=noise(2 * samples).reshape(-1, 2))
-    for name in PER_TOKEN[1:]:                                               # all but the tokens themselves
+    for name in FIELDS["token"][1:]:                                             # all but the tokens themselves
         setattr(batch, name, noise(tokens))
     return batch
 
@@ -370,9 +370,9 @@ def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
     args = ppo.parse_args(words("--model", checkpoint, "--data", rows, common, *flags))
     loaded = ppo.load_rows(args)
     models = ppo.build_models(args, loaded.processor, plan.META)
-    models |= ppo.build_reward_models(args, scoring.load(args.reward), loaded, models["actor"])
-    needed = ppo.plan_memory(args, models, loaded, 8)
-    return SimpleNamespace(args=args, models=models, prompts=loaded.train, needed=needed)
+    modules = models.by_role() | ppo.build_reward_models(args, scoring.load(args.reward), loaded, models.actor)
+    needed = ppo.plan_memory(args, modules, loaded, 8)
+    return SimpleNamespace(args=args, models=modules, prompts=loaded.train, needed=needed)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -11,7 +11,7 @@ import torch
 
 from common import buffers
 from common.buffers import (
-    PER_TOKEN,
+    FIELDS,
     Batch,
     assign_blocks,
     balanced_partition,
@@ -89,8 +89,8 @@ def test_targets_take_the_place_of_samples():
     assert asked.lengths.tolist() == [2, 1, 0]
     assert asked.tokens.tolist() == [7, 8, 9]
     assert all(getattr(asked, name) is getattr(batch, name) for name in OF_PROMPTS)
-    assert asked.rewards is None
-    assert asked.logprobs is None
+    assert not len(asked.rewards)
+    assert not len(asked.logprobs)
     assert not asked.components
     assert len(batch.with_targets([[]] * 6)) == 0
     batch.dropped = [1]
@@ -115,7 +115,7 @@ def test_select_takes_every_field_along(seed):
             assert new.tolist() == [x for i in order for x in old.tolist()[ends[i] - int(samples.spans[i]):ends[i]]], name
         elif name == "components":
             assert new["accuracy"].tolist() == [old["accuracy"].tolist()[i] for i in order]
-        elif name in PER_TOKEN:
+        elif name in FIELDS["token"]:
             assert new.tolist() == [x for i in order for x in pieces(samples, old)[i]], name
         else:
             assert new.tolist() == [old.tolist()[i] for i in order], name
@@ -155,12 +155,20 @@ def test_parts_are_joined_in_order(seed):
     assert joined.components["length"][first:].isnan().all()
 
 
-def test_every_per_token_field_is_known_to_select():
-    """A field of N entries that is missing in PER_TOKEN would be indexed by sample, silently."""
-    samples = with_replies(random_batch(np.random.default_rng(0), shortest=2), np.random.default_rng(0))
-    columns = {field.name: getattr(samples, field.name) for field in dataclasses.fields(Batch)}
-    flat = {name for name, value in columns.items() if torch.is_tensor(value) and len(value) == len(samples.tokens)}
-    assert flat == set(PER_TOKEN)
+def test_a_field_without_a_role_is_an_error_where_it_is_declared():
+    """It would be lost where batches are joined, or selected by the wrong index, silently."""
+    added = dataclasses.make_dataclass("Batch", [("temperatures", torch.Tensor, dataclasses.field(default=None))], bases=(Batch,))
+    with pytest.raises(TypeError, match="Batch.temperatures"):
+        buffers.fields_by_role(added)
+
+
+def test_a_field_has_as_many_entries_as_its_role_says():
+    samples = random_batch(np.random.default_rng(0), shortest=2)
+    for name, other in (("values", samples.lengths), ("truncated", samples.tokens), ("owners", [0]), ("judgements", ["good"])):
+        setattr(samples, name, other)
+        with pytest.raises(ValueError, match=f"Batch.{name}: {len(other)} entries, expected"):
+            samples.check()
+        samples = random_batch(np.random.default_rng(0), shortest=2)
 
 
 # ------------------------------------------------------------------------------------------------ order, minibatches

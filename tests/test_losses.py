@@ -130,7 +130,7 @@ def test_gdpo_golden(name):
     _, group = TWO_GROUPS
     earned = losses.AdvantageInputs(
         rewards=torch.full((8,), 7.0), kl=torch.arange(16) / 10, kl_coef=0.1, lengths=torch.full((8,), 2), prompt_index=group,
-        components=components, weights=torch.tensor(weights).T if weights else None)
+        components=components, weights=torch.tensor(weights).T if weights else losses.EMPTY)
     advantages, returns = losses.gdpo(earned)
     to_go = [[.1 * (4 * i + 1) / 10, .1 * (2 * i + 1) / 10] for i in range(8)]
     close(advantages, [value - kl for value, pair in zip(expected, to_go) for kl in pair], 2e-6)

@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
+from common.buffers import EMPTY
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.model import fsdp, vlm
@@ -96,7 +97,7 @@ def taught(policy: Path, rows: Path, *more):
     env.batch = hand_batch(env)
     size = env.models.teacher.policy.processor.vocab_size
     env.batch.tokens = env.batch.tokens % (size - 9)                                    # no rollout draws ids beyond
-    env.batch.kl = None
+    env.batch.kl = EMPTY
     env.batch.advantages = torch.zeros(len(env.batch.tokens))
     env.batch.old_logprobs = env.batch.logprobs
     return env

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common import distributed
-from common.buffers import Batch, Conversation
+from common.buffers import EMPTY, Batch, Conversation
 from common.data.loader import Pixels, join_pixels
 from common.data.processor import Processor
 from common.data.rows import Prompt
@@ -47,8 +47,8 @@ class Episode:
     prompt: Prompt  # with the first observation, if there is one
     conversation: Conversation
     env: Any = None  # the user's object, once it is made
-    call: Call | None = None  # the last one
-    response: Response | None = None  # the own tokens of all finished turns
+    call: Call = field(init=False)  # the last one
+    response: Response = Response(EMPTY, EMPTY, False)  # the own tokens of all finished turns
     # what the policy reads next: the first observation, unless it stands in the prompt, or a reply
     reply: Reply | None = None
     reply_tokens: int = 0  # of all replies, without a first observation
@@ -72,13 +72,12 @@ class Episode:
         self.extend(turn, torch.arange(len(turn)).expand(3, -1), is_own=True)
         self.own_tokens = len(tokens)
 
-    def read_reply(self) -> tuple[Tensor, Tensor]:
+    def read_reply(self, reply: Reply) -> tuple[Tensor, Tensor]:
         """Add the finished turn and the reply to it. Returns what is new to the model, token ids
         (n,) and rotary positions from the prompt's end on (3, n): the reply, and before it the
         turn's last token, which decoding has not cached."""
-        reply, conversation = self.reply, self.conversation
-        new = len(reply.input_ids)
-        if self.response is not None:
+        conversation, new = self.conversation, len(reply.input_ids)
+        if len(self.response.tokens):
             self.add_turn(self.response.tokens)
             conversation.replies.append(reply.content)
             conversation.tokens_before.append(self.own_tokens)
@@ -119,11 +118,11 @@ class EnvRollout:
         if self.args.env_workers == 0:
             self.workers.wait_for_any([episode.call])
 
-    def reply_features(self, episodes: list[Episode]) -> list[Tensor]:
-        """Image features (K, M, H) of the replies to episodes that show images, by one call of the
-        vision tower. The replies have them, too; a tower that is trained computes them again, from
+    def reply_features(self, all_replies: list[Reply]) -> list[Tensor]:
+        """Image features (K, M, H) of the replies that show images, by one call of the vision
+        tower. The replies have them, too; a tower that is trained computes them again, from
         the patches."""
-        unseen = [episode.reply for episode in episodes if episode.reply.grids]
+        unseen = [reply for reply in all_replies if reply.grids]
         if not unseen:
             return []
         setup = self.model.setup

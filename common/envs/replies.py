@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from common.buffers import Content
+from common.buffers import EMPTY, Content
 from common.data.images import read_image, upright_rgb
 from common.data.processor import Processor
 
@@ -32,11 +32,11 @@ class Reply:
 
     content: Content = field(default_factory=list)
     images: list[Image.Image] = field(default_factory=list)  # RGB
-    patches: Tensor | None = None  # of all images, one after the other
+    patches: Tensor = EMPTY  # of all images, one after the other
     grids: tuple[tuple, ...] = ()
-    features: Tensor | None = None  # of all images, as `Conversation` keeps them
-    input_ids: Tensor | None = None  # (E,) int64
-    positions: Tensor | None = None  # (3, E) rotary positions from the first token on
+    features: Tensor = EMPTY  # of all images, as `Conversation` keeps them
+    input_ids: Tensor = EMPTY  # (E,) int64
+    positions: Tensor = EMPTY  # (3, E) rotary positions from the first token on
 
 
 def read_parts(parts: Any, processor: Processor, limit: int) -> Reply:

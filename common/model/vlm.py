@@ -296,7 +296,7 @@ def hidden_states(model: Model, pack: Pack) -> Tensor:
     language = decoder(model)
     embeds = language.get_input_embeddings()(pack.input_ids)  # (1, L, H)
     features = pack.features
-    if pack.grids is not None:
+    if features is not None and pack.grids is not None:
         features = image_features(model, features[0], pack.grids)
         # the image of zeros of `packs.with_grids`: every rank takes part in the tower's collectives
         if not len(pack.image_index):

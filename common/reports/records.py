@@ -70,7 +70,7 @@ def sample_record(batch: Batch, i: int, turns: list[str]) -> dict:
             record["env_error"] = conversation.error
     if any(batch.judgements):
         record["judgement"] = batch.judgements[i]
-    if batch.advantages is not None:
+    if len(batch.advantages):
         start, end = batch.offsets[i : i + 2].tolist()
         record["advantage"] = float(batch.advantages[start:end].mean())
     return record

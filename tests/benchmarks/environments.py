@@ -85,7 +85,9 @@ def main() -> None:
                            "--slots", str(flags.samples), "--out", str(folder / "run")])
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     loaded = ppo.load_rows(args)
-    actor = ppo.load_models(args, ppo.build_models(args, loaded.processor, ranks.device), ranks).actor
+    models = ppo.build_models(args, loaded.processor, ranks.device)
+    ppo.load_models(args, models.by_role(), ranks)
+    actor = models.actor
     # banned: turns end by the table alone
     sampling = ppo.sampling_of(args, loaded.processor, ranks.device)
     sampling.banned[list(loaded.processor.stop_ids)] = True

@@ -149,7 +149,7 @@ def decoding_seconds(sampling, model, batch: int, context: int, graphs: str, ste
     with torch.inference_mode(), bare_forwards(vlm.decoder(model)):
         engine = ppo.RolloutEngine(actor, prompts, sampling, list(range(batch)), 1)
         engine.length[:], engine.rope[:], engine.done[:] = context, context, False
-        engine.slots = [ppo.Sample((k, 0), stored=context) for k in range(batch)]
+        engine.slots = {k: ppo.Sample((k, 0), stored=context) for k in range(batch)}
         timed(lambda: engine.decode(batch), 3)                                           # set up, captured
         seconds = timed(lambda: engine.decode(batch), steps)
         if profiled:
@@ -249,7 +249,8 @@ def update_table(args, budgets, response: int, peak: float) -> None:
     """One optimizer step on 8 prompts of 8 responses each, without vision tower: token ids and advantages are random."""
     ranks, rows = distributed.start(args.run.timeout, args.run.hsdp), ppo.load_rows(args)
     models = ppo.build_models(args, rows.processor, ranks.device)
-    actor = ppo.load_models(args, models, ranks).actor
+    ppo.load_models(args, models.by_role(), ranks)
+    actor = models.actor
     trained = ppo.make_trainables(args, ppo.Models(actor, None, None))["actor"]
     ids, n = torch.randint(5, 100, (8, 2 * response)), 64 * response
     prompts = [dataclasses.replace(row, images=(), grids=(), input_ids=ids[i]) for i, row in enumerate(rows.train[:8])]

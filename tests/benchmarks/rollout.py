@@ -104,7 +104,8 @@ def main() -> None:
     loaded = ppo.load_rows(args)
     rows, processor = loaded.train, loaded.processor
     models = ppo.build_models(args, processor, ranks.device)
-    actor = ppo.load_models(args, models, ranks).actor
+    ppo.load_models(args, models.by_role(), ranks)
+    actor = models.actor
     sampling = ppo.sampling_of(args, processor, ranks.device)
     lengths = length_table(prompts)
     give_lengths(torch.from_numpy(lengths))

@@ -86,8 +86,9 @@ def start(folder: Path, kind: str, size: str, longest: int, pack: int):
 
 def load_actor(args, processor):
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
-    actor = ppo.load_models(args, ppo.build_models(args, processor, ranks.device), ranks).actor
-    return actor.train()
+    models = ppo.build_models(args, processor, ranks.device)
+    ppo.load_models(args, models.by_role(), ranks)
+    return models.actor.train()
 
 
 def make_task(args, processor, actor, prompt_tokens: int, image_tokens: int, response_tokens: int, prompts: int, samples: int):
