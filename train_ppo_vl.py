@@ -997,7 +997,7 @@ def collect(
     parts: list[Batch] = []
     useful = generated = 0  # prompts; tokens
     for _ in range(dynamic or args.rollout.rollouts_per_step):
-        part, tokens = sample_and_score(models, loader, reward, sampling, args)
+        part, tokens = sample_and_score(models, loader, reward, sampling, state.step, args)
         parts.append(part)
         generated += tokens
         useful += len(scoring.prompts_with_spread(part))
@@ -1035,6 +1035,7 @@ def sample_and_score(
     loader: PromptLoader,
     reward: scoring.RewardMix,
     sampling: Sampling,
+    step: int,
     args: Args,
 ) -> tuple[Batch, int]:
     """One rollout of the next prompts, with its rewards, log-probs and values; for remax also the
@@ -1048,13 +1049,13 @@ def sample_and_score(
             greedy = rollout(actor, prompts, replace(sampling, greedy=True), 1)
     generated = len(batch.tokens)
     # functions and servers compute rewards in threads; reward.score waits for them
-    call = reward.begin(batch, actor.processor)
+    call = reward.begin(batch, actor.processor, step)
     if not args.algorithm.dynamic_sampling:  # with it later, for the prompts that are kept
         fill_logprobs_and_values(batch, models, args)
     with logging.timer("reward"):
-        reward.score(batch, actor.processor, call)
+        reward.score(batch, actor.processor, step, call)
         if remax:
-            reward.score(greedy, actor.processor)
+            reward.score(greedy, actor.processor, step)
             # the greedy response to each sample's prompt: one per prompt, in prompt order
             greedy_of = torch.searchsorted(greedy.prompt_index, batch.prompt_index)
             batch.greedy_rewards = greedy.rewards[greedy_of]
@@ -1561,7 +1562,7 @@ def evaluate(
             batch = rollout(actor, prompts, sampling, count)
             if args.run.eval_only and len(batch) and not records:  # no update will compare them
                 require_same_policy(actor, batch, args)
-            reward.score(batch, actor.processor)
+            reward.score(batch, actor.processor, state.step)
             if "critic" in trainables and len(batch):  # all its prompts may be dropped
                 value_pairs.append(
                     values_and_returns(trainables["critic"].module, batch, reward, state, args)
@@ -1604,7 +1605,7 @@ def evaluate_teacher(
         batch = loader.take()
         answers = rollout(policy, teacher.view(batch), sampling, 1)
     answers = replace(answers, prompts=batch.prompts, features=batch.features, positions={})
-    reward.score(answers, rows.processor)
+    reward.score(answers, rows.processor, step)
     metrics = summarise(sample_records(answers, rows.processor), 1)
     columns = accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
     return {f"eval/teacher_{word}": metrics[name] for word, name in columns.items()}

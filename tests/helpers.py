@@ -515,3 +515,13 @@ def judge_flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> l
 
 def evaluation(out: Path, step: int) -> dict:
     return read_json(out / "eval" / f"eval_result_{step}.json")
+
+
+def reward_samples(responses: list[str], references=None, prompts=None, labels=None, images=None, rows=None, groups=None, step=0):
+    """What a reward function is called with, each sample of a prompt of its own unless ``groups`` says else."""
+    from common.rewards.functions import Samples
+
+    n = len(responses)
+    return Samples(prompts or [""] * n, responses, references or [None] * n, labels or [None] * n,
+                   images or [[] for _ in range(n)], rows or [{} for _ in range(n)], [len(text) for text in responses], [False] * n,
+                   groups or list(range(n)), step)

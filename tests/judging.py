@@ -27,7 +27,7 @@ def build(env, reward: scoring.RewardMix, rows: list[Prompt] = []) -> None:
 def score(env, reward: scoring.RewardMix, batch: Batch) -> Batch:
     """A copy of the batch with its scores."""
     batch = replace(batch)
-    reward.score(batch, env.processor)
+    reward.score(batch, env.processor, 0)
     return batch
 
 

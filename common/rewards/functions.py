@@ -4,11 +4,13 @@ load_source      the spec of a source: a rule, file.py:function, a server, a mod
 score_samples    calls side by side, with a time limit; what they return is checked
 """
 
+import copy
 import functools
 import inspect
+import itertools
 from concurrent.futures import FIRST_EXCEPTION, wait
-from dataclasses import dataclass
-from typing import Callable, NamedTuple
+from dataclasses import dataclass, field
+from typing import Callable, Iterable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,19 +37,20 @@ class Source:
     folder: str = ""  # of a model
     function: Callable | None = None
     batch: int = 0  # most samples per call of the function; 0: any number
-    takes_rows: bool = False  # the function has a parameter ``rows``
+    asks: list[str] = field(default_factory=list)  # what it gets by keyword: names of OFFERED
     ask: Callable | None = None  # of a model; `models.build` sets it
 
 
 def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     """A source by its spec. Raises UserError.
 
-    A function `f(prompts, responses, references, labels, images)` gets lists of equal length and
-    returns a list of floats or a dict of such lists: its "reward" is the reward, or else the sum of
-    all; the others are logged as components. `images` holds absolute paths, in the order of
-    their places in the prompt (of a clip a tuple); the policy sees them as `read_image` gives them.
-    A parameter `rows`, if there is one, gets the rows of the samples: dicts of all columns, as in
-    the file. All are copies.
+    A function `f(prompts, responses, references, labels, images)` gets lists of equal length, in
+    which the samples of a prompt stand together, and returns a list of floats or a dict of such
+    lists: its "reward" is the reward, or else the sum of all; the others are logged as components.
+    "spans" holds a list of (end, reward) for each sample: what the text up to that character earns
+    besides, at the token that ends there. `images` holds absolute paths, in the order of their places
+    in the prompt (of a clip a tuple); the policy sees them as `read_image` gives them. Parameters of
+    the names in `OFFERED` get what these say. All are copies.
     """
     kind, _, rest = spec.partition(":")
     if spec in RULES:
@@ -61,18 +64,20 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     if kind in ("http", "https"):
         server = Server(spec, args)
         return Source(spec, "remote", "remote", function=server, batch=args.remote_batch)
-    function = load_function("--reward", spec, "prompts, responses, references, labels, images")
-    name, takes_rows = spec.rpartition(":")[2], "rows" in inspect.signature(function).parameters
-    return Source(spec, name, "function", function=function, takes_rows=takes_rows)
+    takes = "prompts, responses, references, labels, images"
+    function, asks = load_function("--reward", spec, takes, OFFERED)
+    return Source(spec, spec.rpartition(":")[2], "function", function=function, asks=asks)
 
 
 def no_reward(prompts, responses, references, labels, images) -> list[float]:
     return [0.0] * len(responses)
 
 
-def load_function(flag_name: str, spec: str, takes: str) -> Callable:
-    """The function of ``path.py:function``, which is called with what it ``takes``, and by keyword
-    with ``rows`` if it has such a parameter. Raises UserError."""
+def load_function(
+    flag_name: str, spec: str, takes: str, offered: Iterable[str] = ()
+) -> tuple[Callable, list[str]]:
+    """The function of ``path.py:function``, which is called with what it ``takes``, and those names
+    of ``offered`` that its parameters ask for. Raises UserError."""
     expected = (
         f"one of {', '.join(RULES)}, env, grm:FOLDER, rm:FOLDER, http://host:port/path, or an "
         "existing path.py:function"
@@ -81,36 +86,45 @@ def load_function(flag_name: str, spec: str, takes: str) -> Callable:
     refuse_async(flag_name, spec, function)
     try:
         signature = inspect.signature(function)
-        by_name = {"rows": None} if "rows" in signature.parameters else {}
-        signature.bind(*takes.split(", "), **by_name)
+        asks = [name for name in offered if name in signature.parameters]
+        signature.bind(*takes.split(", "), **dict.fromkeys(asks))
     except (TypeError, ValueError) as error:  # no function, or a builtin
-        raise UserError(f"{flag_name} {spec}: must take ({takes}): {error}") from error
-    return function
+        may_ask = f", and may ask for {', '.join(offered)}" if offered else ""
+        raise UserError(f"{flag_name} {spec}: must take ({takes}){may_ask}: {error}") from error
+    return function, asks
 
 
 class Samples(NamedTuple):
-    """What a reward function gets of n samples."""
+    """What a reward function gets of n samples, those of a prompt side by side; after the images by the
+    names of its parameters only."""
 
     prompts: list[str]
     responses: list[str]
     references: list[str | None]
     labels: list[str | None]
     images: list[list]
-    rows: list[dict]
+    rows: list[dict]  # all columns, as in the file, and the conversation if there is one
+    lengths: list[int]  # response tokens, a sampled end included
+    truncated: list[bool]
+    groups: list[int]  # the same number for all samples of a prompt
+    step: int  # steps of the run that are done
+
+
+OFFERED = Samples._fields[5:]
 
 
 def score_samples(source: Source, samples: Samples, args: RewardArgs) -> Columns:
     """Score n samples, at least one, by --reward_workers calls side by side, of at most
-    `source.batch` samples each: n rewards under "reward", and n values of each component.
+    `source.batch` samples each: n rewards under "reward", n values of each component, and n lists of
+    "spans" if the function gives them. Without a limit of the batch, a call holds all samples of its
+    prompts.
 
     Raises:
         UserError: the function raises, all of it is later than --reward_timeout, or a call
             returns other than finite numbers.
     """
     count = len(samples.responses)
-    size = min(-(-count // args.reward_workers), source.batch or count)
-    starts = range(0, count, size)
-    parts = [Samples(*(column[start : start + size] for column in samples)) for start in starts]
+    parts = split(samples, args.reward_workers, source.batch)
     workers = Workers(min(args.reward_workers, len(parts)))
     calls = [workers.submit(call_source, source, part) for part in parts]
     ended, late = wait(calls, args.reward_timeout, FIRST_EXCEPTION)
@@ -126,25 +140,44 @@ def score_samples(source: Source, samples: Samples, args: RewardArgs) -> Columns
     if any(len(values) != count for values in columns.values()):
         raise failure(source, samples, f"not all calls return the components {sorted(columns)}")
     if "reward" not in columns:
-        columns["reward"] = [sum(values) for values in zip(*columns.values())]
+        numbers = [values for name, values in columns.items() if name != "spans"]
+        columns["reward"] = [sum(values) for values in zip(*numbers)] or [0.0] * count
     return columns
 
 
+def split(samples: Samples, workers: int, most: int) -> list[Samples]:
+    """A part for each worker, which holds all samples of its prompts, or parts of at most ``most``."""
+    *columns, step = samples
+    count = len(samples.responses)
+    starts = range(0, count, min(-(-count // workers), most or count))
+    if not most:
+        starts = sorted({samples.groups.index(samples.groups[start]) for start in starts})
+    ends = itertools.pairwise([*starts, count])
+    return [Samples(*(column[start:end] for column in columns), step) for start, end in ends]
+
+
 def call_source(source: Source, samples: Samples) -> Columns:
-    """Columns of finite numbers, as the function returns them, also of numpy or torch. Raises
-    UserError."""
-    *inputs, rows = map(list, samples)  # the function may empty its lists
-    by_name = {"rows": rows} if source.takes_rows else {}
+    """Columns of finite numbers, as the function returns them, also of numpy or torch, and its
+    "spans". Raises UserError."""
+    inputs = [list(column) for column in samples[:5]]  # the function may empty its lists
+    by_name = {name: copy.copy(getattr(samples, name)) for name in source.asks}
     try:
         result = source.function(*inputs, **by_name)
     except UserError as error:  # of a server
         raise failure(source, samples, str(error)) from error
     except (Exception, SystemExit) as error:
         raise failure(source, samples, f"it raised {describe(error)}") from error
-    columns = result if isinstance(result, dict) else {"reward": result}
+    columns = dict(result) if isinstance(result, dict) else {"reward": result}
     if not columns:
         raise failure(source, samples, "no components, expected at least one")
     count, floats = len(samples.responses), {}
+    if "spans" in columns:
+        try:
+            spans = [[(int(end), float(reward)) for end, reward in ends] for ends in columns.pop("spans")]
+        except (TypeError, ValueError) as error:
+            problem = f"spans must be lists of (end, reward): {error}"
+            raise failure(source, samples, problem) from error
+        floats["spans"] = spans
     for name, values in columns.items():
         try:
             numbers = torch.as_tensor(values, dtype=torch.float64)

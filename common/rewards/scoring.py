@@ -10,6 +10,7 @@ Only the response is scored: a prompt that shows an answer as an example must no
 import copy
 import math
 import os
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Callable, Iterable
 
@@ -27,7 +28,6 @@ from common.flags import RewardArgs
 from common.process import UserError
 from common.rewards.functions import (
     Samples,
-    Scored,
     Source,
     load_function,
     load_source,
@@ -67,7 +67,7 @@ def load(args: RewardArgs) -> "RewardMix":
     name_apart(sources)
     combiner = None
     if args.reward_combiner:
-        combiner = load_function("--reward_combiner", args.reward_combiner, "rewards")
+        combiner, _ = load_function("--reward_combiner", args.reward_combiner, "rewards")
     return RewardMix(sources, recipe, args, combiner)
 
 
@@ -157,7 +157,7 @@ class RewardMix:
             scored &= batch.prompt_index.bincount()[batch.prompt_index] > 1
         return scored.nonzero()[:, 0].tolist()
 
-    def begin(self, batch: Batch, processor: Processor) -> Calls:
+    def begin(self, batch: Batch, processor: Processor, step: int) -> Calls:
         """Start what functions, rules and servers compute for this rank's samples, one after the
         other in a thread; `score` waits for them."""
         rank, calls, worker = dist.get_rank(), {}, Workers(1)
@@ -165,7 +165,7 @@ class RewardMix:
             used = self.samples_of(source, batch)
             mine = [i for i in used if batch.owners[batch.prompt_index[i]] == rank]
             if source.function is not None and mine:  # a rank may have no samples
-                samples = read_samples(batch, mine, processor)
+                samples = read_samples(batch, mine, processor, step)
                 if source.kind == "rule" and source.spec != "exact":
                     pairs = zip(mine, samples.responses)
                     finished = [finished_text(batch, i, text) for i, text in pairs]
@@ -174,22 +174,27 @@ class RewardMix:
         worker.close()
         return calls
 
-    def score(self, batch: Batch, processor: Processor, calls: Calls | None = None) -> None:
-        """Fill rewards, turn_rewards (with environments), components (NaN where a source does not
+    def score(
+        self, batch: Batch, processor: Processor, step: int, calls: Calls | None = None
+    ) -> None:
+        """Fill rewards, turn_rewards (with environments or spans), components (NaN where a source does not
         score a sample) and judgements of all samples, alike on every rank. With several sources, a
         component of one is named SOURCE/COMPONENT, and its reward SOURCE. `compared` and
         the sources' weights are filled too.
 
         Args:
+            step: steps of the run that are done.
             calls: what `begin` returned, if it was called before.
 
         Raises:
             UserError: on every rank, when a source fails on any; the sample is in the message.
         """
-        calls = calls or self.begin(batch, processor)
+        calls = calls or self.begin(batch, processor, step)
         with distributed.raise_on_all_ranks():
             scored = {name: (mine, call.result()) for name, (mine, call) in calls.items()}
+            place_spans(scored, batch, processor)
         by_rank = distributed.gather_objects(scored)
+        batch.turn_rewards = None
         total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
         by_source, components = {}, {}  # (S,) each
         weights = []  # (S,) each, by source
@@ -197,11 +202,8 @@ class RewardMix:
         for source in self.sources:
             share, used = self.share_of(source, batch), self.samples_of(source, batch)
             weights.append(share)
-            # a function that combines rewards does not say which part of them belongs to a turn
-            if source.kind == "env" and self.combiner is None:
-                shares = share.nan_to_num().repeat_interleave(batch.lengths)
-                batch.turn_rewards = shares * rewards_at_turns(batch)
-            columns, notes = self.ask(source, batch, processor, used, by_rank)
+            columns, notes, at_tokens = self.ask(source, batch, processor, used, by_rank)
+            self.add_turn_rewards(batch, share, at_tokens)
             if source.spec == "judgement" and self.args.consistency_coef:
                 self.reward_consistency(columns, batch, processor, used)
             by_source[source.name] = columns.pop("reward")
@@ -230,20 +232,31 @@ class RewardMix:
 
     def ask(
         self, source: Source, batch: Batch, processor: Processor, used: list[int], by_rank: list[dict]
-    ) -> Scored:
-        """Columns (S,) float64, NaN but for the n samples ``used``: "reward" and components; and what
-        a judge says of each of the n. Models see whole conversations, functions the last turn as the
-        response; what these said is in ``by_rank``."""
-        parts, notes = [], []
+    ) -> tuple[dict[str, Tensor], list[str], Tensor | None]:
+        """Columns (S,) float64, NaN but for the n samples ``used``: "reward" and components; what a judge
+        says of each of the n; and the part of the rewards that has places, (N,) float64. Models see
+        whole conversations, functions the last turn as the response; what these said is in
+        ``by_rank``."""
+        parts, notes, at_tokens = [], [], None
         if source.function is not None:
             parts = [part[source.name] for part in by_rank if source.name in part]
+            spans = [columns.pop("spans") for _, columns in parts if "spans" in columns]
+            at_tokens = torch.stack(spans).sum(0) if spans else None
         elif source.ask is not None and used:
             columns, notes = source.ask(batch, used, whole_texts(batch, used, processor))
             parts = [(used, columns)]
         elif source.kind == "env":
-            rewards = batch.per_sample_sum(rewards_at_turns(batch))[used]  # (n,)
+            at_tokens = rewards_at_turns(batch)
+            rewards = batch.per_sample_sum(at_tokens)[used]  # (n,)
             parts = [(used, {"reward": rewards, "accuracy": env_accuracy(batch, rewards, used)})]
-        return join_columns(parts, len(batch)), notes
+        return join_columns(parts, len(batch)), notes, at_tokens
+
+    def add_turn_rewards(self, batch: Batch, share: Tensor, at_tokens: Tensor | None) -> None:
+        """Add a source's share of rewards with places, if there are any. A function that combines rewards
+        does not say which part of them has a place."""
+        if at_tokens is not None and self.combiner is None:
+            part = share.nan_to_num().repeat_interleave(batch.lengths) * at_tokens
+            batch.turn_rewards = part if batch.turn_rewards is None else batch.turn_rewards + part
 
     def reward_consistency(
         self, columns: dict[str, Tensor], batch: Batch, processor: Processor, used: list[int]
@@ -284,7 +297,7 @@ def join_columns(parts: list[tuple[list[int], dict]], size: int) -> dict[str, Te
     return joined
 
 
-def read_samples(batch: Batch, picks: list[int], processor: Processor) -> Samples:
+def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int) -> Samples:
     """What reward functions get of the samples ``picks``: the last turn as the response, and the
     whole conversation in the row."""
     turns = turn_texts(batch, picks, processor)
@@ -300,7 +313,42 @@ def read_samples(batch: Batch, picks: list[int], processor: Processor) -> Sample
         labels=[prompt.label for prompt in prompts],
         images=[list(prompt.images) for prompt in prompts],
         rows=rows,
+        lengths=batch.lengths[picks].tolist(),
+        truncated=batch.truncated[picks].tolist(),
+        groups=batch.prompt_index[picks].tolist(),
+        step=step,
     )
+
+
+def place_spans(scored: dict[str, tuple], batch: Batch, processor: Processor) -> None:
+    """Add the spans of each source to its rewards, and replace them by (N,) float64: what is earned at
+    the tokens that complete their texts, in the last turns. Raises ValueError."""
+    tokens = batch.split(batch.tokens)
+    for mine, columns in scored.values():
+        if "spans" not in columns:
+            continue
+        rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
+        for i, ends in zip(mine, columns["spans"]):
+            turn, stop = tokens[i], int(batch.offsets[i]) + len(tokens[i])
+            if batch.conversations:
+                turn = batch.conversations[i].turn_tokens(turn)[-1]
+            for end, reward in ends:
+                rewards[stop - len(turn) + token_that_ends(processor, turn, end)] += reward
+        sums = batch.per_sample_sum(rewards)[mine].tolist()
+        columns["reward"] = [*map(sum, zip(columns["reward"], sums))]
+        columns["spans"] = rewards
+
+
+def token_that_ends(processor: Processor, tokens: Tensor, end: int) -> int:
+    """The first token with which the text has ``end`` characters. Raises ValueError."""
+
+    def characters(count: int) -> int:
+        return len(processor.decode([tokens[:count]])[0])
+
+    if not 0 < end <= characters(len(tokens)):
+        text = processor.decode([tokens])[0]
+        raise ValueError(f"--reward: a span ends at character {end} of {text!r:.500}")
+    return bisect_left(range(1, len(tokens)), end, key=characters)
 
 
 def rewards_at_turns(batch: Batch) -> Tensor:

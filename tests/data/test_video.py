@@ -230,7 +230,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     batch = take(env, 4).with_targets([[torch.tensor(env.processor.tokenizer.encode(text))] for text in responses])
     batch.truncated = torch.zeros(4, dtype=torch.bool)
     vlm.compute_features(env.actor.model, batch)
-    reward.score(batch, env.processor)
+    reward.score(batch, env.processor, 0)
     oracle = hugging_face(judge)
     processor = reward.sources[0].ask.processor
     family = SimpleNamespace(kind="qwen3_vl", folder=judge, oracle=oracle, env=SimpleNamespace(processor=processor))

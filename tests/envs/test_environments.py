@@ -387,7 +387,7 @@ def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
     holds: 1 where it gave 1 or more."""
     env = start(qwen25, picture_rows, '--max_new_tokens 32 --stop_strings ["a","e","r"]', "--reward env")
     batch = talk(env, "Right" if names else "Costly", 2)
-    scoring.load(env.args.reward).score(batch, env.processor)
+    scoring.load(env.args.reward).score(batch, env.processor, 0)
     answered = torch.tensor([conversation.ended == "answered" for conversation in batch.conversations])
     assert answered.any()
     assert torch.allclose(batch.rewards[answered], torch.tensor(0.9))
@@ -428,7 +428,7 @@ def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25,
     prompts.prompts = [dataclasses.replace(p, label=label, reference="1") for p, label in zip(prompts.prompts, labels)]
     parts = [talk(env, "Words", 2, batch=prompts.select_prompts([prompt])) for prompt in (1, 0)]
     for part in parts:
-        reward.score(part, env.processor)
+        reward.score(part, env.processor, 0)
     assert not parts[0].turn_rewards.any()
     assert parts[1].turn_rewards.any()
     joined = ppo.Batch.concatenate(parts)
@@ -501,7 +501,7 @@ def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, j
     build(env, reward)
     assert reward.sources[0].ask.shares_tower == (which == "near")
     batch = talk(env, name, 2, batch=take(env).select_prompts([1, 2]))
-    reward.score(batch, env.processor)
+    reward.score(batch, env.processor, 0)
     assert sum(len(conversation.images) for conversation in batch.conversations) > 2
     texts = [env.processor.decode(conversation.turn_tokens(tokens))
              for conversation, tokens in zip(batch.conversations, batch.split(batch.tokens))]
@@ -510,7 +510,7 @@ def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, j
             prompt = env.prompts[1 + int(batch.prompt_index[i])]
             expected = verdict_chances(judges[which], prompt, conversation, turns, ["yes", "no"])
             assert float(batch.rewards[i]) == pytest.approx(expected[0], abs=ROUNDING)
-    samples = scoring.read_samples(batch, [0], env.processor)
+    samples = scoring.read_samples(batch, [0], env.processor, 0)
     assert samples.responses == [texts[0][-1]]
     assert turns_of(samples.rows[0]) == texts[0]
 

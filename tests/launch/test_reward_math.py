@@ -7,8 +7,9 @@ import pytest
 
 import extra_packages
 from common.flags import RewardArgs
-from common.rewards.functions import Samples, load_source, score_samples
+from common.rewards.functions import load_source, score_samples
 from conftest import ROOT, table
+from helpers import reward_samples
 
 PATH = ROOT / "launch" / "reward_math.py"
 
@@ -26,9 +27,7 @@ def score(tmp_path_factory):
         def accuracy(pairs: list[tuple[str, str]]) -> list[float]:
             """Of (response, reference), in a thread as in training."""
             responses, references = zip(*pairs)
-            n = len(pairs)
-            samples = Samples([""] * n, list(responses), list(references), [None] * n, [[]] * n, [{}] * n)
-            columns = score_samples(source, samples, args)
+            columns = score_samples(source, reward_samples(list(responses), list(references)), args)
             assert columns["reward"] == pytest.approx(
                 [0.9 * right + 0.1 * form for right, form in zip(columns["accuracy"], columns["format"])])
             return columns["accuracy"]

@@ -138,7 +138,7 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
         with torch.no_grad():
             vlm.compute_features(env.actor.model, batch)
         kernels.calls.clear()
-        reward.score(batch, env.processor)
+        reward.score(batch, env.processor, 0)
         rewards[attention] = batch.rewards
         if attention == "sdpa":
             assert not kernels.calls

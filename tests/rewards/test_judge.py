@@ -22,7 +22,7 @@ from transformers import (
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed
+from common import distributed, losses
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.flags import RewardArgs
@@ -274,6 +274,34 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     assert metrics["rollout/grm_reward"] == pytest.approx(float(judged[3:].mean()))
 
 
+@pytest.mark.parametrize("numbers, at_end", [("'reward': [1.0] * len(responses), ", 1.0), ("", 0.0)])
+def test_spans_fall_on_the_tokens_that_end_them(qwen25, picture_rows, tmp_path, numbers, at_end):
+    """Each sample earns k / 8 at the end of its k-th character, and what else it earns at its end. By all prefixes of its
+    tokens, one after the other: the first whose text is long enough."""
+    (tmp_path / "mine.py").write_text(
+        "def f(prompts, responses, *_):\n    spans = [[(k, k / 8) for k in range(1, len(text) + 1)] for text in responses]\n"
+        f"    return {{{numbers}'spans': spans}}\n"
+        "def beyond(prompts, responses, *_):\n    return {'spans': [[(len(text) + 1, 1.0)] for text in responses]}\n")
+    env, reward, batch, texts = prepare(qwen25, picture_rows, f"--reward {tmp_path}/mine.py:f", "--reward_workers 2")
+    scored, earned = score(env, reward, batch), []
+    for tokens in batch.split(batch.tokens):
+        lengths = [len(env.processor.decode([tokens[:n]])[0]) for n in range(1, len(tokens) + 1)]
+        assert lengths == sorted(lengths)
+        before = [0, *lengths[:-1]]
+        earned += [sum(k / 8 for k in range(first + 1, last + 1)) for first, last in zip(before, lengths)]
+    assert scored.turn_rewards.tolist() == earned
+    assert any(earned)
+    assert scored.rewards.tolist() == [at_end + sum(range(len(text) + 1)) / 8 for text in texts]
+    inputs = losses.AdvantageInputs(scored.rewards, torch.zeros(len(earned)), 0.0, batch.lengths, batch.prompt_index,
+                                    turn_rewards=scored.turn_rewards)
+    at_ends = torch.zeros(len(earned)).index_fill(0, batch.lengths.cumsum(0) - 1, at_end)
+    assert torch.allclose(inputs.token_rewards, torch.tensor(earned) + at_ends)
+    assert torch.equal(score(env, reward, scored).turn_rewards, scored.turn_rewards)
+    reward = scoring.load(replace(env.args.reward, reward=f"{tmp_path}/mine.py:beyond"))
+    with user_error("--reward: a span ends at character .* of "):
+        score(env, reward, batch)
+
+
 def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_path):
     """Too large, a sum that overflows, and NaN of a model with broken weights."""
     (tmp_path / "mine.py").write_text("def huge(prompts, *_):\n    return [1e39] * len(prompts)\n"
@@ -305,7 +333,7 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
     scored = score(env, reward, batch)
     assert scored.rewards.tolist() == [max(float(text == "1"), len(text)) for text in texts]
     for name, message in (("short", "1 values for 6 samples"), ("broken", "ZeroDivisionError"), ("nan", "must be finite")):
-        reward.combiner = scoring.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards")
+        reward.combiner, _ = scoring.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards")
         with user_error(message):
             score(env, reward, batch)
     env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward exact", *flags[2:], f"{tmp_path}/mine.py:best")

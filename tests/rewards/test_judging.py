@@ -253,7 +253,7 @@ def test_a_response_that_was_cut_off_earns_no_answer(qwen25, picture_rows, rule,
     env = start(qwen25, picture_rows, "--advantage grpo --reward", rule)
     batch = take(env, 1).with_targets([[torch.tensor(env.processor.tokenizer.encode(text, add_special_tokens=False))] * 2])
     batch.truncated = torch.tensor([False, True])
-    scoring.load(env.args.reward).score(batch, env.processor)
+    scoring.load(env.args.reward).score(batch, env.processor, 0)
     assert batch.rewards.tolist() == [1, gains]
 
 

@@ -20,9 +20,10 @@ from common.data import images as vlm_images
 from common.data.images import read_image
 from common.flags import RewardArgs
 from common.rewards import remote
-from common.rewards.functions import Samples, load_source, score_samples
+from common.rewards.functions import load_source, score_samples
 from common.rewards.remote import Server
 from conftest import ROOT, read_rows, user_error, words
+from helpers import reward_samples
 from reward_server import LIES, RewardServer, open_pictures
 
 
@@ -54,7 +55,8 @@ def ask(url, n=7, images=None, workers=1, try_seconds=5.0, **settings):
     is not limited here."""
     source = load_source(url, RewardArgs(reward=url, reward_timeout=2 * try_seconds, **settings))
     args = RewardArgs(reward_timeout=20.0, reward_workers=workers)
-    scored = score_samples(source, Samples(*columns(n, images), rows=[]), args)
+    prompts, responses, references, labels, images = columns(n, images)
+    scored = score_samples(source, reward_samples(responses, references, prompts, labels, images), args)
     return scored.pop("reward"), scored
 
 

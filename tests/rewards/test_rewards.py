@@ -14,7 +14,7 @@ from common.flags import RewardArgs
 from common.process import UserError
 from common.reports.records import summarise
 from common.rewards import scoring
-from common.rewards.functions import Samples, Source, load_source, score_samples
+from common.rewards.functions import Source, load_source, score_samples
 from common.rewards.rules import (
     answers_equal,
     extract_answer,
@@ -24,21 +24,21 @@ from common.rewards.rules import (
     same_words,
 )
 from conftest import readme_reward, table, user_error, value_error
+from helpers import reward_samples
 
 
-def score(fn, n=4, workers=1, batch=0, rows=None, timeout=60.0):
+def score(fn, n=4, workers=1, batch=0, timeout=60.0, asks=(), **more):
     """Rewards and components of n samples."""
-    names = ("prompt", "response", "reference", "label")
-    columns = [[f"{name} {i}" for i in range(n)] for name in names]
-    samples = Samples(*columns, images=[[] for _ in range(n)], rows=rows or [])
-    source = Source("my.py:f", "f", "function", function=fn, batch=batch, takes_rows=bool(rows))
+    names = ("prompts", "responses", "references", "labels")
+    samples = reward_samples(**{name: [f"{name[:-1]} {i}" for i in range(n)] for name in names}, **more)
+    source = Source("my.py:f", "f", "function", function=fn, batch=batch, asks=list(asks))
     args = RewardArgs(reward_timeout=timeout, reward_workers=workers)
     scored = score_samples(source, samples, args)
     return scored.pop("reward"), scored
 
 
 def one_sample(prompt="p", response="r", reference="a"):
-    return Samples([prompt], [response], [reference], [None], [[]], [{}])
+    return reward_samples([response], [reference], [prompt])
 
 
 # ------------------------------------------------------------------------------------------------ extraction
@@ -276,7 +276,7 @@ def test_load_user_function(tmp_path):
                     "three = 3\ndef length(prompts, responses, *rest):\n    return [len(r) for r in responses]\n"
                     "def another(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
     assert score(load_source(f"{path}:length").function) == ([10.0] * 4, {})
-    with value_error(r"must take \(prompts, .*, images\): too many positional arguments"):
+    with value_error(r"must take \(prompts, .*, images\), and .*: too many positional arguments"):
         load_source(f"{path}:another")                                              # before a model is loaded
     with value_error("missing a required argument: 'other'"):
         path.write_text("def six(prompts, responses, references, labels, images, other):\n    return []\n")
@@ -313,8 +313,7 @@ def test_the_readme_reward_pays_no_wrong_answer(tmp_path):
     source = load_source(f"{program}:score")
     right, wrong = ["3", "There are 3.", "x" * 5000 + " 3"], ["", "4", "13", "3 or 4", "no"]
     answers = right + wrong
-    samples = Samples([""] * 8, answers, ["3"] * 8, [None] * 8, [[]] * 8, [{}] * 8)
-    earned = score_samples(source, samples, RewardArgs())
+    earned = score_samples(source, reward_samples(answers, ["3"] * 8), RewardArgs())
     assert earned["accuracy"] == [1.0] * 3 + [0.0] * 5
     assert earned["reward"][3:] == [0.0] * 5
     assert 1.11 > earned["reward"][0] > earned["reward"][1] > earned["reward"][2] > 1.0
@@ -339,11 +338,51 @@ def test_a_function_that_wants_rows_gets_them(tmp_path, parameters, takes):
                     "        return [float(row['worth']) for row in got]\n"
                     "    return [-1.0] * len(first)\n")
     source = load_source(f"{path}:f")
-    assert source.takes_rows == takes
-    rows = [{"worth": i, "more": [i]} for i in range(7)] if takes else None
+    assert source.asks == (["rows"] if takes else [])
+    rows = [{"worth": i, "more": [i]} for i in range(7)]
     expected = [float(i) for i in range(7)] if takes else [-1.0] * 7
     for workers, batch in ((1, 0), (3, 0), (2, 2)):
-        assert score(source.function, n=7, workers=workers, batch=batch, rows=rows)[0] == expected
+        assert score(source.function, n=7, workers=workers, batch=batch, rows=rows, asks=source.asks)[0] == expected
+
+
+def test_what_a_function_may_ask_for(tmp_path):
+    """By the names of its parameters, in any order; its own parameters have defaults."""
+    (tmp_path / "mine.py").write_text(
+        "def f(prompts, responses, references, labels, images, step, truncated, lengths, groups, weight=2.0):\n"
+        "    return {'reward': [weight * step] * len(responses), 'length': lengths, 'cut': truncated, 'group': groups}\n"
+        "def unknown(prompts, responses, references, labels, images, entropy, step):\n    return []\n")
+    source = load_source(f"{tmp_path}/mine.py:f")
+    columns = score_samples(source, reward_samples(["a", "bcd"], groups=[5, 5], step=7), RewardArgs())
+    assert columns == {"reward": [14.0, 14.0], "length": [1.0, 3.0], "cut": [0.0, 0.0], "group": [5.0, 5.0]}
+    with user_error(r"must take \(prompts, responses, references, labels, images\), and may ask for rows, lengths, truncated, groups, "
+                    "step: .*'entropy'"):
+        load_source(f"{tmp_path}/mine.py:unknown")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("batch", [0, 3])
+def test_a_call_holds_all_samples_of_a_prompt(workers, batch):
+    """Whatever the number of calls, but for a server's limit of samples in a request."""
+    groups, calls = [3, 3, 3, 3, 7, 8, 8, 8, 8, 9, 9], []
+
+    def f(prompts, responses, references, labels, images, groups):
+        calls.append(groups)
+        return [float(response.split()[1]) for response in responses]
+
+    rewards, _ = score(f, 11, workers, batch, asks=["groups"], groups=groups)
+    assert rewards == [float(i) for i in range(11)]
+    assert sorted(sum(calls, [])) == groups
+    assert max(map(len, calls)) <= (batch or 11)
+    assert batch or all(call.count(group) == groups.count(group) for call in calls for group in call)
+    assert batch or len(calls) >= min(workers, 2)
+
+
+@pytest.mark.parametrize("spans, message", [
+    ([[], []], "not all calls return the components"), ([[1.0], [], []], r"spans must be lists of \(end, reward\)"),
+    (1.0, r"spans must be lists of \(end, reward\)"), ([[("a", 1.0)], [], []], r"spans must be lists of \(end, reward\)")])
+def test_spans_of_another_form_are_refused(spans, message):
+    with user_error(message):
+        score(lambda *_: {"spans": spans}, 3)
 
 
 def test_programs_import_what_lies_beside_them(tmp_path):
@@ -380,10 +419,10 @@ def test_a_function_may_empty_its_lists():
         return answer
 
     answer = [1.0] * 4
-    assert score(empty, rows=[{}] * 4)[0] == answer
+    assert score(empty, asks=["rows"])[0] == answer
     answer = []
     with user_error("(?s)list of 4 numbers.*prompt 0.*response 0.*reference 0"):
-        score(empty, rows=[{}] * 4)
+        score(empty, asks=["rows"])
 
 
 @pytest.mark.parametrize("workers", [1, 3, 9])
