@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import distributed, losses
-from common.buffers import Batch
+from common.buffers import EMPTY, Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.data.transcripts import finished_text, messages, turn_texts, whole_texts
@@ -194,7 +194,7 @@ class RewardMix:
             scored = {name: (mine, call.result()) for name, (mine, call) in calls.items()}
             place_spans(scored, batch, processor)
         by_rank = distributed.gather_objects(scored)
-        batch.turn_rewards = None
+        batch.turn_rewards = EMPTY
         total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
         by_source, components = {}, {}  # (S,) each
         weights = []  # (S,) each, by source
@@ -232,16 +232,16 @@ class RewardMix:
 
     def ask(
         self, source: Source, batch: Batch, processor: Processor, used: list[int], by_rank: list[dict]
-    ) -> tuple[dict[str, Tensor], list[str], Tensor | None]:
+    ) -> tuple[dict[str, Tensor], list[str], Tensor]:
         """Columns (S,) float64, NaN but for the n samples ``used``: "reward" and components; what a judge
         says of each of the n; and the part of the rewards that has places, (N,) float64. Models see
         whole conversations, functions the last turn as the response; what these said is in
         ``by_rank``."""
-        parts, notes, at_tokens = [], [], None
+        parts, notes, at_tokens = [], [], EMPTY
         if source.function is not None:
             parts = [part[source.name] for part in by_rank if source.name in part]
             spans = [columns.pop("spans") for _, columns in parts if "spans" in columns]
-            at_tokens = torch.stack(spans).sum(0) if spans else None
+            at_tokens = torch.stack(spans).sum(0) if spans else EMPTY
         elif source.ask is not None and used:
             columns, notes = source.ask(batch, used, whole_texts(batch, used, processor))
             parts = [(used, columns)]
@@ -251,12 +251,12 @@ class RewardMix:
             parts = [(used, {"reward": rewards, "accuracy": env_accuracy(batch, rewards, used)})]
         return join_columns(parts, len(batch)), notes, at_tokens
 
-    def add_turn_rewards(self, batch: Batch, share: Tensor, at_tokens: Tensor | None) -> None:
+    def add_turn_rewards(self, batch: Batch, share: Tensor, at_tokens: Tensor) -> None:
         """Add a source's share of rewards with places, if there are any. A function that combines rewards
         does not say which part of them has a place."""
-        if at_tokens is not None and self.combiner is None:
+        if len(at_tokens) and self.combiner is None:
             part = share.nan_to_num().repeat_interleave(batch.lengths) * at_tokens
-            batch.turn_rewards = part if batch.turn_rewards is None else batch.turn_rewards + part
+            batch.turn_rewards = part + batch.turn_rewards if len(batch.turn_rewards) else part
 
     def reward_consistency(
         self, columns: dict[str, Tensor], batch: Batch, processor: Processor, used: list[int]
