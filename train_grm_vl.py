@@ -47,7 +47,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 
 from common import distributed, flags, logging, logprobs, process
@@ -67,8 +70,8 @@ from common.data.processor import Processor
 from common.data.rows import Prompt, user_text
 from common.files import read_json, read_text
 from common.flags import flag
-from common.model import budget, build, checkpoint, fsdp, memory, vlm, weights
-from common.model.packs import join_packs, make_packs
+from common.model import budget, build, checkpoint, fsdp, memory, shards, vlm, weights
+from common.model.packs import join_packs, make_packs, run_forward
 from common.process import UserError
 from common.reports import accuracy
 from common.rewards import judge as judgements
@@ -85,7 +88,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     args = count_steps(args, len(rows.train), checkpoints.saved)
     judge = load_judge(args, rows, ranks)
 
-    trained = fsdp.Trainable(judge, args.optim, args.update.lr)
+    trained = fsdp.Trainable(judge, adamw(judge, args.update.lr, args.optim), args.optim)
     roles = {"judge": trained}
     state = TrainState()
     checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY)
@@ -122,7 +125,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             state.metrics |= performance(batch) | checkpoints.metrics()
             # logged before it is saved
             report(log, loader.rows, batch, target_logprobs, state, args)
-            checkpoints.check_skipped_updates()
+            fsdp.check_skipped_updates(roles)
 
     log.close(state.step, last)
     return state.metrics
@@ -433,8 +436,68 @@ def load_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
     if not args.run.export_only:
         budget.fit(plan_memory(args, judge, rows, ranks.world), ranks)
     with distributed.raise_on_all_ranks():
-        weights.shard_and_load(judge, ranks, args.run.seed)
+        shard(judge, ranks.mesh)
+        weights.fill(judge, ranks.device, args.run.seed)
     return judge
+
+
+# -------------------------------------------------------------------------------------------------
+# FSDP2 and AdamW, for a fork that wraps a model or takes its steps in another way. Weights gathered
+# for a rollout, offloading and schedules are in common/model/fsdp.py.
+# -------------------------------------------------------------------------------------------------
+
+
+def shard(module: vlm.Wrapper, mesh: DeviceMesh) -> None:
+    """ZeRO-3: every decoder layer, then the root. A frozen vision tower is replicated, outside of
+    FSDP."""
+    model = module.model
+    dtype = model.setup.dtype
+    full = dtype == torch.float32  # then nothing is cast: tests compute in float64
+    mixed = MixedPrecisionPolicy(
+        param_dtype=None if full else dtype,
+        reduce_dtype=None if full else torch.float32,
+        # keeps the tower's rotary angles float32; torch 2.11 would cast them, but only when
+        # recomputing
+        cast_forward_inputs=False,
+    )
+    for part in vlm.float32_parts(model):  # before the layers, which would take them along
+        fully_shard(part, mesh=mesh)
+    for layer in vlm.layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=mixed)
+    replicated = set() if model.setup.trains_vision else set(vlm.tower_parameters(model))
+    fully_shard(module, mesh=mesh, mp_policy=mixed, ignored_params=replicated)
+
+
+def adamw(module: nn.Module, lr: float, args: flags.OptimArgs) -> torch.optim.Optimizer:
+    """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not. A
+    group may have a rate of its own."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    # fused: one kernel instead of a Python loop over DTensors
+    return torch.optim.AdamW(groups, lr=lr, fused=True, betas=(0.9, args.adam_beta2))
+
+
+def backward(loss: Tensor) -> None:
+    """The gradient of a pack's share of a loss. Shares add up over the ranks, but FSDP averages."""
+    (loss * dist.get_world_size()).backward()
+
+
+def take_step(trained: fsdp.Trainable, step: int) -> tuple[float, bool]:
+    """Clip by the model's global norm and update, at the rates of ``step``, counted from 1. Returns the
+    norm before clipping and whether the update was applied: it is skipped if the norm is not finite,
+    which all ranks see alike."""
+    bound = trained.args.max_grad_norm or math.inf
+    norm = nn.utils.clip_grad_norm_(trained.module.parameters(), bound, foreach=True)
+    norm = float(shards.whole(norm))
+    applied = math.isfinite(norm)
+    if applied:
+        trained.set_rates(step)
+        trained.optimizer.step()
+    trained.end_update(step, applied)
+    return norm, applied
 
 
 # -------------------------------------------------------------------------------------------------
@@ -453,12 +516,12 @@ def update(
     done = []
     for pack in make_packs(judge.model, batch):
         logp = judge(pack)  # (T,)
-        fsdp.backward(-logp.sum() / tokens)
+        backward(-logp.sum() / tokens)
         done.append((pack.flat, logp.detach()))
     target_logprobs = join_packs(done, tokens)
-    norm, applied = trained.update(step)
+    norm, applied = take_step(trained, step)
     metrics = {
-        "train/lr": trained.learning_rate(step),
+        "train/lr": trained.rates_at(step)[0],
         "train/skipped": float(not applied),
         "train/tokens": tokens,
         "train/examples": len(batch),
@@ -640,7 +703,7 @@ def weigh_verdicts(
     if not len(batch):
         return {}  # no image decodes
     vlm.compute_features_unless_trained(judge.model, batch)
-    totals = batch.per_sample_sum(fsdp.run_forward(judge, batch, judge).double())  # (S,)
+    totals = batch.per_sample_sum(run_forward(judge, batch, judge).double())  # (S,)
     likelihoods = {}
     for index in set(batch.prompt_index.tolist()):
         logps = totals[batch.prompt_index == index]  # of the target, and of each verdict

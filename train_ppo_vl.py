@@ -34,15 +34,19 @@ Invariants, each with a test:
 """
 
 import itertools
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from PIL import Image
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import distributed, flags, logging, logprobs, losses, process
 from common.buffers import Batch, Pack, fill_packs
@@ -70,10 +74,11 @@ from common.model import (
     graphs,
     image_changes,
     memory,
+    shards,
     vlm,
     weights,
 )
-from common.model.packs import Prefill, make_packs, prefill_pack
+from common.model.packs import Prefill, make_packs, prefill_pack, run_forward
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.ptx import PtxLoss
 from common.model.teacher import Teacher, check_template, follow_average
@@ -148,7 +153,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             advance(state, batch, metrics, rows, args)
             state.metrics |= performance(batch, models, metrics, args)
             report(log, batch, state, models.actor, checkpoints, args)  # logged before it is saved
-            checkpoints.check_skipped_updates()
+            fsdp.check_skipped_updates(trainables)
             check_sampler(log, state, models.actor, args)
 
     log.close(state.step, last)
@@ -937,7 +942,8 @@ def load_models(args: Args, modules: vlm.Modules, ranks: distributed.Ranks) -> N
     """Shard and load all modules, including reward models."""
     with distributed.raise_on_all_ranks():
         for role, module in modules.items():
-            weights.shard_and_load(module, ranks, args.run.seed)
+            shard(module, ranks.mesh)
+            weights.fill(module, ranks.device, args.run.seed)
             if role not in ("actor", "critic"):
                 fsdp.offload(module, args.update.offload)
 
@@ -949,13 +955,14 @@ def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable | nn
     trainables = {}
     trainables["actor"] = fsdp.Trainable(
         models.actor,
+        adamw(models.actor, update.actor_lr, args.optim),
         args.optim,
-        update.actor_lr,
         delay=update.critic_warmup_steps,
         ema_beta=update.ema_beta,
     )
     if models.critic is not None:
-        trainables["critic"] = fsdp.Trainable(models.critic, args.optim, update.critic_lr)
+        optimizer = adamw(models.critic, update.critic_lr, args.optim)
+        trainables["critic"] = fsdp.Trainable(models.critic, optimizer, args.optim)
     if args.algorithm.reference_every:
         trainables["reference"] = models.reference
     for part in trainables.values():
@@ -971,6 +978,67 @@ def exported_models(
     if args.algorithm.export_critic and "critic" in trainables:
         exports["export_critic"] = trainables["critic"]
     return exports
+
+
+# -------------------------------------------------------------------------------------------------
+# FSDP2 and AdamW, for a fork that wraps a model or takes its steps in another way. Weights gathered
+# for a rollout, offloading and schedules are in common/model/fsdp.py.
+# -------------------------------------------------------------------------------------------------
+
+
+def shard(module: vlm.Wrapper, mesh: DeviceMesh) -> None:
+    """ZeRO-3: every decoder layer, then the root. A frozen vision tower is replicated, outside of
+    FSDP; a value head is always float32."""
+    model = module.model
+    dtype = model.setup.dtype
+    full = dtype == torch.float32  # then nothing is cast: tests compute in float64
+    mixed = MixedPrecisionPolicy(
+        param_dtype=None if full else dtype,
+        reduce_dtype=None if full else torch.float32,
+        # keeps the tower's rotary angles float32; torch 2.11 would cast them, but only when
+        # recomputing
+        cast_forward_inputs=False,
+    )
+    for part in vlm.float32_parts(model):  # before the layers, which would take them along
+        fully_shard(part, mesh=mesh)
+    for layer in vlm.layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=mixed)
+    if hasattr(module, "value_head"):
+        fully_shard(module.value_head, mesh=mesh)
+    replicated = set() if model.setup.trains_vision else set(vlm.tower_parameters(model))
+    fully_shard(module, mesh=mesh, mp_policy=mixed, ignored_params=replicated)
+
+
+def adamw(module: nn.Module, lr: float, args: flags.OptimArgs) -> torch.optim.Optimizer:
+    """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not. A
+    group may have a rate of its own."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    # fused: one kernel instead of a Python loop over DTensors
+    return torch.optim.AdamW(groups, lr=lr, fused=True, betas=(0.9, args.adam_beta2))
+
+
+def backward(loss: Tensor) -> None:
+    """The gradient of a pack's share of a loss. Shares add up over the ranks, but FSDP averages."""
+    (loss * dist.get_world_size()).backward()
+
+
+def take_step(trained: fsdp.Trainable, step: int) -> tuple[float, bool]:
+    """Clip by the model's global norm and update, at the rates of ``step``, counted from 1. Returns the
+    norm before clipping and whether the update was applied: it is skipped if the norm is not finite,
+    which all ranks see alike."""
+    bound = trained.args.max_grad_norm or math.inf
+    norm = nn.utils.clip_grad_norm_(trained.module.parameters(), bound, foreach=True)
+    norm = float(shards.whole(norm))
+    applied = math.isfinite(norm)
+    if applied:
+        trained.set_rates(step)
+        trained.optimizer.step()
+    trained.end_update(step, applied)
+    return norm, applied
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1130,7 +1198,7 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
     # As recorded by the sampler: the policy has not changed since, so no forward pass is needed.
     batch.old_logprobs = batch.logprobs
     if algorithm.importance_cap or algorithm.high_entropy_ratio < 1:
-        logp, batch.entropy = fsdp.run_forward(
+        logp, batch.entropy = run_forward(
             actor, batch, lambda pack: torch.stack(actor(pack, batch.sampling, entropy=True)[:2])
         )
         if algorithm.importance_cap:
@@ -1156,7 +1224,7 @@ def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator:
             references = [reference_outputs(reference, pack)]
             return actor(pack, batch.sampling, references=references)[2][0]
 
-        batch.kl = fsdp.run_forward(actor, batch, exact_kl)
+        batch.kl = run_forward(actor, batch, exact_kl)
         fsdp.rest_after_scoring(reference)
         return
     with adapters.without_adapters(reference.model):
@@ -1370,11 +1438,11 @@ def update_critic(trained: fsdp.Trainable, batch: Batch, step: int, args: Args) 
             stats = []
             for pack in make_packs(critic.model, batch, minibatch.indices):
                 loss, pack_stats = critic_loss(critic, pack, batch, minibatch, args)
-                fsdp.backward(loss)
+                backward(loss)
                 stats.append(pack_stats)
-            norm, applied = trained.update(step)
+            norm, applied = take_step(trained, step)
             sums.record_update("critic", norm, applied, stats)
-    return sums.reduce() | {"train/critic_lr": trained.learning_rate(step)}
+    return sums.reduce() | {"train/critic_lr": trained.rates_at(step)[0]}
 
 
 def critic_loss(
@@ -1416,26 +1484,35 @@ def update_actor(
             stats = []
             for pack in make_packs(actor.model, batch, minibatch.indices, view):
                 loss, pack_stats = actor_loss(actor, models, pack, batch, minibatch, args)
-                fsdp.backward(loss)
+                backward(loss)
                 stats.append(pack_stats)
             for frozen in filter(None, (kl_ref, teacher)):
                 fsdp.rest_after_scoring(frozen)
             if args.update.target_kl and exceeds(stats, args.update.target_kl):
-                trained.optimizer.zero_grad(set_to_none=True)
+                trained.optimizer.zero_grad()
                 break
             if ptx is not None:
-                stats.append(ptx.backward(actor, pending_text, args.update.aux_loss_coef))
+                stats.append(learn_text(ptx, actor, pending_text, args))
             if updates:  # the policy is no longer the one that sampled
                 for part in stats:
                     part.pop("sampler_gap", None)
                     part.pop("rollout/train_kl", None)
-            norm, applied = trained.update(step)
+            norm, applied = take_step(trained, step)
             sums.record_update("actor", norm, applied, stats)
             updates += applied
-    metrics = {"train/actor_lr": trained.learning_rate(step), "train/actor_updates": updates}
+    metrics = {"train/actor_lr": trained.rates_at(step)[0], "train/actor_updates": updates}
     if args.algorithm.mask_truncated:
         metrics["train/masked_responses"] = int(batch.truncated.sum())
     return metrics | sums.reduce()
+
+
+def learn_text(ptx: PtxLoss, actor: Policy, pending: tuple, args: Args) -> dict:
+    """Add the gradient of the next-token loss on the rows that `PtxLoss.start` chose. Returns its
+    statistics."""
+    stats = {}
+    for loss in ptx.losses(actor, pending, args.update.aux_loss_coef, stats):
+        backward(loss)
+    return stats
 
 
 def actor_loss(

@@ -152,7 +152,8 @@ def build_rewards(args, reward, rows, actor, ranks) -> None:
     models = ppo.build_reward_models(args, reward, rows, actor)
     with distributed.raise_on_all_ranks():
         for module in models.values():
-            weights.shard_and_load(module, ranks, args.run.seed)
+            ppo.shard(module, ranks.mesh)
+            weights.fill(module, ranks.device, args.run.seed)
 
 
 def judge_settings(*verdicts: tuple[str, str], saved: dict = {}, **settings):

@@ -22,7 +22,8 @@ import train_ppo_vl as ppo
 from common import distributed
 from common.buffers import Batch
 from common.data.loader import PromptLoader, batches_in_order
-from common.model import fsdp, vlm
+from common.model import vlm
+from common.model.packs import run_forward
 from conftest import (
     ROUNDING,
     read_rows,
@@ -208,7 +209,7 @@ def responses_to(env, counts: list[int], vocabulary: int) -> Batch:
 
 def logprobs(policy: ppo.Policy, batch: Batch, sampling) -> torch.Tensor:
     """(N,) of the responses, as the policy samples them."""
-    return fsdp.run_forward(policy, batch, lambda pack: policy(pack, sampling)[0])
+    return run_forward(policy, batch, lambda pack: policy(pack, sampling)[0])
 
 
 def check_logprobs(family, counts: list[int], inputs_of, look=lambda family, batch: batch, bound: float = 0.0) -> None:

@@ -177,7 +177,7 @@ def gradient(args: ppo.Args, module, batch: Batch) -> tuple[Tensors, int]:
             loss, _ = ppo.critic_loss(module, row, batch, part, args)
         else:
             loss, _ = ppo.actor_loss(module, None, row, batch, part, args)
-        fsdp.backward(loss)
+        ppo.backward(loss)
         packs += 1
     return take_gradients(module), packs
 
@@ -189,16 +189,25 @@ def take_gradients(module) -> Tensors:
     return gradients
 
 
+def trainable(module, args, lr: float) -> fsdp.Trainable:
+    return fsdp.Trainable(module, ppo.adamw(module, lr, args.optim), args.optim)
+
+
 class Caught(fsdp.Trainable):
-    """Keeps the gradient of each update, by parameter, and changes no weight."""
+    """Keeps the gradient of each update, by parameter, before it would be clipped, and changes no weight. It is its own
+    optimizer."""
 
-    def __init__(self, module, args, applied: bool = True):
-        super().__init__(module, args.optim, 1e-3)
-        self.gradients, self.applied = [], applied
+    def __init__(self, module, args):
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.gradients, self.state, self.param_groups = [], {}, [{"lr": 1e-3, "params": trained}]
+        super().__init__(module, self, dataclasses.replace(args.optim, max_grad_norm=0.0))
+        self.gradients.clear()  # of the step that creates the state
 
-    def update(self, step: int) -> tuple[float, bool]:
+    def step(self) -> None:
         self.gradients.append(take_gradients(self.module))
-        return 1.0, self.applied
+
+    def zero_grad(self) -> None:
+        self.module.zero_grad()
 
 
 def distance(actual: Tensors, expected: Tensors) -> float:
@@ -211,7 +220,7 @@ def distance(actual: Tensors, expected: Tensors) -> float:
 def fresh(qwen25, picture_rows, *more: str):
     """Own models and optimizer, real samples with scores; ready for `update_actor`."""
     env = start(qwen25, picture_rows, "--minibatches 2 --epochs 2 --actor_lr 1e-2", *more)
-    env.trained = fsdp.Trainable(env.actor, env.args.optim, 1e-2)  # before any forward, as `main` does
+    env.trained = trainable(env.actor, env.args, 1e-2)  # before any forward, as `main` does
     env.batch = hand_batch(env)
     env.batch.old_logprobs = env.batch.logprobs
     return env

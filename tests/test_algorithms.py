@@ -291,7 +291,7 @@ def head_gradient(env, args: ppo.Args, batch: Batch, kl_coef: float = 0.0, model
     batch = dataclasses.replace(batch, kl_coef=kl_coef)
     part, = ppo.minibatches_of(env.actor, batch, 1, args.update.epochs, args)
     for pack in make_packs(env.actor.model, batch, part.indices):
-        fsdp.backward(ppo.actor_loss(env.actor, models, pack, batch, part, args)[0])
+        ppo.backward(ppo.actor_loss(env.actor, models, pack, batch, part, args)[0])
     grad = env.actor.model.lm_head.weight.grad.full_tensor()
     env.actor.zero_grad(set_to_none=True)
     return grad
@@ -423,7 +423,8 @@ def test_the_exact_kl(env, qwen25):
     """Over the whole vocabulary, in the reward and in the loss, against Hugging Face's logits and autograd."""
     builder = build.Builder(env.args.model, env.ranks.device, env.args.longest)
     reference = ppo.Policy(builder.role("", frozen=True), env.processor)
-    vlm_weights.shard_and_load(reference, env.ranks, env.args.run.seed)
+    ppo.shard(reference, env.ranks.mesh)
+    vlm_weights.fill(reference, env.ranks.device, env.args.run.seed)
     model, other = (hugging_face(qwen25) for _ in range(2))
     theirs = {f"model.{name}": parameter for name, parameter in other.named_parameters()}
     with torch.no_grad():

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import train_ppo_vl as ppo
-from common.model import fsdp
 from conftest import hugging_face, inputs_of, start, with_flags
-from helpers import fresh
+from helpers import fresh, trainable
 
 
 class Scorer:
@@ -120,10 +119,10 @@ def test_the_critic_may_have_passes_of_its_own(
 
     monkeypatch.setattr(ppo, "minibatches_of", watched)
     args = with_flags(env.args, minibatches=4, epochs=2, critic_epochs=critic_epochs)
-    ppo.update_critic(fsdp.Trainable(env.critic, args.optim, 0.0), env.batch, 1, args)
+    ppo.update_critic(trainable(env.critic, args, 0.0), env.batch, 1, args)
     orders = [tuple(seen[k : k + 4]) for k in range(0, len(seen), 4)]
     assert len(orders) == passes == len(set(orders))
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
     seen.clear()
-    ppo.update_actor(fsdp.Trainable(env.actor, args.optim, 0.0), None, env.batch, 1, None, args)
+    ppo.update_actor(trainable(env.actor, args, 0.0), None, env.batch, 1, None, args)
     assert len(seen) == 2 * 4

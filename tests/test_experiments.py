@@ -15,7 +15,9 @@ import pytest
 import torch
 from PIL import Image, ImageFilter
 
-from common import losses
+import ranks
+from common import distributed, losses
+from common.model import shards
 from conftest import (
     ROOT,
     ROUNDING,
@@ -26,16 +28,18 @@ from conftest import (
     readme_reward,
     responses_of,
     rounding,
+    seeded,
     start,
     token_logprobs,
     user_error,
+    words,
 )
 from helpers import flags
 
 SCRIPT, CHANGES = "train_ppo_vl.py", "common/model/image_changes.py"
 DRAWING = "common/logprobs.py"
 DIFFS = sorted((ROOT / "tests" / "experiments").glob("*.diff"))
-TESTS = {"estimator": "an_estimator", "filter": "a_filter", "look": "kind_of_look", "loss_term": "a_loss_term",
+TESTS = {"estimator": "an_estimator", "filter": "a_filter", "look": "kind_of_look", "loss_term": "a_loss_term", "muon": "muon",
          "sampler": "another_sampler", "sampling": "sampling_rule"}
 
 
@@ -101,10 +105,10 @@ def run(qwen25, task, tmp_path):
         del sys.modules[name]
 
 
-def test_there_are_six_and_each_is_small():
-    assert [diff.stem for diff in DIFFS] == ["estimator", "filter", "look", "loss_term", "sampler", "sampling"]
+def test_there_are_seven_and_each_is_small():
+    assert [diff.stem for diff in DIFFS] == ["estimator", "filter", "look", "loss_term", "muon", "sampler", "sampling"]
     for diff in DIFFS:
-        assert 0 < len(changed_lines(diff)) <= (67 if diff.stem == "sampler" else 25), diff
+        assert 0 < len(changed_lines(diff)) <= {"sampler": 67, "muon": 40}.get(diff.stem, 25), diff
         others = {"look": [CHANGES], "sampler": [DRAWING], "sampling": [DRAWING]}.get(diff.stem, [])
         assert files_of(diff) == [*others, SCRIPT]
         assert f"git apply tests/experiments/{diff.name}" in diff.read_text()
@@ -122,7 +126,7 @@ def test_a_fork_is_green(names, tmp_path):
     if len(names) > 1:
         (fork / "my_reward.py").write_text(readme_reward())
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_architecture.py"]
-    command += ["tests/test_experiments.py", "-m", "not slow", "-k", " or ".join(("architecture", "six", *map(TESTS.get, names)))]
+    command += ["tests/test_experiments.py", "-m", "not slow", "-k", " or ".join(("architecture", "seven", *map(TESTS.get, names)))]
     done = subprocess.run(command, cwd=fork, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -171,6 +175,48 @@ def test_a_changed_sampling_rule(run):
         responses = [tuple(tokens.tolist()) for tokens in batch.split(batch.tokens)]
         assert [len(set(responses[k:k + 4])) for k in range(0, 16, 4)] == [1] * 4
         assert len(set(responses)) > 1
+
+
+def muon_by_torch(folder: Path, argv: list[str]) -> None:
+    """In every rank: a run and its resumption, and updates as torch's own optimizers take them on whole tensors."""
+    script = imported(folder / SCRIPT, "experiment_muon")
+    for steps in ("2", "3"):
+        script.main([*argv, "--out", str(folder / "run"), "--steps", steps])
+    args = script.parse_args([*argv, "--out", str(folder / "none"), *words("--steps 3 --warmup_steps 1 --weight_decay 0.1")])
+    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    modules = script.build_models(args, script.load_rows(args).processor, ranks.device)
+    trained = script.make_trainables(args, script.load_models(args, modules, ranks))["actor"]
+    ours = {name: p for name, p in trained.module.named_parameters() if p.requires_grad}
+    whole = {name: torch.nn.Parameter(p.full_tensor()) for name, p in ours.items()}
+    kinds = {True: [], False: []}
+    for name, p in whole.items():
+        kinds["layers" in name and p.ndim == 2].append(p)
+    muon = torch.optim.Muon(kinds[True], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    groups = [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in kinds[False]]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, args.optim.adam_beta2))
+    for step, share in ((1, 0.5), (2, 1.0), (3, 1.0)):
+        for number, (name, p) in enumerate(whole.items()):
+            p.grad = torch.randn(p.shape, generator=seeded(100 * step + number))
+            ours[name].grad = torch.zeros_like(ours[name])
+            shards.copy_shard(ours[name].grad, p.grad)
+        script.take_step(trained, step)
+        for optimizer, rate in ((muon, 0.02), (adamw, 0.01)):
+            for group in optimizer.param_groups:
+                group["lr"] = share * rate
+            optimizer.step()
+    for name, p in ours.items():
+        assert torch.allclose(p.full_tensor(), whole[name], atol=1e-5, rtol=1e-4), name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_muon_beside_adamw(qwen25, task, tmp_path, world):
+    """torch.optim.Muon itself fails on FSDP's shards."""
+    changed_script(ROOT / "tests" / "experiments" / "muon.diff", tmp_path)
+    argv = flags(qwen25, task, tmp_path / "run", "--advantage grpo --samples_per_prompt 4 --save_every 2 --export_every 0")
+    more = words("--muon_lr 0.02 --actor_lr 0.01 --max_grad_norm 0")
+    ranks.run(muon_by_torch, tmp_path, [*argv, *more], world=world)
+    steps = [record for record in read_rows(tmp_path / "run" / "metrics.jsonl") if "train/actor_lr" in record]
+    assert [(step["step"], step["train/actor_lr"]) for step in steps] == [(1, 0.01), (2, 0.01), (3, 0.01)]
 
 
 def test_another_sampler(run, qwen25, task):

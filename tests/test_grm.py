@@ -26,7 +26,7 @@ from common import distributed, logging, process
 from common.buffers import Batch
 from common.data.loader import PromptLoader
 from common.data.processor import Processor
-from common.model import fsdp, vlm
+from common.model import vlm
 from common.model.packs import make_packs
 from common.reports import accuracy
 from common.rewards import judge as judgements
@@ -48,7 +48,7 @@ from conftest import (
     words,
     write_rows,
 )
-from helpers import JUDGEMENTS, Caught, distance, evaluation, judge_flags
+from helpers import JUDGEMENTS, Caught, distance, evaluation, judge_flags, trainable
 from lives import die_at
 
 PAIR = ["A", "B", "tie"]
@@ -238,7 +238,7 @@ def test_a_step_that_is_not_finite_is_skipped(env):
     before = {name: p.to_local().clone() for name, p in env.judge.named_parameters() if p.requires_grad}
     with torch.no_grad():
         weight[0, 0] = torch.inf
-    metrics, _ = grm.update(fsdp.Trainable(env.judge, env.args.optim, 1e-3), batch, grm.TrainState())
+    metrics, _ = grm.update(trainable(env.judge, env.args, 1e-3), batch, grm.TrainState())
     with torch.no_grad():
         weight[0, 0] = before["model.lm_head.weight"][0, 0]
     assert metrics["train/skipped"] == 1

@@ -65,7 +65,9 @@ def text_gradient(env, args: ppo.Args, picks: list[int]) -> tuple[float, Tensors
     """Loss and gradient of rows by the code under test."""
     drawn = [env.text.rows[k][0] for k in picks]
     env.text.coef, env.text.labels = args.rows.ptx_coef, args.rows.ptx_labels
-    stats = env.text.backward(env.actor, env.text.loader.submit(drawn, picks), args.update.aux_loss_coef)
+    stats, pending = {}, env.text.loader.submit(drawn, picks)
+    for loss in env.text.losses(env.actor, pending, args.update.aux_loss_coef, stats):
+        ppo.backward(loss)
     return float(stats["ptx_loss"]), take_gradients(env.actor)
 
 
@@ -119,20 +121,21 @@ def test_text_labels_are_all_text(env):
     assert "it is blue" in text
 
 
-def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows):
+def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows, monkeypatch):
     """One optimizer step; a skipped minibatch has no ptx_loss; --target_kl stops before the text is seen."""
     env = fresh(qwen25, picture_rows, *ptx(rows), "--epochs 1 --minibatches 1 --target_kl 1e9")
     env.text = ppo.load_ptx(env.args, env.processor)
     policy, _ = gradient(env.args, env.actor, env.batch)
     loss, text = text_gradient(env, env.args, [4, 3, 2, 1, 0])                              # one pass, in any order
-    for applied in (True, False):
-        trained = Caught(env.actor, env.args, applied)
-        metrics = ppo.update_actor(trained, None, env.batch, 1, env.text, env.args)
-        caught, = trained.gradients
-        assert distance(caught, {name: policy[name] + text[name] for name in policy}) < rounding(len(env.batch.tokens))
-        assert distance(caught, policy) > 1e-2
-        assert ("train/ptx_loss" in metrics) == applied
-        assert not applied or metrics["train/ptx_loss"] == pytest.approx(loss, rel=rounding(16))
+    trained = Caught(env.actor, env.args)
+    metrics = ppo.update_actor(trained, None, env.batch, 1, env.text, env.args)
+    caught, = trained.gradients
+    assert distance(caught, {name: policy[name] + text[name] for name in policy}) < rounding(len(env.batch.tokens))
+    assert distance(caught, policy) > 1e-2
+    assert metrics["train/ptx_loss"] == pytest.approx(loss, rel=rounding(16))
+    with monkeypatch.context() as patches:
+        patches.setattr(ppo, "take_step", lambda trained, step: (float("inf"), False))
+        assert "train/ptx_loss" not in ppo.update_actor(trained, None, env.batch, 1, env.text, env.args)
     trained = Caught(env.actor, env.args)
     env.batch.old_logprobs = env.batch.logprobs - 1                                         # far from where it was sampled
     metrics = ppo.update_actor(trained, None, env.batch, 1, env.text, with_flags(env.args, target_kl=1e-6))

@@ -3,7 +3,6 @@
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -73,6 +72,7 @@ from helpers import (
     score,
     tensors,
     train,
+    trainable,
     update_actor,
     weights_of,
 )
@@ -211,9 +211,9 @@ def test_importance_weight_acts_only_with_recomputed_logprobs(exact):
 # ------------------------------------------------------------------------------------------------ optimizer, schedule
 def test_lr_schedule():
     def factors(delay=0, **changes):
-        trained = SimpleNamespace(lr=1.0, delay=delay, args=common_flags.OptimArgs(**changes))
-        rate = functools.partial(fsdp.Trainable.learning_rate, trained)
-        return [round(rate(step), 4) for step in range(1 + delay, changes["steps"] + 1)]
+        trained = SimpleNamespace(rates=[1.0], delay=delay, args=common_flags.OptimArgs(**changes))
+        steps = range(1 + delay, changes["steps"] + 1)
+        return [round(fsdp.Trainable.rates_at(trained, step)[0], 4) for step in steps]
 
     assert factors(steps=3) == [1, 1, 1]
     assert factors(steps=5, warmup_steps=3) == [0.25, 0.5, 0.75, 1, 1]
@@ -232,7 +232,7 @@ def test_lr_schedule():
 
 def test_weight_decay_spares_biases_and_norms(env):
     for module in (env.actor, env.critic):
-        optimizer = fsdp.adamw(module, 1e-3, with_flags(env.args, weight_decay=0.1).optim)
+        optimizer = ppo.adamw(module, 1e-3, with_flags(env.args, weight_decay=0.1).optim)
         decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         assert set(decay) == {id(p) for p in trained.values()}
@@ -266,7 +266,7 @@ def test_a_step_is_adamw_by_hand(qwen25, picture_rows):
         grads = {name: (p.grad.full_tensor().double()) for name, p in trained.items()}
         norm = sum(float(g.square().sum()) for g in grads.values()) ** 0.5
         assert (norm > 0.5) == (step < 3)
-        assert env.trained.update(step) == (pytest.approx(norm, rel=ROUNDING), True)
+        assert ppo.take_step(env.trained, step) == (pytest.approx(norm, rel=ROUNDING), True)
         for name, grad in grads.items():
             grad = grad * min(1.0, 0.5 / norm)
             first[name] = 0.9 * first[name] + 0.1 * grad
@@ -286,7 +286,7 @@ def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows,
 
     monkeypatch.setattr(ppo, "minibatches_of", watched)
     args = with_flags(env.args, minibatches=4, epochs=3)
-    actor, critic = (fsdp.Trainable(module, env.args.optim, 0.0) for module in (env.actor, env.critic))
+    actor, critic = (trainable(module, env.args, 0.0) for module in (env.actor, env.critic))
     for step in (1, 2):
         ppo.update_actor(actor, None, env.batch, step, None, args)
         ppo.update_critic(critic, env.batch, step, args)
@@ -777,7 +777,7 @@ def any_checkpoint(request, tmp_path_factory) -> Path:
 
 def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     env = start(any_checkpoint, picture_rows, "--actor_lr 1e-2 --advantage grpo")
-    env.trained = fsdp.Trainable(env.actor, env.args.optim, 1e-2)
+    env.trained = trainable(env.actor, env.args, 1e-2)
     env.batch = samples = hand_batch(env)
     samples.old_logprobs = samples.logprobs
     update_actor(env)

@@ -425,7 +425,7 @@ class Checkpoints:
             )
 
     # ---------------------------------------------------------------------------------------------
-    # Records and checks
+    # Records
     # ---------------------------------------------------------------------------------------------
 
     def metrics(self) -> Metrics:
@@ -433,19 +433,6 @@ class Checkpoints:
         for saves since the last record."""
         waited, self.waited = self.waited, 0.0
         return {"perf/failed_saves": self.failed, "perf/save_seconds": waited}
-
-    def check_skipped_updates(self) -> None:
-        """Raises UserError on every rank if updates of a model were skipped in MOST_FAILURES steps of
-        this process, and none was applied in between."""
-        for role, part in self.roles.items():
-            count = len(part.skipped) if isinstance(part, Trainable) else 0
-            if count >= MOST_FAILURES:
-                raise UserError(
-                    f"step {self.state.step}: the gradient of the {role} was not finite and all its updates "
-                    f"were skipped, {count} steps in a row; to go back, pass an earlier checkpoint "
-                    f"of {self.folder} to --resume with a new --out, perhaps with a smaller "
-                    "learning rate"
-                )
 
     # ---------------------------------------------------------------------------------------------
     # Exports

@@ -1,7 +1,6 @@
-"""FSDP2, and what it leaves to its users: optimizers and learning rates, weights gathered for a
-rollout, host memory.
+"""What FSDP2 leaves to its users: learning rates, weights gathered for a rollout, host memory. The
+scripts themselves shard models, make optimizers and take their steps.
 
-    shard, backward                      ZeRO-3, and losses that add up over the ranks
     Trainable                            a model in training, and what moves with it
     unsharded, bare_forwards             many forwards without a collective
     rest_after_scoring, forget_forwards  forwards without a backward
@@ -13,23 +12,21 @@ import math
 from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Callable
+from typing import Mapping
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from common.buffers import Batch, Pack
 from common.flags import OptimArgs
 from common.model import vlm
-from common.model.packs import join_packs, make_packs
-from common.model.shards import shard_of, whole
+from common.model.shards import shard_of
+from common.process import UserError
 
 HOST = torch.device("cpu")
+MOST_SKIPPED = 3  # steps in a row without an update of a model that is trained in them
 
 
 # -------------------------------------------------------------------------------------------------
@@ -37,74 +34,44 @@ HOST = torch.device("cpu")
 # -------------------------------------------------------------------------------------------------
 
 
-def shard(module: vlm.Wrapper, mesh: DeviceMesh) -> None:
-    """ZeRO-3: every decoder layer, then the root. A frozen vision tower is replicated, outside of
-    FSDP; a value head is always float32."""
-    model = module.model
-    dtype = model.setup.dtype
-    full = dtype == torch.float32  # then nothing is cast: tests compute in float64
-    mixed = MixedPrecisionPolicy(
-        param_dtype=None if full else dtype,
-        reduce_dtype=None if full else torch.float32,
-        # keeps the tower's rotary angles float32; torch 2.11 would cast them, but only when
-        # recomputing
-        cast_forward_inputs=False,
-    )
-    for part in vlm.float32_parts(model):  # before the layers, which would take them along
-        fully_shard(part, mesh=mesh)
-    for layer in vlm.layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=mixed)
-    if hasattr(module, "value_head"):
-        fully_shard(module.value_head, mesh=mesh)
-    replicated = set() if model.setup.trains_vision else set(vlm.tower_parameters(model))
-    fully_shard(module, mesh=mesh, mp_policy=mixed, ignored_params=replicated)
-
-
-def backward(loss: Tensor) -> None:
-    """Undo FSDP's averaging of gradients over ranks: the packs' shares of a loss add up."""
-    (loss * dist.get_world_size()).backward()
-
-
 @dataclass(eq=False)
 class Trainable:
-    """A model in training: its optimizer, its learning rate, the running average of its weights."""
+    """A model in training: its optimizer, whose rates follow the schedule, and the running average of
+    its weights."""
 
     module: vlm.Wrapper
+    optimizer: torch.optim.Optimizer
     args: OptimArgs
-    lr: float  # base learning rate
     delay: int = 0  # first steps in which the model is not trained; its schedule starts after them
     ema_beta: float = 0.0  # weight of the past in the running average; 0: no average
 
     def __post_init__(self):
         self.skipped: set[int] = set()  # steps of the updates skipped since the last applied one
-        self.optimizer = adamw(self.module, self.lr, self.args)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]  # each group has its own
+        create_state(self.optimizer)
         if self.ema_beta:
             # The average is optimizer state, on the same shards: it is saved and resumed with it.
             for parameter, state in self.optimizer.state.items():
                 state["ema"] = parameter.detach().clone()
 
-    def learning_rate(self, step: int) -> float:
-        """The learning rate of 1-based ``step``."""
-        return self.lr * schedule(step - self.delay, self.args.steps - self.delay, self.args)
+    def rates_at(self, step: int) -> list[float]:
+        """The learning rate of each group of parameters at 1-based ``step``."""
+        factor = schedule(step - self.delay, self.args.steps - self.delay, self.args)
+        return [rate * factor for rate in self.rates]
 
-    def update(self, step: int) -> tuple[float, bool]:
-        """Clip by the model's global norm and step. Returns the norm before clipping and whether
-        the update was applied: it is skipped if the norm is not finite, which all ranks see
-        alike."""
-        bound = self.args.max_grad_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(list(self.optimizer.state), bound, foreach=True)
-        norm = float(whole(norm))
-        applied = math.isfinite(norm)
-        if not applied:
-            self.skipped.add(step)
-        else:
+    def set_rates(self, step: int) -> None:
+        """Before an update of ``step``."""
+        for group, rate in zip(self.optimizer.param_groups, self.rates_at(step)):
+            group["lr"] = rate
+
+    def end_update(self, step: int, applied: bool) -> None:
+        """Drop the gradients. An applied update moves the average; a skipped one is counted."""
+        self.optimizer.zero_grad()
+        if applied:
             self.skipped.clear()
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate(step)
-            self.optimizer.step()
             self.update_average()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm, applied
+        else:
+            self.skipped.add(step)
 
     @torch.no_grad()
     def update_average(self) -> None:
@@ -136,24 +103,31 @@ class Trainable:
             average.copy_(before)
 
 
-def adamw(module: nn.Module, lr: float, args: OptimArgs) -> torch.optim.AdamW:
-    """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    # fused: one kernel instead of a Python loop over DTensors
-    betas = (0.9, args.adam_beta2)
-    optimizer = torch.optim.AdamW(groups, lr=lr, fused=True, betas=betas)
-    # Create AdamW's state now: a checkpoint before the first step would otherwise run one.
-    for parameter in trained:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create an optimizer's state, as a step at a rate of 0 does: a checkpoint may be saved or read
+    before the first update."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()
+
+
+def check_skipped_updates(roles: Mapping[str, Trainable | nn.Module]) -> None:
+    """Raises UserError on every rank if updates of a model were skipped in MOST_SKIPPED steps of this
+    process, and none was applied in between."""
+    for role, part in roles.items():
+        steps = part.skipped if isinstance(part, Trainable) else ()
+        if len(steps) >= MOST_SKIPPED:
+            raise UserError(
+                f"step {max(steps)}: the gradient of the {role} was not finite and all its updates "
+                f"were skipped, {len(steps)} steps in a row; to go back, pass an earlier checkpoint "
+                "of this run to --resume with a new --out, perhaps with a smaller learning rate"
+            )
 
 
 def schedule(step: int, steps: int, args: OptimArgs) -> float:
@@ -213,16 +187,6 @@ def unsharded(module: nn.Module):
             part.reshard()
             part.set_reshard_after_forward(part is not module, recurse=False)
         forget_forwards(module)
-
-
-@torch.no_grad()
-def run_forward(module: vlm.Wrapper, batch: Batch, forward: Callable[[Pack], Tensor]) -> Tensor:
-    """(N,) what ``forward``, pack -> (T,), says of every response token, on every rank; or, of
-    pack -> (k, T), (k, N)."""
-    module.eval()
-    done = [(pack.flat, forward(pack)) for pack in make_packs(module.model, batch)]
-    rest_after_scoring(module)
-    return join_packs(done, len(batch.tokens))
 
 
 def rest_after_scoring(module: nn.Module) -> None:

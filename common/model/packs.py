@@ -2,6 +2,7 @@
 
     make_packs        this rank's packs of some prompts, with image features from all ranks
     join_packs        what was computed for each token of each pack, back on every rank
+    run_forward       a forward pass over a batch, for every token
     prefill_pack      prompts or replies as one pack that fills the KV cache
 
 Shapes: I images, K levels of image features, M image tokens, L tokens of a pack, T of them response
@@ -9,7 +10,7 @@ tokens, N response tokens of all samples, H hidden size.
 """
 
 from dataclasses import replace
-from typing import Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ from common.buffers import (
 )
 from common.logging import progress
 from common.model.attention import PackedAttention, SlotCache
-from common.model.vlm import Model, positions_of
+from common.model.fsdp import rest_after_scoring
+from common.model.vlm import Model, Wrapper, positions_of
 
 
 def make_packs(
@@ -210,3 +212,13 @@ def prefill_pack(
         predict=ends - 1,
     )
     return pack.to(device)
+
+
+@torch.no_grad()
+def run_forward(module: Wrapper, batch: Batch, forward: Callable[[Pack], Tensor]) -> Tensor:
+    """(N,) what ``forward``, pack -> (T,), says of every response token, on every rank; or, of
+    pack -> (k, T), (k, N)."""
+    module.eval()
+    done = [(pack.flat, forward(pack)) for pack in make_packs(module.model, batch)]
+    rest_after_scoring(module)
+    return join_packs(done, len(batch.tokens))

@@ -20,7 +20,8 @@ from common import logprobs
 from common.buffers import Batch, Pack
 from common.data.processor import Processor
 from common.logprobs import Sampling
-from common.model import fsdp, vlm
+from common.model import vlm
+from common.model.packs import run_forward
 
 
 class Policy(vlm.Wrapper):
@@ -86,9 +87,9 @@ class Critic(vlm.Wrapper):
 def logprobs_of(policy: Policy, batch: Batch) -> Tensor:
     """(N,) log-probs of the responses under the distribution they were drawn from, with its
     temperature and banned ids; under the plain model if the batch was not sampled."""
-    return fsdp.run_forward(policy, batch, lambda pack: policy(pack, batch.sampling)[0])
+    return run_forward(policy, batch, lambda pack: policy(pack, batch.sampling)[0])
 
 
 def values_of(critic: Critic, batch: Batch) -> Tensor:
     """(N,) the critic's value of the state before every response token."""
-    return fsdp.run_forward(critic, batch, critic)
+    return run_forward(critic, batch, critic)

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from typing import Iterator
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import Tensor
 from common.buffers import Batch
 from common.data.loader import PromptLoader, data_order
 from common.data.rows import Prompt
-from common.model import experts, fsdp, vlm
+from common.model import experts, vlm
 from common.model.packs import make_packs
 from common.model.policy import Policy
 
@@ -37,12 +38,14 @@ class PtxLoss:
         picks = list(itertools.islice(order, self.batch))
         return self.loader.submit([self.rows[k][0] for k in picks], picks)
 
-    def backward(self, policy: Policy, pending: tuple, aux_loss_coef: float) -> dict:
-        """Add the gradient of the loss, a mean over the label tokens of all ranks. Returns statistics
-        as the actor's loss does.
+    def losses(
+        self, policy: Policy, pending: tuple, aux_loss_coef: float, stats: dict
+    ) -> Iterator[Tensor]:
+        """Each pack's share of the loss, a mean over the label tokens of all ranks.
 
         Args:
             pending: what `start` returned.
+            stats: gets statistics like those of the actor's loss, after the last pack.
         """
         model = policy.model
         prompts = self.loader.collect(*pending)
@@ -58,9 +61,10 @@ class PtxLoss:
                 logp, *_ = policy(pack)  # (T,)
             loss = -logp.sum() / count
             balance = aux_loss_coef * experts.balance_loss(model, pack, routed, load)
-            fsdp.backward(self.coef * (loss + balance))
+            yield self.coef * (loss + balance)
             total += loss.detach()
-        return {"ptx_loss": total, "ptx_dropped": len(prompts.dropped) / dist.get_world_size()}
+        stats["ptx_loss"] = total
+        stats["ptx_dropped"] = len(prompts.dropped) / dist.get_world_size()
 
     def count_labels(self, batch: Batch) -> int:
         """Tokens that carry the loss, over all ranks."""

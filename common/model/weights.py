@@ -31,7 +31,6 @@ from common.data.processor import Processor
 from common.files import follow_pointer, open_regular, read_json
 from common.logging import sync_folder, write_link
 from common.model.adapters import adapted_layers, init_adapters
-from common.model.fsdp import shard
 from common.model.shards import copy_shard, shard_of, whole
 from common.model.vlm import Model, Setup, StoredWeight, Wrapper
 
@@ -149,12 +148,11 @@ def open_weights(path: Path):
 # -------------------------------------------------------------------------------------------------
 
 
-def shard_and_load(module: Wrapper, ranks: distributed.Ranks, seed: int) -> None:
-    """Shard a module that is on meta, allocate the shards and stream its checkpoint into them.
-    Fresh adapters depend on ``seed``; a critic's value head that the files lack is zero. Raises
-    ValueError: see `load`."""
-    shard(module, ranks.mesh)
-    materialize(module, ranks.device)
+def fill(module: Wrapper, device: torch.device, seed: int) -> None:
+    """Allocate a module that is on meta, or this rank's shards of it, on ``device`` and stream its
+    checkpoint into them. Fresh adapters depend on ``seed``; a critic's value head that the files lack
+    is zero. Raises ValueError: see `load`."""
+    materialize(module, device)
     init_adapters(module.model, seed)
     head = getattr(module, "value_head", None)
     if head is not None:

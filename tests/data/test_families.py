@@ -35,7 +35,7 @@ from common.data.families import FAMILIES, family_of
 from common.data.loader import PromptLoader
 from common.data.processor import Processor
 from common.model import attention as vlm_attention
-from common.model import build, experts, fsdp, image_changes, vlm
+from common.model import build, experts, image_changes, vlm
 from common.model import weights as vlm_weights
 from common.model.packs import make_packs
 from common.model.teacher import with_prompts
@@ -74,7 +74,7 @@ from families import (
     save_processor,
     write_family,
 )
-from helpers import COMPUTE, assert_same_run, launch, on_a_gpu
+from helpers import COMPUTE, assert_same_run, launch, on_a_gpu, trainable
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -446,7 +446,7 @@ def test_a_frozen_tower_drops_nothing(family, tmp_path):
         with PromptLoader(judge_rows.processor, args.data) as loader:
             batch = loader.collect(*loader.submit(questions, ids))
         batch = batch.with_targets([[example.target for example in question.examples] for question in questions])
-        metrics, _ = grm.update(fsdp.Trainable(judge, args.optim, 1e-3), batch, grm.TrainState())
+        metrics, _ = grm.update(trainable(judge, args, 1e-3), batch, grm.TrainState())
         env = start(folder, family.data, "--advantage grpo --ptx_coef 1 --ptx_data", data)
         env.actor.train()
         text = env.rows.ptx
@@ -511,7 +511,7 @@ def test_actor_and_critic_are_balanced(family):
         samples = without_advantage(env)
         for module, update in ((env.critic, ppo.update_critic), (env.actor, update_policy)):
             before = [router.weight.full_tensor().clone() for router in vlm.routers(module.model)]
-            trained = fsdp.Trainable(module, env.args.optim, 1e-3)
+            trained = trainable(module, env.args, 1e-3)
             update(trained, samples, 1, env.args)
             for router, old in zip(vlm.routers(module.model), before, strict=True):
                 assert torch.equal(router.weight.full_tensor(), old) == (coef == 0)
@@ -528,7 +528,7 @@ def test_the_reference_of_an_exact_kl_is_not_balanced(family):
         samples = without_advantage(env)
         models = ppo.Models(env.actor, None, env.reference)
         ppo.fill_logprobs_and_values(samples, models, env.args)
-        trained = fsdp.Trainable(env.actor, env.args.optim, 1e-3)
+        trained = trainable(env.actor, env.args, 1e-3)
         samples.kl_coef = 0.1
         aux_losses.append(ppo.update_actor(trained, models, samples, 1, None, env.args)["train/aux_loss"])
     assert aux_losses[0] == pytest.approx(aux_losses[1], rel=rounding(16))

@@ -23,7 +23,7 @@ from common.model import attention as vlm_attention
 from common.model import fsdp, memory, vlm
 from common.model.packs import make_packs
 from conftest import start, take, user_error, words
-from helpers import LiveBytes, planned
+from helpers import LiveBytes, planned, trainable
 
 ROLES = ("actor", "critic", "reference")
 GIB = 2**30
@@ -44,7 +44,7 @@ def test_bytes_of_shards_and_optimizer(qwen25, picture_rows):
         assert resident["weights"] == local_bytes(module.parameters())
         assert (resident["Adam"] > 0) == (role != "reference")
         if role != "reference":
-            optimizer = fsdp.Trainable(module, real.args.optim, 1e-3).optimizer
+            optimizer = trainable(module, real.args, 1e-3).optimizer
             assert resident["Adam"] == local_bytes(
                 x for state in optimizer.state.values() for x in state.values()
             )

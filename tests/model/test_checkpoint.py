@@ -30,7 +30,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logging, process
 from common.data.loader import PromptLoader
-from common.model import checkpoint, fsdp, storage
+from common.model import checkpoint, storage
 from common.model.memory import resident_bytes
 from conftest import (
     ROOT,
@@ -145,7 +145,7 @@ def fill_disk(disk: str, first: int) -> None:
 
 def tell_shards() -> None:
     """Print how the weights of each model lie over the ranks, and the bytes of weights, gradients' and Adam's shards."""
-    original = fsdp.adamw
+    original = ppo.adamw
 
     def told(module, *arguments):
         optimizer, rank = original(module, *arguments), os.environ["RANK"]
@@ -156,7 +156,7 @@ def tell_shards() -> None:
         os.write(1, (" ".join(map(str, parts)) + "\n").encode())          # at once: four ranks write to one file
         return optimizer
 
-    fsdp.adamw = told
+    ppo.adamw = told
 
 
 def live_apart(argv: list[str], more: list[str]) -> None:

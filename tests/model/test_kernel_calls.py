@@ -15,7 +15,7 @@ import torch.nn.attention.varlen as torch_varlen
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
-from common.model import fsdp, shards, vlm
+from common.model import shards, vlm
 from common.model.packs import make_packs
 from common.rewards import scoring
 from conftest import (
@@ -29,7 +29,7 @@ from conftest import (
     write_rows,
 )
 from families import write_family
-from helpers import score
+from helpers import score, trainable
 from reference_kernels import OPERATOR, Call, attend, replace_kernels
 
 BACKENDS = ("varlen", "flash_attn")
@@ -89,7 +89,7 @@ def test_a_step_through_the_kernels(folders, kernels, case, backend):
     batch.old_logprobs, batch.advantages = batch.logprobs, torch.randn(len(batch.tokens))
     batch.in_policy_loss = torch.ones(len(batch.tokens), dtype=torch.bool)
     kernels.calls.clear()
-    trained = fsdp.Trainable(env.actor, env.args.optim, 1e-3)
+    trained = trainable(env.actor, env.args, 1e-3)
     metrics = ppo.update_actor(trained, None, batch, 1, None, env.args)
     assert metrics["train/actor_skipped"] == 0
     assert metrics["train/actor_grad_norm"] > 0
@@ -171,7 +171,7 @@ def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, cas
         texts = grm.generate(judge, loaded.processor, batch, args.eval)
         assert sorted(texts) == [0, 1, 2, 3]
         assert kernels.names() == (set() if attention == "sdpa" else {PACKED[backend]})  # of the tower
-        metrics, losses_of[attention] = grm.update(fsdp.Trainable(judge, args.optim, 1e-3), batch, grm.TrainState())
+        metrics, losses_of[attention] = grm.update(trainable(judge, args, 1e-3), batch, grm.TrainState())
         assert metrics["train/skipped"] == 0
     assert (losses_of[backend] - losses_of["sdpa"]).abs().mean() < 0.02
 
