@@ -63,7 +63,6 @@ from common.data.loader import (
     digest_data,
     draw_batches,
     join_pixels,
-    repeated_rows,
     shares_of,
 )
 from common.data.processor import Processor
@@ -187,11 +186,6 @@ class EvalArgs:
     eval_batch: int = flag(32, "judgements generated together per rank", low=1)
     eval_max_new_tokens: int = flag(
         1024, "longest generated judgement, tokens", low=1
-    )
-    eval_temperature: float = flag(
-        0.0,
-        "sampling temperature; 0: greedy. Samples depend on batches and ranks",
-        low=0,
     )
 
 
@@ -562,7 +556,7 @@ def evaluate(
     """Judge every held-out example, spread over the ranks: by a generated judgement, and by the
     likelihood of every verdict. Log the judgements, and return the eval/ metrics."""
     started = time.perf_counter()
-    records, dropped = judge_all(judge, rows, state.step, args)
+    records, dropped = judge_all(judge, rows, args)
     summary = {"step": state.step, "dropped": dropped} | accuracy.summarise(records)
     rows.settings.held_out = accuracy.held_out_record(summary)
     for kind, known in rows.settings.held_out["kinds"].items():
@@ -591,19 +585,18 @@ def evaluate(
 
 
 @torch.no_grad()
-def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dict], int]:
+def judge_all(judge: Judge, rows: Rows, args: Args) -> tuple[list[dict], int]:
     """The records of all held-out examples, in order, and the number of those that were dropped
     because an image does not decode.
 
     Raises:
         UserError: no example is left.
     """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    torch.manual_seed(args.run.seed * 1_000_003 + step * world + rank)  # only for --eval_temperature
     # The longest first, so that a batch has prompts of nearly equal length.
     held_out = rows.held_out
     places = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
-    batches = batches_in_order([held_out[i] for i in places], args.eval.eval_batch * world)
+    size = args.eval.eval_batch * dist.get_world_size()
+    batches = batches_in_order([held_out[i] for i in places], size)
     waiting, records, dropped = iter(places), [], 0
     with PromptLoader(rows.processor, args.data, batches) as loader:
         for _ in batches:
@@ -646,18 +639,15 @@ def generate(
 def generation_options(processor: Processor, args: EvalArgs) -> dict:
     """The arguments of `generate` that are the same for all batches."""
     pad = processor.tokenizer.pad_token_id
-    options = {
+    return {
         "max_new_tokens": args.eval_max_new_tokens,
         "eos_token_id": list(processor.stop_ids),
         "pad_token_id": processor.stop_ids[0] if pad is None else pad,
         "suppress_tokens": list(processor.banned_ids),
         "use_cache": True,
         "synced_gpus": False,
-        "do_sample": args.eval_temperature > 0,
+        "do_sample": False,
     }
-    if args.eval_temperature > 0:
-        options |= {"temperature": args.eval_temperature, "top_k": 0}
-    return options
 
 
 def generation_inputs(
@@ -769,8 +759,6 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     )
     if args.run.eval_only:
         return log
-    for line in repeated_rows(args.data, rows.train_sets):
-        log.line(line)
     warmup, steps = args.optim.warmup_steps, args.optim.steps
     if warmup >= steps:
         log.line(f"warning: --warmup_steps {warmup} of --steps {steps}: --lr is never reached")

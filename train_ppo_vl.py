@@ -55,7 +55,6 @@ from common.data.loader import (
     batches_in_order,
     digest_data,
     draw_batches,
-    repeated_rows,
     shares_of,
 )
 from common.data.processor import Processor
@@ -374,7 +373,7 @@ class AlgorithmArgs:
         "steps between copies of the actor's weights into the reference; 0: never",
         low=0,
         needs="kl_coef",
-        excludes="lora_rank: the reference is the model without its adapters",
+        excludes="lora_rank reference_model: the reference is the actor's own model, without adapters",
     )
     kl_coef: float = flag(
         0.0, "weight of the KL to the reference; 0: no reference is loaded", low=0
@@ -851,12 +850,6 @@ def build_models(args: Args, processor: Processor, device: torch.device) -> Mode
         if reference and (algorithm.reference_model or not args.model.lora_rank):
             body = builder.role(algorithm.reference_model, frozen=True)
             reference = Policy(body, processor).requires_grad_(False).eval()
-            if algorithm.reference_every and not fsdp.same_shapes(reference, actor):
-                raise ValueError(
-                    f"--reference_every: the reference {body.setup.folder} and the actor "
-                    f"{builder.folder} have weights of different names or shapes; leave out "
-                    "--reference_model"
-                )
         return Models(actor, critic, reference, build_teacher(args, builder, actor))
 
 
@@ -1792,8 +1785,6 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
-    for line in repeated_rows(args.data, rows.train_sets):
-        log.line(line)
     if args.reward.grm_question == "group" and rows.held_out and args.rollout.eval_samples < 2:
         log.line(
             "--grm_question group: evaluations have one sample per prompt (--eval_samples), compare none, "

@@ -146,6 +146,7 @@ stray                                         | unrecognized arguments: stray
 --reference_model m                           | --reference_model m needs --kl_coef
 --reference_every 5                           | --reference_every 5 needs --kl_coef
 --reference_every 5 --kl_coef 0.1 --lora_rank 4 | --reference_every 5 excludes --lora_rank: the reference is
+--reference_every 5 --kl_coef 0.1 --reference_model m | --reference_every 5 excludes --reference_model: the reference is
 --kl_target 0.1                               | --kl_target 0.1 needs --kl_coef
 --kl_coef 0.1 --kl_target 0.1 --kl_horizon 20 | --kl_horizon
 --kl_coef 0.1 --kl_in loss --kl_estimator k1  | the gradient of k1 averages to zero

@@ -18,7 +18,7 @@ class Scorer:
     def __init__(self):
         self.batches = []
 
-    def score(self, batch, processor):
+    def score(self, batch, processor, step=0):
         first = torch.stack([tokens[0] for tokens in batch.split(batch.tokens)])
         batch.rewards = batch.lengths / 4 + (first % 5).float()
         self.batches.append(batch)

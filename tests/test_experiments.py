@@ -184,8 +184,9 @@ def muon_by_torch(folder: Path, argv: list[str]) -> None:
         script.main([*argv, "--out", str(folder / "run"), "--steps", steps])
     args = script.parse_args([*argv, "--out", str(folder / "none"), *words("--steps 3 --warmup_steps 1 --weight_decay 0.1")])
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
-    modules = script.build_models(args, script.load_rows(args).processor, ranks.device)
-    trained = script.make_trainables(args, script.load_models(args, modules, ranks))["actor"]
+    models = script.build_models(args, script.load_rows(args).processor, ranks.device)
+    script.load_models(args, models.by_role(), ranks)
+    trained = script.make_trainables(args, models)["actor"]
     ours = {name: p for name, p in trained.module.named_parameters() if p.requires_grad}
     whole = {name: torch.nn.Parameter(p.full_tensor()) for name, p in ours.items()}
     kinds = {True: [], False: []}

@@ -94,8 +94,7 @@ class Checkpoints:
         self.staging = Staging()
         self.start_writer()
         host, lock = socket.gethostname(), run.out / ".lock"
-        owner = {"host": host, "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}
-        owner = from_main(json.dumps(owner | {"started": time.time_ns()}))
+        owner = from_main(f"pid {os.getpid()} on {host} since {time.time_ns()}")
         with raise_on_all_ranks(f"--out {run.out}: "):
             if is_main():
                 self.take_folder(lock, owner)

@@ -158,13 +158,6 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
         shard_of(parameter).copy_(shard_of(weights[name]))
 
 
-def same_shapes(module: nn.Module, source: nn.Module) -> bool:
-    """Whether `copy_weights` makes the module the source: it has the weights that are trained
-    there, by name and shape, and no others."""
-    trained = {name: p.shape for name, p in source.named_parameters() if p.requires_grad}
-    return trained == {name: p.shape for name, p in module.named_parameters()}
-
-
 def fsdp_parts(module: nn.Module) -> list[FSDPModule]:
     """The modules that FSDP gathers one by one."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]

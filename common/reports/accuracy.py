@@ -8,7 +8,7 @@ summary  -> what judge.json keeps of it                            held_out_reco
 from collections import Counter
 from itertools import groupby
 from operator import itemgetter
-from statistics import fmean
+from statistics import fmean, multimode
 
 from common.rewards.judge import in_order
 from common.rewards.rules import same_words
@@ -113,11 +113,8 @@ def vote_rates(records: list[dict]) -> dict[int, float]:
 
 def vote(verdicts: list[str | None], right: str) -> float:
     """1 if most of the verdicts that could be read are right, 1/2 if as many say another, else 0."""
-    counts = Counter(verdict for verdict in verdicts if verdict is not None)
-    others = max((count for verdict, count in counts.items() if verdict != right), default=0)
-    if counts[right] > others:
-        return 1.0
-    return 0.5 if counts[right] == others > 0 else 0.0
+    winners = multimode(filter(None, verdicts))
+    return (right in winners) / (1 + (len(winners) > 1))
 
 
 def held_out_record(summary: dict) -> dict:

@@ -1130,7 +1130,7 @@ def test_one_live_run_per_folder(flags, copy):
     """A second run is refused; the lock of a dead one is no obstacle."""
     argv = flags(copy, "--steps 3")
     life = ranks.start(ppo.main, argv, patches=[(stop_at, "update_actor", 1, 0, signal.SIGSTOP)])
-    while f'"pid": {life.pids[0]}' not in (copy / ".lock").read_text():
+    while f"pid {life.pids[0]} on" not in (copy / ".lock").read_text():
         time.sleep(0.05)
     before = (copy / "metrics.jsonl").read_bytes()
     refused(argv, "in use by a live run", socket.gethostname(), str(life.pids[0]))
@@ -1211,7 +1211,7 @@ def test_torchrun_restarts_a_dead_rank(flags, out, undisturbed, tmp_path):
     deadline = time.time() + 200
     while not steps(out) and time.time() < deadline:
         time.sleep(0.02)
-    os.kill(read_json(out / ".lock")["pid"], signal.SIGKILL)
+    os.kill(int((out / ".lock").read_text().split()[1]), signal.SIGKILL)
     assert job.wait(200) == 0, (tmp_path / "log").read_text()[-4000:]
     told = (tmp_path / "log").read_text()
     assert "resuming from" in told
