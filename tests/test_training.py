@@ -230,6 +230,26 @@ def test_lr_schedule():
     assert factors(steps=2, warmup_steps=5) == [0.1667, 0.3333]
 
 
+def test_each_group_of_parameters_keeps_a_rate_of_its_own(qwen25, picture_rows):
+    """The schedule scales it; a matrix at rate 0 stays as it is. Without a step, the state is that of no step."""
+    env = start(qwen25, picture_rows, "--steps 5 --warmup_steps 3")
+    optimizer = ppo.adamw(env.actor, 1e-2, env.args.optim)
+    for group, rate in zip(optimizer.param_groups, (0.0, 0.4)):
+        group["lr"] = rate
+    before = weights_of(env.actor)
+    trained = fsdp.Trainable(env.actor, optimizer, env.args.optim)
+    parameters = [p for p in env.actor.parameters() if p.requires_grad]
+    assert optimizer.state.keys() == set(parameters)
+    assert not any(value.any() for state in optimizer.state.values() for value in state.values())
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(env.actor).items())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    assert ppo.take_step(trained, 2)[1]
+    assert [group["lr"] for group in optimizer.param_groups] == [0, pytest.approx(0.2)] == trained.rates_at(2)
+    for name, parameter in env.actor.named_parameters():
+        assert torch.equal(weights_of(env.actor)[name], before[name]) == (parameter.ndim >= 2 or not parameter.requires_grad)
+
+
 def test_weight_decay_spares_biases_and_norms(env):
     for module in (env.actor, env.critic):
         optimizer = ppo.adamw(module, 1e-3, with_flags(env.args, weight_decay=0.1).optim)
