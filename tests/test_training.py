@@ -497,13 +497,12 @@ def test_the_kl_of_the_loss_has_a_gradient_by_default(qwen25, task, tmp_path, ca
     ("--steps 1 --warmup_steps 1", "--warmup_steps 1 of --steps 1: --actor_lr is never reached"),
     ("--steps 1 --max_new_tokens 1 --min_new_tokens 1 --mask_truncated", "step 1: the actor was not updated"),
     ("--steps 1 --max_new_tokens 1 --min_new_tokens 1 --mask_truncated --entropy_coef 0.1 --target_kl 0.1", ""),
-    ("--steps 1 --prompts_per_step 40", "a step takes 40 of its"),
     ("--steps 1", ""),
 ])
 def test_a_run_that_learns_nothing_says_so(qwen25, task, tmp_path, capsys, line, text):
     train(qwen25, task, tmp_path, line)
     output = capsys.readouterr().out
-    assert text in output if text else not re.search("never|not updated|takes", output)
+    assert text in output if text else not re.search("never|not updated", output)
 
 
 def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):

@@ -30,7 +30,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logging, process
 from common.data.loader import PromptLoader
-from common.model import checkpoint, storage
+from common.model import checkpoint, fsdp, storage
 from common.model.memory import resident_bytes
 from conftest import (
     ROOT,
@@ -145,18 +145,17 @@ def fill_disk(disk: str, first: int) -> None:
 
 def tell_shards() -> None:
     """Print how the weights of each model lie over the ranks, and the bytes of weights, gradients' and Adam's shards."""
-    original = ppo.adamw
+    original = fsdp.create_state
 
-    def told(module, *arguments):
-        optimizer, rank = original(module, *arguments), os.environ["RANK"]
-        weights = [p for p in module.parameters() if p.requires_grad]
+    def told(optimizer):
+        original(optimizer)
+        rank, weights = os.environ["RANK"], [p for group in optimizer.param_groups for p in group["params"]]
         shares = {(str(p.placements), p.shape[0] / p.to_local().shape[0]) for p in weights if p.shape[0] % 4 == 0}
         parts = (f"shards of rank {rank}:", sorted(shares), sum(p.to_local().nbytes for p in weights),
                  sum(x.to_local().nbytes for state in optimizer.state.values() for x in state.values() if x.dim()))
         os.write(1, (" ".join(map(str, parts)) + "\n").encode())          # at once: four ranks write to one file
-        return optimizer
 
-    ppo.adamw = told
+    fsdp.create_state = told
 
 
 def live_apart(argv: list[str], more: list[str]) -> None:
