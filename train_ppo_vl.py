@@ -48,7 +48,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common import distributed, flags, logging, logprobs, losses, process
+from common import distributed, flags, logging, logprobs, losses, ppo_flags, process
 from common.buffers import Batch, Pack, fill_packs
 from common.data.loader import (
     PromptLoader,
@@ -160,8 +160,8 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 
 
 # -------------------------------------------------------------------------------------------------
-# Flags that decide what a step computes. The others (models, data, rewards, optimizers,
-# checkpoints, runs) are in common/flags.py.
+# Flags that decide what a step computes. The others (models, data, optimizers, checkpoints, runs;
+# rows, rewards, updates) are in common/flags.py and common/ppo_flags.py.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -460,14 +460,14 @@ class AlgorithmArgs:
 class Args:
     model: flags.ModelArgs
     data: flags.DataArgs
-    rows: flags.RowArgs
+    rows: ppo_flags.RowArgs
     rollout: RolloutArgs
-    env: flags.EnvArgs
-    reward: flags.RewardArgs
+    env: ppo_flags.EnvArgs
+    reward: ppo_flags.RewardArgs
     algorithm: AlgorithmArgs
-    perception: flags.PerceptionArgs
-    teacher: flags.TeacherArgs
-    update: flags.UpdateArgs
+    perception: ppo_flags.PerceptionArgs
+    teacher: ppo_flags.TeacherArgs
+    update: ppo_flags.UpdateArgs
     optim: flags.OptimArgs
     checkpoint: flags.CheckpointArgs
     run: flags.RunArgs
@@ -738,10 +738,10 @@ IDENTITY = {
     "reward_combiner",
     "consistency_coef",
     "env",
-    *flags.RowArgs.__annotations__,
+    *ppo_flags.RowArgs.__annotations__,
     *AlgorithmArgs.__annotations__,
-    *flags.PerceptionArgs.__annotations__,
-    *flags.TeacherArgs.__annotations__,
+    *ppo_flags.PerceptionArgs.__annotations__,
+    *ppo_flags.TeacherArgs.__annotations__,
 }
 
 

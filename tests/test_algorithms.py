@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train_ppo_vl as ppo
-from common import flags, losses
+from common import losses, ppo_flags
 from common.buffers import EMPTY, Batch
 from common.data.loader import PromptLoader
 from common.model import build, fsdp
@@ -585,7 +585,7 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     """Of each prompt, whatever is sampled; also of prompts of two rollouts that were merged."""
     rollouts = max(1, limit)
     args = with_flags(env.args, advantage="remax", dynamic_sampling=limit, prompts_per_step=4 * rollouts)
-    reward = scoring.load(flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
+    reward = scoring.load(ppo_flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
     batches = [(env.prompts, list(range(4 * k, 4 * k + 4))) for k in range(rollouts)]
     with PromptLoader(env.processor, args.data, batches) as loader:
         samples, metrics = ppo.collect(ppo.Models(env.actor, None, None), loader, reward, env.sampling, state_of(env), args)
@@ -620,7 +620,7 @@ def test_functions_score_while_the_models_do(env, ruled, monkeypatch):
         return [float(len(response)) for response in responses]
 
     monkeypatch.setattr(ppo, "fill_logprobs_and_values", noted)
-    mix = scoring.load(flags.RewardArgs(reward="exact"))
+    mix = scoring.load(ppo_flags.RewardArgs(reward="exact"))
     mix.sources[0].function = reward
     for dynamic, expected in ((0, ["log-probs", "rewards"]), (1, ["rewards", "log-probs"])):
         args = with_flags(env.args, dynamic_sampling=dynamic, prompts_per_step=4)

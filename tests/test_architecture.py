@@ -26,13 +26,14 @@ distributed  process
 user_code    process threads
 toy          process
 flags        process toy files
+ppo_flags    flags
 buffers      distributed
 logging      cards distributed process files flags
 data         distributed process files flags buffers
-model        losses logprobs distributed process files flags buffers logging data
-rewards      losses distributed process threads files user_code flags buffers data model
+model        losses logprobs distributed process files flags ppo_flags buffers logging data
+rewards      losses distributed process threads files user_code flags ppo_flags buffers data model
 reports      cards distributed files buffers data rewards
-envs         distributed process threads user_code flags buffers data model
+envs         distributed process threads user_code flags ppo_flags buffers data model
 """
 PACKAGES = {package: set(imports) for package, *imports in map(str.split, TABLE.splitlines())}
 

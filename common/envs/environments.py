@@ -20,7 +20,7 @@ from common.buffers import ROLES, Conversation
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.envs.replies import encode_reply, read_parts
-from common.flags import EnvArgs
+from common.ppo_flags import EnvArgs
 from common.process import UserError
 from common.user_code import load_object, refuse_async
 

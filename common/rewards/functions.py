@@ -15,7 +15,7 @@ from typing import Callable, Iterable, NamedTuple
 import torch
 from torch import Tensor
 
-from common.flags import RewardArgs
+from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.rewards.remote import Server
 from common.rewards.rules import RULES, Columns, rule_reward

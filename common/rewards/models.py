@@ -35,11 +35,11 @@ from common.data.rows import (
 )
 from common.data.transcripts import IMAGE_MARK, finished_text, image_sizes
 from common.files import say
-from common.flags import RewardArgs
 from common.model.build import build_reader
 from common.model.fsdp import onloaded
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.vlm import Modules, compute_features, tower_parameters
+from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.rewards.functions import Scored
 from common.rewards.judge import (

@@ -12,7 +12,7 @@ from urllib.parse import urljoin
 
 from common.data.images import read_frames
 from common.files import parse_json, say
-from common.flags import RewardArgs
+from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.rewards.rules import Columns
 

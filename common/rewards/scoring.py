@@ -24,7 +24,7 @@ from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.data.transcripts import finished_text, messages, turn_texts, whole_texts
 from common.files import check_form, parse_json, read_bytes
-from common.flags import RewardArgs
+from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.rewards.functions import (
     Samples,

@@ -23,10 +23,10 @@ from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.data.transcripts import finished_text
 from common.envs import dialogue, environments
-from common.flags import EnvArgs
 from common.model import image_changes, linear_attention
 from common.model.linear_attention import SlotStates
 from common.model.packs import make_packs
+from common.ppo_flags import EnvArgs
 from common.rewards import judge as judgements
 from common.rewards import scoring
 from common.threads import LateError, Workers

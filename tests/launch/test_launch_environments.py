@@ -12,7 +12,7 @@ from PIL import Image
 import toy
 import train_ppo_vl as ppo
 from common.envs import environments
-from common.flags import EnvArgs
+from common.ppo_flags import EnvArgs
 from conftest import ROOT, read_rows, start, take, words
 
 FOLDER = ROOT / "launch" / "environments"

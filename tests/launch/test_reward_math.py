@@ -6,7 +6,7 @@ import time
 import pytest
 
 import extra_packages
-from common.flags import RewardArgs
+from common.ppo_flags import RewardArgs
 from common.rewards.functions import load_source, score_samples
 from conftest import ROOT, table
 from helpers import reward_samples

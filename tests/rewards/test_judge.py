@@ -25,8 +25,8 @@ import train_ppo_vl as ppo
 from common import distributed, losses
 from common.data.processor import Processor
 from common.data.rows import Prompt
-from common.flags import RewardArgs
 from common.model import vlm
+from common.ppo_flags import RewardArgs
 from common.reports.records import sample_records
 from common.rewards import judge as judgements
 from common.rewards import models as reward_models

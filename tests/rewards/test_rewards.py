@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.flags import RewardArgs
+from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.reports.records import summarise
 from common.rewards import scoring

@@ -1,0 +1,279 @@
+"""Flags of train_ppo_vl.py alone that libraries read, too; those of both scripts are in flags.py."""
+
+from dataclasses import dataclass
+
+from common.flags import LONGEST_WAIT, flag
+
+
+@dataclass(frozen=True)
+class RowArgs:
+    """rows"""
+
+    row_kind: str = flag(
+        "prompts",
+        "kind of rows: prompts; or judgements (see train_grm_vl.py --help), to train a judge by RL: "
+        "--reward verdict or judgement compares the judge's answers with the rows' verdicts",
+        choices=("prompts", "judgements"),
+    )
+    columns: str = flag(
+        "", "columns of your files, as in prompt=question,images=pictures,answer=solution,label=source"
+    )
+    system_prompt: str = flag(
+        "",
+        "system message put before every prompt; empty: none",
+        needs="row_kind=prompts: judgements have a judge's system_instruction",
+    )
+    ptx_data: str = flag(
+        "",
+        "JSONL with prompt, images, response for a next-token loss besides the RL loss; empty: none",
+        paths=True,
+        needs="ptx_coef",
+    )
+    ptx_coef: float = flag(
+        0.0,
+        "weight of the --ptx_data loss in the actor's loss (PPO-ptx); 0: off",
+        low=0,
+        needs="ptx_data",
+    )
+    ptx_batch: int = flag(64, "rows of --ptx_data per update of the actor, over all ranks", low=1)
+    ptx_labels: str = flag(
+        "text",
+        "tokens of --ptx_data that carry the loss: all text, or responses",
+        choices=("text", "responses"),
+    )
+
+
+@dataclass(frozen=True)
+class PerceptionArgs:
+    """perception: what masked images change, by one more forward pass"""
+
+    perception_coef: float = flag(
+        0.0,
+        "above 0: subtract this times the KL between the policy with its images and with masked ones "
+        "from the actor's loss (PAPO: 0.01 or 0.02, with an --entropy_coef below 0)",
+        low=0,
+    )
+    perception_ratio: float = flag(
+        1.0,
+        "below 1: use only this fraction of each response's tokens, those that depend most on its "
+        "images, in the policy loss (VPPO: 0.4)",
+        low=1e-6,
+        high=1,
+    )
+    perception_scale: float = flag(
+        1.0,
+        "below 1: multiply advantages by a factor that grows with how much the response depends on "
+        "its images; this is the smallest factor, and their mean is 1 (VPPO: 0.9)",
+        low=0,
+        high=1,
+    )
+    perception_mask: float = flag(
+        0.6, "share of an image's squares of 14 pixels that are masked black", low=1e-6, high=1
+    )
+
+    @property
+    def masks_images(self) -> bool:
+        return self.perception_coef > 0 or min(self.perception_ratio, self.perception_scale) < 1
+
+
+@dataclass(frozen=True)
+class RewardArgs:
+    """reward"""
+
+    reward: str = flag(
+        "boxed",
+        "source of rewards, or several separated by commas: a rule (exact, boxed, answer, "
+        "verdict, or judgement, which draws both orders of pairs together), env (what --env gives), "
+        "file.py:function, grm:FOLDER (generative judge), "
+        "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: only a teacher",
+        paths=True,
+        needs={"none": "teacher_model", "judgement": "row_kind=judgements"},
+        excludes={"judgement": "dynamic_sampling: both orders of a pair are trained on together"},
+    )
+    reward_recipe: str = flag(
+        "",
+        'JSON, or a .json file, in place of --reward: {label: [[source, weight], ...]}, "*" for '
+        "every other label; weight 0: only measured",
+        paths=True,
+        excludes="reward_combiner: a recipe has weights",
+        idles="reward",
+    )
+    reward_combiner: str = flag(
+        "",
+        "file.py:function of {source: rewards} to rewards, for several sources without a recipe",
+        paths=True,
+    )
+    consistency_coef: float = flag(
+        0.0,
+        "with --reward judgement on pairs: a right verdict earns accuracy x (1 + this x the share of "
+        "the samples to the other order that say the same); 0: off",
+        low=0,
+        needs="row_kind=judgements",
+        excludes="dynamic_sampling",
+    )
+    grm_question: str = flag(
+        "auto",
+        "what a judge is asked; answers: whether the response or the reference is better; group: which "
+        "of two responses to a prompt is better, for every pair of them; rubric: whether the "
+        "response meets each criterion of the row's rubric; auto: correct or, for a judge that was "
+        "not trained on it, score",
+        choices=("auto", "correct", "score", "answers", "group", "rubric"),
+        excludes={
+            "group": "env reward_combiner advantage=remax: it compares the samples of a prompt, of which "
+            "remax scores one alone (--reward_recipe has weights)"
+        },
+    )
+    grm_opponents: int = flag(
+        0,
+        "with --grm_question group: how many neighbours a response is compared with, half of them "
+        "before it and half after it, in a circle; 0: all others",
+        low=0,
+        needs="grm_question=group",
+    )
+    grm_mode: str = flag(
+        "probability",
+        "what a judge's reward is: its expected verdict (by probability), its likeliest verdict, "
+        "or the verdict of a critique that it writes",
+        choices=("probability", "verdict", "critique"),
+    )
+    grm_max_new_tokens: int = flag(512, "longest critique of a judge, tokens", low=1)
+    reward_timeout: float = flag(
+        60.0,
+        "longest time for the rewards of a step, with all retries, seconds",
+        low=1e-6,
+        high=LONGEST_WAIT,
+    )
+    reward_workers: int = flag(
+        1,
+        "threads per rank that score in parallel: requests at a time to a reward server",
+        low=1,
+    )
+    remote_batch: int = flag(32, "samples per request to a reward server", low=1)
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether both orders of a pair are drawn together."""
+        return self.reward == "judgement" or self.consistency_coef > 0
+
+
+@dataclass(frozen=True)
+class TeacherArgs:
+    """teacher"""
+
+    teacher_model: str = flag(
+        "",
+        "frozen model that also scores the sampled tokens, and from which the policy learns: a checkpoint "
+        "of any size that has the policy's tokens and reads rows by its own processor; self: the "
+        "initial weights (with adapters, the base model); ema: the average of --ema_beta; empty: none",
+        paths=True,
+        needs={"ema": "ema_beta"},
+        excludes={"ema": "lora_rank: adapters have no average; use self"},
+    )
+    teacher_in: str = flag(
+        "advantage",
+        "advantage: add --teacher_coef * (the teacher's log-prob - the policy's) to each token's advantage; "
+        "loss: add --teacher_coef * the exact KL(policy | teacher) over the vocabulary, which costs a "
+        "forward pass of the teacher per update",
+        choices=("advantage", "loss"),
+        needs="teacher_model",
+    )
+    teacher_coef: float = flag(1.0, "weight of the teacher", low=0)
+    teacher_prompt: str = flag(
+        "",
+        "template of what the teacher reads in place of a prompt; braces take columns of the row: "
+        "'{prompt} (The answer is {answer}.)'; empty: the prompt",
+        needs="teacher_model",
+    )
+    student_images: str = flag(
+        "",
+        "damage to the policy's images in training, which the teacher sees undamaged: noise:0.3 (standard "
+        "deviation, on a scale of 1) or mask:0.3 (share of squares of 14 pixels, black); empty: none",
+        excludes="perception_coef perception_ratio perception_scale",
+    )
+
+    @property
+    def in_loss(self) -> bool:
+        return self.teacher_model != "" and self.teacher_in == "loss"
+
+
+@dataclass(frozen=True)
+class EnvArgs:
+    """environment"""
+
+    env: str = flag(
+        "",
+        "file.py:Class of an environment that answers the policy's turns (launch/README.md); empty: "
+        "responses have one turn",
+        paths=True,
+        excludes="teacher_prompt student_images: conversations are scored unchanged",
+    )
+    max_turns: int = flag(8, "turns of the policy in a sample with an environment", low=1)
+    max_reply_tokens: int = flag(
+        1024,
+        "tokens of all replies of an environment in a sample; --max_new_tokens counts the policy's "
+        "own over all turns",
+        low=1,
+    )
+    env_timeout: float = flag(
+        60.0,
+        "longest time of one call of an environment (reset, step or close), seconds",
+        low=1e-6,
+        high=LONGEST_WAIT,
+    )
+    env_workers: int = flag(
+        8,
+        "threads per rank that run environments while other samples go on; 0: one after the other, "
+        "so that runs repeat bit for bit",
+        low=0,
+    )
+
+
+@dataclass(frozen=True)
+class UpdateArgs:
+    """update"""
+
+    epochs: int = flag(1, "passes over the samples of a step", low=1)
+    minibatches: int = flag(
+        1,
+        "optimizer updates per pass; must divide --prompts_per_step",
+        low=1,
+        must_divide="prompts_per_step",
+    )
+    actor_lr: float = flag(1e-6, "learning rate of the actor", low=0)
+    critic_lr: float = flag(9e-6, "learning rate of the critic", low=0)
+    critic_epochs: int = flag(
+        0, "passes of the critic over the samples of a step; 0: as many as --epochs", low=0
+    )
+    critic_warmup_steps: int = flag(0, "first steps that update only the critic", low=0)
+    target_kl: float = flag(
+        0.0,
+        "end a step's actor updates at the first whose KL(old, new) per token exceeds this, without "
+        "applying it; 0: off",
+        low=0,
+    )
+    aux_loss_coef: float = flag(
+        0.0,
+        "weight of the load-balancing loss of MoE models, actor and critic; above 0 it "
+        "costs one more forward per update",
+        low=0,
+    )
+    sampler_gap_limit: float = flag(
+        -1.0,
+        "largest train/sampler_gap, the mean difference between the log-probs of sampler and "
+        "training: above it, the first step or --eval_only ends the run, and later steps warn; -1: "
+        "0.1, in float32 0.001; 0: off",
+        low=-1,
+    )
+    ema_beta: float = flag(
+        0.0,
+        "decay of a running average of the actor's weights, say 0.992, updated after each applied "
+        "update; evaluations use the average, exports have both; 0: no average",
+        low=0,
+        high=0.999999,
+    )
+    offload: str = flag(
+        "none",
+        "what to keep in host memory while it is not used. optimizer: the optimizers' states; all: "
+        "reference, teacher and reward models too",
+        choices=("none", "optimizer", "all"),
+    )
