@@ -557,9 +557,10 @@ def evaluate(
     likelihood of every verdict. Log the judgements, and return the eval/ metrics."""
     started = time.perf_counter()
     records, dropped = judge_all(judge, rows, args)
-    summary = {"step": state.step, "dropped": dropped} | accuracy.summarise(records)
-    rows.settings.held_out = accuracy.held_out_record(summary)
-    for kind, known in rows.settings.held_out["kinds"].items():
+    summary: dict = {"step": state.step, "dropped": dropped} | accuracy.summarise(records)
+    held_out = accuracy.held_out_record(summary)
+    rows.settings.held_out = held_out
+    for kind, known in held_out["kinds"].items():
         doubt = judgements.doubtful_accuracy(rows.settings, kind)
         # If all right verdicts are the same (chance 1), there is nothing to learn.
         if doubt and known["chance"] < 1 and state.step == args.optim.steps:

@@ -19,7 +19,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Iterable, Iterator, Sequence, TypeVar
 
@@ -321,14 +321,11 @@ class Batch:
 
 
 def fields_by_role(kind: type) -> dict[str, list[str]]:
-    """The names of a class's fields by what they have an entry for. Raises TypeError: one that does not
-    say so."""
-    names: dict[str, list[str]] = {}
+    """The names of a class's fields by what they have an entry for. Raises AttributeError: one that does
+    not say so."""
+    names: dict = defaultdict(list)
     for part in fields(kind):
-        (role,) = getattr(part.type, "__metadata__", ("",))
-        if not role:
-            raise TypeError(f"{kind.__name__}.{part.name} has no role, such as PerToken")
-        names.setdefault(role, []).append(part.name)
+        names[part.type.__metadata__[0]].append(part.name)  # its role, such as PerToken
     return names
 
 
@@ -349,7 +346,7 @@ def join(values: list) -> Any:
     if isinstance(values[0], Tensor):
         return torch.cat(values)
     if isinstance(values[0], list):
-        return list(itertools.chain(*values))
+        return sum(values, [])
     return dict(ChainMap(*values)) if isinstance(values[0], dict) else values[0]
 
 

@@ -30,13 +30,14 @@ import math
 import os
 import re
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Iterable, TextIO
+from typing import Any, Iterable, TextIO
 
 DEEPEST = 100  # lists and objects inside each other; Python's recursion ends at a few hundred
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> BufferedReader:
     """Open a file for reading. Raises OSError: it cannot be opened; ValueError: it is no regular file,
     but a folder, a FIFO or a device, whose reading might never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO without a writer blocks otherwise
@@ -117,7 +118,8 @@ def check_form(value: Any, form: Any, name: str) -> None:
     """Raises ValueError, which begins with ``name``: the value has another form."""
     kind = type(form) if isinstance(form, dict | list) else form
     if isinstance(form, range):
-        fits = isinstance(value, int) and value in form  # anything else would be sought in it, one by one
+        # anything else would be sought in it, one by one
+        fits = type(value) in (int, bool) and value in form
     elif isinstance(form, tuple):
         fits = value in form
     else:

@@ -101,7 +101,7 @@ def absolute_paths(text: str) -> str:
 
 def parse(
     args_class: type,
-    doc: str,
+    doc: str | None,
     argv: list[str] | None,
     toy: tuple[str, str],
     check: Callable | None = None,
@@ -150,7 +150,7 @@ def from_flags(args_class: type, values: dict) -> Any:
     return args_class(**groups)
 
 
-def build_parser(args_class: type, description: str) -> "Parser":
+def build_parser(args_class: type, description: str | None) -> "Parser":
     """One section per group; flags that were not given stay absent, so that a value of --config can
     stand."""
     parser = Parser(

@@ -49,7 +49,7 @@ class Mean(NamedTuple):
 
     @property
     def result(self) -> float | None:
-        return self.total / self.count if self.count else None
+        return float(self.total / self.count) if self.count else None
 
 
 class Largest(NamedTuple):
@@ -59,7 +59,7 @@ class Largest(NamedTuple):
 
     @property
     def result(self) -> float | None:
-        return None if self.value == -math.inf else self.value
+        return None if self.value == -math.inf else float(self.value)
 
 
 def combine(parts: list[Mean] | list[Largest]) -> Mean | Largest:

@@ -201,7 +201,7 @@ def _push_down(
     """The gradient (n, V) of logits but for what is added at the targets: what a log-prob gains, all
     ids pay in proportion to their probabilities. (n,): all others."""
     logp = logits - normalizer[:, None]
-    if dentropy is None:
+    if entropy is None or dentropy is None:
         return logp.exp_().mul_(-dlogp[:, None]).to(dtype)
     probs = logp.exp()
     # dH/dz_v = -p_v (log p_v + H)

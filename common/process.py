@@ -37,6 +37,8 @@ class UserError(ValueError):
 class Exit(SystemExit):
     """An end that this program chose. Any other SystemExit comes from user code and is an error."""
 
+    code: int
+
 
 def die_with_torchrun() -> None:
     """On Linux, let the kernel end this worker when its torchrun ends, even by SIGKILL.
@@ -128,6 +130,9 @@ class Output:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
         return len(text)
+
+    def flush(self) -> None:
+        """Nothing is left to be flushed."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -43,10 +43,10 @@ def refuse_async(flag_name: str, spec: str, function: Any) -> None:
 def run_program(file: Path, folder: Path) -> ModuleType:
     """Run a file of the user's, whose imports are first looked for in its ``folder``."""
     name = module_name(file)
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec: Any = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     importing = functools.partial(import_beside, folder)
-    module.__builtins__ = vars(builtins) | {"__import__": importing}
+    vars(module)["__builtins__"] = vars(builtins) | {"__import__": importing}
     sys.modules[name] = module  # dataclasses look there, and so do files that import each other
     try:
         spec.loader.exec_module(module)

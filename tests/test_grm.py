@@ -722,7 +722,7 @@ def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp
         return update(*args)
 
     monkeypatch.setattr(grm.dist, "destroy_process_group", lambda: None)            # this process has more tests to run
-    monkeypatch.setattr(process, "STOP_SIGNALS", [])
+    process.STOP_SIGNALS.clear()
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(grm, "update", interrupted)
         grm.main(argv)

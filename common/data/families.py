@@ -14,6 +14,7 @@ A new family is a new class here, one entry in CLASSES, and a test.
 """
 
 import math
+from typing import Any, Callable
 
 import numpy as np
 import torch
@@ -53,12 +54,14 @@ class Family:
     unnamed_tokens = ""
     begins_image = "image_token_id"  # config key of the token that the chat template writes
     types_input = ""  # by which transformers is told what each token is
+    image_processor: Any  # transformers' own, of images and of the frames of clips
+    frame_processor: Any
+    clip_grid: Callable  # of families that take clips
 
     def __init__(self, config):
         self.config = config
         self.image_token_id = getattr(config, "image_token_id", -1)  # -1: no token has it
         self.video_token_id = -1
-        self.image_processor = self.frame_processor = None
         # What the chat template writes for an image and a clip.
         self.placeholder = self.clip_placeholder = ""
 
@@ -289,10 +292,11 @@ class Qwen(Family):
             return super().patches(*frames)
         deep, side = self.depth, self.patch_size
         width, height = self.frame_size(*frames[0].size, len(frames))
-        frames = [frame.resize((width, height), self.frame_processor.resample) for frame in frames]
-        frames += frames[-1:] * (-len(frames) % deep)
-        pixels = self.frame_processor(images=frames, return_tensors="pt")["pixel_values"]
-        grid = len(frames) // deep, height // side, width // side
+        resample = self.frame_processor.resample
+        resized = [frame.resize((width, height), resample) for frame in frames]
+        resized += resized[-1:] * (-len(frames) % deep)
+        pixels = self.frame_processor(images=resized, return_tensors="pt")["pixel_values"]
+        grid = len(resized) // deep, height // side, width // side
         pixels = pixels.view(grid[0], deep, -1, 3, side**2)  # (t, deep, hw, 3, side**2)
         return pixels.permute(0, 2, 3, 1, 4).reshape(math.prod(grid), -1), grid
 

@@ -9,12 +9,12 @@ ValueError that names the file.
 import functools
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
-from transformers.video_utils import load_video
+from transformers.video_utils import Path as VideoPath, load_video
 
 from common.files import open_regular
 
@@ -53,7 +53,8 @@ def image_size(path: str) -> tuple[int, int]:
             return image.size
         # Not image.getexif(): that of a PNG decodes the body first.
         orientation = Image.Image.getexif(image).get(EXIF_ORIENTATION)
-        return image.size[::-1] if orientation in (5, 6, 7, 8) else image.size
+        width, height = image.size
+        return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
 
 
 def read_image(path: str) -> Image.Image:
@@ -93,7 +94,7 @@ def _scaled_grey(image: Image.Image) -> Image.Image:
 # -------------------------------------------------------------------------------------------------
 
 
-def clip_times(files: tuple[str, ...], fps: float) -> tuple[tuple[int, int], list[float], float]:
+def clip_times(files: Sequence[str], fps: float) -> tuple[tuple[int, int], list[float], float]:
     """(width, height) of a clip's frames, the second at which each is shown, and frames per second.
     Images, and animations that do not say how long they show a frame, have ``fps`` in a second.
 
@@ -140,7 +141,7 @@ def sample_frames(total: int, most: int) -> list[int]:
     return np.linspace(0, total - 1, min(total, most)).round().astype(int).tolist()
 
 
-def read_clip(files: tuple[str, ...], most: int) -> list[Image.Image]:
+def read_clip(files: Sequence[str], most: int) -> list[Image.Image]:
     """The sampled frames of a clip, as `read_image` gives images. Raises ValueError: see
     `clip_times`, or a damaged body."""
     if len(files) > 1:
@@ -190,7 +191,7 @@ def _read_video(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Ima
         return choose(metadata.total_num_frames)
 
     try:
-        frames, header = load_video(path, backend=VIDEO_DECODERS[package], sample_indices_fn=pick)
+        frames, header = load_video(VideoPath(path), backend=VIDEO_DECODERS[package], sample_indices_fn=pick)
     except Exception as error:  # decoders raise anything
         raise ValueError(f"{path}: not a video that {package} can decode: {error!r}") from error
     if torch.is_tensor(frames):

@@ -115,7 +115,7 @@ class Processor:
 
     def _known(self, ids: set[int | None]) -> tuple[int, ...]:
         """Those in the model's vocabulary: a small model may keep the large ones' default ids."""
-        return tuple(sorted(ids.intersection(range(self.vocab_size))))
+        return tuple(token for token in range(self.vocab_size) if token in ids)
 
     def check_options(self) -> None:
         """Raises ValueError: the template has no variable of the name of a --template_options."""
@@ -260,7 +260,7 @@ class Processor:
         """Write tokenizer, template, processor and generation settings, with the pixel bounds in
         use, to a folder."""
         self.tokenizer.save_pretrained(folder)
-        if self.family.image_processor is not None:
+        if hasattr(self.family, "image_processor"):
             self.family.image_processor.save_pretrained(folder)
         for name in SAVED_FILES:
             # A nested image processor would take precedence over the pixel bounds just written.

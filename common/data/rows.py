@@ -208,7 +208,7 @@ def describe(column: str, value: Any) -> str:
     return repr(column)
 
 
-def report_bad(where: str, problems: list[str], rows: int, is_error: bool) -> None:
+def report_bad(where: str, problems: Sequence[str], rows: int, is_error: bool) -> None:
     """Say how many of so many rows are bad, and what is wrong with the first five. Raises UserError
     if this ends the run."""
     if not problems:
@@ -448,7 +448,7 @@ def locate(item: Media, folder: str, root: str) -> Media:
     such file to ``root``. Raises ValueError: not in the folder ``root``, if there is one, after
     resolving the links of both."""
     if isinstance(item, tuple):
-        return tuple(locate(path, folder, root) for path in item)
+        return tuple(str(locate(path, folder, root)) for path in item)
     paths = [os.path.normpath(os.path.join(base, item)) for base in (folder, root)]
     path = next(filter(os.path.exists, paths if root else ()), paths[0])
     if root:

@@ -170,9 +170,10 @@ class EnvRollout:
         for episode in self.episodes.values():
             first = self.wait_for(episode)
             if first is not None:
-                episode.reply, episode.prompt = first
-                episode.conversation.opening = episode.reply.content
-                episode.conversation.images += episode.reply.images
+                opening, episode.prompt = first
+                episode.reply = opening
+                episode.conversation.opening = opening.content
+                episode.conversation.images += opening.images
 
     def reset(self, episode: Episode, row: dict) -> tuple[Reply, Prompt] | None:
         """In a thread: make and reset an environment. Returns its first observation, and the prompt

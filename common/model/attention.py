@@ -13,6 +13,7 @@ head, B slots.
 import functools
 import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -177,14 +178,15 @@ def varlen_attention(
         )
     from torch.nn.attention.varlen import varlen_attn  # a second of import
 
+    attend: Any = varlen_attn  # may also return the logarithms of its sums, if asked
     # Not -1: torch 2.14 would leave a backward without grouped heads to cuDNN, whatever computed the
     # forward. No key is further away than max_k, so FlashAttention knows that this is no limit.
     right = 0 if call.causal else call.max_k
     options = {}
     # torch 2.11 has no such flag, and does not compare the heads
-    if "enable_gqa" in varlen_attn.__kwdefaults__:
+    if "enable_gqa" in attend.__kwdefaults__:
         options["enable_gqa"] = True
-    return varlen_attn(q, k, v, *lengths, scale=scale, window_size=(left, right), **options)
+    return attend(q, k, v, *lengths, scale=scale, window_size=(left, right), **options)
 
 
 class PackedAttention:
@@ -233,7 +235,7 @@ class PackedAttention:
         resumed = bool(self.earlier)
         return PackedDelta(self.segments, self.device, states, self.plan, resumed=resumed)
 
-    def to_device(self, array: np.ndarray) -> Tensor:
+    def to_device(self, array: np.ndarray | Tensor) -> Tensor:
         return distributed.to_device(torch.as_tensor(array), self.device)
 
     def make_buckets(self, table: np.ndarray) -> None:
@@ -298,21 +300,26 @@ class PackedAttention:
             tokens, slots, positions = self.plan
             self.cache.keys[layer][slots, positions] = k[tokens]
             self.cache.values[layer][slots, positions] = v[tokens]
-        if self.earlier:
-            k = torch.cat([k, self.cache.keys[layer][self.earlier]])
-            v = torch.cat([v, self.cache.values[layer][self.earlier]])
+            if self.earlier:
+                k = torch.cat([k, self.cache.keys[layer][self.earlier]])
+                v = torch.cat([v, self.cache.values[layer][self.earlier]])
         if self.backend == "sdpa":
             outputs = self.attend_by_buckets(q, k, v, scale, window)
         else:
             outputs = []
             for call in self.calls:
                 # Repeats a prompt's keys for each response; its backward sums their gradients.
-                gathered = [
-                    select(q, call.q_tokens),
-                    select(k, call.k_tokens),
-                    select(v, call.k_tokens),
-                ]
-                outputs.append(varlen_attention(*gathered, call, scale, self.backend, window))
+                outputs.append(
+                    varlen_attention(
+                        select(q, call.q_tokens),
+                        select(k, call.k_tokens),
+                        select(v, call.k_tokens),
+                        call,
+                        scale,
+                        self.backend,
+                        window,
+                    )
+                )
         out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         return select(out, self.order)[None]
 
@@ -525,8 +532,8 @@ def language_attention(
     key,
     value,
     attention_mask,
-    scaling=None,
-    attention=None,
+    scaling: float,
+    attention: "PackedAttention | DecodeAttention",
     sliding_window=None,
     **_,
 ):
@@ -536,7 +543,7 @@ def language_attention(
 
 
 def _vision_attention(
-    module, query, key, value, attention_mask, scaling=None, *, backend: str, **lengths
+    module, query, key, value, attention_mask, scaling: float, *, backend: str, **lengths
 ):
     """The vision tower's attention on CUDA: one varlen call per block, not one SDPA call per
     window."""

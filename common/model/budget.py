@@ -79,7 +79,7 @@ class MemoryPlan:
     def resident(self, *busy: str) -> Parts:
         """What lies on the GPU; of what is offloaded, the parts of the roles that are ``busy``: in
         training, or frozen and asked."""
-        parts = {"reserved": RESERVED}
+        parts: Parts = {"reserved": RESERVED}
         for (role, part), size in self.held.items():
             if part == "weights":
                 offloaded = self.offload == "all" and role not in self.trained

@@ -327,7 +327,7 @@ def use_mixers(model: Model) -> None:
             if type(part) in HF_LAYERS:
                 setattr(layer, name, DeltaNet(part))
         # transformers numbers the modules that need earlier tokens
-        mixers: list[Any] = [part for part in layer.children() if hasattr(part, "layer_idx")]
+        mixers: list = [part for part in layer.children() if hasattr(part, "layer_idx")]
         if len(mixers) != 1 or not is_ours(mixers[0]):
             names = [type(part).__name__ for part in mixers or layer.children()]
             raise ValueError(

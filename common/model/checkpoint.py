@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Callable, Container
+from typing import Any, Callable, Container
 
 import torch.distributed as dist
 
@@ -320,7 +320,7 @@ class Checkpoints:
 
     def write(
         self,
-        group: dist.ProcessGroup,
+        group: Any,
         folder: Path,
         copies: weights.Tensors,
         offsets: dict[str, list[int]],

@@ -10,7 +10,7 @@ size, M image tokens.
 import functools
 import sys
 from types import ModuleType
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 import torch.nn as nn
@@ -52,7 +52,7 @@ class RMSNormPlusOne(RMSNorm):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020), with the layers of transformers' own module."""
 
-    def __init__(self, theirs: nn.Module):
+    def __init__(self, theirs: Any):
         super().__init__()
         self.gate_proj, self.up_proj = theirs.gate_proj, theirs.up_proj
         self.down_proj = theirs.down_proj
@@ -88,12 +88,13 @@ def fuse_rotary(theirs: ModuleType) -> None:
     look the function up by its name, so it is replaced there, for all models of this process."""
     rotate = getattr(theirs, "apply_rotary_pos_emb", None)
     if rotate and not isinstance(rotate, functools.partial):
-        theirs.apply_rotary_pos_emb = functools.partial(fuse, rotate)
+        vars(theirs)["apply_rotary_pos_emb"] = functools.partial(fuse, rotate)
 
 
 def use_fewer_kernels(model: nn.Module) -> None:
     """Put these in the place of transformers' own."""
-    for name, module in list(model.named_modules()):
+    modules: list = list(model.named_modules())  # their classes differ by family
+    for name, module in modules:
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             plus_one = kind.startswith(("Gemma", "Qwen3_5"))

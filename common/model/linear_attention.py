@@ -19,6 +19,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -86,7 +87,7 @@ class Decay(nn.Module):
         return -self.A_log.float().exp() * F.softplus(inputs.float() + self.dt_bias.float())
 
 
-class DeltaNet(nn.Module):
+class DeltaNet(qwen3_5.Qwen3_5GatedDeltaNet):
     """A layer of transformers with its weights, whose tokens are mixed by ``attention.linear``:
     `PackedDelta` or `SlotStates`.
 
@@ -96,15 +97,18 @@ class DeltaNet(nn.Module):
         ValueError: a convolution of another width, another activation.
     """
 
-    def __init__(self, theirs: nn.Module):
-        super().__init__()
+    slot_layer: int  # its number in the cache
+
+    def __init__(self, theirs: Any):
+        nn.Module.__init__(self)  # no weights of its own
         if theirs.conv_kernel_size != WIDTH or theirs.activation != "silu":
             raise ValueError(
                 f"linear attention with linear_conv_kernel_dim {theirs.conv_kernel_size} and "
                 f"hidden_act {theirs.activation} is not supported; Qwen3.5 has {WIDTH} and silu"
             )
         vars(self).update(vars(theirs))
-        self.decay = Decay(self._parameters.pop("A_log"), self._parameters.pop("dt_bias"))
+        self.decay = Decay(theirs.A_log, theirs.dt_bias)
+        del self._parameters["A_log"], self._parameters["dt_bias"]
 
     @property
     def A_log(self) -> Tensor:
@@ -118,7 +122,7 @@ class DeltaNet(nn.Module):
         """(1, N, H) -> (1, N, H). Without ``attention``, as in Hugging Face's `generate`, it is the
         layer of transformers."""
         if attention is None:
-            return HF_LAYERS[0].forward(self, hidden_states, **theirs)
+            return super().forward(hidden_states, **theirs)
         x = hidden_states[0]  # (N, H)
         taps = self.conv1d.weight[:, 0].T  # (K, C)
         mixed = attention.linear.convolve(self.slot_layer, self.in_proj_qkv(x), taps)
@@ -145,14 +149,14 @@ class Stretch:
     """Segments of a pack that one call of the delta rule takes.
 
     Attributes:
-        tokens: (n,) theirs in the pack, one segment after the other; None: all.
+        tokens: (n,) theirs in the pack, one segment after the other; empty: all.
         bounds: (segments + 1,) int64, where each begins and ends among these.
         padded: (segments, longest) tokens of the pack; padding points at a segment's first.
         is_padding: (segments, longest, 1) bool.
         places: (n,) where ``padded``, flattened, holds them.
     """
 
-    tokens: Tensor | None
+    tokens: Tensor
     bounds: Tensor
     padded: Tensor
     is_padding: Tensor
@@ -178,7 +182,8 @@ class PackedDelta:
         plan: tuple[Tensor, ...] = (),
         resumed: bool = False,
     ):
-        self.device, self.states, self.resumed = device, states, resumed
+        self.device, self.states = device, states
+        self.resumed = states if resumed else None
         table = np.asarray([segment[:4] for segment in segments], dtype=np.int64)
         if resumed:
             table[:, 2:] = table[:, :1]
@@ -216,7 +221,7 @@ class PackedDelta:
         padded = np.where(inside, table[:, :1] + step, table[:, :1])
         tokens = padded[inside]
         return Stretch(
-            tokens=None if len(tokens) == self.size else self.to_device(tokens),
+            tokens=self.to_device(tokens[: 0 if len(tokens) == self.size else None]),
             bounds=self.to_device(np.append(0, np.cumsum(lengths))),
             padded=self.to_device(padded),
             is_padding=self.to_device(~inside[..., None]),
@@ -227,9 +232,9 @@ class PackedDelta:
         """Which of the segments that end at ``ends`` (W,) goes to which slot, and the places (k, K
         - 1) of its last inputs."""
         tokens, slots, _ = plan
-        ends = self.to_device(ends)
-        is_last = torch.isin(tokens, ends - 1)
-        self.ending = torch.searchsorted(ends, tokens[is_last], right=True)  # (k,)
+        bounds = self.to_device(ends)
+        is_last = torch.isin(tokens, bounds - 1)
+        self.ending = torch.searchsorted(bounds, tokens[is_last], right=True)  # (k,)
         self.slots = slots[is_last]
         self.last = self.to_device(last)[self.ending]
 
@@ -238,8 +243,8 @@ class PackedDelta:
         for the first tokens of each segment. In float32, rounded once, as in decoding."""
         padded = F.pad(x.float(), (0, 0, WIDTH - 1, 1))
         inputs = padded[WIDTH - 1 :]  # the pack, and after it zeros
-        if self.resumed:
-            held = self.states.inputs[layer, self.slots].float()
+        if self.resumed is not None:
+            held = self.resumed.inputs[layer, self.slots].float()
             inputs = torch.cat([inputs, held.flatten(0, 1)])
         weights = taps.float()
         out = padded[: len(x)] * weights[0]
@@ -257,7 +262,7 @@ class PackedDelta:
         the update (N, Hv) -> (N, Hv, Dv)."""
         inputs = q, k, v, decay, strength
         rule = choose_rule(q.device.type, q.dtype)
-        held = self.states.states[layer, self.slots] if self.resumed else None
+        held = None if self.resumed is None else self.resumed.states[layer, self.slots]
         out, state = rule(self.whole, inputs, held)  # (n, Hv, Dv), (W, Hv, Dk, Dv)
         if self.states is not None:
             self.states.states[layer, self.slots] = state[self.ending]
@@ -309,10 +314,10 @@ def fla_rule(
 ) -> tuple[Tensor, Tensor]:
     """By the kernels of flash-linear-attention: inputs of the whole pack, states (segments, Hv, Dk,
     Dv) to start from -> outputs (n, Hv, Dv) of the segments one after the other, final states."""
-    if stretch.tokens is not None:
+    if len(stretch.tokens):
         inputs = tuple(x.index_select(0, stretch.tokens) for x in inputs)
     q, k, v, decay, strength = (x[None] for x in inputs)
-    out, state = load_fla()(
+    out, final = load_fla()(
         q,
         k,
         v,
@@ -323,7 +328,7 @@ def fla_rule(
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=stretch.bounds,
     )
-    return out[0], state
+    return out[0], final
 
 
 def padded_rule(
@@ -337,7 +342,7 @@ def padded_rule(
     decay, strength = (x.masked_fill(stretch.is_padding, 0) for x in batch[3:])
     # Unwrapped: where flash-linear-attention is installed the name stands for its kernel.
     function = inspect.unwrap(qwen3_5.torch_chunk_gated_delta_rule)
-    out, state = function(
+    out, final = function(
         q,
         k,
         v,
@@ -348,7 +353,7 @@ def padded_rule(
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    return out.flatten(0, 1).index_select(0, stretch.places), state
+    return out.flatten(0, 1).index_select(0, stretch.places), final
 
 
 # -------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
-from typing import Iterator
+from typing import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from common.model.policy import Policy
 class PtxLoss:
     """Rows with their target tokens, and the loader whose threads decode their images."""
 
-    rows: list[tuple[Prompt, Tensor]]  # prompts and their targets (n,)
+    rows: Sequence[tuple[Prompt, Tensor, str]]  # prompts and their targets (n,), also as text
     loader: PromptLoader
     batch: int  # rows per update, over all ranks
     coef: float  # weight of the loss in the actor's

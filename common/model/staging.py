@@ -6,6 +6,7 @@ and for nothing else; the host does not wait at all.
 """
 
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Staging:
     def __init__(self):
         self.buffer: Tensor | None = None  # (bytes,) uint8, for the one state that a run has
         self.stream: torch.cuda.Stream | None = None
-        self.copied: torch.cuda.Event | None = None
+        self.copied: torch.Event | torch.cuda.Event | None = None
 
     @torch.no_grad()
     def stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -50,7 +51,7 @@ class Staging:
 
     def wait(self) -> None:
         """Return when the copy is complete. Called first in the thread that writes."""
-        if self.copied is not None:
+        if self.stream is not None and self.copied is not None:
             # A new thread would use GPU 0, and every rank would have a context there.
             torch.cuda.set_device(self.stream.device)
             self.copied.synchronize()
@@ -59,7 +60,8 @@ class Staging:
 def pin(buffer: Tensor) -> None:
     """Pin host memory, or warn. Not by pin_memory, which rounds up to a power of two."""
     size = buffer.numel()
-    problem = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0)
+    cudart: Any = torch.cuda.cudart()
+    problem = cudart.cudaHostRegister(buffer.data_ptr(), size, 0)
     if int(problem) == 0:
         return
     say(

@@ -86,7 +86,7 @@ class Part(nn.Module):
     """What can be trained: a decoder or a tower."""
 
     config: Any
-    gradient_checkpointing_enable: Callable[..., None]
+    gradient_checkpointing_enable: Callable
 
 
 class Decoder(Part):
@@ -108,7 +108,7 @@ class Core(nn.Module):
     in a text-only model."""
 
     visual: Tower  # of Qwen-VL
-    get_image_features: Callable[..., Any]
+    get_image_features: Callable
     get_rope_index: Callable[..., tuple[Tensor, Tensor]]  # only with three-dimensional positions
 
 
@@ -120,6 +120,7 @@ class Model(nn.Module):
     model: Core
     lm_head: nn.Linear
     get_decoder: Callable[..., Decoder]
+    generate: Callable
 
 
 class Wrapper(nn.Module):

@@ -28,7 +28,7 @@ def summarise(records: list[dict]) -> dict:
     """Loss over all records, exact match over short responses without a verdict, and accuracy and
     related metrics over records with one; the second order of a pair follows the first."""
     loss = sum(record["loss"] for record in records)
-    summary = {"loss": loss / sum(record["tokens"] for record in records)}
+    summary: dict = {"loss": loss / sum(record["tokens"] for record in records)}
     graded, exact = [], []
     for record in records:
         if record["gt_answer"] is not None:

@@ -24,6 +24,11 @@ from common.user_code import load_object, refuse_async
 
 # Columns (n,) of n samples, "reward" and its components, and what a judge says of each, if anything.
 Scored = tuple[dict[str, Tensor], list[str]]
+CALLED = ("rule", "function", "remote")  # kinds of sources: functions of texts
+
+
+def no_reward(prompts, responses, references, labels, images) -> list[float]:
+    return [0.0] * len(responses)
 
 
 @dataclass
@@ -35,7 +40,7 @@ class Source:
     name: str  # in metrics and records
     kind: str  # rule, env, function, remote, grm or rm
     folder: str = ""  # of a model
-    function: Callable | None = None
+    function: Callable = no_reward  # of a kind in CALLED
     batch: int = 0  # most samples per call of the function; 0: any number
     asks: list[str] = field(default_factory=list)  # what it gets by keyword: names of OFFERED
     ask: Callable | None = None  # of a model; `models.build` sets it
@@ -67,10 +72,6 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     takes = "prompts, responses, references, labels, images"
     function, asks = load_function("--reward", spec, takes, OFFERED)
     return Source(spec, spec.rpartition(":")[2], "function", function=function, asks=asks)
-
-
-def no_reward(prompts, responses, references, labels, images) -> list[float]:
-    return [0.0] * len(responses)
 
 
 def load_function(
@@ -126,7 +127,7 @@ def score_samples(source: Source, samples: Samples, args: RewardArgs) -> Columns
     count = len(samples.responses)
     parts = split(samples, args.reward_workers, source.batch)
     workers = Workers(min(args.reward_workers, len(parts)))
-    calls = [workers.submit(call_source, source, part) for part in parts]
+    calls: list = [workers.submit(call_source, source, part) for part in parts]
     ended, late = wait(calls, args.reward_timeout, FIRST_EXCEPTION)
     workers.close()
     columns = {}

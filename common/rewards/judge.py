@@ -18,6 +18,7 @@ from typing import Any, Iterable, NamedTuple
 import torch
 from torch import Tensor
 
+from common.buffers import EMPTY
 from common.data.processor import AnswerFrame, Processor, answer_frame
 from common.data.rows import (
     PLACES,
@@ -167,7 +168,7 @@ class JudgeSettings:
     def note_training(self, rows: Iterable[Prompt]) -> None:
         """Note what the judge is trained on: kinds and verdicts of these rows, besides what it learned
         before. Raises ValueError: too many different scores."""
-        trained = {(row.label, row.reference) for row in rows if row.label in JUDGEMENTS}
+        trained = {(row.label, row.reference or "") for row in rows if row.label in JUDGEMENTS}
         self.trained_on = sorted({*self.trained_on, *(kind for kind, _ in trained)})
         scores = sorted({verdict for kind, verdict in trained if kind == "score"}, key=float)
         if len(scores) > MAX_SCORES:
@@ -180,7 +181,7 @@ class JudgeSettings:
     def ask(
         self,
         kind: str,
-        prompt: str,
+        prompt: Any,
         responses: list[str],
         images: list,
         order: str = "given",
@@ -204,7 +205,7 @@ class JudgeSettings:
         ask = {"kind": kind, "order": order, "prompt": prompt}
         return ask | {"question": question, "images": images}
 
-    def verdicts(self, kind: str) -> list[str]:
+    def verdicts(self, kind: str | None) -> list[str]:
         """What a judge knows to say of questions of a kind; nothing of a response."""
         return self.kinds[kind]["verdicts"] if kind in self.kinds else []
 
@@ -412,7 +413,7 @@ class Example(NamedTuple):
     """A question, and the judgement to learn."""
 
     prompt: Prompt  # its label is the kind of question, its reference the right verdict
-    target: Tensor | None  # (n,) label tokens, the end token last
+    target: Tensor  # (n,) label tokens, the end token last; none of rows that are not imitated
     text: str  # the target as text
 
 
@@ -440,7 +441,7 @@ def load_judgements(
             further = {"reference": ask["verdict"], "label": ask["kind"], "order": ask["order"]}
             further |= fields | {"index": 2 * fields["index"] + k}
             prompt = judge_prompt(processor, settings, ask, args, **further)
-            target = None
+            target = EMPTY
             if frame is not None:
                 processor.check_length("example", ask["text"], limit)
                 target = encode_target(processor, frame, ask["text"])
@@ -495,7 +496,7 @@ def order_agreement(rows: list[Prompt], indices: list[int], texts: list[str]) ->
     verdicts, by_row = [], [Counter() for _ in rows]
     for index, text in zip(indices, texts):
         row = rows[index]
-        verdict = parse_verdict(text, JUDGEMENTS[row.label][1], row.text)
+        verdict = parse_verdict(text, JUDGEMENTS[row.label or ""][1], row.text)
         verdicts.append(verdict)
         by_row[index][verdict] += 1
     shares = []

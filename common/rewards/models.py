@@ -13,7 +13,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,7 @@ def build(
             has_rubrics = is_judge and reward.args.grm_question == "rubric"
             check_rows(scored, processor, has_rubrics)
             module = Policy(model, processor) if is_judge else Critic(model)
-            kind = JudgeModel if is_judge else ScalarModel
+            kind: Any = JudgeModel if is_judge else ScalarModel
             if is_judge and reward.args.grm_question == "group":
                 kind = GroupJudge
             source.ask = kind(
@@ -238,6 +238,8 @@ class JudgeModel(RewardModel):
     critique without a verdict is worth the lowest of them.
     """
 
+    module: Policy
+
     def __post_init__(self):
         """Raises ValueError: the judge was not trained on what it shall be asked."""
         # headers are read once
@@ -361,7 +363,8 @@ class JudgeModel(RewardModel):
             else:
                 stems += [(key, prompt) for prompt in part]
                 rests += [[tokens[:0]] for tokens in ids]
-        return *map(list, zip(*stems)), rests
+        keys, questions = map(list, zip(*stems))
+        return keys, questions, rests
 
     def verdict_logprobs(self, questions: Batch, rests: list[list[Tensor]]) -> Tensor:
         """(Q, V) log-prob of each verdict after each rest of each question."""
@@ -422,6 +425,8 @@ class ScalarModel(RewardModel):
     """A scalar reward model: what its head says at the end of the chat as the template writes it, where
     AutoModelForSequenceClassification reads it: at the last token that is not the padding."""
 
+    module: Critic
+
     def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
         frame = answer_frame(self.processor)
         padding = self.processor.config.get_text_config().pad_token_id
@@ -433,7 +438,8 @@ class ScalarModel(RewardModel):
                 target.pop()
             # Values stand at the rows that predict a token: one more, for the row of the last.
             targets.setdefault(index, []).append(torch.tensor([*target, frame.end]))
-        prompts, about = [], [(index, None) for index in targets]
+        about: list[ImagesOf] = [(index, None) for index in targets]
+        prompts = []
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
             for index in targets:
                 row = batch.prompts[index]

@@ -27,6 +27,7 @@ from common.files import check_form, parse_json, read_bytes
 from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.rewards.functions import (
+    CALLED,
     Samples,
     Source,
     load_function,
@@ -164,7 +165,7 @@ class RewardMix:
         for source in self.sources:
             used = self.samples_of(source, batch)
             mine = [i for i in used if batch.owners[batch.prompt_index[i]] == rank]
-            if source.function is not None and mine:  # a rank may have no samples
+            if source.kind in CALLED and mine:  # a rank may have no samples
                 samples = read_samples(batch, mine, processor, step)
                 if source.kind == "rule" and source.spec != "exact":
                     pairs = zip(mine, samples.responses)
@@ -238,7 +239,7 @@ class RewardMix:
         whole conversations, functions the last turn as the response; what these said is in
         ``by_rank``."""
         parts, notes, at_tokens = [], [], EMPTY
-        if source.function is not None:
+        if source.kind in CALLED:
             parts = [part[source.name] for part in by_rank if source.name in part]
             spans = [columns.pop("spans") for _, columns in parts if "spans" in columns]
             at_tokens = torch.stack(spans).sum(0) if spans else EMPTY
@@ -275,7 +276,7 @@ class RewardMix:
         UserError on every rank."""
         values, count = None, len(next(iter(rewards.values())))
         with distributed.raise_on_all_ranks(f"--reward_combiner {self.args.reward_combiner}: "):
-            if distributed.is_main():
+            if distributed.is_main() and self.combiner is not None:
                 lists = {name: column.tolist() for name, column in rewards.items()}
                 try:
                     values = [float(value) for value in self.combiner(lists)]

@@ -1168,7 +1168,7 @@ def test_a_signal_between_two_steps_lets_no_step_begin(qwen25, tmp_path, monkeyp
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments, **named)
 
-    monkeypatch.setattr(process, "STOP_SIGNALS", [])
+    process.STOP_SIGNALS.clear()
     monkeypatch.setattr(checkpoint.Checkpoints, "commit", lambda self, *more: saves.append(more[0]) or commit(self, *more))
     with monkeypatch.context() as patched:
         patched.setattr(owner, during, signalled)
@@ -1179,7 +1179,7 @@ def test_a_signal_between_two_steps_lets_no_step_begin(qwen25, tmp_path, monkeyp
     assert [record["step"] for record in records(out) if "eval/seconds" in record] == evaluated
     assert (out / "export" / "step-2").is_dir()
     assert saves == [2]
-    monkeypatch.setattr(process, "STOP_SIGNALS", [])
+    process.STOP_SIGNALS.clear()
     script.main(argv)
     assert recorded(out)[-1] == 4
     assert saves == [2, 3, 4]
