@@ -10,9 +10,7 @@ Every rank has all responses, and all ranks together ask a model about them.
 import functools
 import itertools
 import math
-import os
 from dataclasses import dataclass, replace
-from operator import itemgetter
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -314,13 +312,10 @@ class JudgeModel(RewardModel):
     ) -> tuple[Tensor, list[str]]:
         """(Q, V) the probability of each verdict on each question, or 1 for the one that the mode
         picks; and a note on it."""
-        if self.args.grm_mode == "critique":
-            return self.read_critiques(self.with_images(batch, about, prompts))
-        rests = [[prompts[0].input_ids[:0]]] * len(prompts)
-        if self.args.grm_question == "group":
-            about, prompts, rests = self.share_beginnings(about, prompts)
         questions = self.with_images(batch, about, prompts)
-        chances = self.verdict_logprobs(questions, rests).softmax(dim=1)
+        if self.args.grm_mode == "critique":
+            return self.read_critiques(questions)
+        chances = self.verdict_logprobs(questions).softmax(dim=1)
         notes = []
         for row in chances.tolist():
             parts = [f"{verdict} {chance:.3f}" for verdict, chance in zip(self.verdicts, row)]
@@ -342,41 +337,13 @@ class JudgeModel(RewardModel):
             chances.append([float(verdict == other) for other in self.verdicts])
         return torch.tensor(chances, dtype=torch.float64), critiques
 
-    def share_beginnings(
-        self, about: list[ImagesOf], prompts: list[Prompt]
-    ) -> tuple[list[ImagesOf], list[Prompt], list[list[Tensor]]]:
-        """The common beginning of the questions about the same prompt, as one prompt, and the tokens
-        with which each goes on. Each verdict repeats the rest of a question; where that costs more than
-        the shared beginning saves, questions stay whole."""
-        stems, rests = [], []  # stems: the prompt asked about, and the tokens
-        images = torch.tensor(self.processor.banned_ids)
-        for key, members in itertools.groupby(zip(about, prompts), key=itemgetter(0)):
-            part = [prompt for _, prompt in members]
-            ids = [prompt.input_ids for prompt in part]
-            shared = len(os.path.commonprefix([tokens.tolist() for tokens in ids]))
-            tails = [tokens[shared:] for tokens in ids]
-            tail = torch.cat(tails)
-            cheaper = (len(self.verdicts) - 1) * len(tail) < (len(part) - 1) * shared
-            if cheaper and not torch.isin(tail, images).any():
-                stems.append((key, replace(part[0], input_ids=ids[0][:shared])))
-                rests.append(tails)
-            else:
-                stems += [(key, prompt) for prompt in part]
-                rests += [[tokens[:0]] for tokens in ids]
-        keys, questions = map(list, zip(*stems))
-        return keys, questions, rests
-
-    def verdict_logprobs(self, questions: Batch, rests: list[list[Tensor]]) -> Tensor:
-        """(Q, V) log-prob of each verdict after each rest of each question."""
-        verdicts, targets = encode_verdicts(self.processor, self.verdicts), []
-        for part in rests:
-            targets.append([torch.cat([rest, verdict]) for rest in part for verdict in verdicts])
-        candidates = questions.with_targets(targets)
+    def verdict_logprobs(self, questions: Batch) -> Tensor:
+        """(Q, V) log-prob of each verdict after each question."""
+        verdicts = encode_verdicts(self.processor, self.verdicts)
+        candidates = questions.with_targets([verdicts] * len(questions.prompts))
         logprobs = logprobs_of(self.module, candidates)
         self.check_finite(logprobs)
-        parts = zip(candidates.split(logprobs.double()), itertools.cycle(verdicts))
-        totals = torch.stack([part[-len(verdict) :].sum() for part, verdict in parts])
-        return totals.view(-1, len(verdicts))
+        return candidates.per_sample_sum(logprobs.double()).view(-1, len(verdicts))
 
     def check_finite(self, logprobs: Tensor) -> None:
         """Raises UserError. The likeliest of NaN would be the first verdict."""

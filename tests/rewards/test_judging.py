@@ -325,27 +325,6 @@ def test_all_pairs_are_compared():
     assert len(reward_models.list_games([0] * 4, 2)) == 4
 
 
-@pytest.mark.parametrize("length, shares", [(1, True), (200, False)])
-@pytest.mark.parametrize("which", ["near", "far"])
-def test_questions_share_their_prompt_where_that_is_cheaper(qwen25, picture_rows, judges, which, length, shares, monkeypatch):
-    """A pack holds prompt and images once for all short answers: fewer tokens, the same probabilities."""
-    rows = [row | {"prompt": "how many of them " * 60} for row in read_rows(Path(picture_rows))[1:]]
-    path = write_rows(Path(picture_rows).with_name("long.jsonl"), rows)
-    env, reward, batch = answered(qwen25, path, "--reward", f"grm:{judges[which]}", "--grm_question group")
-    judge, seen = reward.sources[0].ask, []
-    scored = reward_models.logprobs_of
-    monkeypatch.setattr(reward_models, "logprobs_of", lambda module, batch: seen.append(batch) or scored(module, batch))
-    texts = [text + " b" * length for text in ("3", "a circle", "5", "x")]
-    columns, _ = judge(batch, [0, 1, 2, 3], texts)
-    candidates, = seen
-    assert len(candidates.prompts) == (1 if shares else 4 * 3)
-    assert len(candidates) == 4 * 3 * 3                                                              # three verdicts
-    judge.share_beginnings = lambda about, prompts: (about, prompts, [[prompt.input_ids[:0]] for prompt in prompts])
-    apart, _ = judge(batch, [0, 1, 2, 3], texts)
-    assert (candidates.total_tokens < seen[1].total_tokens) == shares
-    assert columns["reward"].tolist() == pytest.approx(apart["reward"].tolist(), abs=ROUNDING)
-
-
 def test_verdicts_inside_a_group_may_be_hard_or_written(qwen25, picture_rows, judges, monkeypatch):
     flags = ("--reward", f"grm:{judges['near']}", "--grm_question group")
     env, reward, batch = answered(qwen25, picture_rows, *flags, "--grm_mode verdict")
