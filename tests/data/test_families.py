@@ -52,6 +52,7 @@ from conftest import (
     start,
     user_error,
     value_error,
+    with_flags,
     words,
 )
 from families import (
@@ -418,7 +419,7 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     drawn = [row for row, *_ in text.rows], [0, 1]
     for ptx, aux in ((1.0, 0.0), (1.0, 0.5), (0.5, 0.5)):
         text.coef = ptx
-        text.backward(env.actor, text.loader.submit(*drawn), aux)
+        ppo.learn_text(text, env.actor, text.loader.submit(*drawn), with_flags(env.args, aux_loss_coef=aux))
         router_gradients[ptx, aux] = torch.cat([router.weight.grad.full_tensor() for router in vlm.routers(env.actor.model)])
         env.actor.zero_grad(set_to_none=True)
     whole = router_gradients[1.0, 0.5]
@@ -450,7 +451,7 @@ def test_a_frozen_tower_drops_nothing(family, tmp_path):
         env = start(folder, family.data, "--advantage grpo --ptx_coef 1 --ptx_data", data)
         env.actor.train()
         text = env.rows.ptx
-        beside = text.backward(env.actor, text.loader.submit([text.rows[i][0] for i in ids], ids), 0.0)
+        beside = ppo.learn_text(text, env.actor, text.loader.submit([text.rows[i][0] for i in ids], ids), env.args)
         measured[rate] = metrics["train/loss"], float(beside["ptx_loss"])
     assert measured[0.5] == measured[0.0]
 
