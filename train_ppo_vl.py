@@ -74,6 +74,7 @@ from common.model import (
     image_changes,
     memory,
     shards,
+    storage,
     vlm,
     weights,
 )
@@ -114,7 +115,8 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     exports = exported_models(args, trainables)
     state = TrainState(args.algorithm.kl_coef)
     # also what it will save
-    checkpoints.resume(state, trainables, run_flags(args, rows), IDENTITY, resolve_flags)
+    roles = saved_roles(args, trainables, models)
+    checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY, resolve_flags)
     if args.run.export_only:
         return checkpoints.export_now(exports, rows.processor)
     log = open_log(args, rows, state.step)
@@ -941,9 +943,8 @@ def load_models(args: Args, modules: vlm.Modules, ranks: distributed.Ranks) -> N
                 fsdp.offload(module, args.update.offload)
 
 
-def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable | nn.Module]:
-    """What a checkpoint contains, by role: models with their optimizers, and the reference if
-    --reference_every changes it."""
+def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable]:
+    """The models that are trained, by role, with their optimizers."""
     update = args.update
     trainables = {}
     trainables["actor"] = fsdp.Trainable(
@@ -956,15 +957,20 @@ def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable | nn
     if models.critic is not None:
         optimizer = adamw(models.critic, update.critic_lr, args.optim)
         trainables["critic"] = fsdp.Trainable(models.critic, optimizer, args.optim)
-    if args.algorithm.reference_every:
-        trainables["reference"] = models.reference
     for part in trainables.values():
         fsdp.offload(part, update.offload)
     return trainables
 
 
+def saved_roles(args: Args, trainables: dict[str, fsdp.Trainable], models: Models) -> storage.Roles:
+    """What a checkpoint contains, by role: also the reference, if --reference_every changes it."""
+    if models.reference is None or not args.algorithm.reference_every:
+        return trainables
+    return {**trainables, "reference": models.reference}
+
+
 def exported_models(
-    args: Args, trainables: dict[str, fsdp.Trainable | nn.Module]
+    args: Args, trainables: dict[str, fsdp.Trainable]
 ) -> dict[str, fsdp.Trainable]:
     """The models to export, by their folders in --out."""
     exports = {"export": trainables["actor"]}
@@ -996,7 +1002,7 @@ def shard(module: vlm.Wrapper, mesh: DeviceMesh) -> None:
         fully_shard(part, mesh=mesh)
     for layer in vlm.layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=mixed)
-    if hasattr(module, "value_head"):
+    if isinstance(module, Critic):
         fully_shard(module.value_head, mesh=mesh)
     replicated = set() if model.setup.trains_vision else set(vlm.tower_parameters(model))
     fully_shard(module, mesh=mesh, mp_policy=mixed, ignored_params=replicated)
@@ -1068,7 +1074,7 @@ def collect(
     batch = Batch.concatenate(parts)
     state.rows_drawn += len(parts) * args.prompts_per_rollout
     state.dropped_prompts += len(batch.dropped)
-    metrics = {
+    metrics: logging.Metrics = {
         "rollout/rollouts": len(parts),
         "rollout/dropped_prompts": state.dropped_prompts,
         "rollout/generated_tokens": generated,
@@ -1373,7 +1379,7 @@ class Minibatch(NamedTuple):
 
 
 def minibatches_of(
-    module: nn.Module, batch: Batch, step: int, epochs: int, args: Args
+    module: vlm.Wrapper, batch: Batch, step: int, epochs: int, args: Args
 ) -> Iterator[Minibatch]:
     """The minibatches of ``epochs`` passes over the samples of ``step``, counted from 1."""
     all_tokens = torch.ones_like(batch.in_policy_loss)
@@ -1420,7 +1426,9 @@ def update_models(
     return metrics
 
 
-def update_critic(trained: fsdp.Trainable, batch: Batch, step: int, args: Args) -> logging.Metrics:
+def update_critic(
+    trained: fsdp.Trainable[Critic], batch: Batch, step: int, args: Args
+) -> logging.Metrics:
     """Fit the values to the returns, in all epochs and minibatches of ``step`` (from 1)."""
     critic, sums = trained.module, logging.MetricSums()
     critic.train()
@@ -1452,7 +1460,7 @@ def critic_loss(
 
 
 def update_actor(
-    trained: fsdp.Trainable,
+    trained: fsdp.Trainable[Policy],
     models: Models,
     batch: Batch,
     step: int,
@@ -1463,12 +1471,13 @@ def update_actor(
     --target_kl is exceeded."""
     actor, sums = trained.module, logging.MetricSums()
     kl_ref = models.reference if args.exact_kl_in_loss else None
-    teacher = models.teacher.policy if args.teacher.in_loss else None
+    teacher = models.teacher if args.teacher.in_loss else None
+    teaching = teacher and teacher.policy
     updates = 0
     actor.train()
     offload = args.update.offload
-    with fsdp.onloaded(trained, offload), fsdp.onloaded(kl_ref, offload), fsdp.onloaded(teacher, offload):
-        view = None if teacher is None else (teacher.model, models.teacher.view(batch))
+    with fsdp.onloaded(trained, offload), fsdp.onloaded(kl_ref, offload), fsdp.onloaded(teaching, offload):
+        view = teacher and (teacher.policy.model, teacher.view(batch))
         for number, minibatch in enumerate(minibatches_of(actor, batch, step, args.update.epochs, args)):
             if not minibatch.teaches(args):
                 continue
@@ -1479,7 +1488,7 @@ def update_actor(
                 loss, pack_stats = actor_loss(actor, models, pack, batch, minibatch, args)
                 backward(loss)
                 stats.append(pack_stats)
-            for frozen in filter(None, (kl_ref, teacher)):
+            for frozen in filter(None, (kl_ref, teaching)):
                 fsdp.rest_after_scoring(frozen)
             if args.update.target_kl and exceeds(stats, args.update.target_kl):
                 trained.optimizer.zero_grad()
@@ -1487,9 +1496,7 @@ def update_actor(
             if ptx is not None:
                 stats.append(learn_text(ptx, actor, pending_text, args))
             if updates:  # the policy is no longer the one that sampled
-                for part in stats:
-                    part.pop("sampler_gap", None)
-                    part.pop("rollout/train_kl", None)
+                forget_sampler(stats)
             norm, applied = take_step(trained, step)
             sums.record_update("actor", norm, applied, stats)
             updates += applied
@@ -1518,9 +1525,9 @@ def actor_loss(
     """
     algorithm = args.algorithm
     references = []  # the loss contains the exact KL to each of them
-    if args.exact_kl_in_loss:
+    if args.exact_kl_in_loss and models.reference is not None:
         references.append(reference_outputs(models.reference, pack))
-    if pack.teacher is not None:
+    if pack.teacher is not None and models.teacher is not None:
         references.append(reference_outputs(models.teacher.policy, pack.teacher))
     with vlm.router_logits(actor.model) as routed:
         # (T,) each
@@ -1540,7 +1547,7 @@ def actor_loss(
     # counted on the host: in_loss.sum() would wait for the device
     n_kept = int(batch.in_policy_loss[pack.flat].sum())
     sums = losses.ratio_sums(inputs, out)
-    stats = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
+    stats: dict = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
     stats["ratio_max"] = logging.Largest(losses.largest_ratio(inputs, out))
     stats |= sampler_stats(logp.detach(), sampled)
     stats["entropy"] = logging.Mean(entropy.detach().sum(), len(logp))
@@ -1588,6 +1595,13 @@ def sampler_stats(logp: Tensor, sampled: Tensor) -> dict:
     }
 
 
+def forget_sampler(stats: list[dict]) -> None:
+    """Drop what `sampler_stats` says."""
+    for part in stats:
+        part.pop("sampler_gap", None)
+        part.pop("rollout/train_kl", None)
+
+
 def exceeds(stats: list[dict], target_kl: float) -> bool:
     """Whether KL(old, new) per token of a minibatch, over all ranks, is above the target."""
     sums = logging.MetricSums()
@@ -1599,7 +1613,7 @@ def exceeds(stats: list[dict], target_kl: float) -> bool:
 def move_reference(step: int, models: Models, args: Args) -> None:
     """Copy the actor's weights into the reference every --reference_every steps."""
     every = args.algorithm.reference_every
-    if every and step % every == 0:
+    if models.reference is not None and every and step % every == 0:
         fsdp.copy_weights(models.actor, models.reference)
 
 

@@ -325,7 +325,8 @@ def fields_by_role(kind: type) -> dict[str, list[str]]:
     not say so."""
     names: dict = defaultdict(list)
     for part in fields(kind):
-        names[part.type.__metadata__[0]].append(part.name)  # its role, such as PerToken
+        annotation: Any = part.type
+        names[annotation.__metadata__[0]].append(part.name)  # its role, such as PerToken
     return names
 
 

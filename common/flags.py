@@ -65,10 +65,15 @@ def flag(default: Any, help: str, **rules: Any) -> Any:
     return dataclasses.field(default=default, metadata=vars(Rules(help, **rules)))
 
 
+def fields_of(kind: type) -> list[Any]:
+    """The fields of an argument class or group, whose types are classes, and not the names of classes."""
+    return list(dataclasses.fields(kind))
+
+
 def list_fields(args_class: type) -> dict[str, dataclasses.Field]:
     """The flags of a script's Args by name, group after group."""
-    groups = [group.type for group in dataclasses.fields(args_class)]
-    return {field.name: field for group in groups for field in dataclasses.fields(group)}
+    groups = [group.type for group in fields_of(args_class)]
+    return {field.name: field for group in groups for field in fields_of(group)}
 
 
 def as_flags(groups: Any) -> dict:
@@ -142,8 +147,8 @@ def parse(
 def from_flags(args_class: type, values: dict) -> Any:
     """An ``args_class`` with the values of some flags and the defaults of the others."""
     groups = {}
-    for group in dataclasses.fields(args_class):
-        names = {field.name for field in dataclasses.fields(group.type)}
+    for group in fields_of(args_class):
+        names = {field.name for field in fields_of(group.type)}
         groups[group.name] = group.type(
             **{name: value for name, value in values.items() if name in names}
         )
@@ -164,12 +169,12 @@ def build_parser(args_class: type, description: str | None) -> "Parser":
         metavar="FILE",
         help="JSON file of flags (such as <out>/args.json); the command line overrides it",
     )
-    for group in dataclasses.fields(args_class):
+    for group in fields_of(args_class):
         section = parser.add_argument_group(group.type.__doc__)
-        for field in dataclasses.fields(group.type):
+        for field in fields_of(group.type):
             text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
             choices = field.metadata["choices"]
-            options = {"type": field.type}
+            options: dict = {"type": field.type}
             if field.metadata["paths"]:
                 options["type"] = absolute_paths
             if field.type is bool:

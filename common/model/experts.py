@@ -29,10 +29,10 @@ def count_experts(module: vlm.Wrapper, batch: Batch, indices=None) -> Tensor:
 
 def balance_loss(
     model: vlm.Model, pack: Pack, routed: list[Tensor], load: Tensor | None
-) -> Tensor | float:
+) -> Tensor:
     """This pack's share of the load-balancing loss of a minibatch, from the router logits of its
     forward; 0 where the experts were not counted."""
     if load is None:
-        return 0.0
+        return torch.zeros(())
     top_k = model.config.get_text_config().num_experts_per_tok
     return losses.balance_loss(routed, pack.copies.to(load.device), load, top_k)

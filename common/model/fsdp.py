@@ -12,7 +12,7 @@ import math
 from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Mapping
+from typing import Generic, Mapping, TypeGuard, TypeVar
 
 import torch
 import torch.nn as nn
@@ -34,12 +34,15 @@ MOST_SKIPPED = 3  # steps in a row without an update of a model that is trained 
 # -------------------------------------------------------------------------------------------------
 
 
+Trained = TypeVar("Trained", bound=vlm.Wrapper)
+
+
 @dataclass(eq=False)
-class Trainable:
+class Trainable(Generic[Trained]):
     """A model in training: its optimizer, whose rates follow the schedule, and the running average of
     its weights."""
 
-    module: vlm.Wrapper
+    module: Trained
     optimizer: torch.optim.Optimizer
     args: OptimArgs
     delay: int = 0  # first steps in which the model is not trained; its schedule starts after them
@@ -158,8 +161,9 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
         shard_of(parameter).copy_(shard_of(weights[name]))
 
 
-def fsdp_parts(module: nn.Module) -> list[FSDPModule]:
-    """The modules that FSDP gathers one by one."""
+def fsdp_parts(module: nn.Module) -> list:
+    """The modules that FSDP gathers one by one, each also an `FSDPModule`; first ``module`` itself if
+    it is one."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
@@ -169,7 +173,7 @@ def unsharded(module: nn.Module):
     amounts of work."""
     parts = fsdp_parts(module)
     # a first unshard() below would otherwise initialise each part as a root
-    module._get_fsdp_state()._lazy_init()
+    parts[0]._get_fsdp_state()._lazy_init()
     for part in parts:  # one after the other: what is gathered exists twice until it is in place
         part.unshard()
         part.set_reshard_after_forward(False, recurse=False)
@@ -185,14 +189,15 @@ def unsharded(module: nn.Module):
 def rest_after_scoring(module: nn.Module) -> None:
     """Forwards without a backward leave a record, and the root's weights gathered: drop both."""
     forget_forwards(module)
-    module.reshard()
+    fsdp_parts(module)[0].reshard()
 
 
 def forget_forwards(module: nn.Module) -> None:
     """FSDP2 records every forward and only a backward clears the record, so a frozen model, or a
     long rollout, would grow it without bound."""
-    module._get_fsdp_state()._comm_ctx.post_forward_order.clear()
-    for part in fsdp_parts(module):
+    parts = fsdp_parts(module)
+    parts[0]._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+    for part in parts:
         state = part._get_fsdp_state()
         for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
             if group is not None:
@@ -227,7 +232,9 @@ def bare_forwards(decoder: nn.Module):
 # -------------------------------------------------------------------------------------------------
 
 
-def is_offloaded(part: Trainable | vlm.Wrapper | None, setting: str) -> bool:
+def is_offloaded(
+    part: Trainable | vlm.Wrapper | None, setting: str
+) -> TypeGuard[Trainable | vlm.Wrapper]:
     """True if ``setting``, the value of --offload, parks this part in host memory while it is not in
     use: the optimizer's state of a model in training (optimizer, all), or a frozen model (all). A
     reference that is the actor without its adapters is not frozen."""

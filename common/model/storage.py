@@ -11,6 +11,7 @@ that any number of ranks may have written, everything else is JSON: nothing is r
 import json
 import os
 from pathlib import Path
+from typing import Mapping
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -28,7 +29,7 @@ from common.model.weights import Tensors, save_tensors
 from common.process import UserError
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
-Roles = dict[str, Trainable | Wrapper]
+Roles = Mapping[str, Trainable | Wrapper]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -44,12 +45,11 @@ def training_state(roles: Roles) -> Tensors:
     """
     state = {}
     for role, part in roles.items():
-        trained = isinstance(part, Trainable)
-        module = part.module if trained else part
+        module = part.module if isinstance(part, Trainable) else part
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad or not trained:
+            if parameter.requires_grad or module is part:
                 state[f"{role}.model.{name}"] = parameter.detach()
-            if parameter.requires_grad:
+            if parameter.requires_grad and isinstance(part, Trainable):
                 for kind, value in part.optimizer.state[parameter].items():
                     state[f"{role}.optimizer.state.{name}.{kind}"] = value
     return state

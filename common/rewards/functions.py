@@ -154,7 +154,8 @@ def split(samples: Samples, workers: int, most: int) -> list[Samples]:
     if not most:
         starts = sorted({samples.groups.index(samples.groups[start]) for start in starts})
     ends = itertools.pairwise([*starts, count])
-    return [Samples(*(column[start:end] for column in columns), step) for start, end in ends]
+    parts = [[column[start:end] for column in columns] for start, end in ends]
+    return [Samples._make([*part, step]) for part in parts]
 
 
 def call_source(source: Source, samples: Samples) -> Columns:
@@ -198,7 +199,7 @@ def call_source(source: Source, samples: Samples) -> Columns:
 def failure(source: Source, samples: Samples, problem: str, i: int = 0) -> UserError:
     """An error of a source, with the texts of sample ``i``."""
     names = ("prompt", "response", "reference", "label")
-    texts = [f"\n  {name}: {str(column[i])[-500:]!r}" for name, column in zip(names, samples)]
+    texts = [f"\n  {name}: {str(column[i])[-500:]!r}" for name, column in zip(names, samples[:4])]
     return UserError(
         f"--reward {source.spec}: {problem}; a sample (the last 500 characters of each):"
         + "".join(texts)

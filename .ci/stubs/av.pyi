@@ -1,0 +1,3 @@
+from typing import Any
+
+def open(file: str) -> Any: ...
