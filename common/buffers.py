@@ -133,8 +133,7 @@ class Batch:
     sampling: OfBatch[Any] = None  # how they were drawn; training uses the same
 
     # Conversations, if there is an environment.
-    # tokens of a sample's stream; None: there are no streams
-    spans: Annotated[Tensor | None, "sample"] = None
+    spans: PerSample = EMPTY  # tokens of a sample's stream
     stream: PerStreamToken = EMPTY  # (R,) token ids of the streams, one after the other
     is_own: PerStreamToken = EMPTY  # (R,) bool: a token of the policy
     places: PerStreamToken = EMPTY  # (R, 3) rotary positions, counted from the prompt's end
@@ -181,7 +180,7 @@ class Batch:
     @property
     def sizes(self) -> Tensor:
         """(S,) tokens that each sample takes in a pack."""
-        return self.lengths if self.spans is None else self.spans
+        return self.spans if len(self.spans) else self.lengths
 
     def flat_index(self, order: Tensor) -> Tensor:
         """Indices of the tokens of the samples ``order`` in the flat tensors."""
@@ -196,7 +195,7 @@ class Batch:
         """What the samples ``order`` put into a pack: token ids (R,), rotary positions counted from
         the prompt's end (R, 3), and which tokens are the policy's own (R,) bool."""
         lengths = self.lengths[order]
-        if self.spans is None:
+        if not len(self.spans):
             flat = self.flat_index(order)
             step = ragged_index(torch.zeros_like(lengths), lengths)
             return self.tokens[flat], step[:, None].expand(-1, 3), torch.ones_like(step).bool()
@@ -260,17 +259,18 @@ class Batch:
         sample number). It is the same at any number of ranks."""
         ranks = distributed.gather_objects(tensor_fields(self))
         samples = {name: torch.cat([part[name] for part in ranks]) for name in ranks[0]}
-        talks = self.conversations if self.spans is None else gather_conversations(self.conversations)
-        whole = replace(self, **samples, conversations=talks)
+        whole = replace(self, **samples, conversations=gather_conversations(self.conversations))
         order = np.lexsort((whole.sample_number.numpy(), whole.prompt_index.numpy()))
         return whole.select(torch.from_numpy(order))
 
     def select(self, order: Tensor) -> "Batch":
         """The batch with only the samples ``order`` (k,), in that order, but all prompts."""
         self.check()
-        indices = {"sample": order, "token": self.flat_index(order)}
-        if self.spans is not None:
-            indices["stream token"] = self.stream_index(order)
+        indices = {
+            "sample": order,
+            "token": self.flat_index(order),
+            "stream token": self.stream_index(order),
+        }
         chosen = {}
         for role, index in indices.items():
             for name in FIELDS[role]:
@@ -337,7 +337,7 @@ def pick(values: Any, order: Tensor) -> Any:
     """The entries ``order`` (k,) of a field, if it is filled."""
     if isinstance(values, dict):
         return {name: column[order] for name, column in values.items()}
-    if values is None or not len(values):
+    if not len(values):
         return values
     return values[order] if isinstance(values, Tensor) else [values[i] for i in order.tolist()]
 

@@ -397,7 +397,7 @@ def test_many_packs_are_found_in_few_tries(monkeypatch):
 def naive_pack(samples: Batch, blocks, positions, image: int) -> dict[str, list]:
     """The pack, token by token; a sample is a list of (token, is it the policy's, offset of its position)."""
     talks, starts = [], samples.offsets.tolist()
-    if samples.spans is None:
+    if not len(samples.spans):
         for tokens in pieces(samples, samples.tokens):
             talks.append([(token, True, [t] * 3) for t, token in enumerate(tokens)])
     else:

@@ -154,8 +154,9 @@ def split(samples: Samples, workers: int, most: int) -> list[Samples]:
     if not most:
         starts = sorted({samples.groups.index(samples.groups[start]) for start in starts})
     ends = itertools.pairwise([*starts, count])
-    parts = [[column[start:end] for column in columns] for start, end in ends]
-    return [Samples._make([*part, step]) for part in parts]
+    return [
+        Samples._make([*(column[start:end] for column in columns), step]) for start, end in ends
+    ]
 
 
 def call_source(source: Source, samples: Samples) -> Columns:
