@@ -190,11 +190,13 @@ class PolicyLoss(NamedTuple):
 ESTIMATORS = {
     "none": Estimator(losses.no_advantages),
     "gae": Estimator(losses.gae_estimate, has_critic=True, whiten=True),
+    "bi_level_gae": Estimator(losses.bi_level_gae, has_critic=True, whiten=True),
     "reinforce": Estimator(losses.reinforce),
     "reinforce++": Estimator(losses.reinforce, whiten=True),
     "reinforce_baseline": Estimator(losses.dr_grpo, compares=True, whiten=True),
     "grpo": Estimator(losses.grpo, compares=True),
     "group_norm": Estimator(losses.grpo, compares=True),
+    "turn_grpo": Estimator(losses.turn_grpo, compares=True),
     "gdpo": Estimator(losses.gdpo, compares=True),
     "dr_grpo": Estimator(losses.dr_grpo, compares=True),
     "rloo": Estimator(losses.rloo, compares=True),
@@ -295,7 +297,8 @@ class AlgorithmArgs:
 
     advantage: str = flag(
         "gae",
-        "advantage estimator. gae trains a critic; grpo (alias group_norm), gdpo, dr_grpo, rloo, opo, "
+        "advantage estimator. gae and bi_level_gae (over turns, then over their tokens) train a critic; "
+        "grpo (alias group_norm), turn_grpo (turn by turn), gdpo, dr_grpo, rloo, opo, "
         "gpg and reinforce_baseline compare the samples of a prompt, at least 2; remax adds one greedy "
         "sample. gdpo compares each source of rewards separately; with a single source, each of its "
         "components except reward and parsed (env: the reward). none: rewards are only measured, "
@@ -307,11 +310,16 @@ class AlgorithmArgs:
             "compares the sources of rewards before they become one number",
             "none": "dynamic_sampling: prompts are chosen by rewards, which are not used",
         },
-        idles=dict.fromkeys(WITHOUT_CRITIC, f"{OF_CRITIC}: it has no critic"),
+        idles={
+            **dict.fromkeys(WITHOUT_CRITIC, f"{OF_CRITIC} turn_gamma: it has no critic"),
+            "gae": "turn_gamma: it does not know of turns",
+            "bi_level_gae": "gae_lambda_policy gae_alpha: it has one lambda",
+        },
     )
     gamma: float = flag(
         1.0, "discount per token (gae, reinforce, reinforce++, remax)", low=0, high=1
     )
+    turn_gamma: float = flag(1.0, "discount per turn of bi_level_gae", low=0, high=1)
     gae_lambda: float = flag(
         0.95, "lambda of gae: of the critic's targets, and of the advantages", low=0, high=1
     )
@@ -1270,9 +1278,11 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
         prompt_index=batch.prompt_index,
         components={name: batch.components[name] for name in batch.compared},
         weights=batch.weights,
+        turn_ends=batch.turn_ends,
         turn_rewards=batch.turn_rewards,
         values=batch.values,
         gamma=algorithm.gamma,
+        turn_gamma=algorithm.turn_gamma,
         gae_lambda=algorithm.gae_lambda,
         gae_lambda_policy=algorithm.gae_lambda_policy,
         gae_alpha=algorithm.gae_alpha,

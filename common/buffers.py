@@ -230,6 +230,15 @@ class Batch:
         """(N,) -> (S,)."""
         return torch.stack([part.sum() for part in self.split(flat)])
 
+    @property
+    def turn_ends(self) -> Tensor:
+        """(N,) bool: the last token of a turn of the policy. Without an environment, a sample is a turn."""
+        is_end = torch.zeros(len(self.tokens), dtype=torch.bool)
+        is_end[self.offsets[1:][self.lengths > 0] - 1] = True
+        for start, conversation in zip(self.offsets.tolist(), self.conversations):
+            is_end[[start + count - 1 for count in conversation.tokens_before if count]] = True
+        return is_end
+
     def check(self) -> None:
         """Raises ValueError: a field that is filled has too few entries, or too many."""
         counts = {"prompt": len(self.prompts), "sample": len(self), "token": int(self.lengths.sum())}

@@ -16,7 +16,7 @@ step, over all ranks and packs; none is a mean over just the tokens of a pack.
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -42,12 +42,14 @@ class AdvantageInputs:
     # parts of a single source's reward
     components: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor = EMPTY  # (S, K) of the K sources
-    # (N,) the part of the rewards that was earned turn by turn, at the last token of each turn
+    turn_ends: Tensor = EMPTY  # (N,) bool: the last token of a turn of the policy
+    # (N,) the part of the rewards that has places, as of turns, at their last tokens
     turn_rewards: Tensor = EMPTY
     values: Tensor = EMPTY  # (N,) the critic's
     # (S,) shaped reward of the greedy response to the same prompt
     greedy_rewards: Tensor = EMPTY
     gamma: float = 1.0
+    turn_gamma: float = 1.0
     gae_lambda: float = 1.0
     gae_lambda_policy: float = -1.0  # lambda of the advantages alone; -1: gae_lambda
     gae_alpha: float = 0.0  # above 0: their lambda is `length_adaptive_lambda`
@@ -62,6 +64,17 @@ class AdvantageInputs:
         left = (self.rewards.double() - earned).to(self.rewards.dtype)
         at_turns = self.turn_rewards.to(left.dtype)
         return at_turns + token_rewards(left, self.kl, self.lengths, self.kl_coef)
+
+    @property
+    def turns(self) -> Tensor:
+        """(S,) number of turns."""
+        return self.per_sample(self.turn_ends.long())
+
+    @property
+    def turn_lengths(self) -> Tensor:
+        """(T,) tokens of each of the T turns of all samples."""
+        ends = self.turn_ends.nonzero()[:, 0]
+        return ends.diff(prepend=ends.new_tensor([-1]))
 
     @property
     def rewards_after_kl(self) -> Tensor:
@@ -102,6 +115,15 @@ def gae_estimate(x: AdvantageInputs) -> AdvantagesAndReturns:
     return advantages, returns
 
 
+def bi_level_gae(x: AdvantageInputs) -> AdvantagesAndReturns:
+    """GAE over turns, from the value of the last token of each, with a discount of its own; and within
+    a turn over its tokens, the last of which gets the advantage of the turn (VAGEN, Wang et al. 2025)."""
+    ends = x.turn_ends
+    _, targets = gae(x.token_rewards[ends], x.values[ends], x.turns, x.turn_gamma, x.gae_lambda)
+    rewards = x.token_rewards.masked_scatter(ends, targets)
+    return gae(rewards, x.values, x.turn_lengths, x.gamma, x.gae_lambda)
+
+
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     """(S,) float64 ``max(0, 1 - 1 / (alpha * length))``: the weights of a response's TD errors then
     sum to about alpha times its length (VAPO, Yue et al. 2025, alpha 0.05)."""
@@ -120,7 +142,21 @@ def remax(x: AdvantageInputs) -> AdvantagesAndReturns:
 
 def grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The reward standardized among the samples of its prompt (Shao et al. 2024)."""
-    return _subtract_kl(x, standardize(x.rewards, x.prompt_index))
+    return _subtract_kl(x, x.per_token(standardize(x.rewards, x.prompt_index)))
+
+
+def turn_grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
+    """The reward of each turn, standardized among the samples' turns of the same number, and of a prompt;
+    a turn's tokens get the sum of its own and of all later ones. With two turns this is MT-GRPO with
+    equal weights (Zeng et al. 2025, arXiv 2505.11821), with one grpo."""
+    turns, lengths = x.turns, x.turn_lengths
+    turn = torch.arange(len(lengths)).repeat_interleave(lengths)  # (N,) of each token
+    at_tokens = replace(x, kl_coef=0.0).token_rewards.double()
+    rewards = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, turn, at_tokens)  # (T,)
+    first = (turns.cumsum(0) - turns).repeat_interleave(turns)  # (T,) the first turn of its sample
+    number = torch.arange(len(lengths)) - first
+    compared = x.prompt_index.repeat_interleave(turns) * len(lengths) + number
+    return _subtract_kl(x, rewards_to_go(standardize(rewards, compared), turns, 1.0)[turn])
 
 
 def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:
@@ -145,12 +181,12 @@ def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:
         if len(places):
             standard = standardize(values[places], x.prompt_index[places])
             total[places] += weight[places] * standard
-    return _subtract_kl(x, total / (total.std() + 1e-6))
+    return _subtract_kl(x, x.per_token(total / (total.std() + 1e-6)))
 
 
 def cpgd(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The reward standardized among all samples of the step (Liu et al. 2025)."""
-    return _subtract_kl(x, standardize(x.rewards, torch.zeros_like(x.prompt_index)))
+    return _subtract_kl(x, x.per_token(standardize(x.rewards, torch.zeros_like(x.prompt_index))))
 
 
 def dr_grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
@@ -186,15 +222,14 @@ def _for_all_tokens(x: AdvantageInputs, per_sample: Tensor) -> AdvantagesAndRetu
 
 
 def _subtract_kl(x: AdvantageInputs, standard: Tensor) -> AdvantagesAndReturns:
-    """Advantages from rewards (S,) that were standardized without the KL: each token subtracts its
+    """Advantages from rewards (N,) that were standardized without the KL: each token subtracts its
     undiscounted KL to go.
 
     With the KL in the rewards, its noise would tell equal samples apart.
     """
     kl_by_sample = x.kl.split(x.lengths.tolist())
     kl_to_go = torch.cat([kl.flip(0).cumsum(0).flip(0) for kl in kl_by_sample])  # (N,)
-    advantages = x.per_token(standard.to(x.rewards.dtype))
-    advantages = advantages - x.kl_coef * kl_to_go
+    advantages = standard.to(x.rewards.dtype) - x.kl_coef * kl_to_go
     return advantages, advantages
 
 
@@ -203,17 +238,8 @@ def _subtract_kl(x: AdvantageInputs, standard: Tensor) -> AdvantagesAndReturns:
 
 def centre(rewards: Tensor, compared: Tensor, weight: Tensor | None = None) -> Tensor:
     """(S,) float64 rewards minus the mean of those compared, weighted by ``weight`` (S,) if given;
-    exactly 0 where all compared rewards are equal.
-
-    Raises:
-        ValueError: a sample is compared with no other.
-    """
-    ids, place, count = compared.unique(return_inverse=True, return_counts=True)
-    if count.min() < 2:
-        raise ValueError(
-            f"the samples of a prompt are compared, but prompt {int(ids[count.argmin()])} has only "
-            "one: draw two or more samples per prompt"
-        )
+    exactly 0 where all compared rewards are equal, and where there is only one."""
+    ids, place = compared.unique(return_inverse=True)
     x = rewards.double()
     if weight is None:
         weight = torch.ones_like(x)

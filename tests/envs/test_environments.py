@@ -436,6 +436,26 @@ def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25,
     assert torch.equal(parts[1].per_sample_sum(parts[1].turn_rewards).float(), parts[1].rewards)
 
 
+def test_a_batch_knows_where_turns_end(qwen25, picture_rows):
+    env = start(qwen25, picture_rows, '--max_new_tokens 24 --stop_strings ["a","e","r"]')
+    batch = talk(env, "Words", 2)
+    ends = []
+    for conversation, tokens in zip(batch.conversations, batch.split(batch.tokens)):
+        for turn in conversation.turn_tokens(tokens):
+            ends += [False] * (len(turn) - 1) + [True] * bool(len(turn))
+    assert batch.turn_ends.tolist() == ends
+    assert sum(ends) > len(batch)
+    assert torch.equal(take(env).turn_ends, torch.zeros(0, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("advantage", ["bi_level_gae --turn_gamma 0.9", "turn_grpo"])
+def test_runs_that_know_of_turns(qwen25, labelled, tmp_path, advantage):
+    ppo.main(run_flags(qwen25, labelled, tmp_path, "--steps 2 --kl_coef 0.1 --advantage", *advantage.split()))
+    for record in (record for record in records(tmp_path) if "train/actor_updates" in record):
+        assert record["train/actor_skipped"] == 0
+        assert record["train/advantages_std"] > 0
+
+
 def test_rewards_of_turns_stand_at_their_last_own_token():
     """GAE is over the policy's tokens alone, as replies take no time. Groups compare sums."""
     generator = torch.Generator().manual_seed(2)
