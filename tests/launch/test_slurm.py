@@ -208,7 +208,7 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
     assert_bitwise(out, undisturbed("grpo", 2))
 
 
-COMPUTE = """export PREPARED=yes
+SETUP = """export PREPARED=yes
 : $UNKNOWN_TO_A_MODULE
 """
 CONTAINER = """#!/bin/bash
@@ -222,9 +222,9 @@ def test_an_array_of_supervised_runs_as_a_cluster_wants_it(cluster, qwen25, tmp_
     (tmp_path / "train_grm_vl.py").symlink_to(ROOT / "train_grm_vl.py")
     (tmp_path / "rows.jsonl").write_text("".join(
         f'{{"prompt": "how many circles are there?", "response": "{n}"}}\n' for n in (1, 2, 3, 4)))
-    (tmp_path / "env.sh").write_text(COMPUTE)
+    (tmp_path / "env.sh").write_text(SETUP)
     (tmp_path / "inside.sh").write_text(CONTAINER)
-    environment = cluster | {"COMPUTE": "env.sh", "CONTAINER": "bash inside.sh", "NOTES": str(tmp_path / "notes")}
+    environment = cluster | {"SETUP": "env.sh", "CONTAINER": "bash inside.sh", "NOTES": str(tmp_path / "notes")}
     job = ask(environment, "sbatch", "--parsable --nodes 2 --array 3 --cpus-per-task 2 --chdir", tmp_path,
               ROOT / "launch" / "train.slurm", "train_grm_vl.py", "--model", qwen25, "--data", tmp_path / "rows.jsonl",
               "--steps 3 --prompts_per_step 1 --max_prompt_tokens 128 --max_tokens_per_pack 256 --seed %a "
