@@ -18,6 +18,7 @@ torchrun itself is started only by tests of what only torchrun does: exit codes,
 """
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -130,6 +131,7 @@ def live(function: Callable, arguments: tuple, patches: list[tuple], variables: 
     with open(output, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable(file=2)     # a crash names its line, in every thread
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
