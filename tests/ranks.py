@@ -80,7 +80,8 @@ def run(function: Callable, *arguments: Any, codes: list[int] | None = None, **h
     """A whole life; what its ranks printed. The exit codes must be ``codes``, by default all 0."""
     life = start(function, *arguments, **how)
     ended = life.wait()
-    assert ended == (codes or [0] * len(ended)), f"exit codes {ended}: {life.told()[-6000:]}"
+    crash = life.told().partition("Fatal Python error")[2][:4000]
+    assert ended == (codes or [0] * len(ended)), f"exit codes {ended}: {crash or life.told()[-6000:]}"
     return life.told()
 
 

@@ -162,7 +162,7 @@ def test_the_kl_of_sampler_and_trainer(qwen25, picture_rows):
     env = fresh(qwen25, picture_rows)
     now = ppo.logprobs_of(env.actor, env.batch)
     env.batch.logprobs = env.batch.old_logprobs = now.clone()
-    env.trained.lr = 0.0
+    env.trained.rates = [0.0] * len(env.trained.rates)
     assert update_actor(env)["rollout/train_kl"] < 1e-9
     env.batch.logprobs = now - 0.1
     assert update_actor(env)["rollout/train_kl"] == pytest.approx(math.expm1(0.1) - 0.1, rel=1e-3)
