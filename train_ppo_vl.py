@@ -55,6 +55,7 @@ from common.data.loader import (
     batches_in_order,
     digest_data,
     draw_batches,
+    repeated_rows,
     shares_of,
 )
 from common.data.processor import Processor
@@ -317,11 +318,14 @@ class AlgorithmArgs:
         },
     )
     gamma: float = flag(
-        1.0, "discount per token (gae, reinforce, reinforce++, remax)", low=0, high=1
+        1.0, "discount per token (gae, bi_level_gae, reinforce, reinforce++, remax)", low=0, high=1
     )
     turn_gamma: float = flag(1.0, "discount per turn of bi_level_gae", low=0, high=1)
     gae_lambda: float = flag(
-        0.95, "lambda of gae: of the critic's targets, and of the advantages", low=0, high=1
+        0.95,
+        "lambda of gae and bi_level_gae: of the critic's targets, and of the advantages",
+        low=0,
+        high=1,
     )
     gae_lambda_policy: float = flag(
         -1.0,
@@ -1296,6 +1300,13 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
     return inputs
 
 
+def rewards_that_follow(inputs: losses.AdvantageInputs, args: Args) -> Tensor:
+    """(N,) the discounted rewards from each token on: the returns with values of 0 and lambda 1."""
+    nothing = torch.zeros_like(inputs.kl)
+    estimator = ESTIMATORS[args.algorithm.advantage]
+    return estimator.estimate(replace(inputs, values=nothing, gae_lambda=1.0))[1]
+
+
 def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.Metrics:
     """Fill advantages, returns and in_policy_loss: for the whole step at once, the same on every
     rank. Returns the rollout's metrics."""
@@ -1322,8 +1333,8 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.M
     batch.advantages = advantages
     metrics = batch_metrics(batch) | {"rollout/return": float(inputs.rewards_after_kl.mean())}
     if len(batch.values):
-        # not GAE's returns: with lambda below 1 they contain the values themselves
-        explained = losses.explained_variance(batch.values, inputs.rewards_to_go)
+        # not the critic's targets: with lambda below 1 they contain the values themselves
+        explained = losses.explained_variance(batch.values, rewards_that_follow(inputs, args))
         metrics["train/explained_variance"] = float(explained)
     return metrics
 
@@ -1719,7 +1730,7 @@ def values_and_returns(
     that follow, without the KL, which evaluations do not compute. Answers that are only measured,
     never rewarded, are left out."""
     values = values_of(critic, batch)
-    returns = advantage_inputs(batch, state, args).rewards_to_go
+    returns = rewards_that_follow(advantage_inputs(batch, state, args), args)
     rewarded = [reward.can_earn(batch.prompts[index].label) for index in batch.prompt_index.tolist()]
     mask = torch.tensor(rewarded).repeat_interleave(batch.lengths)  # (N,)
     return torch.stack([values, returns])[:, mask]
@@ -1809,6 +1820,8 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
+    for line in repeated_rows(args.data, rows.train_sets):
+        log.line(line)
     if args.reward.grm_question == "group" and rows.held_out and args.rollout.eval_samples < 2:
         log.line(
             "--grm_question group: evaluations have one sample per prompt (--eval_samples), compare none, "

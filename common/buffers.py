@@ -141,7 +141,8 @@ class Batch:
 
     # Rewards.
     rewards: PerSample = EMPTY  # before KL and shaping
-    # the part of the rewards that an environment gave: at the last own token of each turn
+    # what an environment gave, at the last own token of each turn, and functions gave for spans of
+    # text, at the tokens that end them; a part of the rewards
     turn_rewards: PerToken = EMPTY
     greedy_rewards: PerSample = EMPTY  # of the prompt's greedy response (remax)
     greedy_lengths: PerSample = EMPTY  # tokens of that response

@@ -167,14 +167,15 @@ class _LogProbs:
     ) -> Tensor:
         picked, *entropy, normalizer = outputs
         dlogp = torch.zeros_like(picked) if grads[0] is None else grads[0]  # (n,)
-        shared = normalizer, dlogp
+        per_token = normalizer, dlogp
         if self.entropy and grads[1] is not None:
-            shared = normalizer, dlogp, *entropy, grads[1]
+            per_token = normalizer, dlogp, *entropy, grads[1]
+        dlogits = fuse(_dlogits_off_target, logits, dtype, *per_token)
+        # At its target a log-prob has another term; the logit of a banned target is a constant.
         targets = self.targets[span, None]
-        # the logit of a banned target is a constant
-        reward = torch.where(picked.isinf(), 0.0, dlogp)[:, None]
-        at_targets = _push_down(logits.gather(1, targets), reward.dtype, *shared).add_(reward)
-        return fuse(_push_down, logits, dtype, *shared).scatter_(1, targets, at_targets.to(dtype))
+        term = torch.where(picked.isinf(), 0.0, dlogp)[:, None]
+        at_target = _dlogits_off_target(logits.gather(1, targets), term.dtype, *per_token) + term
+        return dlogits.scatter_(1, targets, at_target.to(dtype))
 
 
 def _target_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,7 +191,7 @@ def _logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tens
     return picked, -logp.exp().mul_(logp.clamp_(min=-1e4)).sum(-1), normalizer
 
 
-def _push_down(
+def _dlogits_off_target(
     logits: Tensor,
     dtype: torch.dtype,
     normalizer: Tensor,
@@ -198,13 +199,12 @@ def _push_down(
     entropy: Tensor | None = None,
     dentropy: Tensor | None = None,
 ) -> Tensor:
-    """The gradient (n, V) of logits but for what is added at the targets: what a log-prob gains, all
-    ids pay in proportion to their probabilities. (n,): all others."""
+    """(n, V) gradient of the logits z of all ids that are not the target: -p_v dlogp, and with an
+    entropy H also -p_v (log p_v + H) dH. The other tensors are (n,)."""
     logp = logits - normalizer[:, None]
     if entropy is None or dentropy is None:
         return logp.exp_().mul_(-dlogp[:, None]).to(dtype)
     probs = logp.exp()
-    # dH/dz_v = -p_v (log p_v + H)
     scale = logp.clamp_(min=-1e4).add_(entropy[:, None]).mul_(-dentropy[:, None])
     return probs.mul_(scale.sub_(dlogp[:, None])).to(dtype)
 

@@ -43,7 +43,7 @@ class AdvantageInputs:
     components: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor = EMPTY  # (S, K) of the K sources
     turn_ends: Tensor = EMPTY  # (N,) bool: the last token of a turn of the policy
-    # (N,) the part of the rewards that has places, as of turns, at their last tokens
+    # (N,) the part of the rewards that turns and spans of text earned, at their last tokens
     turn_rewards: Tensor = EMPTY
     values: Tensor = EMPTY  # (N,) the critic's
     # (S,) shaped reward of the greedy response to the same prompt
@@ -56,8 +56,8 @@ class AdvantageInputs:
 
     @functools.cached_property
     def token_rewards(self) -> Tensor:
-        """(N,) reward of each token: minus its weighted KL, plus the reward of a turn at its last
-        token. The rest of the sample's reward falls on the sample's last token."""
+        """(N,) reward of each token: minus its weighted KL, plus the reward of the turn or span that it
+        ends. The rest of the sample's reward falls on the sample's last token."""
         if not len(self.turn_rewards):
             return token_rewards(self.rewards, self.kl, self.lengths, self.kl_coef)
         earned = self.per_sample(self.turn_rewards)  # (S,)

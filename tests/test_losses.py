@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -198,6 +200,24 @@ def test_bi_level_gae():
             expected = tokens + expected
     close(advantages, expected, 2e-6)
     close(returns, x.values + torch.tensor(expected), 2e-6)
+
+
+def test_what_values_of_turns_are_compared_with():
+    """With values of 0 and lambda 1: of each token the later rewards of its turn, discounted by tokens, and of each later turn
+    the reward at its last token, discounted by turns; rewards within later turns are their own turns' affair."""
+    x = turns_of(*TURNS)
+    x.kl_coef = 0.0
+    args = SimpleNamespace(algorithm=SimpleNamespace(advantage="bi_level_gae"))
+    expected = []
+    for _, turns in TURNS:
+        for k, turn in enumerate(turns):
+            later = sum(0.8 ** (j + 1) * other[-1] for j, other in enumerate(turns[k + 1:]))
+            for n in range(len(turn)):
+                within = sum(0.9 ** (m - n) * turn[m] for m in range(n, len(turn)))
+                expected.append(within + 0.9 ** (len(turn) - 1 - n) * later)
+    close(ppo.rewards_that_follow(x, args), expected, 2e-6)
+    args.algorithm.advantage = "gae"
+    assert torch.equal(ppo.rewards_that_follow(x, args), x.rewards_to_go)
 
 
 def test_turn_grpo():

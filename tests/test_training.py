@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 
 import ranks
+import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logging, losses, process
 from common import flags as common_flags
@@ -455,9 +456,15 @@ def test_roles_are_loaded_where_they_are_used(qwen25, picture_rows):
 @pytest.mark.parametrize("place", ["reward", "loss"])
 def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
     """One controller drives either: the weight that the step's rewards, or its updates, see is the controller's."""
-    seen, rewards, update = [], losses.token_rewards, ppo.update_actor
+    seen, inputs_of, update = [], ppo.advantage_inputs, ppo.update_actor
+
+    def note_the_inputs(*args):
+        inputs = inputs_of(*args)
+        seen.append(inputs.kl_coef)
+        return inputs
+
     if place == "reward":
-        monkeypatch.setattr(losses, "token_rewards", lambda *args: seen.append(args[3]) or rewards(*args))
+        monkeypatch.setattr(ppo, "advantage_inputs", note_the_inputs)
     else:
         monkeypatch.setattr(ppo, "update_actor", lambda *args: seen.append(args[2].kl_coef) or update(*args))
     steps = train(qwen25, task, tmp_path, "--steps 4 --kl_coef 0.1 --kl_target 0.001 "
@@ -655,6 +662,21 @@ def test_a_start_says_how_many_prompts_have_images(qwen25, task, tmp_path, capsy
     args = ppo.parse_args(["--model", str(qwen25), "--data", f"{task}/{data}.jsonl", "--out", str(tmp_path / "run")])
     ppo.open_log(args, ppo.load_rows(args), 0)
     assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", [ppo, grm])
+@pytest.mark.parametrize("size, weights, repeated", [(8, "", {}), (9, "", {"train": (9, 8)}), (10, ":0.3 :0.7", {"eval": (7, 1)})])
+def test_a_start_says_which_files_a_step_repeats(qwen25, task, tmp_path, capsys, script, size, weights, repeated):
+    """A step of 10 takes 3 of the 8 rows of the first file, and 7 of the one row of the second."""
+    files = {"train": 8, "eval": 1}
+    for name, count in files.items():
+        rows = "".join(f'{{"prompt": "{n} how many circles are there?", "answer": "{n}", "response": "{n}"}}\n' for n in range(count))
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    data = ",".join(f"{tmp_path / name}.jsonl{weight}" for name, weight in zip(files, weights.split() or [""]))
+    args = script.parse_args(["--model", str(qwen25), "--data", data, "--prompts_per_step", str(size), "--out", str(tmp_path / "run")])
+    script.open_log(args, script.load_rows(args), 0)
+    lines = re.findall(r"(\w+).jsonl: a step takes (\d+) of its (\d+) rows, some of them again", capsys.readouterr().out)
+    assert {name: (int(taken), int(held)) for name, taken, held in lines} == repeated
 
 
 def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, capsys):

@@ -120,11 +120,11 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
             state["step"].zero_()
 
 
-def check_skipped_updates(roles: Mapping[str, Trainable | nn.Module]) -> None:
+def check_skipped_updates(trainables: Mapping[str, Trainable]) -> None:
     """Raises UserError on every rank if updates of a model were skipped in MOST_SKIPPED steps of this
     process, and none was applied in between."""
-    for role, part in roles.items():
-        steps = part.skipped if isinstance(part, Trainable) else ()
+    for role, trained in trainables.items():
+        steps = trained.skipped
         if len(steps) >= MOST_SKIPPED:
             raise UserError(
                 f"step {max(steps)}: the gradient of the {role} was not finite and all its updates "

@@ -160,7 +160,7 @@ def with_grids(model: Model, pack: Pack, grids: list[tuple]) -> Pack:
         return replace(pack, grids=torch.tensor(grids))
     side = model.config.vision_config.spatial_merge_size
     kernel = model.model.visual.get_parameter("patch_embed.proj.weight")
-    # The kernel covers a patch. Its shape is asked: kernel[0] would gather a sharded one, on this rank alone.
+    # The kernel covers a patch. kernel[0] would gather a sharded one, on this rank alone.
     nothing = torch.zeros(1, side * side, kernel.shape[1:].numel())
     return replace(pack, grids=torch.tensor([[1, side, side]]), features=nothing)
 

@@ -113,7 +113,7 @@ class Core(nn.Module):
 
 
 class Model(nn.Module):
-    """A model, as `weights.build_model` makes it."""
+    """A model, as `build.build_model` makes it."""
 
     setup: Setup
     config: Any

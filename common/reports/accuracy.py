@@ -114,7 +114,9 @@ def vote_rates(records: list[dict]) -> dict[int, float]:
 def vote(verdicts: list[str | None], right: str) -> float:
     """1 if most of the verdicts that could be read are right, 1/2 if as many say another, else 0."""
     winners = multimode(filter(None, verdicts))
-    return (right in winners) / (1 + (len(winners) > 1))
+    if right not in winners:
+        return 0.0
+    return 1.0 if len(winners) == 1 else 0.5
 
 
 def held_out_record(summary: dict) -> dict:

@@ -195,7 +195,7 @@ class RewardMix:
             scored = {name: (mine, call.result()) for name, (mine, call) in calls.items()}
             place_spans(scored, batch, processor)
         by_rank = distributed.gather_objects(scored)
-        batch.turn_rewards = EMPTY
+        batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
         total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
         by_source, components = {}, {}  # (S,) each
         weights = []  # (S,) each, by source
@@ -256,8 +256,7 @@ class RewardMix:
         """Add a source's share of rewards with places, if there are any. A function that combines rewards
         does not say which part of them has a place."""
         if len(at_tokens) and self.combiner is None:
-            part = share.nan_to_num().repeat_interleave(batch.lengths) * at_tokens
-            batch.turn_rewards = part + batch.turn_rewards if len(batch.turn_rewards) else part
+            batch.turn_rewards += share.nan_to_num().repeat_interleave(batch.lengths) * at_tokens
 
     def reward_consistency(
         self, columns: dict[str, Tensor], batch: Batch, processor: Processor, used: list[int]
@@ -342,14 +341,11 @@ def place_spans(scored: dict[str, tuple], batch: Batch, processor: Processor) ->
 
 def token_that_ends(processor: Processor, tokens: Tensor, end: int) -> int:
     """The first token with which the text has ``end`` characters. Raises ValueError."""
-
-    def characters(count: int) -> int:
-        return len(processor.decode([tokens[:count]])[0])
-
-    if not 0 < end <= characters(len(tokens)):
-        text = processor.decode([tokens])[0]
+    text = processor.decode([tokens])[0]
+    if not 0 < end <= len(text):
         raise ValueError(f"--reward: a span ends at character {end} of {text!r:.500}")
-    return bisect_left(range(1, len(tokens)), end, key=characters)
+    counts = range(1, len(tokens))
+    return bisect_left(counts, end, key=lambda count: len(processor.decode([tokens[:count]])[0]))
 
 
 def rewards_at_turns(batch: Batch) -> Tensor:

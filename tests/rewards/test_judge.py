@@ -302,6 +302,18 @@ def test_spans_fall_on_the_tokens_that_end_them(qwen25, picture_rows, tmp_path, 
         score(env, reward, batch)
 
 
+def test_rollouts_with_and_without_spans_are_one_batch(qwen25, picture_rows, tmp_path):
+    """As where a function of a recipe scores no row of one of them."""
+    (tmp_path / "mine.py").write_text("def f(prompts, responses, *_):\n    return {'spans': [[(1, 0.5)] for _ in responses]}\n")
+    recipe = json.dumps({"spans": [[f"{tmp_path}/mine.py:f", 1.0]], "*": [["none", 1.0]]})
+    env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward_recipe", recipe)
+    batch.prompts = [replace(prompt, label="spans" if k == 1 else "other") for k, prompt in enumerate(batch.prompts)]
+    parts = [score(env, reward, batch.select_prompts([k])) for k in range(3)]
+    joined = ppo.Batch.concatenate(parts)
+    assert torch.equal(joined.turn_rewards, score(env, reward, batch).turn_rewards)
+    assert joined.per_sample_sum(joined.turn_rewards).tolist() == [0.5 * (k == 1) for k in batch.prompt_index.tolist()]
+
+
 def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_path):
     """Too large, a sum that overflows, and NaN of a model with broken weights."""
     (tmp_path / "mine.py").write_text("def huge(prompts, *_):\n    return [1e39] * len(prompts)\n"
