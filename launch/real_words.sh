@@ -80,7 +80,7 @@ if [ ! -f real/fashion/eval.jsonl ]; then
         mkdir -p real/fashion-mnist
         (cd real/fashion-mnist && apt-get download -q dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb .)
     fi
-    echo "training a small vision tower to speak the model's words: two minutes of CPU time"
+    echo "training a small vision tower to speak the model's words: about four minutes"
     rm -rf real/fashion
     python launch/real_words.py pictures real/smollm2 "$data" real/fashion
 fi
