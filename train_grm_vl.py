@@ -185,9 +185,7 @@ class EvalArgs:
     """evaluation"""
 
     eval_batch: int = flag(32, "judgements generated together per rank", low=1)
-    eval_max_new_tokens: int = flag(
-        1024, "longest generated judgement, tokens", low=1
-    )
+    eval_max_new_tokens: int = flag(1024, "longest generated judgement, tokens", low=1)
 
 
 @dataclass(frozen=True)
@@ -416,7 +414,9 @@ def plan_memory(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.Memo
         longest=length if rows.held_out else 0,
         least_pack=args.data.max_prompt_tokens,
         updates=not args.run.eval_only,
-        longest_target=budget.longest_example(itertools.chain(*(row.examples for row in rows.train))),
+        longest_target=budget.longest_example(
+            itertools.chain(*(row.examples for row in rows.train))
+        ),
     )
     if rows.held_out:
         prefill = batch * prompt * memory.layer_activations(judge)
@@ -711,7 +711,12 @@ def judgement_record(
     """One JSON-ready record of the evaluation, still without likelihoods. A judgement that was cut off
     has no verdict."""
     verdict = None if is_cut else settings.read_verdict(text, example.prompt)
-    answer = {"generated_text": text, "truncated": is_cut, "predicted_answer": verdict, "index": index}
+    answer = {
+        "generated_text": text,
+        "truncated": is_cut,
+        "predicted_answer": verdict,
+        "index": index,
+    }
     return example_record(example) | answer
 
 
@@ -797,7 +802,9 @@ def report(
 def target_records(questions: list[Question], batch: Batch, target_logprobs: Tensor) -> list[dict]:
     """A JSON-ready record of each target of the step, with its likelihood."""
     records = []
-    parts = zip(batch.prompt_index.tolist(), batch.sample_number.tolist(), batch.split(target_logprobs))
+    parts = zip(
+        batch.prompt_index.tolist(), batch.sample_number.tolist(), batch.split(target_logprobs)
+    )
     for index, number, logp in parts:
         record = example_record(questions[index].examples[number])
         records.append(record | {"nats_per_token": f"{-float(logp.mean()):.3f}"})

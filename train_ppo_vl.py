@@ -37,8 +37,9 @@ import itertools
 import math
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -350,9 +351,7 @@ class AlgorithmArgs:
     reward_norm: bool = flag(
         False, "normalize rewards by their mean and standard deviation since the start of the run"
     )
-    reward_clip: float = flag(
-        0.0, "largest absolute reward, after --reward_norm; 0: off", low=0
-    )
+    reward_clip: float = flag(0.0, "largest absolute reward, after --reward_norm; 0: off", low=0)
     overlong_buffer: int = flag(
         0,
         "tokens before --max_new_tokens over which a length penalty grows (DAPO); 0: off",
@@ -669,9 +668,7 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
         rows.ptx.scheduled = state.ptx_rows
     together = 2 if args.reward.in_pairs else 1  # both orders of a pair
     shares, size = shares_of(args.data.data, rows.train_sets), args.prompts_per_rollout
-    batches = draw_batches(
-        rows.train_sets, shares, size, args.run.seed, together, state.rows_drawn
-    )
+    batches = draw_batches(rows.train_sets, shares, size, args.run.seed, together, state.rows_drawn)
     return PromptLoader(
         rows.processor,
         args.data,
@@ -981,9 +978,7 @@ def saved_roles(args: Args, trainables: dict[str, fsdp.Trainable], models: Model
     return {**trainables, "reference": models.reference}
 
 
-def exported_models(
-    args: Args, trainables: dict[str, fsdp.Trainable]
-) -> dict[str, fsdp.Trainable]:
+def exported_models(args: Args, trainables: dict[str, fsdp.Trainable]) -> dict[str, fsdp.Trainable]:
     """The models to export, by their folders in --out."""
     exports = {"export": trainables["actor"]}
     if args.algorithm.export_critic and "critic" in trainables:
@@ -1343,9 +1338,7 @@ def policy_loss_mask(batch: Batch, algorithm: AlgorithmArgs) -> Tensor:
     """(N,) bool: which tokens take part in the policy loss."""
     mask = torch.ones(len(batch.tokens), dtype=torch.bool)
     if algorithm.high_entropy_ratio < 1:
-        mask &= losses.high_entropy_mask(
-            batch.entropy, batch.lengths, algorithm.high_entropy_ratio
-        )
+        mask &= losses.high_entropy_mask(batch.entropy, batch.lengths, algorithm.high_entropy_ratio)
     if algorithm.mask_truncated:
         mask &= ~batch.truncated.repeat_interleave(batch.lengths)
     return mask
@@ -1497,9 +1490,14 @@ def update_actor(
     updates = 0
     actor.train()
     offload = args.update.offload
-    with fsdp.onloaded(trained, offload), fsdp.onloaded(kl_ref, offload), fsdp.onloaded(teaching, offload):
+    with (
+        fsdp.onloaded(trained, offload),
+        fsdp.onloaded(kl_ref, offload),
+        fsdp.onloaded(teaching, offload),
+    ):
         view = teacher and (teacher.policy.model, teacher.view(batch))
-        for number, minibatch in enumerate(minibatches_of(actor, batch, step, args.update.epochs, args)):
+        minibatches = minibatches_of(actor, batch, step, args.update.epochs, args)
+        for number, minibatch in enumerate(minibatches):
             if not minibatch.teaches(args):
                 continue
             if ptx is not None:
@@ -1731,7 +1729,9 @@ def values_and_returns(
     never rewarded, are left out."""
     values = values_of(critic, batch)
     returns = rewards_that_follow(advantage_inputs(batch, state, args), args)
-    rewarded = [reward.can_earn(batch.prompts[index].label) for index in batch.prompt_index.tolist()]
+    rewarded = [
+        reward.can_earn(batch.prompts[index].label) for index in batch.prompt_index.tolist()
+    ]
     mask = torch.tensor(rewarded).repeat_interleave(batch.lengths)  # (N,)
     return torch.stack([values, returns])[:, mask]
 
@@ -2008,7 +2008,8 @@ class RolloutEngine:
         if envs is not None and self.cache.linear is not None:
             self.cache.linear.done = self.done
             if sampling.stop_strings:
-                self.poll = 1  # the states of linear attention cannot go back to the end of a stop string
+                # the states of linear attention cannot go back to the end of a stop string
+                self.poll = 1
         self.graphs: graphs.StepGraphs | None = None
         if device.type == "cuda" and sampling.cuda_graphs != "off":
             eager = EAGER_TOKENS if sampling.cuda_graphs == "auto" else 1
@@ -2123,7 +2124,8 @@ class RolloutEngine:
         """Start a turn in slots (b,): sample its first token from hidden states (b, H). A slot has
         ``length`` cached tokens and ``spoken`` response tokens; ``following`` is the next rotary
         position."""
-        self.length[slots], self.rope[slots], self.response_tokens[slots] = length, following, spoken
+        self.length[slots], self.rope[slots] = length, following
+        self.response_tokens[slots] = spoken
         self.done[slots] = False
         self.sample(hidden, slots)
 
@@ -2196,7 +2198,9 @@ class RolloutEngine:
             ids = logits.argmax(dim=-1)
         else:
             candidates = logprobs.truncate(logits, sampling.top_k, sampling.top_p)
-            ids = logprobs.gumbel_race(candidates, logprobs.token_keys(self.noise_keys[slots], step))
+            ids = logprobs.gumbel_race(
+                candidates, logprobs.token_keys(self.noise_keys[slots], step)
+            )
         place = self.slot_ids[slots], step
         self.out_tokens[place] = ids
         # under the full distribution, without top-k and top-p, as in training

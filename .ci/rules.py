@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Rules that the authors keep and a fork need not: how much a reader has to carry, and that documents name what is there.
-Prints what breaks them.
+"""Rules that the authors keep and a fork need not: how much a reader has to carry, and that
+documents name what is there. Prints what breaks them.
 
-Sizes are counted in expressions (`ast.expr` nodes), which do not change when lines are broken elsewhere."""
+Sizes are counted in expressions (`ast.expr` nodes), which do not change when lines are broken
+elsewhere."""
 
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -18,8 +19,10 @@ from test_architecture import FILES, PACKAGES, SCRIPTS, branches_of, imported, p
 SIZES = {"product": 56_100, "train_ppo_vl.py": 8_850, "train_grm_vl.py": 2_750, "file": 2_600}
 FLOORS = 12  # modules that import each other in a row, the script among them
 MAIN_LINES, FUNCTION_LINES, LINE = 65, 50, 110
-FORMULAS = ("losses", "logprobs", "attention", "linear_attention")  # whose signatures follow papers and kernels
-NAMES = {"found", "own", "said", "kept", "shown", "given"}  # of a variable, they do not tell what it holds
+# whose signatures follow papers and kernels
+FORMULAS = ("losses", "logprobs", "attention", "linear_attention")
+# of a variable, they do not tell what it holds
+NAMES = {"found", "own", "said", "kept", "shown", "given"}
 TOP = {*SCRIPTS, "common", "launch", "tests", "requirements.txt", "README.md"}
 MADE = {"toy", "toy_describe", "runs", "real", "__pycache__"}  # by commands; not tracked
 
@@ -39,12 +42,24 @@ Problems = Iterator[str]
 
 def flags_of(modules: dict[str, ast.Module]) -> set[str]:
     """The fields that are flags, by the call that declares them."""
-    nodes = [node for tree in modules.values() for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
-    return {node.target.id for node in nodes if getattr(getattr(node.value, "func", None), "id", "") == "flag"}
+    nodes = [
+        node
+        for tree in modules.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign)
+    ]
+    return {
+        node.target.id
+        for node in nodes
+        if getattr(getattr(node.value, "func", None), "id", "") == "flag"
+    }
 
 
 def sizes(modules: dict[str, ast.Module]) -> Problems:
-    counts = {name: sum(isinstance(node, ast.expr) for node in ast.walk(tree)) for name, tree in modules.items()}
+    counts = {
+        name: sum(isinstance(node, ast.expr) for node in ast.walk(tree))
+        for name, tree in modules.items()
+    }
     for name, count in {"product": sum(counts.values()), **counts}.items():
         limit = SIZES.get(name) or SIZES.get(f"{name}.py", SIZES["file"])
         if count > limit:
@@ -53,10 +68,20 @@ def sizes(modules: dict[str, ast.Module]) -> Problems:
 
 def functions(modules: dict[str, ast.Module]) -> Problems:
     for module, tree in modules.items():
-        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
-            names = {a.arg for a in (*function.args.args, *function.args.kwonlyargs)} - {"self", "cls"}
+        for function in (
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ):
+            names = {a.arg for a in (*function.args.args, *function.args.kwonlyargs)} - {
+                "self",
+                "cls",
+            }
             measured = {
-                "lines": (function.end_lineno - function.lineno + 1, MAIN_LINES if function.name == "main" else FUNCTION_LINES),
+                "lines": (
+                    function.end_lineno - function.lineno + 1,
+                    MAIN_LINES if function.name == "main" else FUNCTION_LINES,
+                ),
                 "branches": (branches_of(function), 15),
                 "parameters": (len(names), 9 if module.rpartition(".")[2] in FORMULAS else 6),
             }
@@ -116,15 +141,28 @@ def variables() -> Problems:
 
 def top_level() -> Problems:
     for path in ROOT.iterdir():
-        if path.name not in TOP | MADE and not path.name.startswith((".", "toy.")):  # toy.*: being made
+        # toy.*: being made
+        if path.name not in TOP | MADE and not path.name.startswith((".", "toy.")):
             yield f"{path.name}: not at the top, where {', '.join(sorted(TOP))} are"
 
 
 def unread_flags(modules: dict[str, ast.Module]) -> Problems:
     """As an attribute of something; checks do not count. A judge's templates are read by name."""
-    statements = [node for tree in modules.values() for node in tree.body if not getattr(node, "name", "").startswith("check_")]
-    nodes = [node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Attribute)]
-    for name in sorted(flags_of(modules) - {node.attr for node in nodes if isinstance(node.ctx, ast.Load)}):
+    statements = [
+        node
+        for tree in modules.values()
+        for node in tree.body
+        if not getattr(node, "name", "").startswith("check_")
+    ]
+    nodes = [
+        node
+        for statement in statements
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Attribute)
+    ]
+    for name in sorted(
+        flags_of(modules) - {node.attr for node in nodes if isinstance(node.ctx, ast.Load)}
+    ):
         if not name.endswith("_template"):
             yield f"--{name} is never read"
 
@@ -144,13 +182,17 @@ def documents(modules: dict[str, ast.Module]) -> Problems:
     if step not in (ROOT / SCRIPTS[0]).read_text(encoding="utf-8"):
         yield f"README.md: one step is not that of {SCRIPTS[0]}"
     parity = pages["tests/README.md"].partition("**LightRFT `PPO")[2]
-    tests = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    tests = {
+        path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
+    }
     for file, test in re.findall(r"\b(\w+)::(\w+)", parity):
         if f"def test_{test}(" not in tests.get(f"test_{file}", ""):
             yield f"tests/README.md: there is no {file}::{test}"
     for path in (*(ROOT / "launch").glob("*.s*"), *(ROOT / name for name in READMES)):
         text = path.read_text(encoding="utf-8").replace("--remote_*", "")
-        text = "\n".join(line for line in text.splitlines() if "sbatch" not in line and "scancel" not in line)
+        text = "\n".join(
+            line for line in text.splitlines() if "sbatch" not in line and "scancel" not in line
+        )
         for flag in sorted(set(re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text)) - known):
             yield f"{path.relative_to(ROOT)}: there is no --{flag}"
 
@@ -163,14 +205,24 @@ def links(page: str, text: str) -> Problems:
             yield f"{page}: no file behind the link {target}"
         elif anchor:
             headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-            anchors = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
+            anchors = [
+                re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings
+            ]
             if anchor not in anchors:
                 yield f"{page}: no heading behind the link {target}"
 
 
 if __name__ == "__main__":
     modules = trees()
-    problems = [*sizes(modules), *functions(modules), *packages(modules), *prints(modules), *lines(), *variables(), *top_level()]
+    problems = [
+        *sizes(modules),
+        *functions(modules),
+        *packages(modules),
+        *prints(modules),
+        *lines(),
+        *variables(),
+        *top_level(),
+    ]
     problems += [*unread_flags(modules), *documents(modules)]
     print("\n".join(problems) or "all rules are kept")
     sys.exit(bool(problems))

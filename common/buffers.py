@@ -20,8 +20,9 @@ import heapq
 import itertools
 import math
 from collections import ChainMap, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Iterable, Iterator, Sequence, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
@@ -119,7 +120,8 @@ class Batch:
     dropped: OfBatch[list[int]] = field(default_factory=list)
     # images of own prompts, until their features exist
     patches: OfPrompts[tuple] = field(default_factory=dict)
-    features: OfPrompts[Tensor] = field(default_factory=dict)  # of own prompts, (K, M, H), on the CPU
+    # of own prompts, (K, M, H), on the CPU
+    features: OfPrompts[Tensor] = field(default_factory=dict)
     # (3, P) rotary positions, cached at first use
     positions: OfPrompts[Tensor] = field(default_factory=dict)
 
@@ -242,7 +244,11 @@ class Batch:
 
     def check(self) -> None:
         """Raises ValueError: a field that is filled has too few entries, or too many."""
-        counts = {"prompt": len(self.prompts), "sample": len(self), "token": int(self.lengths.sum())}
+        counts = {
+            "prompt": len(self.prompts),
+            "sample": len(self),
+            "token": int(self.lengths.sum()),
+        }
         for role, count in counts.items():
             for name in FIELDS[role]:
                 value = getattr(self, name)
@@ -415,7 +421,8 @@ def make_blocks(
         samples = members.get(index, [])
         prompt = batch.prompt_lengths[index]
         saved = (len(samples) - 1) * (prompt + score_cost * prompt**2 / 2)  # copies of the prompt
-        spent = score_cost * sum(lengths[i] ** 2 for i in samples) / 2  # the responses' masked halves
+        # the responses' masked halves
+        spent = score_cost * sum(lengths[i] ** 2 for i in samples) / 2
         longest = max_tokens if saved > spent else 0  # 0: each response alone
         sizes = [lengths[i] for i in samples]
         blocks += [(index, part) for part in fill_packs(samples, sizes, longest - prompt)]
@@ -515,7 +522,8 @@ class Pack:
     flat: Tensor = EMPTY  # (T,) index into the flat tensors of the batch, on the CPU
     sample: Tensor = EMPTY  # (T,) index of the sample in the batch
     step: Tensor = EMPTY  # (T,) 0-based place among the sample's response tokens
-    teacher: "Pack | None" = None  # of the same targets in the same order, after other prompts and images
+    # of the same targets in the same order, after other prompts and images
+    teacher: "Pack | None" = None
 
     def pick(self, *flat: Tensor) -> tuple[Tensor, ...]:
         """The pack's entries (T,) of flat (N,) tensors of the batch, on the pack's device."""

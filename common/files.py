@@ -30,9 +30,10 @@ import math
 import os
 import re
 import stat
+from collections.abc import Iterable
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Iterable, TextIO
+from typing import Any, TextIO
 
 DEEPEST = 100  # lists and objects inside each other; Python's recursion ends at a few hundred
 
@@ -40,7 +41,8 @@ DEEPEST = 100  # lists and objects inside each other; Python's recursion ends at
 def open_regular(path: str | Path) -> BufferedReader:
     """Open a file for reading. Raises OSError: it cannot be opened; ValueError: it is no regular file,
     but a folder, a FIFO or a device, whose reading might never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO without a writer blocks otherwise
+    # a FIFO without a writer blocks otherwise
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ValueError(f"{path} is not a regular file")
@@ -76,7 +78,9 @@ def parse_json(text: str | bytes, where: str | Path) -> Any:
     try:
         value = json.loads(text)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not JSON: byte {error.start + 1} is no text in utf-8") from error
+        raise ValueError(
+            f"{where}: not JSON: byte {error.start + 1} is no text in utf-8"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     level, depth = [value], 0
@@ -165,6 +169,7 @@ def follow_pointer(name: str) -> Path:
     path = Path(name)
     if path.name == "latest" and path.is_symlink():
         return path.parent / path.readlink()
-    if path.name == "latest" and path.is_file():  # where links cannot be made, and of older versions
+    # where links cannot be made, and of older versions
+    if path.name == "latest" and path.is_file():
         return path.parent / read_text(path).strip()
     return path

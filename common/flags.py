@@ -1,10 +1,10 @@
 """Flags: a field of a frozen dataclass is a flag, a dataclass is a group in --help.
 
-    flag           declares a flag: its default, its help and its rules
-    parse          command line, --config and defaults -> a script's Args, a dataclass of groups
-    Rules          what a flag may be, beside which others
-    Refusals       collects what is wrong with the values
-    as_flags       the values by flag, for args.json
+flag           declares a flag: its default, its help and its rules
+parse          command line, --config and defaults -> a script's Args, a dataclass of groups
+Rules          what a flag may be, beside which others
+Refusals       collects what is wrong with the values
+as_flags       the values by flag, for args.json
 """
 
 import argparse
@@ -12,11 +12,12 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Collection
+from typing import Any
 
 from common.files import follow_pointer, parse_json, read_json
 from common.process import Exit, UserError
@@ -300,7 +301,8 @@ class Refusals:
         if isinstance(value, int | float) and value != rules.off:
             low, high = rules.low, rules.high
             off = "" if rules.off is None else f", or {rules.off:g}"
-            self(not low <= value, f"--{name} {value} must be at least {low:.7g}{off}")  # NaN is not
+            # NaN is not
+            self(not low <= value, f"--{name} {value} must be at least {low:.7g}{off}")
             self(value > high, f"--{name} {value} must be at most {high:.10g}{off}")
         if rules.check:
             try:

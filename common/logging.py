@@ -16,10 +16,11 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Iterable, Iterator, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -90,9 +91,7 @@ class MetricSums:
                 values = [Mean(sum(values), 1 / distributed.world_size())]
             self.parts[name if "/" in name else f"train/{name}"] += values
 
-    def record_update(
-        self, role: str, norm: float, applied: bool, packs: list[dict]
-    ) -> None:
+    def record_update(self, role: str, norm: float, applied: bool, packs: list[dict]) -> None:
         """Add an update of a model: whether it was applied, the norm of its gradient, and its packs.
         The sums of a skipped one would be NaN."""
         skipped = {f"{role}_skipped": Mean(float(not applied), 1)}
@@ -239,7 +238,11 @@ class RunLogger:
         header = {"type": "header", "first_step": self.first_step, "environment": environment()}
         replace_durably(path, as_lines([*records, header | {"arguments": recorded}]))
         self._file = open(path, "a", encoding="utf-8", buffering=1)
-        return {record.get("step") for record in records if any(name.startswith("eval/") for name in record)}
+        return {
+            record.get("step")
+            for record in records
+            if any(name.startswith("eval/") for name in record)
+        }
 
     # What a run tells
 
@@ -292,7 +295,9 @@ class RunLogger:
         """Raises UserError on every rank alike: what is written inside cannot be, as on a full
         disk."""
         advice = "on a full disk, free space and start again from the newest checkpoint"
-        with distributed.raise_on_all_ranks(f"--out {self.out}: {what} cannot be written ({advice}): "):
+        with distributed.raise_on_all_ranks(
+            f"--out {self.out}: {what} cannot be written ({advice}): "
+        ):
             yield
 
     def warn(self, name: str, holds: bool, text: str) -> None:

@@ -258,7 +258,8 @@ def standardize(rewards: Tensor, compared: Tensor) -> Tensor:
     ids, place, count = compared.unique(return_inverse=True, return_counts=True)
     empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
     squares = empty.index_add(0, place, centred.square())
-    deviation = (squares / (count - 1).clamp(min=1)).sqrt()  # 0 for a single sample, as is its reward
+    # 0 for a single sample, as is its reward
+    deviation = (squares / (count - 1).clamp(min=1)).sqrt()
     return centred / (deviation[place] + 1e-6)
 
 

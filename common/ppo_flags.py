@@ -16,7 +16,8 @@ class RowArgs:
         choices=("prompts", "judgements"),
     )
     columns: str = flag(
-        "", "columns of your files, as in prompt=question,images=pictures,answer=solution,label=source"
+        "",
+        "columns of your files, as in prompt=question,images=pictures,answer=solution,label=source",
     )
     system_prompt: str = flag(
         "",

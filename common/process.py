@@ -1,7 +1,7 @@
 """How a process ends: by what its program raises, and by signals.
 
-    run_main         what a script's main raises becomes one message and an exit code
-    catch_signals    from now on, a signal ends the run after the step in progress
+run_main         what a script's main raises becomes one message and an exit code
+catch_signals    from now on, a signal ends the run after the step in progress
 """
 
 import ctypes
@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, Callable, TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,9 @@ def end_when_told(reader: int) -> None:
     os.read(reader, 1)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with suppress(BrokenPipeError):
-            os.write(2, b"stopped by a signal with nothing to save; the same command starts again\n")
+            os.write(
+                2, b"stopped by a signal with nothing to save; the same command starts again\n"
+            )
     os._exit(EXIT_PREEMPTED)
 
 
@@ -136,6 +139,8 @@ class Output:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
 OUT_OF_MEMORY = (
     "the GPU is out of memory: lower --max_tokens_per_pack or --slots, or pass "
     "--gradient_checkpointing on or --offload optimizer"
@@ -189,7 +194,10 @@ def tell_torchrun(message: str) -> None:
     """Leave a message for the summary that torchrun prints last."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        details = {"message": as_message(message), "extraInfo": {"timestamp": str(int(time.time()))}}
+        details = {
+            "message": as_message(message),
+            "extraInfo": {"timestamp": str(int(time.time()))},
+        }
         Path(path).write_text(json.dumps({"message": details}))
 
 

@@ -1,7 +1,7 @@
 """A user's programs in threads, each call with a time limit.
 
-    Workers     calls side by side, in the order of submission
-    describe    what a user's program raised, and where
+Workers     calls side by side, in the order of submission
+describe    what a user's program raised, and where
 """
 
 import math
@@ -10,10 +10,11 @@ import queue
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterable
+from typing import Any
 
 GIVEN_UP: list["Call"] = []  # calls whose threads may be running still
 

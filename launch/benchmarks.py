@@ -1,11 +1,11 @@
 """Published benchmarks of judges: their files, and which of their rows count together.
 
-    name                     a row, as published
-    vl_rewardbench           {id, query, response, image, human_ranking}, or {id, prompt, chosen, rejected, image}
-    mm_rlhf                  {id, image or video, prompt, chosen, rejected}; all pairs of an id make ACC+
-    multimodal_rewardbench   {ID, Text, Image, Output1, Output2, Better, Category}
-    rewardbench2             {id, prompt, chosen, rejected, subset}, lists of answers: pairs, which make best of 4
-    genai_bench              {prompt, left_image, right_image, vote_type}
+name                     a row, as published
+vl_rewardbench           {id, query, response, image, human_ranking}, or {id, prompt, chosen, rejected, image}
+mm_rlhf                  {id, image or video, prompt, chosen, rejected}; all pairs of an id make ACC+
+multimodal_rewardbench   {ID, Text, Image, Output1, Output2, Better, Category}
+rewardbench2             {id, prompt, chosen, rejected, subset}, lists of answers: pairs, which make best of 4
+genai_bench              {prompt, left_image, right_image, vote_type}
 """
 
 import re
@@ -24,13 +24,25 @@ reasoning       mmmu mathverse
 hallucination   hallucination rlhf rlaif
 general         wildvision jailbreak politics svit lrvinstruction
 """
-VL_GROUPS = {prefix: group for group, *prefixes in map(str.split, VL_TABLE.splitlines()) for prefix in prefixes}
-# Ids that other scripts call general. R1-Reward's get_acc.py looks for "rlhf" where ids say RLHF; UnifiedReward's
-# test_*vl*reward*bench.py, like cal.py before, have no group for ids that begin with hallucination.
+VL_GROUPS = {
+    prefix: group
+    for group, *prefixes in map(str.split, VL_TABLE.splitlines())
+    for prefix in prefixes
+}
+# Ids that other scripts call general. R1-Reward's get_acc.py looks for "rlhf" where ids say RLHF;
+# UnifiedReward's test_*vl*reward*bench.py, like cal.py before, have no group for ids that begin
+# with hallucination.
 VL_ELSEWHERE = {"R1-Reward": "rlhf rlaif", "UnifiedReward": "hallucination"}
 
 MM_RLHF_GROUPS = ("mcq", "long", "short", "safety", "video")  # folders of its images and videos
-PREFERRED = {"Output1": "A", "Output2": "B", "leftvote": "A", "rightvote": "B", "tievote": "tie", "bothbad_vote": "tie"}
+PREFERRED = {
+    "Output1": "A",
+    "Output2": "B",
+    "leftvote": "A",
+    "rightvote": "B",
+    "tievote": "tie",
+    "bothbad_vote": "tie",
+}
 
 Rows = list[dict]
 
@@ -40,24 +52,25 @@ class LeftOut(Exception):
 
 
 def rows_of(benchmark: str, row: dict) -> Rows:
-    """What `convert` reads of a published row: pairs with "benchmark", "source" (the official group) and, where pairs
-    count together, "pair".
+    """What `convert` reads of a published row: pairs with "benchmark", "source" (the official
+    group) and, where pairs count together, "pair".
 
-    Raises LeftOut, FileNotFoundError (no image), and ValueError: a row without an answer, or of another benchmark.
-    """
+    Raises LeftOut, FileNotFoundError (no image), and ValueError: a row without an answer, or of
+    another benchmark."""
     require(row, COLUMNS[benchmark])
     return [pair | {"benchmark": benchmark} for pair in READERS[benchmark](dict(row))]
 
 
 def require(row: dict, columns: str) -> None:
-    """Raises ValueError: one of the columns is missing or empty, or an entry of its list is missing. A model may have
-    answered nothing, which is an answer."""
+    """Raises ValueError: one of the columns is missing or empty, or an entry of its list is
+    missing. A model may have answered nothing, which is an answer."""
     for column in columns.split():
         value = row.get(column)
         if value in (None, "", []) or isinstance(value, list) and None in value:
             raise ValueError(
                 f"no {column} in a row with {', '.join(row)}: a pair without an answer, or a file of another benchmark "
-                "or version")
+                "or version"
+            )
 
 
 def vl_rewardbench(row: dict) -> Rows:
@@ -89,7 +102,12 @@ def multimodal_rewardbench(row: dict) -> Rows:
         group += "/bias" if name.startswith("pairs") else "/toxicity"
     elif group == "reasoning":
         group += "/math" if name.startswith("math") else "/coding"
-    pair = {"prompt": row["Text"], "image": take_media(row, "Image"), "id": row["ID"], "source": group}
+    pair = {
+        "prompt": row["Text"],
+        "image": take_media(row, "Image"),
+        "id": row["ID"],
+        "source": group,
+    }
     return [pair | {"responses": responses, "preferred": PREFERRED[row["Better"]]}]
 
 
@@ -99,7 +117,9 @@ def rewardbench2(row: dict) -> Rows:
     if isinstance(row["chosen"], str):
         raise ValueError("one answer as chosen: the first RewardBench?")
     group = {"source": row["subset"], "pair": row["id"]}
-    return [row | group | {"chosen": row["chosen"][0], "rejected": answer} for answer in row["rejected"]]
+    return [
+        row | group | {"chosen": row["chosen"][0], "rejected": answer} for answer in row["rejected"]
+    ]
 
 
 def genai_bench(row: dict) -> Rows:
@@ -108,7 +128,10 @@ def genai_bench(row: dict) -> Rows:
     if "source_image" in row:
         raise LeftOut("an image beside those of both sides")
     images = [take_media(row, "left_image"), take_media(row, "right_image")]
-    return [row | {"images": images, "preferred": PREFERRED[row["vote_type"]], "source": "image_generation"}]
+    return [
+        row
+        | {"images": images, "preferred": PREFERRED[row["vote_type"]], "source": "image_generation"}
+    ]
 
 
 def take_media(row: dict, column: str):

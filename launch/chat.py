@@ -17,16 +17,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import distributed
-
 import torch
 import transformers
 
-from common.flags import DataArgs
+from common import distributed
 from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import make_prompt
 from common.files import printable
+from common.flags import DataArgs
 from common.model.weights import resolve_folder
 from tool import between, one_message
 
@@ -46,7 +45,9 @@ class Chat:
         try:
             self.model = kind.from_pretrained(path, dtype=dtype).to(device).eval()
         except Exception as error:  # damaged files raise anything
-            raise ValueError(f"checkpoint {folder}: transformers cannot load it: {error!r}") from error
+            raise ValueError(
+                f"checkpoint {folder}: transformers cannot load it: {error!r}"
+            ) from error
         # Not the checkpoint's own repetition penalty, top_p or top_k, which no rollout applies.
         self.model.generation_config = transformers.GenerationConfig()
         self.system_prompt = system_prompt
@@ -62,9 +63,7 @@ class Chat:
         content = [*[{"type": "image"}] * len(pictures), {"type": "text", "text": question}]
         turns = [*self.messages, {"role": "user", "content": content}]
         all_pictures = [*self.pictures, *map(os.path.abspath, pictures)]
-        prompt = make_prompt(
-            self.processor, turns, all_pictures, system_prompt=self.system_prompt
-        )
+        prompt = make_prompt(self.processor, turns, all_pictures, system_prompt=self.system_prompt)
         tokens = self.model.generate(
             **self.inputs(prompt),
             max_new_tokens=max_new_tokens,

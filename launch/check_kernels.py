@@ -1,23 +1,25 @@
-"""Do this machine's kernels compute what they should? A table of errors and bounds, PASS or FAIL; seconds.
+"""Do this machine's kernels compute what they should? A table of errors and bounds, PASS or FAIL;
+seconds.
 
     python launch/check_kernels.py [--dtype bfloat16] [--attention flash_attn] [--head_dim 128] [--heads 28] [--kv_heads 4]
         [--train_vision]
 
-Kernels of a GPU come from many hands, and one that errs does so silently: sampler and trainer may share the fault, and
-nothing in a run's metrics would show it. Attention of packs that share prompts, decoding from slots, attention of a vision
-tower, the delta rule of linear attention and the output head are therefore computed by each back-end, forward and backward,
-and compared with their definitions in float64 on the CPU.
+Kernels of a GPU come from many hands, and one that errs does so silently: sampler and trainer may
+share the fault, and nothing in a run's metrics would show it. Attention of packs that share
+prompts, decoding from slots, attention of a vision tower, the delta rule of linear attention and
+the output head are therefore computed by each back-end, forward and backward, and compared with
+their definitions in float64 on the CPU.
 
-An error is relative: the norm of the difference over the norm of the reference. A bound counts what rounding can explain; a
-wrong kernel is off by 0.1 and more.
-"""
+An error is relative: the norm of the difference over the norm of the reference. A bound counts what
+rounding can explain; a wrong kernel is off by 0.1 and more."""
 
 import argparse
 import math
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, Iterable, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -36,9 +38,18 @@ from common.model.attention import (
 )
 from common.model.linear_attention import PackedDelta
 
-# A short prompt, and one that fills its slot but for one token, each with two responses, the first of one token.
-SEGMENTS = [(0, 7, 0, 0), (7, 8, 0, 7), (8, 40, 0, 7), (40, 295, 40, 40), (295, 296, 40, 295), (296, 316, 40, 295)]
-SHORT, SECOND, FULL, TOKENS = 7, 40, 255, 316  # tokens of the first prompt; place and tokens of the second; of all
+# A short prompt, and one that fills its slot but for one token, each with two responses, the first
+# of one token.
+SEGMENTS = [
+    (0, 7, 0, 0),
+    (7, 8, 0, 7),
+    (8, 40, 0, 7),
+    (40, 295, 40, 40),
+    (295, 296, 40, 295),
+    (296, 316, 40, 295),
+]
+# tokens of the first prompt; place and tokens of the second; of all
+SHORT, SECOND, FULL, TOKENS = 7, 40, 255, 316
 DECODED = [7, 295]  # places of the tokens that are decoded as well
 HIDDEN, ROWS, TARGETS = 1024, 4096, 33  # of the head; its last chunk of 32 holds one token
 DELTA_HEADS, DELTA_DIM = 4, 128
@@ -56,13 +67,19 @@ class Part(NamedTuple):
 
 def main(argv: list[str] | None = None) -> list[str]:
     """Print errors and bounds, and return what fails: a line for each part, with the flag that avoids it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if on_gpu else "float32")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16" if on_gpu else "float32"
+    )
     parser.add_argument("--attention", choices=BACKENDS, nargs="*", default=BACKENDS)
     for name, value in (("heads", 28), ("kv_heads", 4), ("head_dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--train_vision", action="store_true", help="the backward of vision towers as well")
+    parser.add_argument(
+        "--train_vision", action="store_true", help="the backward of vision towers as well"
+    )
     args = parser.parse_args(argv)
     device, dtype = torch.device("cuda" if on_gpu else "cpu"), getattr(torch, args.dtype)
     failing = []
@@ -75,7 +92,9 @@ def main(argv: list[str] | None = None) -> list[str]:
         print(f"{backend} on {device}, {args.dtype}: error, and what rounding explains at most")
         for name, part in Check(args, backend, device, dtype).parts().items():
             if not passes(name, part):
-                failing.append(f"{backend} fails in: {name}; what avoids it: {remedy(backend, name)}")
+                failing.append(
+                    f"{backend} fails in: {name}; what avoids it: {remedy(backend, name)}"
+                )
     print(*failing, "FAIL" if failing else "PASS", sep="\n")
     return failing
 
@@ -97,7 +116,8 @@ def remedy(backend: str, part: str) -> str:
 
 
 def passes(name: str, part: Part) -> bool:
-    """Print the errors of a part; whether all are within its bounds. A kernel may raise anything: that is an error, too."""
+    """Print the errors of a part; whether all are within its bounds. A kernel may raise anything:
+    that is an error, too."""
     results = ["", *(f", gradient of {letter}" for letter in part.inputs)]
     run = with_gradients if part.trained else outputs
     try:
@@ -116,9 +136,12 @@ def passes(name: str, part: Part) -> bool:
 
 
 def explained(dtype: torch.dtype, roundings: int, terms: float = 1.0) -> float:
-    """The relative error that rounding explains: at most half an epsilon for each of ``roundings`` to ``dtype``, and the
-    root of ``terms`` epsilons for sums in float32. Errors rarely add up: what is measured is a third of this, and less."""
-    return roundings * torch.finfo(dtype).eps / 2 + math.sqrt(terms) * torch.finfo(torch.float32).eps
+    """The relative error that rounding explains: at most half an epsilon for each of ``roundings``
+    to ``dtype``, and the root of ``terms`` epsilons for sums in float32. Errors rarely add up: what
+    is measured is a third of this, and less."""
+    return (
+        roundings * torch.finfo(dtype).eps / 2 + math.sqrt(terms) * torch.finfo(torch.float32).eps
+    )
 
 
 def relative_error(computed: Tensor, expected: Tensor) -> float:
@@ -132,7 +155,8 @@ def outputs(function: Callable, inputs: Iterable[Tensor]) -> list[Tensor]:
 
 
 def with_gradients(function: Callable, inputs: Iterable[Tensor]) -> list[Tensor]:
-    """The output of a function, and gradients of its inputs; what comes from above depends on the output's shape alone."""
+    """The output of a function, and gradients of its inputs; what comes from above depends on the
+    output's shape alone."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     out = function(*inputs)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -147,12 +171,16 @@ def with_gradients(function: Callable, inputs: Iterable[Tensor]) -> list[Tensor]
 class Check:
     """One attention back-end on one device, in one type."""
 
-    def __init__(self, args: argparse.Namespace, backend: str, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, args: argparse.Namespace, backend: str, device: torch.device, dtype: torch.dtype
+    ):
         self.args, self.backend, self.device, self.dtype = args, backend, device, dtype
         self.generator = torch.Generator().manual_seed(0)  # of the CPU: the same on any machine
         self.scale = args.head_dim**-0.5
         heads = {"q": args.heads, "k": args.kv_heads, "v": args.kv_heads}
-        self.qkv = {name: self.random(1, count, TOKENS, args.head_dim) for name, count in heads.items()}
+        self.qkv = {
+            name: self.random(1, count, TOKENS, args.head_dim) for name, count in heads.items()
+        }
         # A score is a sum over D, its error becomes a factor of its probability, and a sum over keys follows.
         sums = (args.head_dim + FULL) * 16.0
         self.bounds = explained(dtype, 4, sums), explained(dtype, 12, sums)
@@ -172,7 +200,8 @@ class Check:
             "head": self.head(),
         }
         if self.backend != "sdpa":  # whose tower is transformers' own
-            parts["vision"] = self.vision(trained=False)  # the forward is all that a frozen tower needs
+            # the forward is all that a frozen tower needs
+            parts["vision"] = self.vision(trained=False)
             if self.args.train_vision:
                 parts["vision trained"] = self.vision(trained=True)
         return parts
@@ -196,9 +225,11 @@ class Check:
         return Part(computed, expected, self.qkv, self.bounds, trained=False)
 
     def decode(self, *qkv: Tensor) -> Tensor:
-        """Both prompts are stored by a pack, and the token after each is decoded, (1, 2, Hq, D). What it may not see is
-        large."""
-        text = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=self.args.kv_heads, head_dim=self.args.head_dim)
+        """Both prompts are stored by a pack, and the token after each is decoded, (1, 2, Hq, D).
+        What it may not see is large."""
+        text = SimpleNamespace(
+            num_hidden_layers=1, num_key_value_heads=self.args.kv_heads, head_dim=self.args.head_dim
+        )
         cache = SlotCache(text, 2, FULL + 1, self.dtype, self.device, self.backend)
         cache.keys.fill_(1e3)
         cache.values.fill_(1e3)
@@ -206,14 +237,21 @@ class Check:
         slots = (places >= SECOND).long()
         plan = places, slots, places - SECOND * slots
         PackedAttention(SEGMENTS, self.backend, self.device, cache, plan)(0, *qkv, self.scale)
-        step = DecodeAttention(cache, torch.tensor([SHORT, FULL], device=self.device), FULL + 1, self.backend)
+        step = DecodeAttention(
+            cache, torch.tensor([SHORT, FULL], device=self.device), FULL + 1, self.backend
+        )
         return step(0, *[x[:, :, DECODED] for x in qkv], self.scale)
 
     def vision(self, trained: bool) -> Part:
         """Windows of a tower: every patch sees its own window in both directions."""
         bounds = torch.tensor([0, 16, 80, TOKENS], dtype=torch.int32, device=self.device)
         longest = TOKENS - 80
-        sizes = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+        sizes = {
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
         call = attention.AttentionInterface()[attention.VISION_ATTENTION_NAME + self.backend]
         window = torch.bucketize(torch.arange(TOKENS), bounds[1:-1].cpu(), right=True)
         seen = window[:, None] == window
@@ -228,7 +266,8 @@ class Check:
         return Part(computed, expected, qkv, self.bounds, trained)
 
     def delta_rule(self) -> Part:
-        """States that fade slowly, against plain torch in float32 on the CPU. Decoding is plain torch itself."""
+        """States that fade slowly, against plain torch in float32 on the CPU. Decoding is plain
+        torch itself."""
         shape = TOKENS, DELTA_HEADS
         inputs = {name: self.random(*shape, DELTA_DIM) for name in "qkv"}
         inputs["decay"] = self.random(*shape).float().exp() * -0.05
@@ -238,7 +277,9 @@ class Check:
             return PackedDelta(SEGMENTS, self.device).recur(0, *x)
 
         def expected(*x: Tensor) -> Tensor:
-            return PackedDelta(SEGMENTS, torch.device("cpu")).recur(0, *(part.float() for part in x))
+            return PackedDelta(SEGMENTS, torch.device("cpu")).recur(
+                0, *(part.float() for part in x)
+            )
 
         bounds = explained(self.dtype, 8, FULL), explained(self.dtype, 16, FULL**2)
         return Part(computed, expected, inputs, bounds)
@@ -268,7 +309,8 @@ class Check:
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor) -> Tensor:
-    """Attention by its definition: q (1, Hq, N, D), k and v (1, Hkv, N, D), seen (N, N) bool -> (1, N, Hq, D)."""
+    """Attention by its definition: q (1, Hq, N, D), k and v (1, Hkv, N, D), seen (N, N) bool -> (1,
+    N, Hq, D)."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = (q @ k.transpose(2, 3) * scale).masked_fill(~seen, -math.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2)

@@ -2,17 +2,18 @@
 
     python launch/convert.py rows.jsonl --out data/mine
 
-Parquet needs a package that the trainers do without, hence an environment of its own. Geometry3k, for example
-(https://huggingface.co/datasets/hiyouga/geometry3k: 2,101 / 300 / 601 rows):
+Parquet needs a package that the trainers do without, hence an environment of its own. Geometry3k,
+for example (https://huggingface.co/datasets/hiyouga/geometry3k: 2,101 / 300 / 601 rows):
 
     python -m venv .venv-convert
     .venv-convert/bin/pip install pyarrow pillow huggingface_hub
     .venv-convert/bin/hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     .venv-convert/bin/python launch/convert.py geometry3k/data --label geo3k --out data/geo3k
 
-Sources are .parquet, .jsonl and .json files, or folders of the first two; JSON may be one list, or in UTF-16. The shards
-train-00000-of-00002 and train-00001-of-00002 become train.jsonl. Images are written as they are, as
-images/<split>-<row>-<place>.jpeg and so on; their paths are relative to the file or, where there is no such file, to
+Sources are .parquet, .jsonl and .json files, or folders of the first two; JSON may be one list, or
+in UTF-16. The shards train-00000-of-00002 and train-00001-of-00002 become train.jsonl. Images are
+written as they are, as images/<split>-<row>-<place>.jpeg and so on; their paths are relative to the
+file or, where there is no such file, to
 --image_root, outside of which none is read.
 
     our column   taken from (the first that is there)
@@ -35,13 +36,13 @@ images/<split>-<row>-<place>.jpeg and so on; their paths are relative to the fil
     image_1, image_2      MMMU                               not: make one column of them, images, and write <image> for
                                                              <image 1>
 
-With --benchmark NAME the files are those of a benchmark of judges (launch/benchmarks.py). Its rows get "source" (the
-official group) and "pair" (what counts together, as in ACC+). Rows without their image, or of a kind that judges here
-cannot read, are counted and left out.
+With --benchmark NAME the files are those of a benchmark of judges (launch/benchmarks.py). Its rows
+get "source" (the official group) and "pair" (what counts together, as in ACC+). Rows without their
+image, or of a kind that judges here cannot read, are counted and left out.
 
-Every other column is kept under its name. In a pair, a name that would change how the row is read, such as
-score, becomes original_score. A hash of the texts decides which response of a pair stands first.
-"""
+Every other column is kept under its name. In a pair, a name that would change how the row is read,
+such as score, becomes original_score. A hash of the texts decides which response of a pair stands
+first."""
 
 import argparse
 import base64
@@ -58,11 +59,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from files import number_as_text, open_regular, read_bytes, say  # tool has put common/ on the path
 from PIL import Image
 
 import benchmarks
 from tool import one_message
-from files import number_as_text, open_regular, read_bytes, say  # tool has put common/ on the path
 
 PROMPTS = "prompt messages query question problem conversations conversation message input".split()
 LABELS = ("label", "source", "data_source", "query_source")
@@ -74,7 +75,11 @@ IMAGE_COLUMN = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|
 MESSAGES = r'\s*\[\s*\{\s*"(role|content|from|value)"'  # as text
 ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # with up to two pairs in each other inside
-FINAL_ANSWERS = (r"(?s)<answer>(.*?)</answer>", r"(?m)^####(.*)\s*\Z", rf"\\boxed\s*\{{((?:[^{{}}]|{BRACES})*)\}}")
+FINAL_ANSWERS = (
+    r"(?s)<answer>(.*?)</answer>",
+    r"(?m)^####(.*)\s*\Z",
+    rf"\\boxed\s*\{{((?:[^{{}}]|{BRACES})*)\}}",
+)
 
 # What a row of an unknown form raises.
 BAD_ROW = (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError, RecursionError)
@@ -94,8 +99,12 @@ def convert(row: dict, images: "Images", label: str = "") -> dict:
     """
     rest = {column: value for column, value in row.items() if value is not None}
     if "image_1" in rest:
-        raise ValueError("a column for each image (image_1): make one list of them, images, with <image> in its places")
-    is_pair = bool(rest.keys() & {"human_ranking", "preferred"}) or {"chosen", "rejected"} <= rest.keys()
+        raise ValueError(
+            "a column for each image (image_1): make one list of them, images, with <image> in its places"
+        )
+    is_pair = (
+        bool(rest.keys() & {"human_ranking", "preferred"}) or {"chosen", "rejected"} <= rest.keys()
+    )
     converted = convert_pair(rest, images) if is_pair else convert_prompt(rest, images)
     value = take(rest, *LABELS)
     value = label if value is None else as_text(value)
@@ -123,7 +132,11 @@ def convert_prompt(rest: dict, images: "Images") -> dict:
     if answer is None and response is not None:
         answer = final_answer(response)
     texts = {"answer": answer, "response": response}
-    return {"prompt": prompt} | media | {name: text for name, text in texts.items() if text is not None}
+    return (
+        {"prompt": prompt}
+        | media
+        | {name: text for name, text in texts.items() if text is not None}
+    )
 
 
 def convert_pair(rest: dict, images: "Images") -> dict:
@@ -159,7 +172,9 @@ def take_chosen(rest: dict, images: "Images") -> tuple[str | list, list[str]]:
     responses = [last_text(chosen), last_text(rejected)]
     if not (set(PROMPTS) & rest.keys() or isinstance(chosen, str)):
         if chosen[:-1] != rejected[:-1]:
-            raise ValueError("without a prompt, 'chosen' and 'rejected' must begin with the same messages")
+            raise ValueError(
+                "without a prompt, 'chosen' and 'rejected' must begin with the same messages"
+            )
         rest["prompt"] = chosen[:-1]
     return take_prompt(rest, images), responses
 
@@ -173,7 +188,9 @@ def take_prompt(rest: dict, images: "Images") -> str | list:
     if prompt is None:
         raise ValueError(f"no column {', '.join(PROMPTS)}; the row has {columns:.400}")
     if re.search("<img>.*</img>", f"{prompt}"):
-        raise ValueError("<img>path</img> in a text: give the path in images, and write <image> in its place")
+        raise ValueError(
+            "<img>path</img> in a text: give the path in images, and write <image> in its place"
+        )
     turns = [("system", rest.pop("system", ""))]
     for pair in rest.pop("history", []):
         turns += [("user", pair[0]), ("assistant", pair[1])]
@@ -201,15 +218,21 @@ def read_messages(value: Any) -> Any:
         message = turn.copy()
         role, content = take(message, "role", "from"), take(message, "content", "value")
         if role is None:
-            raise ValueError(f"a message has role and content, or from and value, unlike {turn!r:.80}")
+            raise ValueError(
+                f"a message has role and content, or from and value, unlike {turn!r:.80}"
+            )
         messages.append({"role": ROLES.get(role, role), "content": content or ""} | message)
     return messages
 
 
 def take_answer(rest: dict) -> str | None:
-    """The reference answer as text, of a worked solution its end. Solutions, and verl's column, stay in the row."""
+    """The reference answer as text, of a worked solution its end. Solutions, and verl's column,
+    stay in the row."""
     verl = rest.get("reward_model")
-    answers = [rest.pop("answer", None), verl.get("ground_truth") if isinstance(verl, dict) else None]
+    answers = [
+        rest.pop("answer", None),
+        verl.get("ground_truth") if isinstance(verl, dict) else None,
+    ]
     for answer in (*answers, rest.get("solution"), rest.pop("ground_truth", None)):
         if answer is not None:
             text = as_text(answer)
@@ -230,7 +253,9 @@ def final_answer(solution: str) -> str:
 def take_media(rest: dict, images: "Images") -> dict:
     """The columns of images and videos: files, absolute paths, lists of frames."""
     if "image" in rest and "images" in rest:
-        raise ValueError("columns 'image' and 'images': choose one by --columns images=image or image=images")
+        raise ValueError(
+            "columns 'image' and 'images': choose one by --columns images=image or image=images"
+        )
     pictures = as_list(take(rest, "image", "images", "image_urls"))
     converted = {"images": [images.write(image) for image in pictures]}
     clips = as_list(take(rest, "video", "videos"))
@@ -281,7 +306,8 @@ def text_of(message: dict) -> str:
     pieces = []
     for part in content:
         if part["type"] == "text":
-            pieces.append(re.sub("<(image|video)>", " ", part["text"]))  # of a part, it is only text
+            # of a part, it is only text
+            pieces.append(re.sub("<(image|video)>", " ", part["text"]))
         else:
             pieces.append(f"<{part['type']}>")
     return "".join(pieces)
@@ -295,8 +321,9 @@ class Images:
     """Writes the images of one row as <folder>/<name>-<place>.<format>."""
 
     folder: Path
-    name: str            # of the row: <split>-<number>
-    beside: Path         # paths in the row are relative to this folder or, where they are not there,
+    name: str  # of the row: <split>-<number>
+    # paths in the row are relative to this folder or, where they are not there,
+    beside: Path
     root: Path | None = None  # to this one, outside of which none is read
     count: int = 0
     embedded: list[str] = field(default_factory=list)  # written from messages
@@ -363,7 +390,8 @@ class Images:
         if not path.exists():
             raise FileNotFoundError(f"no such video: {clip!r:.80}")
         if path.is_dir():
-            frames = sorted(path.iterdir(), key=lambda frame: (len(frame.name), frame))  # frame-2 before frame-10
+            # frame-2 before frame-10
+            frames = sorted(path.iterdir(), key=lambda frame: (len(frame.name), frame))
             return [self.write(str(frame.absolute())) for frame in frames]
         return str(path.resolve())
 
@@ -399,7 +427,8 @@ def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
 
 
 def read_json(data: bytes) -> list:
-    """The elements of a list, or a single object; else it must be JSONL, perhaps in UTF-16, or with blank lines first."""
+    """The elements of a list, or a single object; else it must be JSONL, perhaps in UTF-16, or with
+    blank lines first."""
     text = data.decode(json.detect_encoding(data), "backslashreplace")
     try:
         rows = json.loads(text)
@@ -422,10 +451,16 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
                     row = json.loads(row) if isinstance(row, str | bytes) else row
                     for ours, theirs in args.columns.items():
                         if theirs not in row:
-                            raise ValueError(f"no column {theirs!r} (see --columns); the row has {', '.join(row):.400}")
+                            raise ValueError(
+                                f"no column {theirs!r} (see --columns); the row has {', '.join(row):.400}"
+                            )
                         row[ours] = row.pop(theirs)
-                    for pair in benchmarks.rows_of(args.benchmark, row) if args.benchmark else [row]:
-                        images = Images(folder / "images", f"{split}-{total:05d}", path.parent, args.image_root)
+                    for pair in (
+                        benchmarks.rows_of(args.benchmark, row) if args.benchmark else [row]
+                    ):
+                        images = Images(
+                            folder / "images", f"{split}-{total:05d}", path.parent, args.image_root
+                        )
                         converted = convert(pair, images, args.label)
                         file.write(json.dumps(converted, default=plain) + "\n")
                         total += 1
@@ -438,7 +473,9 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
                     raise ValueError(f"{path}, row {number}: {describe(error, row)}") from error
     say(f"{split}.jsonl: {total} rows, {written} images")
     if unread:
-        say(f"not read, but perhaps images (--columns images=NAME): {', '.join(sorted(unread)):.400}")
+        say(
+            f"not read, but perhaps images (--columns images=NAME): {', '.join(sorted(unread)):.400}"
+        )
     for kind, names in left_out.items():
         say(f"left out: {len(names)} rows, {kind}: {textwrap.shorten(', '.join(names), 200)}")
     if left_out and not total:
@@ -479,15 +516,27 @@ def parse_columns(text: str) -> dict[str, str]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
-    parser.add_argument("sources", type=Path, nargs="+", help=".parquet, .jsonl and .json files, or folders")
+    parser.add_argument(
+        "sources", type=Path, nargs="+", help=".parquet, .jsonl and .json files, or folders"
+    )
     parser.add_argument("--out", type=Path, required=True, help="new folder to write")
-    parser.add_argument("--benchmark", choices=benchmarks.COLUMNS, help="of judges, whose files these are")
-    parser.add_argument("--columns", type=parse_columns, default={}, metavar="OURS=THEIRS,...",
-                        help="columns under other names: prompt=Text,images=Image")
+    parser.add_argument(
+        "--benchmark", choices=benchmarks.COLUMNS, help="of judges, whose files these are"
+    )
+    parser.add_argument(
+        "--columns",
+        type=parse_columns,
+        default={},
+        metavar="OURS=THEIRS,...",
+        help="columns under other names: prompt=Text,images=Image",
+    )
     parser.add_argument("--label", default="", help="label of the rows that have none")
-    parser.add_argument("--image_root", type=Path,
-                        help="folder of images and videos: paths are relative to the rows' file, or to this folder; "
-                             "none outside of it is read")
+    parser.add_argument(
+        "--image_root",
+        type=Path,
+        help="folder of images and videos: paths are relative to the rows' file, or to this folder; "
+        "none outside of it is read",
+    )
     return parser.parse_args(argv)
 
 

@@ -2,11 +2,11 @@
 
     python launch/judge_filter.py RUN --right sft.jsonl --wrong rl.jsonl
 
-RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K` over training rows (its --eval_data).
-For every question (a row in one order), the first right judgement becomes a row of prompt and response: what the judge was
-asked, and what it wrote. A row with a wrong judgement, in either order, goes to RL as it is; so does one with a judgement
-that was cut off, which has no verdict. Paths become absolute.
-"""
+RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K` over
+training rows (its --eval_data). For every question (a row in one order), the first right judgement
+becomes a row of prompt and response: what the judge was asked, and what it wrote. A row with a
+wrong judgement, in either order, goes to RL as it is; so does one with a judgement that was cut
+off, which has no verdict. Paths become absolute."""
 
 import argparse
 import json
@@ -28,7 +28,9 @@ def filter_rows(rows: list[Orders]) -> tuple[list, list]:
             misses += len(records) - len(hits)
             if hits:
                 first = hits[0]
-                right.append({"messages": first["messages"], "response": first["response"]} | media_of(first))
+                right.append(
+                    {"messages": first["messages"], "response": first["response"]} | media_of(first)
+                )
         if misses:
             judgement = next(iter(orders.values()))[0]
             wrong.append(judgement["row"] | media_of(judgement))
@@ -45,9 +47,13 @@ def media_of(record: dict) -> dict:
 
 @one_message()
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--right", type=Path, required=True, help="file to write: judgements to imitate")
+    parser.add_argument(
+        "--right", type=Path, required=True, help="file to write: judgements to imitate"
+    )
     parser.add_argument("--wrong", type=Path, required=True, help="file to write: rows for RL")
     args = parser.parse_args(argv)
     right, wrong = filter_rows(read_judgements(args.run, FORM))

@@ -2,30 +2,31 @@
 
     python launch/judge_table.py RUN [--markdown]
 
-RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K`, in which every pair was judged K
-times in each order; of several evaluations in it the newest is read. Rows with only one order do not count.
+RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K`, in which
+every pair was judged K times in each order; of several evaluations in it the newest is read. Rows
+with only one order do not count.
 
-"votes@k" is the majority of the first k verdicts in an order, as far as they could be read; a tied vote counts one half.
-(VL-RewardBench's cal.py differs where some could not be read: it wants more than half of all k, and leaves out a question
-without such a majority.) All other lines are of single judgements. "macro" is the mean over groups, blank where one of them
-has no value. Where a verdict says a tie although no row of its benchmark is one, as in VL-RewardBench, it is wrong, or left
-out as in cal.py. The interval belongs to the first accuracy: a bootstrap over pairs, in which rows that count together stay
-together.
-"""
+"votes@k" is the majority of the first k verdicts in an order, as far as they could be read; a tied
+vote counts one half. (VL-RewardBench's cal.py differs where some could not be read: it wants more
+than half of all k, and leaves out a question without such a majority.) All other lines are of
+single judgements. "macro" is the mean over groups, blank where one of them has no value. Where a
+verdict says a tie although no row of its benchmark is one, as in VL-RewardBench, it is wrong, or
+left out as in cal.py. The interval belongs to the first accuracy: a bootstrap over pairs, in which
+rows that count together stay together."""
 
 import sys
 from collections import defaultdict
+from collections.abc import Collection
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from statistics import multimode
-from typing import Collection
 
 import numpy as np
+from files import check_form, read_records, say  # tool has put common/ on the path
 
 from benchmarks import VL_ELSEWHERE, vl_group
 from tool import one_message
-from files import check_form, read_records, say  # tool has put common/ on the path
 
 MIRRORED = {"A": "B", "B": "A"}
 INTERVAL = "95 % of the first accuracy"
@@ -50,21 +51,26 @@ Column = dict[str, str]  # line -> cell
 
 
 def read_judgements(run: Path, form: dict = JUDGEMENT) -> list[Orders]:
-    """The rows of a run's newest evaluation, whose file it names. Raises ValueError: nothing was judged, or a record has
-    another form."""
+    """The rows of a run's newest evaluation, whose file it names. Raises ValueError: nothing was
+    judged, or a record has another form."""
     records = []
     for path in sorted(run.rglob("samples/eval-*.jsonl"), key=attrgetter("name"))[-1:]:
         say(f"{path}", file=sys.stderr)
         records = read_records(path)
     if not records or "verdict" not in records[0]:
-        raise ValueError(f"{run} has no judgements: make them by train_ppo_vl.py --eval_only --row_kind judgements")
+        raise ValueError(
+            f"{run} has no judgements: make them by train_ppo_vl.py --eval_only --row_kind judgements"
+        )
     check_form(records, [form], f"{path}")
     rows = defaultdict(lambda: defaultdict(list))
     for record in records:
-        # A run of an earlier version also read verdicts that were cut off. One in a conversation may be whole.
+        # A run of an earlier version also read verdicts that were cut off. One in a conversation
+        # may be whole.
         if record.get("truncated") and "ended" not in record:
             record["verdict"] = None
-        rows[record["index"] - (record["order"] == "swapped")][record["order"]].append(MAY_LACK | record)
+        rows[record["index"] - (record["order"] == "swapped")][record["order"]].append(
+            MAY_LACK | record
+        )
     return list(rows.values())
 
 
@@ -77,12 +83,14 @@ class Unit:
         self.hits = []  # of each row: which judgements are right
 
     def add(self, orders: Orders, odd_ties: bool) -> None:
-        """Count the judgements on a row, all as if its answers stood in the order given; ``odd_ties``: also those that
-        say a tie, in a benchmark that has none."""
+        """Count the judgements on a row, all as if its answers stood in the order given;
+        ``odd_ties``: also those that say a tie, in a benchmark that has none."""
         first = orders["given"][0]
         right, sizes = first["reference"], first["lengths"] or [0]
         unswapped = [record["verdict"] for record in orders["given"]]
-        swapped = [MIRRORED.get(record["verdict"], record["verdict"]) for record in orders["swapped"]]
+        swapped = [
+            MIRRORED.get(record["verdict"], record["verdict"]) for record in orders["swapped"]
+        ]
         verdicts, both = unswapped + swapped, list(zip(unswapped, swapped))
         total, hits, unread = len(verdicts), verdicts.count(right), verdicts.count(None)
         sides = verdicts.count("A") + verdicts.count("B")
@@ -96,15 +104,23 @@ class Unit:
             "could not be read": (unread, total),
             "says a tie, where none is right": (odd_ties * verdicts.count("tie"), odd_ties * total),
             "both orders right": (both.count((right, right)), len(both)),
-            "both orders alike": (sum(both.count((verdict, verdict)) for verdict in ("A", "B", "tie")), len(both)),
+            "both orders alike": (
+                sum(both.count((verdict, verdict)) for verdict in ("A", "B", "tie")),
+                len(both),
+            ),
             "says A": (unswapped.count("A") + swapped.count("B"), sides),
             "says the longer answer": (differ * verdicts.count(longer), differ * sides),
-            "the longer answer is right": (differ * (right == longer), differ * (right in MIRRORED)),
+            "the longer answer is right": (
+                differ * (right == longer),
+                differ * (right in MIRRORED),
+            ),
         }
         for k in range(1, len(both) + 1, 2):
             lines[f"votes@{k}"] = vote(unswapped[:k], right) + vote(swapped[:k], right), 2
         lines[f"votes@{len(both)} of both orders"] = vote(verdicts, right), 1
-        self.counts = {line: np.add(counts, self.counts.get(line, 0)) for line, counts in lines.items()}
+        self.counts = {
+            line: np.add(counts, self.counts.get(line, 0)) for line, counts in lines.items()
+        }
         # ACC+, best of 4
         together = np.array([sum(map(all, zip(*self.hits))), total])
         self.counts["all that count together right"] = (first["pair"] is not None) * together
@@ -164,7 +180,9 @@ def by_group(units: list[Unit], script: str = "") -> dict[str, list[Unit]]:
     """By the groups of the rows, or by those of another script for VL-RewardBench."""
     groups = defaultdict(list)
     for unit in units:
-        groups[vl_group(f"{unit.first['row'].get('id')}", script) if script else unit.first["group"]].append(unit)
+        groups[
+            vl_group(f"{unit.first['row'].get('id')}", script) if script else unit.first["group"]
+        ].append(unit)
     return dict(sorted(groups.items()))
 
 
@@ -177,9 +195,12 @@ def column(groups: Collection[list[Unit]]) -> Column:
         with np.errstate(invalid="ignore"):
             shares += parts / wholes / len(groups)  # nan: of a line of which the group has nothing
         sizes.append(str(sum(len(unit.hits) for unit in units)))
-        drawn = counts[rng.integers(len(units), size=(BOOTSTRAPS, len(units))), 0].sum(axis=1)  # (BOOTSTRAPS, 2)
+        # (BOOTSTRAPS, 2)
+        drawn = counts[rng.integers(len(units), size=(BOOTSTRAPS, len(units))), 0].sum(axis=1)
         bootstrap += drawn[:, 0] / drawn[:, 1] / len(groups)
-    cells = {line: f"{share:.3f}" for line, share in zip(units[0].counts, shares) if np.isfinite(share)}
+    cells = {
+        line: f"{share:.3f}" for line, share in zip(units[0].counts, shares) if np.isfinite(share)
+    }
     low, high = np.percentile(bootstrap, (2.5, 97.5))
     return {"rows": "/".join(sizes)} | cells | {INTERVAL: f"{low:.3f}-{high:.3f}"}
 

@@ -9,8 +9,8 @@ states and one sample do not, and else warns.
 """
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Iterable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -35,8 +35,12 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__.split("\n")[0], usage="plan.py {ppo,grm} [--gpus N] [--gib N] -- FLAGS"
     )
     parser.add_argument("script", choices=("ppo", "grm"), help="train_ppo_vl.py or train_grm_vl.py")
-    parser.add_argument("--gpus", type=between(1, 2**20), default=8, help="GPUs of the run (default 8)")
-    parser.add_argument("--gib", type=between(0.1, 1e6), default=80.0, help="memory of each (default 80)")
+    parser.add_argument(
+        "--gpus", type=between(1, 2**20), default=8, help="GPUs of the run (default 8)"
+    )
+    parser.add_argument(
+        "--gib", type=between(0.1, 1e6), default=80.0, help="memory of each (default 80)"
+    )
     options = parser.parse_args(argv[:cut])
 
     plan_script = plan_ppo if options.script == "ppo" else plan_grm

@@ -1,12 +1,12 @@
-"""Does it run here? Starts short runs of train_ppo_vl.py, kills one, resumes it and loads what it exports.
+"""Does it run here? Starts short runs of train_ppo_vl.py, kills one, resumes it and loads what it
+exports.
 
     bash launch/smoke.sh [--out FOLDER] [flags of train_ppo_vl.py]
 
-With --model and --data the runs are of that model, else of random weights. Every run is judged by its exit code, by
-updates that were skipped and by the sampler gap, the mean difference of log-probs between rollout and training, which
-is rounding where sampling and training agree. Prints a line for each, then PASS or FAIL, which is also the exit code,
-and writes <out>/smoke.json.
-"""
+With --model and --data the runs are of that model, else of random weights. Every run is judged by
+its exit code, by updates that were skipped and by the sampler gap, the mean difference of log-probs
+between rollout and training, which is rounding where sampling and training agree. Prints a line for
+each, then PASS or FAIL, which is also the exit code, and writes <out>/smoke.json."""
 
 import argparse
 import json
@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
@@ -39,14 +39,24 @@ FLAGS = (
     "--prompts_per_step 8 --samples_per_prompt 2 --max_new_tokens 8 --minibatches 1 "
     "--log_samples 0 --eval_every 0 --timeout 120"
 )
-METRICS = ("perf/step_seconds", "perf/rollout_tokens_per_second", "perf/update_tokens_per_second", "train/sampler_gap",
-           "perf/peak_memory_gib")
+METRICS = (
+    "perf/step_seconds",
+    "perf/rollout_tokens_per_second",
+    "perf/update_tokens_per_second",
+    "train/sampler_gap",
+    "perf/peak_memory_gib",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / time.strftime("smoke-%Y%m%d-%H%M%S"))
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / time.strftime("smoke-%Y%m%d-%H%M%S")
+    )
     args, flags = parser.parse_known_args(argv)
     args.out.mkdir(parents=True)
     gpus = torch.cuda.device_count()
@@ -59,13 +69,23 @@ def main(argv: list[str] | None = None) -> int:
     task = [] if "--model" in flags else write_random_task(args.out / "task")
     runs = []
     for run in do_runs(args.out, [*FLAGS.split(), *task, *flags], gpus):
-        metrics = [f"{name} {run['metrics'][name]:.3g}" for name in METRICS if name in run["metrics"]]
-        print(f"{run['name']}: {'; '.join(run['problems']) or 'ok'}", *metrics, sep="  ", flush=True)
+        metrics = [
+            f"{name} {run['metrics'][name]:.3g}" for name in METRICS if name in run["metrics"]
+        ]
+        print(
+            f"{run['name']}: {'; '.join(run['problems']) or 'ok'}", *metrics, sep="  ", flush=True
+        )
         runs.append(run)
     passed = not any(run["problems"] for run in runs)
     path = args.out / "smoke.json"
     details = torch.utils.collect_env.get_pretty_env_info().splitlines()
-    report = {"machine": environment(), "details": details, "flags": flags, "runs": runs, "passed": passed}
+    report = {
+        "machine": environment(),
+        "details": details,
+        "flags": flags,
+        "runs": runs,
+        "passed": passed,
+    }
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{'PASS' if passed else 'FAIL'}; {path}", flush=True)
     return int(not passed)
@@ -77,8 +97,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict]:
-    """Reports of the check of kernels; of runs on one rank; on all ranks of one that is killed after its first
-    checkpoint, of the same resumed; and of loading its export."""
+    """Reports of the check of kernels; of runs on one rank; on all ranks of one that is killed
+    after its first checkpoint, of the same resumed; and of loading its export."""
     yield {
         "name": "kernels",
         "problems": check_kernels.main(["--train_vision"] if "--train_vision" in flags else []),
@@ -93,7 +113,13 @@ def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict]:
     yield start(f"{ranks} ranks, killed", out, ranks, [*flags, "1000"], is_killed=True)
     newest = newest_checkpoint(out)
     last = newest + 2
-    yield start(f"{ranks} ranks, resumed", out, ranks, [*flags, str(last), "--resume", "must"], resumes=newest)
+    yield start(
+        f"{ranks} ranks, resumed",
+        out,
+        ranks,
+        [*flags, str(last), "--resume", "must"],
+        resumes=newest,
+    )
     yield load_export(out / "export" / f"step-{last}")
 
 
@@ -113,10 +139,21 @@ def plan_runs(gpus: int) -> list[tuple[str, list[str]]]:
     return runs
 
 
-def start(name: str, out: Path, ranks: int, flags: list[str], is_killed: bool = False, resumes: int | None = None) -> dict:
-    """Run train_ppo_vl.py: what was measured, and what is wrong with it. ``is_killed``: after its first checkpoint;
-    ``resumes``: from which step it has to go on."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+def start(
+    name: str,
+    out: Path,
+    ranks: int,
+    flags: list[str],
+    is_killed: bool = False,
+    resumes: int | None = None,
+) -> dict:
+    """Run train_ppo_vl.py: what was measured, and what is wrong with it. ``is_killed``: after its
+    first checkpoint; ``resumes``: from which step it has to go on."""
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     command = [sys.executable, *launcher, str(ROOT / "train_ppo_vl.py"), *flags, "--out", str(out)]
     out.mkdir(exist_ok=True)
     log = out / f"{name}.log"
@@ -140,9 +177,17 @@ def start(name: str, out: Path, ranks: int, flags: list[str], is_killed: bool = 
     text = log.read_text()
     if resumes is not None and f"resuming from {out}/checkpoints/step-{resumes}" not in text:
         problems.append(f"it did not resume from step {resumes}")
-    problems += judge_steps(steps, LONGEST_GAP["float32" if "compute: float32" in text else "bfloat16"])
-    return {"name": name, "command": command, "exit_code": process.returncode, "problems": problems,
-            "metrics": steps[-1] if steps else {}, "tail": text[-6000:]}
+    problems += judge_steps(
+        steps, LONGEST_GAP["float32" if "compute: float32" in text else "bfloat16"]
+    )
+    return {
+        "name": name,
+        "command": command,
+        "exit_code": process.returncode,
+        "problems": problems,
+        "metrics": steps[-1] if steps else {},
+        "tail": text[-6000:],
+    }
 
 
 def judge_steps(steps: list[dict], bound: float) -> list[str]:
@@ -166,7 +211,9 @@ def load_export(folder: Path) -> dict:
     """Whether transformers loads an export and computes with it."""
     problems = []
     try:
-        model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        model = transformers.AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=torch.float32
+        )
         with torch.no_grad():
             logits = model(input_ids=torch.arange(5, 13)[None]).logits
         if not logits.isfinite().all():
@@ -184,7 +231,14 @@ def load_export(folder: Path) -> dict:
 def write_random_task(folder: Path) -> list[str]:
     """The toy's rows, and random weights; flags for both."""
     toy.main(["--out", str(folder), "--warm_start_steps", "0", "--train", "64", "--eval", "1"])
-    return ["--model", str(folder / "model"), "--data", str(folder / "train.jsonl"), "--reward", "exact"]
+    return [
+        "--model",
+        str(folder / "model"),
+        "--data",
+        str(folder / "train.jsonl"),
+        "--reward",
+        "exact",
+    ]
 
 
 if __name__ == "__main__":

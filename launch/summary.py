@@ -1,7 +1,7 @@
 """What a run has reached: a curve, three held-out answers, and where the rest is.
 
-    python launch/summary.py RUN                           draws rewards and accuracies into RUN/curve.png
-    python launch/summary.py RUN train/kl train/entropy    draws these metrics
+python launch/summary.py RUN                           draws rewards and accuracies into RUN/curve.png
+python launch/summary.py RUN train/kl train/entropy    draws these metrics
 """
 
 import sys
@@ -20,7 +20,8 @@ from tool import one_message
 GREY = "#7b8794"  # of the axes
 COLOURS = ("#2563eb", "#e8710a", "#138a5b", "#b3266e", "#7048c6", "#8a6d00", "#0e7c9b", "#c0392b")
 WIDTH, HEIGHT = 800, 440  # pixels of a figure
-SCALE = 3  # it is drawn so many times as large and scaled down: Pillow's lines have no anti-aliasing
+# it is drawn so many times as large and scaled down: Pillow's lines have no anti-aliasing
+SCALE = 3
 LEFT, RIGHT, TOP, BOTTOM = 192, 2328, 216, 1164  # of its axes, as it is drawn
 
 # What is read of records.
@@ -34,13 +35,17 @@ def read_curves(records: list[dict], names: list[str]) -> Curves:
     """Of those metrics that a run has; without ``names`` of all on the scale of rewards. Raises
     ValueError: it has none, or a value is no number."""
     known = {name for record in records for name in record}
-    accuracies = sorted(name for name in known if name.endswith(("accuracy_reward", "accuracy_reward_mean")))
+    accuracies = sorted(
+        name for name in known if name.endswith(("accuracy_reward", "accuracy_reward_mean"))
+    )
     curves = defaultdict(list)
     for name in names or ["rollout/reward", "eval/reward_mean", *accuracies]:
         for record in records:
             step, value = record.get("step") or 0, record.get(name, 0)
             if not (isinstance(value, int | float) and abs(value) < 1e300):
-                raise ValueError(f"metric {name} at step {step} must be a finite number, not {value!r:.80}")
+                raise ValueError(
+                    f"metric {name} at step {step} must be a finite number, not {value!r:.80}"
+                )
             if name in record:
                 curves[name].append((step, float(value)))
     if not curves:
@@ -52,7 +57,8 @@ def draw_curves(curves: Curves, path: Path, title: str) -> None:
     """Write a PNG."""
     steps, values = zip(*(point for points in curves.values() for point in points))
     last = max(*steps, 1)
-    low, high = min(0.0, *values), max(1.0, *values)  # a share has its full scale, so that runs compare by eye
+    # a share has its full scale, so that runs compare by eye
+    low, high = min(0.0, *values), max(1.0, *values)
     image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), PAPER)
     draw = ImageDraw.Draw(image)
     small, medium, large = (ImageFont.load_default(size) for size in (36, 39, 48))
@@ -93,7 +99,9 @@ def main(argv: list[str]) -> None:
         for record in read_records(answers, SAMPLE)[:3]:
             say(f"  {record['question'].strip()[-90:]}")
             answer = record["response"].strip()[:90]
-            print(f"    {answer!r}   reward {record['reward']:.2f}, right: {record.get('reference')!r}")
+            print(
+                f"    {answer!r}   reward {record['reward']:.2f}, right: {record.get('reference')!r}"
+            )
     draw_curves(curves, run / "curve.png", run.name)
     cards = max(run.glob("samples/*.png"), default="none were written")
     print()

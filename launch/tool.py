@@ -2,9 +2,9 @@
 
 import sys
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Callable
 
 # Behind all other folders: common/ has a logging.py. As a package, it needs torch.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))

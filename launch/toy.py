@@ -14,27 +14,30 @@
 
 With --task describe there are no judgements.
 
-The task "questions". A picture is a 2 x 2 board that holds one to four copies of one coloured shape. Three kinds of question (the
-label of a row) ask for the colour, the shape or the number. Every question text has all its answers equally often, so
-whoever ignores the picture is right in 1 of 6 or 1 of 4 cases, 0.22 on the whole. No picture occurs twice.
+The task "questions". A picture is a 2 x 2 board that holds one to four copies of one coloured
+shape. Three kinds of question (the label of a row) ask for the colour, the shape or the number.
+Every question text has all its answers equally often, so whoever ignores the picture is right in 1
+of 6 or 1 of 4 cases, 0.22 on the whole. No picture occurs twice.
 
-The task "describe". The first two to four cells of the board hold one object each, and the answer names all of them in
-reading order, then their number: "red circle, blue cross, 2". Of 9 to 15 tokens each part earns its share
-(launch/toy_reward.py), but at the end: which token earned what is for the critic to find out.
+The task "describe". The first two to four cells of the board hold one object each, and the answer
+names all of them in reading order, then their number: "red circle, blue cross, 2". Of 9 to 15
+tokens each part earns its share (launch/toy_reward.py), but at the end: which token earned what is
+for the critic to find out.
 
-The model. Policies are not trained from random weights: they start instruction-tuned. So does this one, by a supervised
-"warm start" on pictures of its own: it says what it sees (in three words, in any order; or the objects without their
-number), and to the task's own prompts it answers in the right format but blindly. After the warm start the model sees, but still answers at chance: to answer what was
-asked is left to reinforcement learning.
-"""
+The model. Policies are not trained from random weights: they start instruction-tuned. So does this
+one, by a supervised "warm start" on pictures of its own: it says what it sees (in three words, in
+any order; or the objects without their number), and to the task's own prompts it answers in the
+right format but blindly. After the warm start the model sees, but still answers at chance: to
+answer what was asked is left to reinforcement learning."""
 
 import argparse
 import json
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 from PIL import Image, ImageDraw
@@ -66,8 +69,8 @@ DESCRIBE_ARGS = TRAINER_ARGS | {
     "max_new_tokens": 20,
 }
 
-# Flags of train_grm_vl.py with which the judgements are learned. The templates are short because the tokenizer knows few
-# words: any other takes a token per letter.
+# Flags of train_grm_vl.py with which the judgements are learned. The templates are short because
+# the tokenizer knows few words: any other takes a token per letter.
 JUDGE_ARGS = {
     "prompts_per_step": 32,
     "max_epochs": 0,
@@ -84,8 +87,14 @@ JUDGE_ARGS = {
     "pictures_template": "A<image>B<image>\n{prompt}\n",
 }
 
-COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (240, 200, 40),
-           "purple": (150, 60, 180), "grey": (130, 130, 130)}
+COLOURS = {
+    "red": (220, 40, 40),
+    "green": (40, 160, 60),
+    "blue": (50, 80, 220),
+    "yellow": (240, 200, 40),
+    "purple": (150, 60, 180),
+    "grey": (130, 130, 130),
+}
 SHAPES = {"circle": "circles", "square": "squares", "triangle": "triangles", "cross": "crosses"}
 COUNTS = ("1", "2", "3", "4")
 ANSWERS = {"colour": list(COLOURS), "shape": list(SHAPES), "count": list(COUNTS)}  # by label
@@ -97,9 +106,14 @@ LIST_PROMPT = "list all objects, then say how many."  # --task describe
 SIGHT_PROMPT = "what is there?"  # its warm start's
 OBJECT_COUNTS = (2, 3, 4)
 
-PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}  # pixels; a cell of the board is one merged block of 2 x 2 patches
-VISION_TOKENS = {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>", "image": "<|image_pad|>",
-                 "video": "<|video_pad|>"}
+# pixels; a cell of the board is one merged block of 2 x 2 patches
+PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
+VISION_TOKENS = {
+    "vision_start": "<|vision_start|>",
+    "vision_end": "<|vision_end|>",
+    "image": "<|image_pad|>",
+    "video": "<|video_pad|>",
+}
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *VISION_TOKENS.values())
 # A question about a board as the chat template writes it, with one image token per cell.
 PICTURE = "<|vision_start|>" + "<|image_pad|>" * len(CELLS) + "<|vision_end|>"
@@ -136,18 +150,28 @@ CHAT_TEMPLATE = """\
 
 
 def question_cells() -> list[tuple[str, str, dict[str, str]]]:
-    """Every (label, question, what is known of the board); all answers to one question stand here once, so that
-    cycling is balanced."""
+    """Every (label, question, what is known of the board); all answers to one question stand here
+    once, so that cycling is balanced."""
     cells = []
     for shape in SHAPES:
         for colour in COLOURS:
-            cells.append(("colour", f"what colour is each {shape}?", {"shape": shape, "colour": colour}))
+            cells.append(
+                ("colour", f"what colour is each {shape}?", {"shape": shape, "colour": colour})
+            )
     for colour in COLOURS:
         for shape in SHAPES:
-            cells.append(("shape", f"what shape is each {colour} object?", {"shape": shape, "colour": colour}))
+            cells.append(
+                (
+                    "shape",
+                    f"what shape is each {colour} object?",
+                    {"shape": shape, "colour": colour},
+                )
+            )
     for shape, plural in SHAPES.items():
         for count in COUNTS:
-            cells.append(("count", f"how many {plural} are there?", {"shape": shape, "count": count}))
+            cells.append(
+                ("count", f"how many {plural} are there?", {"shape": shape, "count": count})
+            )
     return cells
 
 
@@ -190,7 +214,9 @@ def draw_objects(rng: random.Random, objects: Objects, cell: int) -> Image.Image
     return image
 
 
-def new_picture(rng: random.Random, board: Callable, known, cell: int, seen: set) -> tuple[Objects, Image.Image]:
+def new_picture(
+    rng: random.Random, board: Callable, known, cell: int, seen: set
+) -> tuple[Objects, Image.Image]:
     """Objects from `board(rng, known)`, and a picture of them that is not in `seen`."""
     while True:
         objects = board(rng, known)
@@ -210,7 +236,15 @@ def random_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
         label, question, known = cells.pop()
         objects, image = new_picture(rng, random_copies, known, cell, seen)
         sights = [*next(iter(objects.values())), str(len(objects))]
-        rows.append({"prompt": question, "sights": sights, "images": [image], "answer": known[label], "label": label})
+        rows.append(
+            {
+                "prompt": question,
+                "sights": sights,
+                "images": [image],
+                "answer": known[label],
+                "label": label,
+            }
+        )
     return rows
 
 
@@ -224,8 +258,15 @@ def description_rows(rng: random.Random, count: int, cell: int, seen: set) -> Ro
     rows = []
     for number in range(count):
         objects, image = new_picture(rng, random_objects, OBJECT_COUNTS[number % 3], cell, seen)
-        rows.append({"prompt": LIST_PROMPT, "sights": list(map(" ".join, objects.values())), "images": [image],
-                     "answer": description(objects), "label": "description"})
+        rows.append(
+            {
+                "prompt": LIST_PROMPT,
+                "sights": list(map(" ".join, objects.values())),
+                "images": [image],
+                "answer": description(objects),
+                "label": "description",
+            }
+        )
     rng.shuffle(rows)
     return rows
 
@@ -233,45 +274,83 @@ def description_rows(rng: random.Random, count: int, cell: int, seen: set) -> Ro
 def mixed_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
     """`count` rows of other forms: two pictures of different size, and text without a picture, by turns."""
     rows = []
-    for first, second in zip(random_rows(rng, count, cell, seen), random_rows(rng, count, cell * 3 // 2, seen)):
+    for first, second in zip(
+        random_rows(rng, count, cell, seen), random_rows(rng, count, cell * 3 // 2, seen)
+    ):
         if len(rows) % 2 == 0:
-            rows.append({**second, "prompt": second["prompt"].replace("?", " in the second picture?"),
-                         "images": first["images"] + second["images"], "label": "two_pictures"})
+            rows.append(
+                {
+                    **second,
+                    "prompt": second["prompt"].replace("?", " in the second picture?"),
+                    "images": first["images"] + second["images"],
+                    "label": "two_pictures",
+                }
+            )
         else:
-            rows.append({"prompt": f"say {first['answer']}.", "images": [], "answer": first["answer"], "label": "text"})
+            rows.append(
+                {
+                    "prompt": f"say {first['answer']}.",
+                    "images": [],
+                    "answer": first["answer"],
+                    "label": "text",
+                }
+            )
     return rows
 
 
 def judgement_rows(rng: random.Random, rows: Rows) -> Rows:
-    """Rows of train_grm_vl.py about the boards of `rows`, whose "files" are written: for every board a right and a wrong
-    answer to its question; for every second a pair of pictures, of which it fits a request and the other not at all."""
+    """Rows of train_grm_vl.py about the boards of `rows`, whose "files" are written: for every
+    board a right and a wrong answer to its question; for every second a pair of pictures, of which
+    it fits a request and the other not at all."""
     boards, judgements = [row for row in rows if len(row["images"]) == 1], []
     for number, row in enumerate(boards):
         label, answer = row["label"], row["answer"]
         wrong = rng.choice([value for value in ANSWERS[label] if value != answer])
-        if rng.random() < 0.25:                          # what a policy also tries: other kinds of words, none, or two
+        # what a policy also tries: other kinds of words, none, or two
+        if rng.random() < 0.25:
             words = [word for kind in ANSWERS if kind != label for word in ANSWERS[kind]]
             wrong = rng.choice([*words, "", f"{answer} {wrong}"])
         for response, correct in ((answer, True), (wrong, False)):
-            judgements.append({"question": row["prompt"], "images": row["files"], "response": response,
-                               "correct": correct})
+            judgements.append(
+                {
+                    "question": row["prompt"],
+                    "images": row["files"],
+                    "response": response,
+                    "correct": correct,
+                }
+            )
         sample = rng.sample(boards, min(len(boards), 60))
         others = [other for other in sample if set(row["sights"]).isdisjoint(other["sights"])]
         if number % 2 and others:
             files, order = [*row["files"], *rng.choice(others)["files"]], rng.choice((1, -1))
-            judgements.append({"prompt": " ".join(row["sights"]), "images": files[::order],
-                               "preferred": "A" if order > 0 else "B"})
+            judgements.append(
+                {
+                    "prompt": " ".join(row["sights"]),
+                    "images": files[::order],
+                    "preferred": "A" if order > 0 else "B",
+                }
+            )
     return judgements
 
 
 def write_rows(rows: Rows, folder: Path, split: str) -> None:
-    """Write <folder>/<split>.jsonl, and <folder>/images/<split>-<row>[-1].png, which become the rows' "files"."""
+    """Write <folder>/<split>.jsonl, and <folder>/images/<split>-<row>[-1].png, which become the
+    rows' "files"."""
     lines = []
     for number, row in enumerate(rows):
-        row["files"] = [f"images/{split}-{number:05d}{place}.png" for place in ("", "-1")[:len(row["images"])]]
+        row["files"] = [
+            f"images/{split}-{number:05d}{place}.png" for place in ("", "-1")[: len(row["images"])]
+        ]
         for name, image in zip(row["files"], row["images"]):
             image.save(folder / name)
-        lines.append({"prompt": row["prompt"], "images": row["files"], "answer": row["answer"], "label": row["label"]})
+        lines.append(
+            {
+                "prompt": row["prompt"],
+                "images": row["files"],
+                "answer": row["answer"],
+                "label": row["label"],
+            }
+        )
     write_lines(folder / f"{split}.jsonl", lines)
 
 
@@ -280,19 +359,32 @@ def write_lines(path: Path, rows: Rows) -> None:
 
 
 class Task(NamedTuple):
-    rows: Callable  # (rng, how many, pixels of a cell, pictures that were drawn) -> rows with new pictures
+    # (rng, how many, pixels of a cell, pictures that were drawn) -> rows with new pictures
+    rows: Callable
     caption_prompt: str  # to which the warm start says what is to be seen
     blind_share: float  # of the warm start's examples: the question, answered blindly
     warm_start_steps: int
     texts: list[str]  # whose words become tokens
-    trainer_args: dict  # flags of train_ppo_vl.py with which the task is learned; `main` adds the paths
+    # flags of train_ppo_vl.py with which the task is learned; `main` adds the paths
+    trainer_args: dict
 
 
 TASKS = {
-    "questions": Task(random_rows, CAPTION_PROMPT, 0.3, 300,
-                      [*(question for _, question, _ in question_cells()), CAPTION_PROMPT, "say in the second picture?"],
-                      TRAINER_ARGS),
-    "describe": Task(description_rows, SIGHT_PROMPT, 0.2, 500, [LIST_PROMPT, SIGHT_PROMPT], DESCRIBE_ARGS),
+    "questions": Task(
+        random_rows,
+        CAPTION_PROMPT,
+        0.3,
+        300,
+        [
+            *(question for _, question, _ in question_cells()),
+            CAPTION_PROMPT,
+            "say in the second picture?",
+        ],
+        TRAINER_ARGS,
+    ),
+    "describe": Task(
+        description_rows, SIGHT_PROMPT, 0.2, 500, [LIST_PROMPT, SIGHT_PROMPT], DESCRIBE_ARGS
+    ),
 }
 
 
@@ -302,35 +394,71 @@ TASKS = {
 
 
 def make_tokenizer(task: str = "questions") -> Qwen2Tokenizer:
-    """Qwen's byte-level BPE, trained on the words of the task: one token for each, and any other text in bytes."""
+    """Qwen's byte-level BPE, trained on the words of the task: one token for each, and any other
+    text in bytes."""
     words = [*COLOURS, *SHAPES, *SHAPES.values(), "user", "assistant", "system"]
     texts = words + [" " + word for word in words] + TASKS[task].texts
     backend = Qwen2Tokenizer().backend_tokenizer
-    backend.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=4096, min_frequency=1, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False))
+    backend.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=4096,
+            min_frequency=1,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
     model = json.loads(backend.to_str())["model"]
-    tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]],
-                               eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token=None,
-                               model_max_length=4096)
+    tokenizer = Qwen2Tokenizer(
+        vocab=model["vocab"],
+        merges=[tuple(pair) for pair in model["merges"]],
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        unk_token=None,
+        model_max_length=4096,
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS)})
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
 
-def make_model(kind: str, tokenizer: Qwen2Tokenizer, seed: int, hidden_size: int = 64, layers: int = 3):
+def make_model(
+    kind: str, tokenizer: Qwen2Tokenizer, seed: int, hidden_size: int = 64, layers: int = 3
+):
     """A model of `kind`, a key of PATCH_SIZE, with random weights: 0.4 to 0.5 million, fp32."""
-    # At this width the usual 0.02 would start with attention that is uniform and outputs that are nearly zero.
+    # At this width the usual 0.02 would start with attention that is uniform and outputs that are
+    # nearly zero.
     heads, head_dim, std = 4, hidden_size // 4, 0.08
-    text = {"vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size,
-            "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads // 2,
-            "max_position_embeddings": 4096, "initializer_range": std, "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "dtype": "float32",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
-                                "mrope_section": [head_dim // 4, head_dim // 8, head_dim // 8]}}
-    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": PATCH_SIZE[kind],
-              "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden_size,
-              "initializer_range": std}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "max_position_embeddings": 4096,
+        "initializer_range": std,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [head_dim // 4, head_dim // 8, head_dim // 8],
+        },
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "patch_size": PATCH_SIZE[kind],
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": hidden_size,
+        "initializer_range": std,
+    }
     if kind == "qwen2_5_vl":
         vision |= {"window_size": 4 * PATCH_SIZE[kind], "fullatt_block_indexes": [1]}
     else:
@@ -340,26 +468,48 @@ def make_model(kind: str, tokenizer: Qwen2Tokenizer, seed: int, hidden_size: int
     if kind == "qwen3_vl":
         vision |= {"deepstack_visual_indexes": [0]}
     elif kind == "qwen3_5":
-        # A quarter of twice as wide heads would have no room for positions in three dimensions: half of them rotates.
+        # A quarter of twice as wide heads would have no room for positions in three dimensions:
+        # half of them rotates.
         text["rope_parameters"]["partial_rotary_factor"] = 0.5
-        text |= {"head_dim": 2 * head_dim, "linear_num_key_heads": heads // 2, "linear_num_value_heads": heads,
-                 "linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim, "mamba_ssm_dtype": "float32",
-                 "layer_types": ["full_attention" if i % 3 == 1 else "linear_attention" for i in range(layers)]}
-    token_ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in VISION_TOKENS.items()}
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=False,
-                                  dtype="float32", initializer_range=std, **token_ids)
+        text |= {
+            "head_dim": 2 * head_dim,
+            "linear_num_key_heads": heads // 2,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": head_dim,
+            "linear_value_head_dim": head_dim,
+            "mamba_ssm_dtype": "float32",
+            "layer_types": [
+                "full_attention" if i % 3 == 1 else "linear_attention" for i in range(layers)
+            ],
+        }
+    token_ids = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
+        for name, token in VISION_TOKENS.items()
+    }
+    config = AutoConfig.for_model(
+        kind,
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=False,
+        dtype="float32",
+        initializer_range=std,
+        **token_ids,
+    )
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=False,
-                                               pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, do_sample=False, pad_token_id=tokenizer.pad_token_id
+    )
     return model
 
 
 def make_image_processor(kind: str) -> Qwen2VLImageProcessorPil:
     """The family's Pillow image processor; pictures of 1 to 16 cells keep their size."""
     cell = 2 * PATCH_SIZE[kind]
-    return Qwen2VLImageProcessorPil(patch_size=PATCH_SIZE[kind],
-                                    size={"shortest_edge": cell**2, "longest_edge": (4 * cell)**2})
+    return Qwen2VLImageProcessorPil(
+        patch_size=PATCH_SIZE[kind],
+        size={"shortest_edge": cell**2, "longest_edge": (4 * cell) ** 2},
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -369,14 +519,19 @@ def make_image_processor(kind: str) -> Qwen2VLImageProcessorPil:
 
 def model_inputs(model, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> dict:
     """Keyword arguments of the forward pass for ids (B, T) that show boards, and patches (boards, 16, C)."""
-    return {"input_ids": input_ids, "pixel_values": pixel_values.flatten(0, 1),
-            "image_grid_thw": torch.tensor([[1, 4, 4]] * len(pixel_values)),
-            "mm_token_type_ids": (input_ids == model.config.image_token_id).int()}
+    return {
+        "input_ids": input_ids,
+        "pixel_values": pixel_values.flatten(0, 1),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * len(pixel_values)),
+        "mm_token_type_ids": (input_ids == model.config.image_token_id).int(),
+    }
 
 
-def next_token_loss(model, tokenizer: Qwen2Tokenizer, dialogues: list[list[str]], pixel_values: torch.Tensor) -> torch.Tensor:
-    """Mean over the tokens of the responses. A dialogue is a prompt, its response, a further prompt and so on; patches
-    (boards, 16, C) of the boards that the dialogues show."""
+def next_token_loss(
+    model, tokenizer: Qwen2Tokenizer, dialogues: list[list[str]], pixel_values: torch.Tensor
+) -> torch.Tensor:
+    """Mean over the tokens of the responses. A dialogue is a prompt, its response, a further prompt
+    and so on; patches (boards, 16, C) of the boards that the dialogues show."""
     sequences, labels = [], []
     for texts in dialogues:
         ids = tokenizer(texts)["input_ids"]
@@ -399,7 +554,8 @@ def blind_answer(rng: random.Random, label: str) -> str:
 
 
 def warm_start_example(rng: random.Random, row: dict, task: Task) -> list[str]:
-    """Prompt and response about a board: mostly what is to be seen, in random order, else its question, blindly."""
+    """Prompt and response about a board: mostly what is to be seen, in random order, else its
+    question, blindly."""
     prompt = task.caption_prompt
     if rng.random() < task.blind_share:
         prompt, response = row["prompt"], blind_answer(rng, row["label"])
@@ -410,11 +566,20 @@ def warm_start_example(rng: random.Random, row: dict, task: Task) -> list[str]:
     return [ASK.format(PICTURE + prompt), response + "<|im_end|>"]
 
 
-def warm_start(model, tokenizer: Qwen2Tokenizer, rows: Rows, pixels: torch.Tensor, rng: random.Random, steps: int,
-               task: Task) -> None:
+def warm_start(
+    model,
+    tokenizer: Qwen2Tokenizer,
+    rows: Rows,
+    pixels: torch.Tensor,
+    rng: random.Random,
+    steps: int,
+    task: Task,
+) -> None:
     """Train all weights, tower included, by next-token prediction on the responses; pixels (rows, 16, C)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / (steps + 1)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 20, 1 - step / (steps + 1))
+    )
     model.train()
     for step in range(1, steps + 1):
         chosen = rng.sample(range(len(rows)), 64)
@@ -435,18 +600,37 @@ def warm_start(model, tokenizer: Qwen2Tokenizer, rows: Rows, pixels: torch.Tenso
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Write a tiny vision-language model and a picture task for it.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="Write a tiny vision-language model and a picture task for it.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, required=True, help="new folder to write")
-    parser.add_argument("--task", choices=sorted(TASKS), default="questions", help="one word about a picture, or a list")
-    parser.add_argument("--model", choices=sorted(PATCH_SIZE), default="qwen2_5_vl", help="model family")
+    parser.add_argument(
+        "--task",
+        choices=sorted(TASKS),
+        default="questions",
+        help="one word about a picture, or a list",
+    )
+    parser.add_argument(
+        "--model", choices=sorted(PATCH_SIZE), default="qwen2_5_vl", help="model family"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, pictures and warm start")
-    parser.add_argument("--train", type=int, default=2048, help="rows to train on; best a multiple of 64")
-    parser.add_argument("--eval", type=int, default=256, help="held-out rows; best a multiple of 64")
-    parser.add_argument("--mixed", action="store_true",
-                        help="an eighth more rows, with two pictures or with text only; for --task questions")
-    parser.add_argument("--warm_start_steps", type=int,
-                        help="supervised steps; None: 300, or 500 to describe; 0 leaves random weights")
+    parser.add_argument(
+        "--train", type=int, default=2048, help="rows to train on; best a multiple of 64"
+    )
+    parser.add_argument(
+        "--eval", type=int, default=256, help="held-out rows; best a multiple of 64"
+    )
+    parser.add_argument(
+        "--mixed",
+        action="store_true",
+        help="an eighth more rows, with two pictures or with text only; for --task questions",
+    )
+    parser.add_argument(
+        "--warm_start_steps",
+        type=int,
+        help="supervised steps; None: 300, or 500 to describe; 0 leaves random weights",
+    )
     args = parser.parse_args(argv)
     if args.warm_start_steps is None:
         args.warm_start_steps = TASKS[args.task].warm_start_steps
@@ -480,12 +664,19 @@ def write_toy(args: argparse.Namespace, folder: Path) -> None:
     tokenizer, processor = make_tokenizer(args.task), make_image_processor(args.model)
     model = make_model(args.model, tokenizer, args.seed)
     size = model.num_parameters() / 1e6
-    print(f"toy: model: {args.model}, {size:.2f} million weights, {len(tokenizer)} tokens", flush=True)
+    print(
+        f"toy: model: {args.model}, {size:.2f} million weights, {len(tokenizer)} tokens", flush=True
+    )
     if args.warm_start_steps:
-        print("toy: warm start, supervised: descriptions of other pictures, and blind answers", flush=True)
+        print(
+            "toy: warm start, supervised: descriptions of other pictures, and blind answers",
+            flush=True,
+        )
         start, rng = time.perf_counter(), random.Random(f"{args.seed} warm start")
         rows = task.rows(rng, 2048, cell, seen)
-        warm_start(model, tokenizer, rows, board_pixels(processor, rows), rng, args.warm_start_steps, task)
+        warm_start(
+            model, tokenizer, rows, board_pixels(processor, rows), rng, args.warm_start_steps, task
+        )
         print(f"toy: warm start took {time.perf_counter() - start:.0f} s", flush=True)
     for part in (model, tokenizer, processor):
         part.save_pretrained(folder / "model")
@@ -493,7 +684,11 @@ def write_toy(args: argparse.Namespace, folder: Path) -> None:
 
 def write_flags(path: Path, out: Path, prefix: str, flags: dict) -> None:
     """What --config reads; `prefix`: of the names of both files of rows."""
-    paths = {"model": f"{out}/model", "data": f"{out}/{prefix}train.jsonl", "eval_data": f"{out}/{prefix}eval.jsonl"}
+    paths = {
+        "model": f"{out}/model",
+        "data": f"{out}/{prefix}train.jsonl",
+        "eval_data": f"{out}/{prefix}eval.jsonl",
+    }
     path.write_text(json.dumps(paths | flags, indent=2) + "\n", encoding="utf-8")
 
 

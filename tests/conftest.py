@@ -1,4 +1,5 @@
-"""Shared by the tests: tiny random checkpoints of both families, written once per session, and the project on the path."""
+"""Shared by the tests: tiny random checkpoints of both families, written once per session, and the
+project on the path."""
 
 import json
 import os
@@ -6,26 +7,30 @@ import re
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
-os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test must not depend on the network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test must not depend on the network
 # torch keeps compiled kernels by their source, and would load those of a run with other instructions
 kernels = f"torchinductor-{os.getuid()}-{os.environ.get('ATEN_CPU_CAPABILITY', 'native')}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), kernels))
 if not any("gpu.py" in argument or argument == "gpu" for argument in sys.argv):
-    # Tests expect the numbers of a CPU, and start more ranks than there may be GPUs: only what is named sees them, as by
-    # `pytest tests/test_gpu.py`, `pytest tests -k gpu` or the benchmark gpu.py.
+    # Tests expect the numbers of a CPU, and start more ranks than there may be GPUs: only what is
+    # named sees them, as by `pytest tests/test_gpu.py`, `pytest tests -k gpu` or the benchmark
+    # gpu.py.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import torch
 
-# A shell that runs the tests in the background has them ignore Ctrl-C, and so would the processes that they start.
+# A shell that runs the tests in the background has them ignore Ctrl-C, and so would the processes
+# that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+HANDLERS = {
+    number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+}
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
@@ -44,9 +49,12 @@ def signal_handlers():
         signal.signal(number, handler)
 
 
-def write_checkpoint(folder: Path, kind: str, tie: bool = False, shard_size: str = "5GB", spare_ids: int = 0, **size) -> Path:
-    """A random checkpoint whose weights are large enough that attention is not uniform and positions matter; with some ids
-    more than its tokenizer has, of another ``size`` than the toy's."""
+def write_checkpoint(
+    folder: Path, kind: str, tie: bool = False, shard_size: str = "5GB", spare_ids: int = 0, **size
+) -> Path:
+    """A random checkpoint whose weights are large enough that attention is not uniform and
+    positions matter; with some ids more than its tokenizer has, of another ``size`` than the
+    toy's."""
     import toy
 
     tokenizer = toy.make_tokenizer()
@@ -60,8 +68,11 @@ def write_checkpoint(folder: Path, kind: str, tie: bool = False, shard_size: str
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter[0].numel() ** 0.5)
-            elif name.endswith("A_log"):  # as they are made, states would be forgotten within a token or two
+                parameter.copy_(
+                    torch.randn(parameter.shape, generator=generator) / parameter[0].numel() ** 0.5
+                )
+            # as they are made, states would be forgotten within a token or two
+            elif name.endswith("A_log"):
                 parameter.uniform_(0.005, 0.3, generator=generator).log_()
             elif "bias" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
@@ -71,23 +82,36 @@ def write_checkpoint(folder: Path, kind: str, tie: bool = False, shard_size: str
     return folder
 
 
-SLOWEST = ("test_checkpoint.py", "test_slurm.py", "test_real.py", "test_compilation.py", "test_training.py", "test_smoke.py",
-           "test_benchmarks.py")
+SLOWEST = (
+    "test_checkpoint.py",
+    "test_slurm.py",
+    "test_real.py",
+    "test_compilation.py",
+    "test_training.py",
+    "test_smoke.py",
+    "test_benchmarks.py",
+)
 
 
 def pytest_collection_modifyitems(items):
     """The longest files first, so that both processes are busy to the end."""
-    items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
+    items.sort(
+        key=lambda item: (
+            SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST)
+        )
+    )
 
 
 def rounding(additions: int) -> float:
-    """Bound of the relative error of sums in float32 whose order is free: each of so many additions rounds by at most
-    epsilon / 2, in both orders. Where all of a path can be computed in float64, a test does that instead."""
+    """Bound of the relative error of sums in float32 whose order is free: each of so many additions
+    rounds by at most epsilon / 2, in both orders. Where all of a path can be computed in float64, a
+    test does that instead."""
     return additions * torch.finfo(torch.float32).eps
 
 
 Tensors = dict[str, torch.Tensor]  # by name
-ROUNDING = rounding(128)  # in float32, of the tiny models: their matrix products sum up to 128 terms
+# in float32, of the tiny models: their matrix products sum up to 128 terms
+ROUNDING = rounding(128)
 
 
 def our_name(name: str) -> str:
@@ -108,7 +132,8 @@ def qwen25(tmp_path_factory) -> Path:
 
 
 def words(*parts: str | Path) -> list[str]:
-    """The words of a command line. A part that begins with -- may hold several flags, and values without spaces."""
+    """The words of a command line. A part that begins with -- may hold several flags, and values
+    without spaces."""
     line = []
     for part in map(str, parts):
         line += part.split() if part.startswith("--") else [part]
@@ -163,7 +188,9 @@ def judge_settings(*verdicts: tuple[str, str], saved: dict = {}, **settings):
     from common.rewards.judge import JudgeSettings
 
     judge = JudgeSettings.to_train(SimpleNamespace(files={"judge": saved}), **settings)
-    judge.note_training(SimpleNamespace(label=kind, reference=verdict) for kind, verdict in verdicts)
+    judge.note_training(
+        SimpleNamespace(label=kind, reference=verdict) for kind, verdict in verdicts
+    )
     return judge
 
 
@@ -188,7 +215,9 @@ def with_flags(args, **changes):
     groups = {}
     for name, group in vars(args).items():
         fields = {field.name for field in dataclasses.fields(group)}
-        groups[name] = dataclasses.replace(group, **{key: changes[key] for key in fields & changes.keys()})
+        groups[name] = dataclasses.replace(
+            group, **{key: changes[key] for key in fields & changes.keys()}
+        )
     return dataclasses.replace(args, **groups)
 
 
@@ -219,7 +248,13 @@ def table(text: str) -> list[list[str]]:
 
 def readme_reward() -> str:
     """The program of the README, my_reward.py."""
-    return (ROOT / "README.md").read_text().partition("# my_reward.py")[2].partition("\n")[2].partition("```")[0]
+    return (
+        (ROOT / "README.md")
+        .read_text()
+        .partition("# my_reward.py")[2]
+        .partition("\n")[2]
+        .partition("```")[0]
+    )
 
 
 def write_rows(path: Path, rows: list[dict]) -> str:
@@ -239,7 +274,11 @@ def records(out: Path) -> list[dict]:
 
 def reproducible(record: dict) -> dict:
     """All but times and memory."""
-    return {name: value for name, value in record.items() if not name.startswith("perf/") and "seconds" not in name}
+    return {
+        name: value
+        for name, value in record.items()
+        if not name.startswith("perf/") and "seconds" not in name
+    }
 
 
 def assert_same_records(one: list[dict], other: list[dict]) -> None:
@@ -307,7 +346,9 @@ def inputs_of(prompt, response: torch.Tensor, processor) -> dict:
 
 def logits_of(model, prompt, response: torch.Tensor, processor) -> torch.Tensor:
     """(T, V) of Hugging Face's own model, for the T tokens of one response; -inf: banned."""
-    logits = model(**inputs_of(prompt, response, processor)).logits[0, len(prompt.input_ids) - 1:-1]
+    logits = model(**inputs_of(prompt, response, processor)).logits[
+        0, len(prompt.input_ids) - 1 : -1
+    ]
     return logits.index_fill(1, torch.tensor(sorted(processor.banned_ids)), -torch.inf)
 
 
@@ -316,14 +357,16 @@ def keep_activations(model) -> None:
     from common.model.vlm import trained_parts
 
     for part in trained_parts(model):
-        disable = getattr(part, "activation_checkpointing_disable", part.gradient_checkpointing_disable)
+        disable = getattr(
+            part, "activation_checkpointing_disable", part.gradient_checkpointing_disable
+        )
         disable()
 
 
 @contextmanager
 def computing(module, apart=False, **changes):
-    """Inside, a model computes in another way: other packs, another chunk of its head; ``apart``: each response stands
-    with a copy of its prompt."""
+    """Inside, a model computes in another way: other packs, another chunk of its head; ``apart``:
+    each response stands with a copy of its prompt."""
     import dataclasses
 
     from common.model import packs
@@ -331,7 +374,9 @@ def computing(module, apart=False, **changes):
     setup, make_blocks = module.model.setup, packs.make_blocks
     module.model.setup = dataclasses.replace(setup, **changes)
     if apart:
-        packs.make_blocks = lambda batch, max_tokens, groups, score_cost: make_blocks(batch, 0, groups)
+        packs.make_blocks = lambda batch, max_tokens, groups, score_cost: make_blocks(
+            batch, 0, groups
+        )
     try:
         yield
     finally:
@@ -349,7 +394,9 @@ def picture_rows(tmp_path_factory) -> str:
         names = [f"picture-{i}-{k}.png" for k in range(len(sizes))]
         for name, size in zip(names, sizes):
             write_image(folder / name, size, rng)
-        rows.append({"prompt": "how many circles are there? " * (i + 1), "images": names, "answer": "1"})
+        rows.append(
+            {"prompt": "how many circles are there? " * (i + 1), "images": names, "answer": "1"}
+        )
     return write_rows(folder / "rows.jsonl", rows)
 
 
@@ -367,15 +414,24 @@ def write_samples():
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory) -> Path:
-    """train.jsonl (8 rows) and eval.jsonl (7): 0, 1 or 2 images each; eval-1.jsonl and eval-3.jsonl, the first rows of
-    eval.jsonl; reward.py; bad.jsonl with a damaged picture."""
+    """train.jsonl (8 rows) and eval.jsonl (7): 0, 1 or 2 images each; eval-1.jsonl and
+    eval-3.jsonl, the first rows of eval.jsonl; reward.py; bad.jsonl with a damaged picture."""
     import numpy as np
 
     from helpers import REWARD
 
     folder, rng = tmp_path_factory.mktemp("task"), np.random.default_rng(0)
     (folder / "reward.py").write_text(REWARD)
-    sizes = [[], [(56, 56)], [(84, 56), (56, 112)], [(112, 84)], [], [(56, 28), (28, 56)], [(28, 28)], [(84, 84)]]
+    sizes = [
+        [],
+        [(56, 56)],
+        [(84, 56), (56, 112)],
+        [(112, 84)],
+        [],
+        [(56, 28), (28, 56)],
+        [(28, 28)],
+        [(84, 84)],
+    ]
     for name, count in (("train", 8), ("eval", 7)):
         rows = []
         for i in range(count):
@@ -388,8 +444,12 @@ def task(tmp_path_factory) -> Path:
     for count in (1, 3):
         write_rows(folder / f"eval-{count}.jsonl", rows[:count])
     whole = (folder / "train-3-0.png").read_bytes()
-    (folder / "damaged.png").write_bytes(whole[:len(whole) // 2])                 # the header is there, the body is not
-    rows = [{"prompt": f"row {i}", "images": ["damaged.png"] if i == 1 else [], "answer": "1"} for i in range(4)]
+    # the header is there, the body is not
+    (folder / "damaged.png").write_bytes(whole[: len(whole) // 2])
+    rows = [
+        {"prompt": f"row {i}", "images": ["damaged.png"] if i == 1 else [], "answer": "1"}
+        for i in range(4)
+    ]
     write_rows(folder / "bad.jsonl", rows)
     return folder
 
@@ -452,8 +512,9 @@ def poll(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def graphs_of(monkeypatch):
-    """A function that lets rollouts use graphs where a GPU would, with a replay that runs the step again; ``replay`` may
-    stand in for it: (step, size, capacity) -> None. Returns the list of captured batch sizes and capacities."""
+    """A function that lets rollouts use graphs where a GPU would, with a replay that runs the step
+    again; ``replay`` may stand in for it: (step, size, capacity) -> None. Returns the list of
+    captured batch sizes and capacities."""
     from types import SimpleNamespace
 
     import train_ppo_vl as ppo
@@ -482,7 +543,8 @@ def graphs_of(monkeypatch):
 
             def replay_at_the_same_addresses():
                 assert addresses() == seen
-                assert engine.length[:size].max() < capacity     # or a slot sees none of its keys: NaN
+                # or a slot sees none of its keys: NaN
+                assert engine.length[:size].max() < capacity
                 replay(step, size, capacity)
 
             return SimpleNamespace(replay=replay_at_the_same_addresses), pool
@@ -515,8 +577,8 @@ def processor(tmp_path_factory):
 
 @pytest.fixture
 def load(tmp_path, processor):
-    """load(rows, columns, system_prompt, **flags): write rows (dicts, or raw bytes) as train.jsonl beside two pictures
-    and load them."""
+    """load(rows, columns, system_prompt, **flags): write rows (dicts, or raw bytes) as train.jsonl
+    beside two pictures and load them."""
     from PIL import Image
 
     from common.data.rows import load_prompts, parse_columns
@@ -527,10 +589,16 @@ def load(tmp_path, processor):
     Image.new("RGB", (30, 90), BLUE).save(tmp_path / "b.jpg")
 
     def load(rows, columns="", system_prompt="", **flags):
-        data = rows if isinstance(rows, bytes) else "".join(json.dumps(row) + "\n" for row in rows).encode()
+        data = (
+            rows
+            if isinstance(rows, bytes)
+            else "".join(json.dumps(row) + "\n" for row in rows).encode()
+        )
         (tmp_path / "train.jsonl").write_bytes(data)
         args = DataArgs(**{"max_prompt_tokens": 500} | flags)
-        return load_prompts(str(tmp_path / "train.jsonl"), processor, args, parse_columns(columns), system_prompt)
+        return load_prompts(
+            str(tmp_path / "train.jsonl"), processor, args, parse_columns(columns), system_prompt
+        )
 
     return load
 
@@ -547,11 +615,21 @@ def judges(tmp_path_factory, qwen25) -> dict[str, Path]:
     for name, source in folders.items():
         folder = tmp_path_factory.mktemp(f"judge-{name}")
         model = AutoModelForImageTextToText.from_pretrained(source)
-        with torch.no_grad():                                          # the language model differs, the tower does not
-            model.lm_head.weight.copy_(torch.randn(model.lm_head.weight.shape, generator=seeded(5)) / 4)
+        # the language model differs, the tower does not
+        with torch.no_grad():
+            model.lm_head.weight.copy_(
+                torch.randn(model.lm_head.weight.shape, generator=seeded(5)) / 4
+            )
         model.save_pretrained(folder)
         Processor(source).save(str(folder))
-        verdicts = [("correct", "yes"), ("rubric", "no"), ("answers", "A"), ("score", "1"), ("score", "2.5"), ("score", "-4")]
+        verdicts = [
+            ("correct", "yes"),
+            ("rubric", "no"),
+            ("answers", "A"),
+            ("score", "1"),
+            ("score", "2.5"),
+            ("score", "-4"),
+        ]
         write_judge(folder, *verdicts, system_instruction="Judge: {prompt}")
         result[name] = folder
     return result
@@ -582,7 +660,9 @@ def judgements(tmp_path_factory) -> Path:
         write_image(folder / f"{i}.png", size, rng)
     write_rows(folder / "rows.jsonl", JUDGEMENTS)
     write_rows(folder / "eval.jsonl", JUDGEMENTS)
-    write_rows(folder / "more.jsonl", [{"prompt": f"say {i}", "response": str(i)} for i in range(6)])
+    write_rows(
+        folder / "more.jsonl", [{"prompt": f"say {i}", "response": str(i)} for i in range(6)]
+    )
     return folder
 
 

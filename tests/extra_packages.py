@@ -11,7 +11,8 @@ import pytest
 
 @contextmanager
 def installed(package: str, module: str, folder: Path):
-    """Put a package on the path, in `folder` unless it is installed. Skips the test where pip cannot get it."""
+    """Put a package on the path, in `folder` unless it is installed. Skips the test where pip
+    cannot get it."""
     if importlib.util.find_spec(module):
         yield
         return
@@ -22,7 +23,9 @@ def installed(package: str, module: str, folder: Path):
     except subprocess.TimeoutExpired:
         pytest.skip(f"{package} is not installed, and pip took more than 300 s to get it")
     if result.returncode != 0:
-        pytest.skip(f"{package} is not installed, and pip cannot get it: {result.stderr.strip()[-300:]}")
+        pytest.skip(
+            f"{package} is not installed, and pip cannot get it: {result.stderr.strip()[-300:]}"
+        )
 
     sys.path.append(str(folder))
     yield

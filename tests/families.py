@@ -37,34 +37,93 @@ from conftest import (
 )
 from helpers import random_responses
 
-TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=8, max_position_embeddings=1024, bos_token_id=None, pad_token_id=None)
-VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28,
-              patch_size=7)
-LINEAR = dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
-              linear_key_head_dim=8, linear_value_head_dim=12, head_dim=16, mamba_ssm_dtype="float32", rope_parameters=dict(
-                  rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1]))
+TEXT = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=1024,
+    bos_token_id=None,
+    pad_token_id=None,
+)
+VISION = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    image_size=28,
+    patch_size=7,
+)
+LINEAR = dict(
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    head_dim=16,
+    mamba_ssm_dtype="float32",
+    rope_parameters=dict(
+        rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1]
+    ),
+)
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-QWEN_TOKENS = dict(image_token="<|image_pad|>", video_token="<|video_pad|>", vision_start_token="<|vision_start|>",
-                   vision_end_token="<|vision_end|>")
-# What the chat template writes for a picture, and the special tokens of the family; "<s>" is every tokenizer's BOS.
-TOKENS = {kind: ("<|vision_start|><|image_pad|><|vision_end|>", QWEN_TOKENS)
-          for kind in ("qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")} | dict(
+QWEN_TOKENS = dict(
+    image_token="<|image_pad|>",
+    video_token="<|video_pad|>",
+    vision_start_token="<|vision_start|>",
+    vision_end_token="<|vision_end|>",
+)
+# What the chat template writes for a picture, and the special tokens of the family; "<s>" is every
+# tokenizer's BOS.
+TOKENS = {
+    kind: ("<|vision_start|><|image_pad|><|vision_end|>", QWEN_TOKENS)
+    for kind in ("qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+} | dict(
     llava=("<image>\n", {"image_token": "<image>"}),
-    gemma3=("<start_of_image>", {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>",
-                                    "eoi_token": "<end_of_image>"}),
-    internvl=("<IMG_CONTEXT>\n", dict(start_image_token="<img>", end_image_token="</img>", video_token="<video>",
-                                         context_image_token="<IMG_CONTEXT>")),
-    idefics3=("<image>", {"image_token": "<image>", "fake": "<fake_token_around_image>", "global": "<global-img>",
-                             "utterance": "<end_of_utterance>"}
-                 | {f"tile_{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)}))
+    gemma3=(
+        "<start_of_image>",
+        {
+            "boi_token": "<start_of_image>",
+            "image_token": "<image_soft_token>",
+            "eoi_token": "<end_of_image>",
+        },
+    ),
+    internvl=(
+        "<IMG_CONTEXT>\n",
+        dict(
+            start_image_token="<img>",
+            end_image_token="</img>",
+            video_token="<video>",
+            context_image_token="<IMG_CONTEXT>",
+        ),
+    ),
+    idefics3=(
+        "<image>",
+        {
+            "image_token": "<image>",
+            "fake": "<fake_token_around_image>",
+            "global": "<global-img>",
+            "utterance": "<end_of_utterance>",
+        }
+        | {f"tile_{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)},
+    ),
+)
 TOKENS["smolvlm"] = TOKENS["idefics3"]
-PLAIN = ("llava", "gemma3", "idefics3")       # whose own processors work without torchvision
-TEXT_ONLY = dict(qwen2={}, qwen3={}, llama={"tie_word_embeddings": True}, mistral={"sliding_window": 24},
-                 qwen3_5_text=LINEAR, qwen3_5_moe_text=LINEAR | EXPERTS | {"shared_expert_intermediate_size": 40})
+PLAIN = ("llava", "gemma3", "idefics3")  # whose own processors work without torchvision
+TEXT_ONLY = dict(
+    qwen2={},
+    qwen3={},
+    llama={"tie_word_embeddings": True},
+    mistral={"sliding_window": 24},
+    qwen3_5_text=LINEAR,
+    qwen3_5_moe_text=LINEAR | EXPERTS | {"shared_expert_intermediate_size": 40},
+)
 KINDS = [*TEXT_ONLY, *TOKENS]
-# Linear attention, which transformers computes in float32 whatever the model's type, solves a triangular system for each
-# chunk of 64 tokens and multiplies by the solution: 2 x 64 additions more on the way forward, and as many on the way back.
+# Linear attention, which transformers computes in float32 whatever the model's type, solves a
+# triangular system for each chunk of 64 tokens and multiplies by the solution: 2 x 64 additions
+# more on the way forward, and as many on the way back.
 THROUGH_CHUNKS = rounding(128 + 4 * 64)
 TEMPLATE = """{bos}{{%- for message in messages -%}}<|im_start|>{{{{ message.role + '\\n' }}}}
 {{%- if message.content is string -%}}{strings}{{%- else -%}}
@@ -78,17 +137,28 @@ def letters(prompts, responses, references, labels, images):
 
 
 def make_tokenizer(kind: str):
-    """The toy's byte-level BPE under the family's special tokens; it adds a BOS unless the template writes one."""
+    """The toy's byte-level BPE under the family's special tokens; it adds a BOS unless the template
+    writes one."""
     image, special = TOKENS.get(kind, ("", {}))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=toy.make_tokenizer().backend_tokenizer, bos_token="<s>",
-                                        eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=toy.make_tokenizer().backend_tokenizer,
+        bos_token="<s>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=special,
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     bos = tokenizer.bos_token_id
     if not kind.startswith("qwen"):
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", bos)]
+        )
     # A template for text writes its BOS and knows strings only; one for pictures may know parts only.
-    tokenizer.chat_template = TEMPLATE.format(bos="<s>" if kind in (*TEXT_ONLY, "gemma3") else "", image=image,
-                                              strings="{{ message.content }}" if kind in TEXT_ONLY else "")
+    tokenizer.chat_template = TEMPLATE.format(
+        bos="<s>" if kind in (*TEXT_ONLY, "gemma3") else "",
+        image=image,
+        strings="{{ message.content }}" if kind in TEXT_ONLY else "",
+    )
     return tokenizer
 
 
@@ -101,39 +171,97 @@ def make_config(kind: str, tokenizer):
     ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in special.items()}
     if kind == "qwen2_vl":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | {"rope_parameters": rope}, **ids, vision_config=dict(
-            depth=2, embed_dim=32, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=14))
+        return AutoConfig.for_model(
+            kind,
+            text_config=TEXT | vocabulary | {"rope_parameters": rope},
+            **ids,
+            vision_config=dict(
+                depth=2, embed_dim=32, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=14
+            ),
+        )
     if kind == "qwen3_vl_moe":
-        rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 1, 1], mrope_interleaved=True)
+        rope = dict(
+            rope_type="default", rope_theta=10000.0, mrope_section=[2, 1, 1], mrope_interleaved=True
+        )
         text = EXPERTS | {"rope_parameters": rope}
-        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | text, **ids, vision_config=dict(
-            depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=14, out_hidden_size=32,
-            spatial_merge_size=2, num_position_embeddings=64, deepstack_visual_indexes=[0]))
+        return AutoConfig.for_model(
+            kind,
+            text_config=TEXT | vocabulary | text,
+            **ids,
+            vision_config=dict(
+                depth=2,
+                hidden_size=32,
+                intermediate_size=64,
+                num_heads=2,
+                patch_size=14,
+                out_hidden_size=32,
+                spatial_merge_size=2,
+                num_position_embeddings=64,
+                deepstack_visual_indexes=[0],
+            ),
+        )
     if kind in ("qwen3_5", "qwen3_5_moe"):
         text = TEXT_ONLY[f"{kind}_text"]
-        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | text, **ids, vision_config=dict(
-            depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=14, out_hidden_size=32,
-            spatial_merge_size=2, num_position_embeddings=64))
+        return AutoConfig.for_model(
+            kind,
+            text_config=TEXT | vocabulary | text,
+            **ids,
+            vision_config=dict(
+                depth=2,
+                hidden_size=32,
+                intermediate_size=64,
+                num_heads=2,
+                patch_size=14,
+                out_hidden_size=32,
+                spatial_merge_size=2,
+                num_position_embeddings=64,
+            ),
+        )
     if kind == "internvl":
         vision = VISION | {"image_size": [28, 28], "patch_size": [7, 7]}
-        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | {"model_type": "qwen2"}, vision_config=vision,
-                                    image_token_id=ids["context_image_token_id"])
+        return AutoConfig.for_model(
+            kind,
+            text_config=TEXT | vocabulary | {"model_type": "qwen2"},
+            vision_config=vision,
+            image_token_id=ids["context_image_token_id"],
+        )
     text = {"gemma3": "gemma3_text"}.get(kind, "llama")
-    tower = {"gemma3": "siglip_vision_model", "idefics3": "idefics3_vision",
-             "smolvlm": "smolvlm_vision"}.get(kind, "clip_vision_model")
-    more = {"gemma3": {"mm_tokens_per_image": 4, "boi_token_index": ids.get("boi_token_id"),
-                       "eoi_token_index": ids.get("eoi_token_id")}}.get(kind, {"scale_factor": 2})
-    windows = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
+    tower = {
+        "gemma3": "siglip_vision_model",
+        "idefics3": "idefics3_vision",
+        "smolvlm": "smolvlm_vision",
+    }.get(kind, "clip_vision_model")
+    more = {
+        "gemma3": {
+            "mm_tokens_per_image": 4,
+            "boi_token_index": ids.get("boi_token_id"),
+            "eoi_token_index": ids.get("eoi_token_id"),
+        }
+    }.get(kind, {"scale_factor": 2})
+    windows = {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 8,
+    }
     name = "image_token_id" if kind in ("idefics3", "smolvlm") else "image_token_index"
-    return AutoConfig.for_model(kind, **{name: ids["image_token_id"]}, **more,
-                                text_config=TEXT | vocabulary | {"model_type": text} | (windows if kind == "gemma3" else {}),
-                                vision_config=VISION | {"model_type": tower})
+    return AutoConfig.for_model(
+        kind,
+        **{name: ids["image_token_id"]},
+        **more,
+        text_config=TEXT
+        | vocabulary
+        | {"model_type": text}
+        | (windows if kind == "gemma3" else {}),
+        vision_config=VISION | {"model_type": tower},
+    )
 
 
 def make_image_processor(kind: str):
     """The family's Pillow image processor, for small pictures."""
     if kind.startswith("qwen"):
-        return transformers.Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 28**2, "longest_edge": 112**2})
+        return transformers.Qwen2VLImageProcessorPil(
+            patch_size=14, size={"shortest_edge": 28**2, "longest_edge": 112**2}
+        )
     square, shortest = {"height": 28, "width": 28}, {"shortest_edge": 28}
     if kind == "llava":
         return transformers.CLIPImageProcessorPil(size=shortest, crop_size=square)
@@ -142,24 +270,35 @@ def make_image_processor(kind: str):
     if kind == "internvl":
         return transformers.GotOcr2ImageProcessorPil(size=square, max_patches=6)
     name = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[kind]
-    return getattr(transformers, f"{name}ImageProcessorPil")(size={"longest_edge": 84}, max_image_size={"longest_edge": 28})
+    return getattr(transformers, f"{name}ImageProcessorPil")(
+        size={"longest_edge": 84}, max_image_size={"longest_edge": 28}
+    )
 
 
 def save_processor(kind: str, folder, tokenizer) -> None:
-    """Tokenizer, template and image processor in the files that the family's processor writes, where it works here."""
+    """Tokenizer, template and image processor in the files that the family's processor writes,
+    where it works here."""
     images = make_image_processor(kind)
     if kind not in PLAIN:
         tokenizer.save_pretrained(folder)
         images.save_pretrained(folder)
         return
-    options = {"image_processor": images, "tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
+    options = {
+        "image_processor": images,
+        "tokenizer": tokenizer,
+        "chat_template": tokenizer.chat_template,
+    }
     if kind == "gemma3":
         processor = transformers.Gemma3Processor(**options, image_seq_length=4)
     elif kind == "idefics3":
         processor = transformers.Idefics3Processor(**options, image_seq_len=4)
     else:
         processor = transformers.LlavaProcessor(
-            **options, patch_size=7, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+            **options,
+            patch_size=7,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        )
     processor.save_pretrained(folder)
 
 
@@ -170,20 +309,32 @@ def write_family(kind: str, folder: Path, picture_rows: str):
     torch.manual_seed(0)
     model = auto.from_config(make_config(kind, tokenizer))
     generator = seeded(1)
-    with torch.no_grad():                      # large enough that attention is not uniform and positions matter
+    # large enough that attention is not uniform and positions matter
+    with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = parameter[0].numel() ** -0.5 if parameter.ndim >= 2 else 0.1
             parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
-            if name.endswith("A_log"):         # as they are made, states would be forgotten within a token or two
+            # as they are made, states would be forgotten within a token or two
+            if name.endswith("A_log"):
                 parameter.uniform_(0.005, 0.3, generator=generator).log_()
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     model.save_pretrained(folder)
-    if kind in ("llava", "gemma3", "qwen3_vl_moe"):         # the files on the hub are older than the modules
+    # the files on the hub are older than the modules
+    if kind in ("llava", "gemma3", "qwen3_vl_moe"):
         weights = load_file(folder / "model.safetensors")
-        weights = {name.replace("vision_tower.", "vision_tower.vision_model."):
-                   value.transpose(1, 2).contiguous() if ".experts." in name else value for name, value in weights.items()}
+        weights = {
+            name.replace("vision_tower.", "vision_tower.vision_model."): value.transpose(
+                1, 2
+            ).contiguous()
+            if ".experts." in name
+            else value
+            for name, value in weights.items()
+        }
         save_weights(folder, weights)
-    if kind.startswith("qwen3_5_moe"):                      # which on the hub are one tensor for all experts, as the module's
+    # which on the hub are one tensor for all experts, as the module's
+    if kind.startswith("qwen3_5_moe"):
         weights = {name: value.contiguous() for name, value in model.state_dict().items()}
         save_weights(folder, weights)
     if kind in TEXT_ONLY:
@@ -193,7 +344,9 @@ def write_family(kind: str, folder: Path, picture_rows: str):
     source = Path(picture_rows)
     rows = read_rows(source)
     for row in rows:
-        row["images"] = [] if kind in TEXT_ONLY else [str(source.parent / name) for name in row["images"]]
+        row["images"] = (
+            [] if kind in TEXT_ONLY else [str(source.parent / name) for name in row["images"]]
+        )
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return type(model)
 
@@ -212,34 +365,52 @@ def logprobs(policy: ppo.Policy, batch: Batch, sampling) -> torch.Tensor:
     return run_forward(policy, batch, lambda pack: policy(pack, sampling)[0])
 
 
-def check_logprobs(family, counts: list[int], inputs_of, look=lambda family, batch: batch, bound: float = 0.0) -> None:
-    """Packed log-probs of ``counts`` random samples per prompt = one forward per sample of what ``inputs_of`` makes of it;
-    ``look``: at other prompts and images."""
+def check_logprobs(
+    family, counts: list[int], inputs_of, look=lambda family, batch: batch, bound: float = 0.0
+) -> None:
+    """Packed log-probs of ``counts`` random samples per prompt = one forward per sample of what
+    ``inputs_of`` makes of it; ``look``: at other prompts and images."""
     env = family.env
-    batch = look(family, responses_to(env, counts, family.oracle.config.get_text_config().vocab_size))
+    batch = look(
+        family, responses_to(env, counts, family.oracle.config.get_text_config().vocab_size)
+    )
     with torch.no_grad():
         expected = []
         for group, tokens in responses_of(batch):
             inputs = inputs_of(family, env.prompts[group])
             start_row = inputs["input_ids"].shape[1] - 1
-            for name in inputs.keys() & {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}:
-                more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}.get(name, torch.zeros_like(tokens))
+            for name in inputs.keys() & {
+                "input_ids",
+                "attention_mask",
+                "token_type_ids",
+                "mm_token_type_ids",
+            }:
+                more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}.get(
+                    name, torch.zeros_like(tokens)
+                )
                 inputs[name] = torch.cat([inputs[name], more[None].to(inputs[name].dtype)], dim=1)
             logits = family.oracle(**inputs, use_cache=False).logits[0, start_row:-1].float()
             logits[:, list(env.processor.banned_ids)] = -torch.inf
             expected.append(token_logprobs(logits, tokens))
     expected, ours = torch.cat(expected), logprobs(env.actor, batch, env.sampling)
-    finite = expected.isfinite()                                           # a drawn token may be a banned one
+    # a drawn token may be a banned one
+    finite = expected.isfinite()
     assert finite.sum() > 0.9 * len(finite)
-    assert (ours - expected)[finite].abs().max() < (bound or ROUNDING * expected[finite].abs().max())
+    assert (ours - expected)[finite].abs().max() < (
+        bound or ROUNDING * expected[finite].abs().max()
+    )
 
 
 def generated(family, prompt, inputs_of, count: int) -> list[int]:
     """Hugging Face's greedy tokens."""
     inputs = inputs_of(family, prompt)
-    out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=count,
-                                 suppress_tokens=list(family.env.processor.banned_ids))
-    return out[0, inputs["input_ids"].shape[1]:].tolist()
+    out = family.oracle.generate(
+        **inputs,
+        do_sample=False,
+        max_new_tokens=count,
+        suppress_tokens=list(family.env.processor.banned_ids),
+    )
+    return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 def check_rollouts(family, inputs_of) -> None:
@@ -252,13 +423,27 @@ def check_rollouts(family, inputs_of) -> None:
 
 
 def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
-    """The reward model's evaluation, which pads prompts of several lengths into one batch, generates the same."""
+    """The reward model's evaluation, which pads prompts of several lengths into one batch,
+    generates the same."""
     args = grm.parse_args(
-        words("--model", family.folder, "--data", data, "--eval_data", data, "--out", data.parent / "judge",
-              "--eval_max_new_tokens 5 --eval_batch 4", *flags))
+        words(
+            "--model",
+            family.folder,
+            "--data",
+            data,
+            "--eval_data",
+            data,
+            "--out",
+            data.parent / "judge",
+            "--eval_max_new_tokens 5 --eval_batch 4",
+            *flags,
+        )
+    )
     rows, ranks = grm.load_rows(args), distributed.start(args.run.timeout, args.run.hsdp)
     judge, processor = grm.load_judge(args, rows, ranks), rows.processor
-    with PromptLoader(processor, args.data, batches_in_order(rows.held_out, len(rows.held_out))) as loader:
+    with PromptLoader(
+        processor, args.data, batches_in_order(rows.held_out, len(rows.held_out))
+    ) as loader:
         written = grm.generate(judge, processor, loader.take(), args.eval)
     silent = {*processor.stop_ids, processor.tokenizer.pad_token_id}
     for i, example in enumerate(rows.held_out):

@@ -81,10 +81,19 @@ def samples_of_every_step() -> None:
 
 
 def flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[str]:
-    return words("--model", checkpoint, "--data", task / "train.jsonl", "--out", out,
-                 "--reward", f"{task / 'reward.py'}:letters",
-                 "--max_prompt_tokens 512 --max_new_tokens 6 --max_tokens_per_pack 600 --prompts_per_step 4 "
-                 "--samples_per_prompt 3 --steps 1 --actor_lr 1e-3", *more)
+    return words(
+        "--model",
+        checkpoint,
+        "--data",
+        task / "train.jsonl",
+        "--out",
+        out,
+        "--reward",
+        f"{task / 'reward.py'}:letters",
+        "--max_prompt_tokens 512 --max_new_tokens 6 --max_tokens_per_pack 600 --prompts_per_step 4 "
+        "--samples_per_prompt 3 --steps 1 --actor_lr 1e-3",
+        *more,
+    )
 
 
 def train(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[dict]:
@@ -111,16 +120,23 @@ def samples_of(out: Path, name: str) -> list[dict]:
 
 def samples_of_steps(out: Path) -> list[dict]:
     """The samples of all training steps, in their order."""
-    return [row for path in sorted((out / "samples").glob("step-*.jsonl")) for row in read_rows(path)]
+    return [
+        row for path in sorted((out / "samples").glob("step-*.jsonl")) for row in read_rows(path)
+    ]
 
 
 def tensors(folder: Path) -> Tensors:
     """All tensors of a checkpoint folder by their key in the files."""
-    return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
+    return {
+        key: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for key, value in load_file(file).items()
+    }
 
 
 def hand_batch(env) -> Batch:
-    """Four random responses to each of the four prompts, one of them empty; all fields that an update reads."""
+    """Four random responses to each of the four prompts, one of them empty; all fields that an
+    update reads."""
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 0, 9, 1, 7, 3, 12, 2, 4, 6, 8, 1, 2, 2, 11, 10]
     tokens = sum(lengths)
@@ -130,7 +146,7 @@ def hand_batch(env) -> Batch:
 
     most = env.processor.config.text_config.vocab_size - 8
     ids = torch.randint(4, most, (tokens,), generator=generator).split(lengths)
-    batch = take(env).with_targets([list(ids[k:k + 4]) for k in range(0, 16, 4)])
+    batch = take(env).with_targets([list(ids[k : k + 4]) for k in range(0, 16, 4)])
     batch.truncated = torch.zeros(16, dtype=torch.bool)
     batch.sampling = env.sampling
     batch.in_policy_loss = torch.ones(tokens, dtype=torch.bool)
@@ -150,8 +166,10 @@ def score(policy: ppo.Policy, batch: Batch) -> torch.Tensor:
     return ppo.logprobs_of(policy, batch)
 
 
-HAND_FLAGS = ("--kl_coef 0.1 --kl_in loss --kl_estimator k3+ --entropy_coef 0.01 --temperature 0.7 --min_new_tokens 2 "
-              "--clip_low 0.15 --clip_high 0.25 --dual_clip 2.5 --value_clip 0.3")
+HAND_FLAGS = (
+    "--kl_coef 0.1 --kl_in loss --kl_estimator k3+ --entropy_coef 0.01 --temperature 0.7 --min_new_tokens 2 "
+    "--clip_low 0.15 --clip_high 0.25 --dual_clip 2.5 --value_clip 0.3"
+)
 
 
 def hand_env(checkpoint: Path | str, rows: str, dtype: torch.dtype = torch.float32):
@@ -167,7 +185,8 @@ def hand_env(checkpoint: Path | str, rows: str, dtype: torch.dtype = torch.float
 
 
 def gradient(args: ppo.Args, module, batch: Batch) -> tuple[Tensors, int]:
-    """Gradient of the loss of all samples by parameter, accumulated over packs as in an update; the number of packs."""
+    """Gradient of the loss of all samples by parameter, accumulated over packs as in an update; the
+    number of packs."""
     weights = ppo.minibatch_weights(batch, range(4), batch.in_policy_loss, args)
     part = ppo.Minibatch(range(4), weights, weights, None)
     batch = dataclasses.replace(batch, kl_coef=args.algorithm.kl_coef)
@@ -184,7 +203,9 @@ def gradient(args: ppo.Args, module, batch: Batch) -> tuple[Tensors, int]:
 
 def take_gradients(module) -> Tensors:
     """By parameter; the module has none afterwards."""
-    gradients = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
+    gradients = {
+        name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad
+    }
     module.zero_grad(set_to_none=True)
     return gradients
 
@@ -194,8 +215,8 @@ def trainable(module, args, lr: float) -> fsdp.Trainable:
 
 
 class Caught(fsdp.Trainable):
-    """Keeps the gradient of each update, by parameter, before it would be clipped, and changes no weight. It is its own
-    optimizer."""
+    """Keeps the gradient of each update, by parameter, before it would be clipped, and changes no
+    weight. It is its own optimizer."""
 
     def __init__(self, module, args):
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -213,8 +234,12 @@ class Caught(fsdp.Trainable):
 def distance(actual: Tensors, expected: Tensors) -> float:
     """Norm of the difference over the norm, all parameters together."""
     assert actual.keys() == expected.keys()
-    difference = sum(float((actual[name] - expected[name]).double().square().sum()) for name in expected)
-    return (difference / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
+    difference = sum(
+        float((actual[name] - expected[name]).double().square().sum()) for name in expected
+    )
+    return (
+        difference / sum(float(value.double().square().sum()) for value in expected.values())
+    ) ** 0.5
 
 
 def fresh(qwen25, picture_rows, *more: str):
@@ -232,7 +257,10 @@ def update_actor(env, args: ppo.Args | None = None) -> dict[str, float]:
 
 
 def weights_of(module) -> Tensors:
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in module.named_parameters()}
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).clone()
+        for name, p in module.named_parameters()
+    }
 
 
 def on_a_gpu(monkeypatch) -> None:
@@ -258,21 +286,29 @@ def assert_same_run(one: Path, other: Path) -> None:
     files = sorted(path.name for path in (one / "samples").glob("*.jsonl"))
     assert files == sorted(path.name for path in (other / "samples").glob("*.jsonl"))
     for file in files:
-        for first, second in zip(samples_of(one, file[:-6]), samples_of(other, file[:-6]), strict=True):
+        for first, second in zip(
+            samples_of(one, file[:-6]), samples_of(other, file[:-6]), strict=True
+        ):
             for name in ("advantage", "reward", "components"):
                 assert second.pop(name, 0) == pytest.approx(first.pop(name, 0), abs=1e-4, rel=1e-4)
-            assert bool(second.pop("judgement", "")) == bool(first.pop("judgement", ""))       # probabilities, three digits
+            # probabilities, three digits
+            assert bool(second.pop("judgement", "")) == bool(first.pop("judgement", ""))
             assert first == second
     for first, second in zip(records(one), records(other), strict=True):
         assert first.keys() == second.keys()
         for name in reproducible(first):
-            assert second[name] == pytest.approx(first[name], abs=1e-4, rel=1e-4), (first["step"], name)
+            assert second[name] == pytest.approx(first[name], abs=1e-4, rel=1e-4), (
+                first["step"],
+                name,
+            )
 
 
-def random_batch(rng: np.random.Generator, prompts: int = 6, most: int = 5, longest: int = 9, shortest: int = 0) -> Batch:
+def random_batch(
+    rng: np.random.Generator, prompts: int = 6, most: int = 5, longest: int = 9, shortest: int = 0
+) -> Batch:
     """Random samples (some prompts may have none), in (prompt, number) order, every field filled."""
     counts = rng.integers(0, most + 1, prompts)
-    counts[rng.integers(prompts)] = most                                     # never none at all
+    counts[rng.integers(prompts)] = most  # never none at all
     lengths = rng.integers(shortest, longest + 1, counts.sum())
     samples, tokens = len(lengths), int(lengths.sum())
 
@@ -280,17 +316,28 @@ def random_batch(rng: np.random.Generator, prompts: int = 6, most: int = 5, long
         return torch.from_numpy(rng.normal(size=size).astype(np.float32))
 
     batch = Batch(
-        prompts=prompts_of(range(1, prompts + 1)), prompt_ids=list(range(50, 50 + prompts)),
-        owners=[g % 3 for g in range(prompts)], dropped=[g for g in range(prompts) if counts[g] == 0], sampling="as it was",
-        patches={g: object() for g in range(0, prompts, 2)}, features={g: object() for g in range(1, prompts, 2)},
+        prompts=prompts_of(range(1, prompts + 1)),
+        prompt_ids=list(range(50, 50 + prompts)),
+        owners=[g % 3 for g in range(prompts)],
+        dropped=[g for g in range(prompts) if counts[g] == 0],
+        sampling="as it was",
+        patches={g: object() for g in range(0, prompts, 2)},
+        features={g: object() for g in range(1, prompts, 2)},
         positions={g: object() for g in range(prompts)},
         prompt_index=torch.from_numpy(np.repeat(np.arange(prompts), counts)),
-        sample_number=torch.from_numpy(np.concatenate([np.arange(n) for n in counts])), lengths=torch.from_numpy(lengths),
-        truncated=noise(samples) > 0, tokens=torch.from_numpy(rng.integers(4, 1000, tokens)), rewards=noise(samples),
-        greedy_rewards=noise(samples), greedy_lengths=torch.from_numpy(lengths),
-        judgements=[str(i) for i in range(samples)], components={"accuracy": noise(samples)},
-        weights=noise(2 * samples).reshape(-1, 2))
-    for name in FIELDS["token"][1:]:                                             # all but the tokens themselves
+        sample_number=torch.from_numpy(np.concatenate([np.arange(n) for n in counts])),
+        lengths=torch.from_numpy(lengths),
+        truncated=noise(samples) > 0,
+        tokens=torch.from_numpy(rng.integers(4, 1000, tokens)),
+        rewards=noise(samples),
+        greedy_rewards=noise(samples),
+        greedy_lengths=torch.from_numpy(lengths),
+        judgements=[str(i) for i in range(samples)],
+        components={"accuracy": noise(samples)},
+        weights=noise(2 * samples).reshape(-1, 2),
+    )
+    # all but the tokens themselves
+    for name in FIELDS["token"][1:]:
         setattr(batch, name, noise(tokens))
     return batch
 
@@ -352,7 +399,9 @@ def asleep(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-COMPUTE = Compute("sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_chunk=256, longest=1000)
+COMPUTE = Compute(
+    "sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_chunk=256, longest=1000
+)
 
 
 def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tensor]]:
@@ -379,7 +428,9 @@ def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
     args = ppo.parse_args(words("--model", checkpoint, "--data", rows, common, *flags))
     loaded = ppo.load_rows(args)
     models = ppo.build_models(args, loaded.processor, plan.META)
-    modules = models.by_role() | ppo.build_reward_models(args, scoring.load(args.reward), loaded, models.actor)
+    modules = models.by_role() | ppo.build_reward_models(
+        args, scoring.load(args.reward), loaded, models.actor
+    )
     needed = ppo.plan_memory(args, modules, loaded, 8)
     return SimpleNamespace(args=args, models=modules, prompts=loaded.train, needed=needed)
 
@@ -401,7 +452,9 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
+)
 HAS_CUDA = torch.version.cuda is not None
 DEVICE = torch.device("cuda", 0) if HAS_CUDA else torch.device("cpu")
 # Those that read a number of the device, or whose result has a size that only the device knows.
@@ -414,7 +467,9 @@ def filled(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 empty = torch.zeros(parameter.shape, dtype=dtype, device=DEVICE)
-                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = nn.Parameter(
+                    empty, requires_grad=parameter.requires_grad
+                )
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=DEVICE)
@@ -436,9 +491,18 @@ def base64_of(image: Image.Image) -> str:
     return base64.b64encode(encode(image)).decode()
 
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-           "<|video_pad|>", "<|box_start|>"]
-IM_END, EOT, IM_START, VISION_START, VISION_END, IMAGE, VIDEO, BOX = range(256, 264)  # the 256 bytes come first
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|box_start|>",
+]
+# the 256 bytes come first
+IM_END, EOT, IM_START, VISION_START, VISION_END, IMAGE, VIDEO, BOX = range(256, 264)
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
@@ -449,42 +513,88 @@ RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
 
 def write_processor(folder, family="qwen2_5_vl", template=TEMPLATE):
-    """A checkpoint folder without weights: byte-level tokenizer, chat template, config, image processor, end tokens."""
+    """A checkpoint folder without weights: byte-level tokenizer, chat template, config, image
+    processor, end tokens."""
     folder.mkdir(exist_ok=True)
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    # As some families do: a start token of the tokenizer's own, which must not come on top of the template's, and a
-    # maximal length, which must not cut a prompt.
-    backend.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A",
-                                                           special_tokens=[("<|endoftext|>", EOT)])
+    # As some families do: a start token of the tokenizer's own, which must not come on top of the
+    # template's, and a maximal length, which must not cut a prompt.
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", EOT)]
+    )
     backend.enable_truncation(50)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     assert tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|image_pad|>"]) == [IM_END, IMAGE]
     config_class, patch = (Qwen3VLConfig, 16) if family == "qwen3_vl" else (Qwen2_5_VLConfig, 14)
-    text = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                num_key_value_heads=1, intermediate_size=32, bos_token_id=EOT, eos_token_id=IM_END)
-    config_class(text_config=text, vision_config=dict(depth=1, patch_size=patch), image_token_id=IMAGE,
-                 video_token_id=VIDEO, vision_start_token_id=VISION_START,
-                 vision_end_token_id=VISION_END).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": patch, "min_pixels": 3136,
-                                                                 "max_pixels": 200704}))
+    text = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        bos_token_id=EOT,
+        eos_token_id=IM_END,
+    )
+    config_class(
+        text_config=text,
+        vision_config=dict(depth=1, patch_size=patch),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+    ).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"patch_size": patch, "min_pixels": 3136, "max_pixels": 200704})
+    )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [IM_END, EOT]}))
     return folder
 
 
 def edit(path, **changes):  # None deletes
     settings = read_json(path) | changes
-    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+    path.write_text(
+        json.dumps({key: value for key, value in settings.items() if value is not None})
+    )
 
 
 PYTHONS_WORDS = r"Error\b|to unpack|NoneType|has no attribute|subscriptable|unhashable|iterable|object is|not supported between|codec"
-SCALARS = (None, True, 3, 1e400, "", "text <image>", "a.png", "A", "no.png", "file:///a.png", "B" * 50_000, '[{"role": 1}]')
-KEYS = ("role", "content", "type", "text", "image", "file", "video", "tool_calls", "from", "value", "weight", "user")
+SCALARS = (
+    None,
+    True,
+    3,
+    1e400,
+    "",
+    "text <image>",
+    "a.png",
+    "A",
+    "no.png",
+    "file:///a.png",
+    "B" * 50_000,
+    '[{"role": 1}]',
+)
+KEYS = (
+    "role",
+    "content",
+    "type",
+    "text",
+    "image",
+    "file",
+    "video",
+    "tool_calls",
+    "from",
+    "value",
+    "weight",
+    "user",
+)
 
 
 def odd_value(rng, depth):
@@ -495,14 +605,24 @@ def odd_value(rng, depth):
     if kind == 2:
         return {rng.choice(KEYS): odd_value(rng, depth - 1) for _ in range(rng.randrange(4))}
     if kind == 3:
-        return [{"role": rng.choice(["user", "assistant", None, []]), "content": odd_value(rng, depth - 1)}]
+        return [
+            {
+                "role": rng.choice(["user", "assistant", None, []]),
+                "content": odd_value(rng, depth - 1),
+            }
+        ]
     if kind == 4:
-        part = {"type": rng.choice(["text", "image", "video", {}]), rng.choice(KEYS): odd_value(rng, depth - 1)}
+        part = {
+            "type": rng.choice(["text", "image", "video", {}]),
+            rng.choice(KEYS): odd_value(rng, depth - 1),
+        }
         return [{"role": "user", "content": [part, {"type": "text", "text": "x"}]}]
     return rng.choice(SCALARS)
 
 
-JUDGEMENTS = [json.loads(line) for line in r"""
+JUDGEMENTS = [
+    json.loads(line)
+    for line in r"""
 {"prompt": "what is this?", "images": ["0.png"], "response": "a circle. <answer>yes</answer>"}
 {"prompt": "what is this?", "images": ["0.png"], "response": "no idea"}
 {"messages": [{"role": "user", "content": "hello"}], "response": "hi", "source": "chat"}
@@ -513,24 +633,54 @@ JUDGEMENTS = [json.loads(line) for line in r"""
 {"question": "how many?", "images": ["0.png"], "response": "3", "correct": true, "critique": "there are 3"}
 {"question": "how many?", "images": ["1.png"], "response": "3", "score": 4.0}
 {"prompt": "how many?", "images": [], "response": "3", "score": -1.5}
-""".strip().splitlines()]
+""".strip().splitlines()
+]
 
 
 def judge_flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[str]:
-    return words("--model", checkpoint, "--data", task / "rows.jsonl", "--eval_data", task / "eval.jsonl", "--out", out,
-                 "--max_prompt_tokens 600 --max_tokens_per_pack 700 --prompts_per_step 4 --lr 1e-3 --eval_max_new_tokens 5 "
-                 "--eval_batch 2", *more)
+    return words(
+        "--model",
+        checkpoint,
+        "--data",
+        task / "rows.jsonl",
+        "--eval_data",
+        task / "eval.jsonl",
+        "--out",
+        out,
+        "--max_prompt_tokens 600 --max_tokens_per_pack 700 --prompts_per_step 4 --lr 1e-3 --eval_max_new_tokens 5 "
+        "--eval_batch 2",
+        *more,
+    )
 
 
 def evaluation(out: Path, step: int) -> dict:
     return read_json(out / "eval" / f"eval_result_{step}.json")
 
 
-def reward_samples(responses: list[str], references=None, prompts=None, labels=None, images=None, rows=None, groups=None, step=0):
-    """What a reward function is called with, each sample of a prompt of its own unless ``groups`` says else."""
+def reward_samples(
+    responses: list[str],
+    references=None,
+    prompts=None,
+    labels=None,
+    images=None,
+    rows=None,
+    groups=None,
+    step=0,
+):
+    """What a reward function is called with, each sample of a prompt of its own unless ``groups``
+    says else."""
     from common.rewards.functions import Samples
 
     n = len(responses)
-    return Samples(prompts or [""] * n, responses, references or [None] * n, labels or [None] * n,
-                   images or [[] for _ in range(n)], rows or [{} for _ in range(n)], [len(text) for text in responses], [False] * n,
-                   groups or list(range(n)), step)
+    return Samples(
+        prompts or [""] * n,
+        responses,
+        references or [None] * n,
+        labels or [None] * n,
+        images or [[] for _ in range(n)],
+        rows or [{} for _ in range(n)],
+        [len(text) for text in responses],
+        [False] * n,
+        groups or list(range(n)),
+        step,
+    )

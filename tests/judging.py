@@ -21,7 +21,9 @@ from conftest import records as records_of
 
 def build(env, reward: scoring.RewardMix, rows: list[Prompt] = []) -> None:
     """Load the models of a reward that shall score ``rows``."""
-    build_rewards(env.args, reward, replace(env.rows, train_sets=[rows], held_out=[]), env.actor, env.ranks)
+    build_rewards(
+        env.args, reward, replace(env.rows, train_sets=[rows], held_out=[]), env.actor, env.ranks
+    )
 
 
 def score(env, reward: scoring.RewardMix, batch: Batch) -> Batch:
@@ -31,12 +33,22 @@ def score(env, reward: scoring.RewardMix, batch: Batch) -> Batch:
     return batch
 
 
-def alone(folder: Path, prompt: Prompt, question: str, answer: str | None, with_system: bool = True):
-    """The judge's model and the inputs of one question, rendered by its own tokenizer; with an answer, its log-prob."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
-    chat = [{"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)}] * with_system
+def alone(
+    folder: Path, prompt: Prompt, question: str, answer: str | None, with_system: bool = True
+):
+    """The judge's model and the inputs of one question, rendered by its own tokenizer; with an
+    answer, its log-prob."""
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForImageTextToText.from_pretrained(folder),
+    )
+    chat = [
+        {"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)}
+    ] * with_system
     parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": question}]
-    text = tokenizer.apply_chat_template([*chat, {"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        [*chat, {"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
+    )
     processor, image_id = Processor(folder), model.config.image_token_id
     pixels = load_pixels(prompt, processor)
     counts = [t * h * w // 4 for t, h, w in prompt.grids]
@@ -58,7 +70,9 @@ def alone(folder: Path, prompt: Prompt, question: str, answer: str | None, with_
 def ask(prompt: Prompt, kind: str, **answers: str) -> str:
     """The question of a kind about a prompt; what a response says of images is text."""
     answers = {name: text.replace("<image>", " ") for name, text in answers.items()}
-    return judgements.format_template(judgements.JUDGEMENTS[kind][0], prompt=judgements.user_text(prompt.messages), **answers)
+    return judgements.format_template(
+        judgements.JUDGEMENTS[kind][0], prompt=judgements.user_text(prompt.messages), **answers
+    )
 
 
 def chances(folder: Path, prompt: Prompt, question: str, words: list[str]) -> list[float]:
@@ -68,22 +82,48 @@ def chances(folder: Path, prompt: Prompt, question: str, words: list[str]) -> li
 
 
 PAIRS = [
-    {"prompt": "which?", "responses": ["a cat", "a black dog"], "preferred": "B", "source": "animals", "pair": 7},
+    {
+        "prompt": "which?",
+        "responses": ["a cat", "a black dog"],
+        "preferred": "B",
+        "source": "animals",
+        "pair": 7,
+    },
     {"prompt": "and <image>?", "images": ["0.png"], "responses": ["yes", "no"], "preferred": "tie"},
-    {"prompt": "red", "images": ["0.png", "1.png"], "preferred": "A", "source": "pictures", "pair": "x"},
+    {
+        "prompt": "red",
+        "images": ["0.png", "1.png"],
+        "preferred": "A",
+        "source": "pictures",
+        "pair": "x",
+    },
 ]
 
 
 def judge_by_a_policy(model: Path, rows: Path, out: Path, *flags: str) -> tuple[list[dict], dict]:
     """Records and metrics of an evaluation that only judges."""
-    ppo.main(words("--model", model, "--data", rows, "--eval_data", rows, "--out", out, "--eval_only --advantage grpo",
-                   "--row_kind judgements --reward verdict --max_new_tokens 12 --max_prompt_tokens 256", *flags))
+    ppo.main(
+        words(
+            "--model",
+            model,
+            "--data",
+            rows,
+            "--eval_data",
+            rows,
+            "--out",
+            out,
+            "--eval_only --advantage grpo",
+            "--row_kind judgements --reward verdict --max_new_tokens 12 --max_prompt_tokens 256",
+            *flags,
+        )
+    )
     out /= "evaluation-step-0"
     return read_rows(out / "samples" / "eval-000000.jsonl"), records_of(out)[-1]
 
 
 def whole_judgements(monkeypatch, texts: list[list[str]]) -> None:
     """Let records have these texts, none of which was cut off."""
+
     def turn_texts(batch, *_):
         batch.truncated[:] = False
         return texts
@@ -96,14 +136,24 @@ MIRRORED = {"A": "B", "B": "A", "tie": "tie"}
 
 
 def judged(folder, rows: list[tuple]) -> Path:
-    """A run that judged rows (group, right, verdicts in the order given, swapped, further fields), a letter for a sample."""
+    """A run that judged rows (group, right, verdicts in the order given, swapped, further fields),
+    a letter for a sample."""
     records = []
     for number, (group, right, first, second, *further) in enumerate(rows):
         orders = (("given", right, first), ("swapped", MIRRORED[right], second))
         for place, (order, reference, letters) in enumerate(orders):
             for sample, letter in enumerate(letters):
-                record = {"index": 2 * number + place, "sample": sample, "order": order, "group": group, "pair": None,
-                          "verdict": VERDICTS[letter], "reference": reference, "lengths": None, "row": {}}
+                record = {
+                    "index": 2 * number + place,
+                    "sample": sample,
+                    "order": order,
+                    "group": group,
+                    "pair": None,
+                    "verdict": VERDICTS[letter],
+                    "reference": reference,
+                    "lengths": None,
+                    "row": {},
+                }
                 records.append(record | dict(*further))
     (folder / "samples").mkdir(parents=True)
     lines = map(json.dumps, records)

@@ -4,8 +4,8 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 import numpy as np
 
@@ -21,9 +21,9 @@ def letters(prompts, responses, references, labels, images):
 '''
 ALGORITHMS = {
     "gae": "--steps 6 --epochs 2 --minibatches 2 --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --critic_lr 1e-3 "
-           "--eval_every 2 --on_bad_row skip --data damaged.jsonl --ema_beta 0.9",
+    "--eval_every 2 --on_bad_row skip --data damaged.jsonl --ema_beta 0.9",
     "grpo": "--steps 6 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --lr_schedule linear "
-            "--warmup_steps 2 --eval_every 0",
+    "--warmup_steps 2 --eval_every 0",
 }
 
 
@@ -47,7 +47,8 @@ def die_at(point: str, only: int) -> None:
 
 
 def time_saves(log: str) -> None:
-    """Write down the seconds that rank 0's training spends in save() and finish(), each with the step it belongs to."""
+    """Write down the seconds that rank 0's training spends in save() and finish(), each with the
+    step it belongs to."""
     depth, step = [], [0]
 
     def timed(original):
@@ -58,16 +59,24 @@ def time_saves(log: str) -> None:
                 return original(self, *arguments, **named)
             finally:
                 seconds = time.perf_counter() - depth.pop()
-                if not depth and os.environ["RANK"] == "0":                 # save() calls finish(): count it once
+                # save() calls finish(): count it once
+                if not depth and os.environ["RANK"] == "0":
                     with open(log, "a") as file:
                         file.write(json.dumps([step[0], seconds]) + "\n")
+
         return call
 
     checkpoint.Checkpoints.save = timed(checkpoint.Checkpoints.save)
     checkpoint.Checkpoints.finish = timed(checkpoint.Checkpoints.finish)
 
 
-def live(argv: list[str], world: int = 1, patches: list = (), codes: list[int] | None = None, **environment: str) -> str:
+def live(
+    argv: list[str],
+    world: int = 1,
+    patches: list = (),
+    codes: list[int] | None = None,
+    **environment: str,
+) -> str:
     """A whole life of a run in processes of its own; its output."""
     return ranks.run(ppo.main, argv, world=world, patches=patches, codes=codes, **environment)
 
@@ -84,7 +93,9 @@ def records(out: Path) -> list[dict]:
         record = json.loads(line)
         if "step" in record:
             of_step = by_step.setdefault(record["step"], {})
-            assert of_step.keys() & record.keys() <= {"step"}, f"step {record['step']} is recorded twice"
+            assert of_step.keys() & record.keys() <= {"step"}, (
+                f"step {record['step']} is recorded twice"
+            )
             of_step |= record
     return [by_step[step] for step in sorted(by_step)]
 
@@ -92,14 +103,21 @@ def records(out: Path) -> list[dict]:
 def assert_bitwise(out: Path, reference: Path, step: int = 6) -> None:
     """Every step recorded once and equal in every bit, and so are the exported weights."""
     assert_same_records(records(out), records(reference))
-    ours, theirs = (sorted((folder / "export" / f"step-{step}").glob("*.safetensors")) for folder in (out, reference))
+    ours, theirs = (
+        sorted((folder / "export" / f"step-{step}").glob("*.safetensors"))
+        for folder in (out, reference)
+    )
     assert ours
     assert [file.read_bytes() for file in ours] == [file.read_bytes() for file in theirs]
 
 
 def steps(out: Path) -> list[int]:
     """Steps of the complete checkpoints, newest first."""
-    return [step for step, path in storage.step_folders(out / "checkpoints") if (path / "COMMITTED.json").exists()]
+    return [
+        step
+        for step, path in storage.step_folders(out / "checkpoints")
+        if (path / "COMMITTED.json").exists()
+    ]
 
 
 def write_task(folder: Path) -> Path:
@@ -109,11 +127,20 @@ def write_task(folder: Path) -> Path:
     for i in range(4):
         write_image(folder / f"{i}.png", (56 + 28 * (i % 2), 56), rng)
     (folder / "damaged.png").write_bytes((folder / "0.png").read_bytes()[:2000])
-    rows = [{"prompt": f"row {i}: how many circles?", "images": [f"{i}.png"] if i % 3 else [], "answer": "1"}
-            for i in range(4)]
+    rows = [
+        {
+            "prompt": f"row {i}: how many circles?",
+            "images": [f"{i}.png"] if i % 3 else [],
+            "answer": "1",
+        }
+        for i in range(4)
+    ]
     damaged = {"prompt": "row 4", "images": ["damaged.png"], "answer": "1"}
-    files = {"rows": rows, "damaged": [*rows, damaged],
-             "eval": [row | {"prompt": "held out " + row["prompt"]} for row in rows[:3]]}
+    files = {
+        "rows": rows,
+        "damaged": [*rows, damaged],
+        "eval": [row | {"prompt": "held out " + row["prompt"]} for row in rows[:3]],
+    }
     for name, lines in files.items():
         write_rows(folder / f"{name}.jsonl", lines)
     return folder
@@ -121,13 +148,26 @@ def write_task(folder: Path) -> Path:
 
 def flags_of(model: Path, task: Path) -> Callable:
     """flags(out, "--more flags"): a run of a second or so."""
+
     def build(out: Path, more: str = "") -> list[str]:
         more = [task / word if word.endswith(".jsonl") else word for word in more.split()]
-        return words("--model", model, "--data", task / "rows.jsonl", "--eval_data", task / "eval.jsonl", "--reward",
-                     f"{task / 'reward.py'}:letters", "--out", out,
-                     "--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 --prompts_per_step 4 "
-                     "--samples_per_prompt 2 --actor_lr 1e-3 --steps 2 --eval_every 0 --save_every 1 --log_samples 0 "
-                     "--timeout 90 --keep_last 9", *more)
+        return words(
+            "--model",
+            model,
+            "--data",
+            task / "rows.jsonl",
+            "--eval_data",
+            task / "eval.jsonl",
+            "--reward",
+            f"{task / 'reward.py'}:letters",
+            "--out",
+            out,
+            "--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 --prompts_per_step 4 "
+            "--samples_per_prompt 2 --actor_lr 1e-3 --steps 2 --eval_every 0 --save_every 1 --log_samples 0 "
+            "--timeout 90 --keep_last 9",
+            *more,
+        )
+
     return build
 
 

@@ -1,4 +1,5 @@
-"""Ranks for tests, forked from one process that has imported everything: 0.3 s instead of the 8 s of a torchrun.
+"""Ranks for tests, forked from one process that has imported everything: 0.3 s instead of the 8 s
+of a torchrun.
 
     told = ranks.run(ppo.main, argv, world=2)                      # a whole life: what all ranks printed
     ranks.run(ppo.main, argv, world=2, codes=[-9, 1], patches=[(stop_at, "update_actor", 4, 0, signal.SIGKILL)])
@@ -8,14 +9,15 @@
     codes = life.wait(30)                                          # exit codes, negative for signals
     assert "..." in life.told()
 
-The function is one that can be imported by name: the main of a script, or a function of a test file that may use
-torch.distributed (`distributed.start(60.0, 0)` joins the group). It runs under `process.run_main`, as scripts do, in a
-session of its own, with torchrun's variables, the test's environment and working directory, and the signal handlers of a
-new process. `patches` are functions of test files with their arguments, called in every rank before it.
-No rank outlives the test process, nor LIMIT seconds.
+The function is one that can be imported by name: the main of a script, or a function of a test file
+that may use torch.distributed (`distributed.start(60.0, 0)` joins the group). It runs under
+`process.run_main`, as scripts do, in a session of its own, with torchrun's variables, the test's
+environment and working directory, and the signal handlers of a new process. `patches` are functions
+of test files with their arguments, called in every rank before it. No rank outlives the test
+process, nor LIMIT seconds.
 
-torchrun itself is started only by tests of what only torchrun does: exit codes, signals, rendezvous, restarts.
-"""
+torchrun itself is started only by tests of what only torchrun does: exit codes, signals,
+rendezvous, restarts."""
 
 import ctypes
 import faulthandler
@@ -27,24 +29,40 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 LIMIT = 300
-TORCHRUN = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 # Imported by the server, which computes nothing: a thread of torch's would not survive a fork.
-IMPORTS = ["conftest", "train_ppo_vl", "train_grm_vl", "torch.utils.tensorboard", "torch._dynamo",
-           "transformers.models.qwen2.tokenization_qwen2", "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-           "transformers.models.qwen3_vl.modeling_qwen3_vl",
-           "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"]
+IMPORTS = [
+    "conftest",
+    "train_ppo_vl",
+    "train_grm_vl",
+    "torch.utils.tensorboard",
+    "torch._dynamo",
+    "transformers.models.qwen2.tokenization_qwen2",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl",
+    "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
+]
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(IMPORTS)
 OUTPUTS = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -81,7 +99,9 @@ def run(function: Callable, *arguments: Any, codes: list[int] | None = None, **h
     life = start(function, *arguments, **how)
     ended = life.wait()
     crash = life.told().partition("Fatal Python error")[2][:4000]
-    assert ended == (codes or [0] * len(ended)), f"exit codes {ended}: {crash or life.told()[-6000:]}"
+    assert ended == (codes or [0] * len(ended)), (
+        f"exit codes {ended}: {crash or life.told()[-6000:]}"
+    )
     return life.told()
 
 
@@ -92,7 +112,13 @@ def in_turn(*runs: tuple) -> None:
         function(*arguments)
 
 
-def start(function: Callable, *arguments: Any, world: int = 1, patches: list[tuple] = (), **environment: str) -> Life:
+def start(
+    function: Callable,
+    *arguments: Any,
+    world: int = 1,
+    patches: list[tuple] = (),
+    **environment: str,
+) -> Life:
     """Start ``world`` ranks of a function."""
     handle, output = tempfile.mkstemp(dir=OUTPUTS.name, suffix=".log")
     os.close(handle)
@@ -102,7 +128,11 @@ def start(function: Callable, *arguments: Any, world: int = 1, patches: list[tup
     for rank in range(world):
         place = (rank, 0, world, world, "127.0.0.1", port)
         variables = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-        variables |= dict(zip(TORCHRUN, map(str, (rank, *place)))) | {"GLOO_SOCKET_IFNAME": "lo"} | environment
+        variables |= (
+            dict(zip(TORCHRUN, map(str, (rank, *place))))
+            | {"GLOO_SOCKET_IFNAME": "lo"}
+            | environment
+        )
         call = (function, arguments, patches, variables, os.getcwd(), output)
         ranks.append(FORKED.Process(target=live, args=call, daemon=True))
         ranks[-1].start()
@@ -122,7 +152,14 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def live(function: Callable, arguments: tuple, patches: list[tuple], variables: dict, folder: str, output: str) -> None:
+def live(
+    function: Callable,
+    arguments: tuple,
+    patches: list[tuple],
+    variables: dict,
+    folder: str,
+    output: str,
+) -> None:
     """The life of one rank, in its own process."""
     import torch
 
@@ -132,11 +169,11 @@ def live(function: Callable, arguments: tuple, patches: list[tuple], variables: 
     with open(output, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    faulthandler.enable(file=2)     # a crash names its line, in every thread
+    faulthandler.enable(file=2)  # a crash names its line, in every thread
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(variables)
-    for seed in (random.seed, np.random.seed, torch.seed):      # anew, as in every process
+    for seed in (random.seed, np.random.seed, torch.seed):  # anew, as in every process
         seed()
     for patch, *values in patches:
         patch(*values)
@@ -144,7 +181,8 @@ def live(function: Callable, arguments: tuple, patches: list[tuple], variables: 
 
 
 def end_with_the_tests() -> None:
-    """Die with the server, which ends with the test process once no rank holds its pipe; and after LIMIT seconds."""
+    """Die with the server, which ends with the test process once no rank holds its pipe; and after
+    LIMIT seconds."""
     os.setsid()
     os.close(forkserver._forkserver._forkserver_alive_fd)
     if sys.platform == "linux":

@@ -1,4 +1,5 @@
-"""A reward server that gives 1 to a response that is its reference, up to case and white space, and 0 to any other.
+"""A reward server that gives 1 to a response that is its reference, up to case and white space, and
+0 to any other.
 
     python tests/reward_server.py --port 8500 &
     torchrun --nproc_per_node 2 train_ppo_vl.py --reward http://127.0.0.1:8500/exact
@@ -44,11 +45,15 @@ LIES = dict(
 
 
 def score(batch: dict) -> dict[str, list[float]]:
-    """{"rewards": one number per sample}; further lists of that length are components that the trainer logs."""
+    """{"rewards": one number per sample}; further lists of that length are components that the
+    trainer logs."""
     right, images = [], batch["images"]
     for response, reference in zip(batch["responses"], batch["references"]):
         right.append(float(response.lower().split() == reference.lower().split()))
-    return {"rewards": right, "pictures": [float(len(open_pictures(pictures, images))) for pictures in images]}
+    return {
+        "rewards": right,
+        "pictures": [float(len(open_pictures(pictures, images))) for pictures in images],
+    }
 
 
 def open_pictures(pictures: list, images: list[list]) -> list[Image.Image]:
@@ -64,7 +69,10 @@ def open_pictures(pictures: list, images: list[list]) -> list[Image.Image]:
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        server, (mode, argument, code) = self.server, (self.path.strip("/").split("/") + ["", ""])[:3]
+        server, (mode, argument, code) = (
+            self.server,
+            (self.path.strip("/").split("/") + ["", ""])[:3],
+        )
         with server.lock:
             server.requests += 1
             number, server.running = server.requests, server.running + 1
@@ -84,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(int(argument), "that is how it is")
             elif mode == "move":
                 self.answer(int(argument), "it has moved", Location="/get")
-            elif mode == "length":      # says more, or less, than it sends
+            elif mode == "length":  # says more, or less, than it sends
                 self.answer(200, json.dumps(score(batch)), Content_Length=argument)
             elif mode == "lie":
                 lie = LIES[argument](score(batch)["rewards"])
@@ -93,7 +101,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(200, json.dumps(score(batch)))
             else:
                 self.answer(404, f"no such path: {self.path}")
-        except (BrokenPipeError, ConnectionResetError):  # a client whose patience ended is part of the tests
+        # a client whose patience ended is part of the tests
+        except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 
     def do_GET(self) -> None:
@@ -113,7 +122,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class RewardServer(ThreadingHTTPServer):
-    """`requests` counts them, `batches` keeps what they asked, `most_running` how many were there at the same time."""
+    """`requests` counts them, `batches` keeps what they asked, `most_running` how many were there
+    at the same time."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -122,14 +132,17 @@ class RewardServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.lock, self.verbose = threading.Lock(), verbose
         self.requests = self.running = self.most_running = 0
-        self.batches: deque[dict] = deque(maxlen=0 if verbose else None)  # a server that runs for days keeps none
+        # a server that runs for days keeps none
+        self.batches: deque[dict] = deque(maxlen=0 if verbose else None)
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.server_port}/{path}"
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--port", type=int, default=8500)
     with RewardServer(parser.parse_args().port, verbose=True) as running:
         print(f"answers at {running.url('exact')}", flush=True)

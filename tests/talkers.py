@@ -1,5 +1,5 @@
-"""Environments for tests: every second sample of a prompt sees something first; replies have no, one or two pictures, by
-the seed and the number."""
+"""Environments for tests: every second sample of a prompt sees something first; replies have no,
+one or two pictures, by the seed and the number."""
 
 import dataclasses
 import random
@@ -15,7 +15,9 @@ from conftest import ROOT, take
 
 
 def picture(rng):
-    return Image.new("RGB", (28 * rng.randint(1, 3), 56), tuple(rng.randint(0, 255) for _ in range(3)))
+    return Image.new(
+        "RGB", (28 * rng.randint(1, 3), 56), tuple(rng.randint(0, 255) for _ in range(3))
+    )
 
 
 class Talk:
@@ -32,7 +34,11 @@ class Talk:
         self.turn += 1
         if self.turn == 4:
             return None, 1.0, True
-        return ["red " * self.turn, *self.draw(2), f"turn {self.turn}?"], 0.01 * len(text) * self.turn, False
+        return (
+            ["red " * self.turn, *self.draw(2), f"turn {self.turn}?"],
+            0.01 * len(text) * self.turn,
+            False,
+        )
 
 
 class Words(Talk):
@@ -162,8 +168,11 @@ PROGRAMS = ROOT / "tests" / "talkers.py"
 
 
 def talk(env, name: str, count: int, batch=None, **changes):
-    """``count`` samples of each prompt, in conversation with an environment; ``changes`` of its flags, and slots."""
-    flags = dict(env=f"{PROGRAMS}:{name}", env_workers=0, max_turns=4, max_reply_tokens=400) | changes
+    """``count`` samples of each prompt, in conversation with an environment; ``changes`` of its
+    flags, and slots."""
+    flags = (
+        dict(env=f"{PROGRAMS}:{name}", env_workers=0, max_turns=4, max_reply_tokens=400) | changes
+    )
     slots = flags.pop("slots", env.sampling.slots)
     answering = environments.load(dataclasses.replace(env.args.env, **flags), 512)
     sampling = dataclasses.replace(env.sampling, environment=answering, slots=slots)
@@ -180,17 +189,29 @@ def expected_logprobs(env, oracle, batch, gradient: bool = False) -> torch.Tenso
     """(N,) of the policy's own tokens, by one forward of each conversation with all its pictures."""
     family, logprobs = env.processor.family, []
     for i, is_own in enumerate(batch.is_own.split(batch.spans.tolist())):
-        ids, group, conversation = whole(batch, i)[None], int(batch.prompt_index[i]), batch.conversations[i]
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | family.token_types(ids)
+        ids, group, conversation = (
+            whole(batch, i)[None],
+            int(batch.prompt_index[i]),
+            batch.conversations[i],
+        )
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | family.token_types(
+            ids
+        )
         row = env.prompts[group]
-        shared = conversation.images[:len(batch.prompts[group].grids) - len(row.grids)]
-        pictures = [Image.open(path).convert("RGB") for path in row.images] + shared + conversation.images[len(shared):]
+        shared = conversation.images[: len(batch.prompts[group].grids) - len(row.grids)]
+        pictures = (
+            [Image.open(path).convert("RGB") for path in row.images]
+            + shared
+            + conversation.images[len(shared) :]
+        )
         if pictures:
             patches, grids = zip(*map(family.patches, pictures))
             inputs |= family.vision_inputs(torch.cat(patches), torch.tensor(grids))
         with torch.set_grad_enabled(gradient):
             logits = oracle(**inputs, use_cache=False).logits[0, :-1].float()
-        logits = logits.index_fill(1, torch.tensor(env.processor.banned_ids, dtype=torch.int64), -torch.inf)
+        logits = logits.index_fill(
+            1, torch.tensor(env.processor.banned_ids, dtype=torch.int64), -torch.inf
+        )
         targets = torch.cat([torch.zeros(ids.shape[1] - len(is_own), dtype=torch.bool), is_own])[1:]
         logprobs.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0][targets])
     return torch.cat(logprobs)

@@ -1,8 +1,8 @@
-"""Every estimator, loss, KL and shaping flag reaches all of the mathematics: written out again, per sample and per token.
+"""Every estimator, loss, KL and shaping flag reaches all of the mathematics: written out again, per
+sample and per token.
 
-The formulas of common/losses.py have their own oracles in test_losses.py; here the flags of the script are followed from the
-command line to the advantages and to the gradient.
-"""
+The formulas of common/losses.py have their own oracles in test_losses.py; here the flags of the
+script are followed from the command line to the advantages and to the gradient."""
 
 import dataclasses
 import math
@@ -70,12 +70,16 @@ def copied(env) -> Batch:
     return dataclasses.replace(env.batch)
 
 
-def state_of(env, kl_coef: float = 0.1, moments: losses.RunningMoments | None = None) -> ppo.TrainState:
+def state_of(
+    env, kl_coef: float = 0.1, moments: losses.RunningMoments | None = None
+) -> ppo.TrainState:
     """The state of a run with this weight of the KL and these moments of the rewards."""
     return ppo.TrainState(kl_coef, moments or losses.RunningMoments())
 
 
-def advantages(env, moments: losses.RunningMoments | None = None, count: int = 16, **changes) -> list[list[float]]:
+def advantages(
+    env, moments: losses.RunningMoments | None = None, count: int = 16, **changes
+) -> list[list[float]]:
     """By sample, of a copy of the first samples."""
     batch = env.batch.select(torch.arange(count))
     ppo.compute_advantages(batch, state_of(env, moments=moments), with_flags(env.args, **changes))
@@ -83,7 +87,10 @@ def advantages(env, moments: losses.RunningMoments | None = None, count: int = 1
 
 
 def to_go(rewards: list[list[float]], gamma: float) -> list[list[float]]:
-    return [[sum(gamma ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))] for row in rewards]
+    return [
+        [sum(gamma ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))]
+        for row in rewards
+    ]
 
 
 def rewards_of(scores: list[float], kl: list[list[float]], beta: float) -> list[list[float]]:
@@ -100,8 +107,15 @@ def whitened(rows: list[list[float]]) -> list[list[float]]:
     return [[(x - flat.mean()) / math.sqrt(flat.var(ddof=1) + 1e-8) for x in row] for row in rows]
 
 
-def expected(name: str, scores: list[float], kl: list[list[float]], lengths: list[int], beta: float, gamma: float,
-             greedy: list[float]) -> list[list[float]]:
+def expected(
+    name: str,
+    scores: list[float],
+    kl: list[list[float]],
+    lengths: list[int],
+    beta: float,
+    gamma: float,
+    greedy: list[float],
+) -> list[list[float]]:
     """The estimators, from their papers, by loops over prompts and samples."""
     rows = to_go(rewards_of(scores, kl, beta), gamma)
     if name == "reinforce":
@@ -111,11 +125,12 @@ def expected(name: str, scores: list[float], kl: list[list[float]], lengths: lis
     if name == "reinforce++":
         return whitened(rows)
     rows = []
-    alone = name in ("grpo", "group_norm", "cpgd")     # the scores alone are compared; the KL to go afterwards, token by token
+    # the scores alone are compared; the KL to go afterwards, token by token
+    alone = name in ("grpo", "group_norm", "cpgd")
     values = scores if alone else [score - beta * sum(row) for score, row in zip(scores, kl)]
     for i, value in enumerate(values):
         first = i // 4 * 4
-        group = values if name == "cpgd" else values[first:first + 4]
+        group = values if name == "cpgd" else values[first : first + 4]
         mean = np.mean(group)
         if max(group) - min(group) < 1e-6:
             advantage = 0.0
@@ -124,15 +139,17 @@ def expected(name: str, scores: list[float], kl: list[list[float]], lengths: lis
         elif name == "rloo":
             advantage = value - (sum(group) - value) / (len(group) - 1)
         elif name == "opo":
-            n = lengths[first:first + len(group)]
+            n = lengths[first : first + len(group)]
             advantage = value - sum(a * b for a, b in zip(n, group)) / sum(n)
         elif name == "gpg":
-            groups = [scores[g:g + 4] for g in range(0, len(scores), 4)]
+            groups = [scores[g : g + 4] for g in range(0, len(scores), 4)]
             alive = sum(len(scores) for scores in groups if max(scores) - min(scores) >= 1e-6)
             advantage = len(values) / alive * (value - mean)
         else:
             advantage = value - mean
-        rows.append([advantage - beta * sum(kl[i][t:]) if alone else advantage for t in range(lengths[i])])
+        rows.append(
+            [advantage - beta * sum(kl[i][t:]) if alone else advantage for t in range(lengths[i])]
+        )
     return whitened(rows) if name == "reinforce_baseline" else rows
 
 
@@ -145,8 +162,15 @@ def test_estimators(env, name, kl_in):
     """Of three prompts with four samples and one with three."""
     actual = advantages(env, count=15, advantage=name, kl_in=kl_in, gamma=0.9)
     kl = [part.tolist() for part in env.batch.split(env.batch.kl)][:15]
-    wanted = expected(name, SCORES[:15], kl, env.batch.lengths.tolist(), 0.1 if kl_in == "reward" else 0.0, 0.9,
-                      env.batch.greedy_rewards.tolist())
+    wanted = expected(
+        name,
+        SCORES[:15],
+        kl,
+        env.batch.lengths.tolist(),
+        0.1 if kl_in == "reward" else 0.0,
+        0.9,
+        env.batch.greedy_rewards.tolist(),
+    )
     for ours, theirs in zip(actual, wanted, strict=True):
         assert ours == pytest.approx(theirs, abs=2e-5)
     assert any(abs(x) > 0.1 for row in actual for x in row)
@@ -157,7 +181,9 @@ def test_equal_scores_leave_the_kl_to_go_alone(env, name):
     """Not the noise of the KL over its spread, which is as large as any advantage, for any weight."""
     samples = copied(env)
     samples.rewards = torch.full((16,), 2.0)
-    ppo.compute_advantages(samples, state_of(env, 0.001), with_flags(env.args, advantage=name, kl_in="reward"))
+    ppo.compute_advantages(
+        samples, state_of(env, 0.001), with_flags(env.args, advantage=name, kl_in="reward")
+    )
     for kl, actual in zip(samples.split(samples.kl), samples.split(samples.advantages)):
         wanted = [-0.001 * sum(kl.tolist()[t:]) for t in range(len(kl))]
         assert actual.tolist() == pytest.approx(wanted, rel=ROUNDING, abs=1e-9)
@@ -168,7 +194,9 @@ def test_the_scale_of_gpg_counts_groups_by_their_scores(env):
     """Without spread in any group nothing is scaled up, and a KL alone does not make a spread."""
     samples = copied(env)
     samples.rewards = torch.ones(16)
-    ppo.compute_advantages(samples, state_of(env), with_flags(env.args, advantage="gpg", kl_in="reward"))
+    ppo.compute_advantages(
+        samples, state_of(env), with_flags(env.args, advantage="gpg", kl_in="reward")
+    )
     assert samples.advantages.tolist() == [0.0] * len(samples.tokens)
     assert samples.kl.abs().max() > 0.1
 
@@ -191,7 +219,9 @@ def test_gae(env):
     samples, raw = copied(env), []
     args = with_flags(env.args, advantage="gae", kl_in="reward", gamma=0.9, gae_lambda=0.8)
     metrics = ppo.compute_advantages(samples, state_of(env), args)
-    kl, values = ([part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values))
+    kl, values = (
+        [part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values)
+    )
     rewards = rewards_of(SCORES, kl, 0.1)
     for reward, value in zip(rewards, values):
         row, carry, following = [], 0.0, 0.0
@@ -209,16 +239,39 @@ def test_gae(env):
     assert unexplained != 1
 
 
-@pytest.mark.parametrize("changes", [{"gae_lambda_policy": 0.3}, {"gae_lambda_policy": 0.0}, {"gae_alpha": 0.2}, {"gae_alpha": 2.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gae_lambda_policy": 0.3},
+        {"gae_lambda_policy": 0.0},
+        {"gae_alpha": 0.2},
+        {"gae_alpha": 2.0},
+    ],
+)
 def test_two_lambdas(env, changes):
-    """The critic's targets and the advantages by a loop each; one flag for all responses, the other by their lengths."""
+    """The critic's targets and the advantages by a loop each; one flag for all responses, the other
+    by their lengths."""
     samples, advantages, targets = copied(env), [], []
-    args = with_flags(env.args, advantage="gae", kl_in="reward", gamma=0.9, gae_lambda=0.8, advantages_norm="off", **changes)
+    args = with_flags(
+        env.args,
+        advantage="gae",
+        kl_in="reward",
+        gamma=0.9,
+        gae_lambda=0.8,
+        advantages_norm="off",
+        **changes,
+    )
     ppo.compute_advantages(samples, state_of(env), args)
-    kl, values = ([part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values))
+    kl, values = (
+        [part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values)
+    )
     for reward, value in zip(rewards_of(SCORES, kl, 0.1), values):
         alpha = changes.get("gae_alpha")
-        lam_policy = max(0.0, 1 - 1 / (alpha * max(1, len(value)))) if alpha else changes["gae_lambda_policy"]
+        lam_policy = (
+            max(0.0, 1 - 1 / (alpha * max(1, len(value))))
+            if alpha
+            else changes["gae_lambda_policy"]
+        )
         for lam, rows, shift in ((lam_policy, advantages, 0.0), (0.8, targets, 1.0)):
             row, carry, following = [], 0.0, 0.0
             for t in reversed(range(len(reward))):
@@ -231,19 +284,30 @@ def test_two_lambdas(env, changes):
 
 
 def test_shaping_comes_before_the_group(env):
-    """Normalised, clipped, less the length penalty, in this order; then the estimator, with remax's baseline shaped alike."""
+    """Normalised, clipped, less the length penalty, in this order; then the estimator, with remax's
+    baseline shaped alike."""
     moments = losses.RunningMoments()
     seen = [0.0, 4.0, -2.0, *SCORES]
-    moments.update(torch.tensor(seen))                 # as `collect` has done
-    changes = dict(kl_in="loss", reward_norm=True, reward_clip=0.8, overlong_buffer=6, overlong_factor=0.5, moments=moments)
+    moments.update(torch.tensor(seen))  # as `collect` has done
+    changes = dict(
+        kl_in="loss",
+        reward_norm=True,
+        reward_clip=0.8,
+        overlong_buffer=6,
+        overlong_factor=0.5,
+        moments=moments,
+    )
 
     def shaped(scores: list[float], lengths: list[int]) -> np.ndarray:
         clipped = np.clip((np.array(scores) - np.mean(seen)) / np.std(seen, ddof=1), -0.8, 0.8)
         return clipped + [min(0.0, -(n - (12 - 6)) / 6 * 0.5) for n in lengths]
 
     rewards = shaped(SCORES, env.batch.lengths.tolist())
-    baselines = {"dr_grpo": rewards.reshape(4, 4).mean(axis=1).repeat(4),
-                 "remax": shaped(env.batch.greedy_rewards.tolist(), [11] * 16)}           # the greedy responses: 11 tokens
+    baselines = {
+        "dr_grpo": rewards.reshape(4, 4).mean(axis=1).repeat(4),
+        # the greedy responses: 11 tokens
+        "remax": shaped(env.batch.greedy_rewards.tolist(), [11] * 16),
+    }
     for name, baseline in baselines.items():
         for i, row in enumerate(advantages(env, advantage=name, **changes)):
             assert row == pytest.approx([rewards[i] - baseline[i]] * len(row), abs=ROUNDING)
@@ -257,22 +321,34 @@ def test_advantage_clip_and_norm(env):
     plain, clipped = flat("reinforce"), flat("reinforce", advantage_clip=0.6)
     assert clipped == pytest.approx([min(max(x, -0.6), 0.6) for x in plain])
     assert clipped != plain
-    assert flat("reinforce", advantages_norm="on") == pytest.approx(whitened([plain])[0], abs=ROUNDING)
+    assert flat("reinforce", advantages_norm="on") == pytest.approx(
+        whitened([plain])[0], abs=ROUNDING
+    )
     assert flat("reinforce++", advantages_norm="off") == pytest.approx(plain)
 
 
 # ------------------------------------------------------------------------------------------------ losses
-def oracle_gradient(env, qwen25, name: str, clip: tuple[float, float], keep: list[list[bool]] | None,
-                    per_sequence: bool) -> torch.Tensor:
+def oracle_gradient(
+    env,
+    qwen25,
+    name: str,
+    clip: tuple[float, float],
+    keep: list[list[bool]] | None,
+    per_sequence: bool,
+) -> torch.Tensor:
     """Gradient for the head's weight: one forward per sample through Hugging Face's model, the loss by loops.
 
     It is the mean over tokens, or over sequences of the mean over their tokens."""
     model = hugging_face(qwen25)
     samples = env.batch
-    columns = [samples.split(getattr(samples, key)) for key in ("tokens", "old_logprobs", "advantages")]
+    columns = [
+        samples.split(getattr(samples, key)) for key in ("tokens", "old_logprobs", "advantages")
+    ]
     keep = keep or [[True] * n for n in samples.lengths.tolist()]
     tokens, sequences, loss = sum(map(sum, keep)), sum(map(any, keep)), torch.zeros(())
-    for index, ids, old, adv, mask in zip(samples.prompt_index.tolist(), *columns, map(torch.tensor, keep)):
+    for index, ids, old, adv, mask in zip(
+        samples.prompt_index.tolist(), *columns, map(torch.tensor, keep)
+    ):
         if not mask.any():
             continue
         logits = logits_of(model, env.prompts[index], ids, env.processor)
@@ -283,13 +359,22 @@ def oracle_gradient(env, qwen25, name: str, clip: tuple[float, float], keep: lis
     return model.lm_head.weight.grad
 
 
-CLIPS = dict(ppo=(0.2, 0.2), gspo=(3e-4, 4e-4), cpgd=(0.2, 0.2), gmpo=(0.4, 0.4), cispo=(1.0, 4.0), sapo=(0, 0))
+CLIPS = dict(
+    ppo=(0.2, 0.2),
+    gspo=(3e-4, 4e-4),
+    cpgd=(0.2, 0.2),
+    gmpo=(0.4, 0.4),
+    cispo=(1.0, 4.0),
+    sapo=(0, 0),
+)
 
 
-def head_gradient(env, args: ppo.Args, batch: Batch, kl_coef: float = 0.0, models=None) -> torch.Tensor:
+def head_gradient(
+    env, args: ppo.Args, batch: Batch, kl_coef: float = 0.0, models=None
+) -> torch.Tensor:
     """For the head's weight, of a minibatch of all prompts as an update of the actor makes it."""
     batch = dataclasses.replace(batch, kl_coef=kl_coef)
-    part, = ppo.minibatches_of(env.actor, batch, 1, args.update.epochs, args)
+    (part,) = ppo.minibatches_of(env.actor, batch, 1, args.update.epochs, args)
     for pack in make_packs(env.actor.model, batch, part.indices):
         ppo.backward(ppo.actor_loss(env.actor, models, pack, batch, part, args)[0])
     grad = env.actor.model.lm_head.weight.grad.full_tensor()
@@ -301,9 +386,15 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert (actual - expected).norm() < 1e-4 * expected.norm()
 
 
-@pytest.mark.parametrize("name, clip, aggregation", [
-    *((name, clip, "auto") for name, clip in CLIPS.items()),
-    ("ppo", (0.1, 0.3), "auto"), ("gspo", CLIPS["gspo"], "token-mean"), ("ppo", CLIPS["ppo"], "seq-mean-token-mean")])
+@pytest.mark.parametrize(
+    "name, clip, aggregation",
+    [
+        *((name, clip, "auto") for name, clip in CLIPS.items()),
+        ("ppo", (0.1, 0.3), "auto"),
+        ("gspo", CLIPS["gspo"], "token-mean"),
+        ("ppo", CLIPS["ppo"], "seq-mean-token-mean"),
+    ],
+)
 def test_losses_reach_the_gradient_with_their_own_clip(env, qwen25, name, clip, aggregation):
     """And with the aggregation of their papers, unless another one is asked for."""
     changes = {} if aggregation == "auto" else {"loss_aggregation": aggregation}
@@ -311,8 +402,14 @@ def test_losses_reach_the_gradient_with_their_own_clip(env, qwen25, name, clip, 
         changes |= {"clip_low": clip[0], "clip_high": clip[1]}
     args = with_flags(env.args, policy_loss=name, kl_in="reward", entropy_coef=0.0, **changes)
     actual, _ = gradient(args, env.actor, env.batch)
-    per_sequence = aggregation == "seq-mean-token-mean" or aggregation == "auto" and name in ("gspo", "gmpo", "sapo")
-    assert_close(actual["model.lm_head.weight"], oracle_gradient(env, qwen25, name, clip, None, per_sequence))
+    per_sequence = (
+        aggregation == "seq-mean-token-mean"
+        or aggregation == "auto"
+        and name in ("gspo", "gmpo", "sapo")
+    )
+    assert_close(
+        actual["model.lm_head.weight"], oracle_gradient(env, qwen25, name, clip, None, per_sequence)
+    )
 
 
 def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
@@ -320,7 +417,9 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
     samples = copied(env)
     samples.logprobs = env.batch.logprobs - 1
     for cap in (2.0, 0.0):
-        ppo.fill_logprobs_and_values(samples, ppo.Models(env.actor, None, None), with_flags(args, importance_cap=cap))
+        ppo.fill_logprobs_and_values(
+            samples, ppo.Models(env.actor, None, None), with_flags(args, importance_cap=cap)
+        )
         assert torch.allclose(samples.old_logprobs, samples.logprobs + bool(cap), atol=ROUNDING)
     model = hugging_face(qwen25)
     keep = []
@@ -330,12 +429,17 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
             logp = logits_of(model, env.prompts[index], tokens, env.processor).log_softmax(-1)
         expected = -(logp.exp() * logp.clamp(min=-1e4)).sum(-1)
         assert entropy.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
-        best = sorted(range(len(tokens)), key=lambda t: -expected[t])[:max(1, int(0.4 * len(tokens)))]
+        best = sorted(range(len(tokens)), key=lambda t: -expected[t])[
+            : max(1, int(0.4 * len(tokens)))
+        ]
         keep.append([t in best for t in range(len(tokens))])
     samples.old_logprobs = env.batch.old_logprobs
     samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
     assert [part.tolist() for part in samples.split(samples.in_policy_loss)] == keep
-    assert_close(head_gradient(env, args, samples), oracle_gradient(env, qwen25, "gmpo", (0.4, 0.4), keep, per_sequence=True))
+    assert_close(
+        head_gradient(env, args, samples),
+        oracle_gradient(env, qwen25, "gmpo", (0.4, 0.4), keep, per_sequence=True),
+    )
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
@@ -353,7 +457,8 @@ def test_truncated_responses_carry_no_policy_loss(env, qwen25, name):
     assert_close(trained.gradients[0]["model.lm_head.weight"], wanted)
     assert metrics["train/masked_responses"] == 6
     assert metrics["train/actor_updates"] == 1
-    samples.truncated[:] = True                                         # nothing to learn from: no update
+    # nothing to learn from: no update
+    samples.truncated[:] = True
     samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
     assert ppo.update_actor(trained, None, samples, 1, None, args)["train/actor_updates"] == 0
     assert len(trained.gradients) == 1
@@ -364,9 +469,11 @@ def test_both_masks_of_the_policy_loss_act_together(env):
     samples = copied(env)
     samples.truncated = torch.arange(16) % 3 == 0
     samples.entropy = torch.rand(len(samples.tokens), generator=torch.Generator().manual_seed(0))
-    mask = ppo.policy_loss_mask(samples, with_flags(env.args, mask_truncated=True, high_entropy_ratio=0.5).algorithm)
+    mask = ppo.policy_loss_mask(
+        samples, with_flags(env.args, mask_truncated=True, high_entropy_ratio=0.5).algorithm
+    )
     for i, (actual, entropy) in enumerate(zip(samples.split(mask), samples.split(samples.entropy))):
-        best = sorted(entropy.tolist(), reverse=True)[:max(1, len(entropy) // 2)]
+        best = sorted(entropy.tolist(), reverse=True)[: max(1, len(entropy) // 2)]
         assert actual.tolist() == [i % 3 != 0 and x in best for x in entropy.tolist()]
 
 
@@ -375,15 +482,23 @@ def test_value_kl_and_entropy_terms_keep_truncated_responses(env):
     samples = copied(env)
     samples.truncated, samples.kl_coef = torch.arange(16) % 3 == 0, 0.5
     by_mask = []
-    with computing(env.actor, max_tokens_per_pack=600), computing(env.critic, max_tokens_per_pack=600):
+    with (
+        computing(env.actor, max_tokens_per_pack=600),
+        computing(env.critic, max_tokens_per_pack=600),
+    ):
         for masked in (False, True):
             actor, critic = Caught(env.actor, env.args), Caught(env.critic, env.args)
             for terms in ({}, {"kl_in": "loss", "kl_estimator": "k3+"}, {"entropy_coef": 0.3}):
-                args = with_flags(env.args, **({"kl_in": "reward", "mask_truncated": masked} | terms))
+                args = with_flags(
+                    env.args, **({"kl_in": "reward", "mask_truncated": masked} | terms)
+                )
                 samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
                 ppo.update_actor(actor, None, samples, 1, None, args)
             ppo.update_critic(critic, samples, 1, args)
-            flat = [torch.cat([part.flatten() for part in gradient.values()]) for gradient in actor.gradients]
+            flat = [
+                torch.cat([part.flatten() for part in gradient.values()])
+                for gradient in actor.gradients
+            ]
             plain, kl, entropy = flat
             value = torch.cat([part.flatten() for part in critic.gradients[0].values()])
             by_mask.append(dict(plain=plain, kl=kl - plain, entropy=entropy - plain, value=value))
@@ -398,29 +513,46 @@ def test_value_kl_and_entropy_terms_keep_truncated_responses(env):
 def test_a_minibatch_of_truncated_responses_has_other_terms(env, terms):
     """Their gradient is that of a loss whose advantages are zero."""
     samples, silent = copied(env), copied(env)
-    samples.truncated, silent.advantages = torch.ones(16, dtype=torch.bool), torch.zeros_like(samples.advantages)
+    samples.truncated, silent.advantages = (
+        torch.ones(16, dtype=torch.bool),
+        torch.zeros_like(samples.advantages),
+    )
     args = with_flags(env.args, **({"kl_in": "reward", "mask_truncated": True} | terms))
     trained = Caught(env.actor, args)
     for batch in (samples, silent):
         batch.kl_coef, batch.in_policy_loss = 0.5, ppo.policy_loss_mask(batch, args.algorithm)
         assert ppo.update_actor(trained, None, batch, 1, None, args)["train/actor_updates"] == 1
-    weights, expected = (torch.cat([part.flatten() for part in gradient.values()]) for gradient in trained.gradients)
+    weights, expected = (
+        torch.cat([part.flatten() for part in gradient.values()]) for gradient in trained.gradients
+    )
     assert expected.norm() > 1e-2
     assert_close(weights, expected)
 
 
 def test_statistics_are_those_of_the_tokens_in_the_policy_term(qwen25, picture_rows, tmp_path):
-    """Before any update the ratio is 1 and KL(old, new) is 0 on average, also where only some of the tokens take part."""
-    metrics = ppo.main(words("--model", qwen25, "--data", picture_rows, "--out", tmp_path,
-                             "--steps 1 --advantage grpo --reward exact --max_prompt_tokens 512 --max_new_tokens 8 "
-                             "--prompts_per_step 4 --high_entropy_ratio 0.4 --save_every 0 --export_every 0"))
+    """Before any update the ratio is 1 and KL(old, new) is 0 on average, also where only some of
+    the tokens take part."""
+    metrics = ppo.main(
+        words(
+            "--model",
+            qwen25,
+            "--data",
+            picture_rows,
+            "--out",
+            tmp_path,
+            "--steps 1 --advantage grpo --reward exact --max_prompt_tokens 512 --max_new_tokens 8 "
+            "--prompts_per_step 4 --high_entropy_ratio 0.4 --save_every 0 --export_every 0",
+        )
+    )
     assert metrics["train/ratio"] == pytest.approx(1, abs=1e-4)
     assert abs(metrics["train/approx_kl"]) < rounding(16)
-    assert metrics["train/entropy"] > 1                                                         # of all tokens
+    # of all tokens
+    assert metrics["train/entropy"] > 1
 
 
 def test_the_exact_kl(env, qwen25):
-    """Over the whole vocabulary, in the reward and in the loss, against Hugging Face's logits and autograd."""
+    """Over the whole vocabulary, in the reward and in the loss, against Hugging Face's logits and
+    autograd."""
     builder = build.Builder(env.args.model, env.ranks.device, env.args.longest)
     reference = ppo.Policy(builder.role("", frozen=True), env.processor)
     ppo.shard(reference, env.ranks.mesh)
@@ -429,7 +561,9 @@ def test_the_exact_kl(env, qwen25):
     theirs = {f"model.{name}": parameter for name, parameter in other.named_parameters()}
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            parameter.to_local().add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.03)
+            parameter.to_local().add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.03
+            )
             theirs[name].copy_(parameter.full_tensor())
     args = with_flags(env.args, kl_estimator="full", kl_in="loss")
     samples = copied(env)
@@ -438,8 +572,10 @@ def test_the_exact_kl(env, qwen25):
     ppo.fill_logprobs_and_values(samples, models, args)
     loss, kls = torch.zeros(()), []
     for index, tokens in responses_of(samples):
-        logp, logq = (logits_of(m, env.prompts[index], tokens, env.processor).log_softmax(-1).clamp(min=-1e9)
-                      for m in (model, other))
+        logp, logq = (
+            logits_of(m, env.prompts[index], tokens, env.processor).log_softmax(-1).clamp(min=-1e9)
+            for m in (model, other)
+        )
         kl = (logp.exp() * (logp - logq.detach())).sum(-1)
         kls += kl.tolist()
         loss = loss + kl.sum() / len(samples.tokens)
@@ -453,7 +589,8 @@ def test_the_exact_kl(env, qwen25):
     assert not any(p.requires_grad for p in reference.parameters())
 
 
-# ------------------------------------------------------------------------------------------------ dynamic sampling, remax
+# ------------------------------------------------------------------------------------------------
+# dynamic sampling, remax
 RULED = """
 FLAT = {0, 2, 3, 5, 6}
 
@@ -478,44 +615,68 @@ def test_groups_without_spread_are_counted():
     single = part.select((part.sample_number == 0).nonzero()[:, 0])
     assert scoring.prompts_with_spread(single) == single.prompt_index.tolist()
     for batch in (part, single):
-        batch.rewards = torch.full((len(batch),), 0.1) + torch.arange(len(batch)) * 1e-8           # equal up to rounding
+        # equal up to rounding
+        batch.rewards = torch.full((len(batch),), 0.1) + torch.arange(len(batch)) * 1e-8
         assert scoring.prompts_with_spread(batch) == []
 
 
 @pytest.fixture(scope="module")
 def ruled(tmp_path_factory, picture_rows):
-    """rows.jsonl: 8 prompts with 0 or 1 pictures; rules.py: rewards of which those of five prompts are always equal."""
+    """rows.jsonl: 8 prompts with 0 or 1 pictures; rules.py: rewards of which those of five prompts
+    are always equal."""
     folder = tmp_path_factory.mktemp("ruled")
     (folder / "rules.py").write_text(RULED)
     picture = str(Path(picture_rows).parent / "picture-1-0.png")
-    write_rows(folder / "rows.jsonl", [
-        {"prompt": f"row {i}: how many circles?", "images": [picture] if i % 2 else []} for i in range(8)])
+    write_rows(
+        folder / "rows.jsonl",
+        [
+            {"prompt": f"row {i}: how many circles?", "images": [picture] if i % 2 else []}
+            for i in range(8)
+        ],
+    )
     return folder
 
 
 def dynamic(qwen25, ruled, out, *more: str) -> list[dict]:
     """Records of a run of 4 prompts x 2 samples per step, of at most 3 rollouts."""
-    ppo.main(words("--model", qwen25, "--data", ruled / "rows.jsonl", "--reward", f"{ruled / 'rules.py'}:flat", "--out", out,
-                   "--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 --prompts_per_step 4 "
-                   "--samples_per_prompt 2 --advantage dr_grpo --reward_norm --actor_lr 1e-3 --dynamic_sampling 3 "
-                   "--log_samples 1", *more))
+    ppo.main(
+        words(
+            "--model",
+            qwen25,
+            "--data",
+            ruled / "rows.jsonl",
+            "--reward",
+            f"{ruled / 'rules.py'}:flat",
+            "--out",
+            out,
+            "--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 --prompts_per_step 4 "
+            "--samples_per_prompt 2 --advantage dr_grpo --reward_norm --actor_lr 1e-3 --dynamic_sampling 3 "
+            "--log_samples 1",
+            *more,
+        )
+    )
     return records(out)
 
 
 def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
-    """Which prompts a step trains on, by a loop over the draws; and a resume between steps of unequal appetite is exact,
-    the moments of --reward_norm with it."""
+    """Which prompts a step trains on, by a loop over the draws; and a resume between steps of
+    unequal appetite is exact, the moments of --reward_norm with it."""
     whole = dynamic(qwen25, ruled, tmp_path / "whole", "--steps 4 --save_every 2")
-    order = [row for epoch in range(6) for row in np.random.default_rng([0, epoch]).permutation(8).tolist()]
+    order = [
+        row
+        for epoch in range(6)
+        for row in np.random.default_rng([0, epoch]).permutation(8).tolist()
+    ]
     flat, taken, appetites, scored = {0, 2, 3, 5, 6}, 0, set(), []
     for step, record in enumerate(whole, start=1):
         rollouts, rolled, lively = 0, [], 0
         while rollouts < 3 and lively < 4:
-            rolled += order[4 * taken:4 * taken + 4]
+            rolled += order[4 * taken : 4 * taken + 4]
             lively = sum(row not in flat for row in rolled)
             rollouts += 1
             taken += 1
-        missing = max(0, 4 - lively)                           # then the last rolled flat prompts fill the step
+        # then the last rolled flat prompts fill the step
+        missing = max(0, 4 - lively)
         fill = [place for place, row in enumerate(rolled) if row in flat][::-1][:missing]
         used = [row for place, row in enumerate(rolled) if row not in flat or place in fill][:4]
         samples = samples_of(tmp_path / "whole", f"step-{step:06d}")
@@ -534,7 +695,8 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
     assert samples_of_steps(tmp_path / "parts") == samples_of_steps(tmp_path / "whole")
     state = read_json(tmp_path / "whole" / "checkpoints" / "step-4" / "state.json")
     assert state["rows_drawn"] == 4 * taken
-    moments = losses.RunningMoments(**state["moments"])         # of all that were scored, and then dropped
+    # of all that were scored, and then dropped
+    moments = losses.RunningMoments(**state["moments"])
     assert (moments.count, moments.mean) == (len(scored), pytest.approx(0.5))
     assert len(scored) > 4 * 8
     assert moments.std == pytest.approx(np.std(scored, ddof=1))
@@ -543,7 +705,8 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("advantage", ["dr_grpo", "remax"])
 def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, advantage):
-    """Two rollouts of two prompts give what one of four gives, to rounding; resumed between two steps, every bit."""
+    """Two rollouts of two prompts give what one of four gives, to rounding; resumed between two
+    steps, every bit."""
     more = f"--dynamic_sampling 0 --advantage {advantage} --minibatches 2 --max_new_tokens 3"
     one = dynamic(qwen25, ruled, tmp_path / "one", more, "--steps 4")
     whole = dynamic(qwen25, ruled, tmp_path / "whole", more, "--steps 4 --rollouts_per_step 2")
@@ -553,7 +716,9 @@ def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, advantage):
     for first, second in zip(map(reproducible, one), map(reproducible, whole), strict=True):
         assert (first.pop("rollout/rollouts"), second.pop("rollout/rollouts")) == (1, 2)
         assert second == pytest.approx(first, rel=1e-3, abs=ROUNDING)
-    first, second = ([row["response"] for row in samples_of_steps(tmp_path / name)] for name in ("one", "whole"))
+    first, second = (
+        [row["response"] for row in samples_of_steps(tmp_path / name)] for name in ("one", "whole")
+    )
     assert first == second
     assert len(first) == 4 * 8
     state = read_json(tmp_path / "parts" / "checkpoints" / "step-4" / "state.json")
@@ -562,18 +727,31 @@ def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, advantage):
 
 
 def test_a_prompt_without_samples_fills_no_place_of_one_that_has_some(qwen25, ruled, tmp_path):
-    """Each step sees all eight rows: three of spread, two whose picture does not decode, and three flat ones, of which one
-    fills the step. Passes, after each of which is an evaluation, are counted by what was drawn."""
+    """Each step sees all eight rows: three of spread, two whose picture does not decode, and three
+    flat ones, of which one fills the step. Passes, after each of which is an evaluation, are
+    counted by what was drawn."""
     rows = read_rows(ruled / "rows.jsonl")
     (ruled / "damaged.png").write_bytes(Path(rows[1]["images"][0]).read_bytes()[:-40])
     for i in (3, 5):
         rows[i]["images"] = ["damaged.png"]
     bad = write_rows(ruled / "bad.jsonl", rows)
-    lines = dynamic(qwen25, ruled, tmp_path, "--data", bad, "--on_bad_row skip --dynamic_sampling 2 --steps 3 "
-                    "--minibatches 4 --eval_data", ruled / "rows.jsonl", "--eval_every -1")
+    lines = dynamic(
+        qwen25,
+        ruled,
+        tmp_path,
+        "--data",
+        bad,
+        "--on_bad_row skip --dynamic_sampling 2 --steps 3 --minibatches 4 --eval_data",
+        ruled / "rows.jsonl",
+        "--eval_every -1",
+    )
     steps = [line for line in lines if "rollout/samples" in line]
     for step in steps:
-        counts = (step["rollout/samples"], step["rollout/groups_without_spread"], step["rollout/groups_not_replaced"])
+        counts = (
+            step["rollout/samples"],
+            step["rollout/groups_without_spread"],
+            step["rollout/groups_not_replaced"],
+        )
         assert counts == (8, 3, 1)
         assert step["train/actor_updates"] == 4
     assert len(steps) == 3
@@ -584,22 +762,30 @@ def test_a_prompt_without_samples_fills_no_place_of_one_that_has_some(qwen25, ru
 def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     """Of each prompt, whatever is sampled; also of prompts of two rollouts that were merged."""
     rollouts = max(1, limit)
-    args = with_flags(env.args, advantage="remax", dynamic_sampling=limit, prompts_per_step=4 * rollouts)
+    args = with_flags(
+        env.args, advantage="remax", dynamic_sampling=limit, prompts_per_step=4 * rollouts
+    )
     reward = scoring.load(ppo_flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
     batches = [(env.prompts, list(range(4 * k, 4 * k + 4))) for k in range(rollouts)]
     with PromptLoader(env.processor, args.data, batches) as loader:
-        samples, metrics = ppo.collect(ppo.Models(env.actor, None, None), loader, reward, env.sampling, state_of(env), args)
+        samples, metrics = ppo.collect(
+            ppo.Models(env.actor, None, None), loader, reward, env.sampling, state_of(env), args
+        )
     assert len(samples) == 16 * rollouts
     assert metrics["rollout/rollouts"] == rollouts
     greedy = ppo.rollout(env.actor, take(env), dataclasses.replace(env.sampling, greedy=True), 1)
     wanted = {}
     for prompt, tokens in zip(env.prompts, greedy.split(greedy.tokens)):
         text = env.processor.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
-        wanted[prompt.source] = sum(c in "aeiou " for c in text) / max(1, len(text)) + 0.1 * len(prompt.images)
+        wanted[prompt.source] = sum(c in "aeiou " for c in text) / max(1, len(text)) + 0.1 * len(
+            prompt.images
+        )
     assert len(set(wanted.values())) == 4
     baselines = [wanted[samples.prompts[index].source] for index in samples.prompt_index.tolist()]
     assert samples.greedy_rewards.tolist() == pytest.approx(baselines, abs=rounding(16))
-    ppo.compute_advantages(samples, state_of(env, 0.0), with_flags(args, kl_in="loss", advantages_norm="off"))
+    ppo.compute_advantages(
+        samples, state_of(env, 0.0), with_flags(args, kl_in="loss", advantages_norm="off")
+    )
     differences = (samples.rewards - samples.greedy_rewards).repeat_interleave(samples.lengths)
     assert torch.allclose(samples.advantages.double(), differences.double(), atol=rounding(16))
 
@@ -625,8 +811,12 @@ def test_functions_score_while_the_models_do(env, ruled, monkeypatch):
     for dynamic, expected in ((0, ["log-probs", "rewards"]), (1, ["rewards", "log-probs"])):
         args = with_flags(env.args, dynamic_sampling=dynamic, prompts_per_step=4)
         with PromptLoader(env.processor, args.data, [(env.prompts, [0, 1, 2, 3])]) as loader:
-            batch, _ = ppo.collect(ppo.Models(env.actor, None, None), loader, mix, env.sampling, state_of(env), args)
+            batch, _ = ppo.collect(
+                ppo.Models(env.actor, None, None), loader, mix, env.sampling, state_of(env), args
+            )
         assert events == expected and len(batch.old_logprobs)
-        assert batch.rewards.tolist() == [len(text) for text in env.processor.decode(list(batch.split(batch.tokens)))]
+        assert batch.rewards.tolist() == [
+            len(text) for text in env.processor.decode(list(batch.split(batch.tokens)))
+        ]
         events.clear()
         filled.clear()

@@ -10,11 +10,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("train_ppo_vl.py", "train_grm_vl.py")
-FILES = [ROOT / name for name in (*SCRIPTS, "launch/plan.py")] + sorted((ROOT / "common").rglob("*.py"))
+FILES = [ROOT / name for name in (*SCRIPTS, "launch/plan.py")] + sorted(
+    (ROOT / "common").rglob("*.py")
+)
 BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.Assert)
 
-# What is in common/, from the ground up, and what of that before it each may import. A module or package that is not listed
-# may be imported by all, and may import all, as long as there is no circle.
+# What is in common/, from the ground up, and what of that before it each may import. A module or
+# package that is not listed may be imported by all, and may import all, as long as there is no
+# circle.
 TABLE = """\
 losses
 cards
@@ -42,7 +45,13 @@ def trees() -> dict[str, ast.Module]:
     """Of every file that is not empty, by its module's name: common/data/rows.py is common.data.rows."""
     trees = {}
     for path in FILES:
-        name = path.relative_to(ROOT).as_posix().removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        name = (
+            path.relative_to(ROOT)
+            .as_posix()
+            .removesuffix(".py")
+            .replace("/", ".")
+            .removesuffix(".__init__")
+        )
         tree = ast.parse(path.read_text(encoding="utf-8"))
         if tree.body:
             trees[name] = tree
@@ -56,7 +65,7 @@ def imported(module: str, tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
-            above = module.split(".")[:-node.level] if node.level else []
+            above = module.split(".")[: -node.level] if node.level else []
             base = ".".join([*above, node.module or ""]).strip(".")
             names |= {base, *(f"{base}.{name.name}" for name in node.names)}
     return names - {module}
@@ -87,15 +96,22 @@ def test_a_package_imports_only_what_is_below_it(modules):
             assert {package, other} - PACKAGES.keys() or other in PACKAGES[package] | {package}, (
                 f"{module} imports {name}, which is not below it. Let the caller pass what it needs, or move what both need "
                 f"into a package below both. If your fork wants it so, write {other} into the line of {package} in TABLE of "
-                "tests/test_architecture.py.")
+                "tests/test_architecture.py."
+            )
 
 
 def test_common_knows_no_script(modules):
     for module, tree in modules.items():
         for name in imported(module, tree):
-            assert module == "launch.plan" or name.split(".")[0] not in ("launch", "tests", "train_ppo_vl", "train_grm_vl"), (
+            assert module == "launch.plan" or name.split(".")[0] not in (
+                "launch",
+                "tests",
+                "train_ppo_vl",
+                "train_grm_vl",
+            ), (
                 f"{module} imports {name}. common/ serves both scripts, and a script is copied to change it: move what is needed "
-                "into common/, or let the script pass it.")
+                "into common/, or let the script pass it."
+            )
 
 
 def test_imports_have_no_circle(modules):
@@ -104,15 +120,24 @@ def test_imports_have_no_circle(modules):
         graphlib.TopologicalSorter(arrows).prepare()
     except graphlib.CycleError as error:
         circle = " > ".join(reversed(error.args[1]))
-        pytest.fail(f"a circle of imports: {circle}. Move what two of them need into a file of its own, which both import.")
+        pytest.fail(
+            f"a circle of imports: {circle}. Move what two of them need into a file of its own, which both import."
+        )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_main_is_read_first_and_on_one_page(modules, script):
-    functions = [node for node in modules[script.removesuffix(".py")].body if isinstance(node, ast.FunctionDef)]
+    functions = [
+        node
+        for node in modules[script.removesuffix(".py")].body
+        if isinstance(node, ast.FunctionDef)
+    ]
     main = functions[0]
-    assert main.name == "main", f"{script}: {main.name} stands before main, which names the stages: move it below"
+    assert main.name == "main", (
+        f"{script}: {main.name} stands before main, which names the stages: move it below"
+    )
     lines, branches = main.end_lineno - main.lineno + 1, branches_of(main)
     assert lines <= 80 and branches <= 15, (
         f"{script}: main has {lines} lines and {branches} branches; to be read as the list of stages, it may have 80 and 15: make "
-        "a function of what belongs to one stage, below main where the stage is.")
+        "a function of what belongs to one stage, below main where the stage is."
+    )

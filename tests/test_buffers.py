@@ -27,23 +27,30 @@ IMAGE = 3  # token id of an image place in the rows below
 
 
 def with_replies(batch: Batch, rng: np.random.Generator) -> Batch:
-    """The same samples in conversation: some begin with a first observation, some end with a reply's place left out."""
+    """The same samples in conversation: some begin with a first observation, some end with a
+    reply's place left out."""
     stream, is_own, spans = [], [], []
     for tokens in batch.split(batch.tokens):
         before = len(stream)
         cuts = rng.integers(0, len(tokens) + 1, rng.integers(0, 3)).tolist()
         for t in range(len(tokens) + 1):
-            for _ in range(cuts.count(t)):                                          # a reply of 1 to 3 tokens
+            # a reply of 1 to 3 tokens
+            for _ in range(cuts.count(t)):
                 reply = rng.integers(4, 1000, rng.integers(1, 4)).tolist()
                 stream += reply
                 is_own += [False] * len(reply)
-            stream += tokens[t:t + 1].tolist()
-            is_own += [True] * len(tokens[t:t + 1])
+            stream += tokens[t : t + 1].tolist()
+            is_own += [True] * len(tokens[t : t + 1])
         spans.append(len(stream) - before)
     return dataclasses.replace(
-        batch, spans=torch.tensor(spans), stream=torch.tensor(stream), is_own=torch.tensor(is_own),
-        places=torch.from_numpy(rng.integers(0, 99, (len(stream), 3))), conversations=[f"talk {i}" for i in range(len(batch))],
-        turn_rewards=torch.from_numpy(rng.normal(size=len(batch.tokens))))
+        batch,
+        spans=torch.tensor(spans),
+        stream=torch.tensor(stream),
+        is_own=torch.tensor(is_own),
+        places=torch.from_numpy(rng.integers(0, 99, (len(stream), 3))),
+        conversations=[f"talk {i}" for i in range(len(batch))],
+        turn_rewards=torch.from_numpy(rng.normal(size=len(batch.tokens))),
+    )
 
 
 def with_prompts(batch: Batch, lengths: list[int]) -> Batch:
@@ -52,7 +59,9 @@ def with_prompts(batch: Batch, lengths: list[int]) -> Batch:
 
 def batch_of(prompts: list[int], responses: list[int]) -> Batch:
     """One response to each prompt, of so many tokens each."""
-    batch = Batch(prompts_of(prompts), prompt_ids=list(range(len(prompts))), owners=[0] * len(prompts))
+    batch = Batch(
+        prompts_of(prompts), prompt_ids=list(range(len(prompts))), owners=[0] * len(prompts)
+    )
     return batch.with_targets([[torch.ones(length, dtype=torch.int64)] for length in responses])
 
 
@@ -60,7 +69,7 @@ def pieces(samples: Batch, flat: torch.Tensor) -> list[list]:
     """A flat tensor cut into samples by a loop."""
     result, start = [], 0
     for length in samples.lengths.tolist():
-        result.append(flat.tolist()[start:start + length])
+        result.append(flat.tolist()[start : start + length])
         start += length
     return result
 
@@ -73,16 +82,27 @@ OF_PROMPTS = ("prompts", "prompt_ids", "owners", "dropped", "patches", "features
 def test_views_equal_loops(seed):
     samples = random_batch(np.random.default_rng(seed))
     parts = pieces(samples, samples.logprobs)
-    assert samples.offsets.tolist() == [sum(samples.lengths.tolist()[:i]) for i in range(len(samples) + 1)]
+    assert samples.offsets.tolist() == [
+        sum(samples.lengths.tolist()[:i]) for i in range(len(samples) + 1)
+    ]
     assert [part.tolist() for part in samples.split(samples.logprobs)] == parts
-    assert samples.per_sample_sum(samples.tokens).tolist() == [sum(part) for part in pieces(samples, samples.tokens)]
+    assert samples.per_sample_sum(samples.tokens).tolist() == [
+        sum(part) for part in pieces(samples, samples.tokens)
+    ]
     assert samples.prompt_lengths == [1, 2, 3, 4, 5, 6]
 
 
 def test_targets_take_the_place_of_samples():
     batch = random_batch(np.random.default_rng(0))
     batch.dropped = []
-    targets = [[], [torch.tensor([7, 8])], [torch.tensor([9]), torch.zeros(0, dtype=torch.int64)], [], [], []]
+    targets = [
+        [],
+        [torch.tensor([7, 8])],
+        [torch.tensor([9]), torch.zeros(0, dtype=torch.int64)],
+        [],
+        [],
+        [],
+    ]
     asked = batch.with_targets(targets)
     assert asked.prompt_index.tolist() == [1, 2, 2]
     assert asked.sample_number.tolist() == [0, 0, 1]
@@ -101,7 +121,8 @@ def test_targets_take_the_place_of_samples():
 def test_select_takes_every_field_along(seed):
     rng = np.random.default_rng(seed)
     samples = with_replies(random_batch(rng), rng)
-    order = rng.integers(0, len(samples), rng.integers(0, 2 * len(samples))).tolist()       # repeats and gaps
+    # repeats and gaps
+    order = rng.integers(0, len(samples), rng.integers(0, 2 * len(samples))).tolist()
     ends = samples.spans.cumsum(0).tolist()
     chosen = samples.select(torch.tensor(order, dtype=torch.int64))
     for field in dataclasses.fields(Batch):
@@ -112,7 +133,9 @@ def test_select_takes_every_field_along(seed):
         elif name in ("judgements", "conversations"):
             assert new == [old[i] for i in order]
         elif name in ("stream", "is_own", "places"):
-            assert new.tolist() == [x for i in order for x in old.tolist()[ends[i] - int(samples.spans[i]):ends[i]]], name
+            assert new.tolist() == [
+                x for i in order for x in old.tolist()[ends[i] - int(samples.spans[i]) : ends[i]]
+            ], name
         elif name == "components":
             assert new["accuracy"].tolist() == [old["accuracy"].tolist()[i] for i in order]
         elif name in FIELDS["token"]:
@@ -134,10 +157,15 @@ def assert_equal(one: Batch, other: Batch) -> None:
 def test_selected_prompts_take_their_samples_along(seed):
     samples = with_replies(random_batch(np.random.default_rng(seed)), np.random.default_rng(seed))
     chosen = samples.select_prompts([1, 4, 5])
-    assert_equal(chosen, Batch.concatenate([samples.select_prompts([prompt]) for prompt in (1, 4, 5)]))
+    assert_equal(
+        chosen, Batch.concatenate([samples.select_prompts([prompt]) for prompt in (1, 4, 5)])
+    )
     assert chosen.prompts == [samples.prompts[prompt] for prompt in (1, 4, 5)]
     for place, prompt in enumerate((1, 4, 5)):
-        assert chosen.rewards[chosen.prompt_index == place].tolist() == samples.rewards[samples.prompt_index == prompt].tolist()
+        assert (
+            chosen.rewards[chosen.prompt_index == place].tolist()
+            == samples.rewards[samples.prompt_index == prompt].tolist()
+        )
 
 
 @pytest.mark.parametrize("seed", SEEDS[:5])
@@ -157,21 +185,29 @@ def test_parts_are_joined_in_order(seed):
 
 def test_a_field_without_a_role_is_an_error_where_it_is_declared():
     """It would be lost where batches are joined, or selected by the wrong index, silently."""
-    added = dataclasses.make_dataclass("Batch", [("temperatures", torch.Tensor, dataclasses.field(default=None))], bases=(Batch,))
+    added = dataclasses.make_dataclass(
+        "Batch", [("temperatures", torch.Tensor, dataclasses.field(default=None))], bases=(Batch,)
+    )
     with pytest.raises(AttributeError, match="__metadata__"):
         buffers.fields_by_role(added)
 
 
 def test_a_field_has_as_many_entries_as_its_role_says():
     samples = random_batch(np.random.default_rng(0), shortest=2)
-    for name, other in (("values", samples.lengths), ("truncated", samples.tokens), ("owners", [0]), ("judgements", ["good"])):
+    for name, other in (
+        ("values", samples.lengths),
+        ("truncated", samples.tokens),
+        ("owners", [0]),
+        ("judgements", ["good"]),
+    ):
         setattr(samples, name, other)
         with pytest.raises(ValueError, match=f"Batch.{name}: {len(other)} entries, expected"):
             samples.check()
         samples = random_batch(np.random.default_rng(0), shortest=2)
 
 
-# ------------------------------------------------------------------------------------------------ order, minibatches
+# ------------------------------------------------------------------------------------------------
+# order, minibatches
 def first(count: int, endless) -> list:
     return list(itertools.islice(endless, count))
 
@@ -185,7 +221,7 @@ def test_every_row_once_per_epoch_in_another_order(rows, per_step):
     taken = []
     for step in range(6 * rows):
         taken += order(range(step * per_step, (step + 1) * per_step), rows, seed=5)
-    epochs = [taken[first:first + rows] for first in range(0, len(taken) - rows + 1, rows)]
+    epochs = [taken[first : first + rows] for first in range(0, len(taken) - rows + 1, rows)]
     assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
     assert rows < 5 or len({tuple(epoch) for epoch in epochs}) == len(epochs)
     assert all(isinstance(row, int) for row in taken)
@@ -193,11 +229,15 @@ def test_every_row_once_per_epoch_in_another_order(rows, per_step):
 
 def test_data_order_depends_on_seed_and_epoch_alone():
     whole = order(range(35), 7, seed=5)
-    for size in (1, 4, 7, 20):                                      # other step sizes walk the same sequence
-        assert sum((order(range(s, min(s + size, 35)), 7, 5) for s in range(0, 35, size)), []) == whole
+    # other step sizes walk the same sequence
+    for size in (1, 4, 7, 20):
+        assert (
+            sum((order(range(s, min(s + size, 35)), 7, 5) for s in range(0, 35, size)), []) == whole
+        )
     np.random.seed(1)
     torch.manual_seed(1)
-    assert order(range(28, 35), 7, 5) == whole[28:]                 # resumed in the middle, other global generators
+    # resumed in the middle, other global generators
+    assert order(range(28, 35), 7, 5) == whole[28:]
     assert order(range(35), 7, seed=6) != whole
 
 
@@ -210,9 +250,15 @@ def test_parse_datasets():
     assert parse_datasets("a:b.jsonl") == [("a:b.jsonl", None)]
 
 
-@pytest.mark.parametrize("spec, message", [
-    ("a.jsonl:1,b.jsonl", "all of them or none"), ("a.jsonl:0", "weight above 0"), ("a.jsonl:-1", "weight above 0"),
-    ("a.jsonl:0.7b,b.jsonl:0.3", "all of them or none")])
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("a.jsonl:1,b.jsonl", "all of them or none"),
+        ("a.jsonl:0", "weight above 0"),
+        ("a.jsonl:-1", "weight above 0"),
+        ("a.jsonl:0.7b,b.jsonl:0.3", "all of them or none"),
+    ],
+)
 def test_bad_datasets(spec, message):
     with pytest.raises(ValueError, match=message):
         parse_datasets(spec)
@@ -222,28 +268,32 @@ def test_mixture():
     which = np.array(first(1000, mix([0.7, 0.3])))
     for n in (10, 100, 1000):
         assert abs(int((which[:n] == 1).sum()) - 0.3 * n) <= 1
-    for weights in ([0.7, 0.3], [100.0] + [0.49] * 10):     # the ten are half a draw behind, so all 100 draws are the first's
+    # the ten are half a draw behind, so all 100 draws are the first's
+    for weights in ([0.7, 0.3], [100.0] + [0.49] * 10):
         times = [((j + 0.5) / weight, k) for k, weight in enumerate(weights) for j in range(200)]
         assert first(100, mix(weights)) == [k for _, k in sorted(times)[:100]]
-    assert np.bincount(first(15, mix([9.0, 6.0]))).tolist() == [9, 6]    # sizes as weights: a pass has every prompt once
+    # sizes as weights: a pass has every prompt once
+    assert np.bincount(first(15, mix([9.0, 6.0]))).tolist() == [9, 6]
 
 
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [1.0, 50.0], [9.0, 6.0]])
 def test_rows_of_a_mixture(weights):
-    """Cut into batches of any size, and begun at any row, it is the same sequence: per set, its own passes in order; pairs
-    stay together."""
+    """Cut into batches of any size, and begun at any row, it is the same sequence: per set, its own
+    passes in order; pairs stay together."""
     sets, seed = [[(k, row) for row in range(size)] for k, size in enumerate((9, 6))], 3
     whole, _ = next(draw_batches(sets, weights, 60, seed))
     for k in (0, 1):
         rows = [row for part, row in whole if part == k]
         assert rows == order(range(len(rows)), len(sets[k]), seed)
     pairs, _ = next(draw_batches(sets, weights, 60, seed, 2))
-    assert all(row % 2 == 0 and other == (k, row + 1) for (k, row), other in zip(pairs[::2], pairs[1::2]))
+    assert all(
+        row % 2 == 0 and other == (k, row + 1) for (k, row), other in zip(pairs[::2], pairs[1::2])
+    )
     for size, start in ((1, 0), (4, 8), (20, 2), (6, 54)):
         for together, expected in ((1, whole), (2, pairs)):
             batches = draw_batches(sets, weights, size, seed, together, start)
             for at in range(start, 60 - size + 1, size):
-                assert next(batches) == (expected[at:at + size], list(range(at, at + size)))
+                assert next(batches) == (expected[at : at + size], list(range(at, at + size)))
 
 
 def test_one_set_is_in_data_order():
@@ -264,7 +314,10 @@ def test_the_draws_of_a_long_run_are_not_listed():
 @pytest.mark.parametrize("prompts, count", [(12, 4), (6, 1), (5, 5)])
 def test_minibatches_are_equal_and_drop_nothing(prompts, count):
     def minibatches(*seed: int) -> list[list[int]]:
-        return [part.tolist() for part in Batch.minibatches(SimpleNamespace(prompts=range(prompts)), count, seed)]
+        return [
+            part.tolist()
+            for part in Batch.minibatches(SimpleNamespace(prompts=range(prompts)), count, seed)
+        ]
 
     parts = minibatches(0, 3, 1)
     assert [len(part) for part in parts] == [prompts // count] * count
@@ -287,7 +340,8 @@ def test_a_minibatch_keeps_groups_whole():
         assert members == [i for i, g in enumerate(samples.prompt_index.tolist()) if g in groups]
 
 
-# ------------------------------------------------------------------------------------------------ partition, packs
+# ------------------------------------------------------------------------------------------------
+# partition, packs
 def block_size(samples: Batch, block) -> int:
     return samples.prompt_lengths[block[0]] + sum(samples.lengths.tolist()[i] for i in block[1])
 
@@ -297,31 +351,40 @@ def block_size(samples: Batch, block) -> int:
 def test_blocks_respect_the_budget_and_lose_nothing(seed, share):
     samples, budget = budgeted(np.random.default_rng(seed))
     blocks = make_blocks(samples, budget if share else 0)
-    assert all(members and block_size(samples, (prompt, members)) <= budget for prompt, members in blocks)
+    assert all(
+        members and block_size(samples, (prompt, members)) <= budget for prompt, members in blocks
+    )
     assert [i for _, members in blocks for i in members] == list(range(len(samples)))
     assert all(samples.prompt_index[i] == prompt for prompt, members in blocks for i in members)
     if not share:
         assert all(len(members) == 1 for _, members in blocks)
         return
-    for block, following in zip(blocks, blocks[1:]):  # a split happens only where the next response would not have fitted
+    # a split happens only where the next response would not have fitted
+    for block, following in zip(blocks, blocks[1:]):
         if block[0] == following[0]:
             assert block_size(samples, block) + int(samples.lengths[following[1][0]]) > budget
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_groups_share_where_it_costs_less(seed):
-    """The scores of every layout, counted entry by entry: together the rectangle of a response, alone its triangle."""
+    """The scores of every layout, counted entry by entry: together the rectangle of a response,
+    alone its triangle."""
     rng = np.random.default_rng(seed)
     prompts, score_cost = rng.integers(1, 20, 6).tolist(), float(rng.choice([0.01, 0.1, 1]))
     samples = with_prompts(random_batch(rng, longest=40), prompts)
-    blocks = make_blocks(samples, 10 ** 6, score_cost=score_cost)
+    blocks = make_blocks(samples, 10**6, score_cost=score_cost)
     for index in samples.prompt_index.unique().tolist():
         prompt, lengths = prompts[index], samples.lengths[samples.prompt_index == index].tolist()
-        together = prompt + sum(lengths) + score_cost * (prompt ** 2 / 2 + sum(n * (prompt + n) for n in lengths))
+        together = (
+            prompt
+            + sum(lengths)
+            + score_cost * (prompt**2 / 2 + sum(n * (prompt + n) for n in lengths))
+        )
         apart = sum(prompt + n + score_cost * (prompt + n) ** 2 / 2 for n in lengths)
         expected = 1 if together < apart or len(lengths) == 1 else len(lengths)
         assert len([block for block in blocks if block[0] == index]) == expected, (together, apart)
-    shared = make_blocks(samples, 10 ** 6)                                  # for nothing: always together
+    # for nothing: always together
+    shared = make_blocks(samples, 10**6)
     assert len(shared) == len(samples.prompt_index.unique())
 
 
@@ -333,8 +396,12 @@ def test_partition_is_complete_and_near_the_optimum(seed, bins):
     parts = balanced_partition(range(40), costs, bins)
     assert sorted(i for part in parts for i in part) == list(range(40))
     assert len(parts) == bins
-    bound = max(sum(costs) / bins, max(costs))                                          # no partition is better
-    assert max(sum(costs[i] for i in part) for part in parts) <= (4 / 3 - 1 / (3 * bins)) * bound + 1e-9
+    # no partition is better
+    bound = max(sum(costs) / bins, max(costs))
+    assert (
+        max(sum(costs[i] for i in part) for part in parts)
+        <= (4 / 3 - 1 / (3 * bins)) * bound + 1e-9
+    )
 
 
 def test_partition_of_nothing_and_of_equal_costs():
@@ -348,7 +415,8 @@ def test_packs_hold_each_block_once_in_equal_number(seed, world):
     """Packs of a rank differ by a block at most; one pack less, and one of them would be too long."""
     samples, budget = budgeted(np.random.default_rng(seed))
     blocks = make_blocks(samples, budget if seed % 2 else 0)
-    packs = assign_blocks(samples, blocks, world, budget, hidden_size=10 ** 9)              # the cost is the size
+    # the cost is the size
+    packs = assign_blocks(samples, blocks, world, budget, hidden_size=10**9)
     assert len(packs) == world
     assert len({len(part) for part in packs}) == 1
     assert sorted(block for part in packs for pack in part for block in pack) == sorted(blocks)
@@ -365,12 +433,13 @@ def test_packs_hold_each_block_once_in_equal_number(seed, world):
 
 
 def test_long_rows_cost_more_than_their_tokens():
-    """Of 100 tokens in one row and 120 in twelve, a narrow model spends most on the one; a wide one shares by tokens."""
+    """Of 100 tokens in one row and 120 in twelve, a narrow model spends most on the one; a wide one
+    shares by tokens."""
     lengths, prompts = [10] + [5] * 12, [90] + [5] * 12
     samples = batch_of(prompts, lengths)
     for hidden, beside in ((1, 0), (10**6, 1)):
         packs = assign_blocks(samples, make_blocks(samples, 200), 2, 200, hidden)
-        first, = [rank for rank in packs if any(group == 0 for pack in rank for group, _ in pack)]
+        (first,) = [rank for rank in packs if any(group == 0 for pack in rank for group, _ in pack)]
         assert sum(len(pack) for pack in first) == 1 + beside
 
 
@@ -383,9 +452,12 @@ def test_a_block_beyond_the_budget_has_a_pack_of_its_own():
 
 
 def test_many_packs_are_found_in_few_tries(monkeypatch):
-    """1,000 blocks of which no two fit together: 1,000 packs, from a first guess of 501; one more per try took minutes."""
+    """1,000 blocks of which no two fit together: 1,000 packs, from a first guess of 501; one more
+    per try took minutes."""
     samples, tries, partition = batch_of([50] * 1000, [1] * 1000), [], buffers.balanced_partition
-    monkeypatch.setattr(buffers, "balanced_partition", lambda *args: tries.append(args) or partition(*args))
+    monkeypatch.setattr(
+        buffers, "balanced_partition", lambda *args: tries.append(args) or partition(*args)
+    )
     packs = assign_blocks(samples, make_blocks(samples, 101), 1, 101, 8)[0]
     assert sum(map(len, packs)) == 1000
     assert max(map(len, packs)) == 1
@@ -393,7 +465,8 @@ def test_many_packs_are_found_in_few_tries(monkeypatch):
     assert len(tries) < 40
 
 
-# ------------------------------------------------------------------------------------------------ packs, token by token
+# ------------------------------------------------------------------------------------------------
+# packs, token by token
 def naive_pack(samples: Batch, blocks, positions, image: int) -> dict[str, list]:
     """The pack, token by token; a sample is a list of (token, is it the policy's, offset of its position)."""
     talks, starts = [], samples.offsets.tolist()
@@ -404,7 +477,17 @@ def naive_pack(samples: Batch, blocks, positions, image: int) -> dict[str, list]
         columns = samples.stream.tolist(), samples.is_own.tolist(), samples.places.tolist()
         tokens = iter(zip(*columns))
         talks = [[next(tokens) for _ in range(span)] for span in samples.spans.tolist()]
-    names = ("input_ids", "positions", "segments", "image_index", "predict", "targets", "flat", "sample", "step")
+    names = (
+        "input_ids",
+        "positions",
+        "segments",
+        "image_index",
+        "predict",
+        "targets",
+        "flat",
+        "sample",
+        "step",
+    )
     pack = {name: [] for name in names}
     for index, members in blocks:
         prompt_start = len(pack["input_ids"])
@@ -414,14 +497,19 @@ def naive_pack(samples: Batch, blocks, positions, image: int) -> dict[str, list]
             pack["input_ids"].append(token)
             pack["positions"].append(positions[index][:, t].tolist())
         prompt_end = len(pack["input_ids"])
-        alone = len(members) == 1                                         # one causal segment: prompt and response
-        pack["segments"].append((prompt_start, prompt_end + alone * len(talks[members[0]]), prompt_start, prompt_start))
+        # one causal segment: prompt and response
+        alone = len(members) == 1
+        pack["segments"].append(
+            (prompt_start, prompt_end + alone * len(talks[members[0]]), prompt_start, prompt_start)
+        )
         first = int(positions[index].max()) + 1
         for i in members:
             start, previous, step = len(pack["input_ids"]), prompt_end - 1, 0
             for token, is_own, place in talks[i]:
                 if is_own:
-                    target = dict(predict=previous, targets=token, flat=starts[i] + step, sample=i, step=step)
+                    target = dict(
+                        predict=previous, targets=token, flat=starts[i] + step, sample=i, step=step
+                    )
                     for name, value in target.items():
                         pack[name].append(value)
                     step += 1
@@ -439,8 +527,10 @@ def test_packs_equal_loops(seed, kind):
     """Prompts with and without images, whose responses share them or not, or are conversations."""
     rng = np.random.default_rng(seed)
     samples = random_batch(rng)
-    image = -1 if kind == "replies" else IMAGE                        # whose images are in test_environments.py
-    samples.tokens[rng.random(len(samples.tokens)) < 0.1] = IMAGE      # a sampled image token is no place of an image
+    # whose images are in test_environments.py
+    image = -1 if kind == "replies" else IMAGE
+    # a sampled image token is no place of an image
+    samples.tokens[rng.random(len(samples.tokens)) < 0.1] = IMAGE
     if kind == "replies":
         samples = with_replies(samples, rng)
     ids = [torch.from_numpy(rng.integers(4, 1000, rng.integers(2, 15))) for _ in range(6)]
@@ -450,7 +540,9 @@ def test_packs_equal_loops(seed, kind):
         ids[index][rng.permutation(len(ids[index]))[:count]] = IMAGE
         features[index] = torch.randn(2, count, 4)
     positions = {i: torch.from_numpy(rng.integers(0, 30, (3, len(ids[i])))) for i in range(6)}
-    samples = dataclasses.replace(samples, prompts=[SimpleNamespace(input_ids=prompt) for prompt in ids])
+    samples = dataclasses.replace(
+        samples, prompts=[SimpleNamespace(input_ids=prompt) for prompt in ids]
+    )
     blocks = make_blocks(samples, 0 if kind == "alone" else max(map(len, ids)) + 15)
     for part in assign_blocks(samples, blocks, 1, 60, 8)[0]:
         pack = build_pack(samples, part, positions, features, torch.tensor([image, -1]))
@@ -482,8 +574,15 @@ def test_an_empty_pack_is_one_token_that_predicts_nothing():
 
 
 def test_a_block_of_an_empty_response_alone():
-    pack = build_pack(batch_of([4], [0]), [(0, (0,))], {0: torch.arange(4).expand(3, -1)}, {}, torch.tensor([IMAGE, -1]))
+    pack = build_pack(
+        batch_of([4], [0]),
+        [(0, (0,))],
+        {0: torch.arange(4).expand(3, -1)},
+        {},
+        torch.tensor([IMAGE, -1]),
+    )
     assert pack.segments == [(0, 4, 0, 0)]
     assert len(pack.predict) == 0
     assert pack.targets.dtype == torch.int64
-    assert pack.copies.tolist() == [0] * 4                                                # it is in no sample that trains
+    # it is in no sample that trains
+    assert pack.copies.tolist() == [0] * 4

@@ -1,4 +1,5 @@
-"""The command line: every flag is read and documented, what cannot work is refused at once, and real launches."""
+"""The command line: every flag is read and documented, what cannot work is refused at once, and
+real launches."""
 
 import dataclasses
 import hashlib
@@ -35,7 +36,14 @@ NEEDED = words("--model m --data d.jsonl")  # parse_args looks at neither
 # ------------------------------------------------------------------------------------------------ every flag
 def test_paths_become_absolute(tmp_path, monkeypatch):
     """args.json can then be read from any folder, and names one export where `latest` moves on."""
-    for name in ("judge/config.json", "a.jsonl", "b.jsonl", "my.py", "exact", "out/export/step-7/config.json"):
+    for name in (
+        "judge/config.json",
+        "a.jsonl",
+        "b.jsonl",
+        "my.py",
+        "exact",
+        "out/export/step-7/config.json",
+    ):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
@@ -62,8 +70,10 @@ def test_flag_names_are_unique_and_have_help():
     assert "config" not in names
     for group, field in FIELDS:
         assert len(field.metadata["help"]) > 10, field.name
-        assert field.type in (str, int, float, bool, Path) and type(field.default) in (field.type,
-                                                                                       type(Path())), field.name
+        assert field.type in (str, int, float, bool, Path) and type(field.default) in (
+            field.type,
+            type(Path()),
+        ), field.name
         choices = field.metadata["choices"]
         assert not choices or field.default in choices, field.name
     assert all(kind.__doc__ and kind.__dataclass_params__.frozen for kind in GROUPS.values())
@@ -74,12 +84,15 @@ def test_help_lists_every_flag_with_its_default(capsys):
         ppo.parse_args(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    squeezed = "".join(text.split())                                             # argparse wraps lines, also at hyphens
+    squeezed = "".join(text.split())  # argparse wraps lines, also at hyphens
     for group, field in FIELDS:
         assert re.search(rf"--{field.name}[ ,]", text), field.name
         entry = f"{field.metadata['help']} (default: {field.default!s:.60})"
         assert "".join(entry.split()) in squeezed, field.name
-    places = [re.search(rf"^{re.escape(kind.__doc__)}:$", text, re.MULTILINE).start() for kind in GROUPS.values()]
+    places = [
+        re.search(rf"^{re.escape(kind.__doc__)}:$", text, re.MULTILINE).start()
+        for kind in GROUPS.values()
+    ]
     assert places == sorted(places)
     assert "--config FILE" in text
 
@@ -104,7 +117,8 @@ def test_a_flag_reaches_its_field():
 
 
 # ------------------------------------------------------------------------------------------------ refusals
-REFUSED = dict(table("""
+REFUSED = dict(
+    table("""
 --nonsense 1                                  | unrecognized arguments: --nonsense 1
 --step 5                                      | unrecognized arguments: --step 5; did you mean --steps?
 --actor_rl 1 --samples_per_promt 2            | --samples_per_promt: did you mean --samples_per_prompt?
@@ -168,7 +182,8 @@ stray                                         | unrecognized arguments: stray
 --data a.jsonl:0.5,b.jsonl                    | --data a.jsonl:0.5,b.jsonl:
 --reward nonsense                             | --reward nonsense: expected one of
 --reward no/such.py:f                         | --reward no/such.py:f: expected one of
-"""))  # no abbreviations; a horizon below a step's 128 samples would turn the weight of the KL negative
+""")
+)  # no abbreviations; a horizon below a step's 128 samples would turn the weight of the KL negative
 
 
 @pytest.mark.parametrize("line", REFUSED)
@@ -214,8 +229,14 @@ def test_names_of_other_systems_are_answered_with_ours(script, line, ours):
 
 
 def test_suggested_flags_exist():
-    flags_of = {script: {field.name for group in dataclasses.fields(script.Args) for field in dataclasses.fields(group.type)}
-                for script in (ppo, grm)}
+    flags_of = {
+        script: {
+            field.name
+            for group in dataclasses.fields(script.Args)
+            for field in dataclasses.fields(group.type)
+        }
+        for script in (ppo, grm)
+    }
     foreign = read_json(ROOT / "common" / "foreign_flags.json")
     assert not foreign["without"].keys() & {name for known in flags_of.values() for name in known}
     for ours, others in foreign["ours"].items():
@@ -234,10 +255,16 @@ def test_the_losses_of_the_flag_are_those_of_the_formulas():
         assert losses.token_weights(torch.tensor([3, 1]), mode, 8).shape == (2,)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed"
+)
 def test_without_flash_attn_a_gpu_takes_varlen_and_says_how_to_build_it(monkeypatch, capsys):
     choose = attention.choose_backend
-    monkeypatch.setattr(build, "choose_backend", lambda requested, *_: choose(requested, torch.device("cuda"), torch.bfloat16))
+    monkeypatch.setattr(
+        build,
+        "choose_backend",
+        lambda requested, *_: choose(requested, torch.device("cuda"), torch.bfloat16),
+    )
     assert build.choose_compute(ModelArgs(), torch.device("cpu"), 64).backend == "varlen"
     why = "flash-attn cannot be used: No module named 'flash_attn'; to build it: pip install flash-attn"
     assert f"attention: varlen ({why}" in capsys.readouterr().out
@@ -250,8 +277,13 @@ def test_varlen_needs_a_gpu():
 
 def test_too_old_a_transformers_is_named(tmp_path):
     (tmp_path / "transformers.py").write_text("__version__ = '4.57.1'\n")
-    result = subprocess.run([sys.executable, "-c", "import common"], cwd=SCRIPT.parent, capture_output=True, text=True,
-                            env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    result = subprocess.run(
+        [sys.executable, "-c", "import common"],
+        cwd=SCRIPT.parent,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
     assert "ImportError: transformers 4.57.1: too old; 5.17 or newer is needed" in result.stderr
 
 
@@ -262,17 +294,22 @@ def test_model_and_data_are_needed_together(line):
 
 
 def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch):
-    monkeypatch.setattr(toy.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2))
+    monkeypatch.setattr(
+        toy.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2)
+    )
     with user_error("toy.py did not write the embedded toy"):
         toy.embedded_toy("questions", "none.json")
 
 
-@pytest.mark.parametrize("line, message", table("""
+@pytest.mark.parametrize(
+    "line, message",
+    table("""
 --reward no/such.py:f     | --reward no/such.py:f: expected one of
 --env no/such.py:E        | --env no/such.py:E: expected
 --gamma 1.5               | --gamma 1.5 must be at most 1
 --stop_strings end        | --stop_strings end: not JSON
-"""))
+"""),
+)
 def test_a_mistake_does_not_wait_for_the_toy(monkeypatch, line, message):
     def written(*_):
         raise AssertionError("the toy was written first")
@@ -297,12 +334,26 @@ def test_rules_name_flags_of_their_script(script):
     fields = common_flags.list_fields(script.Args)
     for name, field in fields.items():
         rules = field.metadata
-        for texts in (rules["needs"], rules["excludes"], rules["idles"], rules["must_divide"], rules["must_not_exceed"]):
+        for texts in (
+            rules["needs"],
+            rules["excludes"],
+            rules["idles"],
+            rules["must_divide"],
+            rules["must_not_exceed"],
+        ):
             values = texts if isinstance(texts, dict) else {"": texts}
-            assert not isinstance(texts, dict) or not field.metadata["choices"] or values.keys() <= set(rules["choices"]), name
+            assert (
+                not isinstance(texts, dict)
+                or not field.metadata["choices"]
+                or values.keys() <= set(rules["choices"])
+            ), name
             for text in values.values():
-                for other, _, value in (word.partition("=") for word in text.partition(": ")[0].split()):
-                    assert other in fields and (not value or value in fields[other].metadata["choices"]), (name, other)
+                for other, _, value in (
+                    word.partition("=") for word in text.partition(": ")[0].split()
+                ):
+                    assert other in fields and (
+                        not value or value in fields[other].metadata["choices"]
+                    ), (name, other)
 
 
 def test_all_problems_are_told_at_once():
@@ -312,9 +363,15 @@ def test_all_problems_are_told_at_once():
 
 
 def test_flags_that_are_no_contradiction():
-    for line in ("--advantage reinforce++ --samples_per_prompt 1", "--dual_clip 0", "--max_tokens_per_pack 4608",
-                 "--prompts_per_step 12 --minibatches 4", "--min_pixels 9", '--stop_strings ["a","b"]',
-                 "--kl_coef 0.1 --kl_target 0.1 --reference_model m"):
+    for line in (
+        "--advantage reinforce++ --samples_per_prompt 1",
+        "--dual_clip 0",
+        "--max_tokens_per_pack 4608",
+        "--prompts_per_step 12 --minibatches 4",
+        "--min_pixels 9",
+        '--stop_strings ["a","b"]',
+        "--kl_coef 0.1 --kl_target 0.1 --reference_model m",
+    ):
         ppo.parse_args(NEEDED + line.split())
     args = ppo.parse_args("--model m --eval_data e.jsonl --eval_only".split())
     assert args.run.eval_only
@@ -322,7 +379,11 @@ def test_flags_that_are_no_contradiction():
 
 
 # ------------------------------------------------------------------------------------------------ --config
-@pytest.mark.parametrize("content, message", [(b"\xff\xfe\x00", "config"), *table("""
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"\xff\xfe\x00", "config"),
+        *table("""
 {"model": "m", "data": "d", "step": 3}  | unrecognized arguments: --step=3; did you mean --steps?
 {"learning_rate": 1e-6}                 | unrecognized arguments: --learning_rate=1e-06; did you mean --actor_lr?
 {"config": "other.json"}                | expected a JSON object of flags, --config not
@@ -333,7 +394,9 @@ steps: 3                                | Expecting value
 {"gamma": NaN}                          | --gamma nan must be at least 0
 {"advantage": "ppo"}                    | argument --advantage: invalid choice: 'ppo'
 {"model": "m", "data": "d", "gamma": 3} | --gamma 3.0 must be at most 1
-""")])
+"""),
+    ],
+)
 def test_bad_config_file(tmp_path, content, message):
     path = tmp_path / "bad.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -350,9 +413,15 @@ def test_missing_config_file(tmp_path):
 
 def test_flags_override_config_override_defaults(tmp_path):
     config = tmp_path / "a.json"
-    config.write_text('{"model": "m", "data": "d.jsonl", "gamma": 1, "steps": 7, "save_blocking": true, "out": "here"}')
+    config.write_text(
+        '{"model": "m", "data": "d.jsonl", "gamma": 1, "steps": 7, "save_blocking": true, "out": "here"}'
+    )
     args = ppo.parse_args(words("--config", config, "--steps 9 --no-save_blocking"))
-    assert (args.optim.steps, args.checkpoint.save_blocking, args.data.data) == (9, False, "d.jsonl")
+    assert (args.optim.steps, args.checkpoint.save_blocking, args.data.data) == (
+        9,
+        False,
+        "d.jsonl",
+    )
     assert args.run.out == Path("here")
     assert isinstance(args.algorithm.gamma, float)
     assert args.rollout.top_k == 0
@@ -363,22 +432,42 @@ def test_a_config_may_hold_critic_flags_that_the_command_line_may_not(tmp_path):
     """args.json records all flags: another estimator from the command line must still be able to use it."""
     config = tmp_path / "a.json"
     config.write_text('{"model": "m", "data": "d.jsonl", "critic_lr": 1e-5, "value_clip": 0.1}')
-    assert ppo.parse_args(words("--config", config, "--advantage grpo")).algorithm.advantage == "grpo"
+    assert (
+        ppo.parse_args(words("--config", config, "--advantage grpo")).algorithm.advantage == "grpo"
+    )
 
 
 def test_flags_that_make_another_run():
-    """What --resume auto holds a run to: names of flags, and digests of files; how fast it computes is none of it."""
-    assert {name for name in ppo.IDENTITY if "(rows)" not in name} <= {field.name for _, field in FIELDS}
-    assert {name for name in grm.IDENTITY if "(rows)" not in name} <= common_flags.list_fields(grm.Args).keys()
+    """What --resume auto holds a run to: names of flags, and digests of files; how fast it computes
+    is none of it."""
+    assert {name for name in ppo.IDENTITY if "(rows)" not in name} <= {
+        field.name for _, field in FIELDS
+    }
+    assert {name for name in grm.IDENTITY if "(rows)" not in name} <= common_flags.list_fields(
+        grm.Args
+    ).keys()
     assert {"model", "data", "reward", "advantage", "kl_coef"} <= ppo.IDENTITY
-    assert not ppo.IDENTITY & {"max_tokens_per_pack", "slots", "gradient_checkpointing", "out", "actor_lr", "steps"}
+    assert not ppo.IDENTITY & {
+        "max_tokens_per_pack",
+        "slots",
+        "gradient_checkpointing",
+        "out",
+        "actor_lr",
+        "steps",
+    }
 
 
-# ------------------------------------------------------------------------------------------------ real launches
+# ------------------------------------------------------------------------------------------------
+# real launches
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
     inherited = {key: value for key, value in os.environ.items() if key not in ranks.TORCHRUN}
-    return subprocess.run([sys.executable, *command], env=inherited | environment, capture_output=True, text=True,
-                          timeout=300)
+    return subprocess.run(
+        [sys.executable, *command],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def torchrun(world: int, flags: list[str], **environment: str) -> subprocess.CompletedProcess:
@@ -389,14 +478,19 @@ def torchrun(world: int, flags: list[str], **environment: str) -> subprocess.Com
 def assert_one_message(result: subprocess.CompletedProcess, ours: str) -> None:
     """Printed once, and repeated by torchrun's summary, whose last lines are the message of one rank."""
     *_, root_cause = result.stderr.split("Root Cause (first observed failure):")
-    assert result.returncode == 1 and re.search(r"exitcode *: 2 ", root_cause) and f"error: {ours}" in root_cause, result.stderr
+    assert (
+        result.returncode == 1
+        and re.search(r"exitcode *: 2 ", root_cause)
+        and f"error: {ours}" in root_cause
+    ), result.stderr
     assert result.stderr.count("\nerror:") <= 1
     assert SCRIPT.name + '", line' not in result.stderr
 
 
 @pytest.mark.slow
 def test_two_ranks_refuse_a_bad_flag_with_one_message(tmp_path):
-    """torchrun ends all workers as soon as one has ended: the message must come out even if rank 0 is slower."""
+    """torchrun ends all workers as soon as one has ended: the message must come out even if rank 0
+    is slower."""
     slow = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(1)\n"
     (tmp_path / "sitecustomize.py").write_text(slow)
     result = torchrun(2, [*NEEDED, "--nonsense", "1"], PYTHONPATH=str(tmp_path))
@@ -406,7 +500,9 @@ def test_two_ranks_refuse_a_bad_flag_with_one_message(tmp_path):
 def test_two_ranks_refuse_a_bad_row_with_one_message(tmp_path, qwen25):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "how many?"}\n{"prompt": "how many?", "images": ["none.png"]}\n')
-    line = words("--model", qwen25, "--data", rows, "--out", tmp_path / "out", "--prompts_per_step 2")
+    line = words(
+        "--model", qwen25, "--data", rows, "--out", tmp_path / "out", "--prompts_per_step 2"
+    )
     text = ranks.run(ppo.main, line, world=2, codes=[2, 2])
     assert text.count("error: ") == 1 == text.count(f"{rows}: 1 of 2 rows are bad")
     assert "Traceback" not in text
@@ -422,9 +518,21 @@ def hub(qwen25, monkeypatch, tmp_path):
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self):
             if self.path.startswith("/api/models/someone/tiny/"):
-                files = [dict(type="file", rfilename=path.name, path=path.name, size=path.stat().st_size, oid=path.name)
-                         for path in qwen25.iterdir()]
-                listing = files if "/tree/" in self.path else {"id": "someone/tiny", "sha": commit, "siblings": files}
+                files = [
+                    dict(
+                        type="file",
+                        rfilename=path.name,
+                        path=path.name,
+                        size=path.stat().st_size,
+                        oid=path.name,
+                    )
+                    for path in qwen25.iterdir()
+                ]
+                listing = (
+                    files
+                    if "/tree/" in self.path
+                    else {"id": "someone/tiny", "sha": commit, "siblings": files}
+                )
                 body = json.dumps(listing).encode()
             else:
                 name = self.path.rpartition("/")[2]
@@ -433,8 +541,11 @@ def hub(qwen25, monkeypatch, tmp_path):
                 body = (qwen25 / name).read_bytes()
                 served.extend([name] if self.command == "GET" else [])
             self.send_response(200)
-            for header, value in (("Content-Length", len(body)), ("ETag", hashlib.sha1(body).hexdigest()),
-                                  ("X-Repo-Commit", commit)):
+            for header, value in (
+                ("Content-Length", len(body)),
+                ("ETag", hashlib.sha1(body).hexdigest()),
+                ("X-Repo-Commit", commit),
+            ):
                 self.send_header(header, str(value))
             self.end_headers()
             if self.command == "GET":
@@ -467,9 +578,16 @@ perf/update_tokens_per_second perf/peak_memory_gib
 @pytest.mark.slow
 def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
     """With a model from the hub; a plan takes no weights from there."""
-    flags = words("--model someone/tiny --reward exact --max_prompt_tokens 512 --max_new_tokens 8 --prompts_per_step 2 "
-                  '--samples_per_prompt 2 --steps 2 --eval_every 0 --stop_strings ["x","yz"] --kl_coef 0.01',
-                  "--data", picture_rows, "--eval_data", picture_rows, "--out", tmp_path / "out")
+    flags = words(
+        "--model someone/tiny --reward exact --max_prompt_tokens 512 --max_new_tokens 8 --prompts_per_step 2 "
+        '--samples_per_prompt 2 --steps 2 --eval_every 0 --stop_strings ["x","yz"] --kl_coef 0.01',
+        "--data",
+        picture_rows,
+        "--eval_data",
+        picture_rows,
+        "--out",
+        tmp_path / "out",
+    )
     planned = run(words(ROOT / "launch" / "plan.py", "ppo", "--gpus 1 --", *flags))
     assert planned.returncode == 0 and "GiB per GPU" in planned.stdout, planned.stderr
     assert "config.json" in hub
@@ -486,7 +604,12 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
     assert [line["step"] for line in steps] == [1, 2]
     for name in METRICS.split():
         assert name in steps[1], name
-    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out" / "export" / "step-2").num_parameters() > 0
+    assert (
+        AutoModelForImageTextToText.from_pretrained(
+            tmp_path / "out" / "export" / "step-2"
+        ).num_parameters()
+        > 0
+    )
 
     recorded = read_json(tmp_path / "out" / "args.json")
     assert recorded.keys() == {field.name for _, field in FIELDS}

@@ -51,11 +51,15 @@ def oracle(env, folder, batches: list, gamma: float) -> float:
     head = env.critic.value_head.weight.full_tensor()[0]
     values, returns = [], []
     for batch in batches:
-        per_sample = zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.rewards.tolist())
+        per_sample = zip(
+            batch.prompt_index.tolist(), batch.split(batch.tokens), batch.rewards.tolist()
+        )
         for group, tokens, score in per_sample:
             prompt = batch.prompts[group]
             with torch.no_grad():
-                output = model(**inputs_of(prompt, tokens, env.processor), output_hidden_states=True)
+                output = model(
+                    **inputs_of(prompt, tokens, env.processor), output_hidden_states=True
+                )
             hidden = output.hidden_states[-1][0, len(prompt.input_ids) - 1 : -1]
             values += (hidden @ head).tolist()
             returns += [score * gamma ** (len(tokens) - 1 - t) for t in range(len(tokens))]
@@ -76,7 +80,9 @@ def test_rows_that_are_only_measured_are_not_to_be_explained(env):
     rows = [replace(row, label="measured" * (i % 2)) for i, row in enumerate(env.rows.held_out)]
     some, _ = evaluate(env, rows=replace(env.rows, held_out=rows))
     alone, _ = evaluate(env, rows=replace(env.rows, held_out=rows[::2]))
-    assert some["eval/explained_variance"] == pytest.approx(alone["eval/explained_variance"], abs=1e-4)
+    assert some["eval/explained_variance"] == pytest.approx(
+        alone["eval/explained_variance"], abs=1e-4
+    )
     none, _ = evaluate(env, rows=replace(env.rows, held_out=rows[1::2]))
     assert none["eval/explained_variance"] == 0
 
@@ -92,7 +98,9 @@ def test_returns_are_on_the_scale_of_training(env):
 def test_an_evaluation_fills_the_slots(env):
     """Eleven rows by two samples, in rollouts of --slots samples, whatever --prompts_per_step is."""
     rows = [replace(env.rows.held_out[k % 4], index=k) for k in range(11)]
-    _, batches = evaluate(env, replace(env.rows, held_out=rows), prompts_per_step=2, slots=8, eval_samples=2)
+    _, batches = evaluate(
+        env, replace(env.rows, held_out=rows), prompts_per_step=2, slots=8, eval_samples=2
+    )
     assert [len(batch.prompts) for batch in batches] == [4, 4, 3]
 
 

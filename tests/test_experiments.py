@@ -1,5 +1,6 @@
-"""An experiment is a small change of one file: each of tests/experiments/*.diff applies to the script and then does what
-it says, in two steps of a toy. A fork that has applied it keeps this test."""
+"""An experiment is a small change of one file: each of tests/experiments/*.diff applies to the
+script and then does what it says, in two steps of a toy. A fork that has applied it keeps this
+test."""
 
 import importlib.util
 import os
@@ -7,9 +8,9 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Callable
 
 import pytest
 import torch
@@ -39,23 +40,37 @@ from helpers import flags
 SCRIPT, CHANGES = "train_ppo_vl.py", "common/model/image_changes.py"
 DRAWING = "common/logprobs.py"
 DIFFS = sorted((ROOT / "tests" / "experiments").glob("*.diff"))
-TESTS = {"estimator": "an_estimator", "filter": "a_filter", "look": "kind_of_look", "loss_term": "a_loss_term", "muon": "muon",
-         "sampler": "another_sampler", "sampling": "sampling_rule"}
+TESTS = {
+    "estimator": "an_estimator",
+    "filter": "a_filter",
+    "look": "kind_of_look",
+    "loss_term": "a_loss_term",
+    "muon": "muon",
+    "sampler": "another_sampler",
+    "sampling": "sampling_rule",
+}
 
 
 def changed_lines(diff: Path) -> list[str]:
-    return [line for line in diff.read_text().splitlines() if line[:1] in ("+", "-") and line[:3] not in ("+++", "---")]
+    return [
+        line
+        for line in diff.read_text().splitlines()
+        if line[:1] in ("+", "-") and line[:3] not in ("+++", "---")
+    ]
 
 
 def git_apply(diff: Path, folder: Path, *options: str) -> bool:
     """Whether it applies to a folder that is in no repository."""
     outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    return subprocess.run(["git", "apply", *options, str(diff)], cwd=folder, env=outside).returncode == 0
+    return (
+        subprocess.run(["git", "apply", *options, str(diff)], cwd=folder, env=outside).returncode
+        == 0
+    )
 
 
 def changed_script(diff: Path, folder: Path) -> ModuleType:
-    """A copy of the script with the change applied, unless it was already, imported; it finds common/ where the tests find
-    it, but for what of it is changed as well."""
+    """A copy of the script with the change applied, unless it was already, imported; it finds
+    common/ where the tests find it, but for what of it is changed as well."""
     for name in (SCRIPT, CHANGES, DRAWING):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
@@ -69,23 +84,34 @@ def changed_script(diff: Path, folder: Path) -> ModuleType:
 
 
 def files_of(diff: Path) -> list[str]:
-    return [line.removeprefix("+++ b/") for line in diff.read_text().splitlines() if line.startswith("+++ ")]
+    return [
+        line.removeprefix("+++ b/")
+        for line in diff.read_text().splitlines()
+        if line.startswith("+++ ")
+    ]
 
 
 def imported(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module                                                       # where dataclasses look
+    # where dataclasses look
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture
 def run(qwen25, task, tmp_path):
-    """A function that runs the script of a diff for two steps: the script, its records, and the batch of each step."""
+    """A function that runs the script of a diff for two steps: the script, its records, and the
+    batch of each step."""
 
-    def run_two_steps(name: str, *more: str, prepare: Callable = lambda script: None) -> tuple[ModuleType, list[dict], list]:
-        script, batches = changed_script(ROOT / "tests" / "experiments" / f"{name}.diff", tmp_path), []
+    def run_two_steps(
+        name: str, *more: str, prepare: Callable = lambda script: None
+    ) -> tuple[ModuleType, list[dict], list]:
+        script, batches = (
+            changed_script(ROOT / "tests" / "experiments" / f"{name}.diff", tmp_path),
+            [],
+        )
         prepare(script)
         advance = script.advance
 
@@ -94,9 +120,20 @@ def run(qwen25, task, tmp_path):
             return advance(state, batch, *others)
 
         script.advance = see
-        script.main(flags(qwen25, task, tmp_path / "run", "--steps 2 --save_every 0 --export_every 0 "
-                          "--advantage grpo --samples_per_prompt 4", *more))
-        steps = [record for record in read_rows(tmp_path / "run" / "metrics.jsonl") if "rollout/reward" in record]
+        script.main(
+            flags(
+                qwen25,
+                task,
+                tmp_path / "run",
+                "--steps 2 --save_every 0 --export_every 0 --advantage grpo --samples_per_prompt 4",
+                *more,
+            )
+        )
+        steps = [
+            record
+            for record in read_rows(tmp_path / "run" / "metrics.jsonl")
+            if "rollout/reward" in record
+        ]
         assert len(steps) == len(batches) == 2
         return script, steps, batches
 
@@ -106,7 +143,15 @@ def run(qwen25, task, tmp_path):
 
 
 def test_there_are_seven_and_each_is_small():
-    assert [diff.stem for diff in DIFFS] == ["estimator", "filter", "look", "loss_term", "muon", "sampler", "sampling"]
+    assert [diff.stem for diff in DIFFS] == [
+        "estimator",
+        "filter",
+        "look",
+        "loss_term",
+        "muon",
+        "sampler",
+        "sampling",
+    ]
     for diff in DIFFS:
         assert 0 < len(changed_lines(diff)) <= {"sampler": 67, "muon": 40}.get(diff.stem, 25), diff
         others = {"look": [CHANGES], "sampler": [DRAWING], "sampling": [DRAWING]}.get(diff.stem, [])
@@ -115,18 +160,34 @@ def test_there_are_seven_and_each_is_small():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [*([diff.stem] for diff in DIFFS), [diff.stem for diff in DIFFS]], ids="+".join)
+@pytest.mark.parametrize(
+    "names", [*([diff.stem] for diff in DIFFS), [diff.stem for diff in DIFFS]], ids="+".join
+)
 def test_a_fork_is_green(names, tmp_path):
-    """A copy of the project with one change, and one with all and the reward of the README: what protects a fork, and the
-    tests of what it has changed."""
+    """A copy of the project with one change, and one with all and the reward of the README: what
+    protects a fork, and the tests of what it has changed."""
     fork = tmp_path / "fork"
     left = shutil.ignore_patterns(".*", "__pycache__", "runs", "real", "toy", "toy_describe")
     shutil.copytree(ROOT, fork, ignore=left)
     assert all(git_apply(fork / "tests" / "experiments" / f"{name}.diff", fork) for name in names)
     if len(names) > 1:
         (fork / "my_reward.py").write_text(readme_reward())
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_architecture.py"]
-    command += ["tests/test_experiments.py", "-m", "not slow", "-k", " or ".join(("architecture", "seven", *map(TESTS.get, names)))]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_architecture.py",
+    ]
+    command += [
+        "tests/test_experiments.py",
+        "-m",
+        "not slow",
+        "-k",
+        " or ".join(("architecture", "seven", *map(TESTS.get, names))),
+    ]
     done = subprocess.run(command, cwd=fork, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -136,21 +197,35 @@ def test_an_estimator_of_ones_own(run):
     script, steps, batches = run("estimator", "--advantage median")
     for batch in batches:
         for i, advantages in enumerate(batch.split(batch.advantages)):
-            rewards = [float(score) for score, group in zip(batch.rewards, batch.prompt_index) if group == batch.prompt_index[i]]
+            rewards = [
+                float(score)
+                for score, group in zip(batch.rewards, batch.prompt_index)
+                if group == batch.prompt_index[i]
+            ]
             wanted = float(batch.rewards[i]) - statistics.median(rewards)
-            assert advantages.tolist() == pytest.approx([wanted] * len(advantages), abs=rounding(16))
+            assert advantages.tolist() == pytest.approx(
+                [wanted] * len(advantages), abs=rounding(16)
+            )
     assert any(step["train/advantages_std"] > 0 for step in steps)
-    two = losses.AdvantageInputs(torch.tensor([1.0, 2, 9, 5]), torch.full((4,), 0.5), 0.2, torch.ones(4, dtype=torch.int64),
-                        torch.tensor([3, 3, 3, 8]))
+    two = losses.AdvantageInputs(
+        torch.tensor([1.0, 2, 9, 5]),
+        torch.full((4,), 0.5),
+        0.2,
+        torch.ones(4, dtype=torch.int64),
+        torch.tensor([3, 3, 3, 8]),
+    )
     assert script.ESTIMATORS["median"].estimate(two)[0].tolist() == pytest.approx([-1, 0, 7, 0])
 
 
 def test_a_loss_term_with_a_metric_of_its_own(run):
-    """Before the first update of a step the term is the mean surprise of the tokens of responses that earned something."""
+    """Before the first update of a step the term is the mean surprise of the tokens of responses
+    that earned something."""
     _, steps, batches = run("loss_term", "--imitation_coef 0.1")
     for step, batch in zip(steps, batches):
         earned = (batch.rewards > 0).repeat_interleave(batch.lengths)
-        assert step["train/imitation_loss"] == pytest.approx(float(-(earned * batch.logprobs).mean()), rel=1e-4)
+        assert step["train/imitation_loss"] == pytest.approx(
+            float(-(earned * batch.logprobs).mean()), rel=1e-4
+        )
         assert step["train/imitation_loss"] > 0
 
 
@@ -164,7 +239,13 @@ def test_a_filter_of_samples_after_the_reward(run):
     whole = batches[0].with_targets([[torch.tensor([k]) for k in range(n)] for n in (5, 1, 0, 4)])
     whole.rewards = torch.tensor([3.0, 1, 4, 1.5, 9, 7, 0, 0, 0, 1])
     extremes = script.extremes(whole, 1)
-    assert list(zip(extremes.prompt_index.tolist(), extremes.sample_number.tolist())) == [(0, 1), (0, 4), (1, 0), (3, 0), (3, 3)]
+    assert list(zip(extremes.prompt_index.tolist(), extremes.sample_number.tolist())) == [
+        (0, 1),
+        (0, 4),
+        (1, 0),
+        (3, 0),
+        (3, 3),
+    ]
 
 
 def test_a_changed_sampling_rule(run):
@@ -173,16 +254,24 @@ def test_a_changed_sampling_rule(run):
     assert [step["rollout/groups_without_spread"] for step in steps] == [4, 4]
     for batch in batches:
         responses = [tuple(tokens.tolist()) for tokens in batch.split(batch.tokens)]
-        assert [len(set(responses[k:k + 4])) for k in range(0, 16, 4)] == [1] * 4
+        assert [len(set(responses[k : k + 4])) for k in range(0, 16, 4)] == [1] * 4
         assert len(set(responses)) > 1
 
 
 def muon_by_torch(folder: Path, argv: list[str]) -> None:
-    """In every rank: a run and its resumption, and updates as torch's own optimizers take them on whole tensors."""
+    """In every rank: a run and its resumption, and updates as torch's own optimizers take them on
+    whole tensors."""
     script = imported(folder / SCRIPT, "experiment_muon")
     for steps in ("2", "3"):
         script.main([*argv, "--out", str(folder / "run"), "--steps", steps])
-    args = script.parse_args([*argv, "--out", str(folder / "none"), *words("--steps 3 --warmup_steps 1 --weight_decay 0.1")])
+    args = script.parse_args(
+        [
+            *argv,
+            "--out",
+            str(folder / "none"),
+            *words("--steps 3 --warmup_steps 1 --weight_decay 0.1"),
+        ]
+    )
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     models = script.build_models(args, script.load_rows(args).processor, ranks.device)
     script.load_models(args, models.by_role(), ranks)
@@ -213,15 +302,29 @@ def muon_by_torch(folder: Path, argv: list[str]) -> None:
 def test_muon_beside_adamw(qwen25, task, tmp_path, world):
     """torch.optim.Muon itself fails on FSDP's shards."""
     changed_script(ROOT / "tests" / "experiments" / "muon.diff", tmp_path)
-    argv = flags(qwen25, task, tmp_path / "run", "--advantage grpo --samples_per_prompt 4 --save_every 2 --export_every 0")
+    argv = flags(
+        qwen25,
+        task,
+        tmp_path / "run",
+        "--advantage grpo --samples_per_prompt 4 --save_every 2 --export_every 0",
+    )
     more = words("--muon_lr 0.02 --actor_lr 0.01 --max_grad_norm 0")
     ranks.run(muon_by_torch, tmp_path, [*argv, *more], world=world)
-    steps = [record for record in read_rows(tmp_path / "run" / "metrics.jsonl") if "train/actor_lr" in record]
-    assert [(step["step"], step["train/actor_lr"]) for step in steps] == [(1, 0.01), (2, 0.01), (3, 0.01)]
+    steps = [
+        record
+        for record in read_rows(tmp_path / "run" / "metrics.jsonl")
+        if "train/actor_lr" in record
+    ]
+    assert [(step["step"], step["train/actor_lr"]) for step in steps] == [
+        (1, 0.01),
+        (2, 0.01),
+        (3, 0.01),
+    ]
 
 
 def test_another_sampler(run, qwen25, task):
-    """Its tokens are drawn at the temperature asked for, and its log-probs are those of Hugging Face's model and of ours."""
+    """Its tokens are drawn at the temperature asked for, and its log-probs are those of Hugging
+    Face's model and of ours."""
     script, steps, batches = run("sampler", "--sampler generate --temperature 0.8")
     env, model, batch = start(qwen25, task / "train.jsonl"), hugging_face(qwen25), batches[0]
     actual = batch.split(batch.logprobs)
@@ -237,13 +340,17 @@ def test_another_sampler_that_sees_no_images_is_stopped_with_the_question(run, m
     def blind(script: ModuleType) -> None:
         script.load_pixels = lambda *_: None
 
-    with user_error("train/sampler_gap 0.* is above 0.001: .*A sampler of your own: did it see the images"):
+    with user_error(
+        "train/sampler_gap 0.* is above 0.001: .*A sampler of your own: did it see the images"
+    ):
         run("sampler", "--sampler generate", prepare=blind)
 
 
 def test_another_kind_of_look(run, qwen25, task):
     """PAPO's second look is at images that Pillow blurs: their log-probs, by Hugging Face's model."""
-    script, steps, batches = run("look", "--perception_coef 0.01 --perception_change blur:0.1 --actor_lr 0 --steps 2")
+    script, steps, batches = run(
+        "look", "--perception_coef 0.01 --perception_change blur:0.1 --actor_lr 0 --steps 2"
+    )
     env = start(qwen25, task / "train.jsonl")
     model = hugging_face(qwen25)
     for step, batch in zip(steps, batches):
@@ -260,7 +367,7 @@ def test_another_kind_of_look(run, qwen25, task):
                 patches.append(env.processor.family.patches(blurred)[0])
             inputs = inputs_of(prompt, tokens, env.processor) | {"pixel_values": torch.cat(patches)}
             with torch.no_grad():
-                logits = model(**inputs).logits[0, len(prompt.input_ids) - 1:-1]
+                logits = model(**inputs).logits[0, len(prompt.input_ids) - 1 : -1]
             logits[:, list(env.processor.banned_ids)] = -torch.inf
             assert torch.allclose(actual[i], token_logprobs(logits, tokens), atol=1e-4)
         assert step["train/perception_kl"] > 0

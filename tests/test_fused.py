@@ -29,19 +29,26 @@ def nothing_is_compiled_yet():
 @pytest.mark.slow
 @needs_compiler
 def test_the_compiled_race_draws_the_same_ids():
-    """Of any number of rows without compiling anew, banned ids among them; each vocabulary has a kernel of its own, as
-    Inductor takes the block sizes from the first call. The probe leaves none behind."""
+    """Of any number of rows without compiling anew, banned ids among them; each vocabulary has a
+    kernel of its own, as Inductor takes the block sizes from the first call. The probe leaves none
+    behind."""
     generator = torch.Generator().manual_seed(0)
     torch._dynamo.reset()
     with torch.inference_mode():
         assert logprobs._compiles(CPU)
         assert not _debug_get_cache_entry_list(logprobs._race)
-        for batch, vocabulary, stance in ((5, 97, "default"), (5, 4001, "default"), (64, 4001, "fail_on_recompile")):
+        for batch, vocabulary, stance in (
+            (5, 97, "default"),
+            (5, 4001, "default"),
+            (64, 4001, "fail_on_recompile"),
+        ):
             logits = torch.randn(batch, vocabulary, generator=generator) * 3
             logits[:, ::7] = -torch.inf
-            keys = torch.randint(-2**62, 2**62, (batch,), generator=generator)
+            keys = torch.randint(-(2**62), 2**62, (batch,), generator=generator)
             with torch.compiler.set_stance(stance):
-                ids = logprobs._compiled(logprobs._race)(logits, keys, logprobs._id_hashes(vocabulary, CPU))
+                ids = logprobs._compiled(logprobs._race)(
+                    logits, keys, logprobs._id_hashes(vocabulary, CPU)
+                )
             assert torch.equal(ids, logprobs.gumbel_race(logits, keys))
         assert len(_debug_get_cache_entry_list(logprobs._race)) == 2
 
@@ -52,8 +59,17 @@ def sources(monkeypatch):
     from torch._inductor import config, graph, scheduler
     from torch._inductor.runtime.hints import DeviceProperties
 
-    h100 = dict(type="cuda", index=0, multi_processor_count=132, cc=90, major=9, regs_per_multiprocessor=65536,
-                max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32)
+    h100 = dict(
+        type="cuda",
+        index=0,
+        multi_processor_count=132,
+        cc=90,
+        major=9,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+    )
     written = []
 
     def compile_to_module(lowering):
@@ -62,7 +78,9 @@ def sources(monkeypatch):
         return SimpleNamespace(call=lambda tensors: lowering.module(*tensors), __file__="")
 
     monkeypatch.setattr(DeviceProperties, "create", lambda device: DeviceProperties(**h100))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(name="H100", **h100))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(name="H100", **h100)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(scheduler, "has_triton", lambda: True)
@@ -73,7 +91,10 @@ def sources(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.version.cuda is None, reason="this build of torch is for CPUs: bash tests/run.sh --versions has one for CUDA")
+@pytest.mark.skipif(
+    torch.version.cuda is None,
+    reason="this build of torch is for CPUs: bash tests/run.sh --versions has one for CUDA",
+)
 def test_the_draw_of_a_gpu_has_the_block_sizes_of_its_vocabulary(sources):
     """Of a model of 152,064 ids, after one of 300; not those of the probe."""
     cuda = torch.device("cuda", 0)
@@ -82,23 +103,34 @@ def test_the_draw_of_a_gpu_has_the_block_sizes_of_its_vocabulary(sources):
         for batch, vocabulary in ((8, 300), (64, 152_064)):
             keys = torch.zeros(batch, dtype=torch.int64, device=cuda)
             logprobs.gumbel_race(torch.zeros(batch, vocabulary, device=cuda), keys)
-    sizes = [re.findall(r"size_hints={'x': (\d+), 'r0_': (\d+)}", source) for source in sources if "argmax" in source]
+    sizes = [
+        re.findall(r"size_hints={'x': (\d+), 'r0_': (\d+)}", source)
+        for source in sources
+        if "argmax" in source
+    ]
     assert sizes == [[("8", "512")], [("64", "262144")]]
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11's compiler leaves the roundings out on a CPU, where nothing needs it")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="torch 2.11's compiler leaves the roundings out on a CPU, where nothing needs it",
+)
 def test_rotary_positions_and_gates_are_compiled_bit_for_bit():
     """In bfloat16, whose roundings between two operations a compiler would leave out."""
     layers.fuse_rotary(modeling_qwen2_5_vl)
     (rotate,) = modeling_qwen2_5_vl.apply_rotary_pos_emb.args
     generator = seeded(0)
-    q, k, cos, sin, gate, up = (torch.randn(1, 8, size, generator=generator).bfloat16() for size in (96, 32, 16, 16, 99, 99))
+    q, k, cos, sin, gate, up = (
+        torch.randn(1, 8, size, generator=generator).bfloat16() for size in (96, 32, 16, 16, 99, 99)
+    )
     q, k = (x.unflatten(-1, (-1, 16)).transpose(1, 2) for x in (q, k))
     for function, *tensors in ((rotate, q, k, cos, sin), (layers.silu_product, gate, up)):
         with torch.inference_mode():
-            torch.testing.assert_close(logprobs._compiled(function)(*tensors), function(*tensors), rtol=0, atol=0)
+            torch.testing.assert_close(
+                logprobs._compiled(function)(*tensors), function(*tensors), rtol=0, atol=0
+            )
 
 
 def test_where_nothing_compiles_it_runs_as_it_is(monkeypatch, capsys):

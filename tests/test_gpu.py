@@ -1,5 +1,5 @@
-"""Attention back-ends, waits and whole runs on a GPU, and the same on a CPU with reference kernels, so that no name, flag or
-shape rots where there is no GPU; CUDA graphs on a GPU alone."""
+"""Attention back-ends, waits and whole runs on a GPU, and the same on a CPU with reference kernels,
+so that no name, flag or shape rots where there is no GPU; CUDA graphs on a GPU alone."""
 
 import math
 import os
@@ -46,18 +46,28 @@ from reference_kernels import (
     usable,
 )
 
-# Text, a picture whose tokens see each other, text behind it and a response; and the one token of an empty pack, alone.
-PICTURE = [(0, 30, 0, 0), (30, 286, 0, 30, True), (286, 300, 0, 286), (300, 380, 0, 300), (380, 400, 400, 400)]
+# Text, a picture whose tokens see each other, text behind it and a response; and the one token of
+# an empty pack, alone.
+PICTURE = [
+    (0, 30, 0, 0),
+    (30, 286, 0, 30, True),
+    (286, 300, 0, 286),
+    (300, 380, 0, 300),
+    (380, 400, 400, 400),
+]
 ALONE = [(0, 1, 0, 0)]
-layouts = pytest.mark.parametrize("segments, window", [
-    (SEGMENTS, None), (SEGMENTS, 33), (PICTURE, None), (PICTURE, 33), (ALONE, None)])
+layouts = pytest.mark.parametrize(
+    "segments, window",
+    [(SEGMENTS, None), (SEGMENTS, 33), (PICTURE, None), (PICTURE, 33), (ALONE, None)],
+)
 kernel_backends = pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
 
 
 def explained_gap(layers: int) -> float:
-    """Mean error of log-probs that bfloat16 explains: some 20 operations of a layer, one behind the other, round their results
-    by half an epsilon at most. Errors of either sign add up like the steps of a random walk: n operations leave a hidden
-    state off by sqrt(n) halves of an epsilon, and the logits and log-probs, whose spread is about 1 here, by as much."""
+    """Mean error of log-probs that bfloat16 explains: some 20 operations of a layer, one behind the
+    other, round their results by half an epsilon at most. Errors of either sign add up like the
+    steps of a random walk: n operations leave a hidden state off by sqrt(n) halves of an epsilon,
+    and the logits and log-probs, whose spread is about 1 here, by as much."""
     return check_kernels.explained(torch.bfloat16, math.sqrt(20 * layers))
 
 
@@ -66,7 +76,9 @@ def skip_unless_installed(backend: str) -> None:
         pytest.skip(f"{backend} is not installed")
 
 
-def assert_attention(backend: str, device: torch.device, dtype: torch.dtype, segments, window: int | None) -> None:
+def assert_attention(
+    backend: str, device: torch.device, dtype: torch.dtype, segments, window: int | None
+) -> None:
     bounds = attention_bounds(dtype)
     for name, error in packed_errors(backend, device, dtype, segments, window).items():
         assert error < bounds[name], name
@@ -87,27 +99,36 @@ def test_backends_on_a_gpu(device, backend, segments, window):
 
 
 BROKEN = {
-    "built for another torch": ("raise ImportError('undefined symbol: _ZN3c10')", "cannot be used: undefined symbol"),
-    "flash-attn-4 alone, a namespace package": (None, "cannot be used: module 'flash_attn' has no attribute"),
+    "built for another torch": (
+        "raise ImportError('undefined symbol: _ZN3c10')",
+        "cannot be used: undefined symbol",
+    ),
+    "flash-attn-4 alone, a namespace package": (
+        None,
+        "cannot be used: module 'flash_attn' has no attribute",
+    ),
 }
 
 
 @pytest.mark.parametrize("text, why", BROKEN.values(), ids=BROKEN)
 def test_a_flash_attn_that_does_not_load(monkeypatch, tmp_path, capsys, text, why):
-    """Found out at the start, not at the first picture after all weights are loaded: refused if it was asked for, otherwise
-    varlen is taken, which says why."""
+    """Found out at the start, not at the first picture after all weights are loaded: refused if it
+    was asked for, otherwise varlen is taken, which says why."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
     if text:
         (tmp_path / "flash_attn" / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "flash_attn", None)  # so that what is imported here is forgotten afterwards
+    # so that what is imported here is forgotten afterwards
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.delitem(sys.modules, "flash_attn")
     with pytest.raises(ValueError, match=f"--attention flash_attn: .*{why}"):
         choose_backend("flash_attn", CUDA)
     assert choose_backend("varlen", CUDA) == "varlen"
     assert choose_backend("auto", CPU) == "sdpa"
-    monkeypatch.setattr(build, "choose_backend", lambda requested, *_: choose_backend(requested, CUDA))
+    monkeypatch.setattr(
+        build, "choose_backend", lambda requested, *_: choose_backend(requested, CUDA)
+    )
     assert build.choose_compute(ModelArgs(), CPU, 64).backend == "varlen"
     assert re.search(rf"attention: varlen \(.*{why}", capsys.readouterr().out)
 
@@ -116,12 +137,15 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with user_error("2 processes were started on this machine, but torch sees 1 GPUs: use --nproc_per_node 1"):
+    with user_error(
+        "2 processes were started on this machine, but torch sees 1 GPUs: use --nproc_per_node 1"
+    ):
         distributed.start(60.0, 0)
 
 
 def head_errors(device: torch.device, dtype: torch.dtype, tokens: int) -> list[float]:
-    """Relative errors of log-probs, entropy and gradients of the chunked head against float64; tokens are banned."""
+    """Relative errors of log-probs, entropy and gradients of the chunked head against float64;
+    tokens are banned."""
     generator = torch.Generator().manual_seed(0)
     banned = torch.arange(301) % 50 == 7
     targets = torch.randint(8, 50, (tokens,), generator=generator)
@@ -129,9 +153,16 @@ def head_errors(device: torch.device, dtype: torch.dtype, tokens: int) -> list[f
     results = []
     for where, kind in ((device, dtype), (CPU, torch.float64)):
         inputs = [x.to(where, kind).requires_grad_() for x in (hidden, weight)]
-        out = logprobs.linear_logprobs(*inputs, targets.to(where), entropy=True, chunk=4, temperature=0.7,
-                                     banned=banned.to(where), early=(targets % 2 == 0).to(where),
-                                     early_banned=torch.tensor([3, 4]).to(where))
+        out = logprobs.linear_logprobs(
+            *inputs,
+            targets.to(where),
+            entropy=True,
+            chunk=4,
+            temperature=0.7,
+            banned=banned.to(where),
+            early=(targets % 2 == 0).to(where),
+            early_banned=torch.tensor([3, 4]).to(where),
+        )
         results.append([*out, *torch.autograd.grad((out[0] + 0.1 * out[1]).sum(), inputs)])
     if not tokens:
         assert all(x.numel() == 0 or not x.any() for x in results[0])
@@ -144,9 +175,9 @@ def test_head_without_a_gpu():
 
 
 def test_head_on_a_gpu(device):
-    """Products of bfloat16 with float32 results, also of no tokens: a rank without responses. The gradients are of rounded
-    probabilities, and rounded themselves; nothing else is. Tensor cores cut off what a sum does not keep, so that errors
-    grow with its length, here 64."""
+    """Products of bfloat16 with float32 results, also of no tokens: a rank without responses. The
+    gradients are of rounded probabilities, and rounded themselves; nothing else is. Tensor cores
+    cut off what a sum does not keep, so that errors grow with its length, here 64."""
     of_sums = check_kernels.explained(torch.float32, 0, terms=64**2)
     bound = of_sums + check_kernels.explained(torch.bfloat16, 3)
     errors = head_errors(device, torch.bfloat16, 10)
@@ -177,14 +208,23 @@ def test_sampled_logprobs_are_those_of_training_with_graphs(gpu, checkpoint, pic
 def assert_samples_are_scored_alike(checkpoint, picture_rows, backend: str, graphs: str) -> None:
     """By the sampler and by a forward of training."""
     skip_unless_installed(backend)
-    env = start(checkpoint, picture_rows, "--dtype bfloat16 --attention", backend, "--cuda_graphs", graphs, "--slots 7")
+    env = start(
+        checkpoint,
+        picture_rows,
+        "--dtype bfloat16 --attention",
+        backend,
+        "--cuda_graphs",
+        graphs,
+        "--slots 7",
+    )
     batch = ppo.rollout(env.actor, take(env), env.sampling, 5)
     assert (score(env.actor, batch) - batch.logprobs).abs().mean() < explained_gap(layers_of(env))
 
 
 @kernel_backends
 def test_float32_says_the_same_on_a_gpu(device, checkpoint, picture_rows, backend):
-    """Of a rollout in float32, which has its own attention and no varlen call, in the vision tower as well."""
+    """Of a rollout in float32, which has its own attention and no varlen call, in the vision tower
+    as well."""
     skip_unless_installed(backend)
     assert_float32_says_the_same(checkpoint, picture_rows, backend)
 
@@ -222,7 +262,9 @@ def test_the_kernels_compute_what_they_should(device, capsys):
 def test_the_compiled_draw_is_used(device, qwen25, picture_rows, monkeypatch):
     """It is not given up in a rollout, which draws by it, though on a CPU only because it is told to."""
     if device == CPU:
-        monkeypatch.setattr(logprobs, "fuse", lambda function, *tensors: logprobs._compiled(function)(*tensors))
+        monkeypatch.setattr(
+            logprobs, "fuse", lambda function, *tensors: logprobs._compiled(function)(*tensors)
+        )
     torch._dynamo.reset()
     env = start(qwen25, picture_rows, "--slots 7")
     ppo.rollout(env.actor, take(env), env.sampling, 5)
@@ -247,7 +289,8 @@ def test_a_decoding_step_never_waits_for_the_device(device, checkpoint, picture_
         vlm.compute_features(env.actor.model, batch)
         engine = ppo.RolloutEngine(env.actor, batch, env.sampling, [0, 1], 2)
         engine.prefill([(0, [(0, 0), (1, 1)]), (1, [(2, 0), (3, 1)])])
-        engine.decode_on_device(4, engine.cache.capacity)                                          # the first makes tables and workspaces
+        # the first makes tables and workspaces
+        engine.decode_on_device(4, engine.cache.capacity)
         torch.cuda.set_sync_debug_mode("error")
         try:
             engine.decode_on_device(4, engine.cache.capacity)
@@ -264,7 +307,8 @@ def test_a_pack_of_an_update_never_waits_for_the_device(device, checkpoint, pict
     batch.in_policy_loss = weights > 0
     part = ppo.Minibatch(range(4), weights, weights, None)
     env.actor.train()
-    for mode in ("default", "error"):                                              # the first time makes tables and workspaces
+    # the first time makes tables and workspaces
+    for mode in ("default", "error"):
         for pack in make_packs(env.actor.model, batch):
             torch.cuda.set_sync_debug_mode(mode)
             try:
@@ -281,7 +325,9 @@ def run(device: torch.device, script, out: Path, *flags: str | Path) -> list[dic
         script.main([*line, "--attention", "varlen"])
         return read_rows(out / "metrics.jsonl")
     clean = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-    launcher = words("-m", "torch.distributed.run", "--standalone --nproc_per_node", torch.cuda.device_count())
+    launcher = words(
+        "-m", "torch.distributed.run", "--standalone --nproc_per_node", torch.cuda.device_count()
+    )
     command = [sys.executable, *launcher, script.__file__, *line]
     program = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
     assert program.returncode == 0, program.stdout[-3000:] + program.stderr[-6000:]
@@ -295,23 +341,34 @@ def toy_task(tmp_path_factory) -> Path:
     return folder
 
 
-WHOLE = {"everything": "--kl_coef 0.05 --ema_beta 0.9 --offload all --gradient_checkpointing --save_every 1",
-         "train_vision": "--train_vision --advantage grpo --save_every 0",
-         "lora": "--lora_rank 4 --advantage grpo --kl_coef 0.05 --kl_in loss --kl_estimator full --save_every 0"}
+WHOLE = {
+    "everything": "--kl_coef 0.05 --ema_beta 0.9 --offload all --gradient_checkpointing --save_every 1",
+    "train_vision": "--train_vision --advantage grpo --save_every 0",
+    "lora": "--lora_rank 4 --advantage grpo --kl_coef 0.05 --kl_in loss --kl_estimator full --save_every 0",
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", WHOLE)
 def test_whole_run_on_all_gpus(device, toy_task, tmp_path, kind):
-    """Two steps, and a third in another life if there is a checkpoint; evaluation and export at the end of each."""
-    flags = ("--config", toy_task / "args.json", "--cuda_graphs", "auto" if device == CPU else "on",
-             "--max_new_tokens 24 --eval_every 1", WHOLE[kind])
+    """Two steps, and a third in another life if there is a checkpoint; evaluation and export at the
+    end of each."""
+    flags = (
+        "--config",
+        toy_task / "args.json",
+        "--cuda_graphs",
+        "auto" if device == CPU else "on",
+        "--max_new_tokens 24 --eval_every 1",
+        WHOLE[kind],
+    )
     for steps in (2, 3) if kind == "everything" else (2,):
         records = run(device, ppo, tmp_path, *flags, "--steps", steps)
     done = {record["step"]: record for record in records if "train/actor_updates" in record}
     assert sorted(done) == list(range(1, steps + 1))
     assert (tmp_path / "export" / f"step-{steps}").is_dir()
-    layers = read_json(tmp_path / "export" / f"step-{steps}" / "config.json")["text_config"]["num_hidden_layers"]
+    layers = read_json(tmp_path / "export" / f"step-{steps}" / "config.json")["text_config"][
+        "num_hidden_layers"
+    ]
     for record in done.values():
         assert record["train/actor_skipped"] == 0
         assert record["train/sampler_gap"] < explained_gap(layers)
@@ -320,10 +377,16 @@ def test_whole_run_on_all_gpus(device, toy_task, tmp_path, kind):
 
 @pytest.mark.slow
 def test_whole_run_of_the_judge_on_all_gpus(device, toy_task, tmp_path):
-    records = run(device, grm, tmp_path, "--config", toy_task / "grm_args.json", "--steps 2 --save_every 1")
-    last, = (record for record in records if record.get("step") == 2 and "train/skipped" in record)
+    records = run(
+        device, grm, tmp_path, "--config", toy_task / "grm_args.json", "--steps 2 --save_every 1"
+    )
+    (last,) = (
+        record for record in records if record.get("step") == 2 and "train/skipped" in record
+    )
     assert last["train/skipped"] == 0
-    assert any(record.get("step") == 2 and record.get("eval/parse_rate", -1) >= 0 for record in records)
+    assert any(
+        record.get("step") == 2 and record.get("eval/parse_rate", -1) >= 0 for record in records
+    )
 
 
 @pytest.mark.slow
@@ -332,5 +395,11 @@ def test_the_gpu_benchmark_runs():
     command = words(sys.executable, ROOT / "tests" / "benchmarks" / "gpu.py", "--tiny")
     program = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert program.returncode == 0, program.stderr[-3000:]
-    for cell in ("| sdpa | float32 |", "| 4 x 32 |", "| 256 |", "| 2056 | shared |", "| rollout_seconds |"):
+    for cell in (
+        "| sdpa | float32 |",
+        "| 4 x 32 |",
+        "| 256 |",
+        "| 2056 | shared |",
+        "| rollout_seconds |",
+    ):
         assert cell in program.stdout, program.stdout

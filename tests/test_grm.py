@@ -1,6 +1,5 @@
-"""The generative reward model: what it learns from which row, that its loss is Hugging Face's, and that its evaluation counts
-every judgement once and only what was said.
-"""
+"""The generative reward model: what it learns from which row, that its loss is Hugging Face's, and
+that its evaluation counts every judgement once and only what was said."""
 
 import gc
 import itertools
@@ -52,14 +51,18 @@ from helpers import JUDGEMENTS, Caught, distance, evaluation, judge_flags, train
 from lives import die_at
 
 PAIR = ["A", "B", "tie"]
-VERDICTS = dict(pictures=PAIR, answers=PAIR, correct=["yes", "no"], rubric=["yes", "no"], score=["-1.5", "4"])
+VERDICTS = dict(
+    pictures=PAIR, answers=PAIR, correct=["yes", "no"], rubric=["yes", "no"], score=["-1.5", "4"]
+)
 # As published with LLaVA 1.5, with another image token: a space before the answer, no end token behind it.
-LLAVA = ("{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
-         "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<|image_pad|>\n' }}{% endfor %}"
-         "{% if message['role'] != 'assistant' %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
-         "{{ content['text'] + ' '}}{% endfor %}{% else %}{% for content in message['content'] | "
-         "selectattr('type', 'equalto', 'text') %}{% generation %}{{ content['text'] + ' '}}{% endgeneration %}{% endfor %}"
-         "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}")
+LLAVA = (
+    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<|image_pad|>\n' }}{% endfor %}"
+    "{% if message['role'] != 'assistant' %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ content['text'] + ' '}}{% endfor %}{% else %}{% for content in message['content'] | "
+    "selectattr('type', 'equalto', 'text') %}{% generation %}{{ content['text'] + ' '}}{% endgeneration %}{% endfor %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
 
 
 # ------------------------------------------------------------------------------------------------ set-up
@@ -74,8 +77,13 @@ def start(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> SimpleN
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     rows = grm.load_rows(args)
     args = grm.count_steps(args, len(rows.train))
-    return SimpleNamespace(args=args, rows=rows, processor=rows.processor, held_out=rows.held_out,
-                           judge=grm.load_judge(args, rows, ranks))
+    return SimpleNamespace(
+        args=args,
+        rows=rows,
+        processor=rows.processor,
+        held_out=rows.held_out,
+        judge=grm.load_judge(args, rows, ranks),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +107,7 @@ def labelled(env, example, target: torch.Tensor) -> dict:
     """Inputs of Hugging Face's own model for one unpacked sample; labels on the target only."""
     inputs = inputs_of(example.prompt, target, env.processor)
     inputs["labels"] = inputs["input_ids"].clone()
-    inputs["labels"][:, :len(example.prompt.input_ids)] = -100
+    inputs["labels"][:, : len(example.prompt.input_ids)] = -100
     return inputs
 
 
@@ -110,19 +118,25 @@ def oracle(qwen25):
 
 # ------------------------------------------------------------------------------------------------ labels
 def test_labels_are_the_answer_and_its_end(env):
-    """Token by token on the Qwen template: the conversation as rendered whole, its labels between header and template tail."""
-    tokenizer, end = env.processor.tokenizer, env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    """Token by token on the Qwen template: the conversation as rendered whole, its labels between
+    header and template tail."""
+    tokenizer, end = (
+        env.processor.tokenizer,
+        env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    )
     examples = [example for question in env.rows.train for example in question.examples]
     assert judgements.answer_frame(env.processor)[1:] == ("", end, "<|im_end|>\n")
     for example in examples:
         chat = [*example.prompt.messages, {"role": "assistant", "content": example.text}]
-        whole = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
+        whole = tokenizer.encode(
+            tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False
+        )
         prompt = tokenizer.encode(example.prompt.text, add_special_tokens=False)
         assert prompt + example.target.tolist() + tokenizer.encode("\n") == whole
         assert example.target.tolist().count(end) == 1
         assert int(example.target[-1]) == end
-    # In a pack: the tokens of the targets, in order, each predicted by the token before it, the first one by the
-    # header of the answer.
+    # In a pack: the tokens of the targets, in order, each predicted by the token before it, the
+    # first one by the header of the answer.
     batch = take(env, examples).with_targets([[example.target] for example in examples])
     vlm.compute_features(env.judge.model, batch)
     predicted = []
@@ -130,8 +144,14 @@ def test_labels_are_the_answer_and_its_end(env):
         ids = pack.input_ids[0]
         inside = pack.step > 0
         assert torch.equal(ids[pack.predict[inside] + 1], pack.targets[inside])
-        assert all(tokenizer.decode(ids[at - 2:at + 1]).endswith("assistant\n") for at in pack.predict[~inside].tolist())
-        predicted += [(int(sample), pack.targets[pack.sample == sample].tolist()) for sample in pack.sample.unique()]
+        assert all(
+            tokenizer.decode(ids[at - 2 : at + 1]).endswith("assistant\n")
+            for at in pack.predict[~inside].tolist()
+        )
+        predicted += [
+            (int(sample), pack.targets[pack.sample == sample].tolist())
+            for sample in pack.sample.unique()
+        ]
     assert sorted(predicted) == [(i, example.target.tolist()) for i, example in enumerate(examples)]
 
 
@@ -140,52 +160,84 @@ def test_labels_on_the_llava_template(qwen25):
     processor.tokenizer.chat_template = LLAVA
     frame = judgements.answer_frame(processor)
     assert frame[1:] == (" ", processor.tokenizer.eos_token_id, " ")
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}
+    ]
     text, ids, _ = processor.encode(messages, ((1, 4, 4),))
     target = judgements.encode_target(processor, frame, "a circle")
     assert text.endswith("what is it? ASSISTANT:")
     assert processor.tokenizer.decode(target) == " a circle<|im_end|>"
     whole = processor.tokenizer.apply_chat_template(
-        [*messages, {"role": "assistant", "content": [{"type": "text", "text": "a circle"}]}], tokenize=False)
+        [*messages, {"role": "assistant", "content": [{"type": "text", "text": "a circle"}]}],
+        tokenize=False,
+    )
     assert whole == text + " a circle "
-    processor.tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    processor.tokenizer.chat_template = (
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
     with pytest.raises(ValueError, match="leaves out what the assistant says"):
         judgements.answer_frame(processor)
 
 
 @pytest.mark.parametrize("scheme", ["first", "always"])
 def test_labels_have_no_space_that_the_conversation_lacks(qwen25, scheme):
-    """Tokenizers of Llama's kind put one before the beginning of a text, some behind every special token too."""
+    """Tokenizers of Llama's kind put one before the beginning of a text, some behind every special
+    token too."""
     pieces = ["\u2581", "\u2581yes", "yes", *"abcdefghijklmnopqrstuvwxyz<|>()\n"]
-    backend = tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", -9.0), *((piece, -1.0) for piece in pieces)], 0, False))
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.Unigram([("<unk>", -9.0), *((piece, -1.0) for piece in pieces)], 0, False)
+    )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
     processor = Processor(qwen25)
-    processor.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=(
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content if m.content is string else m.content[0].text }}</s>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"))
+    processor.tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="</s>",
+        chat_template=(
+            "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content if m.content is string else m.content[0].text }}</s>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+        ),
+    )
     target = judgements.encode_target(processor, judgements.answer_frame(processor), "yes")
     assert processor.tokenizer.convert_ids_to_tokens(target) == ["yes", "</s>"]
     chat = [{"role": "user", "content": "well"}, {"role": "assistant", "content": "yes"}]
-    prompt, whole = (processor.tokenizer.apply_chat_template(chat[:n], tokenize=True, add_generation_prompt=n == 1)["input_ids"]
-                     for n in (1, 2))
-    assert prompt + target.tolist() == whole[:len(prompt) + 2]
+    prompt, whole = (
+        processor.tokenizer.apply_chat_template(
+            chat[:n], tokenize=True, add_generation_prompt=n == 1
+        )["input_ids"]
+        for n in (1, 2)
+    )
+    assert prompt + target.tolist() == whole[: len(prompt) + 2]
 
 
-TURNS = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% set parts = (m.content | string).split('</think>') %}ANSWER"
-         "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\nOPENED' }}{% endif %}")
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set parts = (m.content | string).split('</think>') %}ANSWER"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\nOPENED' }}{% endif %}"
+)
 EMPTY = "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ parts[-1] }}"
-# What Qwen3.5 and the Thinking models, Qwen3, and R1's distills write before an answer, and where generation begins.
-THINKING = {"qwen3.5": TURNS.replace("ANSWER", EMPTY).replace("OPENED", "<think>\n"),
-            "qwen3": TURNS.replace("ANSWER", EMPTY).replace("OPENED", ""),
-            "r1": TURNS.replace("ANSWER", "{{ parts[-1] }}").replace("OPENED", "<think>\n")}
+# What Qwen3.5 and the Thinking models, Qwen3, and R1's distills write before an answer, and where
+# generation begins.
+THINKING = {
+    "qwen3.5": TURNS.replace("ANSWER", EMPTY).replace("OPENED", "<think>\n"),
+    "qwen3": TURNS.replace("ANSWER", EMPTY).replace("OPENED", ""),
+    "r1": TURNS.replace("ANSWER", "{{ parts[-1] }}").replace("OPENED", "<think>\n"),
+}
 
 
-@pytest.mark.parametrize("model, text, label", [
-    ("qwen3.5", "yes", "\n</think>\n\nyes"), ("r1", "yes", "\n</think>\n\nyes"), ("qwen3", "yes", "<think>\n\n</think>\n\nyes"),
-    ("qwen3.5", "<think>\nhm\n</think>\n\nyes", "hm\n</think>\n\nyes"), ("r1", "<think>\nhm</think>yes", "hm</think>yes"),
-    ("qwen3", "<think>\nhm\n</think>\n\nyes", "<think>\nhm\n</think>\n\nyes"), ("r1", "hm</think>yes", "hm</think>yes")])
+@pytest.mark.parametrize(
+    "model, text, label",
+    [
+        ("qwen3.5", "yes", "\n</think>\n\nyes"),
+        ("r1", "yes", "\n</think>\n\nyes"),
+        ("qwen3", "yes", "<think>\n\n</think>\n\nyes"),
+        ("qwen3.5", "<think>\nhm\n</think>\n\nyes", "hm\n</think>\n\nyes"),
+        ("r1", "<think>\nhm</think>yes", "hm</think>yes"),
+        ("qwen3", "<think>\nhm\n</think>\n\nyes", "<think>\nhm\n</think>\n\nyes"),
+        ("r1", "hm</think>yes", "hm</think>yes"),
+    ],
+)
 def test_labels_have_one_thought(qwen25, model, text, label):
-    """That of the target in place of the template's empty one; what the prompt has opened is not opened again, and is closed."""
+    """That of the target in place of the template's empty one; what the prompt has opened is not
+    opened again, and is closed."""
     processor = Processor(qwen25)
     processor.tokenizer.chat_template = THINKING[model]
     target = judgements.encode_target(processor, judgements.answer_frame(processor), text)
@@ -196,7 +248,10 @@ def test_the_options_of_the_template_are_a_part_of_judge_json(qwen25, task, tmp_
     """A judge is trained, and asked later, with the same ones, unless a flag says others."""
     folder = shutil.copytree(qwen25, tmp_path / "base")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    plain, opened = tokenizer.chat_template, "{% if think and add_generation_prompt %}<think>\n{% endif %}"
+    plain, opened = (
+        tokenizer.chat_template,
+        "{% if think and add_generation_prompt %}<think>\n{% endif %}",
+    )
     tokenizer.chat_template = plain + opened
     tokenizer.save_pretrained(folder)
     env = start(folder, task, tmp_path / "run", "--template_options", '{"think": true}')
@@ -206,7 +261,11 @@ def test_the_options_of_the_template_are_a_part_of_judge_json(qwen25, task, tmp_
     env.processor.save(str(folder))
     assert read_json(folder / "judge.json") == judge
     for options, ending in (("", "assistant\n<think>\n"), ("{}", "assistant\n")):
-        again = grm.load_rows(grm.parse_args(judge_flags(folder, task, tmp_path / "again", "--template_options", options)))
+        again = grm.load_rows(
+            grm.parse_args(
+                judge_flags(folder, task, tmp_path / "again", "--template_options", options)
+            )
+        )
         assert again.held_out[0].prompt.text.endswith(ending)
         assert again.settings.template_options == ({} if options else {"think": True})
     with user_error("--template_options: the chat template knows no 'thinking'"):
@@ -215,9 +274,11 @@ def test_the_options_of_the_template_are_a_part_of_judge_json(qwen25, task, tmp_
 
 # ------------------------------------------------------------------------------------------------ loss
 def test_loss_and_gradient_are_hugging_faces(env, oracle):
-    """All kinds of rows in packs with shared prompts, against the `labels=` loss of unpacked samples, weighted by tokens."""
+    """All kinds of rows in packs with shared prompts, against the `labels=` loss of unpacked
+    samples, weighted by tokens."""
     questions, caught = env.rows.train, Caught(env.judge, env.args)
-    assert max(len(question.examples) for question in questions) == 2          # two responses to one prompt: it stands once
+    # two responses to one prompt: it stands once
+    assert max(len(question.examples) for question in questions) == 2
     batch = take_targets(env, questions)
     metrics, logprobs = grm.update(caught, batch, grm.TrainState())
     oracle.zero_grad(set_to_none=True)
@@ -229,13 +290,19 @@ def test_loss_and_gradient_are_hugging_faces(env, oracle):
         total += float(loss.detach()) * share
     assert metrics["train/loss"] == pytest.approx(total, rel=ROUNDING)
     assert -float(logprobs.mean()) == pytest.approx(total, rel=ROUNDING)
-    expected = {f"model.{name}": p.grad for name, p in oracle.named_parameters() if not name.startswith("model.visual")}
+    expected = {
+        f"model.{name}": p.grad
+        for name, p in oracle.named_parameters()
+        if not name.startswith("model.visual")
+    }
     assert distance(caught.gradients[0], expected) < ROUNDING
 
 
 def test_a_step_that_is_not_finite_is_skipped(env):
     batch, weight = take_targets(env, env.rows.train[:4]), env.judge.model.lm_head.weight.to_local()
-    before = {name: p.to_local().clone() for name, p in env.judge.named_parameters() if p.requires_grad}
+    before = {
+        name: p.to_local().clone() for name, p in env.judge.named_parameters() if p.requires_grad
+    }
     with torch.no_grad():
         weight[0, 0] = torch.inf
     metrics, _ = grm.update(trainable(env.judge, env.args, 1e-3), batch, grm.TrainState())
@@ -244,7 +311,11 @@ def test_a_step_that_is_not_finite_is_skipped(env):
     assert metrics["train/skipped"] == 1
     assert metrics["train/grad_norm"] == 0
     assert "train/loss" not in metrics
-    assert all(torch.equal(p.to_local(), before[name]) for name, p in env.judge.named_parameters() if p.requires_grad)
+    assert all(
+        torch.equal(p.to_local(), before[name])
+        for name, p in env.judge.named_parameters()
+        if p.requires_grad
+    )
 
 
 def test_a_lost_judge_stops_the_run(qwen25, task, tmp_path):
@@ -258,7 +329,9 @@ def test_a_lost_judge_stops_the_run(qwen25, task, tmp_path):
     message = "step 3: the gradient of the judge was not finite and all its updates were skipped, 3 steps in a row"
     with user_error(message):
         grm.main(argv)
-    assert [record["train/skipped"] for record in records(tmp_path / "run") if "step" in record] == [1, 1, 1]
+    assert [
+        record["train/skipped"] for record in records(tmp_path / "run") if "step" in record
+    ] == [1, 1, 1]
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
@@ -275,8 +348,13 @@ def test_likelihood_is_that_of_single_samples(env, oracle):
     for i, example in enumerate(examples):
         assert scores[i]["loss"] == pytest.approx(loss_of(example, example.target), rel=1e-4)
         verdicts = VERDICTS.get(example.prompt.label, [])
-        targets = [judgements.encode_target(env.processor, frame, f"<answer>{word}</answer>") for word in verdicts]
-        chances = torch.tensor([-loss_of(example, target) for target in targets]).softmax(0).tolist()
+        targets = [
+            judgements.encode_target(env.processor, frame, f"<answer>{word}</answer>")
+            for word in verdicts
+        ]
+        chances = (
+            torch.tensor([-loss_of(example, target) for target in targets]).softmax(0).tolist()
+        )
         assert scores[i]["probabilities"] == pytest.approx(dict(zip(verdicts, chances)), abs=1e-4)
 
 
@@ -284,8 +362,13 @@ def test_generation_does_not_depend_on_batches(env, oracle):
     written = grm.generate(env.judge, env.processor, take(env, env.held_out), env.args.eval)
     for i, example in enumerate(env.held_out):
         inputs = inputs_of(example.prompt, torch.zeros(0, dtype=torch.int64), env.processor)
-        tokens = oracle.generate(**inputs, max_new_tokens=5, do_sample=False, suppress_tokens=list(env.processor.banned_ids))
-        response = tokens[0, len(example.prompt.input_ids):]
+        tokens = oracle.generate(
+            **inputs,
+            max_new_tokens=5,
+            do_sample=False,
+            suppress_tokens=list(env.processor.banned_ids),
+        )
+        response = tokens[0, len(example.prompt.input_ids) :]
         text, is_cut = written[i]
         assert text
         assert text == env.processor.tokenizer.decode(response, skip_special_tokens=True)
@@ -296,16 +379,28 @@ def test_a_judgement_that_was_cut_off_has_no_verdict(env, monkeypatch, tmp_path)
     """What the judge writes third ends some of its judgements; all texts quote the right verdict."""
     batch, limit = take(env, env.held_out), env.args.eval.eval_max_new_tokens
     monkeypatch.setattr(env.processor, "decode", lambda parts: [str(ids.tolist()) for ids in parts])
-    texts = [json.loads(text) for text, _ in map(grm.generate(env.judge, env.processor, batch, env.args.eval).get, range(len(env.held_out)))]
+    texts = [
+        json.loads(text)
+        for text, _ in map(
+            grm.generate(env.judge, env.processor, batch, env.args.eval).get,
+            range(len(env.held_out)),
+        )
+    ]
     third = texts[0][2]
     monkeypatch.setattr(env.processor, "stop_ids", (third,))
     expected = [third not in ids[:limit] for ids in texts]
     assert {True, False} == set(expected)
-    monkeypatch.setattr(env.processor, "decode", lambda parts: ["quoted: <answer>A</answer> <answer>yes</answer>"] * len(parts))
+    monkeypatch.setattr(
+        env.processor,
+        "decode",
+        lambda parts: ["quoted: <answer>A</answer> <answer>yes</answer>"] * len(parts),
+    )
     records, _ = grm.judge_all(env.judge, env.rows, env.args)
     assert [record["truncated"] for record in records] == expected
     for record in records:
-        read = env.rows.settings.read_verdict(record["generated_text"], env.held_out[record["index"]].prompt)
+        read = env.rows.settings.read_verdict(
+            record["generated_text"], env.held_out[record["index"]].prompt
+        )
         assert record["predicted_answer"] == (None if record["truncated"] else read)
 
 
@@ -324,8 +419,13 @@ def test_generation_needs_no_pad_token(env):
 def evaluate(env, out: Path, held_out: list, step: int, **changes) -> dict[str, float]:
     """The script's evaluation of some rows, with other flags."""
     rows, state, written = grm.replace(env.rows, held_out=held_out), grm.TrainState(step=step), {}
-    log = SimpleNamespace(log_samples=4, samples=lambda *_, **__: None, evaluation=lambda *_: None, line=lambda _: None,
-                          json=lambda name, value: written.update({out / name: json.dumps(value, allow_nan=False)}))
+    log = SimpleNamespace(
+        log_samples=4,
+        samples=lambda *_, **__: None,
+        evaluation=lambda *_: None,
+        line=lambda _: None,
+        json=lambda name, value: written.update({out / name: json.dumps(value, allow_nan=False)}),
+    )
     metrics = grm.evaluate(env.judge, rows, state, log, with_flags(env.args, **changes))
     for path, text in written.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -336,15 +436,22 @@ def evaluate(env, out: Path, held_out: list, step: int, **changes) -> dict[str, 
 def test_an_evaluation_is_recorded_when_its_files_are_written(env):
     """A resumed run repeats an evaluation without a record, so the record comes last."""
     order = []
-    log = SimpleNamespace(log_samples=4, samples=lambda *_, **__: order.append("samples"), json=lambda *_: order.append("text"),
-                          evaluation=lambda *_: order.append("record"), line=lambda _: None)
+    log = SimpleNamespace(
+        log_samples=4,
+        samples=lambda *_, **__: order.append("samples"),
+        json=lambda *_: order.append("text"),
+        evaluation=lambda *_: order.append("record"),
+        line=lambda _: None,
+    )
     rows = grm.replace(env.rows, held_out=env.held_out[:1])
     grm.evaluate(env.judge, rows, grm.TrainState(step=2), log, env.args)
     assert order == ["text", "samples", "record"]
 
 
 def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
-    weight = dict(env.judge.named_parameters())["model.model.language_model.norm.weight"].data.to_local()
+    weight = dict(env.judge.named_parameters())[
+        "model.model.language_model.norm.weight"
+    ].data.to_local()
     before = weight.clone()
     weight[0] = torch.nan
     try:
@@ -356,11 +463,17 @@ def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
 
 
 def test_evaluation_asks_so_many_questions_together(env, tmp_path, monkeypatch):
-    """Of 13, with batches of 5 and a step of 4 prompts; the pictures of a batch are asked for before the one before is judged."""
+    """Of 13, with batches of 5 and a step of 4 prompts; the pictures of a batch are asked for
+    before the one before is judged."""
     events, generate, submit = [], grm.generate, PromptLoader.submit
-    monkeypatch.setattr(grm, "generate", lambda *args: events.append(len(args[2].prompts)) or generate(*args))
-    monkeypatch.setattr(PromptLoader, "submit", lambda self, rows, draws:
-                        events.append(f"decode {len(rows)}") or submit(self, rows, draws))
+    monkeypatch.setattr(
+        grm, "generate", lambda *args: events.append(len(args[2].prompts)) or generate(*args)
+    )
+    monkeypatch.setattr(
+        PromptLoader,
+        "submit",
+        lambda self, rows, draws: events.append(f"decode {len(rows)}") or submit(self, rows, draws),
+    )
     assert evaluate(env, tmp_path, env.held_out, 1, eval_batch=5)["eval/num_samples"] == 13
     assert events == ["decode 5", "decode 5", 5, "decode 3", 5, "decode 0", 3]
 
@@ -389,27 +502,44 @@ def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
     for _ in range(9):
         states.append(grm.replace(states[-1]))
         grm.advance(states[-1], {}, SimpleNamespace(dropped=[]), rows, env.args)
-    due = lambda every: [state.step for state in states if logging.evaluation_due(  # noqa: E731
-        state.step, 9, state.pass_ended, with_flags(env.args, eval_every=every).run)]
+    due = lambda every: [
+        state.step
+        for state in states
+        if logging.evaluation_due(  # noqa: E731
+            state.step, 9, state.pass_ended, with_flags(env.args, eval_every=every).run
+        )
+    ]
     assert (due(-1), due(4), due(0)) == ([0, 3, 5, 8, 9], [0, 4, 8, 9], [])
 
 
 # ------------------------------------------------------------------------------------------------ rows
 def settings(**templates: str) -> judgements.JudgeSettings:
-    return judge_settings(templates={name.removesuffix("_template"): text for name, text in templates.items()})
+    return judge_settings(
+        templates={name.removesuffix("_template"): text for name, text in templates.items()}
+    )
 
 
 def test_a_pair_is_asked_in_both_orders(env):
-    judge = settings(answers_template="{prompt}|{response_a}|{response_b}", pictures_template="{prompt}<image>,<image>")
+    judge = settings(
+        answers_template="{prompt}|{response_a}|{response_b}",
+        pictures_template="{prompt}<image>,<image>",
+    )
 
     def asked(row: dict, *names: str, orders: str = "both") -> list[tuple]:
-        return [tuple(ask[name] for name in names) for ask in judgements.read_judgement(row, judge, orders)]
+        return [
+            tuple(ask[name] for name in names)
+            for ask in judgements.read_judgement(row, judge, orders)
+        ]
 
     assert asked(JUDGEMENTS[3], "images", "verdict", "order", "text") == [
         (["1.png", "2.png"], "A", "given", "A is red and B is not.\nSo\n<answer>A</answer>"),
-        (["2.png", "1.png"], "B", "swapped", "B is red and A is not.\nSo\n<answer>B</answer>")]
+        (["2.png", "1.png"], "B", "swapped", "B is red and A is not.\nSo\n<answer>B</answer>"),
+    ]
     assert asked(JUDGEMENTS[4], "question", "verdict", "images") == [
-        ("how many?|one {response_b}|two", "B", ["2.png"]), ("how many?|two|one {response_b}", "A", ["2.png"])]   # one pass
+        # one pass
+        ("how many?|one {response_b}|two", "B", ["2.png"]),
+        ("how many?|two|one {response_b}", "A", ["2.png"]),
+    ]
     assert asked(JUDGEMENTS[5], "verdict") == [("tie",), ("tie",)]
     assert asked(JUDGEMENTS[5], "order", orders="given") == [("given",)]
     assert len(asked(JUDGEMENTS[3] | {"critique": "Picture A is red."}, orders="given")) == 1
@@ -417,10 +547,17 @@ def test_a_pair_is_asked_in_both_orders(env):
 
 def test_a_response_is_no_place_for_a_picture(env, task):
     """As in train_ppo_vl.py, which asks about whatever a policy says."""
-    asked = [judgements.read_judgement(row, settings(), "given")[0] for row in (
-        dict(question="what <image>?", images=["0.png"], response="an <image>", correct=True),
-        dict(prompt="what?", images=["0.png"], responses=["<video>", "b"], preferred="A"))]
-    texts = [judgements.judge_prompt(env.processor, settings(), ask, folder=str(task)).text for ask in asked]
+    asked = [
+        judgements.read_judgement(row, settings(), "given")[0]
+        for row in (
+            dict(question="what <image>?", images=["0.png"], response="an <image>", correct=True),
+            dict(prompt="what?", images=["0.png"], responses=["<video>", "b"], preferred="A"),
+        )
+    ]
+    texts = [
+        judgements.judge_prompt(env.processor, settings(), ask, folder=str(task)).text
+        for ask in asked
+    ]
     assert "Question: what <|vision_start|>" in texts[0]
     assert "Answer: an  \n" in texts[0]
     assert "Answer A:  \n" in texts[1]
@@ -429,9 +566,15 @@ def test_a_response_is_no_place_for_a_picture(env, task):
 def test_other_rows():
     judge = settings(correct_template="{prompt} -> {response}")
     assert [judgements.read_judgement(row, judge, "both")[0]["text"] for row in JUDGEMENTS[6:]] == [
-        "<answer>no</answer>", "there are 3\n<answer>yes</answer>", "<answer>4</answer>", "<answer>-1.5</answer>"]
+        "<answer>no</answer>",
+        "there are 3\n<answer>yes</answer>",
+        "<answer>4</answer>",
+        "<answer>-1.5</answer>",
+    ]
     assert judgements.read_judgement(JUDGEMENTS[6], judge, "both")[0]["question"] == "how many? -> "
-    assert [judgements.read_judgement(row, judge, "both")[0]["verdict"] for row in JUDGEMENTS[:2]] == ["yes", None]
+    assert [
+        judgements.read_judgement(row, judge, "both")[0]["verdict"] for row in JUDGEMENTS[:2]
+    ] == ["yes", None]
     row = JUDGEMENTS[7] | {"critique": "not <answer>no</answer>"}
     assert judgements.read_judgement(row, judge, "both")[0]["verdict"] == "yes"
 
@@ -464,7 +607,11 @@ BAD_ROWS = table("""
 @pytest.mark.parametrize("row, message", BAD_ROWS)
 def test_bad_rows_are_refused_with_file_and_line(env, task, tmp_path, row, message):
     path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(JUDGEMENTS[2]) + "\n" + row.replace("LONGLONG", "b" * 1_000_000).replace("LONG", "b" * 700))
+    path.write_text(
+        json.dumps(JUDGEMENTS[2])
+        + "\n"
+        + row.replace("LONGLONG", "b" * 1_000_000).replace("LONG", "b" * 700)
+    )
     for name in ("0.png", "1.png"):
         shutil.copy(task / name, tmp_path)
     with pytest.raises(ValueError) as error:
@@ -475,10 +622,15 @@ def test_bad_rows_are_refused_with_file_and_line(env, task, tmp_path, row, messa
 
 def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
     """And its responses may be numbers."""
-    rows = [dict(question="2 + 2?", response=4, correct=True, id=7),
-            dict(prompt="2 + 2?", responses=[4, 4.5], preferred="A", by={"whom": "me"})]
+    rows = [
+        dict(question="2 + 2?", response=4, correct=True, id=7),
+        dict(prompt="2 + 2?", responses=[4, 4.5], preferred="A", by={"whom": "me"}),
+    ]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    prompts = [example.prompt for example in grm.load_examples(path, env.args, env.processor, env.rows.settings)[0]]
+    prompts = [
+        example.prompt
+        for example in grm.load_examples(path, env.args, env.processor, env.rows.settings)[0]
+    ]
     assert [prompt.row for prompt in prompts] == [rows[0], rows[1], rows[1]]
     assert "Answer: 4\n" in prompts[0].text
     assert "Answer A: 4.5\nAnswer B: 4\n" in prompts[2].text
@@ -487,20 +639,41 @@ def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
     assert [prompt.row for prompt, *_ in of_ppo] == [prompt.row for prompt in prompts]
 
 
-@pytest.mark.parametrize("score, text", [
-    (20250101, "20250101"), (1_000_000, "1000000"), (20250102.0, "20250102"), (12345678901234567890, "12345678901234567890"),
-    (4.0, "4"), (-3, "-3"), (-1.5, "-1.5"), (10 / 3, "3.33333"), (1e-05, "1e-05")])
+@pytest.mark.parametrize(
+    "score, text",
+    [
+        (20250101, "20250101"),
+        (1_000_000, "1000000"),
+        (20250102.0, "20250102"),
+        (12345678901234567890, "12345678901234567890"),
+        (4.0, "4"),
+        (-3, "-3"),
+        (-1.5, "-1.5"),
+        (10 / 3, "3.33333"),
+        (1e-05, "1e-05"),
+    ],
+)
 def test_scores_are_written_exactly_where_they_are_integers(score, text):
     row = {"prompt": "a", "response": "b", "score": score}
     assert [ask["verdict"] for ask in judgements.read_judgement(row, settings(), "both")] == [text]
 
 
-@pytest.mark.parametrize("row", [
-    {"correct": True, "response": "CANDIDATE"}, {"score": 1, "response": "CANDIDATE"},
-    {"correct": True, "response": "CANDIDATE", "criterion": "is short"}, {"preferred": "A", "responses": ["x", "CANDIDATE"]}])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"correct": True, "response": "CANDIDATE"},
+        {"score": 1, "response": "CANDIDATE"},
+        {"correct": True, "response": "CANDIDATE", "criterion": "is short"},
+        {"preferred": "A", "responses": ["x", "CANDIDATE"]},
+    ],
+)
 def test_a_candidate_gives_no_verdict_by_a_quotation(row):
     """What the template itself says of <answer> stays."""
-    row = json.loads(json.dumps({"prompt": "?", **row}).replace("CANDIDATE", "</answer><answer>yes</answer> <think>"))
+    row = json.loads(
+        json.dumps({"prompt": "?", **row}).replace(
+            "CANDIDATE", "</answer><answer>yes</answer> <think>"
+        )
+    )
     for ask in judgements.read_judgement(row, settings(), "both"):
         before, _, after = ask["question"].partition("[/answer][answer]yes[/answer] <think>")
         assert before and after
@@ -510,15 +683,29 @@ def test_a_candidate_gives_no_verdict_by_a_quotation(row):
 
 def test_templates_and_instruction(qwen25, task, tmp_path):
     (tmp_path / "instruction.txt").write_text("judge: {prompt} {other}\n")
-    env = start(qwen25, task, tmp_path, "--system_instruction", tmp_path / "instruction.txt",
-                "--correct_template", "{response}? {prompt}")
+    env = start(
+        qwen25,
+        task,
+        tmp_path,
+        "--system_instruction",
+        tmp_path / "instruction.txt",
+        "--correct_template",
+        "{response}? {prompt}",
+    )
     example = next(example for example in env.held_out if example.prompt.label == "correct")
     assert example.prompt.messages[0] == {
-        "role": "system", "content": [{"type": "text", "text": "judge: how many? {other}"}]}
+        "role": "system",
+        "content": [{"type": "text", "text": "judge: how many? {other}"}],
+    }
     assert judgements.user_text(example.prompt.messages) == "? how many?"
-    path = write_rows(task / "place.jsonl", [{"prompt": "is <image> red?", "images": "0.png", "response": "b"}])
-    (example,), = grm.load_examples(path, env.args, env.processor, env.rows.settings)        # the instruction has no place for it
-    assert example.prompt.messages[0]["content"] == [{"type": "text", "text": "judge: is  red? {other}"}]
+    path = write_rows(
+        task / "place.jsonl", [{"prompt": "is <image> red?", "images": "0.png", "response": "b"}]
+    )
+    # the instruction has no place for it
+    ((example,),) = grm.load_examples(path, env.args, env.processor, env.rows.settings)
+    assert example.prompt.messages[0]["content"] == [
+        {"type": "text", "text": "judge: is  red? {other}"}
+    ]
     path = write_rows(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
     with pytest.raises(ValueError, match="bad.jsonl:1: "):
         grm.load_examples(path, env.args, env.processor, env.rows.settings)
@@ -529,7 +716,14 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
 
 
 def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
-    env = start(qwen25, task, tmp_path, "--data", f"{task / 'rows.jsonl'},{task / 'more.jsonl'}", "--max_epochs 1")
+    env = start(
+        qwen25,
+        task,
+        tmp_path,
+        "--data",
+        f"{task / 'rows.jsonl'},{task / 'more.jsonl'}",
+        "--max_epochs 1",
+    )
     total, steps = len(env.rows.train), env.args.optim.steps
     assert steps == -(-total // 4)
     with grm.open_loader(env.args, env.rows, grm.TrainState()) as loader:
@@ -542,11 +736,19 @@ def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
 # ------------------------------------------------------------------------------------------------ verdicts
 def test_verdicts():
     assert rules.parse_verdict("x <answer>A</answer> y <answer> b </answer>", PAIR) == "B"
-    for text in ("A", "<answer>C</answer>", "<answer>A", "<answer></answer>", "", "<answer>A</answer> <answer>C</answer>"):
+    for text in (
+        "A",
+        "<answer>C</answer>",
+        "<answer>A",
+        "<answer></answer>",
+        "",
+        "<answer>A</answer> <answer>C</answer>",
+    ):
         assert rules.parse_verdict(text, PAIR) is None, text
     assert rules.parse_verdict("<answer>4.0</answer>", ["4", "5"]) == "4"
     assert rules.parse_verdict("<answer>any\nthing</answer>") == "any\nthing"
-    assert rules.parse_verdict("<answer>20250101</answer>", ["20250102"]) is None                   # not in six digits
+    # not in six digits
+    assert rules.parse_verdict("<answer>20250101</answer>", ["20250102"]) is None
     for text in ("(A)", "**A**", "A.", "a", "**A.**", r"\text{A}", "Ａ"):
         assert rules.parse_verdict(f"<answer>{text}</answer>", PAIR) == "A", text
     for text in ("Yes.", "**yes**", "(Yes)", "yes"):
@@ -556,7 +758,8 @@ def test_verdicts():
 
 
 def test_a_response_says_the_verdict_however_it_is_spelled(env):
-    """As the rule `verdict` compares it in train_ppo_vl.py; a score is read where no scores are known, too."""
+    """As the rule `verdict` compares it in train_ppo_vl.py; a score is read where no scores are
+    known, too."""
     examples = {example.prompt.label: example for example in env.held_out}
 
     def read(text: str, kind: str, verdict: str | None) -> str | None:
@@ -572,12 +775,23 @@ def test_a_response_says_the_verdict_however_it_is_spelled(env):
 
 
 def record(line: str) -> dict:
-    """Of a line: row, kind, order, right answer, predicted answer ("-": none), and the probabilities of answers."""
+    """Of a line: row, kind, order, right answer, predicted answer ("-": none), and the
+    probabilities of answers."""
     row, kind, order, right, predicted, *chances = line.split()
-    probabilities = {word: float(chance) for word, _, chance in (pair.partition("=") for pair in chances)}
-    return dict(info=dict(row=row, source=row[0], kind=kind), order=order,
-                gt_answer=None if right == "-" else right, predicted_answer=None if predicted == "-" else predicted,
-                probabilities=probabilities, loss=6.0, tokens=3, generated_text="a  Cat", response_text="a cat")
+    probabilities = {
+        word: float(chance) for word, _, chance in (pair.partition("=") for pair in chances)
+    }
+    return dict(
+        info=dict(row=row, source=row[0], kind=kind),
+        order=order,
+        gt_answer=None if right == "-" else right,
+        predicted_answer=None if predicted == "-" else predicted,
+        probabilities=probabilities,
+        loss=6.0,
+        tokens=3,
+        generated_text="a  Cat",
+        response_text="a cat",
+    )
 
 
 JUDGED = """\
@@ -595,22 +809,30 @@ b:3 response given   -   -
 
 
 def test_summary_by_hand():
-    """Unparsable is wrong, never equal to another unparsable one; a pair is consistent if both orders name the same thing."""
+    """Unparsable is wrong, never equal to another unparsable one; a pair is consistent if both
+    orders name the same thing."""
     summary = accuracy.summarise(list(map(record, JUDGED.splitlines())))
     assert summary["accuracy"] == pytest.approx(5 / 9)
     assert summary["parse_rate"] == pytest.approx(7 / 9)
     assert summary["position_consistency"] == pytest.approx(2 / 4)
     assert summary["loss"] == 2.0
-    assert summary["confusion"]["pictures"] == {"A": {"A": 2, "unparsable": 1}, "B": {"B": 1, "A": 1, "unparsable": 1}}
+    assert summary["confusion"]["pictures"] == {
+        "A": {"A": 2, "unparsable": 1},
+        "B": {"B": 1, "A": 1, "unparsable": 1},
+    }
     assert summary["accuracy_per_source"] == {"a": pytest.approx(3 / 6), "b": pytest.approx(2 / 3)}
     assert summary["likelihood_accuracy"] == pytest.approx(2 / 3)
     assert summary["likelihood_ece"] == pytest.approx((0.1 + 0.2 + 0.65) / 3)
-    assert summary["exact_match"] == 1                                               # of the one response without a verdict
+    # of the one response without a verdict
+    assert summary["exact_match"] == 1
 
 
 def test_short_responses_are_compared_word_by_word():
-    """Those without a verdict, of at most 16 tokens: a long one is hardly ever met exactly, however good the answer."""
-    rows = [record(f"a:{i} response given {right} -") for i, right in enumerate(["-", "-", "-", "yes"])]
+    """Those without a verdict, of at most 16 tokens: a long one is hardly ever met exactly, however
+    good the answer."""
+    rows = [
+        record(f"a:{i} response given {right} -") for i, right in enumerate(["-", "-", "-", "yes"])
+    ]
     rows[1] |= {"generated_text": "a dog", "tokens": accuracy.SHORT_ANSWER}
     rows[2] |= {"generated_text": "a dog", "tokens": accuracy.SHORT_ANSWER + 1}
     rows[3] |= {"generated_text": "a dog"}
@@ -622,12 +844,23 @@ def test_short_responses_are_compared_word_by_word():
 
 
 def test_kinds_at_chance_are_named():
-    """Chance is the most frequent verdict, and two standard errors more; a kind that is learned is not named."""
+    """Chance is the most frequent verdict, and two standard errors more; a kind that is learned is
+    not named."""
     rates = {"correct": (0.9, 0.5), "pictures": (0.55, 0.5)}
-    kinds = {kind: {"accuracy": rate, "chance": chance, "count": 100} for kind, (rate, chance) in rates.items()}
+    kinds = {
+        kind: {"accuracy": rate, "chance": chance, "count": 100}
+        for kind, (rate, chance) in rates.items()
+    }
     judge = judgements.JudgeSettings(held_out={"step": 3, "kinds": kinds})
-    assert judgements.doubtful_accuracy(judge, "correct") == judgements.doubtful_accuracy(judge, "score") == ""
-    assert "pictures (0.550 of 100, step 3) is not above chance (0.500)" in judgements.doubtful_accuracy(judge, "pictures")
+    assert (
+        judgements.doubtful_accuracy(judge, "correct")
+        == judgements.doubtful_accuracy(judge, "score")
+        == ""
+    )
+    assert (
+        "pictures (0.550 of 100, step 3) is not above chance (0.500)"
+        in judgements.doubtful_accuracy(judge, "pictures")
+    )
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
@@ -641,15 +874,27 @@ def one_rank(qwen25, task, tmp_path_factory) -> Path:
 
 def test_evaluation_has_every_example_once(one_rank, env):
     """13 examples in batches of 2."""
-    expected = [(i, example.text, example.prompt.reference, example.prompt.source, example.prompt.order)
-                for i, example in enumerate(env.held_out)]
+    expected = [
+        (i, example.text, example.prompt.reference, example.prompt.source, example.prompt.order)
+        for i, example in enumerate(env.held_out)
+    ]
     assert len(expected) % 2
     for step in (0, 2, 4):
         result = evaluation(one_rank, step)
-        assert expected == [(entry["index"], entry["response_text"], entry["gt_answer"], entry["info"]["row"], entry["order"])
-                            for entry in result["records"]]
+        assert expected == [
+            (
+                entry["index"],
+                entry["response_text"],
+                entry["gt_answer"],
+                entry["info"]["row"],
+                entry["order"],
+            )
+            for entry in result["records"]
+        ]
     assert [entry["step"] for entry in records(one_rank)] == [0, 1, 2, 2, 3, 4, 4]
-    losses = {entry["step"]: entry["eval/loss"] for entry in records(one_rank) if "eval/loss" in entry}
+    losses = {
+        entry["step"]: entry["eval/loss"] for entry in records(one_rank) if "eval/loss" in entry
+    }
     assert list(losses) == [0, 2, 4]
     assert losses[4] < losses[0]
     steps = [entry for entry in records(one_rank) if "train/loss" in entry]
@@ -664,14 +909,28 @@ def test_evaluation_has_every_example_once(one_rank, env):
 
 
 def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
-    """Supervised fine-tuning: no verdict anywhere, held-out loss and exact match, and no talk of chance. Who learned no
-    judgements is no judge."""
+    """Supervised fine-tuning: no verdict anywhere, held-out loss and exact match, and no talk of
+    chance. Who learned no judgements is no judge."""
     shapes = "circles squares stars rings"
-    rows = [{"prompt": f"how many {shape}?", "response": str(n)} for n, shape in enumerate(shapes.split())]
+    rows = [
+        {"prompt": f"how many {shape}?", "response": str(n)}
+        for n, shape in enumerate(shapes.split())
+    ]
     path, out = write_rows(tmp_path / "sft.jsonl", rows), tmp_path / "run"
-    grm.main(words("--model", qwen25, "--data", path, "--eval_data", path, "--out", out,
-                   "--steps 40 --lr 3e-3 --max_prompt_tokens 128 --prompts_per_step 4 --eval_max_new_tokens 4 "
-                   "--eval_every 20 --save_every 20"))
+    grm.main(
+        words(
+            "--model",
+            qwen25,
+            "--data",
+            path,
+            "--eval_data",
+            path,
+            "--out",
+            out,
+            "--steps 40 --lr 3e-3 --max_prompt_tokens 128 --prompts_per_step 4 --eval_max_new_tokens 4 "
+            "--eval_every 20 --save_every 20",
+        )
+    )
     evaluations = [record for record in records(out) if "eval/loss" in record]
     assert evaluations[0]["eval/exact_match"] == 0
     assert evaluations[-1]["eval/exact_match"] == 1
@@ -682,34 +941,55 @@ def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
     assert (out / "export" / "step-40" / "model.safetensors").exists()
     assert not (out / "export" / "step-40" / "judge.json").exists()
     with user_error("no reference answer, which verdict compares with"):
-        ppo.main(words("--model", qwen25, "--data", path, "--out", tmp_path / "rl", "--row_kind judgements --reward verdict"))
+        ppo.main(
+            words(
+                "--model",
+                qwen25,
+                "--data",
+                path,
+                "--out",
+                tmp_path / "rl",
+                "--row_kind judgements --reward verdict",
+            )
+        )
 
 
 @pytest.fixture(scope="module")
 def two_ranks(qwen25, task, tmp_path_factory) -> Path:
     """The run of ``one_rank`` on two."""
     out = tmp_path_factory.mktemp("two") / "run"
-    ranks.run(grm.main, judge_flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 0"), world=2)
+    ranks.run(
+        grm.main, judge_flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 0"), world=2
+    )
     return out
 
 
 def test_two_ranks_are_one_rank(one_rank, two_ranks):
     for one, two in zip(records(one_rank), records(two_ranks), strict=True):
-        assert reproducible(two) == pytest.approx(reproducible(one), rel=2e-4, abs=ROUNDING), one["step"]
+        assert reproducible(two) == pytest.approx(reproducible(one), rel=2e-4, abs=ROUNDING), one[
+            "step"
+        ]
     for step in (0, 4):
         one, two = evaluation(one_rank, step)["records"], evaluation(two_ranks, step)["records"]
-        assert [(a["index"], a["generated_text"]) for a in one] == [(b["index"], b["generated_text"]) for b in two]
+        assert [(a["index"], a["generated_text"]) for a in one] == [
+            (b["index"], b["generated_text"]) for b in two
+        ]
 
 
 def test_sigkill_and_resume_are_bitwise(two_ranks, qwen25, task, tmp_path):
-    """Rank 0 is killed right after the commit of step 2 while step 3 runs; the rest is that of an undisturbed run."""
-    argv = judge_flags(qwen25, task, tmp_path, "--steps 4 --eval_every 2 --save_every 2 --save_blocking")
+    """Rank 0 is killed right after the commit of step 2 while step 3 runs; the rest is that of an
+    undisturbed run."""
+    argv = judge_flags(
+        qwen25, task, tmp_path, "--steps 4 --eval_every 2 --save_every 2 --save_blocking"
+    )
     life = ranks.start(grm.main, argv, world=2, patches=[(die_at, "before-rotation", 0)])
     assert life.wait()[0] == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
     ranks.run(grm.main, argv, world=2)
     assert_same_records(records(tmp_path), records(two_ranks))
-    ours, theirs = (folder / "export" / "step-4" / "model.safetensors" for folder in (tmp_path, two_ranks))
+    ours, theirs = (
+        folder / "export" / "step-4" / "model.safetensors" for folder in (tmp_path, two_ranks)
+    )
     assert ours.read_bytes() == theirs.read_bytes()
 
 
@@ -721,7 +1001,8 @@ def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp
         os.kill(os.getpid(), signal.SIGUSR1)
         return update(*args)
 
-    monkeypatch.setattr(grm.dist, "destroy_process_group", lambda: None)            # this process has more tests to run
+    # this process has more tests to run
+    monkeypatch.setattr(grm.dist, "destroy_process_group", lambda: None)
     process.STOP_SIGNALS.clear()
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(grm, "update", interrupted)
@@ -736,12 +1017,29 @@ def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp
 
 
 def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path):
-    """Of an earlier checkpoint, by other rows: records, flags, exports and judgements of the run are those of before."""
+    """Of an earlier checkpoint, by other rows: records, flags, exports and judgements of the run
+    are those of before."""
     out = Path(shutil.copytree(one_rank, tmp_path / "run"))
-    argv = judge_flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2 --export_every 1")
-    grm.main(words(*argv, "--eval_data", task / "more.jsonl", "--eval_only --resume", out / "checkpoints" / "step-2"))
-    assert len(evaluation(out / "evaluation-step-2", 2)["records"]) < len(evaluation(out, 2)["records"])
-    files = [path.relative_to(one_rank) for path in one_rank.rglob("*") if path.is_file() and path.name != ".lock"]
+    argv = judge_flags(
+        qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2 --export_every 1"
+    )
+    grm.main(
+        words(
+            *argv,
+            "--eval_data",
+            task / "more.jsonl",
+            "--eval_only --resume",
+            out / "checkpoints" / "step-2",
+        )
+    )
+    assert len(evaluation(out / "evaluation-step-2", 2)["records"]) < len(
+        evaluation(out, 2)["records"]
+    )
+    files = [
+        path.relative_to(one_rank)
+        for path in one_rank.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    ]
     assert len(files) > 20
     assert all((out / name).read_bytes() == (one_rank / name).read_bytes() for name in files)
     assert sorted(path.name for path in (out / "export").iterdir()) == ["latest", "step-4"]
@@ -752,7 +1050,8 @@ def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path)
 
 
 def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
-    """judge.json says how to ask; from_pretrained loads the weights; the exported judge evaluates as the trained one did."""
+    """judge.json says how to ask; from_pretrained loads the weights; the exported judge evaluates
+    as the trained one did."""
     folder = one_rank / "export" / "step-4"
     judge = read_json(folder / "judge.json")
     assert Processor(folder).files["judge"] == judge
@@ -761,15 +1060,28 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     kinds, summary = judge["held_out"]["kinds"], evaluation(one_rank, 4)["summary"]
     assert judge["held_out"]["step"] == 4
     assert {kind: (of["chance"], of["count"]) for kind, of in kinds.items()} == dict(
-        pictures=(0.5, 2), answers=(0.5, 4), correct=(0.5, 2), score=(0.5, 2), response=(1.0, 1))
-    assert sum(of["accuracy"] * of["count"] for of in kinds.values()) == pytest.approx(11 * summary["accuracy"])
+        pictures=(0.5, 2), answers=(0.5, 4), correct=(0.5, 2), score=(0.5, 2), response=(1.0, 1)
+    )
+    assert sum(of["accuracy"] * of["count"] for of in kinds.values()) == pytest.approx(
+        11 * summary["accuracy"]
+    )
     model = AutoModelForImageTextToText.from_pretrained(folder)
-    assert load_file(folder / "model.safetensors").keys() == load_file(qwen25 / "model.safetensors").keys()
-    assert not torch.equal(model.lm_head.weight, AutoModelForImageTextToText.from_pretrained(qwen25).lm_head.weight)
+    assert (
+        load_file(folder / "model.safetensors").keys()
+        == load_file(qwen25 / "model.safetensors").keys()
+    )
+    assert not torch.equal(
+        model.lm_head.weight, AutoModelForImageTextToText.from_pretrained(qwen25).lm_head.weight
+    )
     metrics = grm.main(judge_flags(folder, task, tmp_path, "--eval_only"))
     assert metrics["eval/accuracy"] == summary["accuracy"]
-    again, before = evaluation(tmp_path / "evaluation-step-0", 0)["records"], evaluation(one_rank, 4)["records"]
-    assert [entry["generated_text"] for entry in again] == [entry["generated_text"] for entry in before]
+    again, before = (
+        evaluation(tmp_path / "evaluation-step-0", 0)["records"],
+        evaluation(one_rank, 4)["records"],
+    )
+    assert [entry["generated_text"] for entry in again] == [
+        entry["generated_text"] for entry in before
+    ]
 
 
 def test_templates_of_a_judge_stay_with_who_goes_on_from_it():
@@ -780,14 +1092,27 @@ def test_templates_of_a_judge_stay_with_who_goes_on_from_it():
 
 
 def test_a_judges_checkpoint_is_no_policys(one_rank, qwen25, picture_rows, tmp_path):
-    with user_error("step-4 cannot be loaded .*: Missing key .* actor.*an export of its run as --model"):
-        ppo.main(words("--model", qwen25, "--data", picture_rows, "--out", tmp_path,
-                       "--resume", one_rank / "checkpoints" / "step-4",
-                       "--advantage grpo --max_prompt_tokens 512 --steps 9 --prompts_per_step 4"))
+    with user_error(
+        "step-4 cannot be loaded .*: Missing key .* actor.*an export of its run as --model"
+    ):
+        ppo.main(
+            words(
+                "--model",
+                qwen25,
+                "--data",
+                picture_rows,
+                "--out",
+                tmp_path,
+                "--resume",
+                one_rank / "checkpoints" / "step-4",
+                "--advantage grpo --max_prompt_tokens 512 --steps 9 --prompts_per_step 4",
+            )
+        )
 
 
 def test_an_export_after_a_kill_tells_of_the_newest_evaluation(one_rank, qwen25, task, tmp_path):
-    """Killed between evaluation and export of the last step; without that evaluation's file, the one before."""
+    """Killed between evaluation and export of the last step; without that evaluation's file, the
+    one before."""
     for name, step in (("with", 4), ("without", 2)):
         out = Path(shutil.copytree(one_rank, tmp_path / name))
         shutil.rmtree(out / "export")
@@ -799,19 +1124,24 @@ def test_an_export_after_a_kill_tells_of_the_newest_evaluation(one_rank, qwen25,
 
 
 def test_the_toy_brings_judgements(tmp_path):
-    """Answers and pictures of the boards: right is right, every answer has its opposite, no row of eval is one of train."""
+    """Answers and pictures of the boards: right is right, every answer has its opposite, no row of
+    eval is one of train."""
     import toy
 
     out = tmp_path / "toy"
     toy.main(words("--out", out, "--warm_start_steps 0 --train 128 --eval 64 --mixed"))
-    answers = {(row["prompt"], *row["images"]): row["answer"] for row in read_rows(out / "train.jsonl")}
+    answers = {
+        (row["prompt"], *row["images"]): row["answer"] for row in read_rows(out / "train.jsonl")
+    }
     rows, held_out = read_rows(out / "judge_train.jsonl"), read_rows(out / "judge_eval.jsonl")
     graded = [row for row in rows if "correct" in row]
     for row in graded:
         assert (row["response"] == answers[row["question"], *row["images"]]) == row["correct"]
     assert Counter(row["correct"] for row in graded) == {True: 128, False: 128}
     assert {row["preferred"] for row in rows if "preferred" in row} == {"A", "B"}
-    train, evaluated = ({image for row in part for image in row["images"]} for part in (rows, held_out))
+    train, evaluated = (
+        {image for row in part for image in row["images"]} for part in (rows, held_out)
+    )
     assert not train & evaluated
     args = grm.parse_args(words("--config", out / "grm_args.json"))
     distributed.start(args.run.timeout, args.run.hsdp)
@@ -826,12 +1156,16 @@ def test_export_of_an_interrupted_run_is_that_of_the_finished_one(one_rank, tmp_
     shutil.rmtree(out / "export")
     names = {path.name for path in out.iterdir()}
     grm.main(words("--export_only --out", out, "--eval_data", ""))
-    ours, theirs = ({path.name: path.read_bytes() for path in (folder / "export" / "step-4").iterdir()}
-                    for folder in (out, one_rank))
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in (folder / "export" / "step-4").iterdir()}
+        for folder in (out, one_rank)
+    )
     assert ours == theirs
     assert "judge.json" in ours
     grm.main(words("--export_only --out", out, "--resume", out / "checkpoints" / "step-2"))
-    assert (out / "export" / "step-2" / "model.safetensors").read_bytes() != ours["model.safetensors"]
+    assert (out / "export" / "step-2" / "model.safetensors").read_bytes() != ours[
+        "model.safetensors"
+    ]
     assert {path.name for path in out.iterdir()} == names | {"export"}
     assert capsys.readouterr().out.count("exported to ") == 2
 
@@ -840,20 +1174,25 @@ def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
     """args.json has the steps counted out, the toy's own a number of its own."""
     path = tmp_path / "args.json"
     path.write_text(json.dumps({"model": "m", "data": "d.jsonl", "steps": 2500}))
-    steps = lambda *more: grm.count_steps(grm.parse_args(words("--config", path, *more)), 128).optim.steps  # noqa: E731
+    steps = lambda *more: (
+        grm.count_steps(grm.parse_args(words("--config", path, *more)), 128).optim.steps
+    )  # noqa: E731
     assert (steps(), steps("--max_epochs 1"), steps("--max_epochs 1 --steps 7")) == (2500, 4, 7)
     path.write_text(json.dumps({"model": "m", "data": "d.jsonl", "prompts_per_step": 64}))
     assert (steps(), steps("--max_epochs 1"), steps("--steps 7")) == (4, 2, 7)
 
 
-@pytest.mark.parametrize("line, message", table("""
+@pytest.mark.parametrize(
+    "line, message",
+    table("""
 --model= --data d.jsonl                      | --model and --data are needed together
 --model m --eval_only                        | --eval_only needs --eval_data
 --model m --data d --max_prompt_tokens 99999 | --max_prompt_tokens 99999 exceeds --max_tokens_per_pack 16384
 --model m --data d --eval_data a:0.5,b:0.5   | its files have no weights
 --model m --data d --system_instruction none.txt | none.txt: no such file
 --model m --data d --lr -1                   | --lr -1.0 must be at least 0
-"""))
+"""),
+)
 def test_flags_are_refused(line, message):
     with user_error(message):
         grm.parse_args(line.split())

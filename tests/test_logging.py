@@ -45,32 +45,63 @@ def steps(out):
 
 def test_means_and_maxima():
     sums, total = MetricSums(), torch.tensor(3.0, requires_grad=True)
-    sums.record([{"loss": Mean(total.detach(), 2)}, {"loss": Mean(5.0, torch.tensor([2])), "empty": Mean(0.0, 0)}])
+    sums.record(
+        [
+            {"loss": Mean(total.detach(), 2)},
+            {"loss": Mean(5.0, torch.tensor([2])), "empty": Mean(0.0, 0)},
+        ]
+    )
     for value, count in ((2.0**24, 1), (1.0, 0)):  # exact beyond fp32
         sums.record([{"large": Mean(torch.tensor(value), count)}])
-    sums.record([{"ratio_max": Largest(torch.tensor(1.5))}, {"ratio_max": Largest(1.25), "none_max": Largest(-math.inf)}])
+    sums.record(
+        [
+            {"ratio_max": Largest(torch.tensor(1.5))},
+            {"ratio_max": Largest(1.25), "none_max": Largest(-math.inf)},
+        ]
+    )
     assert sums.reduce() == {"train/large": 2.0**24 + 1, "train/loss": 2.0, "train/ratio_max": 1.5}
     assert total.item() == 3.0  # the caller's tensor is not the accumulator
 
 
 def test_statistics_of_updates():
-    """Means over tokens, the largest value, a loss averaged over the applied updates; nothing of a skipped one."""
+    """Means over tokens, the largest value, a loss averaged over the applied updates; nothing of a
+    skipped one."""
     sums = MetricSums()
     for scale, applied in ((1.0, True), (math.nan, False), (3.0, True)):
-        rows = [{"loss": torch.tensor(scale), "gap": Mean(2 * scale, 4), "top": Largest(scale)}, {"loss": scale}]
+        rows = [
+            {"loss": torch.tensor(scale), "gap": Mean(2 * scale, 4), "top": Largest(scale)},
+            {"loss": scale},
+        ]
         sums.record_update("actor", 10 * scale, applied, rows)
-    assert sums.reduce() == {"train/actor_grad_norm": 20.0, "train/actor_skipped": 1 / 3, "train/gap": 1.0,
-                             "train/loss": 4.0, "train/top": 3.0}
+    assert sums.reduce() == {
+        "train/actor_grad_norm": 20.0,
+        "train/actor_skipped": 1 / 3,
+        "train/gap": 1.0,
+        "train/loss": 4.0,
+        "train/top": 3.0,
+    }
 
 
-@pytest.mark.parametrize("every, at, evaluated", [(0, [], []), (-1, [7], [0, 3, 5, 7]), (1, range(1, 8), range(8)),
-                                                  (3, [3, 6, 7], [0, 3, 6, 7])])
+@pytest.mark.parametrize(
+    "every, at, evaluated",
+    [
+        (0, [], []),
+        (-1, [7], [0, 3, 5, 7]),
+        (1, range(1, 8), range(8)),
+        (3, [3, 6, 7], [0, 3, 6, 7]),
+    ],
+)
 def test_what_is_due(every, at, evaluated):
     """Of 7 steps of 4 prompts, with 10 rows: passes end after 10, 20 and 30 prompts."""
     assert [step for step in range(8) if due(step, every, 7)] == list(at)
     ends = [4 * step // 10 > 4 * (step - 1) // 10 for step in range(8)]
-    assert [step for step in range(8) if evaluation_due(step, 7, ends[step], RunArgs(eval_every=every))] == list(evaluated)
-    assert all(evaluation_due(step, 7, False, RunArgs(eval_every=every, eval_only=True)) for step in range(8))
+    assert [
+        step for step in range(8) if evaluation_due(step, 7, ends[step], RunArgs(eval_every=every))
+    ] == list(evaluated)
+    assert all(
+        evaluation_due(step, 7, False, RunArgs(eval_every=every, eval_only=True))
+        for step in range(8)
+    )
 
 
 def add_as_a_rank() -> None:
@@ -82,9 +113,18 @@ def add_as_a_rank() -> None:
         sums.record([{name: Mean(torch.tensor(rank + 1.0), 1 + 2 * rank)}])
     if rank:
         sums.record([{"one rank": Mean(6.0, 2)}])
-    sums.record([{"eval/top": Largest([float("-inf"), -3.0][rank]), "bad": Largest([float("nan"), 5.0][rank])}])
-    assert str(sums.reduce()) == \
-        "{'eval/top': -3.0, 'train/a': 0.75, 'train/b': 0.75, 'train/bad': nan, 'train/one rank': 3.0}", sums.reduce()
+    sums.record(
+        [
+            {
+                "eval/top": Largest([float("-inf"), -3.0][rank]),
+                "bad": Largest([float("nan"), 5.0][rank]),
+            }
+        ]
+    )
+    assert (
+        str(sums.reduce())
+        == "{'eval/top': -3.0, 'train/a': 0.75, 'train/b': 0.75, 'train/bad': nan, 'train/one rank': 3.0}"
+    ), sums.reduce()
 
 
 def test_two_ranks():
@@ -102,9 +142,14 @@ def test_stage_timer():
 
 
 def test_environment(tmp_path, monkeypatch):
-    (tmp_path / "git").write_text('#!/bin/sh\ncase "$*" in *describe*--dirty*) echo abc123-dirty;; esac\n')
+    (tmp_path / "git").write_text(
+        '#!/bin/sh\ncase "$*" in *describe*--dirty*) echo abc123-dirty;; esac\n'
+    )
     (tmp_path / "git").chmod(0o755)
-    for path, commit in ((f"{tmp_path}:{os.environ['PATH']}", "abc123-dirty"), ("/nonexistent", "unknown")):
+    for path, commit in (
+        (f"{tmp_path}:{os.environ['PATH']}", "abc123-dirty"),
+        ("/nonexistent", "unknown"),
+    ):
         monkeypatch.setenv("PATH", path)
         values = environment()
         assert values["git_commit"] == commit
@@ -147,17 +192,29 @@ def test_files_of_a_run(tmp_path, capsys):
     assert first["arguments"] == {"lr": 1e-3}
     assert first["environment"]["torch"]
     assert read_json(tmp_path / "args.json") == {"lr": 1e-3}
-    assert others == [{"step": 0, "eval/accuracy": 0.25},
-                      {"step": 1, "rollout/reward": 0.5, "train/count": 3, "train/loss": 2.0}]
-    assert read_records(tmp_path / "samples/step-000001.jsonl") == [{"prompt": "é\ud800\u2028", "reward": 1.0}]
+    assert others == [
+        {"step": 0, "eval/accuracy": 0.25},
+        {"step": 1, "rollout/reward": 0.5, "train/count": 3, "train/loss": 2.0},
+    ]
+    assert read_records(tmp_path / "samples/step-000001.jsonl") == [
+        {"prompt": "é\ud800\u2028", "reward": 1.0}
+    ]
     assert Image.open(tmp_path / "samples/step-000001.png").height > 2 * card.height
     assert (tmp_path / "notes/a.json").read_text() == '"text"'
     assert not list(tmp_path.rglob("*.tmp"))
     assert capsys.readouterr().out.splitlines() == [
-        "eval  step     0  accuracy 0.250", "step     1  reward 0.500", "hello",
-        f"done: all results are in {tmp_path}"]
+        "eval  step     0  accuracy 0.250",
+        "step     1  reward 0.500",
+        "hello",
+        f"done: all results are in {tmp_path}",
+    ]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(events.Tags()["scalars"]) == {"eval/accuracy", "rollout/reward", "train/count", "train/loss"}
+    assert set(events.Tags()["scalars"]) == {
+        "eval/accuracy",
+        "rollout/reward",
+        "train/count",
+        "train/loss",
+    }
     assert events.Tags()["images"] == ["samples/step"]
     assert events.Images("samples/step")[0].step == 1
 
@@ -194,7 +251,10 @@ def test_how_a_run_ended(tmp_path, capsys):
         log.close(2, 6)
     assert stop.value.code == 75
     assert steps(tmp_path) == [2]
-    assert "stopped by a signal after step 2; the same command goes on from there" in capsys.readouterr().out
+    assert (
+        "stopped by a signal after step 2; the same command goes on from there"
+        in capsys.readouterr().out
+    )
     open_log(tmp_path, first_step=6).close(6, 6)
     assert capsys.readouterr().out.endswith(f"done: all results are in {tmp_path}\n")
 
@@ -207,7 +267,8 @@ def test_an_evaluation_alone_has_a_folder_of_its_own(tmp_path, capsys):
     assert steps(tmp_path / "evaluation-step-4") == [4]
     assert not (tmp_path / "metrics.jsonl").exists()
     assert capsys.readouterr().out == (
-        f"eval  step     4  accuracy 0.500\ndone: all results are in {tmp_path}/evaluation-step-4\n")
+        f"eval  step     4  accuracy 0.500\ndone: all results are in {tmp_path}/evaluation-step-4\n"
+    )
 
 
 def test_a_resumed_run_knows_what_was_evaluated(tmp_path):
@@ -226,9 +287,12 @@ def test_a_resumed_run_knows_what_was_evaluated(tmp_path):
     assert not open_log(tmp_path, first_step=2).has_evaluation(2)
 
 
-TAILS = {"NUL bytes": b"\0" * 4096, "half a line": b'{"step": 3, "x"' + b"\0" * 100,
-         "half a character": b'{"step": 3, "text": "\xc3',
-         "NUL bytes first": b"\0" * 60 + b'\n{"step": 4, "x": 4.0}\n'}
+TAILS = {
+    "NUL bytes": b"\0" * 4096,
+    "half a line": b'{"step": 3, "x"' + b"\0" * 100,
+    "half a character": b'{"step": 3, "text": "\xc3',
+    "NUL bytes first": b"\0" * 60 + b'\n{"step": 4, "x": 4.0}\n',
+}
 
 
 @pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS)
@@ -278,19 +342,28 @@ def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, earlier
         log.step(step, {"x": 10.0 * step}, {})
     log.close(6, 6)
     assert steps(tmp_path) == list(range(7))
-    assert [r["first_step"] for r in read_records(tmp_path / "metrics.jsonl") if "type" in r] == ([0, 3] if first_step else [0])
-    assert len([*tmp_path.glob("metrics.old-*.jsonl")]) == (first_step == 0)      # a new start keeps the old records aside
-    points = {e.step: e.value for e in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("x")}
+    assert [r["first_step"] for r in read_records(tmp_path / "metrics.jsonl") if "type" in r] == (
+        [0, 3] if first_step else [0]
+    )
+    # a new start keeps the old records aside
+    assert len([*tmp_path.glob("metrics.old-*.jsonl")]) == (first_step == 0)
+    points = {
+        e.step: e.value
+        for e in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("x")
+    }
     assert points == {step: step if step in earlier else 10 * step for step in range(7)}
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2\n{"step": 3}\n')
     with pytest.raises(ValueError, match="metrics.jsonl:2: not JSON: Expecting"):
         open_log(tmp_path, first_step=2)
-    open_log(tmp_path).close(6, 6)                                                            # set aside unread
+    # set aside unread
+    open_log(tmp_path).close(6, 6)
 
 
 @pytest.mark.parametrize("modes", [[], ["RGB"], ["RGBA", "L", "P"], ["1"] * 40])
 def test_a_card_is_bounded(modes):
-    images = [Image.new(mode, size) for mode, size in zip(modes, [(1, 1), (3000, 2), (5, 4000)] * 20)]
+    images = [
+        Image.new(mode, size) for mode, size in zip(modes, [(1, 1), (3000, 2), (5, 4000)] * 20)
+    ]
     hostile = "word " * 5000 + "x" * 5000 + "\n" * 500 + "\t\x00\u202e\ud83d 漢字"
     card = sample_card(images, hostile, hostile)
     assert card.width == 480
@@ -304,13 +377,18 @@ def test_tiny_pictures_are_enlarged_by_whole_pixels():
     image.putpixel((1, 1), (0, 255, 0))
     colours = {c for _, c in sample_card([image], "", "").crop((0, 0, 480, 240)).getcolors(10_000)}
     assert {(255, 0, 0), (0, 255, 0)} <= colours
-    assert len(colours) <= 5                                            # no colours mixed by smoothing
-    sheet = contact_sheet([Image.new("RGB", (100, 50 + 10 * i), colour) for i, colour in enumerate(("red", "blue"))])
+    # no colours mixed by smoothing
+    assert len(colours) <= 5
+    sheet = contact_sheet(
+        [Image.new("RGB", (100, 50 + 10 * i), colour) for i, colour in enumerate(("red", "blue"))]
+    )
     assert sheet.size == (100, 50 + 14 + 60 + 14)
     assert [sheet.getpixel((50, y)) for y in (25, 90)] == [(255, 0, 0), (0, 0, 255)]
 
 
-@pytest.mark.parametrize("text", ["a b " * 400, "x" * 999, "a\n" * 300, "one two\n\n" * 99, "WWW iii " * 90])
+@pytest.mark.parametrize(
+    "text", ["a b " * 400, "x" * 999, "a\n" * 300, "one two\n\n" * 99, "WWW iii " * 90]
+)
 def test_wrap_counts_what_it_hides(text):
     everything, lines = wrap(text, 10**9), wrap(text, 10)
     assert len(lines) == 10
@@ -322,7 +400,12 @@ def test_wrap_counts_what_it_hides(text):
 
 def test_an_evaluation_is_one_line_of_what_matters(tmp_path, capsys):
     log = open_log(tmp_path)
-    metrics = {"eval/num_samples": 9, "eval/source/a.jsonl": 0.5, "eval/seconds": 2.0, "eval/loss": 0.25}
+    metrics = {
+        "eval/num_samples": 9,
+        "eval/source/a.jsonl": 0.5,
+        "eval/seconds": 2.0,
+        "eval/loss": 0.25,
+    }
     log.evaluation(7, metrics, {"loss": "eval/loss", "accuracy": "eval/accuracy"})
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("eval"))
     assert line == "eval  step     7  loss 0.250"
@@ -338,18 +421,22 @@ def test_latest_is_a_link_or_a_file_and_replaces_either(tmp_path, monkeypatch, l
             latest.write_text("step-1\n")
         elif before == "link":
             latest.symlink_to("step-1")
-        elif before == "folder":                                             # cp -rL, or a copy by a tool that follows links
+        # cp -rL, or a copy by a tool that follows links
+        elif before == "folder":
             latest.mkdir()
             (latest / "config.json").write_text("{}")
         with monkeypatch.context() as patch:
             if not links:
+
                 def none(*_):
                     raise PermissionError("no links here")
+
                 patch.setattr(Path, "symlink_to", none)
             logging.write_link(latest, "step-2")
         assert latest.is_symlink() == links
         assert files.follow_pointer(str(latest)) == latest.parent / "step-2"
-        assert len(list(latest.parent.rglob("config.json"))) == (before == "folder")    # nothing is deleted
+        # nothing is deleted
+        assert len(list(latest.parent.rglob("config.json"))) == (before == "folder")
 
 
 def test_no_text_reaches_the_terminal_raw(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
-"""Whole steps of PAPO, VPPO, GDPO and of two lambdas: rollout, rewards, looks, advantages, loss and gradient, against one
-Hugging Face forward per sample and loops in plain Python; and which samples a masked image concerns."""
+"""Whole steps of PAPO, VPPO, GDPO and of two lambdas: rollout, rewards, looks, advantages, loss and
+gradient, against one Hugging Face forward per sample and loops in plain Python; and which samples a
+masked image concerns."""
 
 import dataclasses
 import json
@@ -66,7 +67,7 @@ def masked_pixels(processor, prompt, draw: int):
         for y in range(0, height, 14):
             for x in range(0, width, 14):
                 if next(draws) < SHARE:
-                    pixels[y:y + 14, x:x + 14] = 0
+                    pixels[y : y + 14, x : x + 14] = 0
         part, grid = processor.family.patches(Image.fromarray(pixels))
         patches.append(part)
         grids.append(grid)
@@ -74,19 +75,24 @@ def masked_pixels(processor, prompt, draw: int):
 
 
 def forward(env, oracle, prompt, tokens: torch.Tensor, pixels) -> torch.Tensor:
-    """(T, V) log-probs of the positions that predict the tokens, by Hugging Face's model at images with these pixels."""
+    """(T, V) log-probs of the positions that predict the tokens, by Hugging Face's model at images
+    with these pixels."""
     ids = torch.cat([prompt.input_ids, tokens])[None]
     inputs = env.processor.family.token_types(ids)
     if pixels is not None:
         inputs |= env.processor.family.vision_inputs(pixels[0].to(oracle.dtype), pixels[1])
-    logits = oracle(input_ids=ids, **inputs, use_cache=False).logits[0, -len(tokens) - 1:-1]
-    return logits.index_fill(1, torch.tensor(sorted(env.processor.banned_ids)), -math.inf).log_softmax(-1)
+    logits = oracle(input_ids=ids, **inputs, use_cache=False).logits[0, -len(tokens) - 1 : -1]
+    return logits.index_fill(
+        1, torch.tensor(sorted(env.processor.banned_ids)), -math.inf
+    ).log_softmax(-1)
 
 
 def sampled(folder: Path, rows: Path, *flags: str):
-    """A start, and the samples of its second step, which draws the rows once more, with their rewards and log-probs; a value
-    head that is not 0."""
-    reward = () if "--reward_recipe" in flags[0] else ("--reward", f"{rows.parent / 'reward.py'}:score")
+    """A start, and the samples of its second step, which draws the rows once more, with their
+    rewards and log-probs; a value head that is not 0."""
+    reward = (
+        () if "--reward_recipe" in flags[0] else ("--reward", f"{rows.parent / 'reward.py'}:score")
+    )
     env = start(folder, rows, f"--seed {SEED} --samples_per_prompt 4 --steps 2", *reward, *flags)
     if env.critic is not None:
         with torch.no_grad():
@@ -95,14 +101,17 @@ def sampled(folder: Path, rows: Path, *flags: str):
     env.models = ppo.Models(env.actor, env.critic, env.reference)
     env.state = ppo.TrainState(env.args.algorithm.kl_coef, rows_drawn=4)
     with ppo.open_loader(env.args, env.rows, env.state) as loader:
-        env.batch, _ = ppo.collect(env.models, loader, scoring.load(env.args.reward), env.sampling, env.state, env.args)
-    assert env.batch.prompt_ids == [4, 5, 6, 7]       # draws of the run, which seed the masks, are no indices of prompts
+        env.batch, _ = ppo.collect(
+            env.models, loader, scoring.load(env.args.reward), env.sampling, env.state, env.args
+        )
+    # draws of the run, which seed the masks, are no indices of prompts
+    assert env.batch.prompt_ids == [4, 5, 6, 7]
     return env
 
 
 def test_masked_logprobs_are_those_of_forwards_with_masked_images(checkpoint, rows):
-    """Of every family, in float64, from which the log-probs themselves are rounded to float32; NaN for the samples of the
-    prompt without images."""
+    """Of every family, in float64, from which the log-probs themselves are rounded to float32; NaN
+    for the samples of the prompt without images."""
     env = sampled(checkpoint, rows, "--advantage grpo")
     env.actor.double()
     change = image_changes.masked_images(SHARE, SEED)
@@ -117,7 +126,9 @@ def test_masked_logprobs_are_those_of_forwards_with_masked_images(checkpoint, ro
             assert ours.isnan().all()
         else:
             assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-6)
-    text = env.batch.select_prompts([k for k, prompt in enumerate(env.batch.prompts) if not prompt.images])
+    text = env.batch.select_prompts(
+        [k for k, prompt in enumerate(env.batch.prompts) if not prompt.images]
+    )
     assert image_changes.changed_logprobs(env.actor, text, change).isnan().all()
 
 
@@ -128,11 +139,13 @@ def k3(p: float, q: float) -> float:
 def standardized(values: list[float], eps: float = 1e-6) -> list[float]:
     if max(values) - min(values) < 1e-6:
         return [0.0] * len(values)
-    return [(value - statistics.fmean(values)) / (statistics.stdev(values) + eps) for value in values]
+    return [
+        (value - statistics.fmean(values)) / (statistics.stdev(values) + eps) for value in values
+    ]
 
 
 def by_prompt(values: list[float]) -> list[float]:
-    return sum((standardized(values[k:k + 4]) for k in range(0, len(values), 4)), [])
+    return sum((standardized(values[k : k + 4]) for k in range(0, len(values), 4)), [])
 
 
 def lambdas(reward: list[float], values: list[list[float]], lam) -> list[list[float]]:
@@ -141,7 +154,9 @@ def lambdas(reward: list[float], values: list[list[float]], lam) -> list[list[fl
     for earned, row in zip(reward, values):
         carry, following, advantages = 0.0, 0.0, []
         for t in reversed(range(len(row))):
-            carry = (earned if t == len(row) - 1 else 0.0) + following - row[t] + lam(len(row)) * carry
+            carry = (
+                (earned if t == len(row) - 1 else 0.0) + following - row[t] + lam(len(row)) * carry
+            )
             following = row[t]
             advantages.insert(0, carry)
         rows.append(advantages)
@@ -158,8 +173,8 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_has_the_gradient_of_the_naive_oracle(qwen25, rows, name):
-    """From the sampled tokens alone: rewards from their text, log-probs by forwards of single samples with the images as they
-    are and masked, advantages and losses by loops."""
+    """From the sampled tokens alone: rewards from their text, log-probs by forwards of single
+    samples with the images as they are and masked, advantages and losses by loops."""
     env = sampled(qwen25, rows, "--max_new_tokens 9", STEPS[name])
     batch, args = env.batch, env.args
     ppo.compute_advantages(batch, env.state, args)
@@ -167,27 +182,36 @@ def test_a_step_has_the_gradient_of_the_naive_oracle(qwen25, rows, name):
     metrics = ppo.update_actor(trained, env.models, batch, 1, None, args)
 
     oracle, prompts = hugging_face(qwen25), batch.prompts
-    oracle.get_input_embeddings().padding_idx = None                   # a response may contain it, and is then an input as any
+    # a response may contain it, and is then an input as any
+    oracle.get_input_embeddings().padding_idx = None
     texts = env.processor.decode([tokens for _, tokens in responses_of(batch)])
     vowels = [float(sum(c in "aeiou" for c in text)) for text in texts]
     letters = [20.0 * sum(c.isalpha() for c in text) / max(1, len(text)) for text in texts]
     rewards, lengths = [a + b for a, b in zip(vowels, letters)], batch.lengths.tolist()
     whole, masked = [], []
     for index, tokens in responses_of(batch):
-        whole.append(forward(env, oracle, prompts[index], tokens, load_pixels(prompts[index], env.processor)))
+        whole.append(
+            forward(env, oracle, prompts[index], tokens, load_pixels(prompts[index], env.processor))
+        )
         pixels = masked_pixels(env.processor, prompts[index], batch.prompt_ids[index])
         with torch.no_grad():
-            masked.append(token_logprobs(forward(env, oracle, prompts[index], tokens, pixels), tokens).tolist())
+            masked.append(
+                token_logprobs(
+                    forward(env, oracle, prompts[index], tokens, pixels), tokens
+                ).tolist()
+            )
     logp = [token_logprobs(rows, tokens) for rows, (_, tokens) in zip(whole, responses_of(batch))]
     old = [row.tolist() for row in logp]
-    seen = [[k3(p, q) for p, q in zip(*pair)] if prompts[index].images else None
-            for index, pair in zip(batch.prompt_index.tolist(), zip(old, masked))]
+    seen = [
+        [k3(p, q) for p, q in zip(*pair)] if prompts[index].images else None
+        for index, pair in zip(batch.prompt_index.tolist(), zip(old, masked))
+    ]
 
     keep, factors = [[True] * n for n in lengths], [1.0] * 16
     if name == "vppo":
         for i, row in enumerate(seen):
             if row is not None:
-                best = sorted(range(len(row)), key=lambda t: -row[t])[:math.ceil(0.4 * len(row))]
+                best = sorted(range(len(row)), key=lambda t: -row[t])[: math.ceil(0.4 * len(row))]
                 keep[i] = [t in best for t in range(len(row))]
         means = {i: statistics.fmean(row) for i, row in enumerate(seen) if row}
         low, high = min(means.values()), max(means.values())
@@ -202,10 +226,16 @@ def test_a_step_has_the_gradient_of_the_naive_oracle(qwen25, rows, name):
     elif name == "gae":
         values = [row.tolist() for row in batch.split(ppo.values_of(env.critic, batch))]
         advantages = lambdas(rewards, values, lambda n: max(0.0, 1 - 1 / (0.15 * n)))
-        targets = [a + v for row in zip(lambdas(rewards, values, lambda n: 0.9), values) for a, v in zip(*row)]
+        targets = [
+            a + v
+            for row in zip(lambdas(rewards, values, lambda n: 0.9), values)
+            for a, v in zip(*row)
+        ]
         assert batch.returns.tolist() == pytest.approx(targets, abs=1e-4)
     else:
-        advantages = [[factor * value] * n for factor, value, n in zip(factors, by_prompt(rewards), lengths)]
+        advantages = [
+            [factor * value] * n for factor, value, n in zip(factors, by_prompt(rewards), lengths)
+        ]
     assert batch.advantages.tolist() == pytest.approx(sum(advantages, []), abs=1e-4)
     assert max(map(abs, sum(advantages, []))) > 0.5
 
@@ -219,9 +249,13 @@ def test_a_step_has_the_gradient_of_the_naive_oracle(qwen25, rows, name):
                     delta = masked[i][t] - p
                     loss = loss - 0.7 * (delta.exp() - delta - 1).clamp(max=10) / total
                 probs = whole[i][t].exp()
-                loss = loss - 0.05 * (probs * whole[i][t].masked_fill(probs == 0, 0.0)).sum() / total
+                loss = (
+                    loss - 0.05 * (probs * whole[i][t].masked_fill(probs == 0, 0.0)).sum() / total
+                )
     loss.backward()
-    expected = {f"model.{key}": p.grad for key, p in oracle.named_parameters() if "visual" not in key}
+    expected = {
+        f"model.{key}": p.grad for key, p in oracle.named_parameters() if "visual" not in key
+    }
     assert distance(trained.gradients[0], expected) < ROUNDING
     if name in ("papo", "vppo"):
         mean = sum(sum(row) for row in seen if row) / total
@@ -231,24 +265,39 @@ def test_a_step_has_the_gradient_of_the_naive_oracle(qwen25, rows, name):
 
 def test_gdpo_pays_what_a_recipe_pays(qwen25, rows):
     """A label of weight 0 is only measured, also where there is one source."""
-    labelled = write_rows(rows.parent / "labelled.jsonl", [row | {"label": "ab"[k % 2]} for k, row in enumerate(read_rows(rows))])
-    recipe = {label: [[f"{rows.parent / 'reward.py'}:score", weight]] for label, weight in (("a", 2.0), ("b", 0.0))}
+    labelled = write_rows(
+        rows.parent / "labelled.jsonl",
+        [row | {"label": "ab"[k % 2]} for k, row in enumerate(read_rows(rows))],
+    )
+    recipe = {
+        label: [[f"{rows.parent / 'reward.py'}:score", weight]]
+        for label, weight in (("a", 2.0), ("b", 0.0))
+    }
     env = sampled(qwen25, Path(labelled), "--advantage gdpo --reward_recipe", json.dumps(recipe))
     ppo.compute_advantages(env.batch, env.state, env.args)
-    sums = [a + b for a, b in zip(*(by_prompt(env.batch.components[name].tolist()) for name in ("vowels", "letters")))]
+    sums = [
+        a + b
+        for a, b in zip(
+            *(by_prompt(env.batch.components[name].tolist()) for name in ("vowels", "letters"))
+        )
+    ]
     paid = [env.batch.prompts[index].label == "a" for index in env.batch.prompt_index.tolist()]
     sums = [value * earns for value, earns in zip(sums, paid)]
     expected = torch.tensor(sums) / (statistics.stdev(sums) + 1e-6)
-    assert torch.allclose(env.batch.advantages, expected.repeat_interleave(env.batch.lengths), atol=1e-5)
+    assert torch.allclose(
+        env.batch.advantages, expected.repeat_interleave(env.batch.lengths), atol=1e-5
+    )
     assert 0 < sum(paid) < 16
 
 
 def test_gdpo_compares_parts_of_a_reward(qwen25, rows):
-    """Not what is only measured: whether an answer can be read, and accuracies of an environment, by whose rewards it is grpo
-    over the deviation in the step."""
+    """Not what is only measured: whether an answer can be read, and accuracies of an environment,
+    by whose rewards it is grpo over the deviation in the step."""
     env = start(qwen25, rows, "--max_new_tokens 16 --stop_strings", '["a", "e", "r"]')
     texts = ["\\boxed{1}", "1", "<think>x</think>\\boxed{2}", "\\boxed{1}"]
-    batch = take(env).with_targets([[torch.tensor(env.processor.token_ids(text)) for text in texts]] * 4)
+    batch = take(env).with_targets(
+        [[torch.tensor(env.processor.token_ids(text)) for text in texts]] * 4
+    )
     batch.truncated = torch.zeros(len(batch)).bool()
     scoring.load(with_flags(env.args, reward="boxed").reward).score(batch, env.processor, 0)
     assert batch.compared == ["accuracy", "format"]
@@ -267,14 +316,21 @@ def test_gdpo_compares_parts_of_a_reward(qwen25, rows):
 
 def test_nothing_is_masked_without_the_flags(qwen25, rows, monkeypatch):
     monkeypatch.setattr(image_changes, "with_images", None)
-    assert sampled(qwen25, rows, "--advantage grpo --perception_mask 0.3").batch.masked_logprobs.numel() == 0
+    assert (
+        sampled(
+            qwen25, rows, "--advantage grpo --perception_mask 0.3"
+        ).batch.masked_logprobs.numel()
+        == 0
+    )
 
 
 def test_responses_to_no_image_keep_all_tokens_and_their_advantages(qwen25, rows):
     env = sampled(qwen25, rows, "--advantage grpo --perception_ratio 0.3 --perception_scale 0.2")
     plain = dataclasses.replace(env.batch)
     ppo.compute_advantages(env.batch, env.state, env.args)
-    ppo.compute_advantages(plain, env.state, with_flags(env.args, perception_ratio=1.0, perception_scale=1.0))
+    ppo.compute_advantages(
+        plain, env.state, with_flags(env.args, perception_ratio=1.0, perception_scale=1.0)
+    )
     assert plain.in_policy_loss.all()
     text = ~image_changes.has_images(env.batch).repeat_interleave(env.batch.lengths)
     assert 0 < text.sum() < len(text)
@@ -288,15 +344,26 @@ def test_responses_to_no_image_keep_all_tokens_and_their_advantages(qwen25, rows
 def test_images_of_environments_are_masked(qwen25, rows):
     env = start(qwen25, rows, "--max_new_tokens 16 --stop_strings", '["a", "e", "r"]')
     batch = talk(env, "Noise", 2)
-    masked = image_changes.changed_logprobs(env.actor, batch, image_changes.masked_images(SHARE, SEED))
+    masked = image_changes.changed_logprobs(
+        env.actor, batch, image_changes.masked_images(SHARE, SEED)
+    )
     seeing = image_changes.has_images(batch).repeat_interleave(batch.lengths)
     assert torch.equal(masked.isnan(), ~seeing)
     assert (losses.perception(ppo.logprobs_of(env.actor, batch), masked)[seeing] > ROUNDING).any()
 
 
 def test_rows_without_images_cannot_be_masked(qwen25, rows, tmp_path):
-    text = write_rows(tmp_path / "text.jsonl", [{"prompt": f"say {i}", "answer": "1"} for i in range(4)])
-    line = words("--model", qwen25, "--data", text, "--max_prompt_tokens 64 --max_new_tokens 4 --advantage grpo --prompts_per_step 4 "
-                 "--reward exact --out", tmp_path / "run")
+    text = write_rows(
+        tmp_path / "text.jsonl", [{"prompt": f"say {i}", "answer": "1"} for i in range(4)]
+    )
+    line = words(
+        "--model",
+        qwen25,
+        "--data",
+        text,
+        "--max_prompt_tokens 64 --max_new_tokens 4 --advantage grpo --prompts_per_step 4 "
+        "--reward exact --out",
+        tmp_path / "run",
+    )
     with user_error("no row of --data has an image"):
         ppo.main(line + ["--perception_coef", "0.01"])

@@ -23,7 +23,7 @@ def python(code: str, **environment: str) -> SimpleNamespace:
     """A program that may import the project, in a process of its own: its exit code, and what it printed."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        code, = ranks.start(execute, code, outputs, **environment).wait(60)
+        (code,) = ranks.start(execute, code, outputs, **environment).wait(60)
         return SimpleNamespace(returncode=code, **{path.name: path.read_text() for path in outputs})
 
 
@@ -42,10 +42,18 @@ def heed_interrupts() -> None:
 
 # -------------------------------------------------------------------------------- start
 @pytest.mark.slow
-@pytest.mark.parametrize("script, flags, code, message", [
-    (SCRIPTS[0], "--help", 0, ""), (SCRIPTS[1], "--config none.json", 2, "No such file")])
+@pytest.mark.parametrize(
+    "script, flags, code, message",
+    [(SCRIPTS[0], "--help", 0, ""), (SCRIPTS[1], "--config none.json", 2, "No such file")],
+)
 def test_help_and_refusals(script, flags, code, message):
-    result = subprocess.run([sys.executable, script, *flags.split()], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, script, *flags.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
     assert message in result.stderr
     assert result.stderr.count("\n") == bool(message)
@@ -53,16 +61,31 @@ def test_help_and_refusals(script, flags, code, message):
 
 
 # -------------------------------------------------------------------------------- exit codes
-@pytest.mark.parametrize("program, code, message", [
-    ("pass", 0, ""),
-    ("raise process.UserError('no such row')", 2, "error: no such row\n"),
-    ("raise process.Exit(process.EXIT_PREEMPTED)", 75, ""),
-    ("sys.exit(0)", 1, "SystemExit: 0"),  # of user code
-    ("raise ValueError('a bug')", 1, "Traceback"),
-    ("import torch; raise torch.OutOfMemoryError('CUDA')", 1, "lower --max_tokens_per_pack or --slots"),
-    ("raise RuntimeError('Timed out waiting 4000ms for recv operation to complete')", 1, "longer than --timeout"),
-    (r"raise ValueError('\x1b[2J\nerror: all is well')", 1, "  ValueError: \\x1b[2J\n  error: all is well\n"),
-])
+@pytest.mark.parametrize(
+    "program, code, message",
+    [
+        ("pass", 0, ""),
+        ("raise process.UserError('no such row')", 2, "error: no such row\n"),
+        ("raise process.Exit(process.EXIT_PREEMPTED)", 75, ""),
+        ("sys.exit(0)", 1, "SystemExit: 0"),  # of user code
+        ("raise ValueError('a bug')", 1, "Traceback"),
+        (
+            "import torch; raise torch.OutOfMemoryError('CUDA')",
+            1,
+            "lower --max_tokens_per_pack or --slots",
+        ),
+        (
+            "raise RuntimeError('Timed out waiting 4000ms for recv operation to complete')",
+            1,
+            "longer than --timeout",
+        ),
+        (
+            r"raise ValueError('\x1b[2J\nerror: all is well')",
+            1,
+            "  ValueError: \\x1b[2J\n  error: all is well\n",
+        ),
+    ],
+)
 def test_exit_code_0_means_done(program, code, message):
     imports = "import os, signal, sys\nfrom common import process"
     result = python(f"{imports}\ndef main():\n    {program}\nprocess.run_main(main)")
@@ -89,12 +112,23 @@ process.run_main(main)
 """
 
 
-@pytest.mark.parametrize("end, code, message", [
-    ("pass", 0, ""), ("raise process.UserError('a disk')", 2, "error: a disk\n"),
-    ("raise process.Exit(process.EXIT_PREEMPTED)", 75, "")])
+@pytest.mark.parametrize(
+    "end, code, message",
+    [
+        ("pass", 0, ""),
+        ("raise process.UserError('a disk')", 2, "error: a disk\n"),
+        ("raise process.Exit(process.EXIT_PREEMPTED)", 75, ""),
+    ],
+)
 def test_a_call_that_was_given_up_does_not_end_the_process(end, code, message):
     """Its thread is inside of C++, which Python ends by an abort."""
-    result = subprocess.run([sys.executable, "-c", LATE.format(end=end)], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", LATE.format(end=end)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (result.returncode, result.stderr) == (code, message)
     assert "took longer than 0.2 s (--env_timeout)" in result.stdout
 
@@ -121,7 +155,8 @@ COLLECTIVE = """
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"])
 @pytest.mark.parametrize("wait", ["time.sleep(20)", COLLECTIVE])
 def test_a_signal_before_the_loop_ends_with_one_line(name, wait):
-    """At once, also in a collective, which no handler of Python interrupts; one process of each machine says it."""
+    """At once, also in a collective, which no handler of Python interrupts; one process of each
+    machine says it."""
     for local_rank, message in (("0", STOPPED), ("1", "")):
         result = python(BEFORE_THE_LOOP.format(name=name, wait=wait), LOCAL_RANK=local_rank)
         assert (result.returncode, result.stdout, result.stderr) == (75, "", message)
@@ -131,7 +166,9 @@ def test_a_signal_before_the_loop_ends_with_one_line(name, wait):
 def test_what_is_ignored_stays_ignored(name, code):
     """By nohup, say; but launch/train.slurm has torchrun ignore SIGUSR1, and not its workers."""
     program = BEFORE_THE_LOOP.format(name=name, wait="time.sleep(1)")
-    program = program.replace("process.run_main", f"signal.signal(signal.{name}, signal.SIG_IGN)\nprocess.run_main")
+    program = program.replace(
+        "process.run_main", f"signal.signal(signal.{name}, signal.SIG_IGN)\nprocess.run_main"
+    )
     assert python(program).returncode == code
 
 
@@ -193,18 +230,32 @@ def test_a_request_to_stop_waits_for_the_end_of_the_step(number):
 
 def test_a_dead_reader_costs_nothing():
     """As of `| tee log`, which dies of the Ctrl-C that the run survives."""
-    program = LOOP.format(signals="[signal.SIGINT] * (step == 1)").replace(
-        'print("step"', 'time.sleep(0.5 * step)\n        print("end" * 9999, file=sys.stderr)\n        print("step"'
-    ).replace("import os,", "import os, sys,") + "\nos.mkdir(sys.argv[1])"
+    program = (
+        LOOP.format(signals="[signal.SIGINT] * (step == 1)")
+        .replace(
+            'print("step"',
+            'time.sleep(0.5 * step)\n        print("end" * 9999, file=sys.stderr)\n        print("step"',
+        )
+        .replace("import os,", "import os, sys,")
+        + "\nos.mkdir(sys.argv[1])"
+    )
     with tempfile.TemporaryDirectory() as folder:
         line = [sys.executable, "-c", program, f"{folder}/done"]
-        run = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heed_interrupts)
+        run = subprocess.Popen(
+            line,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=heed_interrupts,
+        )
         run.stdout.close()
         assert run.wait(60) == 0
         assert Path(folder, "done").is_dir()
 
 
-@pytest.mark.parametrize("visible, refused", [(None, True), ("0,1", True), ("", False), ("-1", False)])
+@pytest.mark.parametrize(
+    "visible, refused", [(None, True), ("0,1", True), ("", False), ("-1", False)]
+)
 def test_gpus_that_torch_cannot_use_are_not_left_idle(monkeypatch, visible, refused):
     """A driver older than the CUDA that torch was built for: not available, but counted."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -240,14 +291,19 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is Linux's")
-@pytest.mark.parametrize("environment, dies", [({"TORCHELASTIC_RUN_ID": "none"}, True), ({}, False)])
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel's signal at a parent's death is Linux's"
+)
+@pytest.mark.parametrize(
+    "environment, dies", [({"TORCHELASTIC_RUN_ID": "none"}, True), ({}, False)]
+)
 def test_a_worker_ends_when_its_torchrun_is_killed(environment, dies):
     """As torchrun starts it: in a session of its own. What no torchrun started may outlive its shell."""
     inherited = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
     command = [sys.executable, "-c", LAUNCHER, WORKER]
-    launcher = subprocess.Popen(command, cwd=ROOT, env=inherited | environment, text=True,
-                                stdout=subprocess.PIPE)
+    launcher = subprocess.Popen(
+        command, cwd=ROOT, env=inherited | environment, text=True, stdout=subprocess.PIPE
+    )
     worker = int(launcher.stdout.readline())
     launcher.kill()
     launcher.wait()
@@ -259,4 +315,3 @@ def test_a_worker_ends_when_its_torchrun_is_killed(environment, dies):
         os.kill(worker, signal.SIGKILL)
     launcher.stdout.close()
     assert alive == (not dies)
-

@@ -1,4 +1,5 @@
-"""PPO-ptx: the next-token loss on --ptx_data beside the policy loss, against Hugging Face's own `labels=` loss."""
+"""PPO-ptx: the next-token loss on --ptx_data beside the policy loss, against Hugging Face's own
+`labels=` loss."""
 
 from pathlib import Path
 
@@ -51,7 +52,9 @@ def ptx(rows: Path, *more: str) -> list[str]:
 def start_text(*where, more: tuple[str, ...] = ()):
     """Temperature and banned tokens are set: text that nobody sampled does not feel them."""
     checkpoint, data, rows = where
-    env = start(checkpoint, data, *ptx(rows), "--advantage grpo --temperature 0.7 --min_new_tokens 2", *more)
+    env = start(
+        checkpoint, data, *ptx(rows), "--advantage grpo --temperature 0.7 --min_new_tokens 2", *more
+    )
     env.text = ppo.load_ptx(env.args, env.processor)
     return env
 
@@ -72,19 +75,23 @@ def text_gradient(env, args: ppo.Args, picks: list[int]) -> tuple[float, Tensors
 
 
 def labelled(env, pick: int, labels: str) -> dict:
-    """Inputs of Hugging Face's own model for a row, unpacked, with its labels; -100 at what the policy may never say."""
+    """Inputs of Hugging Face's own model for a row, unpacked, with its labels; -100 at what the
+    policy may never say."""
     prompt, target, _ = env.text.rows[pick]
     inputs = inputs_of(prompt, target, env.processor)
     inputs["labels"] = inputs["input_ids"].clone()
     if labels == "responses":
-        inputs["labels"][:, :len(prompt.input_ids)] = -100
+        inputs["labels"][:, : len(prompt.input_ids)] = -100
     inputs["labels"][torch.isin(inputs["input_ids"], torch.tensor(env.processor.banned_ids))] = -100
     return inputs
 
 
-@pytest.mark.parametrize("labels, more", [("text", ()), ("responses", ()), ("text", ("--train_vision",))])
+@pytest.mark.parametrize(
+    "labels, more", [("text", ()), ("responses", ()), ("text", ("--train_vision",))]
+)
 def test_loss_and_gradient_are_hugging_faces(qwen25, picture_rows, rows, labels, more):
-    """One forward per row of the unpacked samples; a row may be drawn twice. A trained tower has its gradient too."""
+    """One forward per row of the unpacked samples; a row may be drawn twice. A trained tower has
+    its gradient too."""
     env = start_text(qwen25, picture_rows, rows, more=more)
     oracle = hugging_face(qwen25)
     picks = [0, 1, 2, 3, 4, 1]
@@ -93,22 +100,32 @@ def test_loss_and_gradient_are_hugging_faces(qwen25, picture_rows, rows, labels,
     expected = 0.0
     for row, count in zip(inputs, counts):
         loss = oracle(**row, use_cache=False).loss * count / sum(counts)
-        (0.5 * loss).backward()                                                                          # --ptx_coef
+        # --ptx_coef
+        (0.5 * loss).backward()
         expected += float(loss.detach())
-    reference = {f"model.{name}": p.grad for name, p in oracle.named_parameters() if more or "visual" not in name}
+    reference = {
+        f"model.{name}": p.grad
+        for name, p in oracle.named_parameters()
+        if more or "visual" not in name
+    }
     for changes in ({}, {"max_tokens_per_pack": 110}, {"apart": True, "head_chunk": 5}):
         with computing(env.actor, **changes):
             loss, gradients = text_gradient(env, with_flags(env.args, ptx_labels=labels), picks)
-        assert loss == pytest.approx(expected, rel=ROUNDING) and distance(gradients, reference) < ROUNDING, changes
+        assert (
+            loss == pytest.approx(expected, rel=ROUNDING)
+            and distance(gradients, reference) < ROUNDING
+        ), changes
 
 
 def test_text_labels_are_all_text(env):
     """The system prompt, both turns and the template's own marks are labels, pictures are not."""
     prompt, target, _ = env.text.rows[3]
-    drawn = env.text.loader.collect(*env.text.loader.submit([p for p, *_ in env.text.rows[:4]], [0, 1, 2, 3]))
+    drawn = env.text.loader.collect(
+        *env.text.loader.submit([p for p, *_ in env.text.rows[:4]], [0, 1, 2, 3])
+    )
     batch = drawn.with_targets([[], [], [], [target]])
     vlm.compute_features(env.actor.model, batch)
-    pack, = make_packs(env.actor.model, batch)
+    (pack,) = make_packs(env.actor.model, batch)
     pack = pack.label_text(env.processor.banned_mask())
     text = env.processor.tokenizer.decode(pack.targets.tolist())
     whole = env.processor.tokenizer.decode(torch.cat([prompt.input_ids, target]).tolist())
@@ -126,19 +143,27 @@ def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows, mon
     env = fresh(qwen25, picture_rows, *ptx(rows), "--epochs 1 --minibatches 1 --target_kl 1e9")
     env.text = ppo.load_ptx(env.args, env.processor)
     policy, _ = gradient(env.args, env.actor, env.batch)
-    loss, text = text_gradient(env, env.args, [4, 3, 2, 1, 0])                              # one pass, in any order
+    # one pass, in any order
+    loss, text = text_gradient(env, env.args, [4, 3, 2, 1, 0])
     trained = Caught(env.actor, env.args)
     metrics = ppo.update_actor(trained, None, env.batch, 1, env.text, env.args)
-    caught, = trained.gradients
-    assert distance(caught, {name: policy[name] + text[name] for name in policy}) < rounding(len(env.batch.tokens))
+    (caught,) = trained.gradients
+    assert distance(caught, {name: policy[name] + text[name] for name in policy}) < rounding(
+        len(env.batch.tokens)
+    )
     assert distance(caught, policy) > 1e-2
     assert metrics["train/ptx_loss"] == pytest.approx(loss, rel=rounding(16))
     with monkeypatch.context() as patches:
         patches.setattr(ppo, "take_step", lambda trained, step: (float("inf"), False))
-        assert "train/ptx_loss" not in ppo.update_actor(trained, None, env.batch, 1, env.text, env.args)
+        assert "train/ptx_loss" not in ppo.update_actor(
+            trained, None, env.batch, 1, env.text, env.args
+        )
     trained = Caught(env.actor, env.args)
-    env.batch.old_logprobs = env.batch.logprobs - 1                                         # far from where it was sampled
-    metrics = ppo.update_actor(trained, None, env.batch, 1, env.text, with_flags(env.args, target_kl=1e-6))
+    # far from where it was sampled
+    env.batch.old_logprobs = env.batch.logprobs - 1
+    metrics = ppo.update_actor(
+        trained, None, env.batch, 1, env.text, with_flags(env.args, target_kl=1e-6)
+    )
     assert not trained.gradients
     assert "train/ptx_loss" not in metrics
 
@@ -151,30 +176,39 @@ def test_every_row_is_drawn_once_per_pass(env, monkeypatch):
     drawn += [env.text.start(update)[1] for update in range(2)]
     assert [len(picks) for picks in drawn] == [2] * 10
     flat = sum(drawn, [])
-    assert all(sorted(flat[k:k + 5]) == [0, 1, 2, 3, 4] for k in range(0, 20, 5))
+    assert all(sorted(flat[k : k + 5]) == [0, 1, 2, 3, 4] for k in range(0, 20, 5))
     assert flat[:5] != flat[5:10]
 
 
 @pytest.mark.slow
 def test_resumed_as_if_undisturbed_and_not_while_frozen(qwen25, rows, task, tmp_path):
-    more = ptx(rows, "--ptx_batch 2 --minibatches 2 --critic_warmup_steps 1 --save_every 2 --critic_lr 1e-3")
+    more = ptx(
+        rows,
+        "--ptx_batch 2 --minibatches 2 --critic_warmup_steps 1 --save_every 2 --critic_lr 1e-3",
+    )
     whole = train(qwen25, task, tmp_path / "whole", *more, "--steps 4")
     train(qwen25, task, tmp_path / "parts", *more, "--steps 2")
     parts = train(qwen25, task, tmp_path / "parts", *more, "--steps 4")
     assert "train/ptx_loss" not in whole[0]
     assert len({step["train/ptx_loss"] for step in whole[1:]}) == 3
-    assert [step.get("train/ptx_loss") for step in parts] == [step.get("train/ptx_loss") for step in whole]
-    ours, theirs = (tensors(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "parts"))
+    assert [step.get("train/ptx_loss") for step in parts] == [
+        step.get("train/ptx_loss") for step in whole
+    ]
+    ours, theirs = (
+        tensors(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "parts")
+    )
     assert same_tensors(ours, theirs)
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:4]))
     with user_error("it is of another run: .*--ptx_data .rows. '5 rows, .*-> '4 rows, "):
         train(qwen25, task, tmp_path / "parts", *more, "--steps 4")
 
 
-def test_another_number_of_updates_goes_on_at_the_next_row(qwen25, rows, task, tmp_path, monkeypatch):
+def test_another_number_of_updates_goes_on_at_the_next_row(
+    qwen25, rows, task, tmp_path, monkeypatch
+):
     """Two steps of two updates, then two of one: the rows of one sequence, two per update."""
     picked, start = [], PtxLoss.start
-    rows.write_text(ROWS)    # another test may have left a row out
+    rows.write_text(ROWS)  # another test may have left a row out
 
     def noted(self, number):
         pending = start(self, number)
@@ -185,25 +219,36 @@ def test_another_number_of_updates_goes_on_at_the_next_row(qwen25, rows, task, t
     more = ptx(rows, "--ptx_batch 2 --save_every 2 --export_every 0")
     train(qwen25, task, tmp_path, *more, "--steps 2 --minibatches 2")
     train(qwen25, task, tmp_path, *more, "--steps 4 --minibatches 1")
-    passes = [row for k in range(3) for row in np.random.default_rng([0, k]).permutation(5).tolist()]
+    passes = [
+        row for k in range(3) for row in np.random.default_rng([0, k]).permutation(5).tolist()
+    ]
     assert picked == passes[:12]
 
 
 def test_the_loss_falls(qwen25, rows, task, tmp_path):
     """With no reward to follow, the text is learned."""
-    steps = train(qwen25, task, tmp_path, *ptx(rows), "--steps 12 --reward exact --advantage grpo "
-                  "--actor_lr 1e-2 --export_every 0 --save_every 0 --max_new_tokens 2")
+    steps = train(
+        qwen25,
+        task,
+        tmp_path,
+        *ptx(rows),
+        "--steps 12 --reward exact --advantage grpo "
+        "--actor_lr 1e-2 --export_every 0 --save_every 0 --max_new_tokens 2",
+    )
     losses = [step["train/ptx_loss"] for step in steps]
     assert losses[-1] < 0.5 * losses[0]
     assert all(step["train/ptx_dropped"] == 0 for step in steps)
 
 
-@pytest.mark.parametrize("row, message", table("""
+@pytest.mark.parametrize(
+    "row, message",
+    table("""
 {"prompt": "a", "responses": ["b", "c"], "preferred": "A"} | a judgement row .answers., expected prompt and response
 {"prompt": "a"}                     | a row needs a target
 {"prompt": "a", "response": "LONG"} | example too long: [0-9]+ tokens, [0-9]+ of them target; the limit is 600
 {"prompt": "a", "images": ["no.png"], "response": "b"} | .*no.png
-"""))
+"""),
+)
 def test_bad_rows_are_refused_at_the_start(qwen25, task, tmp_path, row, message):
     (tmp_path / "ptx.jsonl").write_text(row.replace("LONG", "b " * 700))
     with user_error(f"(?s)--ptx_data .*ptx.jsonl:1: {message}"):
@@ -215,8 +260,13 @@ def test_a_damaged_picture_is_dropped_and_counted(qwen25, task, tmp_path):
     for extra, loss in (([{"prompt": "b", "response": "c"}], True), ([], False)):
         lines = [{"prompt": "a", "images": [str(task / "damaged.png")], "response": "b"}, *extra]
         write_rows(tmp_path / "ptx.jsonl", lines)
-        step, = train(qwen25, task, tmp_path / f"run-{loss}", *ptx(tmp_path / "ptx.jsonl", "--ptx_batch", len(lines)),
-                      "--on_bad_row skip")
+        (step,) = train(
+            qwen25,
+            task,
+            tmp_path / f"run-{loss}",
+            *ptx(tmp_path / "ptx.jsonl", "--ptx_batch", len(lines)),
+            "--on_bad_row skip",
+        )
         assert step["train/ptx_dropped"] == 1
         assert (step["train/ptx_loss"] > 0) == loss
     with user_error("ptx.jsonl:1: .*damaged.png"):

@@ -25,7 +25,11 @@ def look_around(folder: str) -> None:
     assert "forkserver" in (server / "cmdline").read_text()
     assert threading.active_count() == 2  # one waits for signals
     assert torch.get_num_threads() == 1
-    assert {"train_ppo_vl", "train_grm_vl", "transformers.models.qwen3_vl.modeling_qwen3_vl"} <= sys.modules.keys()
+    assert {
+        "train_ppo_vl",
+        "train_grm_vl",
+        "transformers.models.qwen3_vl.modeling_qwen3_vl",
+    } <= sys.modules.keys()
     assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL  # the server has one of its own
     assert os.getsid(0) == os.getpid()
     assert os.getcwd() == folder
@@ -33,7 +37,8 @@ def look_around(folder: str) -> None:
     total = torch.tensor(2 ** dist.get_rank())
     dist.all_reduce(total)
     line = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {total}, {os.environ['COLOUR']} {torch.initial_seed()}\n"
-    os.write(1, line.encode())                                             # at once: the ranks write to one file
+    # at once: the ranks write to one file
+    os.write(1, line.encode())
 
 
 def seen(note: str) -> None:
@@ -58,8 +63,14 @@ def test_a_rank_is_as_a_new_process(tmp_path, monkeypatch):
     assert told.count("patched: here") == 2
 
 
-@pytest.mark.parametrize("how, code, message", [("refusal", 2, "error: no such row\n"), ("bug", 1, "ZeroDivisionError"),
-                                             ("kill", -signal.SIGKILL, "")])
+@pytest.mark.parametrize(
+    "how, code, message",
+    [
+        ("refusal", 2, "error: no such row\n"),
+        ("bug", 1, "ZeroDivisionError"),
+        ("kill", -signal.SIGKILL, ""),
+    ],
+)
 def test_exit_codes(how, code, message):
     assert message in ranks.run(end, how, codes=[code])
 
@@ -83,8 +94,12 @@ os.kill(os.getpid(), 9)
 @pytest.mark.slow
 def test_no_rank_outlives_the_tests():
     path = os.pathsep.join(str(ROOT / name) for name in ("", "launch", "tests"))
-    program = subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | {"PYTHONPATH": path},
-                             stdout=subprocess.PIPE, text=True)
+    program = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     rank, deadline = Path(f"/proc/{int(program.stdout)}"), time.time() + 20
     while rank.exists() and time.time() < deadline:
         time.sleep(0.05)

@@ -1,6 +1,5 @@
 """A reference that moves (--reference_every): the actor of an earlier step, and a role of the checkpoint."""
 
-
 import pytest
 import torch
 
@@ -19,7 +18,11 @@ KL = "--kl_coef 0.1 --actor_lr 1e-2 --save_every 1 --keep_last 9 --export_every 
 def role(folder, name: str) -> Tensors:
     """The weights of a role in a checkpoint, by their names in it."""
     start = f"{name}.model."
-    return {key.removeprefix(start): value for key, value in tensors(folder).items() if key.startswith(start)}
+    return {
+        key.removeprefix(start): value
+        for key, value in tensors(folder).items()
+        if key.startswith(start)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +35,17 @@ def whole(qwen25, task, tmp_path_factory):
 @pytest.mark.slow
 def test_the_reference_is_the_actor_of_its_step(whole, qwen25):
     out, steps = whole
-    actors, references = ([role(out / "checkpoints" / f"step-{step}", name) for step in range(1, 6)]
-                          for name in ("actor", "reference"))
+    actors, references = (
+        [role(out / "checkpoints" / f"step-{step}", name) for step in range(1, 6)]
+        for name in ("actor", "reference")
+    )
     first = role(out / "checkpoints" / "step-1", "reference")
     assert torch.equal(first["model.lm_head.weight"], tensors(qwen25)["lm_head.weight"].float())
     assert not same_tensors(actors[0], first)
     assert not same_tensors(actors[1], actors[3])
-    for reference, expected in zip(references, (first, actors[1], actors[1], actors[3], actors[3]), strict=True):
+    for reference, expected in zip(
+        references, (first, actors[1], actors[1], actors[3], actors[3]), strict=True
+    ):
         assert same_tensors(reference, expected)
     # Right after the copy the samples are the reference's own; a step later they are not.
     drift = [abs(step["train/kl"]) for step in steps]

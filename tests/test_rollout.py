@@ -1,4 +1,5 @@
-"""The rollout engine against Hugging Face `generate`, the model's own probabilities, and itself under other batchings."""
+"""The rollout engine against Hugging Face `generate`, the model's own probabilities, and itself
+under other batchings."""
 
 import dataclasses
 from contextlib import nullcontext
@@ -38,9 +39,14 @@ def test_greedy_equals_hugging_face_generate(checkpoint, picture_rows):
     oracle = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
     for prompt, tokens, truncated in zip(env.prompts, ours, samples.truncated, strict=True):
         inputs = inputs_of(prompt, torch.zeros(0, dtype=torch.int64), env.processor)
-        expected = oracle.generate(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]), do_sample=False,
-                                   max_new_tokens=12, suppress_tokens=list(env.processor.banned_ids))
-        assert tokens == expected[0, len(prompt.input_ids):].tolist()
+        expected = oracle.generate(
+            **inputs,
+            attention_mask=torch.ones_like(inputs["input_ids"]),
+            do_sample=False,
+            max_new_tokens=12,
+            suppress_tokens=list(env.processor.banned_ids),
+        )
+        assert tokens == expected[0, len(prompt.input_ids) :].tolist()
         assert truncated == (tokens[-1] not in env.processor.stop_ids)
 
 
@@ -62,8 +68,8 @@ def padded(tmp_path_factory):
 
 
 def test_ids_without_a_token_are_never_sampled(padded, picture_rows, tmp_path):
-    """By the engine, with the log-probs of training; by the reward model's evaluation; by a judge that writes critiques, which
-    is the engine with its policy and its processor."""
+    """By the engine, with the log-probs of training; by the reward model's evaluation; by a judge
+    that writes critiques, which is the engine with its policy and its processor."""
     env = start(padded, picture_rows, "--max_new_tokens 32")
     count, size = len(env.processor.tokenizer), env.actor.model.lm_head.weight.shape[0]
     assert size == count + 200
@@ -74,15 +80,20 @@ def test_ids_without_a_token_are_never_sampled(padded, picture_rows, tmp_path):
         assert (trained - samples.logprobs).abs().max() < ROUNDING
     with torch.no_grad():
         prompt, tokens = env.prompts[0], samples.split(samples.tokens)[0]
-        logits = hugging_face(padded)(**inputs_of(prompt, tokens, env.processor)).logits[0, len(prompt.input_ids) - 1:-1]
+        logits = hugging_face(padded)(**inputs_of(prompt, tokens, env.processor)).logits[
+            0, len(prompt.input_ids) - 1 : -1
+        ]
         logits[:, [*range(count, size), *env.processor.banned_ids]] = -torch.inf
-    assert (token_logprobs(logits, tokens) - samples.split(samples.logprobs)[0]).abs().max() < 10 * ROUNDING
+    assert (
+        token_logprobs(logits, tokens) - samples.split(samples.logprobs)[0]
+    ).abs().max() < 10 * ROUNDING
     options = grm.generation_options(env.processor, grm.EvalArgs())
     assert {*range(count, size)} < {*options["suppress_tokens"]}
 
 
 def test_samples_do_not_depend_on_batching(checkpoint, picture_rows, monkeypatch, poll):
-    """Slots, prefill size and polling change what is computed together; a sample is a function of its number alone."""
+    """Slots, prefill size and polling change what is computed together; a sample is a function of
+    its number alone."""
     engines, prefills, prefill = [], [], ppo.RolloutEngine.prefill
 
     def watched(engine, members):
@@ -110,7 +121,7 @@ def test_samples_do_not_depend_on_batching(checkpoint, picture_rows, monkeypatch
     for group in range(4):
         part = alone.select_prompts([group])
         assert part.prompt_ids == [group]
-        assert generate(env, part, 5)[1] == expected[5 * group:5 * group + 5]
+        assert generate(env, part, 5)[1] == expected[5 * group : 5 * group + 5]
 
 
 def test_prompts_and_pictures_are_computed_once(qwen25, picture_rows, monkeypatch):
@@ -157,7 +168,9 @@ def test_first_token_frequencies_match_the_model(qwen25, picture_rows):
         with torch.no_grad():
             logits = logits_of(oracle, prompt, torch.zeros(1, dtype=torch.int64), env.processor)[0]
         expected = (logits / 0.7).softmax(-1) * 6000
-        observed = torch.bincount(samples.tokens[samples.prompt_index == index], minlength=len(expected)).float()
+        observed = torch.bincount(
+            samples.tokens[samples.prompt_index == index], minlength=len(expected)
+        ).float()
         common = expected >= 5
         terms = (observed - expected)[common] ** 2 / expected[common]
         rare = (observed - expected)[~common].sum() ** 2 / expected[~common].sum().clamp(min=1e-9)
@@ -172,12 +185,13 @@ def test_a_reused_slot_does_not_leak(qwen25, picture_rows):
     first, tokens = generate(env, both, 1)
     second, expected = generate(env, alone, 1)
     assert tokens[1] == expected[0]
-    assert torch.equal(first.logprobs[int(first.lengths[0]):], second.logprobs)
+    assert torch.equal(first.logprobs[int(first.lengths[0]) :], second.logprobs)
 
 
 @pytest.mark.slow
 def test_stop_strings_end_a_response(qwen25, picture_rows, poll):
-    """Across two tokens; also at a look of the host behind the end, and in few slots, where the last ones move."""
+    """Across two tokens; also at a look of the host behind the end, and in few slots, where the
+    last ones move."""
     env = start(qwen25, picture_rows, "--max_new_tokens 64")
     tokenizer = env.processor.tokenizer
     silent = {*env.processor.stop_ids, tokenizer.pad_token_id}
@@ -186,13 +200,14 @@ def test_stop_strings_end_a_response(qwen25, picture_rows, poll):
         return tokenizer.decode([token for token in tokens if token not in silent])
 
     def cut(tokens: list[list[int]], ends: tuple[str, ...], least: int = 1) -> list[list[int]]:
-        """Each up to the first token behind which one of the strings stands in the text, but ``least`` tokens."""
+        """Each up to the first token behind which one of the strings stands in the text, but
+        ``least`` tokens."""
         results = []
         for response in tokens:
             n = 1
             while n < len(response) and not any(end in text(response[:n]) for end in ends):
                 n += 1
-            results.append(response[:max(n, least)])
+            results.append(response[: max(n, least)])
         return results
 
     samples, tokens = generate(env, take(env), 4)
@@ -202,11 +217,17 @@ def test_stop_strings_end_a_response(qwen25, picture_rows, poll):
     for poll[0], slots in ((1, 0), (8, 0), (1, 6)):
         samples, shorter = generate(again, take(again), 4, slots=slots)
         assert shorter == cut(tokens, (stop,))
-        assert not any(stop in text(short) and truncated for short, truncated in zip(shorter, samples.truncated))
+        assert not any(
+            stop in text(short) and truncated
+            for short, truncated in zip(shorter, samples.truncated)
+        )
     # a special token's text, which is no end of a turn
     start_id = tokenizer.convert_tokens_to_ids("<|im_start|>")
     _, shorter = generate(env, take(env), 4, stop_strings=("<|im_start|>",))
-    assert shorter == [response[:response.index(start_id) + 1] if start_id in response else response for response in tokens]
+    assert shorter == [
+        response[: response.index(start_id) + 1] if start_id in response else response
+        for response in tokens
+    ]
     assert shorter != tokens
     # the text of one token, in whatever tokens it stands
     ends = tuple(end for end in (text([tokens[0][2]]), text([tokens[5][1]])) if end)
@@ -214,7 +235,8 @@ def test_stop_strings_end_a_response(qwen25, picture_rows, poll):
     assert ends
     assert shorter == cut(tokens, ends)
     assert not samples.truncated[0]
-    env = start(qwen25, picture_rows, "--max_new_tokens 64 --min_new_tokens 3")      # a stop string waits for that
+    # a stop string waits for that
+    env = start(qwen25, picture_rows, "--max_new_tokens 64 --min_new_tokens 3")
     poll[0] = 1
     _, tokens = generate(env, take(env), 4)
     poll[0] = 8
@@ -226,13 +248,21 @@ def test_stop_strings_end_a_response(qwen25, picture_rows, poll):
 def test_top_k_and_top_p_truncate_but_logprobs_do_not(qwen25, picture_rows):
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 0.0, 0.0]])
     assert logprobs.truncate(logits, 2, 1.0).isfinite()[0].tolist() == [True, True, False, False]
-    assert logprobs.truncate(logits, 0, 0.7).isfinite().tolist() == [[True, True, False, False], [False, True, False, False]]
-    equal = torch.tensor([[0.0, -torch.inf, 0.0]])                                    # the smallest set: one half is enough
+    assert logprobs.truncate(logits, 0, 0.7).isfinite().tolist() == [
+        [True, True, False, False],
+        [False, True, False, False],
+    ]
+    # the smallest set: one half is enough
+    equal = torch.tensor([[0.0, -torch.inf, 0.0]])
     assert logprobs.truncate(equal, 0, 0.5).isfinite().sum() == 1
-    assert logprobs.gumbel_race(logprobs.truncate(logits, 1, 1.0), torch.arange(2)).tolist() == [0, 1]
+    assert logprobs.gumbel_race(logprobs.truncate(logits, 1, 1.0), torch.arange(2)).tolist() == [
+        0,
+        1,
+    ]
     env = start(qwen25, picture_rows)
     greedy, expected = generate(env, take(env), 1, greedy=True)
-    for changes in ({"top_k": 1}, {"top_p": 1e-6}):                                     # the likeliest alone is left to draw
+    # the likeliest alone is left to draw
+    for changes in ({"top_k": 1}, {"top_p": 1e-6}):
         samples, drawn = generate(env, take(env), 1, **changes)
         assert drawn == expected
         assert torch.equal(samples.logprobs, greedy.logprobs)
@@ -240,11 +270,13 @@ def test_top_k_and_top_p_truncate_but_logprobs_do_not(qwen25, picture_rows):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bare_forwards_change_nothing_but_the_time(checkpoint, picture_rows, dtype, monkeypatch):
-    """The hooks and wrappers left out during generation neither gather nor cast anything that is not gathered and cast."""
+    """The hooks and wrappers left out during generation neither gather nor cast anything that is
+    not gathered and cast."""
     env = start(checkpoint, picture_rows, "--dtype", dtype)
     called = []
     layers = env.actor.model.model.language_model.layers
-    handle = layers[0].register_forward_hook(lambda *_: called.append(1))                 # a user's hook stays
+    # a user's hook stays
+    handle = layers[0].register_forward_hook(lambda *_: called.append(1))
     bare, tokens = generate(env, take(env), 4)
     assert called
     assert "forward" not in vars(env.actor.model.model.language_model)
@@ -260,8 +292,8 @@ STOPPING = '--slots 7 --max_new_tokens 32 --stop_strings ["a","e"]'
 
 
 def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, graphs_of):
-    """What surrounds a captured graph: batches are padded to few sizes, the cached tokens to powers of two and no further
-    than the cache goes, the state that a graph has seen never moves."""
+    """What surrounds a captured graph: batches are padded to few sizes, the cached tokens to powers
+    of two and no further than the cache goes, the state that a graph has seen never moves."""
     env = start(checkpoint, picture_rows, STOPPING)
     expected = generate(env, take(env), 5)
     captured = graphs_of()
@@ -275,7 +307,8 @@ def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, 
 
 
 def test_the_first_graph_is_compared_with_an_eager_step(checkpoint, picture_rows, graphs_of):
-    """Here one that reads other weights than the model has; the eager step leaves no trace in what is drawn."""
+    """Here one that reads other weights than the model has; the eager step leaves no trace in what
+    is drawn."""
     env = start(checkpoint, picture_rows, STOPPING)
     head = env.actor.model.lm_head
 
@@ -285,17 +318,25 @@ def test_the_first_graph_is_compared_with_an_eager_step(checkpoint, picture_rows
         head.weight.div_(1000)
 
     captured = graphs_of(replay)
-    with pytest.raises(RuntimeError, match="log-probs of a CUDA graph are .* off those of an eager step, at most 0.1 .*--cuda_graphs off"):
+    with pytest.raises(
+        RuntimeError,
+        match="log-probs of a CUDA graph are .* off those of an eager step, at most 0.1 .*--cuda_graphs off",
+    ):
         generate(env, take(env), 5)
     assert len(captured) == 1
 
 
 def test_a_graph_decodes_over_a_longer_sample_that_waits(qwen25, picture_rows):
-    """Three slots decode as four: in the fourth a sample waits for its environment. What it sees is not used, but if it saw
-    none of its keys, NaN would stay in its slot for the next sample there."""
+    """Three slots decode as four: in the fourth a sample waits for its environment. What it sees is
+    not used, but if it saw none of its keys, NaN would stay in its slot for the next sample
+    there."""
     env = start(qwen25, picture_rows, "--slots 4 --max_new_tokens 256")
     batch = take(env)
-    with torch.no_grad(), fsdp.unsharded(env.actor), fsdp.bare_forwards(vlm.decoder(env.actor.model)):
+    with (
+        torch.no_grad(),
+        fsdp.unsharded(env.actor),
+        fsdp.bare_forwards(vlm.decoder(env.actor.model)),
+    ):
         vlm.compute_features(env.actor.model, batch)
         engine = ppo.RolloutEngine(env.actor, batch, env.sampling, [0], 4)
         engine.graphs = graphs.StepGraphs(1)
@@ -309,8 +350,8 @@ def test_a_graph_decodes_over_a_longer_sample_that_waits(qwen25, picture_rows):
 
 
 def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monkeypatch):
-    """At once, with the cause: up to torch 2.12 the allocator stays in a capture that has failed, and emptying its cache
-    would raise an internal assert later."""
+    """At once, with the cause: up to torch 2.12 the allocator stays in a capture that has failed,
+    and emptying its cache would raise an internal assert later."""
     env, capture = start(qwen25, picture_rows, STOPPING), graphs.capture
     capturing, step = [], ppo.RolloutEngine.decode_on_device
 
@@ -340,7 +381,9 @@ def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monk
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", object())
-    with pytest.raises(RuntimeError, match="could not be captured: operation not permitted .*--cuda_graphs off"):
+    with pytest.raises(
+        RuntimeError, match="could not be captured: operation not permitted .*--cuda_graphs off"
+    ):
         generate(env, take(env), 5)
     assert len(capturing) == 1
 

@@ -1,5 +1,5 @@
-"""A sampler that is not the policy in training is found by the value of train/sampler_gap: after the first update it stops the
-run, later it is warned of."""
+"""A sampler that is not the policy in training is found by the value of train/sampler_gap: after
+the first update it stops the run, later it is warned of."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,8 @@ def test_a_sampler_that_is_off_stops_the_run(qwen25, task, tmp_path, sampler, dt
     limit = {"float32": "0.001", "bfloat16": "0.1"}[dtype]
     with user_error(f"step 1: train/sampler_gap 0.* is above {limit}.*--attention sdpa"):
         ppo.main(flags(qwen25, task, tmp_path, QUIET, "--steps 2 --dtype", dtype))
-    (record,) = (record for record in records(tmp_path) if "train/sampler_gap" in record)           # it is recorded first
+    # it is recorded first
+    (record,) = (record for record in records(tmp_path) if "train/sampler_gap" in record)
     assert record["step"] == 1
     assert record["train/sampler_gap"] > float(limit)
 
@@ -47,8 +48,19 @@ def test_the_limit_can_be_moved(qwen25, task, tmp_path, sampler, capsys, limit):
 
 def test_an_evaluation_alone_compares_its_sampler(qwen25, task, tmp_path, sampler):
     """Its first rollout, with the same limit: no update would."""
+
     def evaluate(name: str, *more: str):
-        return ppo.main(flags(qwen25, task, tmp_path / name, "--eval_data", task / "eval.jsonl", "--eval_only", *more))
+        return ppo.main(
+            flags(
+                qwen25,
+                task,
+                tmp_path / name,
+                "--eval_data",
+                task / "eval.jsonl",
+                "--eval_only",
+                *more,
+            )
+        )
 
     assert evaluate("right")["eval/num_samples"] == 7
     sampler[0] = 2.5
@@ -58,7 +70,8 @@ def test_an_evaluation_alone_compares_its_sampler(qwen25, task, tmp_path, sample
 
 
 def test_later_it_is_a_warning(qwen25, task, tmp_path, sampler, capsys, monkeypatch):
-    """After --critic_warmup_steps steps without an update of the actor, the first of which is checked all the same."""
+    """After --critic_warmup_steps steps without an update of the actor, the first of which is
+    checked all the same."""
     advance = ppo.advance
 
     def then_off(state, *rest):

@@ -1,5 +1,5 @@
-"""A teacher: what it says and what the policy learns from it, against Hugging Face's own models in plain loops; what is
-refused."""
+"""A teacher: what it says and what the policy learns from it, against Hugging Face's own models in
+plain loops; what is refused."""
 
 import dataclasses
 import functools
@@ -59,7 +59,9 @@ def smaller_images(folder: Path) -> Path:
 def other(tmp_path_factory) -> Path:
     """A model of another size, with more ids, a tower of its own and smaller images."""
     folder = tmp_path_factory.mktemp("other")
-    return smaller_images(write_checkpoint(folder, "qwen2_5_vl", spare_ids=70, hidden_size=32, layers=2))
+    return smaller_images(
+        write_checkpoint(folder, "qwen2_5_vl", spare_ids=70, hidden_size=32, layers=2)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,8 @@ def taught(policy: Path, rows: Path, *more):
         in_float64(module)
     env.batch = hand_batch(env)
     size = env.models.teacher.policy.processor.vocab_size
-    env.batch.tokens = env.batch.tokens % (size - 9)                                    # no rollout draws ids beyond
+    # no rollout draws ids beyond
+    env.batch.tokens = env.batch.tokens % (size - 9)
     env.batch.kl = EMPTY
     env.batch.advantages = torch.zeros(len(env.batch.tokens))
     env.batch.old_logprobs = env.batch.logprobs
@@ -114,7 +117,9 @@ def oracle(folder: Path):
 
 def gradients_of(student) -> dict[str, torch.Tensor]:
     """Of Hugging Face's model by our names; its tower is not trained."""
-    return {f"model.{name}": p.grad for name, p in student.named_parameters() if "visual" not in name}
+    return {
+        f"model.{name}": p.grad for name, p in student.named_parameters() if "visual" not in name
+    }
 
 
 def plain_norm(norm, x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +127,8 @@ def plain_norm(norm, x: torch.Tensor) -> torch.Tensor:
 
 
 def distributions(env, model, prompts: list, processor) -> list[torch.Tensor]:
-    """(T, V) log-probs of each sample by a model of Hugging Face's, V of the smaller vocabulary, under the sampling's rules."""
+    """(T, V) log-probs of each sample by a model of Hugging Face's, V of the smaller vocabulary,
+    under the sampling's rules."""
     size = min(env.processor.vocab_size, env.models.teacher.policy.processor.vocab_size)
     logprobs = []
     for index, tokens in responses_of(env.batch):
@@ -136,7 +142,11 @@ def distributions(env, model, prompts: list, processor) -> list[torch.Tensor]:
 def seen_by(teacher: Path, env, rows: Path, name: str = "seen.jsonl") -> tuple:
     """Hugging Face's teacher, its prompts as written by hand, and its processor."""
     processor = Processor(teacher)
-    return oracle(teacher), load_prompts(str(rows.with_name(name)), processor, env.args.data), processor
+    return (
+        oracle(teacher),
+        load_prompts(str(rows.with_name(name)), processor, env.args.data),
+        processor,
+    )
 
 
 TEACHERS = ["self", "other", "narrow"]
@@ -145,11 +155,16 @@ TEACHERS = ["self", "other", "narrow"]
 @pytest.fixture(params=TEACHERS)
 def case(request, qwen25, wide, other, rows):
     """The policy's folder, the teacher's, and --teacher_model."""
-    policy, teacher = {"self": (qwen25, qwen25), "other": (qwen25, other), "narrow": (wide, qwen25)}[request.param]
+    policy, teacher = {
+        "self": (qwen25, qwen25),
+        "other": (qwen25, other),
+        "narrow": (wide, qwen25),
+    }[request.param]
     return policy, teacher, "self" if request.param == "self" else teacher
 
 
-# ------------------------------------------------------------------------------------------------ what it says
+# ------------------------------------------------------------------------------------------------
+# what it says
 def test_its_log_probs_are_those_of_a_forward_of_its_own(case, rows):
     """Of its prompts and images, at the policy's temperature and bans, to 1e-10."""
     policy, teacher, name = case
@@ -162,27 +177,52 @@ def test_its_log_probs_are_those_of_a_forward_of_its_own(case, rows):
             ours[pack.flat] = asked(pack, env.sampling)[0]
         fsdp.rest_after_scoring(asked)
         by_sample = distributions(env, *seen_by(teacher, env, rows))
-    expected = torch.cat([token_logprobs(logp, tokens) for logp, (_, tokens) in zip(by_sample, responses_of(env.batch))])
+    expected = torch.cat(
+        [
+            token_logprobs(logp, tokens)
+            for logp, (_, tokens) in zip(by_sample, responses_of(env.batch))
+        ]
+    )
     finite = expected.isfinite()
     assert finite.sum() > 0.8 * len(finite)
     assert torch.equal(ours.isfinite(), finite)
     assert (ours - expected)[finite].abs().max() < 1e-10
-    of_policy = torch.cat([token_logprobs(logp, tokens) for logp, (_, tokens) in zip(
-        distributions(env, oracle(policy), env.prompts, env.processor), responses_of(env.batch))])
+    of_policy = torch.cat(
+        [
+            token_logprobs(logp, tokens)
+            for logp, (_, tokens) in zip(
+                distributions(env, oracle(policy), env.prompts, env.processor),
+                responses_of(env.batch),
+            )
+        ]
+    )
     assert (of_policy - expected)[finite].abs().max() > 0.1
 
 
 def test_the_loss_is_the_exact_kl(case, rows):
-    """Over the whole vocabulary, with its gradient, packed in several ways, against autograd of Hugging Face's models."""
+    """Over the whole vocabulary, with its gradient, packed in several ways, against autograd of
+    Hugging Face's models."""
     policy, teacher, name = case
-    env = taught(policy, rows, "--teacher_in loss --teacher_coef 0.3 --teacher_prompt", HINT, "--teacher_model", name)
+    env = taught(
+        policy,
+        rows,
+        "--teacher_in loss --teacher_coef 0.3 --teacher_prompt",
+        HINT,
+        "--teacher_model",
+        name,
+    )
     student = oracle(policy)
     with torch.no_grad():
         theirs = distributions(env, *seen_by(teacher, env, rows))
     total = torch.zeros(())
     for logp, logq in zip(distributions(env, student, env.prompts, env.processor), theirs):
         possible = logp.isfinite()
-        total = total + (logp.exp() * (logp - logq).masked_fill(~possible, 0.0)).masked_fill(~possible, 0.0).sum()
+        total = (
+            total
+            + (logp.exp() * (logp - logq).masked_fill(~possible, 0.0))
+            .masked_fill(~possible, 0.0)
+            .sum()
+        )
     (0.3 * total / len(env.batch.tokens)).backward()
     kl = float(total.detach()) / len(env.batch.tokens)
     expected = gradients_of(student)
@@ -211,7 +251,12 @@ def test_tokens_outside_of_the_policy_loss_are_taught_too(qwen25, rows):
 
 def test_the_advantage_is_the_difference_of_log_probs(qwen25, other, rows):
     """Added to what rewards say, which alone is discounted and whitened; --advantage_clip bounds the sum."""
-    env = start(qwen25, rows, "--advantage reinforce++ --gamma 0.5 --teacher_coef 0.3 --teacher_model", other)
+    env = start(
+        qwen25,
+        rows,
+        "--advantage reinforce++ --gamma 0.5 --teacher_coef 0.3 --teacher_model",
+        other,
+    )
     env.batch = hand_batch(env)
     env.batch.rewards = torch.arange(16.0)
     ppo.fill_logprobs_and_values(env.batch, env.models, env.args)
@@ -225,9 +270,11 @@ def test_the_advantage_is_the_difference_of_log_probs(qwen25, other, rows):
     model, prompts, processor = seen_by(other, env, rows, "rows.jsonl")
     expected = []
     with torch.no_grad():
-        for (index, tokens), old in zip(responses_of(env.batch), env.batch.split(env.batch.old_logprobs)):
+        for (index, tokens), old in zip(
+            responses_of(env.batch), env.batch.split(env.batch.old_logprobs)
+        ):
             logits = logits_of(model, prompts[index], tokens, processor)
-            logits[:, env.processor.vocab_size:] = -torch.inf
+            logits[:, env.processor.vocab_size :] = -torch.inf
             expected.append(0.3 * (token_logprobs(logits, tokens) - old))
     expected = torch.cat(expected).float()
     assert torch.allclose(together - rewarded, expected, atol=2e-5)
@@ -239,13 +286,18 @@ def test_the_advantage_is_the_difference_of_log_probs(qwen25, other, rows):
 
 
 def test_the_advantage_has_the_gradient_of_the_naive_oracle(qwen25, other, rows):
-    """Of an update with the teacher's advantages alone, by autograd of Hugging Face's models; the policy has moved since the
-    samples were drawn, though not as far as its loss is clipped."""
-    env = taught(qwen25, rows, "--teacher_coef 0.3 --teacher_prompt", HINT, "--teacher_model", other)
+    """Of an update with the teacher's advantages alone, by autograd of Hugging Face's models; the
+    policy has moved since the samples were drawn, though not as far as its loss is clipped."""
+    env = taught(
+        qwen25, rows, "--teacher_coef 0.3 --teacher_prompt", HINT, "--teacher_model", other
+    )
     batch = env.batch
-    batch.tokens = batch.tokens % 380                                                   # the special tokens follow
+    # the special tokens follow
+    batch.tokens = batch.tokens % 380
     batch.rewards = torch.zeros(len(batch))
-    batch.logprobs = ppo.logprobs_of(env.actor, batch) + torch.linspace(-0.1, 0.1, len(batch.tokens))
+    batch.logprobs = ppo.logprobs_of(env.actor, batch) + torch.linspace(
+        -0.1, 0.1, len(batch.tokens)
+    )
     ppo.fill_logprobs_and_values(batch, env.models, env.args)
     ppo.compute_advantages(batch, ppo.TrainState(0.0), env.args)
     trained = Caught(env.actor, env.args)
@@ -254,9 +306,13 @@ def test_the_advantage_has_the_gradient_of_the_naive_oracle(qwen25, other, rows)
     with torch.no_grad():
         theirs = distributions(env, *seen_by(other, env, rows))
     ours = distributions(env, student, env.prompts, env.processor)
-    for policy, teacher, tokens, old in zip(ours, theirs, batch.split(batch.tokens), batch.split(batch.logprobs)):
+    for policy, teacher, tokens, old in zip(
+        ours, theirs, batch.split(batch.tokens), batch.split(batch.logprobs)
+    ):
         advantages = 0.3 * (token_logprobs(teacher, tokens) - old)
-        loss = loss - (advantages * (token_logprobs(policy, tokens) - old).exp()).sum() / len(batch.tokens)
+        loss = loss - (advantages * (token_logprobs(policy, tokens) - old).exp()).sum() / len(
+            batch.tokens
+        )
     loss.backward()
     assert distance(trained.gradients[0], gradients_of(student)) < 1e-6
     assert batch.advantages.abs().max() > 1
@@ -267,16 +323,27 @@ QUIET = "--save_every 0 --export_every 0 --steps 2 --reward none"
 
 
 def test_a_teacher_that_is_the_policy_teaches_nothing(qwen25, task, tmp_path):
-    """Within what sampler and training differ by; exactly nothing where the old log-probs are computed anew."""
-    gap, = (train(qwen25, task, tmp_path / "a", "--teacher_model self --steps 1 --advantage none"))
+    """Within what sampler and training differ by; exactly nothing where the old log-probs are
+    computed anew."""
+    (gap,) = train(qwen25, task, tmp_path / "a", "--teacher_model self --steps 1 --advantage none")
     assert 0 < max(-gap["train/advantages_min"], gap["train/advantages_max"]) < 1e-4
-    none, = train(qwen25, task, tmp_path / "b", "--teacher_model self --steps 1 --advantage none --importance_cap 2")
-    assert none["train/advantages_min"] == none["train/advantages_max"] == none["train/teacher_kl"] == 0
+    (none,) = train(
+        qwen25,
+        task,
+        tmp_path / "b",
+        "--teacher_model self --steps 1 --advantage none --importance_cap 2",
+    )
+    assert (
+        none["train/advantages_min"]
+        == none["train/advantages_max"]
+        == none["train/teacher_kl"]
+        == 0
+    )
 
 
 def without_reward(line: list[str]) -> list[str]:
     at = line.index("--reward")
-    return line[:at] + line[at + 2:]
+    return line[:at] + line[at + 2 :]
 
 
 def run(checkpoint: Path, task: Path, out: Path, *more) -> list[dict]:
@@ -288,9 +355,16 @@ def run(checkpoint: Path, task: Path, out: Path, *more) -> list[dict]:
 def test_an_empty_hint_gives_the_reference(qwen25, task, tmp_path):
     """The same weights after two steps, in every bit."""
     line = "--steps 2 --save_every 0 --actor_lr 1e-2 --advantage grpo"
-    kl = train(qwen25, task, tmp_path / "kl", line, "--kl_coef 0.5 --kl_in loss --kl_estimator full")
-    hint = train(qwen25, task, tmp_path / "hint", line, "--teacher_model self --teacher_in loss --teacher_coef 0.5 "
-                 "--teacher_prompt {prompt}")
+    kl = train(
+        qwen25, task, tmp_path / "kl", line, "--kl_coef 0.5 --kl_in loss --kl_estimator full"
+    )
+    hint = train(
+        qwen25,
+        task,
+        tmp_path / "hint",
+        line,
+        "--teacher_model self --teacher_in loss --teacher_coef 0.5 --teacher_prompt {prompt}",
+    )
     folders = [tmp_path / name / "export" / "step-2" for name in ("kl", "hint")]
     assert same_tensors(*map(tensors, folders))
     assert [step["train/kl_loss"] for step in kl] == [step["train/teacher_kl"] for step in hint]
@@ -299,12 +373,24 @@ def test_an_empty_hint_gives_the_reference(qwen25, task, tmp_path):
 
 def test_a_hint_before_the_question_follows_the_images():
     content = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
-    row = SimpleNamespace(reference="a cat", row={}, messages=[{"role": "user", "content": content}])
+    row = SimpleNamespace(
+        reference="a cat", row={}, messages=[{"role": "user", "content": content}]
+    )
     (message,) = with_hint(row, "It is {answer}. {prompt}")
-    assert [part.get("text") for part in message["content"]] == [None, "It is a cat. ", "What is this?"]
-    row.reference = "{prompt}"                                                              # a value's braces are text
+    assert [part.get("text") for part in message["content"]] == [
+        None,
+        "It is a cat. ",
+        "What is this?",
+    ]
+    # a value's braces are text
+    row.reference = "{prompt}"
     (message,) = with_hint(row, "{{{answer}}} {prompt}!")
-    assert [part.get("text") for part in message["content"]] == [None, "{{prompt}} ", "What is this?", "!"]
+    assert [part.get("text") for part in message["content"]] == [
+        None,
+        "{{prompt}} ",
+        "What is this?",
+        "!",
+    ]
 
 
 @pytest.mark.parametrize("form", ["advantage", "loss"])
@@ -312,20 +398,32 @@ def test_with_adapters_it_is_the_base_model(qwen25, task, tmp_path, form):
     """As a second copy of the base in a folder of its own."""
     shutil.copytree(qwen25, tmp_path / "base")
     line = f"{QUIET} --lora_rank 4 --actor_lr 1e-2 --teacher_in {form} --teacher_prompt"
-    runs = [run(qwen25, task, tmp_path / str(i), line, "{prompt} {answer}", "--teacher_model", name)
-             for i, name in enumerate(["self", tmp_path / "base"])]
+    runs = [
+        run(qwen25, task, tmp_path / str(i), line, "{prompt} {answer}", "--teacher_model", name)
+        for i, name in enumerate(["self", tmp_path / "base"])
+    ]
     assert_same_records(*runs)
     assert runs[0][1]["train/teacher_kl"] > 0
 
 
 @pytest.mark.slow
 def test_it_follows_the_average_and_is_resumed(qwen25, task, tmp_path):
-    """A teacher `ema` is in no checkpoint, and a resumed run has it again, in every bit; also from host memory."""
-    line = ("--teacher_model ema --ema_beta 0.6 --actor_lr 1e-2 --teacher_in loss --advantage grpo --offload all "
-            "--teacher_prompt")
+    """A teacher `ema` is in no checkpoint, and a resumed run has it again, in every bit; also from
+    host memory."""
+    line = (
+        "--teacher_model ema --ema_beta 0.6 --actor_lr 1e-2 --teacher_in loss --advantage grpo --offload all "
+        "--teacher_prompt"
+    )
     whole = resumed(qwen25, task, tmp_path, line, "{prompt} {answer}")
     assert not any("teacher" in name for name in tensors(whole / "checkpoints" / "step-4"))
-    still = train(qwen25, task, tmp_path / "still", line, "{prompt} {answer}", "--teacher_model self --steps 4")
+    still = train(
+        qwen25,
+        task,
+        tmp_path / "still",
+        line,
+        "{prompt} {answer}",
+        "--teacher_model self --steps 4",
+    )
     moving = [step["train/teacher_kl"] for step in records(whole)]
     assert moving[0] == still[0]["train/teacher_kl"]
     assert moving[3] != still[3]["train/teacher_kl"]
@@ -340,10 +438,16 @@ def test_offloading_changes_nothing(qwen25, other, task, tmp_path, monkeypatch, 
     assert_same_records(plain, run(qwen25, task, tmp_path / "all", line, "--offload all"))
 
 
-# ------------------------------------------------------------------------------------------------ damaged images
+# ------------------------------------------------------------------------------------------------
+# damaged images
 def test_the_student_sees_damage_and_the_teacher_does_not(qwen25, rows, tmp_path):
-    """Noise by a formula of its own draws, in the rollout's patches; whole images in the look, and in evaluations."""
-    env = start(qwen25, rows, "--student_images noise:0.3 --seed 5 --steps 3 --teacher_model self --teacher_in loss")
+    """Noise by a formula of its own draws, in the rollout's patches; whole images in the look, and
+    in evaluations."""
+    env = start(
+        qwen25,
+        rows,
+        "--student_images noise:0.3 --seed 5 --steps 3 --teacher_model self --teacher_in loss",
+    )
     state = ppo.TrainState(0.0)
     with ppo.open_loader(env.args, env.rows, state) as loader:
         batch = loader.take()
@@ -354,7 +458,9 @@ def test_the_student_sees_damage_and_the_teacher_does_not(qwen25, rows, tmp_path
         patches = []
         for k, path in enumerate(prompt.images):
             pixels = np.asarray(Image.open(path).convert("RGB"), dtype=np.float32)
-            noise = np.random.default_rng((5, batch.prompt_ids[index], 0, k)).standard_normal(pixels.shape, np.float32)
+            noise = np.random.default_rng((5, batch.prompt_ids[index], 0, k)).standard_normal(
+                pixels.shape, np.float32
+            )
             noisy = np.clip(pixels + 255 * 0.3 * noise, 0, 255).astype(np.uint8)
             patches.append(env.processor.family.patches(Image.fromarray(noisy))[0])
         assert torch.equal(torch.cat(patches), batch.patches[index][0])
@@ -369,32 +475,45 @@ def test_the_student_sees_damage_and_the_teacher_does_not(qwen25, rows, tmp_path
     again = ppo.open_loader(env.args, env.rows, dataclasses.replace(state, rows_drawn=4))
     with again, ppo.open_loader(env.args, env.rows, state) as loader:
         loader.take()
-        assert all(torch.equal(a[0], b[0]) for a, b in zip(loader.take().patches.values(), again.take().patches.values()))
+        assert all(
+            torch.equal(a[0], b[0])
+            for a, b in zip(loader.take().patches.values(), again.take().patches.values())
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["--offload none", "--train_vision", "--teacher_prompt {prompt}{answer}"])
+@pytest.mark.parametrize(
+    "more", ["--offload none", "--train_vision", "--teacher_prompt {prompt}{answer}"]
+)
 def test_distillation_from_whole_images(qwen25, task, tmp_path, more):
     """The KL is not zero at the start, and falls."""
-    steps = run(qwen25, task, tmp_path, "--teacher_model self --teacher_in loss --student_images mask:0.5 --steps 6 --save_every 0 "
-                "--actor_lr 3e-3 --reward none", more)
+    steps = run(
+        qwen25,
+        task,
+        tmp_path,
+        "--teacher_model self --teacher_in loss --student_images mask:0.5 --steps 6 --save_every 0 "
+        "--actor_lr 3e-3 --reward none",
+        more,
+    )
     gaps = [step["train/teacher_kl"] for step in steps]
     assert gaps[0] > 1e-3
     assert sum(gaps[3:]) < sum(gaps[:3])
     assert all(step["train/sampler_gap"] < 1e-4 for step in steps)
 
 
-# ------------------------------------------------------------------------------------------------ how good it is
-ECHO = '''
+# ------------------------------------------------------------------------------------------------
+# how good it is
+ECHO = """
 def score(prompts, responses, references, labels, images):
     assert not any("answer is" in prompt for prompt in prompts)   # what is scored is an answer to the row's own prompt
     right = [float(response[:2] == reference) for response, reference in zip(responses, references)]
     return {"accuracy": right, "reward": right}
-'''
+"""
 
 
 def test_its_own_accuracy_is_measured_first(qwen25, other, task, tmp_path):
-    """Greedily, with its hint and its tower: as Hugging Face's `generate` answers the rows that are written by hand."""
+    """Greedily, with its hint and its tower: as Hugging Face's `generate` answers the rows that are
+    written by hand."""
     rows = read_rows(task / "eval.jsonl")
     hinted = [row | {"prompt": f"{row['prompt']} (The answer is {row['answer']}.)"} for row in rows]
     write_rows(task / "hinted.jsonl", hinted)
@@ -402,45 +521,106 @@ def test_its_own_accuracy_is_measured_first(qwen25, other, task, tmp_path):
     args = ppo.parse_args(flags(qwen25, task, tmp_path / "x"))
     for prompt in load_prompts(str(task / "hinted.jsonl"), processor, args.data):
         inputs = inputs_of(prompt, torch.zeros(0, dtype=torch.int64), processor)
-        ids = model.generate(**inputs, do_sample=False, max_new_tokens=6,
-                             suppress_tokens=[*processor.banned_ids, *range(len(processor.tokenizer), processor.vocab_size)])
-        answers.append(processor.decode([ids[0, len(prompt.input_ids):]])[0])
-    expected = [answers[i][:2] if i % 2 else "?" for i in range(len(answers))]   # every second one is right
+        ids = model.generate(
+            **inputs,
+            do_sample=False,
+            max_new_tokens=6,
+            suppress_tokens=[
+                *processor.banned_ids,
+                *range(len(processor.tokenizer), processor.vocab_size),
+            ],
+        )
+        answers.append(processor.decode([ids[0, len(prompt.input_ids) :]])[0])
+    # every second one is right
+    expected = [answers[i][:2] if i % 2 else "?" for i in range(len(answers))]
     write_rows(task / "echo.jsonl", [row | {"answer": text} for row, text in zip(rows, expected)])
     (tmp_path / "echo.py").write_text(ECHO)
-    line = flags(qwen25, task, tmp_path / "out", "--eval_data", task / "echo.jsonl", "--teacher_model", other, "--teacher_prompt",
-                 "{prompt} (The answer is 1.)", "--eval_only --advantage none --reward", f"{tmp_path / 'echo.py'}:score")
+    line = flags(
+        qwen25,
+        task,
+        tmp_path / "out",
+        "--eval_data",
+        task / "echo.jsonl",
+        "--teacher_model",
+        other,
+        "--teacher_prompt",
+        "{prompt} (The answer is 1.)",
+        "--eval_only --advantage none --reward",
+        f"{tmp_path / 'echo.py'}:score",
+    )
     metrics = ppo.main(line)
     right = [text[:2] == wanted for text, wanted in zip(answers, expected)]
     assert metrics["eval/teacher_accuracy"] == pytest.approx(sum(right) / len(right))
     assert 0 < sum(right) < len(right)
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------
+# what is refused
 def test_bad_flags(qwen25, task, tmp_path):
     for line, message in [
         ("--reward none", "--advantage none needs --teacher_model: all learning is from a teacher"),
         ("--reward none --advantage grpo", "--reward none needs --teacher_model"),
-        ("--advantage none --teacher_model self --kl_coef 0.1", "needs --kl_in loss for its --kl_coef"),
+        (
+            "--advantage none --teacher_model self --kl_coef 0.1",
+            "needs --kl_in loss for its --kl_coef",
+        ),
         ("--teacher_model ema", "--teacher_model ema needs --ema_beta"),
-        ("--teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo", "--teacher_model ema excludes --lora_rank: adapters have no average"),
-        ("--teacher_prompt {prompt}{answer}", "--teacher_prompt {prompt}{answer} needs --teacher_model"),
+        (
+            "--teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo",
+            "--teacher_model ema excludes --lora_rank: adapters have no average",
+        ),
+        (
+            "--teacher_prompt {prompt}{answer}",
+            "--teacher_prompt {prompt}{answer} needs --teacher_model",
+        ),
         ("--teacher_in loss", "--teacher_in loss needs --teacher_model"),
-        ("--teacher_model self --teacher_prompt {answer}", "has no {prompt}, the place of the row's prompt"),
-        *((f"--teacher_model self --teacher_prompt {{prompt}}{field}", "braces hold the name of a column and nothing else")
-          for field in ("{answer.x}", "{answer[0]}", "{answer:>2000000000}", "{answer!r}", "{}", "{0}", "{answer:{label}}")),
-        *((f"--teacher_model self --teacher_prompt {{prompt}}{text}", "a brace of the text is written twice")
-          for text in ("{", "}", "{answer", "{answer!}")),
-        *((f"--teacher_model self --teacher_prompt {text}", "has no {prompt}, .* or several")
-          for text in ("{{prompt}}", "{prompt}{prompt}", "{{prompt}}{prompt}")),
-        ("--teacher_model self --advantage none --dynamic_sampling 2", "--advantage none excludes --dynamic_sampling: prompts are chosen by rewards"),
-        ("--teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y", "conversations are scored unchanged"),
+        (
+            "--teacher_model self --teacher_prompt {answer}",
+            "has no {prompt}, the place of the row's prompt",
+        ),
+        *(
+            (
+                f"--teacher_model self --teacher_prompt {{prompt}}{field}",
+                "braces hold the name of a column and nothing else",
+            )
+            for field in (
+                "{answer.x}",
+                "{answer[0]}",
+                "{answer:>2000000000}",
+                "{answer!r}",
+                "{}",
+                "{0}",
+                "{answer:{label}}",
+            )
+        ),
+        *(
+            (
+                f"--teacher_model self --teacher_prompt {{prompt}}{text}",
+                "a brace of the text is written twice",
+            )
+            for text in ("{", "}", "{answer", "{answer!}")
+        ),
+        *(
+            (f"--teacher_model self --teacher_prompt {text}", "has no {prompt}, .* or several")
+            for text in ("{{prompt}}", "{prompt}{prompt}", "{{prompt}}{prompt}")
+        ),
+        (
+            "--teacher_model self --advantage none --dynamic_sampling 2",
+            "--advantage none excludes --dynamic_sampling: prompts are chosen by rewards",
+        ),
+        (
+            "--teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y",
+            "conversations are scored unchanged",
+        ),
         ("--student_images noise:0.3 --env x.py:Y", "conversations are scored unchanged"),
         ("--student_images blur:3", "expected one of mask, noise and an amount"),
         ("--student_images noise:much", "expected one of mask, noise and an amount"),
         ("--student_images noise:-1", "an amount up to 1"),
         ("--student_images mask:nan", "an amount up to 1"),
-        ("--student_images noise:0.2 --perception_coef 0.1", "noise:0.2 excludes --perception_coef"),
+        (
+            "--student_images noise:0.2 --perception_coef 0.1",
+            "noise:0.2 excludes --perception_coef",
+        ),
     ]:
         with user_error(message):
             ppo.parse_args(flags(qwen25, task, tmp_path, line))
@@ -456,8 +636,17 @@ def test_bad_rows_and_folders(qwen25, other, task, tmp_path):
     from common.model import weights
 
     rows = read_rows(task / "train.jsonl")
-    write_rows(task / "unanswered.jsonl", [{key: x for key, x in row.items() if key != "answer" or i != 3} for i, row in enumerate(rows)])
-    write_rows(task / "null.jsonl", [row | ({"answer": None} if i == 3 else {}) for i, row in enumerate(rows)])
+    write_rows(
+        task / "unanswered.jsonl",
+        [
+            {key: x for key, x in row.items() if key != "answer" or i != 3}
+            for i, row in enumerate(rows)
+        ],
+    )
+    write_rows(
+        task / "null.jsonl",
+        [row | ({"answer": None} if i == 3 else {}) for i, row in enumerate(rows)],
+    )
     write_rows(task / "text.jsonl", [row | {"images": []} for row in rows])
     tokenizer = tmp_path / "tokenizer"
     shutil.copytree(qwen25, tokenizer)
@@ -469,19 +658,51 @@ def test_bad_rows_and_folders(qwen25, other, task, tmp_path):
     shutil.copytree(other, large)
     settings = read_json(large / "preprocessor_config.json")
     settings["size"] = {"shortest_edge": 448 * 448, "longest_edge": 448 * 448}
-    (large / "preprocessor_config.json").write_text(json.dumps(settings | {"min_pixels": 448 * 448, "max_pixels": 448 * 448}))
+    (large / "preprocessor_config.json").write_text(
+        json.dumps(settings | {"min_pixels": 448 * 448, "max_pixels": 448 * 448})
+    )
     reads, before = [], weights.read_weight
     weights.read_weight = lambda *arguments: reads.append(arguments) or before(*arguments)
     try:
         for name in ("unanswered", "null"):
-            refused(qwen25, task, f"{name}.jsonl:4: --teacher_prompt: no 'answer'; the row has 'prompt', 'images'",
-                    "--teacher_model self --teacher_prompt {prompt}{answer} --data", task / f"{name}.jsonl")
-        refused(qwen25, task, r"text.jsonl:1: prompt too long: \d+ tokens, 0 of them of images; the limit is 80",
-                "--teacher_model self --max_prompt_tokens 80 --teacher_prompt", "{prompt}" + " word" * 80, "--data", task / "text.jsonl")
-        refused(qwen25, task, "another tokenizer, which lacks 2 of the policy's 395 tokens .*'a'", "--teacher_model", tokenizer)
-        refused(qwen25, task, r"train.jsonl:\d: prompt too long: .* of them of images; the limit is 128", "--teacher_model", large,
-                "--max_prompt_tokens 128")
-        refused(qwen25, task, "--student_images: no row of --data has images", "--student_images noise:0.3 --data", task / "text.jsonl")
+            refused(
+                qwen25,
+                task,
+                f"{name}.jsonl:4: --teacher_prompt: no 'answer'; the row has 'prompt', 'images'",
+                "--teacher_model self --teacher_prompt {prompt}{answer} --data",
+                task / f"{name}.jsonl",
+            )
+        refused(
+            qwen25,
+            task,
+            r"text.jsonl:1: prompt too long: \d+ tokens, 0 of them of images; the limit is 80",
+            "--teacher_model self --max_prompt_tokens 80 --teacher_prompt",
+            "{prompt}" + " word" * 80,
+            "--data",
+            task / "text.jsonl",
+        )
+        refused(
+            qwen25,
+            task,
+            "another tokenizer, which lacks 2 of the policy's 395 tokens .*'a'",
+            "--teacher_model",
+            tokenizer,
+        )
+        refused(
+            qwen25,
+            task,
+            r"train.jsonl:\d: prompt too long: .* of them of images; the limit is 128",
+            "--teacher_model",
+            large,
+            "--max_prompt_tokens 128",
+        )
+        refused(
+            qwen25,
+            task,
+            "--student_images: no row of --data has images",
+            "--student_images noise:0.3 --data",
+            task / "text.jsonl",
+        )
         refused(qwen25, task, "no config.json", "--teacher_model", task)
     finally:
         weights.read_weight = before
@@ -489,25 +710,46 @@ def test_bad_rows_and_folders(qwen25, other, task, tmp_path):
 
 
 def test_with_an_environment_it_sees_as_the_policy_does(qwen25, other, task, tmp_path):
-    """Neither a tower of its own nor none will do, even if no row has an image: the environment may show one."""
-    write_rows(task / "text.jsonl", [row | {"images": []} for row in read_rows(task / "train.jsonl")])
+    """Neither a tower of its own nor none will do, even if no row has an image: the environment may
+    show one."""
+    write_rows(
+        task / "text.jsonl", [row | {"images": []} for row in read_rows(task / "train.jsonl")]
+    )
     blind = tmp_path / "blind"
     shutil.copytree(qwen25, blind)
     (blind / "preprocessor_config.json").unlink()
-    text = {name: value for name, value in read_json(qwen25 / "config.json")["text_config"].items() if name not in ("model_type", "rope_parameters")}
+    text = {
+        name: value
+        for name, value in read_json(qwen25 / "config.json")["text_config"].items()
+        if name not in ("model_type", "rope_parameters")
+    }
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **text)).save_pretrained(blind)
     talker = Path(__file__).parent / "talkers.py"
     for folder in (other, blind):
-        refused(qwen25, task, "with --env it must have the vision tower of the policy", f"--env {talker}:Noise --max_reply_tokens 40 --teacher_model",
-                folder, "--data", task / "text.jsonl", "--eval_data", task / "text.jsonl")
+        refused(
+            qwen25,
+            task,
+            "with --env it must have the vision tower of the policy",
+            f"--env {talker}:Noise --max_reply_tokens 40 --teacher_model",
+            folder,
+            "--data",
+            task / "text.jsonl",
+            "--eval_data",
+            task / "text.jsonl",
+        )
 
 
-# ------------------------------------------------------------------------------------------------ conversations
+# ------------------------------------------------------------------------------------------------
+# conversations
 def test_conversations_are_scored_as_they_were_held(qwen25, rows):
-    """With an environment's pictures between the policy's turns: by Hugging Face's model, one forward per conversation."""
-    env = start(qwen25, rows, "--max_new_tokens 16 --teacher_model self --stop_strings", '["a", "e", "r"]')
+    """With an environment's pictures between the policy's turns: by Hugging Face's model, one
+    forward per conversation."""
+    env = start(
+        qwen25, rows, "--max_new_tokens 16 --teacher_model self --stop_strings", '["a", "e", "r"]'
+    )
     generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():                                             # the policy is no longer its teacher
+    # the policy is no longer its teacher
+    with torch.no_grad():
         for parameter in env.actor.parameters():
             if parameter.requires_grad:
                 parameter.to_local().add_(torch.randn(parameter.shape, generator=generator) * 0.02)
@@ -523,8 +765,18 @@ def test_conversations_are_scored_as_they_were_held(qwen25, rows):
 def test_a_run_of_conversations_with_a_teacher(qwen25, task, tmp_path, form):
     """Which is not measured at the start: its tower would have to see what environments show."""
     talkers = Path(__file__).with_name("talkers.py")
-    line = flags(qwen25, task, tmp_path, TALKING, "--steps 2 --actor_lr 1e-2 --advantage grpo --teacher_model self --teacher_in", form,
-                 "--eval_data", task / "eval.jsonl", "--env", f"{talkers}:Talk")
+    line = flags(
+        qwen25,
+        task,
+        tmp_path,
+        TALKING,
+        "--steps 2 --actor_lr 1e-2 --advantage grpo --teacher_model self --teacher_in",
+        form,
+        "--eval_data",
+        task / "eval.jsonl",
+        "--env",
+        f"{talkers}:Talk",
+    )
     at = line.index("--reward")
     line[at + 1] = "env"
     ppo.main(line)

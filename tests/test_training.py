@@ -1,6 +1,6 @@
-"""Updates and whole runs: gradients against a naive oracle and against themselves under other packings, 1 rank against
-2 and more, export, schedules, and what a run does when something goes wrong.
-"""
+"""Updates and whole runs: gradients against a naive oracle and against themselves under other
+packings, 1 rank against 2 and more, export, schedules, and what a run does when something goes
+wrong."""
 
 import dataclasses
 import itertools
@@ -80,15 +80,20 @@ from helpers import (
 
 pytestmark = pytest.mark.usefixtures("write_samples")
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
 
 
 # ------------------------------------------------------------------------------------------------ set-up
 def evaluate_only(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> dict:
     """The metrics of the seven held-out rows."""
-    return ppo.main(flags(checkpoint, task, out, "--eval_data", task / "eval.jsonl", "--eval_only", *more))
-
-
+    return ppo.main(
+        flags(checkpoint, task, out, "--eval_data", task / "eval.jsonl", "--eval_only", *more)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +118,8 @@ def test_gradient_does_not_depend_on_packing_or_order(exact, part, mode):
     shuffled = exact.batch.select(torch.randperm(16, generator=torch.Generator().manual_seed(1)))
     for batch, at_least, changes in (
         (exact.batch, 3, {"max_tokens_per_pack": 110}),
-        (exact.batch, 5, {"max_tokens_per_pack": 75, "apart": True}),  # no response shares its prompt
+        # no response shares its prompt
+        (exact.batch, 5, {"max_tokens_per_pack": 75, "apart": True}),
         (exact.batch, 1, {"head_chunk": 7}),
         (shuffled, 3, {"max_tokens_per_pack": 110}),
     ):
@@ -127,11 +133,17 @@ def test_weights_of_a_minibatch_are_those_of_its_tokens(env):
     places = torch.arange(len(env.batch.tokens))
     third, parts = places % 3 == 0, env.batch.split(places)
     assert len(parts[1]) == 0
-    assert not third[parts[3]].any()                         # no tokens, and none that take part
+    assert not third[parts[3]].any()  # no tokens, and none that take part
     for mode, mask in itertools.product(AGGREGATIONS, (torch.ones_like(third), third)):
         args, expected = with_flags(env.args, loss_aggregation=mode), torch.zeros(len(places))
-        chosen = [part[mask[part]] for part, prompt in zip(parts, env.batch.prompt_index) if prompt in (0, 2)]
-        weights = losses.token_weights(torch.tensor(list(map(len, chosen))), mode, args.rollout.max_new_tokens)
+        chosen = [
+            part[mask[part]]
+            for part, prompt in zip(parts, env.batch.prompt_index)
+            if prompt in (0, 2)
+        ]
+        weights = losses.token_weights(
+            torch.tensor(list(map(len, chosen))), mode, args.rollout.max_new_tokens
+        )
         for part, weight in zip(chosen, weights):
             expected[part] = weight
         actual = ppo.minibatch_weights(env.batch, [0, 2], mask, args)
@@ -139,33 +151,46 @@ def test_weights_of_a_minibatch_are_those_of_its_tokens(env):
 
 
 def test_gradient_equals_naive_oracle(env, qwen25):
-    """Actor with clip, dual clip, entropy bonus, KL loss, temperature and banned tokens; critic with value clip: one
-    forward per sample through Hugging Face's own model, the loss written out per token. No flag has its default."""
+    """Actor with clip, dual clip, entropy bonus, KL loss, temperature and banned tokens; critic
+    with value clip: one forward per sample through Hugging Face's own model, the loss written out
+    per token. No flag has its default."""
     oracle = hugging_face(qwen25)
-    twin = hugging_face(qwen25)      # the critic's body
+    twin = hugging_face(qwen25)  # the critic's body
     head = env.critic.value_head.weight.full_tensor().detach().clone().requires_grad_()
     samples, total = env.batch, len(env.batch.tokens)
-    columns = [samples.split(getattr(samples, name))
-               for name in ("tokens", "old_logprobs", "ref_logprobs", "advantages", "values", "returns")]
-    for index, tokens, old, ref, adv, old_value, target in zip(samples.prompt_index.tolist(), *columns):
+    columns = [
+        samples.split(getattr(samples, name))
+        for name in ("tokens", "old_logprobs", "ref_logprobs", "advantages", "values", "returns")
+    ]
+    for index, tokens, old, ref, adv, old_value, target in zip(
+        samples.prompt_index.tolist(), *columns
+    ):
         prompt = env.prompts[index]
         logits = logits_of(oracle, prompt, tokens, env.processor) / 0.7
-        logits[:2, list(env.processor.stop_ids)] = -torch.inf                                   # --min_new_tokens 2
+        # --min_new_tokens 2
+        logits[:2, list(env.processor.stop_ids)] = -torch.inf
         logp_all = logits.log_softmax(-1)
         logp = logp_all.gather(1, tokens[:, None])[:, 0]
         entropy = -(logp_all.exp() * logp_all.masked_fill(logp_all.isinf(), 0.0)).sum(-1)
         ratio = (logp - old).exp()
         term = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.85, 1.25))
         term = torch.where(adv < 0, torch.minimum(term, -2.5 * adv), term)
-        kl = 0.5 * (logp - ref) ** 2                                                           # gradient of k3+ is k2's
+        # gradient of k3+ is k2's
+        kl = 0.5 * (logp - ref) ** 2
         ((term - 0.01 * entropy + 0.1 * kl).sum() / total).backward()
         inputs = inputs_of(prompt, tokens, env.processor)
-        hidden = twin(**inputs, output_hidden_states=True).hidden_states[-1][0, len(prompt.input_ids) - 1:-1]
+        hidden = twin(**inputs, output_hidden_states=True).hidden_states[-1][
+            0, len(prompt.input_ids) - 1 : -1
+        ]
         value = hidden @ head[0]
         clipped = old_value + (value - old_value).clamp(-0.3, 0.3)
-        (0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2).sum() / total).backward()
+        (
+            0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2).sum() / total
+        ).backward()
     for module, model in ((env.actor, oracle), (env.critic, twin)):
-        expected = {f"model.{name}": p.grad for name, p in model.named_parameters() if "visual" not in name}
+        expected = {
+            f"model.{name}": p.grad for name, p in model.named_parameters() if "visual" not in name
+        }
         if module is env.critic:
             expected["value_head.weight"] = head.grad
             expected.pop("model.lm_head.weight")
@@ -174,14 +199,20 @@ def test_gradient_equals_naive_oracle(env, qwen25):
 
 def test_an_update_has_that_gradient(exact):
     """`gradient` above repeats what the updates do with their rows: both clip, weigh and scale alike."""
-    args = with_flags(exact.args, kl_coef=0.3)  # the controller's weight counts, not the flag it began with
+    # the controller's weight counts, not the flag it began with
+    args = with_flags(exact.args, kl_coef=0.3)
     batch = dataclasses.replace(exact.batch, kl_coef=0.3)
     actor, critic = Caught(exact.actor, args), Caught(exact.critic, args)
-    with computing(exact.actor, max_tokens_per_pack=110), computing(exact.critic, max_tokens_per_pack=110):
+    with (
+        computing(exact.actor, max_tokens_per_pack=110),
+        computing(exact.critic, max_tokens_per_pack=110),
+    ):
         ppo.update_critic(critic, batch, 1, exact.args)
         ppo.update_actor(actor, None, batch, 1, None, exact.args)
     for trained in (actor, critic):
-        assert distance(trained.gradients[0], gradient(args, trained.module, exact.batch)[0]) < 1e-10
+        assert (
+            distance(trained.gradients[0], gradient(args, trained.module, exact.batch)[0]) < 1e-10
+        )
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(exact, qwen25, picture_rows):
@@ -209,7 +240,8 @@ def test_importance_weight_acts_only_with_recomputed_logprobs(exact):
     assert distance(higher, at_the_cap) < 1e-10
 
 
-# ------------------------------------------------------------------------------------------------ optimizer, schedule
+# ------------------------------------------------------------------------------------------------
+# optimizer, schedule
 def test_lr_schedule():
     def factors(delay=0, **changes):
         trained = SimpleNamespace(rates=[1.0], delay=delay, args=common_flags.OptimArgs(**changes))
@@ -225,14 +257,21 @@ def test_lr_schedule():
     assert factors(steps=4, lr_schedule="cosine", min_lr_ratio=0) == [1, 0.8536, 0.5, 0.1464]
     both = factors(steps=6, lr_schedule="cosine", min_lr_ratio=0.5, warmup_steps=2)
     assert both == [0.3333, 0.6667, 0.9268, 0.75, 0.5732, 0.5]
-    assert factors(steps=7, delay=2, lr_schedule="linear", min_lr_ratio=0) == [1, 0.8, 0.6, 0.4, 0.2]
+    assert factors(steps=7, delay=2, lr_schedule="linear", min_lr_ratio=0) == [
+        1,
+        0.8,
+        0.6,
+        0.4,
+        0.2,
+    ]
     warmed = factors(steps=5, warmup_steps=2, lr_schedule="linear", min_lr_ratio=0)
     assert warmed == [0.3333, 0.6667, 1, 0.6667, 0.3333]
     assert factors(steps=2, warmup_steps=5) == [0.1667, 0.3333]
 
 
 def test_each_group_of_parameters_keeps_a_rate_of_its_own(qwen25, picture_rows):
-    """The schedule scales it; a matrix at rate 0 stays as it is. Without a step, the state is that of no step."""
+    """The schedule scales it; a matrix at rate 0 stays as it is. Without a step, the state is that
+    of no step."""
     env = start(qwen25, picture_rows, "--steps 5 --warmup_steps 3")
     optimizer = ppo.adamw(env.actor, 1e-2, env.args.optim)
     for group, rate in zip(optimizer.param_groups, (0.0, 0.4)):
@@ -246,15 +285,25 @@ def test_each_group_of_parameters_keeps_a_rate_of_its_own(qwen25, picture_rows):
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     assert ppo.take_step(trained, 2)[1]
-    assert [group["lr"] for group in optimizer.param_groups] == [0, pytest.approx(0.2)] == trained.rates_at(2)
+    assert (
+        [group["lr"] for group in optimizer.param_groups]
+        == [0, pytest.approx(0.2)]
+        == trained.rates_at(2)
+    )
     for name, parameter in env.actor.named_parameters():
-        assert torch.equal(weights_of(env.actor)[name], before[name]) == (parameter.ndim >= 2 or not parameter.requires_grad)
+        assert torch.equal(weights_of(env.actor)[name], before[name]) == (
+            parameter.ndim >= 2 or not parameter.requires_grad
+        )
 
 
 def test_weight_decay_spares_biases_and_norms(env):
     for module in (env.actor, env.critic):
         optimizer = ppo.adamw(module, 1e-3, with_flags(env.args, weight_decay=0.1).optim)
-        decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        decay = {
+            id(p): group["weight_decay"]
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         assert set(decay) == {id(p) for p in trained.values()}
         assert not any("visual" in name for name in trained)
@@ -264,13 +313,17 @@ def test_weight_decay_spares_biases_and_norms(env):
 
 
 def test_scoring_leaves_the_weights_sharded(qwen25, picture_rows):
-    """A forward without a backward leaves FSDP's root group gathered: embedding and head in full on every rank, and
-    plain tensors where a checkpoint or an optimizer expects shards."""
+    """A forward without a backward leaves FSDP's root group gathered: embedding and head in full on
+    every rank, and plain tensors where a checkpoint or an optimizer expects shards."""
     env = start(qwen25, picture_rows, "--kl_coef 0.1")
     batch = hand_batch(env)
     for module in (env.actor, env.critic, env.reference):
         ppo.values_of(module, batch) if module is env.critic else score(module, batch)
-        gathered = [name for name, p in module.named_parameters() if not ("visual" in name or isinstance(p, DTensor))]
+        gathered = [
+            name
+            for name, p in module.named_parameters()
+            if not ("visual" in name or isinstance(p, DTensor))
+        ]
         assert not gathered, type(module).__name__
 
 
@@ -291,10 +344,13 @@ def test_a_step_is_adamw_by_hand(qwen25, picture_rows):
         for name, grad in grads.items():
             grad = grad * min(1.0, 0.5 / norm)
             first[name] = 0.9 * first[name] + 0.1 * grad
-            second[name] = 0.7 * second[name] + 0.3 * grad ** 2
+            second[name] = 0.7 * second[name] + 0.3 * grad**2
             value[name] = value[name] * (1 - 0.01 * (0.1 if grad.ndim >= 2 else 0.0)) - 0.01 * (
-                first[name] / (1 - 0.9 ** step)) / ((second[name] / (1 - 0.7 ** step)).sqrt() + 1e-8)
-            assert torch.allclose(trained[name].full_tensor().double(), value[name], rtol=1e-4, atol=ROUNDING), name
+                first[name] / (1 - 0.9**step)
+            ) / ((second[name] / (1 - 0.7**step)).sqrt() + 1e-8)
+            assert torch.allclose(
+                trained[name].full_tensor().double(), value[name], rtol=1e-4, atol=ROUNDING
+            ), name
 
 
 def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows, monkeypatch):
@@ -312,8 +368,9 @@ def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows,
         ppo.update_actor(actor, None, env.batch, step, None, args)
         ppo.update_critic(critic, env.batch, step, args)
     assert seen[:12] == seen[12:24]
-    assert seen[24:36] == seen[36:]                                         # the critic's order is the actor's
-    orders = [tuple(map(int, seen[k:k + 4])) for k in (0, 4, 8, 24)]
+    # the critic's order is the actor's
+    assert seen[24:36] == seen[36:]
+    orders = [tuple(map(int, seen[k : k + 4])) for k in (0, 4, 8, 24)]
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
     assert len(set(orders)) == 4
 
@@ -349,14 +406,16 @@ def test_a_statistic_of_a_loss_needs_no_other_mention(qwen25, picture_rows, monk
     with computing(env.actor, max_tokens_per_pack=110):
         metrics = update_actor(env)
     assert metrics["train/actor_updates"] == 4 < len(rows)
-    assert metrics["train/my_term"] == pytest.approx(3)               # the weights of a minibatch sum to 1
+    # the weights of a minibatch sum to 1
+    assert metrics["train/my_term"] == pytest.approx(3)
     assert metrics["train/my_mean"] == pytest.approx(float(env.batch.tokens.double().mean()))
     assert metrics["train/my_top"] == env.batch.tokens.max()
     assert metrics["train/my_rare"] == 2.5
 
 
 def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, monkeypatch):
-    """All four minibatches bad: weights and Adam's moments stay as they were. One bad: the others are applied."""
+    """All four minibatches bad: weights and Adam's moments stay as they were. One bad: the others
+    are applied."""
     env = fresh(qwen25, picture_rows)
     before, calls, bad = weights_of(env.actor), [], {1, 2, 3, 4}
 
@@ -374,7 +433,7 @@ def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, mon
     assert all(torch.equal(value, before[name]) for name, value in weights_of(env.actor).items())
     assert all(state["step"] == 0 for state in env.trained.optimizer.state.values())
     bad.clear()
-    bad.add(6)                                                       # the second of the next four
+    bad.add(6)  # the second of the next four
     metrics = update_actor(env)
     assert metrics["train/actor_skipped"] == 0.25
     assert metrics["train/actor_updates"] == 3
@@ -383,8 +442,12 @@ def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, mon
     assert any(not torch.equal(value, before[name]) for name, value in after.items())
 
 
-@pytest.mark.parametrize("function, counter", [("ppo", "train/actor_skipped"), ("value_loss", "train/critic_skipped")])
-def test_a_run_survives_a_non_finite_minibatch(qwen25, task, tmp_path, monkeypatch, function, counter):
+@pytest.mark.parametrize(
+    "function, counter", [("ppo", "train/actor_skipped"), ("value_loss", "train/critic_skipped")]
+)
+def test_a_run_survives_a_non_finite_minibatch(
+    qwen25, task, tmp_path, monkeypatch, function, counter
+):
     """The record of the step must be written: a NaN in the loss is counted, not logged."""
     compute, calls = getattr(losses, function), []
 
@@ -398,32 +461,45 @@ def test_a_run_survives_a_non_finite_minibatch(qwen25, task, tmp_path, monkeypat
         return output
 
     monkeypatch.setattr(losses, function, broken)
-    monkeypatch.setitem(ppo.POLICY_LOSSES, "ppo", ppo.POLICY_LOSSES["ppo"]._replace(compute=losses.ppo))
+    monkeypatch.setitem(
+        ppo.POLICY_LOSSES, "ppo", ppo.POLICY_LOSSES["ppo"]._replace(compute=losses.ppo)
+    )
     steps = train(qwen25, task, tmp_path, "--steps 2 --minibatches 2")
     assert [step[counter] for step in steps] == [0.5, 0.0]
 
 
 def test_frozen_actor_keeps_its_weights(qwen25, task, tmp_path):
-    steps = train(qwen25, task, tmp_path, "--steps 2 --critic_warmup_steps 2 --epochs 4 --critic_lr 1e-3")
+    steps = train(
+        qwen25, task, tmp_path, "--steps 2 --critic_warmup_steps 2 --epochs 4 --critic_lr 1e-3"
+    )
     before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-2")
     assert same_tensors(before, after)
     assert "train/policy_loss" not in steps[0]
     assert steps[0]["train/values"] == 0
-    assert abs(steps[1]["train/values"]) > 1e-3                                               # the critic did learn
+    # the critic did learn
+    assert abs(steps[1]["train/values"]) > 1e-3
 
 
 def test_actor_moves_after_its_frozen_steps(qwen25, task, tmp_path):
-    steps = train(qwen25, task, tmp_path, "--steps 3 --critic_warmup_steps 1 --warmup_steps 1 --critic_lr 1e-3")
+    steps = train(
+        qwen25,
+        task,
+        tmp_path,
+        "--steps 3 --critic_warmup_steps 1 --warmup_steps 1 --critic_lr 1e-3",
+    )
     assert "train/actor_lr" not in steps[0]
     assert [step["train/actor_lr"] for step in steps[1:]] == [0.0005, 0.001]
     assert [step["train/critic_lr"] for step in steps] == [0.0005, 0.001, 0.001]
 
 
-# ------------------------------------------------------------------------------------------------ whole runs, one rank
+# ------------------------------------------------------------------------------------------------
+# whole runs, one rank
 @pytest.mark.parametrize("advantage", ["gae", "rloo"])
 def test_every_estimator_trains(qwen25, task, tmp_path, advantage):
     """With a critic and without; the other estimators train in RUNS and in test_algorithms.py."""
-    step, = train(qwen25, task, tmp_path, "--advantage", advantage, "--kl_coef 0.05 --importance_cap 2")
+    (step,) = train(
+        qwen25, task, tmp_path, "--advantage", advantage, "--kl_coef 0.05 --importance_cap 2"
+    )
     before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-1")
     assert before.keys() == after.keys()
     moved = {key for key in before if not torch.equal(before[key], after[key])}
@@ -438,24 +514,32 @@ def test_every_estimator_trains(qwen25, task, tmp_path, advantage):
     assert len({s["index"] for s in samples}) == 4
     rewards = np.array([s["reward"] for s in samples])
     assert step["rollout/reward"] == pytest.approx(rewards.mean(), rel=ROUNDING)
-    assert step["rollout/accuracy_reward"] == pytest.approx(np.mean([s["components"]["accuracy"] for s in samples]))
+    assert step["rollout/accuracy_reward"] == pytest.approx(
+        np.mean([s["components"]["accuracy"] for s in samples])
+    )
     for name in ("response_length", "truncated"):
         assert step[f"rollout/{name}"] == pytest.approx(np.mean([s[name] for s in samples]))
     if advantage == "rloo":
         baselines = rewards.reshape(4, 3).mean(1).repeat(3)
-        assert [s["advantage"] for s in samples] == pytest.approx(1.5 * (rewards - baselines), abs=ROUNDING)
+        assert [s["advantage"] for s in samples] == pytest.approx(
+            1.5 * (rewards - baselines), abs=ROUNDING
+        )
 
 
 def test_roles_are_loaded_where_they_are_used(qwen25, picture_rows):
-    for line, roles in (("", (True, False)), ("--advantage grpo", (False, False)),
-                        ("--advantage rloo --kl_coef 0.1", (False, True))):
+    for line, roles in (
+        ("", (True, False)),
+        ("--advantage grpo", (False, False)),
+        ("--advantage rloo --kl_coef 0.1", (False, True)),
+    ):
         env = start(qwen25, picture_rows, *line.split())
         assert (env.critic is not None, env.reference is not None) == roles, line
 
 
 @pytest.mark.parametrize("place", ["reward", "loss"])
 def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
-    """One controller drives either: the weight that the step's rewards, or its updates, see is the controller's."""
+    """One controller drives either: the weight that the step's rewards, or its updates, see is the
+    controller's."""
     seen, inputs_of, update = [], ppo.advantage_inputs, ppo.update_actor
 
     def note_the_inputs(*args):
@@ -466,13 +550,23 @@ def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
     if place == "reward":
         monkeypatch.setattr(ppo, "advantage_inputs", note_the_inputs)
     else:
-        monkeypatch.setattr(ppo, "update_actor", lambda *args: seen.append(args[2].kl_coef) or update(*args))
-    steps = train(qwen25, task, tmp_path, "--steps 4 --kl_coef 0.1 --kl_target 0.001 "
-                  "--kl_horizon 24 --critic_warmup_steps 1 --actor_lr 1e-2 --kl_in", place)
+        monkeypatch.setattr(
+            ppo, "update_actor", lambda *args: seen.append(args[2].kl_coef) or update(*args)
+        )
+    steps = train(
+        qwen25,
+        task,
+        tmp_path,
+        "--steps 4 --kl_coef 0.1 --kl_target 0.001 "
+        "--kl_horizon 24 --critic_warmup_steps 1 --actor_lr 1e-2 --kl_in",
+        place,
+    )
     value, expected = 0.1, []
     if place == "reward":
-        expected.append(0.1)                                                  # a frozen step has rewards, and no update
-    for step in steps[1:]:                             # 12 samples; a frozen step says nothing about the policy's drift
+        # a frozen step has rewards, and no update
+        expected.append(0.1)
+    # 12 samples; a frozen step says nothing about the policy's drift
+    for step in steps[1:]:
         expected.append(value)
         value *= 1 + np.clip(step["train/kl"] / 0.001 - 1, -0.2, 0.2) * 12 / 24
     assert seen == pytest.approx(expected, rel=ROUNDING)
@@ -480,18 +574,26 @@ def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
 
 
 def test_kl_in_the_loss_needs_no_kl_in_the_reward(qwen25, task, tmp_path):
-    steps = train(qwen25, task, tmp_path, "--steps 2 --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --actor_lr 1e-2")
+    steps = train(
+        qwen25,
+        task,
+        tmp_path,
+        "--steps 2 --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --actor_lr 1e-2",
+    )
     assert steps[0]["train/kl_loss"] < 1e-6 < steps[1]["train/kl_loss"]
     assert steps[1]["rollout/return"] < 2
     assert steps[1]["train/kl_loss"] == pytest.approx(steps[1]["train/kl"], rel=1e-3)
 
 
 def test_the_kl_of_the_loss_has_a_gradient_by_default(qwen25, task, tmp_path, capsys):
-    """--kl_estimator auto is k1 in the reward and k3+ in the loss; k1 in the loss, from a file, is warned about."""
+    """--kl_estimator auto is k1 in the reward and k3+ in the loss; k1 in the loss, from a file, is
+    warned about."""
     line = "--steps 2 --advantage grpo --kl_coef 0.1 --actor_lr 1e-2 --kl_in"
     for place, estimator in (("loss", "k3+"), ("reward", "k1")):
-        runs = [train(qwen25, task, tmp_path / place / name, line, place, *more) for name, more in
-                (("auto", []), ("named", ["--kl_estimator", estimator]))]
+        runs = [
+            train(qwen25, task, tmp_path / place / name, line, place, *more)
+            for name, more in (("auto", []), ("named", ["--kl_estimator", estimator]))
+        ]
         assert_same_records(*runs)
     assert "constrains nothing" not in capsys.readouterr().out
     (tmp_path / "flags.json").write_text('{"kl_estimator": "k1"}')
@@ -499,13 +601,28 @@ def test_the_kl_of_the_loss_has_a_gradient_by_default(qwen25, task, tmp_path, ca
     assert "--kl_estimator k1 with --kl_in loss constrains nothing" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line, text", [
-    ("--steps 1 --critic_warmup_steps 1", "--critic_warmup_steps 1 of --steps 1: the actor never learns"),
-    ("--steps 1 --warmup_steps 1", "--warmup_steps 1 of --steps 1: --actor_lr is never reached"),
-    ("--steps 1 --max_new_tokens 1 --min_new_tokens 1 --mask_truncated", "step 1: the actor was not updated"),
-    ("--steps 1 --max_new_tokens 1 --min_new_tokens 1 --mask_truncated --entropy_coef 0.1 --target_kl 0.1", ""),
-    ("--steps 1", ""),
-])
+@pytest.mark.parametrize(
+    "line, text",
+    [
+        (
+            "--steps 1 --critic_warmup_steps 1",
+            "--critic_warmup_steps 1 of --steps 1: the actor never learns",
+        ),
+        (
+            "--steps 1 --warmup_steps 1",
+            "--warmup_steps 1 of --steps 1: --actor_lr is never reached",
+        ),
+        (
+            "--steps 1 --max_new_tokens 1 --min_new_tokens 1 --mask_truncated",
+            "step 1: the actor was not updated",
+        ),
+        (
+            "--steps 1 --max_new_tokens 1 --min_new_tokens 1 --mask_truncated --entropy_coef 0.1 --target_kl 0.1",
+            "",
+        ),
+        ("--steps 1", ""),
+    ],
+)
 def test_a_run_that_learns_nothing_says_so(qwen25, task, tmp_path, capsys, line, text):
     train(qwen25, task, tmp_path, line)
     output = capsys.readouterr().out
@@ -515,10 +632,15 @@ def test_a_run_that_learns_nothing_says_so(qwen25, task, tmp_path, capsys, line,
 def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
     metrics = evaluate_only(qwen25, task, tmp_path / "a", "--eval_samples 2")
     rows = samples_of(tmp_path / "a" / "evaluation-step-0", "eval-000000")
-    assert [(row["index"], row["sample"]) for row in rows] == [(i, k) for i in range(7) for k in range(2)]
-    best = [max(row["components"]["accuracy"] for row in rows if row["index"] == i) for i in range(7)]
+    assert [(row["index"], row["sample"]) for row in rows] == [
+        (i, k) for i in range(7) for k in range(2)
+    ]
+    best = [
+        max(row["components"]["accuracy"] for row in rows if row["index"] == i) for i in range(7)
+    ]
     assert any(0 < value < 1 for value in best)
-    assert metrics["eval/num_samples"] == 14                                                         # nearly is not solved
+    # nearly is not solved
+    assert metrics["eval/num_samples"] == 14
     assert metrics["eval/pass@2"] == pytest.approx(best.count(1.0) / 7)
     assert 1.0 in best
     assert metrics["eval/reward_mean"] == pytest.approx(np.mean([row["reward"] for row in rows]))
@@ -527,38 +649,57 @@ def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
     sampling = dataclasses.replace(env.sampling, stream=ppo.EVAL)  # noise of its own
     drawn = ppo.rollout(env.actor, take(env), sampling, 2)
     assert [row["response"] for row in rows] == env.processor.tokenizer.batch_decode(
-        [tokens.tolist() for tokens in drawn.split(drawn.tokens)], skip_special_tokens=True)
+        [tokens.tolist() for tokens in drawn.split(drawn.tokens)], skip_special_tokens=True
+    )
     greedy = evaluate_only(qwen25, task, tmp_path / "b")
     again = evaluate_only(qwen25, task, tmp_path / "c", "--prompts_per_step 2 --seed 9 --slots 1")
     assert "eval/pass@1" not in greedy
     assert greedy["eval/num_samples"] == 7
     for metrics in (greedy, again):
         assert metrics.pop("eval/seconds") > 0
-    gap = greedy.pop("eval/vision_gap_logprob")                                        # by rounding, of other packs
+    # by rounding, of other packs
+    gap = greedy.pop("eval/vision_gap_logprob")
     assert again.pop("eval/vision_gap_logprob") == pytest.approx(gap, abs=1e-4)
     assert greedy == again
 
 
 def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
-    """The default: at the start, after each pass over the 8 rows (3 prompts a step: steps 3, 6 and 8), at the end."""
-    train(qwen25, task, tmp_path, "--steps 9 --prompts_per_step 3 --eval_data",
-          task / "eval-1.jsonl", "--max_new_tokens 2 --advantage reinforce++")
+    """The default: at the start, after each pass over the 8 rows (3 prompts a step: steps 3, 6 and
+    8), at the end."""
+    train(
+        qwen25,
+        task,
+        tmp_path,
+        "--steps 9 --prompts_per_step 3 --eval_data",
+        task / "eval-1.jsonl",
+        "--max_new_tokens 2 --advantage reinforce++",
+    )
     names = sorted(path.stem for path in (tmp_path / "samples").glob("eval-*.jsonl"))
     assert names == [f"eval-{step:06d}" for step in (0, 3, 6, 8, 9)]
     evaluated = [record for record in records(tmp_path) if "eval/index" in record]
-    columns = [(record["eval/index"], record["eval/train_step"], record["eval/episode"]) for record in evaluated]
+    columns = [
+        (record["eval/index"], record["eval/train_step"], record["eval/episode"])
+        for record in evaluated
+    ]
     assert columns == [(index, step, step * 3 / 8) for index, step in enumerate((0, 3, 6, 8, 9))]
     state = read_json(tmp_path / "checkpoints" / "step-9" / "state.json")
-    assert state["evaluations"] == 4                     # saved: after a resume with another --eval_every the count goes on
+    # saved: after a resume with another --eval_every the count goes on
+    assert state["evaluations"] == 4
 
 
 def test_evaluation_changes_nothing(qwen25, task, tmp_path):
     """Training with and without evaluations: the same metrics and weights in every bit."""
     runs = []
-    for name, more in (("without", ()), ("with", ("--eval_data", str(task / "eval.jsonl"), "--eval_every", "1"))):
+    for name, more in (
+        ("without", ()),
+        ("with", ("--eval_data", str(task / "eval.jsonl"), "--eval_every", "1")),
+    ):
         lines = train(qwen25, task, tmp_path / name, "--steps 3 --minibatches 2", *more)
-        trained = [{key: value for key, value in record.items() if not key.startswith("perf/")}
-                   for record in lines if "rollout/reward" in record]
+        trained = [
+            {key: value for key, value in record.items() if not key.startswith("perf/")}
+            for record in lines
+            if "rollout/reward" in record
+        ]
         runs.append((trained, tensors(tmp_path / name / "export" / "step-3")))
     assert [record["step"] for record in lines if "eval/index" in record] == [0, 1, 2, 3]
     (without, ours), (evaluated, theirs) = runs
@@ -568,14 +709,26 @@ def test_evaluation_changes_nothing(qwen25, task, tmp_path):
 
 
 def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
-    """The mode at the start, a decoded sample per record, lengths and passes; large advantages are nothing to warn of."""
+    """The mode at the start, a decoded sample per record, lengths and passes; large advantages are
+    nothing to warn of."""
     captions, bars, draw, tell = [], [], sample_card, logging.RunLogger.step
-    monkeypatch.setattr("common.reports.records.sample_card", lambda *args: captions.append(args[2]) or draw(*args))
-    monkeypatch.setattr(logging.RunLogger, "step", lambda *args: bars.append(args[3]) or tell(*args))
-    (task / "large.py").write_text("def score(prompts, responses, *rest):\n"
-                                   "    return [60.0 * i for i in range(len(responses))]\n")
-    step, = train(qwen25, task, tmp_path / "a", "--advantage dr_grpo --minibatches 2 --epochs 3 "
-                  "--reward", f"{task / 'large.py'}:score")
+    monkeypatch.setattr(
+        "common.reports.records.sample_card", lambda *args: captions.append(args[2]) or draw(*args)
+    )
+    monkeypatch.setattr(
+        logging.RunLogger, "step", lambda *args: bars.append(args[3]) or tell(*args)
+    )
+    (task / "large.py").write_text(
+        "def score(prompts, responses, *rest):\n"
+        "    return [60.0 * i for i in range(len(responses))]\n"
+    )
+    (step,) = train(
+        qwen25,
+        task,
+        tmp_path / "a",
+        "--advantage dr_grpo --minibatches 2 --epochs 3 --reward",
+        f"{task / 'large.py'}:score",
+    )
     text = capsys.readouterr().out
     assert "a step: 4 prompts x 3 samples, 6 updates;" in text
     assert "warning" not in text
@@ -583,13 +736,21 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     assert f"-> {samples[0]['response'][:500]!r}  reward 0.000" in text
     per_token = np.repeat([-60.0, 0.0, 60.0] * 4, [sample["response_length"] for sample in samples])
     for name in ("mean", "std", "min", "max"):
-        assert step[f"train/advantages_{name}"] == pytest.approx(getattr(np, name)(per_token), abs=1e-4)
+        assert step[f"train/advantages_{name}"] == pytest.approx(
+            getattr(np, name)(per_token), abs=1e-4
+        )
     rows = load_prompts(str(task / "train.jsonl"), Processor(qwen25), common_flags.DataArgs())
     total = [len(rows[sample["index"]].input_ids) + sample["response_length"] for sample in samples]
     assert step["rollout/total_length"] == pytest.approx(np.mean(total))
-    assert all((step[f"{part}/episode"], step[f"{part}/global_step"]) == (0.5, 1) for part in ("rollout", "train"))
+    assert all(
+        (step[f"{part}/episode"], step[f"{part}/global_step"]) == (0.5, 1)
+        for part in ("rollout", "train")
+    )
     assert bars[0].keys() >= {"reward", "length", "entropy", "clip"}
-    assert captions == [f"reward {s['reward']:.2f}   advantage {s['advantage']:+.2f}   reference: 1" for s in samples[::3]]
+    assert captions == [
+        f"reward {s['reward']:.2f}   advantage {s['advantage']:+.2f}   reference: 1"
+        for s in samples[::3]
+    ]
     assert (tmp_path / "a" / "samples" / "step-000001.png").is_file()
     train(qwen25, task, tmp_path / "b", "--advantage dr_grpo --log_samples 0")
     text = capsys.readouterr().out
@@ -599,16 +760,24 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
 
 
 def test_most_prompts_without_spread_are_enough(env, tmp_path, capsys):
-    """Not all: 30 of 32 are told, once until it changes; 28 of 32 are not, and neither is a large advantage."""
+    """Not all: 30 of 32 are told, once until it changes; 28 of 32 are not, and neither is a large
+    advantage."""
     args = with_flags(env.args, prompts_per_step=32, out=tmp_path, log_samples=0)
     state, log = ppo.TrainState(args.algorithm.kl_coef), ppo.open_log(args, env.rows, 0)
-    metrics = {"rollout/rollouts": 1, "rollout/reward": 0.125, "train/advantages_max": 60.0, "train/advantages_min": -70.0}
+    metrics = {
+        "rollout/rollouts": 1,
+        "rollout/reward": 0.125,
+        "train/advantages_max": 60.0,
+        "train/advantages_min": -70.0,
+    }
     for step, flat in enumerate((28, 30, 31, 28, 29), start=1):
         state.step, state.metrics = step, metrics | {"rollout/groups_without_spread": flat}
         ppo.report(log, env.batch, state, env.actor, SimpleNamespace(metrics=dict), args)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert [line.split(" prompts")[0] for line in lines] == [
-        "warning: step 2: 30 of 32", "warning: step 5: 29 of 32"]
+        "warning: step 2: 30 of 32",
+        "warning: step 5: 29 of 32",
+    ]
     log.close(5, 5)
 
 
@@ -617,8 +786,14 @@ def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer(env, tmp_p
     args = with_flags(env.args, out=tmp_path)
     state, log = ppo.TrainState(args.algorithm.kl_coef), ppo.open_log(args, env.rows, 0)
     warned = []
-    for state.step, (gap, accuracy) in enumerate([(0.3, 0.0), (4.8e-4, 0.0), (-2e-5, 0.5), (0.2, 0.0), (0.0, 0.0)]):
-        metrics = {"eval/reward_mean": 0.5, "eval/accuracy_reward_mean": accuracy, "eval/vision_gap_logprob": gap}
+    for state.step, (gap, accuracy) in enumerate(
+        [(0.3, 0.0), (4.8e-4, 0.0), (-2e-5, 0.5), (0.2, 0.0), (0.0, 0.0)]
+    ):
+        metrics = {
+            "eval/reward_mean": 0.5,
+            "eval/accuracy_reward_mean": accuracy,
+            "eval/vision_gap_logprob": gap,
+        }
         ppo.report_evaluation(log, metrics, [{"response": "x"}] * 3, [], state)
         text = capsys.readouterr().out
         if state.step == 0:
@@ -632,8 +807,8 @@ def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer(env, tmp_p
 
 @pytest.mark.parametrize("updates, with_critic", [(0, True), (1, False), (4, True)])
 def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
-    """A frozen actor, or one that --target_kl stopped after one of four updates, has not passed over the samples twice; nor
-    has anybody seen the prompt that was dropped."""
+    """A frozen actor, or one that --target_kl stopped after one of four updates, has not passed
+    over the samples twice; nor has anybody seen the prompt that was dropped."""
     on_a_gpu(monkeypatch)
     args = with_flags(env.args, epochs=2, minibatches=2)
     told = {"rollout/generated_tokens": 123}
@@ -644,43 +819,83 @@ def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
         if index != 2:
             targets[index].append(tokens)
     batch = env.batch.with_targets(targets)
-    metrics = ppo.performance(batch, ppo.Models(env.actor, env.critic if with_critic else None, None), told, args)
+    metrics = ppo.performance(
+        batch, ppo.Models(env.actor, env.critic if with_critic else None, None), told, args
+    )
     response = len(batch.tokens)
     tokens = response + sum(len(prompt.input_ids) for i, prompt in enumerate(env.prompts) if i != 2)
-    layers = sum(p.numel() for name, p in env.actor.named_parameters() if ".layers." in name and "visual" not in name)
+    layers = sum(
+        p.numel()
+        for name, p in env.actor.named_parameters()
+        if ".layers." in name and "visual" not in name
+    )
     head = env.actor.model.lm_head.weight.numel()
-    operations = 12 * with_critic * layers * tokens + 3 * updates * (layers * tokens + head * response)
+    operations = 12 * with_critic * layers * tokens + 3 * updates * (
+        layers * tokens + head * response
+    )
     assert metrics["perf/update_mfu"] == pytest.approx(operations / (2 * 989e12))
     assert metrics["perf/step_seconds"] == 3
     assert metrics["perf/update_tokens_per_second"] == tokens * (2 * with_critic + updates / 2) / 2
     assert metrics["perf/rollout_tokens_per_second"] == 123
 
 
-@pytest.mark.parametrize("data, words", [("train", "8 training prompts, 6 with images"),
-                                         ("eval-1", "1 training prompts, none with images")])
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        ("train", "8 training prompts, 6 with images"),
+        ("eval-1", "1 training prompts, none with images"),
+    ],
+)
 def test_a_start_says_how_many_prompts_have_images(qwen25, task, tmp_path, capsys, data, words):
-    args = ppo.parse_args(["--model", str(qwen25), "--data", f"{task}/{data}.jsonl", "--out", str(tmp_path / "run")])
+    args = ppo.parse_args(
+        ["--model", str(qwen25), "--data", f"{task}/{data}.jsonl", "--out", str(tmp_path / "run")]
+    )
     ppo.open_log(args, ppo.load_rows(args), 0)
     assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", [ppo, grm])
-@pytest.mark.parametrize("size, weights, repeated", [(8, "", {}), (9, "", {"train": (9, 8)}), (10, ":0.3 :0.7", {"eval": (7, 1)})])
-def test_a_start_says_which_files_a_step_repeats(qwen25, task, tmp_path, capsys, script, size, weights, repeated):
+@pytest.mark.parametrize(
+    "size, weights, repeated",
+    [(8, "", {}), (9, "", {"train": (9, 8)}), (10, ":0.3 :0.7", {"eval": (7, 1)})],
+)
+def test_a_start_says_which_files_a_step_repeats(
+    qwen25, task, tmp_path, capsys, script, size, weights, repeated
+):
     """A step of 10 takes 3 of the 8 rows of the first file, and 7 of the one row of the second."""
     files = {"train": 8, "eval": 1}
     for name, count in files.items():
-        rows = "".join(f'{{"prompt": "{n} how many circles are there?", "answer": "{n}", "response": "{n}"}}\n' for n in range(count))
+        rows = "".join(
+            f'{{"prompt": "{n} how many circles are there?", "answer": "{n}", "response": "{n}"}}\n'
+            for n in range(count)
+        )
         (tmp_path / f"{name}.jsonl").write_text(rows)
-    data = ",".join(f"{tmp_path / name}.jsonl{weight}" for name, weight in zip(files, weights.split() or [""]))
-    args = script.parse_args(["--model", str(qwen25), "--data", data, "--prompts_per_step", str(size), "--out", str(tmp_path / "run")])
+    data = ",".join(
+        f"{tmp_path / name}.jsonl{weight}" for name, weight in zip(files, weights.split() or [""])
+    )
+    args = script.parse_args(
+        [
+            "--model",
+            str(qwen25),
+            "--data",
+            data,
+            "--prompts_per_step",
+            str(size),
+            "--out",
+            str(tmp_path / "run"),
+        ]
+    )
     script.open_log(args, script.load_rows(args), 0)
-    lines = re.findall(r"(\w+).jsonl: a step takes (\d+) of its (\d+) rows, some of them again", capsys.readouterr().out)
+    lines = re.findall(
+        r"(\w+).jsonl: a step takes (\d+) of its (\d+) rows, some of them again",
+        capsys.readouterr().out,
+    )
     assert {name: (int(taken), int(held)) for name, taken, held in lines} == repeated
 
 
 def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, capsys):
-    """Four steps, and two and two after a restart, draw the same rows, in the shares asked for at every step."""
+    """Four steps, and two and two after a restart, draw the same rows, in the shares asked for at
+    every step."""
     data = f"{task / 'train.jsonl'}:0.75,{task / 'eval.jsonl'}:0.25"
     more = f"--data {data} --advantage grpo --max_new_tokens 3 --save_every 2"
     whole = train(qwen25, task, tmp_path / "whole", more, "--steps 4")
@@ -688,34 +903,47 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
     assert "15 training prompts, 11 with images, " in text
     train(qwen25, task, tmp_path / "parts", more, "--steps 2")
     parts = train(qwen25, task, tmp_path / "parts", more, "--steps 4")
-    assert [record["rollout/reward"] for record in parts] == [record["rollout/reward"] for record in whole]
+    assert [record["rollout/reward"] for record in parts] == [
+        record["rollout/reward"] for record in whole
+    ]
     samples = samples_of_steps(tmp_path / "whole")
     assert samples == samples_of_steps(tmp_path / "parts")
     files = [sample["source"].partition(":")[0] for sample in samples if sample["sample"] == 0]
-    assert all(files[k:k + 4].count("eval.jsonl") == 1 for k in range(0, 16, 4))
+    assert all(files[k : k + 4].count("eval.jsonl") == 1 for k in range(0, 16, 4))
     drawn = {sample["source"] for sample in samples}
     assert len([source for source in drawn if source.startswith("train")]) == 8
     assert len(drawn) == 12
     with user_error("it is of another run: .*--data"):
-        train(qwen25, task, tmp_path / "parts", more, "--steps 4 --data", data.replace("0.75", "0.5"))
+        train(
+            qwen25, task, tmp_path / "parts", more, "--steps 4 --data", data.replace("0.75", "0.5")
+        )
 
 
 def test_one_dataset_is_drawn_in_the_order_of_its_seed(qwen25, task, tmp_path):
     """With a weight and without: pass e takes the rows in the order that numpy draws from (0, e)."""
     order = [row for epoch in range(2) for row in np.random.default_rng([0, epoch]).permutation(8)]
     for name, data in (("plain", "train.jsonl"), ("weight", "train.jsonl:0.3")):
-        train(qwen25, task, tmp_path / name, "--data", task / data, "--steps 4 --prompts_per_step 3 "
-              "--max_new_tokens 2 --advantage grpo --export_every 0 --save_every 0")
-        drawn = [sample["index"] for sample in samples_of_steps(tmp_path / name) if sample["sample"] == 0]
+        train(
+            qwen25,
+            task,
+            tmp_path / name,
+            "--data",
+            task / data,
+            "--steps 4 --prompts_per_step 3 "
+            "--max_new_tokens 2 --advantage grpo --export_every 0 --save_every 0",
+        )
+        drawn = [
+            sample["index"] for sample in samples_of_steps(tmp_path / name) if sample["sample"] == 0
+        ]
         assert drawn == order[:12]
 
 
 def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tmp_path, capsys):
-    """--eval_only evaluates, whatever --eval_every says, and needs no --data; it leaves no empty folder and prints a line
-    that fits a terminal."""
+    """--eval_only evaluates, whatever --eval_every says, and needs no --data; it leaves no empty
+    folder and prints a line that fits a terminal."""
     metrics = evaluate_only(qwen25, task, tmp_path / "run", "--data= --eval_every 0")
     assert metrics["eval/num_samples"] == 7
-    printed, = (text for text in capsys.readouterr().out.splitlines() if text.startswith("eval"))
+    (printed,) = (text for text in capsys.readouterr().out.splitlines() if text.startswith("eval"))
     assert len(printed) <= 120
     assert f"  reward {metrics['eval/reward_mean']:.3f}" in printed
     assert "train_step" not in printed
@@ -724,7 +952,9 @@ def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tm
     assert folders
     assert all(any(folder.iterdir()) for folder in folders)
     train(qwen25, task, tmp_path / "trained", "--advantage grpo")
-    metrics = evaluate_only(qwen25, task, tmp_path / "trained", "--data= --advantage grpo --resume must")
+    metrics = evaluate_only(
+        qwen25, task, tmp_path / "trained", "--data= --advantage grpo --resume must"
+    )
     assert metrics["eval/train_step"] == 1
 
 
@@ -736,7 +966,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_export_of_an_interrupted_run(qwen25, task, tmp_path, capsys):
-    """Weights and average, of the newest checkpoint and of an earlier one, as the finished run wrote them at those steps."""
+    """Weights and average, of the newest checkpoint and of an earlier one, as the finished run
+    wrote them at those steps."""
     line = "--steps 4 --save_every 1 --keep_last 9 --ema_beta 0.9"
     train(qwen25, task, tmp_path / "whole", line, "--export_every 1")
     train(qwen25, task, tmp_path / "half", line, "--steps 3 --export_every 0")
@@ -747,7 +978,9 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, capsys):
         ppo.main(words("--export_only --out", half, *more))
         assert f"exported to {half / 'export' / f'step-{step}'}" in capsys.readouterr().out
         for place in ("export", "export_ema"):
-            assert files_of(half / place / f"step-{step}") == files_of(tmp_path / "whole" / place / f"step-{step}")
+            assert files_of(half / place / f"step-{step}") == files_of(
+                tmp_path / "whole" / place / f"step-{step}"
+            )
     after = files_of(half)
     assert {name: after[name] for name in before} == before
     assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"export", "export_ema"}
@@ -757,18 +990,32 @@ def test_export_without_a_run(tmp_path):
     with user_error(f"{tmp_path}/args.json cannot be read: No such file"):
         ppo.main(words("--export_only --out", tmp_path))
     with user_error("--export_only excludes --eval_only"):
-        ppo.parse_args("--model m --data d.jsonl --eval_data e.jsonl --export_only --eval_only".split())
+        ppo.parse_args(
+            "--model m --data d.jsonl --eval_data e.jsonl --export_only --eval_only".split()
+        )
 
 
-# ------------------------------------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------------------------------------
+# what goes wrong
 def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_path, capsys):
     bad = task / "bad.jsonl"
     with user_error(r"bad\.jsonl:2.*damaged\.png"):
         ppo.main(flags(qwen25, task, tmp_path / "a", "--data", bad))
-    steps = train(qwen25, task, tmp_path / "b", "--data", bad, "--on_bad_row skip --steps 2 --minibatches 4")
-    assert [(step["rollout/dropped_prompts"], step["rollout/samples"]) for step in steps] == [(1, 9), (2, 9)]
-    text = capsys.readouterr().out                                          # as at the start: which row, and what is wrong
-    assert text.count(f"skipped: images of a batch: 1 of 4 rows are bad\n  bad.jsonl:2: {task / 'damaged.png'}: cannot be read") == 2
+    steps = train(
+        qwen25, task, tmp_path / "b", "--data", bad, "--on_bad_row skip --steps 2 --minibatches 4"
+    )
+    assert [(step["rollout/dropped_prompts"], step["rollout/samples"]) for step in steps] == [
+        (1, 9),
+        (2, 9),
+    ]
+    # as at the start: which row, and what is wrong
+    text = capsys.readouterr().out
+    assert (
+        text.count(
+            f"skipped: images of a batch: 1 of 4 rows are bad\n  bad.jsonl:2: {task / 'damaged.png'}: cannot be read"
+        )
+        == 2
+    )
     assert {s["index"] for s in samples_of(tmp_path / "b", "step-000001")} == {0, 2, 3}
     held_out = evaluate_only(qwen25, task, tmp_path / "c", "--eval_data", bad, "--on_bad_row skip")
     assert held_out["eval/dropped_prompts"] == 1
@@ -781,37 +1028,70 @@ def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_pa
     with user_error("of 1 prompts no image can be decoded"):
         train(qwen25, task, tmp_path / "a", "--data", task / "bad.jsonl", "--steps 4", one)
     held_out = evaluate_only(qwen25, task, tmp_path / "b", "--eval_data", task / "bad.jsonl", one)
-    assert held_out["eval/num_samples"] == 3                  # a chunk without prompts is no evaluation without prompts
+    # a chunk without prompts is no evaluation without prompts
+    assert held_out["eval/num_samples"] == 3
     (task / "all-bad.jsonl").write_text('{"prompt": "row 0", "images": ["damaged.png"]}')
     with user_error("no held-out prompt is left"):
         evaluate_only(qwen25, task, tmp_path / "c", "--eval_data", task / "all-bad.jsonl", one)
 
 
-@pytest.mark.parametrize("function, message", [
-    ("fails", r"(?s)ZeroDivisionError: the reward of row 2.*row 2.*response"),
-    ("infinite", "(?s)inf, not a finite number.*response"),
-    ("late", r"(?s)longer than 0\.2 s.*response"), ("nothing", "no attribute 'nothing'")])
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        ("fails", r"(?s)ZeroDivisionError: the reward of row 2.*row 2.*response"),
+        ("infinite", "(?s)inf, not a finite number.*response"),
+        ("late", r"(?s)longer than 0\.2 s.*response"),
+        ("nothing", "no attribute 'nothing'"),
+    ],
+)
 def test_a_failing_reward_stops_with_the_sample(qwen25, task, tmp_path, function, message):
     with user_error(message):
-        ppo.main(flags(qwen25, task, tmp_path, "--reward", f"{task / 'reward.py'}:{function}",
-                       "--reward_timeout 0.2 --prompts_per_step 8"))
+        ppo.main(
+            flags(
+                qwen25,
+                task,
+                tmp_path,
+                "--reward",
+                f"{task / 'reward.py'}:{function}",
+                "--reward_timeout 0.2 --prompts_per_step 8",
+            )
+        )
 
 
-# ------------------------------------------------------------------------------------------------ checkpoint folders
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen2_5_vl tied", "qwen3_vl tied",
-                                        "qwen2_5_vl tied twice", "qwen2_5_vl module spelling"])
+# ------------------------------------------------------------------------------------------------
+# checkpoint folders
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen2_5_vl tied",
+        "qwen3_vl tied",
+        "qwen2_5_vl tied twice",
+        "qwen2_5_vl module spelling",
+    ],
+)
 def any_checkpoint(request, tmp_path_factory) -> Path:
     kind, _, variant = request.param.partition(" ")
     folder = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(folder, kind, tie=variant.startswith("tied"), shard_size="200KB" if variant == "tied" else "5GB")
+    write_checkpoint(
+        folder,
+        kind,
+        tie=variant.startswith("tied"),
+        shard_size="200KB" if variant == "tied" else "5GB",
+    )
     if variant in ("", "tied"):
         return folder
     values = load_file(folder / "model.safetensors")
-    if variant == "tied twice":                           # some writers store the tied weight under both names
+    # some writers store the tied weight under both names
+    if variant == "tied twice":
         values["lm_head.weight"] = values["model.embed_tokens.weight"].clone()
-    else:                                                 # as the modules are called, not as hub files spell it
-        values = {re.sub("^visual", "model.visual", re.sub("^model", "model.language_model", name)): value
-                  for name, value in values.items()}
+    # as the modules are called, not as hub files spell it
+    else:
+        values = {
+            re.sub("^visual", "model.visual", re.sub("^model", "model.language_model", name)): value
+            for name, value in values.items()
+        }
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -829,7 +1109,10 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
 
     source, written = tensors(any_checkpoint), tensors(exported)
     assert written.keys() == source.keys()
-    assert all(written[key].shape == source[key].shape and written[key].dtype == source[key].dtype for key in source)
+    assert all(
+        written[key].shape == source[key].shape and written[key].dtype == source[key].dtype
+        for key in source
+    )
     assert len(list(exported.glob("*.safetensors"))) > 1
     assert not list(tmp_path.glob(".*"))
     assert read_json(exported / "config.json") == read_json(any_checkpoint / "config.json")
@@ -843,7 +1126,8 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
         expected.append(token_logprobs(logits, tokens))
     assert (torch.cat(expected) - trained).abs().max() < ROUNDING
 
-    again = start(exported, picture_rows, "--advantage grpo")                        # trains on from there
+    # trains on from there
+    again = start(exported, picture_rows, "--advantage grpo")
     same = dataclasses.replace(samples, patches=take(again).patches, features={}, positions={})
     with torch.no_grad():
         vlm.compute_features(again.actor.model, same)
@@ -852,82 +1136,161 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows, dtype):
-    """And in bfloat16 what is not trained: the export's origin can be its reference, as their towers are the same."""
+    """And in bfloat16 what is not trained: the export's origin can be its reference, as their
+    towers are the same."""
     source = write_checkpoint(tmp_path / "source", "qwen2_5_vl")
     AutoModelForImageTextToText.from_pretrained(source, dtype=dtype).save_pretrained(source)
     env = start(source, picture_rows, "--advantage grpo --dtype bfloat16")
-    assert {(p.dtype, p.requires_grad) for p in env.actor.parameters()} == {(torch.float32, True), (torch.bfloat16, False)}
-    for _ in range(2):                                                                    # the second one over the first
+    assert {(p.dtype, p.requires_grad) for p in env.actor.parameters()} == {
+        (torch.float32, True),
+        (torch.bfloat16, False),
+    }
+    # the second one over the first
+    for _ in range(2):
         assert vlm_weights.export(env.actor, env.processor, tmp_path / "hf") is None
         assert same_tensors(tensors(source), tensors(tmp_path / "hf"))
         assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == dtype
     start(tmp_path / "hf", picture_rows, "--advantage grpo --kl_coef 0.1 --reference_model", source)
 
 
-# ------------------------------------------------------------------------------------------------ several ranks
-RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that ranks have unequal shares
-    "gae": ("qwen2_5_vl", "--steps 2 --prompts_per_step 9 --minibatches 3 --epochs 2 --kl_coef 0.1 --critic_lr 1e-3 "
-            "--eval_every 1 --lr_schedule linear --warmup_steps 1"),
-    "grpo": ("qwen3_vl", "--steps 2 --prompts_per_step 5 --advantage grpo --kl_coef 0.1 --kl_in loss "
-             "--kl_estimator k3+ --kl_target 0.01 --loss_aggregation seq-mean-token-mean --max_tokens_per_pack 518 "
-             "--clip_high 0.28 --entropy_coef 0.01 --eval_every 0"),
-    "rloo": ("qwen2_5_vl", "--steps 2 --data TASK/train.jsonl:0.75,TASK/eval.jsonl:0.25 --prompts_per_step 3 --advantage rloo "
-             "--gradient_checkpointing --importance_cap 2 --temperature 0.7 --min_new_tokens 2 --target_kl 1e-4 "
-             "--epochs 3 --eval_every 0 --reward TASK/reward.py:of_rows --reward_workers 2"),
-    "reinforce++": ("qwen2_5_vl", "--steps 2 --prompts_per_step 1 --advantage reinforce++ --gamma 0.9 --slots 2 "
-                    "--eval_samples 2 --loss_aggregation seq-mean-token-sum-norm "
-                    "--reward_workers 2"),                                              # rank 1 has no prompt
+# ------------------------------------------------------------------------------------------------
+# several ranks
+# name -> (family, flags); an odd number of prompts per step, so that ranks have unequal shares
+RUNS = {
+    "gae": (
+        "qwen2_5_vl",
+        "--steps 2 --prompts_per_step 9 --minibatches 3 --epochs 2 --kl_coef 0.1 --critic_lr 1e-3 "
+        "--eval_every 1 --lr_schedule linear --warmup_steps 1",
+    ),
+    "grpo": (
+        "qwen3_vl",
+        "--steps 2 --prompts_per_step 5 --advantage grpo --kl_coef 0.1 --kl_in loss "
+        "--kl_estimator k3+ --kl_target 0.01 --loss_aggregation seq-mean-token-mean --max_tokens_per_pack 518 "
+        "--clip_high 0.28 --entropy_coef 0.01 --eval_every 0",
+    ),
+    "rloo": (
+        "qwen2_5_vl",
+        "--steps 2 --data TASK/train.jsonl:0.75,TASK/eval.jsonl:0.25 --prompts_per_step 3 --advantage rloo "
+        "--gradient_checkpointing --importance_cap 2 --temperature 0.7 --min_new_tokens 2 --target_kl 1e-4 "
+        "--epochs 3 --eval_every 0 --reward TASK/reward.py:of_rows --reward_workers 2",
+    ),
+    "reinforce++": (
+        "qwen2_5_vl",
+        "--steps 2 --prompts_per_step 1 --advantage reinforce++ --gamma 0.9 --slots 2 "
+        "--eval_samples 2 --loss_aggregation seq-mean-token-sum-norm "
+        # rank 1 has no prompt
+        "--reward_workers 2",
+    ),
     "skip": ("qwen2_5_vl", "--steps 2 --data TASK/bad.jsonl --on_bad_row skip --eval_every 0"),
-    "judged": ("qwen2_5_vl", "--steps 2 --advantage grpo --reward_recipe TASK/recipe.json --grm_question correct "
-               "--prompts_per_step 3"),
-    "judging": ("qwen2_5_vl", "--steps 2 --advantage grpo --data TASK/judgements.jsonl --row_kind judgements --reward verdict "
-                "--eval_data TASK/judgements.jsonl"),
-    "average": ("qwen2_5_vl", "--steps 2 --prompts_per_step 6 --minibatches 3 --advantage grpo --ema_beta 0.6 "
-                "--ptx_data TASK/ptx.jsonl --ptx_coef 0.5 --ptx_batch 3"),
-    "masked": ("qwen2_5_vl", "--steps 2 --prompts_per_step 5 --advantage gdpo --perception_coef 0.1 --perception_ratio 0.5 "
-               "--perception_scale 0.8 --entropy_coef -0.01 --eval_every 0"),
-    "talking": ("qwen2_5_vl", "--steps 3 --kl_coef 0.1 --gamma 0.9 --env TALKERS:Talk --reward_recipe TASK/talk.json "
-                "--grm_question correct --eval_data TASK/talk.jsonl --perception_coef 0.1 --perception_scale 0.8 " + TALKING),
-    "taught": ("qwen2_5_vl", "--steps 2 --teacher_model self --teacher_in loss --teacher_prompt {prompt}={answer} "
-               "--student_images noise:0.3 --advantage none --actor_lr 1e-2"),
-    "distilled": ("qwen2_5_vl", "--steps 2 --advantage grpo --teacher_model TASK/judge --teacher_prompt {prompt}={answer}"),
-    "looking": ("qwen2_5_vl", "--steps 2 --advantage rloo --train_vision --env TALKERS:Same --reward env "
-                "--eval_samples 2 --teacher_model self --teacher_in loss " + TALKING),
+    "judged": (
+        "qwen2_5_vl",
+        "--steps 2 --advantage grpo --reward_recipe TASK/recipe.json --grm_question correct "
+        "--prompts_per_step 3",
+    ),
+    "judging": (
+        "qwen2_5_vl",
+        "--steps 2 --advantage grpo --data TASK/judgements.jsonl --row_kind judgements --reward verdict "
+        "--eval_data TASK/judgements.jsonl",
+    ),
+    "average": (
+        "qwen2_5_vl",
+        "--steps 2 --prompts_per_step 6 --minibatches 3 --advantage grpo --ema_beta 0.6 "
+        "--ptx_data TASK/ptx.jsonl --ptx_coef 0.5 --ptx_batch 3",
+    ),
+    "masked": (
+        "qwen2_5_vl",
+        "--steps 2 --prompts_per_step 5 --advantage gdpo --perception_coef 0.1 --perception_ratio 0.5 "
+        "--perception_scale 0.8 --entropy_coef -0.01 --eval_every 0",
+    ),
+    "talking": (
+        "qwen2_5_vl",
+        "--steps 3 --kl_coef 0.1 --gamma 0.9 --env TALKERS:Talk --reward_recipe TASK/talk.json "
+        "--grm_question correct --eval_data TASK/talk.jsonl --perception_coef 0.1 --perception_scale 0.8 "
+        + TALKING,
+    ),
+    "taught": (
+        "qwen2_5_vl",
+        "--steps 2 --teacher_model self --teacher_in loss --teacher_prompt {prompt}={answer} "
+        "--student_images noise:0.3 --advantage none --actor_lr 1e-2",
+    ),
+    "distilled": (
+        "qwen2_5_vl",
+        "--steps 2 --advantage grpo --teacher_model TASK/judge --teacher_prompt {prompt}={answer}",
+    ),
+    "looking": (
+        "qwen2_5_vl",
+        "--steps 2 --advantage rloo --train_vision --env TALKERS:Same --reward env "
+        "--eval_samples 2 --teacher_model self --teacher_in loss " + TALKING,
+    ),
 }
 SLOW = ("skip", "judged", "average", "looking", "distilled")
 FAILURES = {  # name -> flags, the message
     "picture": ("--data TASK/bad.jsonl", "bad.jsonl:2.*damaged.png"),
-    "reward": ("--reward TASK/reward.py:fails --prompts_per_step 8", "the reward of row 2.*response"),
-    "gap": ("--sampler_gap_limit 1e-12 --advantage grpo --steps 2", "step 1: train/sampler_gap .* is above 1e-12"),
+    "reward": (
+        "--reward TASK/reward.py:fails --prompts_per_step 8",
+        "the reward of row 2.*response",
+    ),
+    "gap": (
+        "--sampler_gap_limit 1e-12 --advantage grpo --steps 2",
+        "step 1: train/sampler_gap .* is above 1e-12",
+    ),
 }
 
 
-def run_flags(name: str, spec: tuple[str, str], checkpoints: dict[str, Path], task: Path, out: Path) -> list[str]:
+def run_flags(
+    name: str, spec: tuple[str, str], checkpoints: dict[str, Path], task: Path, out: Path
+) -> list[str]:
     family, more = spec
-    more = more.replace("TASK", str(task)).replace("TALKERS", str(Path(__file__).with_name("talkers.py")))
+    more = more.replace("TASK", str(task)).replace(
+        "TALKERS", str(Path(__file__).with_name("talkers.py"))
+    )
     line = flags(checkpoints[family], task, out / name, "--eval_data", task / "eval.jsonl", more)
     if "--reward_recipe" in line:
         at = line.index("--reward")
-        del line[at:at + 2]
+        del line[at : at + 2]
     return line
 
 
 @pytest.fixture(scope="module")
 def checkpoints(qwen25, task, tmp_path_factory) -> dict[str, Path]:
-    """The models of RUNS; beside the task's files a judge, of another family with a tower of its own, and rows."""
-    checkpoints = {"qwen2_5_vl": qwen25, "qwen3_vl": write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3_vl")}
+    """The models of RUNS; beside the task's files a judge, of another family with a tower of its
+    own, and rows."""
+    checkpoints = {
+        "qwen2_5_vl": qwen25,
+        "qwen3_vl": write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3_vl"),
+    }
     shutil.copytree(checkpoints["qwen3_vl"], task / "judge")
     write_judge(task / "judge", ("correct", "yes"))
-    (task / "recipe.json").write_text(json.dumps({"*": [[f"grm:{task / 'judge'}", 1], ["exact", 0.5]]}))
+    (task / "recipe.json").write_text(
+        json.dumps({"*": [[f"grm:{task / 'judge'}", 1], ["exact", 0.5]]})
+    )
     (task / "talk.json").write_text(json.dumps({"*": [["env", 1], [f"grm:{task / 'judge'}", 0.5]]}))
-    write_rows(task / "judgements.jsonl", [
-        dict(question="how many?", images=["train-1-0.png"], response="3", correct=True),
-        {"prompt": "red", "images": ["train-3-0.png", "train-1-0.png"], "preferred": "A"},
-        {"prompt": "say a", "responses": ["a", "b"], "preferred": "tie"}])
-    write_rows(task / "talk.jsonl", [
-        {"prompt": f"what is {i}?", "images": [f"train-{i}-0.png"], "answer": "1"} for i in (1, 1, 3, 3, 1)])
-    write_rows(task / "ptx.jsonl", [
-        {"prompt": f"count {i} times", "images": ["train-1-0.png"] * (i % 3), "response": "one " * i} for i in range(1, 6)])
+    write_rows(
+        task / "judgements.jsonl",
+        [
+            dict(question="how many?", images=["train-1-0.png"], response="3", correct=True),
+            {"prompt": "red", "images": ["train-3-0.png", "train-1-0.png"], "preferred": "A"},
+            {"prompt": "say a", "responses": ["a", "b"], "preferred": "tie"},
+        ],
+    )
+    write_rows(
+        task / "talk.jsonl",
+        [
+            {"prompt": f"what is {i}?", "images": [f"train-{i}-0.png"], "answer": "1"}
+            for i in (1, 1, 3, 3, 1)
+        ],
+    )
+    write_rows(
+        task / "ptx.jsonl",
+        [
+            {
+                "prompt": f"count {i} times",
+                "images": ["train-1-0.png"] * (i % 3),
+                "response": "one " * i,
+            }
+            for i in range(1, 6)
+        ],
+    )
     return checkpoints
 
 
@@ -938,7 +1301,9 @@ def both(checkpoints, task, tmp_path_factory):
 
     def run(name: str) -> tuple[Path, Path]:
         if not (one / name).exists():
-            first, second = (run_flags(name, RUNS[name], checkpoints, task, out) for out in (one, two))
+            first, second = (
+                run_flags(name, RUNS[name], checkpoints, task, out) for out in (one, two)
+            )
             launch(2, second)
             ppo.main(first)
         return one / name, two / name
@@ -965,21 +1330,37 @@ def test_gradient_of_two_ranks_is_that_of_one(env, qwen25, picture_rows, tmp_pat
         gradients, packs = gradient(env.args, getattr(env, part), env.batch)
         assert packs == 1
         actual = load_file(tmp_path / "gradients-1.safetensors")
-        actual = {name.removeprefix(f"{part}."): value for name, value in actual.items() if name.startswith(part)}
+        actual = {
+            name.removeprefix(f"{part}."): value
+            for name, value in actual.items()
+            if name.startswith(part)
+        }
         assert distance(actual, gradients) < rounding(len(env.batch.tokens)), part
 
 
-@pytest.mark.parametrize("name", [
-    *(name for name in RUNS if name not in SLOW), *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in RUNS if name not in SLOW),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    ],
+)
 def test_one_rank_equals_two_ranks(both, name):
     one, two = both(name)
     assert_same_run(one, two)
-    gaps = [record["train/sampler_gap"] for record in records(one) + records(two) if "train/sampler_gap" in record]
+    gaps = [
+        record["train/sampler_gap"]
+        for record in records(one) + records(two)
+        if "train/sampler_gap" in record
+    ]
     assert gaps
-    assert max(gaps) < ROUNDING                                            # sampled is trained, before any update of a step
+    # sampled is trained, before any update of a step
+    assert max(gaps) < ROUNDING
     places = ["export", "export_ema"] if name == "average" else ["export"]
     for place in places:
-        ours, theirs = (tensors(folder / place / f"step-{records(one)[-1]['step']}") for folder in (one, two))
+        ours, theirs = (
+            tensors(folder / place / f"step-{records(one)[-1]['step']}") for folder in (one, two)
+        )
         assert ours.keys() == theirs.keys()
         assert len(ours) > 10
         for key in ours:
@@ -989,20 +1370,31 @@ def test_one_rank_equals_two_ranks(both, name):
 def test_one_and_two_ranks_agree_as_the_readme_says(both):
     """In step 1, with a KL in the reward and with one in the loss; later, rounding may have grown."""
     for name in ("gae", "grpo"):
-        one, two = ({record["step"]: record for record in records(folder)}[1] for folder in both(name))
-        gaps = [abs(two[key] - value) / max(1, abs(value)) for key, value in reproducible(one).items()]
+        one, two = (
+            {record["step"]: record for record in records(folder)}[1] for folder in both(name)
+        )
+        gaps = [
+            abs(two[key] - value) / max(1, abs(value)) for key, value in reproducible(one).items()
+        ]
         assert max(gaps) <= 5e-6 and np.median(gaps) <= rounding(16), name
 
 
 def test_a_judge_learns_from_verdicts(both):
-    """Judgement rows as prompts: pairs in both orders with their verdict as reference; the export can be asked as a judge."""
+    """Judgement rows as prompts: pairs in both orders with their verdict as reference; the export
+    can be asked as a judge."""
     _, out = both("judging")
     rows = samples_of(out, "eval-000002")
     assert [(row["label"], row["reference"]) for row in rows] == [
-        ("correct", "yes"), ("pictures", "A"), ("pictures", "B"), ("answers", "tie"), ("answers", "tie")]
+        ("correct", "yes"),
+        ("pictures", "A"),
+        ("pictures", "B"),
+        ("answers", "tie"),
+        ("answers", "tie"),
+    ]
     assert rows[1]["images"] == rows[2]["images"][::-1]
     assert "Answer A: a\nAnswer B: b" in rows[3]["question"]
-    assert len({row["index"] for row in rows}) == 5                                       # each order has noise of its own
+    # each order has noise of its own
+    assert len({row["index"] for row in rows}) == 5
     judge = Processor(out / "export" / "step-2").files["judge"]
     assert judge["trained_on"] == ["answers", "correct", "pictures"]
     *_, trained, evaluated = records(out)
@@ -1014,7 +1406,9 @@ def test_every_held_out_row_is_answered_once(both):
     _, out = both("gae")
     for step in (0, 1, 2):
         assert [row["index"] for row in samples_of(out, f"eval-{step:06d}")] == list(range(7))
-    pairs = [(row["index"], row["sample"]) for row in samples_of(both("reinforce++")[1], "eval-000000")]
+    pairs = [
+        (row["index"], row["sample"]) for row in samples_of(both("reinforce++")[1], "eval-000000")
+    ]
     assert pairs == [(i, k) for i in range(7) for k in range(2)]
 
 
@@ -1027,7 +1421,9 @@ def test_failures_are_told_once_and_end_every_rank(checkpoints, task, tmp_path, 
     assert re.search(f"error: .*{message}", text, re.DOTALL)
     assert "Traceback" not in text
     if name == "gap":
-        assert [record["step"] for record in records(tmp_path / "gap") if "train/policy_loss" in record] == [1]
+        assert [
+            record["step"] for record in records(tmp_path / "gap") if "train/policy_loss" in record
+        ] == [1]
 
 
 @pytest.mark.slow
@@ -1038,9 +1434,17 @@ def test_dropped_prompts_are_counted_on_two_ranks(both):
 @pytest.mark.slow
 def test_more_ranks_than_prompts(qwen25, task, tmp_path):
     """And than some parameters have rows, so that shards are empty: the same run as on one rank."""
-    four, one = (flags(qwen25, task, tmp_path / name, "--steps 2 --minibatches 2 --prompts_per_step 2 "
-                       "--critic_lr 1e-3 --eval_every 1 --eval_data", task / "eval-3.jsonl")
-                 for name in ("four", "one"))
+    four, one = (
+        flags(
+            qwen25,
+            task,
+            tmp_path / name,
+            "--steps 2 --minibatches 2 --prompts_per_step 2 "
+            "--critic_lr 1e-3 --eval_every 1 --eval_data",
+            task / "eval-3.jsonl",
+        )
+        for name in ("four", "one")
+    )
     launch(4, four)
     ppo.main(one)
     assert_same_run(tmp_path / "one", tmp_path / "four")
@@ -1051,15 +1455,18 @@ def test_what_ranks_tell_each_other():
 
 
 def check_exchange() -> None:
-    """Features and ragged tensors arrive where they are needed, bit by bit; failures and decisions are everyone's."""
+    """Features and ragged tensors arrive where they are needed, bit by bit; failures and decisions
+    are everyone's."""
     distributed.start(60.0, 0)
     rank, world = dist.get_rank(), dist.get_world_size()
     rng = np.random.default_rng(0)
     for dtype in (torch.float32, torch.bfloat16) * 10:
         shapes = {p: (2, int(rng.integers(1, 6)), 3) for p in range(9) if rng.random() < 0.7}
         owners = rng.integers(0, world, 9).tolist()
-        needed = [set(rng.permutation(9)[:rng.integers(0, 9)].tolist()) for _ in range(world)]
-        whole = {p: torch.from_numpy(rng.normal(size=shape)).to(dtype) for p, shape in shapes.items()}
+        needed = [set(rng.permutation(9)[: rng.integers(0, 9)].tolist()) for _ in range(world)]
+        whole = {
+            p: torch.from_numpy(rng.normal(size=shape)).to(dtype) for p, shape in shapes.items()
+        }
         local = {p: value for p, value in whole.items() if owners[p] == rank}
         arrived = exchange_features(local, needed, dtype)
         assert arrived.keys() == needed[rank] & shapes.keys()
@@ -1067,10 +1474,14 @@ def check_exchange() -> None:
     parts = gather_objects(torch.full((rank, 3), rank))
     assert [part.tolist() for part in parts] == [[[r] * 3] * r for r in range(world)]
     assert gather_objects({"text": "ü" * rank}) == [{"text": "ü" * r} for r in range(world)]
-    for text, message in (("alike", "what: alike"), (f"of {rank}", "\n".join(f"what: of {r}" for r in range(world)))):
+    for text, message in (
+        ("alike", "what: alike"),
+        (f"of {rank}", "\n".join(f"what: of {r}" for r in range(world))),
+    ):
         with pytest.raises(process.UserError) as error, raise_on_all_ranks("what: "):
             raise ValueError(text)
         assert str(error.value) == message
-    rows = [{"approx_kl": logging.Mean(torch.tensor(float(rank == 0)), 1)}]  # all stop together, or none
+    # all stop together, or none
+    rows = [{"approx_kl": logging.Mean(torch.tensor(float(rank == 0)), 1)}]
     assert ppo.exceeds(rows, 0.9 / world)
     assert not ppo.exceeds(rows, 1.1 / world)

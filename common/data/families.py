@@ -14,7 +14,8 @@ A new family is a new class here, one entry in CLASSES, and a test.
 """
 
 import math
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch

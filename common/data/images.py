@@ -7,14 +7,16 @@ ValueError that names the file.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
-from transformers.video_utils import Path as VideoPath, load_video
+from transformers.video_utils import Path as VideoPath
+from transformers.video_utils import load_video
 
 from common.files import open_regular
 
@@ -191,7 +193,9 @@ def _read_video(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Ima
         return choose(metadata.total_num_frames)
 
     try:
-        frames, header = load_video(VideoPath(path), backend=VIDEO_DECODERS[package], sample_indices_fn=pick)
+        frames, header = load_video(
+            VideoPath(path), backend=VIDEO_DECODERS[package], sample_indices_fn=pick
+        )
     except Exception as error:  # decoders raise anything
         raise ValueError(f"{path}: not a video that {package} can decode: {error!r}") from error
     if torch.is_tensor(frames):

@@ -10,9 +10,10 @@ and the numbers.
 import heapq
 import itertools
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,7 +104,9 @@ def repeated_rows(args: DataArgs, sets: list[list]) -> list[str]:
     for (path, _), rows, share in zip(parse_datasets(args.data), sets, shares):
         taken = args.prompts_per_step * share / sum(shares)
         if len(rows) < taken:
-            problems.append(f"{path}: a step takes {taken:.0f} of its {len(rows)} rows, some of them again")
+            problems.append(
+                f"{path}: a step takes {taken:.0f} of its {len(rows)} rows, some of them again"
+            )
     return problems
 
 

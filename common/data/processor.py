@@ -13,8 +13,9 @@ what is wrong with the text.
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -154,7 +155,9 @@ class Processor:
             lost = lost_text(text, messages)
             if not lost:
                 return text
-            problems.append(f"the chat template leaves out what the {lost}, or writes it as Python does")
+            problems.append(
+                f"the chat template leaves out what the {lost}, or writes it as Python does"
+            )
         where = "the checkpoint's chat_template.jinja or tokenizer_config.json"
         raise ValueError(f"{'; '.join(dict.fromkeys(problems))}; see {where}")
 
@@ -162,7 +165,9 @@ class Processor:
         """Raises ValueError: no ``limit`` tokens can stand for so long a text, for which the tokenizer
         would take sixty times its memory."""
         if len(text) > limit * self.token_characters:
-            raise ValueError(f"{what} too long: {len(text)} characters; the limit is {limit} tokens")
+            raise ValueError(
+                f"{what} too long: {len(text)} characters; the limit is {limit} tokens"
+            )
 
     def token_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The ids of a text. Raises ValueError: an id that the model has no embedding for."""

@@ -11,10 +11,11 @@ needs them. A user's mistake is a ValueError that names the file, the line and t
 import math
 import os
 import re
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Collection, Sequence
+from typing import Any
 
 from PIL import Image
 from torch import Tensor
@@ -242,7 +243,9 @@ def read_text(row: dict, column: str) -> str | None:
 def media_list(row: dict, column: str = "images") -> list[Media]:
     """The images of a row as paths, and then its clips, each a file or a list of images, as tuples
     of paths. Where a row has no such column, its name may be in the singular."""
-    images, clips = (row.get(name) or row.get(name.removesuffix("s")) for name in (column, "videos"))
+    images, clips = (
+        row.get(name) or row.get(name.removesuffix("s")) for name in (column, "videos")
+    )
     return [*map(_path, _as_list(images)), *map(_clip_paths, _as_list(clips))]
 
 

@@ -7,7 +7,7 @@ as_text              ... as one text, with a mark in the place of each image
 """
 
 import itertools
-from typing import Sequence
+from collections.abc import Sequence
 
 from common.buffers import Batch, Conversation
 from common.data.processor import Processor

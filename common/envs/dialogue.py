@@ -11,8 +11,9 @@ states of linear attention stay as they are, and its cache entries are overwritt
 """
 
 from collections import ChainMap
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor

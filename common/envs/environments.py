@@ -10,8 +10,9 @@ A reward is a number, or {"reward": number, "accuracy": number}.
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image

@@ -1,7 +1,7 @@
 """Adapters: low-rank updates of a frozen model's linear layers (Hu et al. 2021)."""
 
+from collections.abc import Iterable
 from contextlib import contextmanager
-from typing import Iterable
 
 import torch
 import torch.nn as nn

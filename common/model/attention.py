@@ -251,7 +251,9 @@ class PackedAttention:
             inside = np.arange(q_tokens.shape[1])[None] < len_q[members][:, None]  # (b, Lq)
             order[q_tokens[inside]] = offset + np.flatnonzero(inside)
             offset += q_tokens.size
-            self.buckets.append((table[members], self.to_device(q_tokens), self.to_device(k_tokens)))
+            self.buckets.append(
+                (table[members], self.to_device(q_tokens), self.to_device(k_tokens))
+            )
         # (N,) where the buckets' outputs hold each token of the pack
         self.order = self.to_device(order)
 

@@ -9,8 +9,9 @@
 The formulas of each part are in `common.model.memory`; launch/plan.py prints them as a table.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -93,7 +94,10 @@ class MemoryPlan:
         """With two layers gathered, one of them ahead of its use."""
         module = self.models[role]
         root, layer, _ = memory.gathered_bytes(module)
-        parts = {"gathered weights": root + 2 * layer, "gradient shards": self.held[role, "Adam"] / 2}
+        parts = {
+            "gathered weights": root + 2 * layer,
+            "gradient shards": self.held[role, "Adam"] / 2,
+        }
         parts |= memory.backward_bytes(module, tokens, recompute, self.keys)
         for asked in self.asked:  # with adapters, the reference is this module
             root, _, _ = memory.gathered_bytes(self.models.get(asked, module))
@@ -156,9 +160,7 @@ def peak_of(
     plan: MemoryPlan, tokens: int, recompute: bool, size: Callable = total
 ) -> tuple[float, str]:
     """GiB of the phase with the largest ``size``, `total` or `certain`, and its name."""
-    return max(
-        (size(parts) / GIB, name) for name, parts in plan.phases(tokens, recompute).items()
-    )
+    return max((size(parts) / GIB, name) for name, parts in plan.phases(tokens, recompute).items())
 
 
 def fastest(plan: MemoryPlan, most: int, gib: float) -> str:

@@ -1,8 +1,8 @@
 """Models on meta, from a checkpoint's config; `weights` fills them.
 
-    Builder         the models of a run by role, as the flags say
-    build_reader    the frozen model of another checkpoint, with its own processor
-    build_model     a model of transformers whose layers mix tokens as packs need it
+Builder         the models of a run by role, as the flags say
+build_reader    the frozen model of another checkpoint, with its own processor
+build_model     a model of transformers whose layers mix tokens as packs need it
 """
 
 import copy
@@ -10,7 +10,7 @@ import inspect
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn as nn
@@ -187,7 +187,9 @@ def recompute_layers(model: Model) -> None:
     """Gradient checkpointing: the backward pass computes the activations of each layer again."""
     for part in trained_parts(model):
         # Newer versions of transformers warn about the name that older ones know.
-        enable = getattr(part, "activation_checkpointing_enable", part.gradient_checkpointing_enable)
+        enable = getattr(
+            part, "activation_checkpointing_enable", part.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False})
 
 
@@ -198,7 +200,7 @@ def build_model(
     *,
     vision: bool = True,
     head: bool = True,
-    trains_vision: bool = False
+    trains_vision: bool = False,
 ) -> Model:
     """The model of a ``folder``'s config with parameters on the meta device and real buffers. Without
     ``vision`` or ``head`` that part is left out; a tower that is not trained is frozen, in the
@@ -218,11 +220,11 @@ def build_model(
         )
     auto = AutoModelForImageTextToText if family.media else AutoModelForCausalLM
     try:
-        with parameters_on_meta():
-            # a copy: it is written into
+        with parameters_on_meta():  # of a copy: it is written into
             model = cast(Model, auto.from_config(copy.deepcopy(config), dtype=torch.float32))
     except Exception as error:  # each class of transformers has its own checks, or none
-        raise ValueError(f"transformers cannot build the model of config.json: {error!r}") from error
+        problem = f"transformers cannot build the model of config.json: {error!r}"
+        raise ValueError(problem) from error
     how = {part.name: getattr(compute, part.name) for part in fields(Compute)}
     model.setup = Setup(**how, family=family, folder=folder, trains_vision=trains_vision)
     use_mixers(model)
@@ -346,6 +348,8 @@ def is_ours(mixer: nn.Module) -> bool:
     takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     by_name = takes_all and "ALL_ATTENTION_FUNCTIONS" in code.co_names
     return by_name or isinstance(mixer, DeltaNet)
+
+
 UNSUPPORTED = (
     "attn_logit_softcapping",
     "final_logit_softcapping",

@@ -11,12 +11,13 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Container
+from typing import Any
 
 import torch.distributed as dist
 
@@ -243,9 +244,7 @@ class Checkpoints:
             f"read, or move {path.parent} away to start from step 0"
         )
 
-    def compare_flags(
-        self, before: dict, now: dict, identity: Container[str]
-    ) -> dict[str, str]:
+    def compare_flags(self, before: dict, now: dict, identity: Container[str]) -> dict[str, str]:
         """How flags have changed, by name. Raises ValueError: they make this another run, or --steps is
         less than what is saved."""
         steps = self.flags["steps"]

@@ -7,7 +7,8 @@ parts. All layers of a kind, of actor and critic, share their graphs, for packs 
 
 import functools
 import inspect
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn

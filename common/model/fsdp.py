@@ -10,9 +10,10 @@ scripts themselves shard models, make optimizers and take their steps.
 import inspect
 import math
 from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Mapping, TypeGuard, TypeVar
+from typing import Generic, TypeGuard, TypeVar
 
 import torch
 import torch.nn as nn
@@ -50,7 +51,8 @@ class Trainable(Generic[Trained]):
 
     def __post_init__(self):
         self.skipped: set[int] = set()  # steps of the updates skipped since the last applied one
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]  # each group has its own
+        # each group has its own
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
         create_state(self.optimizer)
         if self.ema_beta:
             # The average is optimizer state, on the same shards: it is saved and resumed with it.

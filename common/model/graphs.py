@@ -5,7 +5,8 @@ rollout, so graphs live for one rollout.
 """
 
 from collections import Counter
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 

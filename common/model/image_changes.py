@@ -1,14 +1,14 @@
 """The same samples with other images, to be scored like any other.
 
-    with_images    every image of prompts and conversations changed, or as in its file
-    blank, ...     changes: functions of an image and the key of its noise
-    vision_gaps    what answers lose with blank images: the vision audit
-    changed_logprobs   log-probs with changed images
+with_images    every image of prompts and conversations changed, or as in its file
+blank, ...     changes: functions of an image and the key of its noise
+vision_gaps    what answers lose with blank images: the vision audit
+changed_logprobs   log-probs with changed images
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Callable
 
 import numpy as np
 import torch

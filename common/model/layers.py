@@ -9,8 +9,9 @@ size, M image tokens.
 
 import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.nn as nn

@@ -6,7 +6,7 @@ up.
 
 import resource
 import sys
-from typing import Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor

@@ -9,8 +9,9 @@ Shapes: I images, K levels of image features, M image tokens, L tokens of a pack
 tokens, N response tokens of all samples, H hidden size.
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -87,9 +88,7 @@ def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
     return joined
 
 
-def make_pack(
-    model: Model, batch: Batch, blocks: list[Block], features: Features
-) -> Pack:
+def make_pack(model: Model, batch: Batch, blocks: list[Block], features: Features) -> Pack:
     """One pack, on the device."""
     setup = model.setup
     positions = {index: positions_of(model, batch, index) for index, _ in blocks}
@@ -124,9 +123,7 @@ def pack_grids(batch: Batch, blocks: list[Block]) -> list[tuple]:
     return [grid[:3] for grid in grids]
 
 
-def exchange_features(
-    local: Features, needed: list[set[int]], dtype: torch.dtype
-) -> Features:
+def exchange_features(local: Features, needed: list[set[int]], dtype: torch.dtype) -> Features:
     """Send image features from the ranks that computed them to the ranks that need them.
 
     Args:

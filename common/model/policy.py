@@ -10,7 +10,7 @@ Shapes: N response tokens of all samples, T of them in a pack of L tokens; H hid
 vocabulary.
 """
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn

@@ -1,8 +1,8 @@
 """A next-token loss on rows of text beside the RL loss: PPO-ptx (Ouyang et al. 2022, equation 2)."""
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Iterator, Sequence
 
 import torch
 import torch.distributed as dist

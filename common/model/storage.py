@@ -10,8 +10,8 @@ that any number of ranks may have written, everything else is JSON: nothing is r
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Mapping
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

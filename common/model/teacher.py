@@ -1,8 +1,8 @@
 """Another model that scores the policy's tokens: a teacher.
 
-    Teacher        its log-probs of a batch as it sees that batch: `Teacher.view`
-    with_prompts   every prompt in a template, as some processor reads it
-    follow_average   a teacher that is the running average of the policy
+Teacher        its log-probs of a batch as it sees that batch: `Teacher.view`
+with_prompts   every prompt in a template, as some processor reads it
+follow_average   a teacher that is the running average of the policy
 """
 
 import functools
@@ -91,7 +91,9 @@ class Teacher:
     def own_tower(self) -> bool:
         """Whether image features must be made for it."""
         model = self.policy.model
-        return not (self.policy is self.actor or model.setup.trains_vision or not tower_parameters(model))
+        return not (
+            self.policy is self.actor or model.setup.trains_vision or not tower_parameters(model)
+        )
 
     def view(self, batch: Batch) -> Batch:
         """The batch, with or without samples, as the teacher sees it."""
@@ -109,7 +111,11 @@ class Teacher:
     def prepare(self, rows: list[Prompt], with_env: bool) -> None:
         """Ban the ids for which the teacher has no embedding. Raises UserError, on every rank: it
         lacks tokens of the policy, cannot read a row, or does not fit an environment."""
-        student, processor, template = self.actor.processor, self.policy.processor, self.args.teacher_prompt
+        student, processor, template = (
+            self.actor.processor,
+            self.policy.processor,
+            self.args.teacher_prompt,
+        )
         student.banned_ids += tuple(range(processor.vocab_size, student.vocab_size))
         tokens, others = student.tokenizer.get_vocab(), processor.tokenizer.get_vocab()
         lacking = tokens.items() - others.items()

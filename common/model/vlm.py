@@ -12,10 +12,11 @@ Shapes: P prompt tokens, I images, M image tokens, L tokens of a pack, H hidden 
 of image features.
 """
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.nn as nn

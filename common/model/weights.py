@@ -14,8 +14,8 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Iterable, Iterator
 
 import torch
 import torch.nn as nn
@@ -127,7 +127,9 @@ def weight_files(folder: Path) -> list[Path]:
             return [folder / name for name in sorted(set(index["weight_map"].values()))]
         if path.is_file():
             return [path]
-    raise ValueError(f"{folder / names[0]} cannot be read as safetensors: No such file. {CONVERT_BIN}")
+    raise ValueError(
+        f"{folder / names[0]} cannot be read as safetensors: No such file. {CONVERT_BIN}"
+    )
 
 
 def open_weights(path: Path):
@@ -163,9 +165,9 @@ def fill(module: Wrapper, device: torch.device, seed: int) -> None:
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Allocate meta parameters on ``device``, keeping the values of all buffers."""
     module._apply(
-        lambda tensor: torch.empty_like(tensor, device=device)
-        if tensor.is_meta
-        else tensor.to(device)
+        lambda tensor: (
+            torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        )
     )
 
 
@@ -322,9 +324,7 @@ def export(
     return distributed.from_main(problem)
 
 
-def gather_files(
-    module: Wrapper, files: dict[str, list[str]]
-) -> Iterator[tuple[str, Tensors]]:
+def gather_files(module: Wrapper, files: dict[str, list[str]]) -> Iterator[tuple[str, Tensors]]:
     """The files of an export by their keys, each with its trained tensors on rank 0, and with none
     on the others. All ranks must iterate."""
     model = module.model
@@ -345,7 +345,8 @@ def gather_files(
             else:
                 continue
             if distributed.is_main():
-                if layer:  # its own weight is rounded, if the compute type is smaller than the files'
+                # its own weight is rounded, if the compute type is smaller than the files'
+                if layer:
                     full += read_stored(key, weight).to(full)
                 if full.shape != weight.like.shape:  # see read_weight
                     full = full.transpose(1, 2)

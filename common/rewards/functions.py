@@ -8,9 +8,10 @@ import copy
 import functools
 import inspect
 import itertools
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field
-from typing import Callable, Iterable, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,7 +177,9 @@ def call_source(source: Source, samples: Samples) -> Columns:
     count, floats = len(samples.responses), {}
     if "spans" in columns:
         try:
-            spans = [[(int(end), float(reward)) for end, reward in ends] for ends in columns.pop("spans")]
+            spans = [
+                [(int(end), float(reward)) for end, reward in ends] for ends in columns.pop("spans")
+            ]
         except (TypeError, ValueError) as error:
             problem = f"spans must be lists of (end, reward): {error}"
             raise failure(source, samples, problem) from error

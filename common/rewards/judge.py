@@ -12,8 +12,9 @@ import itertools
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Iterable, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,7 +109,9 @@ def check_verdicts(kind: str, verdicts: list[str]) -> None:
     known = JUDGEMENTS[kind][1]
     numbers = kind == "score" and all(re.fullmatch(NUMBER, verdict) for verdict in verdicts)
     if len(set(verdicts)) < len(verdicts) or not numbers and set(verdicts) != set(known):
-        raise ValueError(f"judge.json: {kind} has the verdicts {verdicts}, expected {known or 'numbers'}")
+        raise ValueError(
+            f"judge.json: {kind} has the verdicts {verdicts}, expected {known or 'numbers'}"
+        )
 
 
 @dataclass
@@ -131,7 +134,9 @@ class JudgeSettings:
         unknown = saved.keys() - JudgeSettings.__annotations__
         if unknown:
             raise ValueError(f"judge.json is of another version: {', '.join(sorted(unknown))}")
-        settings = JudgeSettings(**{name: value for name, value in saved.items() if value is not None})
+        settings = JudgeSettings(
+            **{name: value for name, value in saved.items() if value is not None}
+        )
         for kind, entry in settings.kinds.items():
             if "template" in entry:  # what it lacks, a judge that is trained further has built in
                 check_template(kind, entry["template"])
@@ -139,7 +144,9 @@ class JudgeSettings:
                 check_verdicts(kind, entry["verdicts"])
         for kind in settings.trained_on:
             if not settings.kinds.get(kind, {}).keys() >= {"template", "verdicts"}:
-                raise ValueError(f"judge.json: trained_on {kind!r:.80}, which its kinds do not describe")
+                raise ValueError(
+                    f"judge.json: trained_on {kind!r:.80}, which its kinds do not describe"
+                )
         return settings
 
     @staticmethod
@@ -235,6 +242,7 @@ class JudgeSettings:
 # --------------------------------------------------------------------------------------------------
 # Rows
 # --------------------------------------------------------------------------------------------------
+
 
 class RowKind(NamedTuple):
     """A kind of rows."""

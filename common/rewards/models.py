@@ -10,8 +10,9 @@ Every rank has all responses, and all ranks together ask a model about them.
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -166,9 +167,7 @@ class RewardModel:
         """Columns (K,) of answers in the order of their prompts, and what a judge says of each."""
         raise NotImplementedError
 
-    def with_images(
-        self, batch: Batch, about: list[ImagesOf], asked: list[Prompt]
-    ) -> Batch:
+    def with_images(self, batch: Batch, about: list[ImagesOf], asked: list[Prompt]) -> Batch:
         """Questions ``asked`` with their images. The same images are read and encoded once, by the rank
         that has them."""
         owners = [batch.owners[index] for index, _ in about]

@@ -172,9 +172,7 @@ def rule_scores(rule: str, response: str, reference: str) -> dict[str, float]:
     return {"reward": ACCURACY * right + FORM * scores["format"]} | scores
 
 
-def parse_verdict(
-    text: str, verdicts: list[str] | None = None, prompt: str = ""
-) -> str | None:
+def parse_verdict(text: str, verdicts: list[str] | None = None, prompt: str = "") -> str | None:
     """The verdict of a judgement, its last answer: one of ``verdicts`` (None: any text), spelled as
     answers may be, numbers by their exact value; None if there is none. The ``prompt`` may open the
     judgement's thought."""

@@ -11,8 +11,8 @@ import copy
 import math
 import os
 from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -232,7 +232,12 @@ class RewardMix:
         return [name for name in components if name != MEASURED]
 
     def ask(
-        self, source: Source, batch: Batch, processor: Processor, used: list[int], by_rank: list[dict]
+        self,
+        source: Source,
+        batch: Batch,
+        processor: Processor,
+        used: list[int],
+        by_rank: list[dict],
     ) -> tuple[dict[str, Tensor], list[str], Tensor]:
         """Columns (S,) float64, NaN but for the n samples ``used``: "reward" and components; what a judge
         says of each of the n; and the part of the rewards that has places, (N,) float64. Models see

@@ -16,7 +16,9 @@ class Grid:
     moves = ((-1, 0), (1, 0), (0, -1), (0, 1))
 
     def reset(self, seed: int) -> tuple:
-        self.at, self.goal = random.Random(seed).sample([(r, c) for r in range(4) for c in range(4)], 2)
+        self.at, self.goal = random.Random(seed).sample(
+            [(r, c) for r in range(4) for c in range(4)], 2
+        )
         return self.at, {}
 
     def step(self, action: int) -> tuple:

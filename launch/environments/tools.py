@@ -9,7 +9,6 @@ import json
 import operator
 import re
 
-
 MISTAKES = ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError
 
 

@@ -81,7 +81,8 @@ PPO = COMMON | {
     "prefill_tokens": 512,
 }
 FLAGS = {
-    "gae": PPO | {
+    "gae": PPO
+    | {
         "data": "{toy}/train.jsonl",
         "epochs": 2,
         "actor_lr": 3e-4,
@@ -90,7 +91,8 @@ FLAGS = {
         "kl_target": 0.01,
         "entropy_coef": 0.01,
     },
-    "grpo": PPO | {
+    "grpo": PPO
+    | {
         "data": "{toy}/train.jsonl:0.7,{toy}/eval.jsonl:0.3",
         "advantage": "grpo",
         "lora_rank": 4,
@@ -101,7 +103,8 @@ FLAGS = {
         "kl_in": "loss",
         "kl_estimator": "k3+",
     },
-    "env": PPO | {
+    "env": PPO
+    | {
         "model": "{toy}-hidden/model",
         "data": "{toy}-hidden/train.jsonl",
         "eval_data": "{toy}-hidden/eval.jsonl",
@@ -112,7 +115,8 @@ FLAGS = {
         "advantage": "rloo",
         "actor_lr": 1e-3,
     },
-    "hybrid": PPO | {
+    "hybrid": PPO
+    | {
         "model": "{toy}-hybrid/model",
         "data": "{toy}-hybrid/train.jsonl",
         "eval_data": "{toy}-hybrid/eval.jsonl",
@@ -120,7 +124,8 @@ FLAGS = {
         "actor_lr": 1e-3,
         "critic_lr": 1e-3,
     },
-    "ptx": PPO | {
+    "ptx": PPO
+    | {
         "data": "{toy}/train.jsonl",
         "advantage": "dr_grpo",
         "policy_loss": "gspo",
@@ -133,14 +138,16 @@ FLAGS = {
         "ptx_coef": 0.1,
         "ptx_batch": 8,
     },
-    "grm": PPO | {
+    "grm": PPO
+    | {
         "data": "{toy}/train.jsonl",
         "reward": "grm:{judge}/export/latest",
         "grm_question": "correct",
         "advantage": "reinforce++",
         "actor_lr": 1e-3,
     },
-    "judge": COMMON | {
+    "judge": COMMON
+    | {
         "data": "{toy}/judge_train.jsonl",
         "eval_data": "{toy}/judge_eval.jsonl",
         "prompts_per_step": 8,
@@ -190,7 +197,9 @@ RUNS = [Run(name, ranks) for name in FLAGS for ranks in (1, 2)]
 def known_flags(checkout: Path, script: str) -> set[str]:
     """The names that --help of a script lists, with an indent in front: the usage above them has them too."""
     command = [sys.executable, str(checkout / script), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=TIMEOUT
+    )
     if done.returncode:
         raise GoldenError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return set(re.findall(r"^  --(\w+)", done.stdout, re.MULTILINE))
@@ -202,7 +211,9 @@ def command_line(name: str, places: dict[str, Path], known: set[str]) -> list[st
     for name, value in FLAGS[name].items():
         if name not in known:
             if name not in RENAMED:
-                raise GoldenError(f"the checkout has no flag --{name}; say in RENAMED what became of it")
+                raise GoldenError(
+                    f"the checkout has no flag --{name}; say in RENAMED what became of it"
+                )
             if RENAMED[name] is None:
                 continue
             name = RENAMED[name]
@@ -219,7 +230,14 @@ def command_line(name: str, places: dict[str, Path], known: set[str]) -> list[st
 
 def environment() -> dict[str, str]:
     """That of this process without what a launcher may have left in it; CPU only, one thread per rank."""
-    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    launcher = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
     inherited = {name: value for name, value in os.environ.items() if name not in launcher}
     return inherited | {
         "OMP_NUM_THREADS": "1",
@@ -242,18 +260,26 @@ class Launch:
         port = free_port()
         self.log, self.processes = log, []
         for rank in range(ranks):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_WORLD_SIZE": ranks,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
             with open(log, "ab") as output:
-                self.processes.append(subprocess.Popen(
-                    command,
-                    env=environment() | {name: str(value) for name, value in place.items()},
-                    cwd=log.parent,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    process_group=self.processes[0].pid if rank else 0,
-                ))
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        env=environment() | {name: str(value) for name, value in place.items()},
+                        cwd=log.parent,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        process_group=self.processes[0].pid if rank else 0,
+                    )
+                )
 
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self.processes]
@@ -276,7 +302,9 @@ class Launch:
                 time.sleep(2)  # the others of a rank that failed say what they have to say
                 self.kill()
         if codes != [0] * len(codes):
-            raise GoldenError(f"exit codes {codes}; None: still running after {TIMEOUT} s\n{self.output()}")
+            raise GoldenError(
+                f"exit codes {codes}; None: still running after {TIMEOUT} s\n{self.output()}"
+            )
 
     def output(self) -> str:
         """The end of what the ranks printed."""
@@ -325,12 +353,16 @@ def resume(command: list[str], run: Run, out: Path, recorded: int) -> str:
     """Go on from the newest checkpoint. Raises GoldenError if the run started over instead."""
     before = committed(out)
     if not before or max(before) >= STEPS:
-        raise GoldenError(f"killed with the checkpoints of steps {sorted(before)}: none of a middle step")
+        raise GoldenError(
+            f"killed with the checkpoints of steps {sorted(before)}: none of a middle step"
+        )
     Launch([*command, "--out", str(out)], run.ranks, out.with_suffix(".log")).wait()
     after = committed(out)
     rewritten = [step for step, inode in before.items() if after.get(step) != inode]
     if rewritten:
-        raise GoldenError(f"the run did not resume: it wrote the checkpoints of steps {rewritten} again")
+        raise GoldenError(
+            f"the run did not resume: it wrote the checkpoints of steps {rewritten} again"
+        )
     return f"killed after the record of step {recorded}, resumed from step {max(before)}"
 
 
@@ -338,7 +370,8 @@ def resume(command: list[str], run: Run, out: Path, recorded: int) -> str:
 
 
 def hash_exports(out: Path) -> dict[str, str]:
-    """Of each exported folder (averaged weights, an adapter, are beside the weights) one hash over all tensors."""
+    """Of each exported folder (averaged weights, an adapter, are beside the weights) one hash over
+    all tensors."""
     hashes = {}
     for path in sorted((out / "export").rglob("*.safetensors")):
         if path.parent.is_relative_to(out / "export" / "latest"):
@@ -362,7 +395,8 @@ def read_metrics(path: Path) -> dict[int, dict]:
     steps: dict[int, dict] = {}
     if not path.exists():
         return steps
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")  # the last one may have been cut by a kill
+    # the last one may have been cut by a kill
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")
     for line in lines:
         record = json.loads(line)
         if "step" not in record or record.get("type") == "header":
@@ -376,7 +410,9 @@ def read_metrics(path: Path) -> dict[int, dict]:
 
 
 def write_normal(steps: dict[int, dict], path: Path) -> None:
-    lines = [json.dumps({"step": step} | dict(sorted(steps[step].items()))) for step in sorted(steps)]
+    lines = [
+        json.dumps({"step": step} | dict(sorted(steps[step].items()))) for step in sorted(steps)
+    ]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
@@ -417,19 +453,25 @@ def describe(checkout: Path, toy: Path) -> dict[str, str]:
 
 def run_program(checkout: Path, program: str, *words: str) -> None:
     command = [sys.executable, str(checkout / "launch" / program), *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=TIMEOUT
+    )
     if done.returncode:
         raise GoldenError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
 
 
 def make_toys(checkout: Path, toy: Path) -> None:
     """The toy, and beside it: its pictures hidden, a hybrid, its answers as rows for a next-token loss."""
-    hidden, hybrid, ptx = (toy.with_name(toy.name + suffix) for suffix in ("-hidden", "-hybrid", "-ptx.jsonl"))
+    hidden, hybrid, ptx = (
+        toy.with_name(toy.name + suffix) for suffix in ("-hidden", "-hybrid", "-ptx.jsonl")
+    )
     pictures = toy.with_name(toy.name + "-shown")  # every row has one picture
     if not toy.exists():
         run_program(checkout, "toy.py", "--out", str(toy), *TOY)
     if not hidden.exists():
-        run_program(checkout, "toy.py", "--out", str(pictures), *[word for word in TOY if word != "--mixed"])
+        run_program(
+            checkout, "toy.py", "--out", str(pictures), *[word for word in TOY if word != "--mixed"]
+        )
         run_program(ROOT, "../tests/benchmarks/hidden_toy.py", str(pictures), str(hidden))
     if not hybrid.exists():
         run_program(checkout, "toy.py", "--out", str(hybrid), *TOY, "--model", "qwen3_5")
@@ -437,7 +479,10 @@ def make_toys(checkout: Path, toy: Path) -> None:
         for line in (toy / "train.jsonl").read_text("utf-8").splitlines():
             row = json.loads(line)
             images = [f"{toy.name}/{image}" for image in row.get("images", [])]
-            file.write(json.dumps({"prompt": row["prompt"], "images": images, "response": row["answer"]}) + "\n")
+            file.write(
+                json.dumps({"prompt": row["prompt"], "images": images, "response": row["answer"]})
+                + "\n"
+            )
 
 
 def choose_runs(only: str) -> list[Run]:
@@ -483,11 +528,15 @@ def run_both(run: Run, command: list[str], work: Path, folder: Path, slots: Slot
         steps = read_metrics(out / "metrics.jsonl")
         steps.setdefault(STEPS, {}).update(hash_exports(out))
         if sorted(steps) != list(range(STEPS + 1)):
-            raise GoldenError(f"{out.name} has records of steps {sorted(steps)}, not of 0 to {STEPS}")
+            raise GoldenError(
+                f"{out.name} has records of steps {sorted(steps)}, not of 0 to {STEPS}"
+            )
         write_normal(steps, folder / f"{out.name}.jsonl")
         metrics.append(steps)
     difference = first_difference(*metrics)
-    verdict = f"DIFFERENT, whole and killed: {difference}" if difference else "the same as undisturbed"
+    verdict = (
+        f"DIFFERENT, whole and killed: {difference}" if difference else "the same as undisturbed"
+    )
     print(f"{run}: {happened}; {verdict}", flush=True)
     return difference
 
@@ -497,11 +546,15 @@ def write(folder: Path, checkout: Path, toy: Path, only: str, jobs: int) -> int:
     began, runs, slots = time.monotonic(), choose_runs(only), Slots(jobs)
     folder.mkdir(parents=True, exist_ok=True)
     for path in (folder / "about.json", *folder.glob("*-*-*.jsonl")):
-        path.unlink(missing_ok=True)  # of an earlier call: they would stand beside those of this one
+        # of an earlier call: they would stand beside those of this one
+        path.unlink(missing_ok=True)
     make_toys(checkout, toy)
     known = {script: known_flags(checkout, script) for script in set(SCRIPTS.values())}
     about = describe(checkout, toy)
-    with tempfile.TemporaryDirectory(prefix="golden-") as work, ThreadPoolExecutor(len(runs)) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="golden-") as work,
+        ThreadPoolExecutor(len(runs)) as pool,
+    ):
         judge = Path(work, "judge")
         places = {"toy": toy, "launch": checkout / "launch", "judge": judge}
         commands = {}
@@ -512,7 +565,9 @@ def write(folder: Path, checkout: Path, toy: Path, only: str, jobs: int) -> int:
             run_whole(commands["judge"], Run("judge", 1), judge)
         results = []
         for run in runs:
-            results.append(pool.submit(run_both, run, commands[run.name], Path(work), folder, slots))
+            results.append(
+                pool.submit(run_both, run, commands[run.name], Path(work), folder, slots)
+            )
         differences = [result.result() for result in results]
     (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     seconds = time.monotonic() - began
@@ -520,7 +575,9 @@ def write(folder: Path, checkout: Path, toy: Path, only: str, jobs: int) -> int:
     return int(any(differences))
 
 
-def read_folder(folder: Path, names: dict[str, str], ignored: set[str]) -> dict[str, dict[int, dict]]:
+def read_folder(
+    folder: Path, names: dict[str, str], ignored: set[str]
+) -> dict[str, dict[int, dict]]:
     """Run -> step -> metrics, those of `names` renamed, without the `ignored` ones."""
     runs = {}
     for path in sorted(folder.glob("*-*-*.jsonl")):
@@ -537,7 +594,9 @@ def compare(folders: list[Path], ignored: set[str], renamed: dict[str, str]) -> 
     for name in ("toy", "torch", "transformers"):
         old, new = (record[name] for record in about)
         if old != new:
-            raise GoldenError(f"not comparable: {name} is {old} in {folders[0]} and {new} in {folders[1]}")
+            raise GoldenError(
+                f"not comparable: {name} is {old} in {folders[0]} and {new} in {folders[1]}"
+            )
     old, new = (read_folder(folder, renamed, ignored) for folder in folders)
     problems = [f"{name}: only in one folder" for name in sorted(old.keys() ^ new.keys())]
     for name in sorted(old.keys() & new.keys()):

@@ -1,15 +1,16 @@
-"""What a GPU makes of this code, against what it could: one command, random weights of the real sizes, under 8 minutes.
+"""What a GPU makes of this code, against what it could: one command, random weights of the real
+sizes, under 8 minutes.
 
     python tests/benchmarks/gpu.py                  3B and 7B; with 80 GB everything fits but a few cells of the decode table
     python tests/benchmarks/gpu.py --short          fewer sizes, batches and contexts: three minutes
     python tests/benchmarks/gpu.py --tiny           the same program on a toy, also on a CPU: shows that it runs, not how fast
 
-Tables: (1) attention back-ends: errors against softmax in float64; (2) decoding steps of Qwen2.5-VL: eager, CUDA graphs and
-Hugging Face `generate` (SDPA, dynamic cache) against the bound of the memory, (weight bytes + batch x context x KV bytes) /
-bandwidth; (3) prefill; (4) updates with AdamW, prompts shared and not; (5) a whole PPO step by stage; (6) the kernels that take most time of
-a decoding step and of an update. Bandwidth and, on an
-unknown GPU, peak FLOP/s are measured by a copy and a product.
-"""
+Tables: (1) attention back-ends: errors against softmax in float64; (2) decoding steps of
+Qwen2.5-VL: eager, CUDA graphs and Hugging Face `generate` (SDPA, dynamic cache) against the bound
+of the memory, (weight bytes + batch x context x KV bytes) / bandwidth; (3) prefill; (4) updates
+with AdamW, prompts shared and not; (5) a whole PPO step by stage; (6) the kernels that take most
+time of a decoding step and of an update. Bandwidth and, on an unknown GPU, peak FLOP/s are measured
+by a copy and a product."""
 
 import argparse
 import dataclasses
@@ -44,14 +45,39 @@ from conftest import computing
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-TOWER = {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "window_size": 112,
-         "fullatt_block_indexes": [7, 15, 23, 31]}
+TOWER = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "num_heads": 16,
+    "intermediate_size": 3420,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
 SIZES = {  # text settings of the published checkpoints, whether input and output embeddings are one
     "tiny": ({}, False),
-    "3b": ({"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
-            "num_key_value_heads": 2, "vocab_size": 151936}, True),
-    "7b": ({"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-            "num_key_value_heads": 4, "vocab_size": 152064}, False)}
+    "3b": (
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+        },
+        True,
+    ),
+    "7b": (
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+        },
+        False,
+    ),
+}
 
 
 def timed(program, repeats: int = 1) -> float:
@@ -80,9 +106,11 @@ def limits(dtype: torch.dtype, tiny: bool) -> tuple[float, float]:
     square = torch.randn(512 if tiny else 8192, 512 if tiny else 8192, device=DEVICE, dtype=dtype)
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     known = next((flops for gpu, flops in memory.PEAK_FLOPS.items() if gpu in name), None)
-    peak = known or 2 * len(square)**3 / min(timed(lambda: square @ square) for _ in range(5))
-    print(f"{name}, torch {torch.__version__}: {bandwidth / 1e9:.0f} GB/s (measured), {peak / 1e12:.3g} TFLOP/s "
-          f"({'data sheet' if known else 'measured'})")
+    peak = known or 2 * len(square) ** 3 / min(timed(lambda: square @ square) for _ in range(5))
+    print(
+        f"{name}, torch {torch.__version__}: {bandwidth / 1e9:.0f} GB/s (measured), {peak / 1e12:.3g} TFLOP/s "
+        f"({'data sheet' if known else 'measured'})"
+    )
     return bandwidth, peak
 
 
@@ -93,7 +121,8 @@ def write_checkpoint(folder: Path, size: str) -> Path:
     text, tied = SIZES[size]
     if text:
         config["text_config"] |= text | {"rope_parameters": ROPE, "max_position_embeddings": 32768}
-        config["text_config"].pop("layer_types", None)                               # of the toy's depth; made anew
+        # of the toy's depth; made anew
+        config["text_config"].pop("layer_types", None)
         config["vision_config"] |= TOWER | {"out_hidden_size": text["hidden_size"]}
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = tied
     folder.mkdir(exist_ok=True)
@@ -104,7 +133,10 @@ def write_checkpoint(folder: Path, size: str) -> Path:
     processor.save_pretrained(folder)
     for i in range(64):
         Image.effect_noise((side, side), 50 + i).convert("RGB").save(folder / f"{i}.png")
-    rows = [{"prompt": "how many circles are there?", "images": [f"{i}.png"], "answer": "1"} for i in range(64)]
+    rows = [
+        {"prompt": "how many circles are there?", "images": [f"{i}.png"], "answer": "1"}
+        for i in range(64)
+    ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
@@ -136,21 +168,35 @@ def text_config(folder: Path) -> tuple:
 def attention_table() -> None:
     print("\n| back-end | dtype | forward | dq | dk | dv | decode |\n|---|---|---|---|---|---|---|")
     for backend in filter(reference_kernels.usable, BACKENDS):
-        for dtype in (torch.float32, torch.bfloat16)[backend != "sdpa":]:
-            errors = [*reference_kernels.packed_errors(backend, DEVICE, dtype).values(), reference_kernels.decode_error(backend, DEVICE, dtype)]
-            print(f"| {backend} | {str(dtype)[6:]} | " + " | ".join(f"{e:.1e}" for e in errors) + " |", flush=True)
+        for dtype in (torch.float32, torch.bfloat16)[backend != "sdpa" :]:
+            errors = [
+                *reference_kernels.packed_errors(backend, DEVICE, dtype).values(),
+                reference_kernels.decode_error(backend, DEVICE, dtype),
+            ]
+            print(
+                f"| {backend} | {str(dtype)[6:]} | "
+                + " | ".join(f"{e:.1e}" for e in errors)
+                + " |",
+                flush=True,
+            )
 
 
-def decoding_seconds(sampling, model, batch: int, context: int, graphs: str, steps: int, profiled: str = "") -> float:
-    """Seconds per step of the engine with ``batch`` busy slots of ``context`` tokens each; ``profiled``: a title."""
-    sampling = dataclasses.replace(sampling, max_new_tokens=2 * steps + 8, slots=batch, cuda_graphs=graphs)
+def decoding_seconds(
+    sampling, model, batch: int, context: int, graphs: str, steps: int, profiled: str = ""
+) -> float:
+    """Seconds per step of the engine with ``batch`` busy slots of ``context`` tokens each;
+    ``profiled``: a title."""
+    sampling = dataclasses.replace(
+        sampling, max_new_tokens=2 * steps + 8, slots=batch, cuda_graphs=graphs
+    )
     actor = SimpleNamespace(model=model)
     prompts = SimpleNamespace(prompt_lengths=[context] * batch)
     with torch.inference_mode(), bare_forwards(vlm.decoder(model)):
         engine = ppo.RolloutEngine(actor, prompts, sampling, list(range(batch)), 1)
         engine.length[:], engine.rope[:], engine.done[:] = context, context, False
         engine.slots = {k: ppo.Sample((k, 0), stored=context) for k in range(batch)}
-        timed(lambda: engine.decode(batch), 3)                                           # set up, captured
+        # set up, captured
+        timed(lambda: engine.decode(batch), 3)
         seconds = timed(lambda: engine.decode(batch), steps)
         if profiled:
             print_kernels(profiled, lambda: engine.decode(batch))
@@ -159,24 +205,39 @@ def decoding_seconds(sampling, model, batch: int, context: int, graphs: str, ste
 
 def print_kernels(title: str, program, most: int = 14) -> None:
     """Milliseconds, share and number of launches of the kernels that take most of the device's time."""
-    activity = torch.profiler.ProfilerActivity.CUDA if DEVICE.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    activity = (
+        torch.profiler.ProfilerActivity.CUDA
+        if DEVICE.type == "cuda"
+        else torch.profiler.ProfilerActivity.CPU
+    )
     with torch.profiler.profile(activities=[activity]) as profile:
         seconds = timed(program)
     kernels = [event for event in profile.key_averages() if event.self_device_time_total]
     kernels.sort(key=lambda event: -event.self_device_time_total)
     total = sum(event.self_device_time_total for event in kernels)
-    print(f"\nKernels of {title}: {total / 1e3:.2f} ms of {1e3 * seconds:.2f} ms, {sum(event.count for event in kernels)} launches"
-          "\n\n| kernel | ms | share | launches |\n|---|---|---|---|")
+    print(
+        f"\nKernels of {title}: {total / 1e3:.2f} ms of {1e3 * seconds:.2f} ms, {sum(event.count for event in kernels)} launches"
+        "\n\n| kernel | ms | share | launches |\n|---|---|---|---|"
+    )
     for event in kernels[:most]:
-        print(f"| {event.key[:110].replace('|', '/')} | {event.self_device_time_total / 1e3:.2f} | "
-              f"{100 * event.self_device_time_total / max(total, 1e-9):.1f} % | {event.count} |", flush=True)
+        print(
+            f"| {event.key[:110].replace('|', '/')} | {event.self_device_time_total / 1e3:.2f} | "
+            f"{100 * event.self_device_time_total / max(total, 1e-9):.1f} % | {event.count} |",
+            flush=True,
+        )
 
 
 def generate_seconds(model, batch: int, context: int, steps: int) -> float:
     """Seconds per step of Hugging Face `generate`: the longer of two calls less the shorter."""
     ids = torch.randint(5, 100, (batch, context), device=DEVICE)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids).int()}
-    call = lambda n: model.generate(**inputs, do_sample=True, min_new_tokens=n, max_new_tokens=n, pad_token_id=0)  # noqa: E731
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": torch.zeros_like(ids).int(),
+    }
+    call = lambda n: model.generate(
+        **inputs, do_sample=True, min_new_tokens=n, max_new_tokens=n, pad_token_id=0
+    )  # noqa: E731
     with torch.no_grad():
         call(2)
         return (timed(lambda: call(2 + steps)) - timed(lambda: call(2))) / steps
@@ -195,14 +256,18 @@ def decode_kernels(setup, folder: Path, size: str, batch: int, context: int) -> 
     decoding_seconds(plain_sampling(text), model, batch, context, "off", 4, title)
 
 
-def decode_table(setup, folder: Path, size: str, batches, contexts, steps: int, bandwidth: float) -> None:
+def decode_table(
+    setup, folder: Path, size: str, batches, contexts, steps: int, bandwidth: float
+) -> None:
     model, (_, text) = text_model(folder, setup), text_config(folder)
     layers = sum(p.numel() for p in model.model.language_model.layers.parameters())
     bytes_read = setup.dtype.itemsize * (layers + model.lm_head.weight.numel())
     per_token = SlotCache(text, 1, 1, setup.dtype, torch.device("meta"), setup.backend).nbytes
     sampling = plain_sampling(text)
-    print(f"\nDecoding, {size}, {setup.backend}: weights {bytes_read / 1e9:.2f} GB, {per_token / 1e3:.1f} kB per cached token; "
-          "bound in ms; ms per step, tokens/s, per cent of the bound\n")
+    print(
+        f"\nDecoding, {size}, {setup.backend}: weights {bytes_read / 1e9:.2f} GB, {per_token / 1e3:.1f} kB per cached token; "
+        "bound in ms; ms per step, tokens/s, per cent of the bound\n"
+    )
     print("| batch x context | bound | eager | graphs | generate |\n|---|---|---|---|---|")
     free = torch.cuda.mem_get_info()[0] if DEVICE.type == "cuda" else 8e9
     for context in contexts:
@@ -211,8 +276,11 @@ def decode_table(setup, folder: Path, size: str, batches, contexts, steps: int, 
             for mode in ("off", "on", "generate"):
                 if mode == "on" and DEVICE.type != "cuda":
                     cells.append("needs a GPU")
-                elif batch * (context + 64) * per_token > 0.85 * free or (mode == "generate" and batch * context > 2**16):
-                    cells.append("too large")             # generate also prefills: the activations of 2^16 tokens and more
+                elif batch * (context + 64) * per_token > 0.85 * free or (
+                    mode == "generate" and batch * context > 2**16
+                ):
+                    # generate also prefills: the activations of 2^16 tokens and more
+                    cells.append("too large")
                 else:
                     if mode == "generate":
                         model.config.text_config._attn_implementation = "sdpa"
@@ -221,15 +289,22 @@ def decode_table(setup, folder: Path, size: str, batches, contexts, steps: int, 
                         build.use_attention(model, setup.backend)
                     else:
                         seconds = decoding_seconds(sampling, model, batch, context, mode, steps)
-                    cells.append(f"{1e3 * seconds:.2f} ms, {batch / seconds:.0f}, {100 * bound / seconds:.0f} %")
+                    cells.append(
+                        f"{1e3 * seconds:.2f} ms, {batch / seconds:.0f}, {100 * bound / seconds:.0f} %"
+                    )
                 release()
-            print(f"| {batch} x {context} | {1e3 * bound:.2f} | " + " | ".join(cells) + " |", flush=True)
+            print(
+                f"| {batch} x {context} | {1e3 * bound:.2f} | " + " | ".join(cells) + " |",
+                flush=True,
+            )
 
 
 def prefill_table(setup, folder: Path, size: str, totals, peak: float) -> None:
     model, (_, text) = text_model(folder, setup), text_config(folder)
     layers = sum(p.numel() for p in model.model.language_model.layers.parameters())
-    print(f"\nPrefill, {size}, prompts of 1,024 tokens\n\n| tokens | ms | tokens/s | MFU |\n|---|---|---|---|")
+    print(
+        f"\nPrefill, {size}, prompts of 1,024 tokens\n\n| tokens | ms | tokens/s | MFU |\n|---|---|---|---|"
+    )
     for total in totals:
         length = min(1024, total)
         segments = [(a, a + length, a, a) for a in range(0, total, length)]
@@ -241,29 +316,44 @@ def prefill_table(setup, folder: Path, size: str, totals, peak: float) -> None:
         with torch.inference_mode(), bare_forwards(vlm.decoder(model)):
             vlm.hidden_states(model, row)
             seconds = timed(lambda: vlm.hidden_states(model, row), 3)  # noqa: B023
-        flops = 2 * layers * total + 2 * total * length * text.hidden_size * text.num_hidden_layers     # causal: half of 4
-        print(f"| {total} | {1e3 * seconds:.1f} | {total / seconds:.0f} | {100 * flops / seconds / peak:.0f} % |", flush=True)
+        # causal: half of 4
+        flops = 2 * layers * total + 2 * total * length * text.hidden_size * text.num_hidden_layers
+        print(
+            f"| {total} | {1e3 * seconds:.1f} | {total / seconds:.0f} | {100 * flops / seconds / peak:.0f} % |",
+            flush=True,
+        )
 
 
 def update_table(args, budgets, response: int, peak: float) -> None:
-    """One optimizer step on 8 prompts of 8 responses each, without vision tower: token ids and advantages are random."""
+    """One optimizer step on 8 prompts of 8 responses each, without vision tower: token ids and
+    advantages are random."""
     ranks, rows = distributed.start(args.run.timeout, args.run.hsdp), ppo.load_rows(args)
     models = ppo.build_models(args, rows.processor, ranks.device)
     ppo.load_models(args, models.by_role(), ranks)
     actor = models.actor
     trained = ppo.make_trainables(args, ppo.Models(actor, None, None))["actor"]
     ids, n = torch.randint(5, 100, (8, 2 * response)), 64 * response
-    prompts = [dataclasses.replace(row, images=(), grids=(), input_ids=ids[i]) for i, row in enumerate(rows.train[:8])]
+    prompts = [
+        dataclasses.replace(row, images=(), grids=(), input_ids=ids[i])
+        for i, row in enumerate(rows.train[:8])
+    ]
     responses = torch.randint(5, 100, (n,)).split(response)
-    batch = Batch(prompts, list(range(8)), [0] * 8).with_targets([list(responses[k:k + 8]) for k in range(0, 64, 8)])
+    batch = Batch(prompts, list(range(8)), [0] * 8).with_targets(
+        [list(responses[k : k + 8]) for k in range(0, 64, 8)]
+    )
     batch.sampling = ppo.sampling_of(args, rows.processor, DEVICE)
-    batch.truncated, batch.in_policy_loss = torch.zeros(64, dtype=torch.bool), torch.ones(n, dtype=torch.bool)
+    batch.truncated, batch.in_policy_loss = (
+        torch.zeros(64, dtype=torch.bool),
+        torch.ones(n, dtype=torch.bool),
+    )
     batch.advantages, batch.logprobs = torch.randn(n), torch.full((n,), -9.0)
     batch.old_logprobs = batch.logprobs
     layers = sum(p.numel() for p in actor.model.model.language_model.layers.parameters())
-    print(f"\nUpdate, AdamW, 8 prompts of {2 * response} tokens x 8 responses of {response}: tokens counted per sample, MFU "
-          "of the tokens computed, recomputation not counted\n\n| tokens per pack | prompts | s | tokens/s | MFU | peak GiB |"
-          "\n|---|---|---|---|---|---|")
+    print(
+        f"\nUpdate, AdamW, 8 prompts of {2 * response} tokens x 8 responses of {response}: tokens counted per sample, MFU "
+        "of the tokens computed, recomputation not counted\n\n| tokens per pack | prompts | s | tokens/s | MFU | peak GiB |"
+        "\n|---|---|---|---|---|---|"
+    )
     for budget in budgets:
         for shared in (True, False):
             step = functools.partial(ppo.update_actor, trained, None, batch, 1, None, args)
@@ -272,18 +362,25 @@ def update_table(args, budgets, response: int, peak: float) -> None:
                 if DEVICE.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 seconds = timed(step)
-            peak_gib = torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else float("nan")
+            peak_gib = (
+                torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else float("nan")
+            )
             computed = (8 if shared else 64) * 2 * response + n
             flops = 6 * (layers * computed + actor.model.lm_head.weight.numel() * n)
-            print(f"| {budget} | {'shared' if shared else 'repeated'} | {seconds:.2f} | {64 * 3 * response / seconds:.0f} | "
-                  f"{100 * flops / seconds / peak:.0f} % | {peak_gib:.1f} |", flush=True)
+            print(
+                f"| {budget} | {'shared' if shared else 'repeated'} | {seconds:.2f} | {64 * 3 * response / seconds:.0f} | "
+                f"{100 * flops / seconds / peak:.0f} % | {peak_gib:.1f} |",
+                flush=True,
+            )
     step = functools.partial(ppo.update_actor, trained, None, batch, 1, None, args)
     with computing(actor, max_tokens_per_pack=budgets[-1]):
         print_kernels(f"an update, {budgets[-1]} tokens per pack, prompts shared", step, 24)
 
 
 def whole_step(flags: list[str]) -> None:
-    metrics = ppo.main([*flags, "--steps", "2", "--save_every", "0", "--export_every", "0", "--log_samples", "0"])
+    metrics = ppo.main(
+        [*flags, "--steps", "2", "--save_every", "0", "--export_every", "0", "--log_samples", "0"]
+    )
     print("\nThe second of two PPO steps\n\n| stage | value |\n|---|---|")
     for name, value in sorted(metrics.items()):
         if name.startswith("perf/"):
@@ -291,7 +388,9 @@ def whole_step(flags: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--short", action="store_true")
     settings = parser.parse_args()
@@ -302,27 +401,67 @@ def main() -> None:
     sizes, batches, contexts, steps = ("3b", "7b"), (1, 16, 64, 128, 256), (512, 1500, 4000), 16
     totals, budgets, prompts = (4096, 16384), (8192, 16384, 32768), "64"
     if short:
-        sizes, batches, contexts, budgets, prompts = ("3b", "7b"), (1, 8, 64, 256), (1000,), (16384,), "32"
+        sizes, batches, contexts, budgets, prompts = (
+            ("3b", "7b"),
+            (1, 8, 64, 256),
+            (1000,),
+            (16384,),
+            "32",
+        )
     if tiny:
-        sizes, batches, contexts, steps, totals, budgets, prompts = ("tiny",), (1, 4), (32,), 4, (256,), (2048 + 8,), "4"
+        sizes, batches, contexts, steps, totals, budgets, prompts = (
+            ("tiny",),
+            (1, 4),
+            (32,),
+            4,
+            (256,),
+            (2048 + 8,),
+            "4",
+        )
     folders = {size: write_checkpoint(folder / size, size) for size in sizes}
     model = folders[sizes[0]]
-    flags = ["--model", str(model), "--data", str(model / "rows.jsonl"), "--advantage", "grpo", "--reward", "exact",
-             "--prompts_per_step", prompts, "--samples_per_prompt", "2" if tiny else "8",
-             "--max_new_tokens", "8" if tiny else "256", "--max_prompt_tokens", "2048", "--gradient_checkpointing", "--out",
-             str(folder / "run")]
+    flags = [
+        "--model",
+        str(model),
+        "--data",
+        str(model / "rows.jsonl"),
+        "--advantage",
+        "grpo",
+        "--reward",
+        "exact",
+        "--prompts_per_step",
+        prompts,
+        "--samples_per_prompt",
+        "2" if tiny else "8",
+        "--max_new_tokens",
+        "8" if tiny else "256",
+        "--max_prompt_tokens",
+        "2048",
+        "--gradient_checkpointing",
+        "--out",
+        str(folder / "run"),
+    ]
     args = ppo.parse_args(flags)
     setup = build.choose_compute(args.model, DEVICE, 32768)
     bandwidth, peak = limits(setup.dtype, tiny)
     tables = [attention_table]
     for size in sizes:
-        tables += [functools.partial(decode_table, setup, folders[size], size, batches, contexts, steps, bandwidth),
-                   functools.partial(prefill_table, setup, folders[size], size, totals, peak),
-                   functools.partial(decode_kernels, setup, folders[size], size, batches[-2], contexts[-1])]
-    tables += [functools.partial(update_table, args, budgets, 8 if tiny else 512, peak),
-               functools.partial(whole_step, flags)]
+        tables += [
+            functools.partial(
+                decode_table, setup, folders[size], size, batches, contexts, steps, bandwidth
+            ),
+            functools.partial(prefill_table, setup, folders[size], size, totals, peak),
+            functools.partial(
+                decode_kernels, setup, folders[size], size, batches[-2], contexts[-1]
+            ),
+        ]
+    tables += [
+        functools.partial(update_table, args, budgets, 8 if tiny else 512, peak),
+        functools.partial(whole_step, flags),
+    ]
     failed = 0
-    for table in tables:                                                         # one that fails must not cost the others
+    # one that fails must not cost the others
+    for table in tables:
         try:
             table()
         except Exception:

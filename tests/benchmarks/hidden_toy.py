@@ -41,7 +41,9 @@ def example(rng: random.Random, row: dict) -> list[str]:
     return [question, "look<|im_end|>", "\n" + toy.ASK.format(toy.PICTURE + row["prompt"]), blind]
 
 
-def teach(model, tokenizer, rows: list[dict], pixels: torch.Tensor, rng: random.Random, steps: int) -> None:
+def teach(
+    model, tokenizer, rows: list[dict], pixels: torch.Tensor, rng: random.Random, steps: int
+) -> None:
     """Train by next-token prediction; pixels (rows, 16, C)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(steps):

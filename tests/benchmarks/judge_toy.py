@@ -1,10 +1,10 @@
-"""Pairs for launch/judge_loop.sh: which of two pictures of the toy shows more? Noise makes it hard to see.
+"""Pairs for launch/judge_loop.sh: which of two pictures of the toy shows more? Noise makes it hard
+to see.
 
     python tests/benchmarks/judge_toy.py TOY OUT       TOY: a folder of launch/toy.py
 
-OUT/train.jsonl and OUT/eval.jsonl hold pairs and verdicts, OUT/cold.jsonl 64 of the training pairs, in both orders, with a
-written judgement: how many objects A shows, and how many B.
-"""
+OUT/train.jsonl and OUT/eval.jsonl hold pairs and verdicts, OUT/cold.jsonl 64 of the training pairs,
+in both orders, with a written judgement: how many objects A shows, and how many B."""
 
 import json
 import random

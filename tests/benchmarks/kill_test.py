@@ -3,11 +3,11 @@
     python tests/benchmarks/kill_test.py                       # 30 kills, about 4 minutes on 2 cores
     python tests/benchmarks/kill_test.py --kills 100 --seed 1 --work /scratch/kills
 
-Each life of the 2-rank job gets a SIGKILL on one random rank or on all, a random time after its start. After each kill
-the newest complete checkpoint must load and must not be older than before; a run that reaches its last step must equal
-the undisturbed run in every metric and in every byte of its exported weights; then the next run starts from nothing.
-The second part measures how long training waits for a save, in the background and blocking, with a larger model.
-"""
+Each life of the 2-rank job gets a SIGKILL on one random rank or on all, a random time after its
+start. After each kill the newest complete checkpoint must load and must not be older than before; a
+run that reaches its last step must equal the undisturbed run in every metric and in every byte of
+its exported weights; then the next run starts from nothing. The second part measures how long
+training waits for a save, in the background and blocking, with a larger model."""
 
 import argparse
 import collections
@@ -27,12 +27,13 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from safetensors.torch import load_file  # noqa: E402
+
 import conftest  # noqa: E402  (puts the project on the path)
 import ranks  # noqa: E402
 import toy  # noqa: E402
 import train_ppo_vl as ppo  # noqa: E402
 from lives import REWARD, assert_bitwise, live, records, steps, time_saves  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
 
 RANKS = 2
 
@@ -44,19 +45,48 @@ def write_task(folder: Path) -> None:
     rows = []
     for i in range(6):
         Image.fromarray(rng.integers(0, 255, (56, 56, 3), dtype=np.uint8)).save(folder / f"{i}.png")
-        rows.append({"prompt": f"row {i}: how many circles?", "images": [f"{i}.png"] if i % 2 else [], "answer": "1"})
+        rows.append(
+            {
+                "prompt": f"row {i}: how many circles?",
+                "images": [f"{i}.png"] if i % 2 else [],
+                "answer": "1",
+            }
+        )
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def flags(model: Path, task: Path, out: Path, *more: str) -> list[str]:
-    small = ("--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 "
-             "--prompts_per_step 4 --samples_per_prompt 2 --log_samples 0")
-    return ["--model", str(model), "--data", str(task / "rows.jsonl"), "--eval_data", str(task / "rows.jsonl"),
-            "--reward", f"{task / 'reward.py'}:letters", "--out", str(out), *small.split(), "--actor_lr", "1e-3",
-            "--critic_lr", "1e-3", "--kl_coef", "0.1", "--kl_target", "0.001", *more]
+    small = (
+        "--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 "
+        "--prompts_per_step 4 --samples_per_prompt 2 --log_samples 0"
+    )
+    return [
+        "--model",
+        str(model),
+        "--data",
+        str(task / "rows.jsonl"),
+        "--eval_data",
+        str(task / "rows.jsonl"),
+        "--reward",
+        f"{task / 'reward.py'}:letters",
+        "--out",
+        str(out),
+        *small.split(),
+        "--actor_lr",
+        "1e-3",
+        "--critic_lr",
+        "1e-3",
+        "--kl_coef",
+        "0.1",
+        "--kl_target",
+        "0.001",
+        *more,
+    ]
 
 
-def kill_at_random(model: Path, work: Path, kills: int, last: int, longest: float, seed: int) -> None:
+def kill_at_random(
+    model: Path, work: Path, kills: int, last: int, longest: float, seed: int
+) -> None:
     """The first part. Raises AssertionError at the first thing that is not as it should be."""
     rng, counts, reached, resumed = np.random.default_rng(seed), collections.Counter(), 0, []
     plan = ("--steps", str(last), "--save_every", "1", "--eval_every", "5")
@@ -81,7 +111,9 @@ def kill_at_random(model: Path, work: Path, kills: int, last: int, longest: floa
                 counts["while a checkpoint was being written"] += 1
         complete = steps(out)
         newest = complete[0] if complete else 0
-        assert newest >= reached, f"the newest complete checkpoint went back from {reached} to {newest}"
+        assert newest >= reached, (
+            f"the newest complete checkpoint went back from {reached} to {newest}"
+        )
         for file in (out / "checkpoints" / f"step-{newest}").glob("*.safetensors"):
             assert load_file(file)
         if newest > 0:
@@ -108,28 +140,66 @@ def measure_waits(work: Path, hidden: int, layers: int) -> None:
     toy.make_image_processor(kind).save_pretrained(model)
     for mode in ("--no-save_blocking", "--save_blocking"):
         out, log = work / f"large{mode}", work / f"waits{mode}.jsonl"
-        live(flags(model, work, out, "--steps", "9", "--save_every", "2", "--export_every", "0", "--eval_every", "0",
-                   "--keep_last", "1", mode), RANKS, [(time_saves, str(log))])
+        live(
+            flags(
+                model,
+                work,
+                out,
+                "--steps",
+                "9",
+                "--save_every",
+                "2",
+                "--export_every",
+                "0",
+                "--eval_every",
+                "0",
+                "--keep_last",
+                "1",
+                mode,
+            ),
+            RANKS,
+            [(time_saves, str(log))],
+        )
         size = sum(file.stat().st_size for file in (out / "checkpoints" / "step-9").iterdir())
         waits = collections.defaultdict(float)
         for step, seconds in map(json.loads, log.read_text().splitlines()):
             waits[step] += seconds
         step_seconds = statistics.median(record["perf/step_seconds"] for record in records(out)[1:])
         middle = [waits[step] for step in (4, 6, 8)]
-        print(f"{mode:20s} checkpoint {size / 2 ** 20:.0f} MiB, step {step_seconds:.2f} s; training waits for a save "
-              f"{statistics.median(middle):.2f} s ({', '.join(f'{seconds:.2f}' for seconds in middle)})", flush=True)
+        print(
+            f"{mode:20s} checkpoint {size / 2**20:.0f} MiB, step {step_seconds:.2f} s; training waits for a save "
+            f"{statistics.median(middle):.2f} s ({', '.join(f'{seconds:.2f}' for seconds in middle)})",
+            flush=True,
+        )
         shutil.rmtree(out)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=30, help="SIGKILLs (default: 30)")
     parser.add_argument("--steps", type=int, default=12, help="steps of a run (default: 12)")
-    parser.add_argument("--longest", type=float, default=5.0, help="longest time until a kill, seconds (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of instants and victims (default: 0)")
-    parser.add_argument("--hidden", type=int, default=512, help="width of the model of the second part (default: 512)")
-    parser.add_argument("--layers", type=int, default=8, help="layers of the model of the second part (default: 8)")
-    parser.add_argument("--work", type=Path, help="folder for the runs; default: a temporary one, removed afterwards")
+    parser.add_argument(
+        "--longest", type=float, default=5.0, help="longest time until a kill, seconds (default: 5)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of instants and victims (default: 0)"
+    )
+    parser.add_argument(
+        "--hidden",
+        type=int,
+        default=512,
+        help="width of the model of the second part (default: 512)",
+    )
+    parser.add_argument(
+        "--layers", type=int, default=8, help="layers of the model of the second part (default: 8)"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        help="folder for the runs; default: a temporary one, removed afterwards",
+    )
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp(prefix="kill-test-"))
     work.mkdir(parents=True, exist_ok=True)

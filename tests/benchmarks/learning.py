@@ -1,4 +1,5 @@
-"""Does it learn: the embedded toy, once with every estimator, every loss and what else changes the update.
+"""Does it learn: the embedded toy, once with every estimator, every loss and what else changes the
+update.
 
     python tests/benchmarks/learning.py [--steps 40] [--seeds 1]     # all of RUNS below, 6 to 10 minutes on one core
     python tests/benchmarks/learning.py --only "loss gspo" --flags "--actor_lr 3e-5"       # some of them, with other flags
@@ -7,24 +8,27 @@
     python tests/benchmarks/learning.py --task teacher --seeds 3      # TEACHER_RUNS: does a larger model teach faster than rewards?
     python tests/benchmarks/learning.py --task judge --seeds 3        # JUDGE_RUNS: a judge's learning rate and tower
 
-Each run is `python train_ppo_vl.py --config toy/args.json` (256 samples in 4 updates a step, actor_lr 3e-4) with the flags of
-its line, one process, one thread. Printed, as means over the seeds: greedy held-out accuracy along the run (a blind guess
-scores 0.219); accuracy of the samples and KL to the reference per token, over the last quarter of the steps; KL(old, new) per
-token and share of clipped tokens, over all steps and the last quarter; samples drawn; CPU seconds of the process, evaluations
-included, imports not. Below, least and most of the seeds.
+Each run is `python train_ppo_vl.py --config toy/args.json` (256 samples in 4 updates a step,
+actor_lr 3e-4) with the flags of its line, one process, one thread. Printed, as means over the
+seeds: greedy held-out accuracy along the run (a blind guess scores 0.219); accuracy of the samples
+and KL to the reference per token, over the last quarter of the steps; KL(old, new) per token and
+share of clipped tokens, over all steps and the last quarter; samples drawn; CPU seconds of the
+process, evaluations included, imports not. Below, least and most of the seeds.
 
-With --task describe, whose answers have 9 to 15 tokens and earn a share of 1 for each part that is right: held-out reward
-along the run and its mean over all evaluations but the first, which says how fast; last accuracy (all parts right); the
-critic's explained variance on these held-out answers.
+With --task describe, whose answers have 9 to 15 tokens and earn a share of 1 for each part that is
+right: held-out reward along the run and its mean over all evaluations but the first, which says how
+fast; last accuracy (all parts right); the critic's explained variance on these held-out answers.
 
-With --task looking the same descriptions, of which nothing can be guessed; beside the held-out reward the vision gap, what an
-answer's log-prob loses with blank images (nats), and the KL to the policy's own log-probs with masked ones.
+With --task looking the same descriptions, of which nothing can be guessed; beside the held-out
+reward the vision gap, what an answer's log-prob loses with blank images (nats), and the KL to the
+policy's own log-probs with masked ones.
 
-With --task teacher the same descriptions; the teacher is twice as large as the policy, and was trained as the quickstart
-trains: by PPO with a critic, but for 120 steps. What that took is no part of the CPU seconds, and is printed first.
+With --task teacher the same descriptions; the teacher is twice as large as the policy, and was
+trained as the quickstart trains: by PPO with a critic, but for 120 steps. What that took is no part
+of the CPU seconds, and is printed first.
 
-With --task judge, `python train_grm_vl.py --config toy/grm_args.json`, 1,500 steps: accuracy of all held-out judgements
-along the run, its mean over them; of single answers and of pairs at the end.
+With --task judge, `python train_grm_vl.py --config toy/grm_args.json`, 1,500 steps: accuracy of all
+held-out judgements along the run, its mean over them; of single answers and of pairs at the end.
 """
 
 import argparse
@@ -38,9 +42,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 os.environ["OMP_NUM_THREADS"] = "1"  # CPU seconds hold on one thread only
 
@@ -55,7 +59,8 @@ from machine import machine
 GRPO = "--advantage grpo"
 KL_LOSS = "--advantage rloo --kl_coef 0.5 --kl_in loss --kl_estimator"
 SEQUENCES = " --loss_aggregation seq-mean-token-mean"
-# name: flags over the toy's own; what compares losses or adds a term does so with grpo, which has no critic to help
+# name: flags over the toy's own; what compares losses or adds a term does so with grpo, which has
+# no critic to help
 RUNS = {
     "gae": "",
     "reinforce": "--advantage reinforce",
@@ -96,7 +101,8 @@ RUNS = {
 }
 
 SMALL, SINGLE = "--prompts_per_step 8", "--prompts_per_step 256 --samples_per_prompt 1"
-# what the critic is compared with and what it depends on, at equal samples: 256 a step in 4 updates, or SMALL, 64 a step
+# what the critic is compared with and what it depends on, at equal samples: 256 a step in 4
+# updates, or SMALL, 64 a step
 CRITIC_RUNS = {
     "gae": "",
     "rloo": "--advantage rloo",
@@ -150,7 +156,9 @@ TEACHER_RUNS = {
 # of the toy's judge; each with its vision tower as it is, and trained
 TOWERS = {"": "", ", tower trained": "--train_vision"}
 JUDGE_RUNS = {
-    f"lr {lr}{name}": f"--lr {lr} {tower}" for lr in ("3e-4", "1e-3", "3e-3", "1e-2") for name, tower in TOWERS.items()
+    f"lr {lr}{name}": f"--lr {lr} {tower}"
+    for lr in ("3e-4", "1e-3", "3e-3", "1e-2")
+    for name, tower in TOWERS.items()
 }
 
 
@@ -178,12 +186,16 @@ def train(flags: list[str], work: Path, task: Task) -> dict[str, float]:
     argv = ["--config", str(ROOT / task.folder / task.config), *flags, "--log_samples", "0"]
     argv += ["--save_every", "0", "--export_every", "0", "--out", str(work / "run")]
     began = resource.getrusage(resource.RUSAGE_CHILDREN)
-    child = multiprocessing.get_context("fork").Process(                       # imported once for all
-        target=run_quietly, args=(task.script, argv, work / "printed"))
+    # imported once for all
+    child = multiprocessing.get_context("fork").Process(
+        target=run_quietly, args=(task.script, argv, work / "printed")
+    )
     child.start()
     child.join()
     if child.exitcode:
-        raise SystemExit(f"{shlex.join(flags)}: exit code {child.exitcode}\n{(work / 'printed').read_text()[-4000:]}")
+        raise SystemExit(
+            f"{shlex.join(flags)}: exit code {child.exitcode}\n{(work / 'printed').read_text()[-4000:]}"
+        )
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
     seconds = ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
@@ -204,7 +216,9 @@ def critic_figures(lines: list[dict]) -> dict[str, float]:
 
 def looking_figures(lines: list[dict]) -> dict[str, float]:
     """Of --task looking, from the records of a run."""
-    summary = {name: value for name, value in critic_figures(lines).items() if not name.startswith("ev")}
+    summary = {
+        name: value for name, value in critic_figures(lines).items() if not name.startswith("ev")
+    }
     for line in lines:
         if "eval/vision_gap_logprob" in line:
             summary[f"gap at {line['step']}"] = line["eval/vision_gap_logprob"]
@@ -214,7 +228,9 @@ def looking_figures(lines: list[dict]) -> dict[str, float]:
 
 def teacher_figures(lines: list[dict]) -> dict[str, float]:
     """Of --task teacher, from the records of a run."""
-    summary = {name: value for name, value in critic_figures(lines).items() if not name.startswith("ev")}
+    summary = {
+        name: value for name, value in critic_figures(lines).items() if not name.startswith("ev")
+    }
     steps = [line["train/teacher_kl"] for line in lines if "train/teacher_kl" in line] or [math.nan]
     first = lines[1].get("eval/teacher_accuracy", math.nan)
     return summary | {"KL(teacher), first": steps[0], "last": steps[-1], "teacher": first}
@@ -226,8 +242,22 @@ def make_teacher() -> None:
     if out.exists():
         return
     began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    for script, argv in ((write_larger_toy, ["--task", "describe", "--out", str(made)]),
-                         (ppo.main, ["--config", str(made / "args.json"), "--steps", "120", "--save_every", "0", "--out", str(out.parents[1])])):
+    for script, argv in (
+        (write_larger_toy, ["--task", "describe", "--out", str(made)]),
+        (
+            ppo.main,
+            [
+                "--config",
+                str(made / "args.json"),
+                "--steps",
+                "120",
+                "--save_every",
+                "0",
+                "--out",
+                str(out.parents[1]),
+            ],
+        ),
+    ):
         if script is ppo.main or not made.exists():
             child = multiprocessing.get_context("fork").Process(target=script, args=(argv,))
             child.start()
@@ -243,15 +273,24 @@ def write_larger_toy(argv: list[str]) -> None:
 
 def figures(lines: list[dict]) -> dict[str, float]:
     """Of --task questions, from the records of a run."""
-    summary = {f"at {line['step']}": line["eval/accuracy_reward_mean"] for line in lines if "eval/accuracy_reward_mean" in line}
+    summary = {
+        f"at {line['step']}": line["eval/accuracy_reward_mean"]
+        for line in lines
+        if "eval/accuracy_reward_mean" in line
+    }
     steps = [line for line in lines if "train/approx_kl" in line]
-    mean = lambda part, *names: sum(line.get(name, math.nan) for line in part for name in names) / len(part)  # noqa: E731
-    last = steps[-max(1, len(steps) // 4):]
+    mean = lambda part, *names: (
+        sum(line.get(name, math.nan) for line in part for name in names) / len(part)
+    )  # noqa: E731
+    last = steps[-max(1, len(steps) // 4) :]
     summary |= {"sampled": mean(last, "rollout/accuracy_reward"), "KL(ref)": mean(last, "train/kl")}
     for span, part in (("", steps), (", last", last)):
         summary["KL(old, new)" + span] = mean(part, "train/approx_kl")
-        summary["clipped" + span] = mean(part, *(f"train/clipped_{side}" for side in ("high", "low", "dual")))
-    # A rollout repeated by --dynamic_sampling draws as many samples again, kept or not; a sample is a response to learn from.
+        summary["clipped" + span] = mean(
+            part, *(f"train/clipped_{side}" for side in ("high", "low", "dual"))
+        )
+    # A rollout repeated by --dynamic_sampling draws as many samples again, kept or not; a sample is
+    # a response to learn from.
     summary["samples"] = sum(line["rollout/rollouts"] for line in steps) * 256
     return summary
 
@@ -261,25 +300,62 @@ def judge_figures(lines: list[dict]) -> dict[str, float]:
     held_out = [line for line in lines if "eval/accuracy" in line]
     summary = {f"at {line['step']}": line["eval/accuracy"] for line in held_out}
     summary["mean"] = sum(line["eval/accuracy"] for line in held_out[1:]) / len(held_out[1:])
-    return summary | {"single": held_out[-1]["eval/kind/correct"], "pairs": held_out[-1]["eval/kind/pictures"]}
+    return summary | {
+        "single": held_out[-1]["eval/kind/correct"],
+        "pairs": held_out[-1]["eval/kind/pictures"],
+    }
 
 
 TASKS = {
     "questions": Task("toy", "args.json", ppo.main, RUNS, figures, steps=40, evaluations=4),
-    "describe": Task("toy_describe", "args.json", ppo.main, CRITIC_RUNS, critic_figures, steps=40, evaluations=4),
-    "looking": Task("toy_describe", "args.json", ppo.main, LOOKING_RUNS, looking_figures, steps=40, evaluations=4),
-    "teacher": Task("toy_describe", "args.json", ppo.main, TEACHER_RUNS, teacher_figures, steps=40, evaluations=4),
-    "judge": Task("toy", "grm_args.json", grm.main, JUDGE_RUNS, judge_figures, steps=1500, evaluations=5),
+    "describe": Task(
+        "toy_describe", "args.json", ppo.main, CRITIC_RUNS, critic_figures, steps=40, evaluations=4
+    ),
+    "looking": Task(
+        "toy_describe",
+        "args.json",
+        ppo.main,
+        LOOKING_RUNS,
+        looking_figures,
+        steps=40,
+        evaluations=4,
+    ),
+    "teacher": Task(
+        "toy_describe",
+        "args.json",
+        ppo.main,
+        TEACHER_RUNS,
+        teacher_figures,
+        steps=40,
+        evaluations=4,
+    ),
+    "judge": Task(
+        "toy", "grm_args.json", grm.main, JUDGE_RUNS, judge_figures, steps=1500, evaluations=5
+    ),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=TASKS, default="questions", help="what is learned from launch/toy.py's data")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--task",
+        choices=TASKS,
+        default="questions",
+        help="what is learned from launch/toy.py's data",
+    )
     parser.add_argument("--steps", type=int, help="of each run; default: 40, of a judge 1500")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each, seeds 0, 1, ...")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help=", ".join(RUNS | CRITIC_RUNS | LOOKING_RUNS | TEACHER_RUNS | JUDGE_RUNS))
-    parser.add_argument("--flags", type=shlex.split, default=[], help="further flags of every run, in one argument")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help=", ".join(RUNS | CRITIC_RUNS | LOOKING_RUNS | TEACHER_RUNS | JUDGE_RUNS),
+    )
+    parser.add_argument(
+        "--flags", type=shlex.split, default=[], help="further flags of every run, in one argument"
+    )
     flags = parser.parse_args()
     task = TASKS[flags.task]
     unknown = sorted(set(flags.only or ()) - task.runs.keys())
@@ -287,7 +363,9 @@ def main() -> None:
         parser.error(f"--only {', '.join(unknown)}: --task {flags.task} has {', '.join(task.runs)}")
     steps = flags.steps or task.steps
     if steps % task.evaluations:
-        parser.error(f"--steps {steps} is not a multiple of {task.evaluations}, the number of evaluations")
+        parser.error(
+            f"--steps {steps} is not a multiple of {task.evaluations}, the number of evaluations"
+        )
     if not (ROOT / task.folder / task.config).exists():
         kind = "describe" if task.folder == "toy_describe" else "questions"
         program = [sys.executable, str(ROOT / "launch" / "toy.py"), "--task", kind]
@@ -300,20 +378,44 @@ def main() -> None:
         runs = []
         for seed in range(flags.seeds):
             with tempfile.TemporaryDirectory() as work:
-                schedule = ["--steps", str(steps), "--eval_every", str(steps // task.evaluations), "--seed", str(seed)]
-                runs.append(train(schedule + shlex.split(task.runs[name]) + flags.flags, Path(work), task))
+                schedule = [
+                    "--steps",
+                    str(steps),
+                    "--eval_every",
+                    str(steps // task.evaluations),
+                    "--seed",
+                    str(seed),
+                ]
+                runs.append(
+                    train(schedule + shlex.split(task.runs[name]) + flags.flags, Path(work), task)
+                )
         columns = list(runs[0])
         if not ranges:
             print("| run | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
         means = {column: sum(run[column] for run in runs) / len(runs) for column in columns}
-        cells = [f"{value:.0f}" if column in ("samples", "CPU s") else f"{value:.1e}" if "old" in column else
-                 "" if math.isnan(value) else f"{value:.3f}" for column, value in means.items()]
+        cells = [
+            f"{value:.0f}"
+            if column in ("samples", "CPU s")
+            else f"{value:.1e}"
+            if "old" in column
+            else ""
+            if math.isnan(value)
+            else f"{value:.3f}"
+            for column, value in means.items()
+        ]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
-        ranges[name] = [sorted(run[column] for run in runs)[::max(1, len(runs) - 1)] for column in (f"at {steps}", "mean")
-                        if column in columns]
-    print(f"\nleast and most of {flags.seeds} seeds after {steps} steps, and of the means over the evaluations:")
+        ranges[name] = [
+            sorted(run[column] for run in runs)[:: max(1, len(runs) - 1)]
+            for column in (f"at {steps}", "mean")
+            if column in columns
+        ]
+    print(
+        f"\nleast and most of {flags.seeds} seeds after {steps} steps, and of the means over the evaluations:"
+    )
     for name, pairs in ranges.items():
-        print(f"  {name}: " + ", ".join("-".join(f"{value:.3f}" for value in pair) for pair in pairs))
+        print(
+            f"  {name}: " + ", ".join("-".join(f"{value:.3f}" for value in pair) for pair in pairs)
+        )
 
 
 if __name__ == "__main__":

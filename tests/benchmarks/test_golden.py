@@ -9,7 +9,7 @@ import golden
 from conftest import words
 
 # A trainer of a few lines: a step is a number that depends on all numbers before it.
-TRAINER = '''
+TRAINER = """
 import json, os, pathlib, sys, time
 
 if "--help" in sys.argv:
@@ -44,7 +44,7 @@ with open(out / "metrics.jsonl", "w", buffering=1) as file:
             (out / "tmp").rename(target)
         time.sleep(PAUSE)
 (out / "done").touch()
-'''
+"""
 
 
 @pytest.fixture
@@ -52,7 +52,13 @@ def write(tmp_path, capfd):
     """A function that makes golden runs of such a trainer. Returns exit code, output and error output."""
     flags = {name for run in golden.FLAGS.values() for name in run} | {"out"}
 
-    def write(folder: str, only: str = "gae", resumes: bool = True, drift: float = 0.0, pause: float = 0.05):
+    def write(
+        folder: str,
+        only: str = "gae",
+        resumes: bool = True,
+        drift: float = 0.0,
+        pause: float = 0.05,
+    ):
         checkout, toy = tmp_path / "checkout", tmp_path / "toy"
         for path in (checkout, toy, tmp_path / "toy-hidden", tmp_path / "toy-hybrid"):
             path.mkdir(exist_ok=True)
@@ -61,7 +67,9 @@ def write(tmp_path, capfd):
         settings = "".join(f"{name} = {value!r}\n" for name, value in values.items())
         for script in set(golden.SCRIPTS.values()):
             (checkout / script).write_text(settings + TRAINER)
-        command = words("write", tmp_path / folder, "--checkout", checkout, "--toy", toy, "--only", only)
+        command = words(
+            "write", tmp_path / folder, "--checkout", checkout, "--toy", toy, "--only", only
+        )
         return golden.main([str(word) for word in command]), *capfd.readouterr()
 
     return write
@@ -131,16 +139,24 @@ def test_the_first_difference_is_shown(compare):
     a = {1: {"x": 1.0, "y": 2.0}, 2: {"x": 0.3}}
     b = {1: {"x": 1.0, "y": 2.0}, 2: {"x": 0.1 + 0.2, "z": 1}}
     assert compare(a, b) == (
-        1, "gae-1-whole: step 2, x: 0.3 and 0.30000000000000004 (the first of 2 differences)\n")
+        1,
+        "gae-1-whole: step 2, x: 0.3 and 0.30000000000000004 (the first of 2 differences)\n",
+    )
 
 
 def test_a_missing_step_is_a_difference(compare):
-    assert compare({1: {"x": 1}, 2: {"x": 1}}, {1: {"x": 1}}) == (1, "gae-1-whole: step 2, x: 1 and absent\n")
+    assert compare({1: {"x": 1}, 2: {"x": 1}}, {1: {"x": 1}}) == (
+        1,
+        "gae-1-whole: step 2, x: 1 and absent\n",
+    )
 
 
 def test_metrics_are_ignored_and_renamed_by_name(compare):
     flags = ("--ignore", "gone,changed", "--renamed", "old=new")
-    assert compare({1: {"old": 1, "gone": 1, "changed": 1}}, {1: {"new": 1, "changed": 2}}, *flags)[0] == 0
+    assert (
+        compare({1: {"old": 1, "gone": 1, "changed": 1}}, {1: {"new": 1, "changed": 2}}, *flags)[0]
+        == 0
+    )
 
 
 def test_runs_on_different_toys_are_not_compared(compare):
@@ -151,7 +167,11 @@ def test_runs_on_different_toys_are_not_compared(compare):
 
 def test_records_of_a_step_are_one_but_none_is_said_twice(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    lines = ['{"type": "header", "step": 0}', '{"step": 1, "a": 1}', '{"step": 1, "b": 2, "eval/seconds": 3}']
+    lines = [
+        '{"type": "header", "step": 0}',
+        '{"step": 1, "a": 1}',
+        '{"step": 1, "b": 2, "eval/seconds": 3}',
+    ]
     path.write_text("\n".join([*lines, '{"step": 2, "cut by a ki']))
     assert golden.read_metrics(path) == {1: {"a": 1, "b": 2}}
     path.write_text("\n".join([*lines, '{"step": 1, "a": 1}', ""]))
@@ -161,9 +181,15 @@ def test_records_of_a_step_are_one_but_none_is_said_twice(tmp_path):
 
 def test_flags_go_by_the_names_that_a_checkout_knows(monkeypatch):
     monkeypatch.setattr(golden, "RENAMED", {"old": "new", "gone": None})
-    monkeypatch.setattr(golden, "FLAGS", {"run": {"old": 1, "gone": 2, "data": "{toy}/rows.jsonl"}, "older": {"old": 1}})
+    monkeypatch.setattr(
+        golden,
+        "FLAGS",
+        {"run": {"old": 1, "gone": 2, "data": "{toy}/rows.jsonl"}, "older": {"old": 1}},
+    )
     places = {"toy": Path("/t")}
-    assert golden.command_line("run", places, {"new", "data"}) == words("--new 1 --data /t/rows.jsonl")
+    assert golden.command_line("run", places, {"new", "data"}) == words(
+        "--new 1 --data /t/rows.jsonl"
+    )
     assert golden.command_line("older", places, {"old"}) == ["--old", "1"]
     with pytest.raises(golden.GoldenError, match="has no flag --data"):
         golden.command_line("run", places, {"new"})

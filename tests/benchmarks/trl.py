@@ -1,20 +1,21 @@
-"""End to end against TRL's GRPOTrainer: samples per process CPU second of whole steps, one thread, alternated.
+"""End to end against TRL's GRPOTrainer: samples per process CPU second of whole steps, one thread,
+alternated.
 
     python tests/benchmarks/trl.py [--size tiny|5m|20m] [--image_tokens 16|144]   # speed, responses of --response_tokens
     python tests/benchmarks/trl.py --ragged                                        # lengths from the table of rollout.py
     python tests/benchmarks/trl.py --learning                                      # mean reward on the toy after equal samples
 
-Both train the same Qwen2.5-VL checkpoint by GRPO on the same rows with the same number of samples, response length, learning
-rate, clip, one epoch and frozen vision tower; TRL's gradient checkpointing is off, its dataloader in the process, its log-prob
-head its own. The peer runs in an environment of its own that sees this one's packages; the script makes it once, in --env, by
-the commands it prints:
+Both train the same Qwen2.5-VL checkpoint by GRPO on the same rows with the same number of samples,
+response length, learning rate, clip, one epoch and frozen vision tower; TRL's gradient
+checkpointing is off, its dataloader in the process, its log-prob head its own. The peer runs in an
+environment of its own that sees this one's packages; the script makes it once, in --env, by the
+commands it prints:
 
     python -m venv ENV; <site-packages of this python> into ENV/.../shared.pth; ENV/bin/python -m pip install trl==1.16.0
 
-TRL loads Qwen2.5-VL's processor through torchvision, for videos; here the processor is the family's own class without its
-video part.
-CPU seconds are those of a step: rollout, rewards, update and logging, without start-up and the first step.
-"""
+TRL loads Qwen2.5-VL's processor through torchvision, for videos; here the processor is the family's
+own class without its video part. CPU seconds are those of a step: rollout, rewards, update and
+logging, without start-up and the first step."""
 
 import argparse
 import json
@@ -38,7 +39,9 @@ def make_environment(folder: Path) -> Path:
     """The peer's interpreter; made once, with this environment's torch and transformers."""
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
-        packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        packages = (
+            folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        )
         install = [str(python), "-m", "pip", "install", "--quiet", TRL]
         print(
             f"{sys.executable} -m venv {folder}",
@@ -49,10 +52,16 @@ def make_environment(folder: Path) -> Path:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         (packages / "shared.pth").write_text(site.getsitepackages()[0] + "\n")
         # Pinned, or the peer would be given another torch than ours.
-        versions = subprocess.run([sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
+        versions = subprocess.run(
+            [sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True, check=True
+        ).stdout
         pins = folder / "constraints.txt"
         pins.write_text(
-            "".join(f"{line}\n" for line in versions.splitlines() if line.startswith(("torch==", "transformers==")))
+            "".join(
+                f"{line}\n"
+                for line in versions.splitlines()
+                if line.startswith(("torch==", "transformers=="))
+            )
         )
         subprocess.run([*install, "--constraint", str(pins)], check=True)
         (folder / "complete").touch()
@@ -67,8 +76,9 @@ def make_environment(folder: Path) -> Path:
 def run_ours(task: dict, out: Path) -> None:
     """The script's `main` on the task; its own record of a step is where the clock is read."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "benchmarks")]
-    import rollout
     import torch
+
+    import rollout
     import train_ppo_vl as ppo
     from common import logging
 
@@ -79,7 +89,11 @@ def run_ours(task: dict, out: Path) -> None:
     def record_and_stamp(logger, step, metrics, columns):
         record(logger, step, metrics, columns)
         steps.append(
-            {"cpu": time.process_time(), "reward": metrics["rollout/reward"], "length": metrics["rollout/response_length"]}
+            {
+                "cpu": time.process_time(),
+                "reward": metrics["rollout/reward"],
+                "length": metrics["rollout/response_length"],
+            }
             | {name: value for name, value in metrics.items() if name.endswith("_seconds")}
         )
 
@@ -137,10 +151,16 @@ def run_peer(task: dict, out: Path) -> None:
     import datasets
     import torch
     from PIL import Image
-    from transformers import (AutoModelForImageTextToText, AutoTokenizer, LogitsProcessor, LogitsProcessorList,
-                              TrainerCallback)
+    from transformers import (
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+        LogitsProcessor,
+        LogitsProcessorList,
+        TrainerCallback,
+    )
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
     from trl import GRPOConfig, GRPOTrainer
 
     class PictureProcessor(Qwen2_5_VLProcessor):
@@ -148,12 +168,19 @@ def run_peer(task: dict, out: Path) -> None:
 
         def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
             self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
-            self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
-            super(Qwen2_5_VLProcessor, self).__init__(image_processor, tokenizer, chat_template=chat_template)
+            self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids(
+                [self.image_token, self.video_token]
+            )
+            super(Qwen2_5_VLProcessor, self).__init__(
+                image_processor, tokenizer, chat_template=chat_template
+            )
 
     def exact(completions, answer, **_):
         texts = [c[0]["content"] for c in completions]
-        return [float(" ".join(text.lower().split()) == " ".join(a.lower().split())) for text, a in zip(texts, answer)]
+        return [
+            float(" ".join(text.lower().split()) == " ".join(a.lower().split()))
+            for text, a in zip(texts, answer)
+        ]
 
     torch.set_num_threads(1)
     folder = Path(task["data"]).parent
@@ -171,7 +198,9 @@ def run_peer(task: dict, out: Path) -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
     processor = PictureProcessor(
-        Qwen2VLImageProcessorPil.from_pretrained(task["model"]), tokenizer, chat_template=tokenizer.chat_template
+        Qwen2VLImageProcessorPil.from_pretrained(task["model"]),
+        tokenizer,
+        chat_template=tokenizer.chat_template,
     )
     model = AutoModelForImageTextToText.from_pretrained(task["model"])
     model.model.visual.requires_grad_(False)
@@ -195,12 +224,19 @@ def run_peer(task: dict, out: Path) -> None:
     if task.get("lengths"):
         generate = model.generate
         model.generate = lambda *args, **options: generate(
-            *args, **options, logits_processor=LogitsProcessorList([EndAt(task["lengths"])]))
+            *args, **options, logits_processor=LogitsProcessorList([EndAt(task["lengths"])])
+        )
 
     class Stamp(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **_):
             if "reward" in logs:
-                steps.append({"cpu": time.process_time(), "reward": logs["reward"], "length": logs["completions/mean_length"]})
+                steps.append(
+                    {
+                        "cpu": time.process_time(),
+                        "reward": logs["reward"],
+                        "length": logs["completions/mean_length"],
+                    }
+                )
 
     size = task["prompts"] * SAMPLES // task["minibatches"]
     options = dict(
@@ -241,10 +277,18 @@ def run_peer(task: dict, out: Path) -> None:
     )
     known = inspect.signature(GRPOConfig).parameters
     if unknown := sorted(set(options) - set(known)):
-        raise SystemExit(f"this TRL has no {', '.join(unknown)}; the benchmark is written for {TRL}")
+        raise SystemExit(
+            f"this TRL has no {', '.join(unknown)}; the benchmark is written for {TRL}"
+        )
     began = time.process_time()
-    GRPOTrainer(model=model, reward_funcs=exact, args=GRPOConfig(**options), train_dataset=data, processing_class=processor,
-                callbacks=[Stamp()]).train()
+    GRPOTrainer(
+        model=model,
+        reward_funcs=exact,
+        args=GRPOConfig(**options),
+        train_dataset=data,
+        processing_class=processor,
+        callbacks=[Stamp()],
+    ).train()
     out.write_text(json.dumps({"began": began, "steps": steps}))
 
 
@@ -254,13 +298,16 @@ def run_peer(task: dict, out: Path) -> None:
 
 
 def launch(who: str, python: Path | str, task: dict, work: Path) -> dict:
-    """One run of a side in a process of its own. -P: this file's folder must not stand in for the package of its name."""
+    """One run of a side in a process of its own. -P: this file's folder must not stand in for the
+    package of its name."""
     out = work / f"{who}-{time.time_ns()}"
     file = out.with_suffix(".json")
     flags = ["--side", who, "--task", json.dumps(task | {"out": str(out)}), "--result", str(file)]
     done = subprocess.run([str(python), "-P", __file__, *flags], capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{who}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"{who}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
     return json.loads(file.read_text())
 
 
@@ -269,7 +316,9 @@ def speed(flags, python: Path, work: Path) -> None:
     sys.path[:0] = [str(ROOT / "tests" / "benchmarks")]
     import rollout
 
-    rollout.write_task(work, flags.size, flags.image_tokens, flags.prompts, words=flags.prompt_words)
+    rollout.write_task(
+        work, flags.size, flags.image_tokens, flags.prompts, words=flags.prompt_words
+    )
     lengths = rollout.length_table(flags.prompts).tolist() if flags.ragged else []
     longest = max(map(max, lengths), default=flags.response_tokens)
     mean = sum(map(sum, lengths)) / (flags.prompts * SAMPLES) if lengths else longest
@@ -293,10 +342,18 @@ def speed(flags, python: Path, work: Path) -> None:
     for _ in range(flags.repeats):
         for who, interpreter in (("ours", sys.executable), ("trl", python)):
             steps = launch(who, interpreter, task, work)["steps"]
-            assert len(steps) == flags.steps and all(abs(step["length"] - mean) < 1e-3 for step in steps), steps
-            seconds[who] += [later["cpu"] - earlier["cpu"] for earlier, later in zip(steps, steps[1:])]
+            assert len(steps) == flags.steps and all(
+                abs(step["length"] - mean) < 1e-3 for step in steps
+            ), steps
+            seconds[who] += [
+                later["cpu"] - earlier["cpu"] for earlier, later in zip(steps, steps[1:])
+            ]
             if who == "ours":
-                stages = {name: min(step[name] for step in steps[1:]) for name in steps[-1] if name.startswith("perf/")}
+                stages = {
+                    name: min(step[name] for step in steps[1:])
+                    for name in steps[-1]
+                    if name.startswith("perf/")
+                }
     count = flags.prompts * SAMPLES
     best = {who: min(values) for who, values in seconds.items()}
     for who, values in seconds.items():
@@ -304,8 +361,10 @@ def speed(flags, python: Path, work: Path) -> None:
             f"{who:5s} {count / best[who]:8.2f} samples per CPU second   "
             f"(CPU seconds of steps: {', '.join(f'{v:.2f}' for v in values)})"
         )
-    print(f"ratio {best['trl'] / best['ours']:8.2f}   {flags.size}, {flags.image_tokens} image tokens, {count} samples of "
-          f"{mean:.0f} tokens{f', the longest {longest},' if lengths else ''} a step")
+    print(
+        f"ratio {best['trl'] / best['ours']:8.2f}   {flags.size}, {flags.image_tokens} image tokens, {count} samples of "
+        f"{mean:.0f} tokens{f', the longest {longest},' if lengths else ''} a step"
+    )
     print(
         "ours, wall seconds of stages: "
         + "  ".join(f"{name[5:-8]} {value:.2f}" for name, value in stages.items() if value >= 0.005)
@@ -316,7 +375,9 @@ def learning(flags, python: Path, work: Path) -> None:
     """The embedded toy with its own flags but for a critic: 32 prompts x 8 samples in 4 updates a step."""
     toy = ROOT / "toy"
     if not (toy / "args.json").exists():
-        subprocess.run([sys.executable, str(ROOT / "launch" / "toy.py"), "--out", str(toy)], check=True)
+        subprocess.run(
+            [sys.executable, str(ROOT / "launch" / "toy.py"), "--out", str(toy)], check=True
+        )
     task = {
         "model": str(toy / "model"),
         "data": str(toy / "train.jsonl"),
@@ -332,30 +393,56 @@ def learning(flags, python: Path, work: Path) -> None:
     for seed in range(flags.repeats):
         for who, interpreter in (("ours", sys.executable), ("trl", python)):
             curves[who].append(launch(who, interpreter, task | {"seed": seed}, work)["steps"])
-    print(f"mean reward of the step's samples, mean of {flags.repeats} seeds; {32 * SAMPLES} samples a step")
+    print(
+        f"mean reward of the step's samples, mean of {flags.repeats} seeds; {32 * SAMPLES} samples a step"
+    )
     for at in sorted({0, *range(4, flags.steps, 5), flags.steps - 1}):
-        means = {who: sum(curve[at]["reward"] for curve in runs) / len(runs) for who, runs in curves.items()}
-        print(f"  step {at + 1:3d}  " + "  ".join(f"{who} {value:.3f}" for who, value in means.items()))
+        means = {
+            who: sum(curve[at]["reward"] for curve in runs) / len(runs)
+            for who, runs in curves.items()
+        }
+        print(
+            f"  step {at + 1:3d}  "
+            + "  ".join(f"{who} {value:.3f}" for who, value in means.items())
+        )
     for who, runs in curves.items():
         cpu = min((curve[-1]["cpu"] - curve[0]["cpu"]) / (flags.steps - 1) for curve in runs)
         print(f"{who:5s} {32 * SAMPLES / cpu:8.1f} samples per CPU second")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=("tiny", "5m", "20m"), default="5m")
     parser.add_argument("--image_tokens", type=int, choices=(16, 144), default=144)
-    parser.add_argument("--prompt_words", type=int, help="besides the question; default: prompts of 90 or 210 tokens")
+    parser.add_argument(
+        "--prompt_words",
+        type=int,
+        help="besides the question; default: prompts of 90 or 210 tokens",
+    )
     parser.add_argument("--response_tokens", type=int, default=64)
-    parser.add_argument("--ragged", action="store_true", help="lengths of the log-normal table of rollout.py instead")
+    parser.add_argument(
+        "--ragged",
+        action="store_true",
+        help="lengths of the log-normal table of rollout.py instead",
+    )
     parser.add_argument("--prompts", type=int, default=8, help="per step, with 8 samples each")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each side (--learning: seeds)")
-    parser.add_argument("--learning", action="store_true", help="compare rewards on the toy instead")
     parser.add_argument(
-        "--env", type=Path, default=Path.home() / ".cache" / "ppo-vl-benchmarks" / "trl", help="the peer's environment"
+        "--repeats", type=int, default=2, help="runs of each side (--learning: seeds)"
     )
-    parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)   # the two child processes
+    parser.add_argument(
+        "--learning", action="store_true", help="compare rewards on the toy instead"
+    )
+    parser.add_argument(
+        "--env",
+        type=Path,
+        default=Path.home() / ".cache" / "ppo-vl-benchmarks" / "trl",
+        help="the peer's environment",
+    )
+    # the two child processes
+    parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     flags = parser.parse_args()

@@ -1,8 +1,9 @@
-"""Rows and pictures to tensors: what the rows mean, what the pictures become, and that every bad input is refused.
+"""Rows and pictures to tensors: what the rows mean, what the pictures become, and that every bad
+input is refused.
 
-Pictures are a few pixels whose RGB values are written down by hand; the processor of transformers is the oracle of the
-patch grids. The checkpoint is a byte-level tokenizer and a tiny config, made here.
-"""
+Pictures are a few pixels whose RGB values are written down by hand; the processor of transformers
+is the oracle of the patch grids. The checkpoint is a byte-level tokenizer and a tiny config, made
+here."""
 
 import json
 import random
@@ -57,23 +58,56 @@ PARTS = "{% for p in m.content %}{{ p.text }}{% endfor %}"
 TURN_ENDS = [
     ("Qwen2.5 base", CHATML + CHATML_PROMPT, "<|endoftext|>", "<|im_end|>"),
     ("Qwen2.5", CHATML + CHATML_PROMPT, "<|im_end|>", "<|im_end|>"),
-    ("R1 distill", "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>"
-     "{{ m.content.split('</think>')[-1] }}<|eos|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
-     "<|eos|>", "<|eos|>"),
-    ("Mistral", "<s>{% for m in messages %}{% if m.role == 'user' %} [INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>"
-     "{% endif %}{% endfor %}", "</s>", "</s>"),
-    ("Gemma", "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}", "<eos>", "<end_of_turn>"),
-    ("LLaVA", "{% for m in messages %}{{ m.role.upper() }}: " + PARTS + " {% endfor %}{% if add_generation_prompt %}ASSISTANT:"
-     "{% endif %}", "</s>", "</s>"),
+    (
+        "R1 distill",
+        "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>"
+        "{{ m.content.split('</think>')[-1] }}<|eos|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
+        "<|eos|>",
+        "<|eos|>",
+    ),
+    (
+        "Mistral",
+        "<s>{% for m in messages %}{% if m.role == 'user' %} [INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>"
+        "{% endif %}{% endfor %}",
+        "</s>",
+        "</s>",
+    ),
+    (
+        "Gemma",
+        "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        "<eos>",
+        "<end_of_turn>",
+    ),
+    (
+        "LLaVA",
+        "{% for m in messages %}{{ m.role.upper() }}: "
+        + PARTS
+        + " {% endfor %}{% if add_generation_prompt %}ASSISTANT:"
+        "{% endif %}",
+        "</s>",
+        "</s>",
+    ),
     ("prompts alone", "{{ messages[0].content }}", "</s>", "</s>"),
 ]
 
 
 @pytest.mark.parametrize("name, template, eos, end", TURN_ENDS)
-def test_what_the_template_writes_behind_an_answer_ends_a_turn(tmp_path, capsys, name, template, eos, end):
+def test_what_the_template_writes_behind_an_answer_ends_a_turn(
+    tmp_path, capsys, name, template, eos, end
+):
     folder = write_processor(tmp_path / "model", template=template)
-    retokenize(folder, "<|endoftext|>", "<|User|>", "<|Assistant|>", "<|eos|>", "</s>", "<start_of_turn>", "<end_of_turn>", "<eos>")
+    retokenize(
+        folder,
+        "<|endoftext|>",
+        "<|User|>",
+        "<|Assistant|>",
+        "<|eos|>",
+        "</s>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+        "<eos>",
+    )
     edit(folder / "tokenizer_config.json", eos_token=eos)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     eos_id, end_id = tokenizer.convert_tokens_to_ids([eos, end])
@@ -85,7 +119,8 @@ def test_what_the_template_writes_behind_an_answer_ends_a_turn(tmp_path, capsys,
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == (eos != end)
     assert all(f"ends a turn with {end}, the tokenizer a text with {eos}" in line for line in lines)
-    processor.save(tmp_path / "export")                                             # others' `generate` stops there, too
+    # others' `generate` stops there, too
+    processor.save(tmp_path / "export")
     written = read_json(tmp_path / "export" / "generation_config.json")["eos_token_id"]
     assert written == (eos_id if eos == end else sorted({eos_id, end_id}))
 
@@ -95,34 +130,74 @@ def test_a_text_lacks_only_what_ends_a_turn_pads_or_stands_for_pixels(tmp_path):
     folder = write_processor(tmp_path)
     retokenize(folder, "<pad>", "<pad>", "<answer>", "</answer>", "[TOOL_CALLS]")
     processor = Processor(folder)
-    texts = ["<|box_start|>(1,2) , x", "<answer>3</answer>", "[TOOL_CALLS] {}", "<|im_start|>", " two  spaces ", ""]
+    texts = [
+        "<|box_start|>(1,2) , x",
+        "<answer>3</answer>",
+        "[TOOL_CALLS] {}",
+        "<|im_start|>",
+        " two  spaces ",
+        "",
+    ]
     for stop in (IM_END, EOT):
-        tokens = [torch.tensor([IMAGE, *processor.token_ids(text), stop, *processor.token_ids("<pad><pad>")]) for text in texts]
+        tokens = [
+            torch.tensor(
+                [IMAGE, *processor.token_ids(text), stop, *processor.token_ids("<pad><pad>")]
+            )
+            for text in texts
+        ]
         assert processor.decode(tokens) == texts
 
 
 LISTS = "{{ p.text if p.type == 'text' else '<|vision_start|><|image_pad|><|vision_end|>' }}"
-HEAD, END = "{% for m in messages %}<|im_start|>{{ m.role }}\n", "<|im_end|>\n{% endfor %}" + CHATML_PROMPT
+HEAD, END = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n",
+    "<|im_end|>\n{% endfor %}" + CHATML_PROMPT,
+)
 STRINGS_ONLY = [
-    HEAD + "{% if m.content is string %}{{ m.content }}{% endif %}" + END,                          # our parts vanish
-    CHATML + CHATML_PROMPT, HEAD + "{{ m.content | tojson if m.content is not string else m.content }}" + END,  # Python's, JSON's list
-    HEAD + "{{ m.content.strip() }}" + END]                                                         # raises
+    # our parts vanish
+    HEAD + "{% if m.content is string %}{{ m.content }}{% endif %}" + END,
+    # Python's, JSON's list
+    CHATML + CHATML_PROMPT,
+    HEAD + "{{ m.content | tojson if m.content is not string else m.content }}" + END,
+    # raises
+    HEAD + "{{ m.content.strip() }}" + END,
+]
 FOR_IMAGES = (  # of the system's message it knows strings only, as Llama 3.2's
-    HEAD + "{% if m.role == 'system' %}{% if m.content is string %}{{ m.content }}{% endif %}{% else %}{% for p in m.content %}"
-    + LISTS + "{% endfor %}{% endif %}" + END)
+    HEAD
+    + "{% if m.role == 'system' %}{% if m.content is string %}{{ m.content }}{% endif %}{% else %}{% for p in m.content %}"
+    + LISTS
+    + "{% endfor %}{% endif %}"
+    + END
+)
 
 
-@pytest.mark.parametrize("template, images", [*((template, []) for template in STRINGS_ONLY), (FOR_IMAGES, ["a.png"])])
-def test_a_template_that_knows_only_strings_gets_strings(load, processor, monkeypatch, template, images):
+@pytest.mark.parametrize(
+    "template, images", [*((template, []) for template in STRINGS_ONLY), (FOR_IMAGES, ["a.png"])]
+)
+def test_a_template_that_knows_only_strings_gets_strings(
+    load, processor, monkeypatch, template, images
+):
     monkeypatch.setattr(processor.tokenizer, "chat_template", template)
-    prompt, = load([{"prompt": 'What "is"\nit?', "images": images}], system_prompt="It's brief.")
-    assert prompt.text == rendered(("system", "It's brief."), ("user", PICTURE * len(images) + 'What "is"\nit?'))
+    (prompt,) = load([{"prompt": 'What "is"\nit?', "images": images}], system_prompt="It's brief.")
+    assert prompt.text == rendered(
+        ("system", "It's brief."), ("user", PICTURE * len(images) + 'What "is"\nit?')
+    )
 
 
-@pytest.mark.parametrize("template, message", [
-    ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}", "leaves out what the system says: 'Brief.'"),
-    ("<|im_start|>user\n{{ question }}<|im_end|>", "leaves out what the system says: 'Brief.'"),
-    ("{{ messages[0].content }}{{ messages[-1].content | upper }}", r".*leaves out what the user says: 'What\?'")])
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        (
+            "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+            "leaves out what the system says: 'Brief.'",
+        ),
+        ("<|im_start|>user\n{{ question }}<|im_end|>", "leaves out what the system says: 'Brief.'"),
+        (
+            "{{ messages[0].content }}{{ messages[-1].content | upper }}",
+            r".*leaves out what the user says: 'What\?'",
+        ),
+    ],
+)
 def test_a_template_that_loses_a_text_is_refused(load, processor, monkeypatch, template, message):
     monkeypatch.setattr(processor.tokenizer, "chat_template", template)
     with value_error(f"train.jsonl:1: the chat template {message}"):
@@ -130,32 +205,63 @@ def test_a_template_that_loses_a_text_is_refused(load, processor, monkeypatch, t
 
 
 def test_a_template_may_change_what_it_is_known_to_change(load, processor, monkeypatch):
-    """Thoughts of earlier turns, which Qwen3 and R1 leave out; white space around a text; what a tool says, JSON in Llama 3."""
-    monkeypatch.setattr(processor.tokenizer, "chat_template", HEAD + "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}"
-                        "{{ m.content.split('</think>')[-1].strip() }}{% endif %}" + END)
-    prompt, = load([{"prompt": [{"role": "user", "content": " Hi \n"}, {"role": "assistant", "content": "<think>a</think>\n\nYes"},
-                                {"role": "tool", "content": 'é "1"\n2'}]}])
-    assert prompt.text == rendered(("user", "Hi"), ("assistant", "Yes"), ("tool", '"é \\"1\\"\\n2"'))
+    """Thoughts of earlier turns, which Qwen3 and R1 leave out; white space around a text; what a
+    tool says, JSON in Llama 3."""
+    monkeypatch.setattr(
+        processor.tokenizer,
+        "chat_template",
+        HEAD + "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}"
+        "{{ m.content.split('</think>')[-1].strip() }}{% endif %}" + END,
+    )
+    (prompt,) = load(
+        [
+            {
+                "prompt": [
+                    {"role": "user", "content": " Hi \n"},
+                    {"role": "assistant", "content": "<think>a</think>\n\nYes"},
+                    {"role": "tool", "content": 'é "1"\n2'},
+                ]
+            }
+        ]
+    )
+    assert prompt.text == rendered(
+        ("user", "Hi"), ("assistant", "Yes"), ("tool", '"é \\"1\\"\\n2"')
+    )
 
 
 def test_options_reach_the_template(tmp_path):
-    template = TEMPLATE + "{% if add_generation_prompt %}{{ '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}{% endif %}"
+    template = (
+        TEMPLATE
+        + "{% if add_generation_prompt %}{{ '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}{% endif %}"
+    )
     folder = write_processor(tmp_path / "model", template=template)
     chat = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
-    for options, ending in (("", "</think>\n\n"), ('{"enable_thinking": true}', "assistant\n<think>\n")):
+    for options, ending in (
+        ("", "</think>\n\n"),
+        ('{"enable_thinking": true}', "assistant\n<think>\n"),
+    ):
         processor = Processor(folder, DataArgs(template_options=options))
         processor.check_options()
         assert processor.encode(chat, ())[0].endswith(ending)
         assert answer_frame(processor).head.endswith(ending)
-    (folder / "judge.json").write_text('{"template_options": {"enable_thinking": true}}')           # its own, unless a flag says
+    # its own, unless a flag says
+    (folder / "judge.json").write_text('{"template_options": {"enable_thinking": true}}')
     for options, ending in (("", "assistant\n<think>\n"), ("{}", "</think>\n\n")):
-        assert Processor(folder, DataArgs(template_options=options)).encode(chat, ())[0].endswith(ending)
+        assert (
+            Processor(folder, DataArgs(template_options=options))
+            .encode(chat, ())[0]
+            .endswith(ending)
+        )
     with value_error("--template_options: the chat template knows no 'enable_thinkin'"):
         Processor(folder, DataArgs(template_options='{"enable_thinkin": true}')).check_options()
 
 
 def test_token_ids(processor, tmp_path):
-    assert (processor.family.image_token_id, processor.family.patch_size, processor.family.merge_size) == (IMAGE, 14, 2)
+    assert (
+        processor.family.image_token_id,
+        processor.family.patch_size,
+        processor.family.merge_size,
+    ) == (IMAGE, 14, 2)
     assert processor.stop_ids == (IM_END, EOT)
     assert processor.banned_ids == (VISION_START, VISION_END, IMAGE, VIDEO)
     folder = write_processor(tmp_path)
@@ -172,8 +278,11 @@ def retokenize(folder, pad_token, *special):
     tokenizer.pad_token = pad_token
     tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, *special]})
     tokenizer.save_pretrained(folder)
-    edit(folder / "config.json", text_config=read_json(folder / "config.json")["text_config"]
-         | {"vocab_size": len(tokenizer), "pad_token_id": None})
+    edit(
+        folder / "config.json",
+        text_config=read_json(folder / "config.json")["text_config"]
+        | {"vocab_size": len(tokenizer), "pad_token_id": None},
+    )
 
 
 def test_no_pad_token_is_added_and_one_that_ends_turns_is_trained(tmp_path):
@@ -181,49 +290,90 @@ def test_no_pad_token_is_added_and_one_that_ends_turns_is_trained(tmp_path):
     folder = write_processor(tmp_path / "bare")
     retokenize(folder, None)
     processor = Processor(folder)
-    assert processor.tokenizer.pad_token_id is processor.config.get_text_config().pad_token_id is None
+    assert (
+        processor.tokenizer.pad_token_id is processor.config.get_text_config().pad_token_id is None
+    )
     processor.save(tmp_path / "again")
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "again").pad_token_id is None
     retokenize(folder, "<|im_end|>")
-    edit(folder / "config.json", text_config=read_json(folder / "config.json")["text_config"] | {"pad_token_id": IM_END})
+    edit(
+        folder / "config.json",
+        text_config=read_json(folder / "config.json")["text_config"] | {"pad_token_id": IM_END},
+    )
     model = build_model(Processor(folder).config, COMPUTE)
     assert model.config.get_text_config().pad_token_id == IM_END
-    materialize(model, torch.device("cpu"))                                          # the end of a turn is still trained
+    # the end of a turn is still trained
+    materialize(model, torch.device("cpu"))
     embedding = model.get_input_embeddings()
     embedding(torch.tensor([IM_END, IM_START])).sum().backward()
-    assert (embedding.weight.grad.abs().sum(dim=1) > 0).nonzero()[:, 0].tolist() == [IM_END, IM_START]
+    assert (embedding.weight.grad.abs().sum(dim=1) > 0).nonzero()[:, 0].tolist() == [
+        IM_END,
+        IM_START,
+    ]
 
 
-@pytest.mark.parametrize("ends, stops", [(EOT, (IM_END, EOT)), (None, (IM_END,)), ([EOT, BOX], (IM_END, EOT, BOX))])
+@pytest.mark.parametrize(
+    "ends, stops", [(EOT, (IM_END, EOT)), (None, (IM_END,)), ([EOT, BOX], (IM_END, EOT, BOX))]
+)
 @pytest.mark.parametrize("gemma", [False, True])
-def test_stop_tokens_are_those_of_generation_config_tokenizer_and_template(tmp_path, ends, stops, gemma):
+def test_stop_tokens_are_those_of_generation_config_tokenizer_and_template(
+    tmp_path, ends, stops, gemma
+):
     """Gemma's tokenizers have another eos_token than what its templates end a turn with."""
-    folder = write_processor(tmp_path, template=TEMPLATE.replace("<|im_end|>", "<end_of_turn>") if gemma else TEMPLATE)
+    folder = write_processor(
+        tmp_path, template=TEMPLATE.replace("<|im_end|>", "<end_of_turn>") if gemma else TEMPLATE
+    )
     if gemma:
         retokenize(folder, "<|endoftext|>", "<end_of_turn>")
     edit(folder / "generation_config.json", eos_token_id=ends)
     assert Processor(folder).stop_ids == stops + (BOX + 1,) * gemma
 
 
-@pytest.mark.parametrize("family, low, high", [("qwen2_5_vl", 0, 0), ("qwen2_5_vl", 50_000, 90_000),
-                                               ("qwen2_5_vl", 784, 784), ("qwen3_vl", 0, 0), ("qwen3_vl", 1024, 9000)])
+@pytest.mark.parametrize(
+    "family, low, high",
+    [
+        ("qwen2_5_vl", 0, 0),
+        ("qwen2_5_vl", 50_000, 90_000),
+        ("qwen2_5_vl", 784, 784),
+        ("qwen3_vl", 0, 0),
+        ("qwen3_vl", 1024, 9000),
+    ],
+)
 def test_grids_from_headers_equal_the_processors(tmp_path, family, low, high):
     args = DataArgs(min_pixels=low, max_pixels=high)
     family, rng = Processor(write_processor(tmp_path, family), args).family, random.Random(0)
     for width, height in [(1, 1), (3, 500), (1, 200), (28, 28), (32, 32), (700, 4)] + [
-            (rng.randint(1, 400), rng.randint(10, 400)) for _ in range(25)]:
-        batch = family.image_processor(images=[Image.new("RGB", (width, height))], return_tensors="pt")
-        assert family.grid(width, height) == tuple(batch["image_grid_thw"][0].tolist()), (width, height)
+        (rng.randint(1, 400), rng.randint(10, 400)) for _ in range(25)
+    ]:
+        batch = family.image_processor(
+            images=[Image.new("RGB", (width, height))], return_tensors="pt"
+        )
+        assert family.grid(width, height) == tuple(batch["image_grid_thw"][0].tolist()), (
+            width,
+            height,
+        )
 
 
-SMALL, LARGE = {"min_pixels": 3136, "max_pixels": 9000}, {"shortest_edge": 4000, "longest_edge": 8000}
+SMALL, LARGE = (
+    {"min_pixels": 3136, "max_pixels": 9000},
+    {"shortest_edge": 4000, "longest_edge": 8000},
+)
 
 
-@pytest.mark.parametrize("settings, flags, bounds", [
-    (SMALL, (0, 0), (3136, 9000)), ({"min_pixels": "3136", "max_pixels": "9000"}, (0, 0), (3136, 9000)), ({"size": SMALL}, (0, 0), (3136, 9000)), ({"size": LARGE}, (0, 0), (4000, 8000)),
-    ({"size": LARGE} | SMALL, (5000, 6000), (5000, 6000)), ({}, (0, 0), (56 * 56, 28 * 28 * 1280))])
+@pytest.mark.parametrize(
+    "settings, flags, bounds",
+    [
+        (SMALL, (0, 0), (3136, 9000)),
+        ({"min_pixels": "3136", "max_pixels": "9000"}, (0, 0), (3136, 9000)),
+        ({"size": SMALL}, (0, 0), (3136, 9000)),
+        ({"size": LARGE}, (0, 0), (4000, 8000)),
+        ({"size": LARGE} | SMALL, (5000, 6000), (5000, 6000)),
+        ({}, (0, 0), (56 * 56, 28 * 28 * 1280)),
+    ],
+)
 def test_spellings_of_the_bounds(tmp_path, settings, flags, bounds):
-    """Last without any: those of the checkpoints before must not have become the default, as transformers would do."""
+    """Last without any: those of the checkpoints before must not have become the default, as
+    transformers would do."""
     folder = write_processor(tmp_path)
     edit(folder / "preprocessor_config.json", **{"min_pixels": None, "max_pixels": None} | settings)
     low, high = flags
@@ -237,7 +387,9 @@ def test_the_config_has_the_last_word_on_patches(tmp_path):
     Image.new("RGB", (56, 112)).save(tmp_path / "a.png")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "images": "a.png"}')
     processor = Processor(folder)
-    prompt, = load_prompts(str(tmp_path / "rows.jsonl"), processor, DataArgs(max_prompt_tokens=500))
+    (prompt,) = load_prompts(
+        str(tmp_path / "rows.jsonl"), processor, DataArgs(max_prompt_tokens=500)
+    )
     patches, grids = load_pixels(prompt, processor)
     assert grids.tolist() == [[1, 8, 4]]
     assert patches.shape == (32, 3 * 2 * 14 * 14)
@@ -247,9 +399,15 @@ def test_the_config_has_the_last_word_on_patches(tmp_path):
 def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
     """The template in chat_template.json, where there is one, takes precedence over the tokenizer's."""
     source, target = write_processor(tmp_path / "source", template="text only"), tmp_path / "target"
-    nested = {"image_processor": {"min_pixels": 1, "patch_size": 14}, "processor_class": "Qwen2_5_VLProcessor"}
-    for name, settings in [("chat_template", {"chat_template": TEMPLATE}), ("processor_config", nested),
-                           ("video_preprocessor_config", {"fps": 2})]:
+    nested = {
+        "image_processor": {"min_pixels": 1, "patch_size": 14},
+        "processor_class": "Qwen2_5_VLProcessor",
+    }
+    for name, settings in [
+        ("chat_template", {"chat_template": TEMPLATE}),
+        ("processor_config", nested),
+        ("video_preprocessor_config", {"fps": 2}),
+    ]:
         (source / f"{name}.json").write_text(json.dumps(settings))
     Processor(source, DataArgs(min_pixels=4000, max_pixels=5000)).save(target)
     (target / "config.json").write_text((source / "config.json").read_text())
@@ -262,16 +420,30 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
     assert again.files["video_preprocessor_config"] == {"fps": 2}
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda f: (f / "config.json").unlink(), "config.json"),
-    (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "no vocabulary: tokenizer.json"),
-    (lambda f: (f / "chat_template.jinja").unlink(), "no chat template"),
-    (lambda f: (f / "preprocessor_config.json").unlink(), "no preprocessor_config.json"),
-    (lambda f: edit(f / "preprocessor_config.json", min_pixels=900, max_pixels=800),
-     "min_pixels 900 is more than max_pixels 800"),
-    (lambda f: edit(f / "config.json", model_type="their_own", auto_map={"AutoConfig": "configuration.TheirConfig"}),
-     "config.json: it needs Python code of its own, which is never run here$"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda f: (f / "config.json").unlink(), "config.json"),
+        (
+            lambda f: [path.unlink() for path in f.glob("tokenizer*")],
+            "no vocabulary: tokenizer.json",
+        ),
+        (lambda f: (f / "chat_template.jinja").unlink(), "no chat template"),
+        (lambda f: (f / "preprocessor_config.json").unlink(), "no preprocessor_config.json"),
+        (
+            lambda f: edit(f / "preprocessor_config.json", min_pixels=900, max_pixels=800),
+            "min_pixels 900 is more than max_pixels 800",
+        ),
+        (
+            lambda f: edit(
+                f / "config.json",
+                model_type="their_own",
+                auto_map={"AutoConfig": "configuration.TheirConfig"},
+            ),
+            "config.json: it needs Python code of its own, which is never run here$",
+        ),
+    ],
+)
 def test_bad_checkpoint(tmp_path, change, message):
     change(write_processor(tmp_path))
     with value_error(f"(?s)^checkpoint {tmp_path}: .*{message}"):
@@ -297,18 +469,27 @@ def grey16(*values):
 RED_BLUE = two_pixels("P", 0, 1, [255, 0, 0, 0, 0, 255])
 
 
-@pytest.mark.parametrize("image, suffix, save, left, right", [
-    (two_pixels("RGB", RED, GREEN), "ppm", {}, RED, GREEN),
-    (two_pixels("RGBA", (0, 0, 0, 51), (255, 0, 0, 204)), "png", {}, (204, 204, 204), (255, 51, 51)),
-    (two_pixels("LA", (70, 255), (0, 0)), "png", {}, (70, 70, 70), WHITE),
-    (two_pixels("L", 7, 200), "png", {"transparency": 200}, (7, 7, 7), WHITE),
-    (RED_BLUE, "bmp", {}, RED, BLUE),
-    (RED_BLUE, "png", {"transparency": bytes([255, 0])}, RED, WHITE),
-    (RED_BLUE, "gif", {"transparency": 1}, RED, WHITE),
-    (grey16(257 * 100, 65535), "png", {}, (100, 100, 100), WHITE),
-    (two_pixels("I", 257 * 3, 65535), "tiff", {}, (3, 3, 3), WHITE),
-    (two_pixels("CMYK", (0, 255, 255, 0), (0, 0, 0, 0)), "tiff", {}, RED, WHITE),
-])
+@pytest.mark.parametrize(
+    "image, suffix, save, left, right",
+    [
+        (two_pixels("RGB", RED, GREEN), "ppm", {}, RED, GREEN),
+        (
+            two_pixels("RGBA", (0, 0, 0, 51), (255, 0, 0, 204)),
+            "png",
+            {},
+            (204, 204, 204),
+            (255, 51, 51),
+        ),
+        (two_pixels("LA", (70, 255), (0, 0)), "png", {}, (70, 70, 70), WHITE),
+        (two_pixels("L", 7, 200), "png", {"transparency": 200}, (7, 7, 7), WHITE),
+        (RED_BLUE, "bmp", {}, RED, BLUE),
+        (RED_BLUE, "png", {"transparency": bytes([255, 0])}, RED, WHITE),
+        (RED_BLUE, "gif", {"transparency": 1}, RED, WHITE),
+        (grey16(257 * 100, 65535), "png", {}, (100, 100, 100), WHITE),
+        (two_pixels("I", 257 * 3, 65535), "tiff", {}, (3, 3, 3), WHITE),
+        (two_pixels("CMYK", (0, 255, 255, 0), (0, 0, 0, 0)), "tiff", {}, RED, WHITE),
+    ],
+)
 def test_every_mode_becomes_correct_rgb(tmp_path, image, suffix, save, left, right):
     path = str(tmp_path / f"picture.{suffix}")
     image.save(path, **save)
@@ -322,42 +503,83 @@ def test_every_mode_becomes_correct_rgb(tmp_path, image, suffix, save, left, rig
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation(tmp_path, orientation, suffix):
     """A 48 x 16 picture: red, green, blue squares from left to right, as the camera's sensor saw them."""
-    stored, exif, path = Image.new("RGB", (48, 16)), Image.Exif(), str(tmp_path / f"picture.{suffix}")
+    stored, exif, path = (
+        Image.new("RGB", (48, 16)),
+        Image.Exif(),
+        str(tmp_path / f"picture.{suffix}"),
+    )
     for i, colour in enumerate((RED, GREEN, BLUE)):
         stored.paste(colour, (16 * i, 0, 16 * i + 16, 16))
     exif[0x0112] = orientation
     stored.save(path, exif=exif, **({"lossless": True} if suffix == "webp" else {}))
     image = read_image(path)
-    # Where the stored left end stands upright, by the EXIF standard: 1, 4 left; 2, 3 right; 5, 6 top; 7, 8 bottom.
-    first = {1: (8, 8), 4: (8, 8), 2: (40, 8), 3: (40, 8), 5: (8, 8), 6: (8, 8), 7: (8, 40), 8: (8, 40)}[orientation]
+    # Where the stored left end stands upright, by the EXIF standard: 1, 4 left; 2, 3 right; 5, 6
+    # top; 7, 8 bottom.
+    first = {
+        1: (8, 8),
+        4: (8, 8),
+        2: (40, 8),
+        3: (40, 8),
+        5: (8, 8),
+        6: (8, 8),
+        7: (8, 40),
+        8: (8, 40),
+    }[orientation]
     assert image.size == image_size(path) == ((48, 16) if orientation <= 4 else (16, 48))
     assert np.abs(np.subtract(image.getpixel(first), RED)).max() <= 3
 
 
 @pytest.mark.parametrize("suffix", ["gif", "webp", "png"])
 def test_first_frame_of_an_animation(tmp_path, suffix):
-    frames, path = [Image.new("RGB", (8, 8), colour) for colour in (RED, BLUE)], str(tmp_path / f"moving.{suffix}")
-    frames[0].save(path, save_all=True, append_images=frames[1:], **({"lossless": True} if suffix == "webp" else {}))
+    frames, path = (
+        [Image.new("RGB", (8, 8), colour) for colour in (RED, BLUE)],
+        str(tmp_path / f"moving.{suffix}"),
+    )
+    frames[0].save(
+        path,
+        save_all=True,
+        append_images=frames[1:],
+        **({"lossless": True} if suffix == "webp" else {}),
+    )
     assert read_image(path).getpixel((4, 4)) == RED
 
 
 def png_header(width, height):
     chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + b"\0\0\0\0IDAT"
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + struct.pack(">I", 13)
+        + chunk
+        + struct.pack(">I", zlib.crc32(chunk))
+        + b"\0\0\0\0IDAT"
+    )
 
 
 @pytest.mark.parametrize("read", [read_image, image_size])
-@pytest.mark.parametrize("content, message", [
-    (png_header(60000, 60000), "3600000000 pixels"), (b"hello", ""), (png_header(0, 5), ""), (b"GIF89a\x01", ""),
-    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", ""), (b"\x89PNG\r\n\x1a\n" + b"\xff" * 40, "")])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (png_header(60000, 60000), "3600000000 pixels"),
+        (b"hello", ""),
+        (png_header(0, 5), ""),
+        (b"GIF89a\x01", ""),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", ""),
+        (b"\x89PNG\r\n\x1a\n" + b"\xff" * 40, ""),
+    ],
+)
 def test_bombs_and_what_is_no_image_are_refused(tmp_path, read, content, message):
     (tmp_path / "x.png").write_bytes(content)
     with value_error(f"x.png: cannot be read as one of JPEG, PNG.*{message}"):
         read(str(tmp_path / "x.png"))
 
 
-@pytest.mark.parametrize("values, message", [(np.array([[0.0, 1.0]], np.float32), "mode F"),
-                                             (np.array([[0, 70000]], np.int32), "values 0 to 70000")])
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (np.array([[0.0, 1.0]], np.float32), "mode F"),
+        (np.array([[0, 70000]], np.int32), "values 0 to 70000"),
+    ],
+)
 def test_grey_of_unknown_range_is_refused(tmp_path, values, message):
     Image.fromarray(values).save(tmp_path / "x.tiff")
     with value_error(f"x.tiff.*{message}"):
@@ -365,19 +587,27 @@ def test_grey_of_unknown_range_is_refused(tmp_path, values, message):
 
 
 def rendered(*turns):
-    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
+    return (
+        "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+        + "<|im_start|>assistant\n"
+    )
 
 
 def test_one_row_in_full(load, processor, tmp_path):
-    prompt, = load([dict(prompt="Wie heißt das?", images=["a.png"], answer="Würfel", label="m")])
-    assert (prompt.index, prompt.source, prompt.reference, prompt.label) == (0, "train.jsonl:1", "Würfel", "m")
+    (prompt,) = load([dict(prompt="Wie heißt das?", images=["a.png"], answer="Würfel", label="m")])
+    assert (prompt.index, prompt.source, prompt.reference, prompt.label) == (
+        0,
+        "train.jsonl:1",
+        "Würfel",
+        "m",
+    )
     assert prompt.images == (str(tmp_path / "a.png"),)
     assert prompt.grids == (processor.family.grid(64, 40),)
     assert prompt.text == rendered(("user", PICTURE + "Wie heißt das?"))
     _, h, w = prompt.grids[0]
     text = processor.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
     at = text.index(IMAGE)
-    assert prompt.input_ids.tolist() == text[:at] + [IMAGE] * (h * w // 4) + text[at + 1:]
+    assert prompt.input_ids.tolist() == text[:at] + [IMAGE] * (h * w // 4) + text[at + 1 :]
     patches, grids = load_pixels(prompt, processor)
     assert patches.shape == (h * w, 3 * 2 * 14 * 14)
     assert grids.tolist() == [[1, h, w]]
@@ -386,8 +616,14 @@ def test_one_row_in_full(load, processor, tmp_path):
 
 
 def test_several_images_of_several_sizes_and_text_only_rows(load, processor):
-    prompts = load([{"prompt": "which?", "images": ["b.jpg", "a.png"]}, {"prompt": "1+1?"},
-                       {"prompt": "and?", "images": "a.png"}, {"prompt": "null", "images": None, "label": None}])
+    prompts = load(
+        [
+            {"prompt": "which?", "images": ["b.jpg", "a.png"]},
+            {"prompt": "1+1?"},
+            {"prompt": "and?", "images": "a.png"},
+            {"prompt": "null", "images": None, "label": None},
+        ]
+    )
     sizes = [processor.family.grid(30, 90), processor.family.grid(64, 40)]
     assert [p.grids for p in prompts] == [tuple(sizes), (), (sizes[1],), ()]
     for prompt in prompts:
@@ -400,30 +636,64 @@ def test_several_images_of_several_sizes_and_text_only_rows(load, processor):
     assert prompts[1].text == rendered(("user", "1+1?"))
 
 
-@pytest.mark.parametrize("turns, expected", [
-    ("A <image> and <image>?", [("user", f"A {PICTURE} and {PICTURE}?")]),
-    ("Compare.", [("user", f"{PICTURE}{PICTURE}Compare.")]),
-    ([{"role": "user", "content": "Compare."}], [("user", f"{PICTURE}{PICTURE}Compare.")]),
-    ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]}],
-     [("user", f"{PICTURE}or{PICTURE}")]),
-    ([{"role": "system", "content": [{"type": "text", "text": "<image> is a tag."}]},                      # as text, no place
-      {"role": "user", "content": "What?"}], [("system", "<image> is a tag."), ("user", PICTURE + PICTURE + "What?")]),
-])
+@pytest.mark.parametrize(
+    "turns, expected",
+    [
+        ("A <image> and <image>?", [("user", f"A {PICTURE} and {PICTURE}?")]),
+        ("Compare.", [("user", f"{PICTURE}{PICTURE}Compare.")]),
+        ([{"role": "user", "content": "Compare."}], [("user", f"{PICTURE}{PICTURE}Compare.")]),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image"},
+                        {"type": "text", "text": "or"},
+                        {"type": "image"},
+                    ],
+                }
+            ],
+            [("user", f"{PICTURE}or{PICTURE}")],
+        ),
+        # as text, no place
+        (
+            [
+                {"role": "system", "content": [{"type": "text", "text": "<image> is a tag."}]},
+                {"role": "user", "content": "What?"},
+            ],
+            [("system", "<image> is a tag."), ("user", PICTURE + PICTURE + "What?")],
+        ),
+    ],
+)
 def test_places_of_images(load, turns, expected):
     assert load([{"prompt": turns, "images": ["a.png", "b.jpg"]}])[0].text == rendered(*expected)
 
 
 def test_system_prompt_and_column_names(load):
-    prompts = load([dict(q="Hi", target="4", pics="a.png", task="t")], system_prompt="Think.",
-                   columns="prompt=q, answer=target,images=pics,label=task")
+    prompts = load(
+        [dict(q="Hi", target="4", pics="a.png", task="t")],
+        system_prompt="Think.",
+        columns="prompt=q, answer=target,images=pics,label=task",
+    )
     assert prompts[0].text == rendered(("system", "Think."), ("user", PICTURE + "Hi"))
     assert (prompts[0].reference, prompts[0].label) == ("4", "t")
-    prompts = load([{"prompt": "x", "answer": "r"}, {"prompt": "x", "label": "s"}, {"prompt": "x", "answer": None}])
+    prompts = load(
+        [
+            {"prompt": "x", "answer": "r"},
+            {"prompt": "x", "label": "s"},
+            {"prompt": "x", "answer": None},
+        ]
+    )
     assert [(p.reference, p.label) for p in prompts] == [("r", None), (None, "s"), (None, None)]
-    assert [p.reference for p in load([{"prompt": "x", "solution": "s", "answer": "a"}], "answer=solution")] == ["s"]
+    assert [
+        p.reference
+        for p in load([{"prompt": "x", "solution": "s", "answer": "a"}], "answer=solution")
+    ] == ["s"]
 
 
-@pytest.mark.parametrize("columns", ["question", "prompt=", "=question", "prompt=q,question=prompt"])
+@pytest.mark.parametrize(
+    "columns", ["question", "prompt=", "=question", "prompt=q,question=prompt"]
+)
 def test_columns_that_cannot_be(columns):
     with value_error(f"--columns {columns}: .* is not one of prompt, images, answer, label"):
         parse_columns(columns)
@@ -431,17 +701,27 @@ def test_columns_that_cannot_be(columns):
 
 def test_a_row_keeps_all_its_columns(load, tmp_path, capsys):
     """As the file has them. Names that nobody reads are printed: they may be misspelled."""
-    rows = [dict(prompt="Hi", imgs=["a.png"], answer=4, tools=[], depth={"of": [1, None]}),
-            dict(prompt=[{"role": "user", "content": "<image>What?"}], images="a.png", answer=2.5, extra="ü"),
-            dict(prompt="<image>Find x.", images=["a.png"], answer=-12, reward_model={"style": "rule"})]
+    rows = [
+        dict(prompt="Hi", imgs=["a.png"], answer=4, tools=[], depth={"of": [1, None]}),
+        dict(
+            prompt=[{"role": "user", "content": "<image>What?"}],
+            images="a.png",
+            answer=2.5,
+            extra="ü",
+        ),
+        dict(prompt="<image>Find x.", images=["a.png"], answer=-12, reward_model={"style": "rule"}),
+    ]
     before = json.loads(json.dumps(rows))
     prompts = load(rows)
     assert [prompt.row for prompt in prompts] == before
     assert [prompt.reference for prompt in prompts] == ["4", "2.5", "-12"]
     assert [len(prompt.images) for prompt in prompts] == [0, 1, 1]
-    assert capsys.readouterr().out == f"{tmp_path / 'train.jsonl'}: columns that are kept, but not read: " \
-        "'depth', 'extra', 'imgs' (images, or part of prompt or answer? see --columns, launch/convert.py), " \
+    assert (
+        capsys.readouterr().out
+        == f"{tmp_path / 'train.jsonl'}: columns that are kept, but not read: "
+        "'depth', 'extra', 'imgs' (images, or part of prompt or answer? see --columns, launch/convert.py), "
         "'reward_model' (images, or part of prompt or answer? see --columns, launch/convert.py), 'tools'\n"
+    )
     load([dict(prompt="Hi", answer="4", label="l", images=[], videos=[])])
     assert capsys.readouterr().out == ""
 
@@ -456,14 +736,39 @@ def test_a_named_images_column_is_in_every_row(load):
 
 def test_prompts_of_several_turns(load, tmp_path, processor):
     """Pictures of parts, of the images column and of strings, in the order of their places."""
-    prompt, = load([{"images": ["a.png", "b.jpg"], "answer": "no", "prompt": [
-        {"role": "system", "content": "Brief."}, {"role": "user", "content": "<image>What is it?"},
-        {"role": "assistant", "content": "<|box_start|>"},
-        {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "image", "image": "b.jpg"}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "Blue."}]},
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " again?"}]}]}])
-    assert prompt.text == rendered(("system", "Brief."), ("user", PICTURE + "What is it?"), ("assistant", "<|box_start|>"),
-                                   ("user", "And " + PICTURE), ("assistant", "Blue."), ("user", PICTURE + " again?"))
+    (prompt,) = load(
+        [
+            {
+                "images": ["a.png", "b.jpg"],
+                "answer": "no",
+                "prompt": [
+                    {"role": "system", "content": "Brief."},
+                    {"role": "user", "content": "<image>What is it?"},
+                    {"role": "assistant", "content": "<|box_start|>"},
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "And "},
+                            {"type": "image", "image": "b.jpg"},
+                        ],
+                    },
+                    {"role": "assistant", "content": [{"type": "text", "text": "Blue."}]},
+                    {
+                        "role": "user",
+                        "content": [{"type": "image"}, {"type": "text", "text": " again?"}],
+                    },
+                ],
+            }
+        ]
+    )
+    assert prompt.text == rendered(
+        ("system", "Brief."),
+        ("user", PICTURE + "What is it?"),
+        ("assistant", "<|box_start|>"),
+        ("user", "And " + PICTURE),
+        ("assistant", "Blue."),
+        ("user", PICTURE + " again?"),
+    )
     a, b = processor.family.grid(64, 40), processor.family.grid(30, 90)
     assert prompt.images == tuple(str(tmp_path / name) for name in ("a.png", "b.jpg", "b.jpg"))
     assert prompt.grids == (a, b, b)
@@ -473,67 +778,122 @@ def test_prompts_of_several_turns(load, tmp_path, processor):
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-CALLED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
-          {"role": "tool", "content": "red"}]
-AS_TEXT = [{"role": "user", "content": [{"type": "image", "image": "file://FOLDER/a.png"}, {"type": "text", "text": "Hi"}]}]
+CALLED = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "red"},
+]
+AS_TEXT = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "image", "image": "file://FOLDER/a.png"},
+            {"type": "text", "text": "Hi"},
+        ],
+    }
+]
 
 
-@pytest.mark.parametrize("row, columns, turns", [
-    ({"prompt": "Hi", "image": "a.png"}, "", [("user", PICTURE + "Hi")]),                                   # TRL, LLaVA
-    ({"prompt": "Hi", "image": ["a.png"], "images": None}, "", [("user", PICTURE + "Hi")]),
-    ({"problem": "Hi", "image": "a.png", "solution": "red"}, "prompt=problem,answer=solution", [("user", PICTURE + "Hi")]),
-    ({"message": json.dumps(AS_TEXT), "answer": "red"}, "prompt=message", [("user", PICTURE + "Hi")]),        # lmm-r1
-    ({"conversations": [{"role": "user", "content": "<image>Hi"}], "image_urls": ["file://FOLDER/a.png"]},    # MM-EUREKA
-     "prompt=conversations,images=image_urls", [("user", PICTURE + "Hi")]),
-    ({"prompt": AS_TEXT, "images": ["FOLDER/a.png"]}, "", [("user", PICTURE + "Hi")]),                        # Vero
-    ({"prompt": CALLED}, "", [("user", "Hi"), ("assistant", ""), ("tool", "red")]),
-])
+@pytest.mark.parametrize(
+    "row, columns, turns",
+    [
+        # TRL, LLaVA
+        ({"prompt": "Hi", "image": "a.png"}, "", [("user", PICTURE + "Hi")]),
+        ({"prompt": "Hi", "image": ["a.png"], "images": None}, "", [("user", PICTURE + "Hi")]),
+        (
+            {"problem": "Hi", "image": "a.png", "solution": "red"},
+            "prompt=problem,answer=solution",
+            [("user", PICTURE + "Hi")],
+        ),
+        # lmm-r1
+        (
+            {"message": json.dumps(AS_TEXT), "answer": "red"},
+            "prompt=message",
+            [("user", PICTURE + "Hi")],
+        ),
+        # MM-EUREKA
+        (
+            {
+                "conversations": [{"role": "user", "content": "<image>Hi"}],
+                "image_urls": ["file://FOLDER/a.png"],
+            },
+            "prompt=conversations,images=image_urls",
+            [("user", PICTURE + "Hi")],
+        ),
+        # Vero
+        ({"prompt": AS_TEXT, "images": ["FOLDER/a.png"]}, "", [("user", PICTURE + "Hi")]),
+        ({"prompt": CALLED}, "", [("user", "Hi"), ("assistant", ""), ("tool", "red")]),
+    ],
+)
 def test_rows_of_other_systems_that_need_no_conversion(load, tmp_path, capsys, row, columns, turns):
     row = json.loads(json.dumps(row).replace("FOLDER", str(tmp_path)))
-    prompt, = load([row], columns)
+    (prompt,) = load([row], columns)
     assert prompt.text == rendered(*turns)
     assert prompt.images == (str(tmp_path / "a.png"),) * prompt.text.count(PICTURE)
     assert prompt.row == row
     assert "columns" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("row, names", [
-    ({"picture": "sub/x.JPG", "id": 3, "url": "http://x.org"}, "picture"),
-    ({"image_1": {"bytes": "iVBORw0KGgoAAA", "path": None}, "image_2": None}, "image_1"),
-    ({"image": None, "frames": ["data:image/png;base64,iVBOR"]}, "frames"),
-    ({"images": ["a.png"], "image": "b.jpg"}, "image"),
-    ({"input": "2 + 2", "system": "", "history": []}, "input"),
-    ({"conversations": [{"from": "human", "value": "x"}]}, "conversations"),
-])
+@pytest.mark.parametrize(
+    "row, names",
+    [
+        ({"picture": "sub/x.JPG", "id": 3, "url": "http://x.org"}, "picture"),
+        ({"image_1": {"bytes": "iVBORw0KGgoAAA", "path": None}, "image_2": None}, "image_1"),
+        ({"image": None, "frames": ["data:image/png;base64,iVBOR"]}, "frames"),
+        ({"images": ["a.png"], "image": "b.jpg"}, "image"),
+        ({"input": "2 + 2", "system": "", "history": []}, "input"),
+        ({"conversations": [{"from": "human", "value": "x"}]}, "conversations"),
+    ],
+)
 def test_an_unread_column_that_matters_is_said(load, capsys, row, names):
     load([{"prompt": "x"} | row])
-    assert re.findall(r"'(\w+)' \(images, or part of prompt or answer\?", capsys.readouterr().out) == [names]
+    assert re.findall(
+        r"'(\w+)' \(images, or part of prompt or answer\?", capsys.readouterr().out
+    ) == [names]
 
 
-@pytest.mark.parametrize("answer, is_worked", [
-    ("6 * 12 = 72\n#### 72", True), (r"So $x = \boxed{2}$.", True), ("<answer> 3 </answer>", True),
-    ("72", False), (r"\boxed{2}", False), ("a < b", False)])
+@pytest.mark.parametrize(
+    "answer, is_worked",
+    [
+        ("6 * 12 = 72\n#### 72", True),
+        (r"So $x = \boxed{2}$.", True),
+        ("<answer> 3 </answer>", True),
+        ("72", False),
+        (r"\boxed{2}", False),
+        ("a < b", False),
+    ],
+)
 def test_worked_solutions_are_said(load, capsys, answer, is_worked):
     load([{"prompt": "x", "answer": "1"}, {"prompt": "x", "answer": answer}])
     assert ("answers seem to be worked solutions" in capsys.readouterr().out) == is_worked
 
 
-@pytest.mark.parametrize("columns, name", [("answer=TYPO", "TYPO"), ("label=task", "task"), ("prompt=q", "q")])
+@pytest.mark.parametrize(
+    "columns, name", [("answer=TYPO", "TYPO"), ("label=task", "task"), ("prompt=q", "q")]
+)
 def test_a_named_column_is_in_every_row(load, columns, name):
-    with value_error(f"train.jsonl:2: no column '{name}' .*--columns.*the row has 'prompt', 'answer'"):
+    with value_error(
+        f"train.jsonl:2: no column '{name}' .*--columns.*the row has 'prompt', 'answer'"
+    ):
         load([{"prompt": "x", name: "y"}, {"prompt": "x", "answer": "y"}], columns)
 
 
-@pytest.mark.parametrize("content, what", [
-    (json.dumps([{"prompt": "x"}]).encode(), "a JSON list"),
-    (b"\xef\xbb\xbf\n[\n  {}]", "a JSON list"),
-    (json.dumps({"prompt": "x"}, indent=2).encode(), "JSON with its objects on several lines each"),
-    ('{"prompt": "x"}\n'.encode("utf-16"), "text in UTF-16"),
-    ('{"prompt": "x"}\n'.encode("utf-16-le"), "text in UTF-16"),
-    (b"PAR1\x15\x04", "a Parquet table"),
-    (b"\x1f\x8b\x08\x00", "compressed"),
-    (None, "no file .data of the hub: hf download"),
-])
+@pytest.mark.parametrize(
+    "content, what",
+    [
+        (json.dumps([{"prompt": "x"}]).encode(), "a JSON list"),
+        (b"\xef\xbb\xbf\n[\n  {}]", "a JSON list"),
+        (
+            json.dumps({"prompt": "x"}, indent=2).encode(),
+            "JSON with its objects on several lines each",
+        ),
+        ('{"prompt": "x"}\n'.encode("utf-16"), "text in UTF-16"),
+        ('{"prompt": "x"}\n'.encode("utf-16-le"), "text in UTF-16"),
+        (b"PAR1\x15\x04", "a Parquet table"),
+        (b"\x1f\x8b\x08\x00", "compressed"),
+        (None, "no file .data of the hub: hf download"),
+    ],
+)
 def test_data_that_is_no_jsonl(tmp_path, processor, content, what):
     path = tmp_path / "rows.json"
     if content is not None:
@@ -545,19 +905,31 @@ def test_data_that_is_no_jsonl(tmp_path, processor, content, what):
 
 def test_bom_crlf_blank_lines_and_line_separators(load):
     """U+2028 ends a line for str.splitlines, but not in JSON; index counts rows, source counts lines."""
-    data = b"\xef\xbb\xbf" + '{"prompt": "a"}\r\n\r\n   \n{"prompt": "b\u2028c"}\r\n\n{"prompt": "d"}'.encode()
+    data = (
+        b"\xef\xbb\xbf"
+        + '{"prompt": "a"}\r\n\r\n   \n{"prompt": "b\u2028c"}\r\n\n{"prompt": "d"}'.encode()
+    )
     prompts = load(data)
-    assert [(p.index, p.source) for p in prompts] == [(0, "train.jsonl:1"), (1, "train.jsonl:4"), (2, "train.jsonl:6")]
-    assert [p.text for p in prompts] == [rendered(("user", text)) for text in ("a", "b\u2028c", "d")]
+    assert [(p.index, p.source) for p in prompts] == [
+        (0, "train.jsonl:1"),
+        (1, "train.jsonl:4"),
+        (2, "train.jsonl:6"),
+    ]
+    assert [p.text for p in prompts] == [
+        rendered(("user", text)) for text in ("a", "b\u2028c", "d")
+    ]
 
 
 def test_order(load):
     """Rows are read by several threads."""
     prompts = load([{"prompt": str(i), "images": "a.png", "answer": "x"} for i in range(60)])
-    assert [(p.index, p.text) for p in prompts] == [(i, rendered(("user", PICTURE + str(i)))) for i in range(60)]
+    assert [(p.index, p.text) for p in prompts] == [
+        (i, rendered(("user", PICTURE + str(i)))) for i in range(60)
+    ]
 
 
-BAD_ROWS = table("""
+BAD_ROWS = table(
+    """
 invalid JSON              | {"prompt":  | not JSON
 invalid UTF-8             | {"prompt": "ÿ"} | not JSON
 no object                 | ["prompt"] | a row must be a JSON object, not \\['prompt'\\]
@@ -599,15 +971,18 @@ end of turn from two parts | USER [{"type": "image"}, {"type": "text", "text": "
 too long                  | {"prompt": "LONG", "images": "a.png"} | too long: 507 tokens, 6 of them of images; the limit is 500
 half a surrogate pair     | {"prompt": "a\\ud800"} | surrogates not allowed
 two system prompts        | {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]} | drop one of them
-""".replace("USER", '{"prompt": [{"role": "user", "content":').replace("LONG", "x" * 480)
-                 .replace("MEGABYTE", "A" * 2**20))
+""".replace("USER", '{"prompt": [{"role": "user", "content":')
+    .replace("LONG", "x" * 480)
+    .replace("MEGABYTE", "A" * 2**20)
+)
 
 
 @pytest.mark.parametrize("case, row, message", BAD_ROWS)
 def test_bad_row(load, tmp_path, case, row, message, capsys):
     """An error with file and line, and by choice a message: the other rows keep their numbers."""
     Image.new("RGB", (2, 500)).save(tmp_path / "thin.png")
-    data = f'{{"prompt": "first"}}\n\n{row}\n{{"prompt": "last"}}\n'.encode("latin-1")           # in which ÿ is no UTF-8
+    # in which ÿ is no UTF-8
+    data = f'{{"prompt": "first"}}\n\n{row}\n{{"prompt": "last"}}\n'.encode("latin-1")
     system_prompt = "S" if case == "two system prompts" else ""
     with value_error(f"train.jsonl: 1 of 3 rows are bad\n  train.jsonl:3: .*{message}") as error:
         load(data, system_prompt=system_prompt)
@@ -620,21 +995,44 @@ def test_bad_row(load, tmp_path, case, row, message, capsys):
 def test_a_text_of_megabytes_is_refused_before_it_is_tokenized(load, processor, monkeypatch):
     """As many characters as --max_prompt_tokens can stand for are read."""
     sizes, token_ids = [], Processor.token_ids
-    monkeypatch.setattr(Processor, "token_ids", lambda self, text, *more: sizes.append(len(text)) or token_ids(self, text, *more))
+    monkeypatch.setattr(
+        Processor,
+        "token_ids",
+        lambda self, text, *more: sizes.append(len(text)) or token_ids(self, text, *more),
+    )
     longest = max(set(processor.tokenizer.get_vocab()) - set(processor.reserved_tokens), key=len)
-    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x" * 5_000_000}, {"role": "user", "content": "x"}]
+    turns = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "x" * 5_000_000},
+        {"role": "user", "content": "x"},
+    ]
     for prompt in ("x" * 5_000_000, turns):
-        with value_error("train.jsonl:1: prompt too long: 5000... characters; the limit is 500 tokens"):
+        with value_error(
+            "train.jsonl:1: prompt too long: 5000... characters; the limit is 500 tokens"
+        ):
             load([{"prompt": prompt}])
     assert not sizes
     assert load([{"prompt": longest * 480}])
 
 
-
-
 PROMPT_COLUMNS = ("images", "image", "videos", "answer", "label", "question")
-JUDGE_COLUMNS = ("images", "image", "videos", "question", "messages", "response", "responses", "preferred", "correct",
-                 "score", "criterion", "critique", "source", "rubric", "pair")
+JUDGE_COLUMNS = (
+    "images",
+    "image",
+    "videos",
+    "question",
+    "messages",
+    "response",
+    "responses",
+    "preferred",
+    "correct",
+    "score",
+    "criterion",
+    "critique",
+    "source",
+    "rubric",
+    "pair",
+)
 
 
 def test_odd_rows_are_refused_in_our_words(tmp_path, processor):
@@ -644,7 +1042,9 @@ def test_odd_rows_are_refused_in_our_words(tmp_path, processor):
     args, settings = DataArgs(max_prompt_tokens=500), judge_settings()
     for k in range(1500):
         names = rng.sample(JUDGE_COLUMNS if k % 2 else PROMPT_COLUMNS, rng.randrange(5))
-        row = {"prompt": "x"} | {name: odd_value(rng, 3) for name in ["prompt"] * rng.randrange(2) + names}
+        row = {"prompt": "x"} | {
+            name: odd_value(rng, 3) for name in ["prompt"] * rng.randrange(2) + names
+        }
         path.write_text(json.dumps(row if k % 50 else odd_value(rng, 3)) + "\n")
         try:
             if k % 2:
@@ -655,7 +1055,8 @@ def test_odd_rows_are_refused_in_our_words(tmp_path, processor):
             read += 1
         except ValueError as error:
             assert len(str(error)) < 2000
-            text = str(error).partition("cannot be read as")[0]                          # Pillow says why
+            # Pillow says why
+            text = str(error).partition("cannot be read as")[0]
             assert not re.search(PYTHONS_WORDS, text), f"{error}: {row!r:.500}"
     assert read > 50
 
@@ -664,7 +1065,9 @@ def test_first_five_of_many(load):
     with value_error("7 of 8 rows are bad") as error:
         load([{"prompt": 1}, {"prompt": "ok"}] + [{"prompt": 1}] * 6)
     lines = str(error.value).split("\n")[1:]
-    assert [line.split(": ")[0].strip() for line in lines] == [f"train.jsonl:{i}" for i in (1, 3, 4, 5, 6)]
+    assert [line.split(": ")[0].strip() for line in lines] == [
+        f"train.jsonl:{i}" for i in (1, 3, 4, 5, 6)
+    ]
 
 
 def test_nothing_left(load, tmp_path, processor):
@@ -675,12 +1078,27 @@ def test_nothing_left(load, tmp_path, processor):
             load(empty)
 
 
-@pytest.mark.parametrize("template, message", [
-    ("{{ raise_exception('no pictures here') }}", "the chat template cannot render this .*no pictures here"),
-    ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", "the chat template cannot render this .*TypeError"),
-    ("{% for m in messages %}{{ m.content }}{% endfor %}", "the chat template leaves out what the user says: 'x'"),
-    ("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
-     "image-token mismatch: placeholders .* for 1 images")])
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        (
+            "{{ raise_exception('no pictures here') }}",
+            "the chat template cannot render this .*no pictures here",
+        ),
+        (
+            "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
+            "the chat template cannot render this .*TypeError",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            "the chat template leaves out what the user says: 'x'",
+        ),
+        (
+            "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
+            "image-token mismatch: placeholders .* for 1 images",
+        ),
+    ],
+)
 def test_template_without_pictures(load, processor, monkeypatch, template, message):
     monkeypatch.setattr(processor.tokenizer, "chat_template", template)
     with value_error(f"train.jsonl:1: {message}"):

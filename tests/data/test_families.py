@@ -1,6 +1,6 @@
-"""Every family against Hugging Face, on a tiny random checkpoint in the family's own files: prompt ids = those of the
-family's processor, packed shared-prefix log-probs = one forward per sample, greedy rollouts = `generate`, and one PPO step
-whose export `from_pretrained` loads."""
+"""Every family against Hugging Face, on a tiny random checkpoint in the family's own files: prompt
+ids = those of the family's processor, packed shared-prefix log-probs = one forward per sample,
+greedy rollouts = `generate`, and one PPO step whose export `from_pretrained` loads."""
 
 import functools
 import json
@@ -89,48 +89,84 @@ def family(request, tmp_path_factory, picture_rows):
     model = write_family(kind, folder, picture_rows)
     oracle = model.from_pretrained(folder, attn_implementation="eager").eval()
     data = folder / "rows.jsonl"
-    return SimpleNamespace(kind=kind, folder=folder, data=data, env=start(folder, data), oracle=oracle)
+    return SimpleNamespace(
+        kind=kind, folder=folder, data=data, env=start(folder, data), oracle=oracle
+    )
 
 
 def hf_inputs(family, prompt) -> dict:
     """What the family's own processor makes of a prompt's messages and pictures."""
-    messages = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}] if isinstance(m["content"], str)
-                 else [dict(part) for part in m["content"]]} for m in prompt.messages]
+    messages = [
+        {
+            "role": m["role"],
+            "content": [{"type": "text", "text": m["content"]}]
+            if isinstance(m["content"], str)
+            else [dict(part) for part in m["content"]],
+        }
+        for m in prompt.messages
+    ]
     pictures = [Image.open(path).convert("RGB") for path in prompt.images]
     if family.kind in TEXT_ONLY:
         return AutoTokenizer.from_pretrained(family.folder).apply_chat_template(
-            prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+            prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
     if family.kind in PLAIN:
-        for part, picture in zip((p for m in messages for p in m["content"] if p["type"] == "image"), pictures):
+        for part, picture in zip(
+            (p for m in messages for p in m["content"] if p["type"] == "image"), pictures
+        ):
             part["image"] = picture
-        return dict(AutoProcessor.from_pretrained(family.folder).apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"))
+        return dict(
+            AutoProcessor.from_pretrained(family.folder).apply_chat_template(
+                messages,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+            )
+        )
     # The others want torchvision or more for their videos: their own words for a picture, put in by hand.
     tokenizer = AutoTokenizer.from_pretrained(family.folder)
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    token = TOKENS[family.kind][1]["context_image_token" if family.kind == "internvl" else "image_token"]
+    token = TOKENS[family.kind][1][
+        "context_image_token" if family.kind == "internvl" else "image_token"
+    ]
     batch, options = {}, {}
     stand_in = SimpleNamespace(
-        image_token=token, image_processor=SimpleNamespace(merge_size=2), start_image_token="<img>", end_image_token="</img>",
-        image_seq_length=4, image_seq_len=4, fake_image_token="<fake_token_around_image>", global_image_token="<global-img>")
+        image_token=token,
+        image_processor=SimpleNamespace(merge_size=2),
+        start_image_token="<img>",
+        end_image_token="</img>",
+        image_seq_length=4,
+        image_seq_len=4,
+        fake_image_token="<fake_token_around_image>",
+        global_image_token="<global-img>",
+    )
     if family.kind == "internvl":
         options["crop_to_patches"] = True
     elif family.kind == "smolvlm":
         options["return_row_col_info"] = True
     if pictures:
-        batch = dict(make_image_processor(family.kind)(images=pictures, return_tensors="pt", **options))
+        batch = dict(
+            make_image_processor(family.kind)(images=pictures, return_tensors="pt", **options)
+        )
     maker = {"internvl": "InternVL", "smolvlm": "SmolVLM"}.get(family.kind, "Qwen2VL")
     words = getattr(transformers, f"{maker}Processor").replace_image_token
     first, *rest = text.split(token)
     text = first + "".join(words(stand_in, batch, i) + part for i, part in enumerate(rest))
     inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False)) | batch
     if family.kind.startswith("qwen"):
-        inputs["mm_token_type_ids"] = (inputs["input_ids"] == family.oracle.config.image_token_id).int()
-    return {name: value for name, value in inputs.items() if name not in ("rows", "cols", "num_patches")}
+        inputs["mm_token_type_ids"] = (
+            inputs["input_ids"] == family.oracle.config.image_token_id
+        ).int()
+    return {
+        name: value for name, value in inputs.items() if name not in ("rows", "cols", "num_patches")
+    }
 
 
 def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path):
-    """A hint around the prompt, and noise in every image: what a teacher, another reference, a mask would see."""
+    """A hint around the prompt, and noise in every image: what a teacher, another reference, a mask
+    would see."""
+
     def noisy(image: Image.Image, place: image_changes.NoiseKey) -> Image.Image:
         noise = np.random.default_rng(place).integers(-90, 90, np.shape(image))
         return Image.fromarray((np.asarray(image, dtype=int) + noise).clip(0, 255).astype(np.uint8))
@@ -143,7 +179,8 @@ def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path)
             noisy(Image.open(path).convert("RGB"), (index, 0, k)).save(images[-1])
         text = {"type": "text", "text": f" It is {prompt.reference}."}
         content = [*prompt.messages[-1]["content"], text]
-        question = next(k for k, part in enumerate(content) if part["type"] == "text")    # behind leading images
+        # behind leading images
+        question = next(k for k, part in enumerate(content) if part["type"] == "text")
         content.insert(question, {"type": "text", "text": "Look: "})
         messages = [*prompt.messages[:-1], prompt.messages[-1] | {"content": content}]
         if family.kind in TEXT_ONLY:
@@ -153,7 +190,11 @@ def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path)
     def look(family, batch: Batch) -> Batch:
         model, processor = family.env.actor.model, family.env.processor
         batch = with_prompts(batch, processor, "Look: {prompt} It is {answer}.")
-        return image_changes.with_images(batch, model, processor, noisy) if family.kind in TOKENS else batch
+        return (
+            image_changes.with_images(batch, model, processor, noisy)
+            if family.kind in TOKENS
+            else batch
+        )
 
     check_logprobs(family, [2, 1, 3, 2], by_hand, look)
     exact = in_float64(family)
@@ -166,9 +207,14 @@ class Wide(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         options = {"dtype": torch.float64} if function is torch.zeros else {}
-        options |= {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        options |= {
+            name: torch.float64 if value is torch.float32 else value
+            for name, value in (kwargs or {}).items()
+        }
         args = [torch.float64 if value is torch.float32 else value for value in args]
-        return (torch.Tensor.double if function is torch.Tensor.float else function)(*args, **options)
+        return (torch.Tensor.double if function is torch.Tensor.float else function)(
+            *args, **options
+        )
 
 
 def in_float64(family) -> SimpleNamespace:
@@ -176,7 +222,8 @@ def in_float64(family) -> SimpleNamespace:
     env = start(family.folder, family.data)
     oracle = type(family.oracle).from_pretrained(family.folder, attn_implementation="eager").eval()
     for model in (env.actor.model, oracle):
-        model.config._experts_implementation = "eager"                         # the products of all experts in one are float32's
+        # the products of all experts in one are float32's
+        model.config._experts_implementation = "eager"
     env.actor.double()
     env.actor.model.setup = replace(env.actor.model.setup, dtype=torch.float64)
     return SimpleNamespace(**vars(family) | {"env": env, "oracle": oracle.double()})
@@ -191,7 +238,8 @@ def test_prompt_ids_equal_those_of_the_familys_processor(family):
 def test_sizes_alone_tell_how_many_features_a_picture_gets(family):
     ours, rng = family.env.processor.family, random.Random(0)
     sizes = [(56, 28), (300, 31), (31, 300), (57, 56), (1, 30), (150, 20)] + [
-        (rng.randint(20, 400), rng.randint(20, 400)) for _ in range(20)]
+        (rng.randint(20, 400), rng.randint(20, 400)) for _ in range(20)
+    ]
     for width, height in sizes:
         picture = Image.new("RGB", (width, height), (200, 10, 90))
         patches, grid = ours.patches(picture)
@@ -211,34 +259,66 @@ def test_greedy_rollouts_equal_generate(family):
 def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
     """One step with a critic, into out/kind."""
     (out / "reward.py").write_text(REWARD)
-    more = dict(qwen3_vl_moe="--aux_loss_coef 0.01 --max_tokens_per_pack 524", qwen2="--gradient_checkpointing",
-                qwen3_5="--gradient_checkpointing", qwen3_5_moe="--aux_loss_coef 0.01 --max_tokens_per_pack 524",
-                gemma3="--gradient_checkpointing --advantage grpo").get(kind, "")
-    return words("--model", folder, "--data", folder / "rows.jsonl",
-                 "--max_prompt_tokens 512 --max_new_tokens 6 --prompts_per_step 3 --samples_per_prompt 2 --steps 1 "
-                 "--actor_lr 1e-3", "--reward", f"{out / 'reward.py'}:letters", "--out", out / kind, *more.split())
+    more = dict(
+        qwen3_vl_moe="--aux_loss_coef 0.01 --max_tokens_per_pack 524",
+        qwen2="--gradient_checkpointing",
+        qwen3_5="--gradient_checkpointing",
+        qwen3_5_moe="--aux_loss_coef 0.01 --max_tokens_per_pack 524",
+        gemma3="--gradient_checkpointing --advantage grpo",
+    ).get(kind, "")
+    return words(
+        "--model",
+        folder,
+        "--data",
+        folder / "rows.jsonl",
+        "--max_prompt_tokens 512 --max_new_tokens 6 --prompts_per_step 3 --samples_per_prompt 2 --steps 1 "
+        "--actor_lr 1e-3",
+        "--reward",
+        f"{out / 'reward.py'}:letters",
+        "--out",
+        out / kind,
+        *more.split(),
+    )
 
 
 def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
     metrics = ppo.main(ppo_flags(family.kind, family.folder, tmp_path))
     if family.kind in ("qwen3_vl_moe", "qwen3_5_moe"):
-        assert 0.01 < metrics["train/aux_loss"] < 0.06                          # coefficient x (2: even; 6: all alike)
+        # coefficient x (2: even; 6: all alike)
+        assert 0.01 < metrics["train/aux_loss"] < 0.06
     assert metrics["train/sampler_gap"] < ROUNDING
     assert metrics["train/actor_grad_norm"] > 0
     exported = tmp_path / family.kind / "export" / "step-1"
-    shapes = [{name: tuple(weight.shape) for name, weight in load_file(folder / "model.safetensors").items()}
-              for folder in (family.folder, exported)]
-    assert shapes[0] == shapes[1]                                        # names and shapes as the checkpoint came
+    shapes = [
+        {
+            name: tuple(weight.shape)
+            for name, weight in load_file(folder / "model.safetensors").items()
+        }
+        for folder in (family.folder, exported)
+    ]
+    # names and shapes as the checkpoint came
+    assert shapes[0] == shapes[1]
     model, report = type(family.oracle).from_pretrained(exported, output_loading_info=True)
-    assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(
+        report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
     before = dict(family.oracle.named_parameters())
-    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-    frozen = {name for name, _ in model.named_parameters() if any(part in name for part in (
-        "visual", "vision", "projector", "connector"))}
+    moved = {
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter, before[name])
+    }
+    frozen = {
+        name
+        for name, _ in model.named_parameters()
+        if any(part in name for part in ("visual", "vision", "projector", "connector"))
+    }
     assert moved
     assert not moved & frozen
     again = start(exported, family.data)
-    assert [p.input_ids.tolist() for p in again.prompts] == [p.input_ids.tolist() for p in family.env.prompts]
+    assert [p.input_ids.tolist() for p in again.prompts] == [
+        p.input_ids.tolist() for p in family.env.prompts
+    ]
 
 
 @pytest.mark.slow
@@ -262,8 +342,13 @@ def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
 
 def test_the_judge_generates_what_generate_does(family, tmp_path):
     rows = read_rows(family.data)
-    (tmp_path / "judge.jsonl").write_text("".join(json.dumps(
-        {"prompt": row["prompt"], "images": row["images"], "response": "a circle"}) + "\n" for row in rows))
+    (tmp_path / "judge.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": row["prompt"], "images": row["images"], "response": "a circle"})
+            + "\n"
+            for row in rows
+        )
+    )
     check_judgements(family, tmp_path / "judge.jsonl", hf_inputs)
 
 
@@ -275,7 +360,11 @@ def test_gemmas_end_of_turn_is_a_stop_token(tmp_path, picture_rows):
     tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "<end_of_turn>")
     tokenizer.save_pretrained(tmp_path)
     edit_config(tmp_path, "text_config", vocab_size=len(tokenizer))
-    assert set(Processor(tmp_path).stop_ids) == {*before, tokenizer.convert_tokens_to_ids("<end_of_turn>")} > set(before)
+    assert (
+        set(Processor(tmp_path).stop_ids)
+        == {*before, tokenizer.convert_tokens_to_ids("<end_of_turn>")}
+        > set(before)
+    )
 
 
 def test_unknown_families_are_refused_by_name(tmp_path):
@@ -294,22 +383,31 @@ def edit_config(folder: Path, part: str | None, **changes) -> None:
 
 
 def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
-    """InternVL3's are those of short sequences up to a limit, which the flags must keep; above, those of a row would depend on
-    what is packed into it."""
+    """InternVL3's are those of short sequences up to a limit, which the flags must keep; above,
+    those of a row would depend on what is packed into it."""
     model = write_family("internvl", tmp_path, picture_rows)
-    rope, data = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, tmp_path / "rows.jsonl"
+    rope, data = (
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        tmp_path / "rows.jsonl",
+    )
     edit_config(tmp_path, "text_config", rope_parameters=rope, max_position_embeddings=512)
     with user_error("dynamic is supported up to its max_position_embeddings 512; .* of 524 tokens"):
         start(tmp_path, data)
     env = start(tmp_path, data, "--max_prompt_tokens 500")
     rotary = env.actor.model.model.language_model.rotary_emb
     before = rotary.inv_freq.clone()
-    rotary(torch.zeros(1), torch.tensor([[10**4]]))                                     # and it looks at no position
+    # and it looks at no position
+    rotary(torch.zeros(1), torch.tensor([[10**4]]))
     assert torch.equal(rotary.inv_freq, before)
-    family = SimpleNamespace(kind="internvl", folder=tmp_path, env=env,
-                             oracle=model.from_pretrained(tmp_path, attn_implementation="eager").eval())
+    family = SimpleNamespace(
+        kind="internvl",
+        folder=tmp_path,
+        env=env,
+        oracle=model.from_pretrained(tmp_path, attn_implementation="eager").eval(),
+    )
     check_logprobs(family, [2, 1, 1, 2], hf_inputs)
-    shutil.copytree(tmp_path, other := tmp_path / "other")                       # the other roles' checkpoints have their own
+    # the other roles' checkpoints have their own
+    shutil.copytree(tmp_path, other := tmp_path / "other")
     edit_config(other, "text_config", max_position_embeddings=511)
     with user_error("max_position_embeddings 511; .* of 512 tokens"):
         start(tmp_path, data, "--max_prompt_tokens 500 --critic_model", other)
@@ -317,8 +415,13 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
 
 def test_what_our_attention_is_not_is_refused():
     """Factors by length, and the attention sinks of InternVL3.5's GPT-OSS."""
-    rope = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
-                original_max_position_embeddings=64)
+    rope = dict(
+        rope_type="longrope",
+        rope_theta=10000.0,
+        short_factor=[1.0] * 4,
+        long_factor=[4.0] * 4,
+        original_max_position_embeddings=64,
+    )
     text = dict(model_type="gpt_oss", num_local_experts=2, num_experts_per_tok=1, layer_types=None)
     with value_error("llama has rope_type longrope or attention sinks"):
         build.build_model(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope), COMPUTE)
@@ -329,7 +432,8 @@ def test_what_our_attention_is_not_is_refused():
 
 
 def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):
-    """As in those of Qwen3-0.6B. Another one is not read over the embeddings; transformers would not tie it either."""
+    """As in those of Qwen3-0.6B. Another one is not read over the embeddings; transformers would
+    not tie it either."""
     model = write_family("llama", tmp_path, picture_rows)
     weights = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in weights
@@ -348,8 +452,16 @@ def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):
 def test_critic_and_reference_are_read_by_their_own_config(tmp_path, picture_rows):
     """Mistral 0.1 and 0.2 have the same shapes, but not the same frequencies and windows."""
     write_family("mistral", tmp_path / "actor", picture_rows)
-    data, other = tmp_path / "actor" / "rows.jsonl", Path(shutil.copytree(tmp_path / "actor", tmp_path / "other"))
-    edit_config(other, None, sliding_window=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    data, other = (
+        tmp_path / "actor" / "rows.jsonl",
+        Path(shutil.copytree(tmp_path / "actor", tmp_path / "other")),
+    )
+    edit_config(
+        other,
+        None,
+        sliding_window=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )
     flags = "--kl_coef 0.1", "--reference_model", str(other), "--critic_model", str(other)
     env, alone = start(tmp_path / "actor", data, *flags), start(other, data)
     batch = responses_to(env, [3, 2, 2, 3], 64)
@@ -357,11 +469,14 @@ def test_critic_and_reference_are_read_by_their_own_config(tmp_path, picture_row
         torch.nn.init.ones_(critic.value_head.weight)
     assert torch.equal(*(ppo.values_of(critic, batch) for critic in (env.critic, alone.critic)))
     of_reference, expected, of_actor = (
-        logprobs(policy, batch, env.sampling) for policy in (env.reference, alone.actor, env.actor))
+        logprobs(policy, batch, env.sampling) for policy in (env.reference, alone.actor, env.actor)
+    )
     assert torch.equal(of_reference, expected)
     assert (of_actor - expected).abs().max() > 0.01
     edit_config(other, None, vocab_size=400)
-    with user_error(r"other: vocab_size 400, the actor's is \d+: critic and reference read its tokens"):
+    with user_error(
+        r"other: vocab_size 400, the actor's is \d+: critic and reference read its tokens"
+    ):
         start(tmp_path / "actor", data, *flags)
 
 
@@ -372,9 +487,12 @@ def test_a_text_model_refuses_pictures(family, picture_rows):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"], indirect=True)
-@pytest.mark.parametrize("budget, counts", [(10**6, [3, 2, 2, 3]), (150, [3, 2, 2, 3]), (10**6, [1, 2, 1, 1])])
+@pytest.mark.parametrize(
+    "budget, counts", [(10**6, [3, 2, 2, 3]), (150, [3, 2, 2, 3]), (10**6, [1, 2, 1, 1])]
+)
 def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, budget, counts):
-    """Value and gradients, over one pack, over several with split groups, and with samples alone with their prompt."""
+    """Value and gradients, over one pack, over several with split groups, and with samples alone
+    with their prompt."""
     env = family.env
     samples = responses_to(env, counts, family.oracle.config.text_config.vocab_size)
     total, packs = 0.0, 0
@@ -384,22 +502,34 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
             with vlm.router_logits(env.actor.model) as logits:
                 logp, *_ = env.actor(pack, None)
             share = 0.5 * experts.balance_loss(env.actor.model, pack, logits, load)
-            (share + 0 * logp.sum()).backward()             # FSDP gathers a layer's weights when its output gets a gradient
+            # FSDP gathers a layer's weights when its output gets a gradient
+            (share + 0 * logp.sum()).backward()
             total, packs = total + share.item(), packs + 1
     assert (packs == 1) == (budget > 10**5)
 
     batch: dict[str, list] = {}
     for group, tokens in responses_of(samples):
         inputs = hf_inputs(family, env.prompts[group])
-        more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": torch.zeros_like(tokens)}
+        more = {
+            "input_ids": tokens,
+            "attention_mask": torch.ones_like(tokens),
+            "mm_token_type_ids": torch.zeros_like(tokens),
+        }
         for name, value in inputs.items():
-            batch.setdefault(name, []).append(torch.cat([value[0], more[name].to(value.dtype)]) if name in more else value)
+            batch.setdefault(name, []).append(
+                torch.cat([value[0], more[name].to(value.dtype)]) if name in more else value
+            )
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    aux = family.oracle(**{name: pad(parts) if name in more else torch.cat(parts) for name, parts in batch.items()},
-                        output_router_logits=True, use_cache=False).aux_loss
+    aux = family.oracle(
+        **{name: pad(parts) if name in more else torch.cat(parts) for name, parts in batch.items()},
+        output_router_logits=True,
+        use_cache=False,
+    ).aux_loss
     (0.5 * aux).backward()
     assert abs(total - 0.5 * aux.item()) < ROUNDING * total
-    expected = {our_name(name): p.grad for name, p in family.oracle.model.language_model.named_parameters()}
+    expected = {
+        our_name(name): p.grad for name, p in family.oracle.model.language_model.named_parameters()
+    }
     bound = THROUGH_CHUNKS if family.kind == "qwen3_5_moe" else ROUNDING
     for name, parameter in vlm.decoder(env.actor.model).named_parameters():
         if (gradient := expected[name]) is not None:
@@ -413,14 +543,23 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
 def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     """--ptx_coef weighs all that --ptx_data adds to the gradient, and the balance is in it."""
     data = tmp_path / "ptx.jsonl"
-    data.write_text('{"prompt": "count", "response": "one two three"}\n{"prompt": "red", "response": "blue"}')
-    env, router_gradients = start(family.folder, family.data, "--ptx_data", data, "--ptx_coef 1"), {}
+    data.write_text(
+        '{"prompt": "count", "response": "one two three"}\n{"prompt": "red", "response": "blue"}'
+    )
+    env, router_gradients = (
+        start(family.folder, family.data, "--ptx_data", data, "--ptx_coef 1"),
+        {},
+    )
     text = env.rows.ptx
     drawn = [row for row, *_ in text.rows], [0, 1]
     for ptx, aux in ((1.0, 0.0), (1.0, 0.5), (0.5, 0.5)):
         text.coef = ptx
-        ppo.learn_text(text, env.actor, text.loader.submit(*drawn), with_flags(env.args, aux_loss_coef=aux))
-        router_gradients[ptx, aux] = torch.cat([router.weight.grad.full_tensor() for router in vlm.routers(env.actor.model)])
+        ppo.learn_text(
+            text, env.actor, text.loader.submit(*drawn), with_flags(env.args, aux_loss_coef=aux)
+        )
+        router_gradients[ptx, aux] = torch.cat(
+            [router.weight.grad.full_tensor() for router in vlm.routers(env.actor.model)]
+        )
         env.actor.zero_grad(set_to_none=True)
     whole = router_gradients[1.0, 0.5]
     assert (router_gradients[0.5, 0.5] - whole / 2).norm() < ROUNDING * whole.norm()
@@ -429,16 +568,24 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
 
 @pytest.mark.parametrize("family", ["llava", "internvl"], indirect=True)
 def test_a_frozen_tower_drops_nothing(family, tmp_path):
-    """The dropout of its config is for who trains it: supervised losses, and those beside PPO's, are the ones without."""
+    """The dropout of its config is for who trains it: supervised losses, and those beside PPO's,
+    are the ones without."""
     rows = read_rows(family.data)
     data = family.folder / "answered.jsonl"
-    data.write_text("\n".join(json.dumps({"prompt": row["prompt"], "images": row["images"], "response": "a circle"})
-                              for row in rows if row["images"]))
+    data.write_text(
+        "\n".join(
+            json.dumps({"prompt": row["prompt"], "images": row["images"], "response": "a circle"})
+            for row in rows
+            if row["images"]
+        )
+    )
     config, ids, measured = read_json(family.folder / "config.json"), [0, 1], {}
     for rate in (0.0, 0.5):
         folder = tmp_path / str(rate)
         shutil.copytree(family.folder, folder)
-        dropout = dict.fromkeys(("attention_dropout", "hidden_dropout_prob", "projection_dropout"), rate)
+        dropout = dict.fromkeys(
+            ("attention_dropout", "hidden_dropout_prob", "projection_dropout"), rate
+        )
         changed = config | {"vision_config": config["vision_config"] | dropout}
         (folder / "config.json").write_text(json.dumps(changed))
         args = grm.parse_args(words("--model", folder, "--data", data, "--out", tmp_path / "out"))
@@ -446,12 +593,16 @@ def test_a_frozen_tower_drops_nothing(family, tmp_path):
         judge, questions = grm.load_judge(args, judge_rows, ranks), judge_rows.train[:2]
         with PromptLoader(judge_rows.processor, args.data) as loader:
             batch = loader.collect(*loader.submit(questions, ids))
-        batch = batch.with_targets([[example.target for example in question.examples] for question in questions])
+        batch = batch.with_targets(
+            [[example.target for example in question.examples] for question in questions]
+        )
         metrics, _ = grm.update(trainable(judge, args, 1e-3), batch, grm.TrainState())
         env = start(folder, family.data, "--advantage grpo --ptx_coef 1 --ptx_data", data)
         env.actor.train()
         text = env.rows.ptx
-        beside = ppo.learn_text(text, env.actor, text.loader.submit([text.rows[i][0] for i in ids], ids), env.args)
+        beside = ppo.learn_text(
+            text, env.actor, text.loader.submit([text.rows[i][0] for i in ids], ids), env.args
+        )
         measured[rate] = metrics["train/loss"], float(beside["ptx_loss"])
     assert measured[0.5] == measured[0.0]
 
@@ -466,9 +617,12 @@ class MaskedIndices(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = str(function)
         masked = name.startswith(("aten.index.", "aten.index_put")) and any(
-            index is not None and index.dtype == torch.bool for index in args[1])
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
         if masked or name.startswith(WAITS):
-            self.waits.append((name, [tuple(x.shape) for x in tree_leaves(args) if torch.is_tensor(x)]))
+            self.waits.append(
+                (name, [tuple(x.shape) for x in tree_leaves(args) if torch.is_tensor(x)])
+            )
         return function(*args, **(kwargs or {}))
 
 
@@ -504,6 +658,7 @@ def without_advantage(env) -> Batch:
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
 def test_actor_and_critic_are_balanced(family):
     """While the critic's head and the advantages are zero, nothing but the balance moves their routers."""
+
     def update_policy(trained, samples, step, args):
         ppo.update_actor(trained, None, samples, step, None, args)
 
@@ -523,15 +678,20 @@ def test_the_reference_of_an_exact_kl_is_not_balanced(family):
     """With adapters the reference is the actor itself: its forward has router logits, too."""
     aux_losses = []
     for estimator in ("k2", "full"):
-        env = start(family.folder, family.data,
-                    "--aux_loss_coef 0.5 --lora_rank 4 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator",
-                    estimator)
+        env = start(
+            family.folder,
+            family.data,
+            "--aux_loss_coef 0.5 --lora_rank 4 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator",
+            estimator,
+        )
         samples = without_advantage(env)
         models = ppo.Models(env.actor, None, env.reference)
         ppo.fill_logprobs_and_values(samples, models, env.args)
         trained = trainable(env.actor, env.args, 1e-3)
         samples.kl_coef = 0.1
-        aux_losses.append(ppo.update_actor(trained, models, samples, 1, None, env.args)["train/aux_loss"])
+        aux_losses.append(
+            ppo.update_actor(trained, models, samples, 1, None, env.args)["train/aux_loss"]
+        )
     assert aux_losses[0] == pytest.approx(aux_losses[1], rel=rounding(16))
     assert aux_losses[0] > 0.5
 
@@ -543,12 +703,17 @@ def test_mfu_counts_the_experts_of_a_token(family, monkeypatch):
     samples = responses_to(env, [3, 2, 2, 3], family.oracle.config.text_config.vocab_size)
     told = {"rollout/generated_tokens": 1, "train/actor_updates": 1}
     on_a_gpu(monkeypatch)
-    mfu = ppo.performance(samples, ppo.Models(env.actor, None, None), told, env.args)["perf/update_mfu"]
+    mfu = ppo.performance(samples, ppo.Models(env.actor, None, None), told, env.args)[
+        "perf/update_mfu"
+    ]
     sizes = {name: p.numel() for name, p in vlm.decoder(env.actor.model).layers.named_parameters()}
     used = sum(size / 3 if ".experts." in name else size for name, size in sizes.items())
     assert used < 0.8 * sum(sizes.values())
     tokens = len(samples.tokens)
-    operations = 6 * (used * (tokens + sum(samples.prompt_lengths)) + env.actor.model.lm_head.weight.numel() * tokens)
+    operations = 6 * (
+        used * (tokens + sum(samples.prompt_lengths))
+        + env.actor.model.lm_head.weight.numel() * tokens
+    )
     assert mfu == pytest.approx(operations / (2 * 989e12))
 
 
@@ -561,7 +726,9 @@ def test_a_dense_model_has_no_experts_to_balance(family):
 def test_square_matrices_of_experts_come_back_as_they_were(tmp_path, picture_rows, monkeypatch):
     """Readers tell a transposed matrix by its shape: a square one is never transposed."""
     monkeypatch.setitem(EXPERTS, "moe_intermediate_size", TEXT["hidden_size"] // 2)
-    model = AutoModelForImageTextToText.from_config(make_config("qwen3_vl_moe", make_tokenizer("qwen3_vl_moe")))
+    model = AutoModelForImageTextToText.from_config(
+        make_config("qwen3_vl_moe", make_tokenizer("qwen3_vl_moe"))
+    )
     model.save_pretrained(tmp_path)
     save_processor("qwen3_vl_moe", tmp_path, make_tokenizer("qwen3_vl_moe"))
     env = start(tmp_path, picture_rows)
@@ -573,7 +740,9 @@ def test_square_matrices_of_experts_come_back_as_they_were(tmp_path, picture_row
 
 def test_experts_one_by_one_are_refused(tmp_path, picture_rows):
     kind = "qwen3_5_moe"
-    AutoModelForImageTextToText.from_config(make_config(kind, make_tokenizer(kind))).save_pretrained(tmp_path)
+    AutoModelForImageTextToText.from_config(
+        make_config(kind, make_tokenizer(kind))
+    ).save_pretrained(tmp_path)
     save_processor(kind, tmp_path, make_tokenizer(kind))
     with user_error(r"weights are in no file, the first: .*mlp\.experts\.gate_up_proj"):
         start(tmp_path, picture_rows)
@@ -583,11 +752,15 @@ def naive_attention(q, k, v, segments, window, scale):
     """Query by query: q (N, Hq, D), k and v (N, Hkv, D) -> (N, Hq, D)."""
     out = torch.zeros_like(q)
     for first, end, p_start, p_end, *both in segments:
-        places = [*range(p_start, p_end), *range(first, end)]                    # of the keys, in the segment's order
+        # of the keys, in the segment's order
+        places = [*range(p_start, p_end), *range(first, end)]
         for i in range(first, end):
             position = i - first + p_end - p_start
-            seen = [place for j, place in enumerate(places)
-                    if (j <= position or any(both)) and (window is None or position - j < window)]
+            seen = [
+                place
+                for j, place in enumerate(places)
+                if (j <= position or any(both)) and (window is None or position - j < window)
+            ]
             for head in range(q.shape[1]):
                 kv = head // (q.shape[1] // k.shape[1])
                 out[i, head] = (k[seen, kv] @ q[i, head] * scale).softmax(0) @ v[seen, kv]
@@ -604,7 +777,11 @@ def test_windows_and_pictures_in_both_forms_of_attention(window, monkeypatch):
     pieces = gemma.attention_segments(segments, pictures)
     assert pieces[:3] == [(0, 2, 0, 0), (2, 5, 0, 2, True), (5, 9, 0, 5)]
     assert len(pieces) == 10
-    assert llama.attention_segments(segments, pictures) == segments == gemma.attention_segments(segments, pictures[:0])
+    assert (
+        llama.attention_segments(segments, pictures)
+        == segments
+        == gemma.attention_segments(segments, pictures[:0])
+    )
     q, k, v = (torch.randn(30, heads, 8, generator=generator) for heads in (4, 2, 2))
 
     def kernel(q, k, v, call, scale, backend, window):
@@ -614,7 +791,14 @@ def test_windows_and_pictures_in_both_forms_of_attention(window, monkeypatch):
             assert d - c <= call.max_k
             stretch = torch.cat([torch.zeros(int((d - c) - (b - a)), *q.shape[1:]), q[a:b]])
             length, prefix = int(d - c), int((d - c) - (b - a))
-            part = naive_attention(stretch, k[c:d], v[c:d], [(prefix, length, 0, prefix, not call.causal)], window, scale)
+            part = naive_attention(
+                stretch,
+                k[c:d],
+                v[c:d],
+                [(prefix, length, 0, prefix, not call.causal)],
+                window,
+                scale,
+            )
             out.append(part[prefix:])
         return torch.cat(out)
 

@@ -1,4 +1,5 @@
-"""Files from strangers: checkpoints and rows that are damaged, text that forges messages, pictures outside of a root."""
+"""Files from strangers: checkpoints and rows that are damaged, text that forges messages, pictures
+outside of a root."""
 
 import ast
 import copy
@@ -31,24 +32,45 @@ from conftest import read_json, same_tensors, start, user_error, value_error, wo
 from helpers import COMPUTE, RED, edit, load_model, write_processor
 
 
-# ------------------------------------------------------------------------------------------------- checkpoint folders
+# -------------------------------------------------------------------------------------------------
+# checkpoint folders
 def edit_part(folder, part: str, **changes) -> None:
     config = read_json(folder / "config.json")
     edit(folder / "config.json", **{part: config[part] | changes})
 
 
-CLIP = dict(image_processor_type="CLIPImageProcessor", size={"shortest_edge": 224},
-            crop_size={"height": 224, "width": 224}, do_center_crop=True)
+CLIP = dict(
+    image_processor_type="CLIPImageProcessor",
+    size={"shortest_edge": 224},
+    crop_size={"height": 224, "width": 224},
+    do_center_crop=True,
+)
 DAMAGES = {
     "config is cut": (lambda f: os.truncate(f / "config.json", 50), "config.json"),
-    "layers as text": (lambda f: edit_part(f, "text_config", num_hidden_layers="1"), "config.json: .*num_hidden_layers"),
-    "quantized": (lambda f: edit(f / "config.json", quantization_config={"quant_method": "fp8"}),
-                  "config.json: quantization_config .*fp8"),
-    "generation is a list": (lambda f: (f / "generation_config.json").write_text("[]"), "generation_config.json must be dict, not "),
-    "tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "the tokenizer's files cannot be used"),
-    "images of CLIP": (lambda f: (f / "preprocessor_config.json").write_text(json.dumps(CLIP)),
-                       "preprocessor_config.json: image processor 'CLIP'; that of qwen2_5_vl is Qwen2VL"),
-    "mean is text": (lambda f: edit(f / "preprocessor_config.json", image_mean="grey"), "preprocessor_config.json"),
+    "layers as text": (
+        lambda f: edit_part(f, "text_config", num_hidden_layers="1"),
+        "config.json: .*num_hidden_layers",
+    ),
+    "quantized": (
+        lambda f: edit(f / "config.json", quantization_config={"quant_method": "fp8"}),
+        "config.json: quantization_config .*fp8",
+    ),
+    "generation is a list": (
+        lambda f: (f / "generation_config.json").write_text("[]"),
+        "generation_config.json must be dict, not ",
+    ),
+    "tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text("{}"),
+        "the tokenizer's files cannot be used",
+    ),
+    "images of CLIP": (
+        lambda f: (f / "preprocessor_config.json").write_text(json.dumps(CLIP)),
+        "preprocessor_config.json: image processor 'CLIP'; that of qwen2_5_vl is Qwen2VL",
+    ),
+    "mean is text": (
+        lambda f: edit(f / "preprocessor_config.json", image_mean="grey"),
+        "preprocessor_config.json",
+    ),
 }
 
 
@@ -62,7 +84,8 @@ def test_damaged_checkpoint(tmp_path, damage):
 
 
 def test_a_token_beyond_the_models_vocabulary_is_a_bad_row(tmp_path):
-    """The tokenizers of some checkpoints know more tokens than the model; only a row that uses them is bad."""
+    """The tokenizers of some checkpoints know more tokens than the model; only a row that uses them
+    is bad."""
     folder = write_processor(tmp_path)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.add_tokens(["<surplus>"])
@@ -73,21 +96,27 @@ def test_a_token_beyond_the_models_vocabulary_is_a_bad_row(tmp_path):
 
 
 # ------------------------------------------------------------------------------- what JSON must be
-WEIGHT_INDEX, SCORES = {"weight_map": {str: str}}, {"count": range(1, 9), "step?": int | float, "words?": [str]}
+WEIGHT_INDEX, SCORES = (
+    {"weight_map": {str: str}},
+    {"count": range(1, 9), "step?": int | float, "words?": [str]},
+)
 
 
-@pytest.mark.parametrize("form, value, problem", [
-    (WEIGHT_INDEX, {"weight_map": {"a": "b"}, "metadata": 3}, ""),
-    (WEIGHT_INDEX, {}, "f.json: weight_map must be dict, not None"),
-    (WEIGHT_INDEX, {"weight_map": {"a": 3}}, "f.json: weight_map: a must be str, not 3"),
-    (WEIGHT_INDEX, ["weight_map"], "f.json must be dict, not ['weight_map']"),
-    (SCORES, {"count": 1, "step": 2.5, "words": None}, ""),
-    (SCORES, {"count": 0}, "f.json: count must be range(1, 9), not 0"),
-    (SCORES, {"count": []}, "f.json: count must be range(1, 9), not []"),
-    (SCORES, {"count": 8, "step": "2"}, "f.json: step must be int | float, not '2'"),
-    (SCORES, {"count": 8, "words": ["a", None]}, "f.json: words must be str, not None"),
-    (SCORES, {"count": 8, "words": "a"}, "f.json: words must be list, not 'a'"),
-])
+@pytest.mark.parametrize(
+    "form, value, problem",
+    [
+        (WEIGHT_INDEX, {"weight_map": {"a": "b"}, "metadata": 3}, ""),
+        (WEIGHT_INDEX, {}, "f.json: weight_map must be dict, not None"),
+        (WEIGHT_INDEX, {"weight_map": {"a": 3}}, "f.json: weight_map: a must be str, not 3"),
+        (WEIGHT_INDEX, ["weight_map"], "f.json must be dict, not ['weight_map']"),
+        (SCORES, {"count": 1, "step": 2.5, "words": None}, ""),
+        (SCORES, {"count": 0}, "f.json: count must be range(1, 9), not 0"),
+        (SCORES, {"count": []}, "f.json: count must be range(1, 9), not []"),
+        (SCORES, {"count": 8, "step": "2"}, "f.json: step must be int | float, not '2'"),
+        (SCORES, {"count": 8, "words": ["a", None]}, "f.json: words must be str, not None"),
+        (SCORES, {"count": 8, "words": "a"}, "f.json: words must be list, not 'a'"),
+    ],
+)
 def test_what_json_must_be(tmp_path, form, value, problem):
     (tmp_path / "f.json").write_text(json.dumps(value))
     if not problem:
@@ -97,11 +126,18 @@ def test_what_json_must_be(tmp_path, form, value, problem):
         files.read_json(tmp_path / "f.json", form)
 
 
-@pytest.mark.parametrize("text, problem", [
-    ("{", "not JSON: Expecting property name"), ("", "not JSON: Expecting value"), ("\udcff", "not JSON: .*utf-8"),
-    ("9" * 5000, "not JSON: Exceeds the limit"), ("[" * 99_999, "not JSON: maximum recursion"),
-    ("[" * 101 + "]" * 101, "nested more than 100 deep"), ('{"a":' * 101 + "1" + "}" * 101, "nested more than 100 deep"),
-])
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("{", "not JSON: Expecting property name"),
+        ("", "not JSON: Expecting value"),
+        ("\udcff", "not JSON: .*utf-8"),
+        ("9" * 5000, "not JSON: Exceeds the limit"),
+        ("[" * 99_999, "not JSON: maximum recursion"),
+        ("[" * 101 + "]" * 101, "nested more than 100 deep"),
+        ('{"a":' * 101 + "1" + "}" * 101, "nested more than 100 deep"),
+    ],
+)
 def test_what_is_no_json_is_one_message(tmp_path, text, problem):
     (tmp_path / "f.json").write_text(text, errors="surrogateescape")
     with value_error(f"^{tmp_path}/f.json: .*{problem}"):
@@ -109,31 +145,47 @@ def test_what_is_no_json_is_one_message(tmp_path, text, problem):
     assert files.parse_json("[" * 99 + "1" + "]" * 99, "")[0]
 
 
-JUDGE = {"kinds": {kind: {"template": text, "verdicts": words} for kind, (text, words) in JUDGEMENTS.items()},
-         "trained_on": ["correct"], "held_out": {"step": 1, "kinds": {"correct": {"accuracy": 0.5, "chance": 0.5, "count": 2}}}}
+JUDGE = {
+    "kinds": {
+        kind: {"template": text, "verdicts": words} for kind, (text, words) in JUDGEMENTS.items()
+    },
+    "trained_on": ["correct"],
+    "held_out": {"step": 1, "kinds": {"correct": {"accuracy": 0.5, "chance": 0.5, "count": 2}}},
+}
 
 
-@pytest.mark.parametrize("path, value, problem", [
-    ("system_instruction", 3, "must be str"),
-    ("kinds", ["correct"], "must be dict"),
-    ("kinds.correct", None, "must be dict"),
-    ("kinds.correct.template", 3, "must be str"),
-    ("kinds.correct.template", "{prompt}?", "must hold {prompt}, {response}"),
-    ("kinds.correct.verdicts", 3, "must be list"),
-    ("kinds.correct.verdicts", [], "has the verdicts \\[\\], expected"),
-    ("kinds.correct.verdicts", ["yes", "perhaps"], "perhaps.*expected \\['yes', 'no'\\]"),
-    ("kinds.correct.verdicts", ["yes", "yes", "no"], "expected"),
-    ("kinds.correct", {"template": "{prompt}{response}"}, "trained_on 'correct', which its kinds do not"),
-    ("kinds.score.verdicts", ["1", "good"], "good.*expected numbers"),
-    ("kinds.beauty", {"template": "x", "verdicts": []}, "no kind of judgement is called 'beauty'"),
-    ("trained_on", "correct", "must be list"),
-    ("trained_on", ["beauty"], "trained_on 'beauty', which its kinds do not describe"),
-    ("held_out.step", "1", "must be int"),
-    ("held_out.kinds.correct.count", 0, "must be range"),
-    ("held_out.kinds.correct.accuracy", "high", "must be int | float"),
-    ("held_out.kinds.correct", {"accuracy": 1.0}, "chance must be"),
-    ("taught_by", "me", "another version: taught_by"),
-])
+@pytest.mark.parametrize(
+    "path, value, problem",
+    [
+        ("system_instruction", 3, "must be str"),
+        ("kinds", ["correct"], "must be dict"),
+        ("kinds.correct", None, "must be dict"),
+        ("kinds.correct.template", 3, "must be str"),
+        ("kinds.correct.template", "{prompt}?", "must hold {prompt}, {response}"),
+        ("kinds.correct.verdicts", 3, "must be list"),
+        ("kinds.correct.verdicts", [], "has the verdicts \\[\\], expected"),
+        ("kinds.correct.verdicts", ["yes", "perhaps"], "perhaps.*expected \\['yes', 'no'\\]"),
+        ("kinds.correct.verdicts", ["yes", "yes", "no"], "expected"),
+        (
+            "kinds.correct",
+            {"template": "{prompt}{response}"},
+            "trained_on 'correct', which its kinds do not",
+        ),
+        ("kinds.score.verdicts", ["1", "good"], "good.*expected numbers"),
+        (
+            "kinds.beauty",
+            {"template": "x", "verdicts": []},
+            "no kind of judgement is called 'beauty'",
+        ),
+        ("trained_on", "correct", "must be list"),
+        ("trained_on", ["beauty"], "trained_on 'beauty', which its kinds do not describe"),
+        ("held_out.step", "1", "must be int"),
+        ("held_out.kinds.correct.count", 0, "must be range"),
+        ("held_out.kinds.correct.accuracy", "high", "must be int | float"),
+        ("held_out.kinds.correct", {"accuracy": 1.0}, "chance must be"),
+        ("taught_by", "me", "another version: taught_by"),
+    ],
+)
 def test_an_edited_judge_json_is_refused(path, value, problem):
     judge = copy.deepcopy(JUDGE)
     *outer, last = path.split(".")
@@ -147,13 +199,30 @@ def test_an_edited_judge_json_is_refused(path, value, problem):
     assert JudgeSettings.of(SimpleNamespace(files={"judge": JUDGE})).trained_on == ["correct"]
 
 
-SIZES = [("num_hidden_layers", 10**9), ("hidden_size", 0), ("hidden_size", 10**9), ("intermediate_size", -1),
-         ("num_attention_heads", 0), ("num_key_value_heads", 0), ("vocab_size", 10**9), ("hidden_size", 3), ("hidden_act", "x"),
-         ("rope_parameters", {"rope_type": []}), ("rope_parameters", {"rope_type": "default", "rope_theta": "x"})]
+SIZES = [
+    ("num_hidden_layers", 10**9),
+    ("hidden_size", 0),
+    ("hidden_size", 10**9),
+    ("intermediate_size", -1),
+    ("num_attention_heads", 0),
+    ("num_key_value_heads", 0),
+    ("vocab_size", 10**9),
+    ("hidden_size", 3),
+    ("hidden_act", "x"),
+    ("rope_parameters", {"rope_type": []}),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}),
+]
 
 
-@pytest.mark.parametrize("part, entry, value", [("text_config", *size) for size in SIZES] + [
-    ("vision_config", "depth", 10**9), ("vision_config", "num_heads", 0), ("vision_config", "hidden_size", 10**9)])
+@pytest.mark.parametrize(
+    "part, entry, value",
+    [("text_config", *size) for size in SIZES]
+    + [
+        ("vision_config", "depth", 10**9),
+        ("vision_config", "num_heads", 0),
+        ("vision_config", "hidden_size", 10**9),
+    ],
+)
 def test_a_config_with_sizes_that_no_model_has(tmp_path, part, entry, value):
     """One message, before memory is asked for."""
     edit_part(write_processor(tmp_path), part, **{entry: value})
@@ -172,11 +241,21 @@ def fifo(tmp_path):
 
 def test_only_regular_files_are_opened(load, qwen25, tmp_path, fifo):
     """Of rows, of pictures and clips, of weights, of checkpoints' small files, of flags."""
-    for row in ({"images": "fifo"}, {"images": "/dev/zero"}, {"videos": ["fifo"]}, {"videos": [["fifo", "fifo"]]}):
+    for row in (
+        {"images": "fifo"},
+        {"images": "/dev/zero"},
+        {"videos": ["fifo"]},
+        {"videos": [["fifo", "fifo"]]},
+    ):
         with value_error("train.jsonl:1: .*(fifo|/dev/zero) is not a regular file"):
             load([{"prompt": "x"} | row])
-    for read in (lambda: open_weights(fifo), lambda: storage.sha256(fifo), lambda: files.read_text(fifo),
-                 lambda: digest_data(str(fifo), 1), lambda: ppo.parse_args(["--config", str(fifo)])):
+    for read in (
+        lambda: open_weights(fifo),
+        lambda: storage.sha256(fifo),
+        lambda: files.read_text(fifo),
+        lambda: digest_data(str(fifo), 1),
+        lambda: ppo.parse_args(["--config", str(fifo)]),
+    ):
         with value_error("fifo is not a regular file"):
             read()
     for name in ("tokenizer.json", "config.json", "generation_config.json"):
@@ -199,28 +278,41 @@ def shifted(qwen25, by: float) -> dict[str, torch.Tensor]:
     return {key: value + by for key, value in load_file(qwen25 / "model.safetensors").items()}
 
 
-@pytest.mark.parametrize("named, expected", [(None, 1), ("index.safetensors.index.json", 2), ("other.safetensors", 3)])
+@pytest.mark.parametrize(
+    "named, expected", [(None, 1), ("index.safetensors.index.json", 2), ("other.safetensors", 3)]
+)
 def test_weights_are_those_that_from_pretrained_reads(qwen25, tmp_path, named, expected):
     """A stale index beside a newer model.safetensors, and the files that config.json may name."""
     shutil.copytree(qwen25, tmp_path, dirs_exist_ok=True)
     save_file(shifted(qwen25, 1), tmp_path / "model.safetensors", {"format": "pt"})
     save_file(shifted(qwen25, 2), tmp_path / "part.safetensors", {"format": "pt"})
     save_file(shifted(qwen25, 3), tmp_path / "other.safetensors", {"format": "pt"})
-    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(qwen25 / "model.safetensors"), "part.safetensors")}
+    index = {
+        "metadata": {},
+        "weight_map": dict.fromkeys(load_file(qwen25 / "model.safetensors"), "part.safetensors"),
+    }
     for name in ("model", "index"):
         (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps(index))
     edit(tmp_path / "config.json", transformers_weights=named)
     model, theirs = load_model(tmp_path), AutoModelForImageTextToText.from_pretrained(tmp_path)
     assert torch.equal(model.lm_head.weight, theirs.lm_head.weight)
-    assert torch.equal(model.lm_head.weight, load_file(qwen25 / "model.safetensors")["lm_head.weight"] + expected)
+    assert torch.equal(
+        model.lm_head.weight, load_file(qwen25 / "model.safetensors")["lm_head.weight"] + expected
+    )
 
 
-@pytest.mark.parametrize("name, message", [
-    ("FOLDER/modle", "modle: no such folder$"),
-    ("runs/sft/export/step-9", "step-9: no such folder$"),
-    ("~/modle", "modle: no such folder$"),
-    ("runs/modle", "runs/modle: no such folder; and the hub, where a model might have this name, cannot be reached$"),
-])
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("FOLDER/modle", "modle: no such folder$"),
+        ("runs/sft/export/step-9", "step-9: no such folder$"),
+        ("~/modle", "modle: no such folder$"),
+        (
+            "runs/modle",
+            "runs/modle: no such folder; and the hub, where a model might have this name, cannot be reached$",
+        ),
+    ],
+)
 def test_a_mistyped_folder_is_called_that(tmp_path, name, message):
     with value_error(message):
         resolve_folder(name.replace("FOLDER", str(tmp_path)))
@@ -241,15 +333,23 @@ def test_an_adapter_is_refused_with_the_program_that_merges_it(tmp_path, has_con
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_pickled_weights_are_refused_with_two_lines_that_convert_them(qwen25, picture_rows, tmp_path, monkeypatch, parts):
+def test_pickled_weights_are_refused_with_two_lines_that_convert_them(
+    qwen25, picture_rows, tmp_path, monkeypatch, parts
+):
     shutil.copytree(qwen25, tmp_path, dirs_exist_ok=True)
     weights = load_file(qwen25 / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
-    weights["visual.patch_embed.proj.weight"] = weights["visual.patch_embed.proj.weight"].mT.contiguous().mT
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]                                    # one memory
+    weights["visual.patch_embed.proj.weight"] = (
+        weights["visual.patch_embed.proj.weight"].mT.contiguous().mT
+    )
+    # one memory
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     for part in range(parts):
         names = list(weights)[part::parts]
-        torch.save({name: weights[name] for name in names}, tmp_path / f"pytorch_model{f'-{part}' * (parts - 1)}.bin")
+        torch.save(
+            {name: weights[name] for name in names},
+            tmp_path / f"pytorch_model{f'-{part}' * (parts - 1)}.bin",
+        )
     with user_error("model.safetensors cannot be read as safetensors: No such file") as error:
         start(tmp_path, picture_rows)
     monkeypatch.chdir(tmp_path)
@@ -259,14 +359,21 @@ def test_pickled_weights_are_refused_with_two_lines_that_convert_them(qwen25, pi
     AutoModelForImageTextToText.from_pretrained(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------------------- messages
+# -------------------------------------------------------------------------------------------------------------
+# messages
 FORGED = "a.png\nerror: everything is fine \x1b[2J\u202e"
 
 
-@pytest.mark.parametrize("row, message", [
-    ('{"prompt": "x", "images": "a\\ud800.png"}', "surrogates not allowed"),
-    (json.dumps({"prompt": "x", "images": FORGED}), r"a.png\\nerror: everything is fine \\x1b\[2J\\u202e"),
-])
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ('{"prompt": "x", "images": "a\\ud800.png"}', "surrogates not allowed"),
+        (
+            json.dumps({"prompt": "x", "images": FORGED}),
+            r"a.png\\nerror: everything is fine \\x1b\[2J\\u202e",
+        ),
+    ],
+)
 def test_rows_that_forge_messages(load, capsys, row, message):
     """Each is one line with its place, and the lines of the message are ours."""
     data = b'{"prompt": "fine"}\n' + row.encode() + b"\n"
@@ -280,6 +387,7 @@ def test_rows_that_forge_messages(load, capsys, row, message):
 
 def test_a_message_has_one_first_line(monkeypatch, capsys):
     """What a server or a reward function said may hold anything."""
+
     def program():
         raise process.UserError(f"the server said {FORGED}\ud800\n\tsecond line")
 
@@ -290,11 +398,16 @@ def test_a_message_has_one_first_line(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         process.run_main(program)
     lines = capsys.readouterr().err.split("\n")
-    assert [line for line in lines if line.startswith("error:")] == [lines[0]] == ["error: the server said a.png"]
+    assert (
+        [line for line in lines if line.startswith("error:")]
+        == [lines[0]]
+        == ["error: the server said a.png"]
+    )
     assert lines[1:] == [r"  error: everything is fine \x1b[2J\u202e\ud800", "  \tsecond line", ""]
 
 
-# ----------------------------------------------------------------------------------------------------------- --image_root
+# -----------------------------------------------------------------------------------------------------------
+# --image_root
 OUTSIDE = """\
 {"images": "a.png"}
 {"images": "rows/bad.png"}
@@ -319,7 +432,9 @@ def test_pictures_outside_of_the_root_are_refused(load, tmp_path):
     (inside / "door").symlink_to("../outside")
     (tmp_path / "link").symlink_to("rows")
     for root in (str(inside), str(tmp_path / "link")):
-        prompt, = load([{"prompt": "x", "images": ["rows/a.png", "rows/good.png"]}], image_root=root)
+        (prompt,) = load(
+            [{"prompt": "x", "images": ["rows/a.png", "rows/good.png"]}], image_root=root
+        )
         assert prompt.images == (str(inside / "a.png"),) * 2
         for row in OUTSIDE.replace("OUT", str(outside)).splitlines():
             with value_error("train.jsonl:1: .* lies outside of --image_root"):
@@ -334,8 +449,14 @@ def test_paths_start_at_the_root_where_the_file_has_no_such_neighbour(load, tmp_
         Image.new("RGB", (64, 40), RED).save(tmp_path / "pictures" / name)
     with value_error("a.png lies outside of --image_root"):
         load([{"prompt": "x", "image": "a.png"}], image_root=str(tmp_path / "pictures"))
-    prompt, = load([{"prompt": "x", "image": ["other.png", "pictures/a.png"]}], image_root=str(tmp_path / "pictures"))
-    assert prompt.images == (str(tmp_path / "pictures" / "other.png"), str(tmp_path / "pictures" / "a.png"))
+    (prompt,) = load(
+        [{"prompt": "x", "image": ["other.png", "pictures/a.png"]}],
+        image_root=str(tmp_path / "pictures"),
+    )
+    assert prompt.images == (
+        str(tmp_path / "pictures" / "other.png"),
+        str(tmp_path / "pictures" / "a.png"),
+    )
 
 
 def test_both_scripts_know_the_root(tmp_path, qwen25, picture_rows):

@@ -1,6 +1,7 @@
-"""Videos in the Qwen-VL families, in rows mixed with pictures and text, against Hugging Face: prompt ids by the family's own
-processor (which needs torchvision only for its pixels), patches by its video processor's `patchify`, log-probs by one forward
-per sample, greedy rollouts and judgements by `generate`; what a clip's time is; and that every bad clip is refused."""
+"""Videos in the Qwen-VL families, in rows mixed with pictures and text, against Hugging Face:
+prompt ids by the family's own processor (which needs torchvision only for its pixels), patches by
+its video processor's `patchify`, log-probs by one forward per sample, greedy rollouts and
+judgements by `generate`; what a clip's time is; and that every bad clip is refused."""
 
 import json
 import sys
@@ -60,8 +61,10 @@ from families import (
 from helpers import assert_same_run, launch, write_processor
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
-FRAMES = 5                                                                                  # --video_frames of all tests
-CLIPS = {"long.gif": 7, "loop.webp": 4}                                                     # animations, 250 ms a frame
+# --video_frames of all tests
+FRAMES = 5
+# animations, 250 ms a frame
+CLIPS = {"long.gif": 7, "loop.webp": 4}
 SIZES = {"long.gif": (64, 40), "loop.webp": (60, 90)}
 
 
@@ -84,11 +87,14 @@ ROWS = """\
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """A JSONL file of rows with no, one and several pictures and clips in any order; clips of odd length, and long ones."""
+    """A JSONL file of rows with no, one and several pictures and clips in any order; clips of odd
+    length, and long ones."""
     folder, rng = tmp_path_factory.mktemp("clips"), np.random.default_rng(0)
     for name, count in CLIPS.items():
         first, *others = [paint(rng, *SIZES[name]) for _ in range(count)]
-        first.save(folder / name, save_all=True, append_images=others, duration=250, loop=0, lossless=True)
+        first.save(
+            folder / name, save_all=True, append_images=others, duration=250, loop=0, lossless=True
+        )
     for k in range(3):
         paint(rng, 80, 56).save(folder / f"frame-{k}.png")
     paint(rng, 56, 84).save(folder / "a.png")
@@ -102,9 +108,14 @@ def write_family(kind: str, folder):
         return write_checkpoint(folder, kind)
     tokenizer = make_tokenizer(kind)
     tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{%- if part.type == 'image' -%}", "{%- if part.type == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>"
-        "{%- elif part.type == 'image' -%}")
-    model, generator = AutoModelForImageTextToText.from_config(make_config(kind, tokenizer)), seeded(1)
+        "{%- if part.type == 'image' -%}",
+        "{%- if part.type == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>"
+        "{%- elif part.type == 'image' -%}",
+    )
+    model, generator = (
+        AutoModelForImageTextToText.from_config(make_config(kind, tokenizer)),
+        seeded(1),
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             scale = parameter[0].numel() ** -0.5 if parameter.ndim >= 2 else 0.1
@@ -113,7 +124,9 @@ def write_family(kind: str, folder):
         part.save_pretrained(folder)
     # Videos have bounds of their own: in Qwen3-VL those of all frames together.
     bounds = {"shortest_edge": 28**2, "longest_edge": (6 if kind == "qwen3_vl_moe" else 1) * 84**2}
-    (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": bounds, "image_mean": [0.4, 0.5, 0.6]}))
+    (folder / "video_preprocessor_config.json").write_text(
+        json.dumps({"size": bounds, "image_mean": [0.4, 0.5, 0.6]})
+    )
     return folder
 
 
@@ -122,8 +135,12 @@ def family(request, tmp_path_factory, rows):
     """Folder, our run of it, and the oracle with Hugging Face's own attention."""
     folder = write_family(request.param, tmp_path_factory.mktemp(request.param))
     oracle = hugging_face(folder)
-    return SimpleNamespace(kind=request.param, folder=folder, oracle=oracle,
-                           env=start(folder, rows, "--video_frames", FRAMES, "--video_fps 3"))
+    return SimpleNamespace(
+        kind=request.param,
+        folder=folder,
+        oracle=oracle,
+        env=start(folder, rows, "--video_frames", FRAMES, "--video_fps 3"),
+    )
 
 
 def clip_by_hand(family, item) -> tuple[torch.Tensor, list[int], VideoMetadata]:
@@ -139,7 +156,10 @@ def clip_by_hand(family, item) -> tuple[torch.Tensor, list[int], VideoMetadata]:
     total = len(frames)
     indices = np.linspace(0, total - 1, min(FRAMES, total)).round().astype(int)
     frames = [frames[k] for k in indices]
-    settings, config = family.env.processor.family.frame_processor, family.oracle.config.vision_config
+    settings, config = (
+        family.env.processor.family.frame_processor,
+        family.oracle.config.vision_config,
+    )
     if family.kind.endswith("moe"):
         assert settings.size["longest_edge"] == 6 * 84**2
     side, (width, height) = config.patch_size * 2, frames[0].size
@@ -148,40 +168,79 @@ def clip_by_hand(family, item) -> tuple[torch.Tensor, list[int], VideoMetadata]:
         size = qwen3_video.smart_resize(len(frames), height, width, 2, side, low, high)
     else:
         size = smart_resize(height, width, side, low, high)
-    pixels = torch.stack([torch.from_numpy(np.array(frame.resize(size[::-1], Image.Resampling.BICUBIC))) for frame in frames])
-    pixels = (pixels / 255 - torch.tensor(settings.image_mean)) / torch.tensor(settings.image_std)             # (F, h, w, 3)
+    pixels = torch.stack(
+        [
+            torch.from_numpy(np.array(frame.resize(size[::-1], Image.Resampling.BICUBIC)))
+            for frame in frames
+        ]
+    )
+    # (F, h, w, 3)
+    pixels = (pixels / 255 - torch.tensor(settings.image_mean)) / torch.tensor(settings.image_std)
     patchify, pixels = qwen3_video.Qwen3VLVideoProcessor.patchify, pixels.permute(0, 3, 1, 2)
     patches, *grid = patchify(None, pixels[None], config.patch_size, 2, 2)
-    return patches[0], grid, VideoMetadata(total_num_frames=total, fps=rate, frames_indices=indices.tolist())
+    return (
+        patches[0],
+        grid,
+        VideoMetadata(total_num_frames=total, fps=rate, frames_indices=indices.tolist()),
+    )
 
 
 def hf_inputs(family, prompt) -> dict[str, torch.Tensor]:
     """What the family's processor makes of a prompt, but for its pixels, which it needs torchvision for."""
-    tokenizer, images = AutoTokenizer.from_pretrained(family.folder), family.env.processor.family.image_processor
-    maker = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}.get(family.kind, Qwen3VLProcessor)
+    tokenizer, images = (
+        AutoTokenizer.from_pretrained(family.folder),
+        family.env.processor.family.image_processor,
+    )
+    maker = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}.get(
+        family.kind, Qwen3VLProcessor
+    )
     processor = object.__new__(maker)
-    for name, token in dict(image_token="<|image_pad|>", video_token="<|video_pad|>",
-                            vision_start_token="<|vision_start|>", vision_end_token="<|vision_end|>").items():
+    for name, token in dict(
+        image_token="<|image_pad|>",
+        video_token="<|video_pad|>",
+        vision_start_token="<|vision_start|>",
+        vision_end_token="<|vision_end|>",
+    ).items():
         setattr(processor, name, token)
-    processor.__dict__.update(all_special_multimodal_tokens=["<|image_pad|>", "<|video_pad|>"], image_processor=images,
-                              video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2))
+    processor.__dict__.update(
+        all_special_multimodal_tokens=["<|image_pad|>", "<|video_pad|>"],
+        image_processor=images,
+        video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),
+    )
     inputs, words, clip_words = {}, [], []
-    if pictures := [Image.open(path).convert("RGB") for path in prompt.images if isinstance(path, str)]:
+    if pictures := [
+        Image.open(path).convert("RGB") for path in prompt.images if isinstance(path, str)
+    ]:
         inputs |= images(images=pictures, return_tensors="pt")
         words = [processor.replace_image_token(inputs, i) for i in range(len(pictures))]
     if clips := [clip_by_hand(family, path) for path in prompt.images if not isinstance(path, str)]:
         patches, grids, metadata = zip(*clips)
         inputs |= {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
-        clip_words = [processor.replace_video_token(inputs | {"video_metadata": metadata}, i) for i in range(len(clips))]
+        clip_words = [
+            processor.replace_video_token(inputs | {"video_metadata": metadata}, i)
+            for i in range(len(clips))
+        ]
         if family.kind == "qwen2_5_vl":
-            inputs["second_per_grid_ts"] = torch.tensor([2 / entry.sampled_fps for entry in metadata])
-    messages = [{**m, "content": [{"type": "text", "text": m["content"]}] if isinstance(m["content"], str) else m["content"]}
-                for m in prompt.messages]
+            inputs["second_per_grid_ts"] = torch.tensor(
+                [2 / entry.sampled_fps for entry in metadata]
+            )
+    messages = [
+        {
+            **m,
+            "content": [{"type": "text", "text": m["content"]}]
+            if isinstance(m["content"], str)
+            else m["content"],
+        }
+        for m in prompt.messages
+    ]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     text, _ = processor.get_text_with_replacements([text], words, clip_words)
     inputs |= dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False))
     ids, config = inputs["input_ids"], family.oracle.config
-    return inputs | {"mm_token_type_ids": (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()}
+    return inputs | {
+        "mm_token_type_ids": (ids == config.image_token_id).int()
+        + 2 * (ids == config.video_token_id).int()
+    }
 
 
 def test_ids_and_patches_equal_those_of_the_familys_processors(family):
@@ -193,9 +252,13 @@ def test_ids_and_patches_equal_those_of_the_familys_processors(family):
             continue
         patches, grids = load_pixels(prompt, family.env.processor)
         ours = family_of(family.oracle.config).vision_inputs(patches, grids, prompt.grids)
-        assert ours.keys() == {name for name in inputs if name.startswith(("pixel", "video", "image", "second"))}
+        assert ours.keys() == {
+            name for name in inputs if name.startswith(("pixel", "video", "image", "second"))
+        }
         for name, value in ours.items():
-            assert value.shape == inputs[name].shape and (value - inputs[name]).abs().max() < ROUNDING, name
+            assert (
+                value.shape == inputs[name].shape and (value - inputs[name]).abs().max() < ROUNDING
+            ), name
         clips += [tuple(grid) for grid in ours.get("video_grid_thw", torch.zeros(0, 3)).tolist()]
     assert {t for t, *_ in clips} == {1, 2, 3}
     assert len(clips) == 7
@@ -215,60 +278,117 @@ def test_the_judge_generates_what_generate_does(family, rows):
     """Batches of prompts with clips, pictures and neither."""
     data = rows.with_name("judge.jsonl")
     lines = [json.loads(row) | {"response": "a circle"} for row in rows.read_text().splitlines()]
-    data.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "answer"}) + "\n" for line in lines))
+    data.write_text(
+        "".join(
+            json.dumps({k: v for k, v in line.items() if k != "answer"}) + "\n" for line in lines
+        )
+    )
     check_judgements(family, data, hf_inputs, "--video_frames", str(FRAMES), "--video_fps", "3")
 
 
 def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
-    """Its reward is the chance that Hugging Face's model gives to yes, of its own grids and times; said <video> stays text."""
-    actor, judge = write_family("qwen2_5_vl", tmp_path / "actor"), write_family("qwen3_vl", tmp_path / "judge")
+    """Its reward is the chance that Hugging Face's model gives to yes, of its own grids and times;
+    said <video> stays text."""
+    actor, judge = (
+        write_family("qwen2_5_vl", tmp_path / "actor"),
+        write_family("qwen3_vl", tmp_path / "judge"),
+    )
     write_judge(judge, ("correct", "yes"))
-    env = start(actor, rows, "--advantage grpo --reward", f"grm:{judge}", "--video_frames", FRAMES, "--video_fps 3")
+    env = start(
+        actor,
+        rows,
+        "--advantage grpo --reward",
+        f"grm:{judge}",
+        "--video_frames",
+        FRAMES,
+        "--video_fps 3",
+    )
     reward = scoring.load(env.args.reward)
     build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
     responses = ["3", "a <video>", "3", "square"]
-    batch = take(env, 4).with_targets([[torch.tensor(env.processor.tokenizer.encode(text))] for text in responses])
+    batch = take(env, 4).with_targets(
+        [[torch.tensor(env.processor.tokenizer.encode(text))] for text in responses]
+    )
     batch.truncated = torch.zeros(4, dtype=torch.bool)
     vlm.compute_features(env.actor.model, batch)
     reward.score(batch, env.processor, 0)
     oracle = hugging_face(judge)
     processor = reward.sources[0].ask.processor
-    family = SimpleNamespace(kind="qwen3_vl", folder=judge, oracle=oracle, env=SimpleNamespace(processor=processor))
-    questions = ["how many circles are there?", "what moves?", "was <image> in <video>, or in <video>?",
-                 "before <video><image> and <video><video>"]
-    for prompt, question, text, score in zip(env.prompts, questions, responses, batch.rewards.tolist()):
-        ask = {"prompt": question, "images": list(prompt.images), "question": judgements.format_template(
-            judgements.JUDGEMENTS["correct"][0], prompt=question, response=text.replace("<video>", " "))}
-        asked = hf_inputs(family, judgements.judge_prompt(processor, reward.sources[0].ask.settings, ask))
+    family = SimpleNamespace(
+        kind="qwen3_vl", folder=judge, oracle=oracle, env=SimpleNamespace(processor=processor)
+    )
+    questions = [
+        "how many circles are there?",
+        "what moves?",
+        "was <image> in <video>, or in <video>?",
+        "before <video><image> and <video><video>",
+    ]
+    for prompt, question, text, score in zip(
+        env.prompts, questions, responses, batch.rewards.tolist()
+    ):
+        ask = {
+            "prompt": question,
+            "images": list(prompt.images),
+            "question": judgements.format_template(
+                judgements.JUDGEMENTS["correct"][0],
+                prompt=question,
+                response=text.replace("<video>", " "),
+            ),
+        }
+        asked = hf_inputs(
+            family, judgements.judge_prompt(processor, reward.sources[0].ask.settings, ask)
+        )
         chances = []
         for word in ("yes", "no"):
-            target = judgements.encode_target(processor, judgements.answer_frame(processor), f"<answer>{word}</answer>")[None]
+            target = judgements.encode_target(
+                processor, judgements.answer_frame(processor), f"<answer>{word}</answer>"
+            )[None]
             inputs = asked | {"input_ids": torch.cat([asked["input_ids"], target], dim=1)}
-            for name, value in (("attention_mask", torch.ones_like(target)), ("mm_token_type_ids", torch.zeros_like(target))):
+            for name, value in (
+                ("attention_mask", torch.ones_like(target)),
+                ("mm_token_type_ids", torch.zeros_like(target)),
+            ):
                 inputs[name] = torch.cat([asked[name], value.to(asked[name].dtype)], dim=1)
             with torch.no_grad():
-                logp = oracle(**inputs).logits[0, asked["input_ids"].shape[1] - 1:-1].log_softmax(dim=-1)
+                logp = (
+                    oracle(**inputs)
+                    .logits[0, asked["input_ids"].shape[1] - 1 : -1]
+                    .log_softmax(dim=-1)
+                )
             chances.append(float(logp.gather(1, target.T).sum()))
         assert score == pytest.approx(float(torch.tensor(chances).softmax(dim=0)[0]), abs=ROUNDING)
 
 
 def test_a_run_on_mixed_rows(rows, tmp_path):
-    """A step with a critic and evaluation on one rank and on two; what rewards and records hold; frames in sample pictures."""
+    """A step with a critic and evaluation on one rank and on two; what rewards and records hold;
+    frames in sample pictures."""
     write_family("qwen3_vl", tmp_path / "model")
-    (tmp_path / "reward.py").write_text(REWARD + '''
+    (tmp_path / "reward.py").write_text(
+        REWARD
+        + '''
 
 def seen(prompts, responses, references, labels, images):
     """How many files each sample's images and clips have."""
     assert {type(item) for items in images for item in items} <= {str, tuple}
     return [float(sum(1 if isinstance(item, str) else len(item) for item in items)) for items in images]
-''')
+'''
+    )
     for ranks in ("one", "two"):
         (tmp_path / ranks).mkdir()
-    flags = words("--model", tmp_path / "model", "--data", rows, "--eval_data", rows,
-                  "--max_new_tokens 6 --prompts_per_step 6 --samples_per_prompt 2 --steps 1 --actor_lr 1e-3",
-                  "--reward_recipe",
-                  json.dumps({"*": [[f"{tmp_path}/reward.py:letters", 1.0], [f"{tmp_path}/reward.py:seen", 0.0]]}),
-                  "--video_frames 5 --out")
+    flags = words(
+        "--model",
+        tmp_path / "model",
+        "--data",
+        rows,
+        "--eval_data",
+        rows,
+        "--max_new_tokens 6 --prompts_per_step 6 --samples_per_prompt 2 --steps 1 --actor_lr 1e-3",
+        "--reward_recipe",
+        json.dumps(
+            {"*": [[f"{tmp_path}/reward.py:letters", 1.0], [f"{tmp_path}/reward.py:seen", 0.0]]}
+        ),
+        "--video_frames 5 --out",
+    )
     launch(2, [*flags, str(tmp_path / "two" / "run")])
     ppo.main([*flags, str(tmp_path / "one" / "run")])
     assert_same_run(tmp_path / "one" / "run", tmp_path / "two" / "run")
@@ -280,12 +400,16 @@ def seen(prompts, responses, references, labels, images):
     assert [len(item) for item in clips[2][1:]] == [3, 1]
     assert len(vlm_images.read_frames(clips[2], 6)) == 1 + 3 + 4
     assert list(sheet.glob("step-*.png"))
-    assert remote.encode_image(tuple(clips[2][1])) == [remote.encode_image(path) for path in clips[2][1]]
+    assert remote.encode_image(tuple(clips[2][1])) == [
+        remote.encode_image(path) for path in clips[2][1]
+    ]
 
 
 @pytest.fixture
 def load(tmp_path):
-    """load(rows, family, **settings): the rows' prompts, or the error, of files beside those that the test writes."""
+    """load(rows, family, **settings): the rows' prompts, or the error, of files beside those that
+    the test writes."""
+
     def load(row, family="qwen2_5_vl", **settings):
         if not (tmp_path / family).exists():
             write_processor(tmp_path / family, family, TEMPLATE)
@@ -298,8 +422,10 @@ def load(tmp_path):
     return load
 
 
-TEMPLATE = ("{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}<|vision_start|>"
-            "<|{{ p.type }}_pad|><|vision_end|>{% endif %}{% endfor %}{% endfor %}")
+TEMPLATE = (
+    "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}<|vision_start|>"
+    "<|{{ p.type }}_pad|><|vision_end|>{% endif %}{% endfor %}{% endfor %}"
+)
 
 
 def save_clip(path, count: int, size: tuple[int, int] = (56, 56), **options) -> None:
@@ -313,10 +439,15 @@ def test_times_of_an_animation_are_its_own(load, tmp_path, name):
     save_clip(tmp_path / name, 5, duration=[100, 300, 200, 1000, 400])
     row = {"prompt": "x", "videos": [name]}
     processor, prompt = load(row)
-    assert vlm_images.clip_times((str(tmp_path / name),), 7.0) == ((56, 56), [0.0, 0.1, 0.4, 0.6, 1.6], 2.5)
+    assert vlm_images.clip_times((str(tmp_path / name),), 7.0) == (
+        (56, 56),
+        [0.0, 0.1, 0.4, 0.6, 1.6],
+        2.5,
+    )
     assert prompt.grids[0][:1] == (3,)
     assert prompt.grids[0][3:] == pytest.approx((2 / 2.5, 0.05, 0.5, 1.6))
-    _, prompt = load(row, video_frames=3)                                   # frames 0, 2, 4 of 5: 3 in 2 seconds
+    # frames 0, 2, 4 of 5: 3 in 2 seconds
+    _, prompt = load(row, video_frames=3)
     assert prompt.grids[0][:1] == (2,)
     assert prompt.grids[0][3:] == pytest.approx((2 / 1.5, 0.2, 1.6))
     pixels, _ = load_pixels(prompt, load(row, video_frames=3)[0])
@@ -328,7 +459,8 @@ def test_times_of_an_animation_are_its_own(load, tmp_path, name):
 
 def test_a_turned_animation(load, tmp_path):
     exif = Image.Exif()
-    exif[0x0112] = 6                                                                    # the camera lay on its side
+    # the camera lay on its side
+    exif[0x0112] = 6
     save_clip(tmp_path / "a.webp", 4, (56, 84), exif=exif, lossless=True)
     processor, _ = load({"prompt": "x"})
     prompt = make_prompt(processor, "x", [("a.webp",)], folder=str(tmp_path))
@@ -340,11 +472,23 @@ def test_frame_lists_take_the_flags_rate(load, tmp_path):
     names = [f"{k}.png" for k in range(4)]
     for k, name in enumerate(names):
         Image.new("RGB", (56, 56), (60 * k, 0, 0)).save(tmp_path / name)
-    for rate, expected in ((2.0, "<0.2 seconds>{}<1.2 seconds>{}"), (8.0, "<0.1 seconds>{}<0.3 seconds>{}")):
+    for rate, expected in (
+        (2.0, "<0.2 seconds>{}<1.2 seconds>{}"),
+        (8.0, "<0.1 seconds>{}<0.3 seconds>{}"),
+    ):
         processor, prompt = load({"prompt": "x", "videos": [names]}, "qwen3_vl", video_fps=rate)
-        expected = "<|vision_start|>" + expected.format(*["<|vision_start|><|video_pad|><|vision_end|>"] * 2) + "<|vision_end|>x"
+        expected = (
+            "<|vision_start|>"
+            + expected.format(*["<|vision_start|><|video_pad|><|vision_end|>"] * 2)
+            + "<|vision_end|>x"
+        )
         text = processor.tokenizer.decode(prompt.input_ids)
-        assert text.replace("<|video_pad|>" * (prompt.grids[0][1] * prompt.grids[0][2] // 4), "<|video_pad|>") == expected
+        assert (
+            text.replace(
+                "<|video_pad|>" * (prompt.grids[0][1] * prompt.grids[0][2] // 4), "<|video_pad|>"
+            )
+            == expected
+        )
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
@@ -425,7 +569,11 @@ def pyav(tmp_path_factory):
 def write_film(av, path, codec: str, frames: list[np.ndarray], rate: int) -> None:
     with av.open(str(path), "w") as file:
         stream = file.add_stream(codec, rate=rate)
-        stream.height, stream.width, stream.pix_fmt, stream.bit_rate = *frames[0].shape[:2], "yuv420p", 4_000_000
+        stream.height, stream.width, stream.pix_fmt, stream.bit_rate = (
+            *frames[0].shape[:2],
+            "yuv420p",
+            4_000_000,
+        )
         for frame in frames:
             file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         file.mux(stream.encode())
@@ -433,7 +581,9 @@ def write_film(av, path, codec: str, frames: list[np.ndarray], rate: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", vlm_images.VIDEO_DECODERS)
-@pytest.mark.parametrize("name, codec", [("a.mp4", "mpeg4"), ("a.webm", "libvpx"), ("a.mkv", "libx264")])
+@pytest.mark.parametrize(
+    "name, codec", [("a.mp4", "mpeg4"), ("a.webm", "libvpx"), ("a.mkv", "libx264")]
+)
 def test_films(pyav, load, tmp_path, monkeypatch, package, name, codec):
     """The headers of WebM and MKV have no number of frames."""
     if not find_spec(package):
@@ -455,17 +605,24 @@ def test_films(pyav, load, tmp_path, monkeypatch, package, name, codec):
 
 @pytest.mark.parametrize("total, rate", [(4, None), (0, 25.0)])
 def test_a_film_of_unknown_rate_or_length_is_refused(load, tmp_path, monkeypatch, total, rate):
-    """As decoders give it, by name as transformers does: the containers that do not tell them are of many kinds."""
+    """As decoders give it, by name as transformers does: the containers that do not tell them are
+    of many kinds."""
     header = SimpleNamespace(fps=rate, width=56, height=56, total_num_frames=total)
     monkeypatch.setattr(vlm_images, "VIDEO_DECODERS", {"json": "pyav"})
-    monkeypatch.setattr(vlm_images, "load_video", lambda path, backend, sample_indices_fn: sample_indices_fn(metadata=header))
+    monkeypatch.setattr(
+        vlm_images,
+        "load_video",
+        lambda path, backend, sample_indices_fn: sample_indices_fn(metadata=header),
+    )
     monkeypatch.setattr(vlm_images, "_count_frames", lambda path: 0)
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
     with value_error(f"rows.jsonl:1: .*a.mp4: not a video .*{total} frames, {rate} in a second"):
         load({"prompt": "x", "videos": ["a.mp4"]})
 
 
-def test_films_without_a_decoder_are_refused_with_the_packages_that_could(load, tmp_path, monkeypatch):
+def test_films_without_a_decoder_are_refused_with_the_packages_that_could(
+    load, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "torchcodec", None)
     monkeypatch.setitem(sys.modules, "av", None)
     monkeypatch.setitem(sys.modules, "cv2", None)

@@ -1,5 +1,6 @@
-"""Conversations with environments: tokens, log-probs and gradients against one Hugging Face forward of each whole
-conversation, rewards of turns against loops, threads, time limits and errors, records and metrics."""
+"""Conversations with environments: tokens, log-probs and gradients against one Hugging Face forward
+of each whole conversation, rewards of turns against loops, threads, time limits and errors, records
+and metrics."""
 
 import dataclasses
 import itertools
@@ -54,7 +55,6 @@ from talkers import PROGRAMS, expected_logprobs, talk, whole
 pytestmark = pytest.mark.usefixtures("write_samples")
 
 
-
 def end_often(env) -> None:
     """Random weights hardly ever draw the end token: let a fifth of all others end a turn as well."""
     more = tuple(i for i in range(len(env.processor.tokenizer) - 20) if i % 5 == 0)
@@ -79,10 +79,22 @@ def as_told(env, batch, i: int) -> str:
     prompt = batch.prompts[int(batch.prompt_index[i])].input_ids
     owns = [False] * len(prompt) + batch.is_own.split(batch.spans.tolist())[i].tolist()
     text = ""
-    for is_own, part in itertools.groupby(zip(owns, whole(batch, i).tolist()), key=lambda pair: pair[0]):
+    for is_own, part in itertools.groupby(
+        zip(owns, whole(batch, i).tolist()), key=lambda pair: pair[0]
+    ):
         ids = [token for _, token in part]
-        pictures = [k for k in range(1, len(ids)) if ids[k] == ids[k - 1] == env.processor.config.image_token_id]
-        text += "#" if is_own else env.processor.tokenizer.decode([ids[k] for k in range(len(ids)) if k not in pictures])
+        pictures = [
+            k
+            for k in range(1, len(ids))
+            if ids[k] == ids[k - 1] == env.processor.config.image_token_id
+        ]
+        text += (
+            "#"
+            if is_own
+            else env.processor.tokenizer.decode(
+                [ids[k] for k in range(len(ids)) if k not in pictures]
+            )
+        )
     return text
 
 
@@ -99,15 +111,25 @@ def as_rendered(env, batch, i: int) -> str:
     for reply in conversation.replies:
         messages.append({"role": "assistant", "content": [{"type": "text", "text": "#"}]})
         messages.append({"role": conversation.role, "content": reply})
-    return env.processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + "#"
+    return (
+        env.processor.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        + "#"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ exactness
 @pytest.mark.parametrize("checkpoint", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"], indirect=True)
-@pytest.mark.parametrize("name, stop", [("Talk", ""), ("Tool", '["a", "e", "r"]'), ("Same", '["a", "e", "r"]')])
-def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(checkpoint, picture_rows, name, stop):
-    """Qwen2.5-VL, Qwen3-VL and Qwen3.5, pictures in prompts, first observations and replies; turns that end by a token or a
-    string; and the text of the tokens is what the template writes of the whole conversation."""
+@pytest.mark.parametrize(
+    "name, stop", [("Talk", ""), ("Tool", '["a", "e", "r"]'), ("Same", '["a", "e", "r"]')]
+)
+def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(
+    checkpoint, picture_rows, name, stop
+):
+    """Qwen2.5-VL, Qwen3-VL and Qwen3.5, pictures in prompts, first observations and replies; turns
+    that end by a token or a string; and the text of the tokens is what the template writes of the
+    whole conversation."""
     env = start(checkpoint, picture_rows, "--max_new_tokens 48 --stop_strings", stop)
     if not stop:
         end_often(env)
@@ -117,7 +139,8 @@ def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(checkpoint,
     oracle = hugging_face(checkpoint)
     check_exact(env, oracle, batch)
     for i, conversation in enumerate(batch.conversations):
-        if stop and conversation.ended != "answered":         # the last turn ends by a string, not by an end token of its own
+        # the last turn ends by a string, not by an end token of its own
+        if stop and conversation.ended != "answered":
             assert as_told(env, batch, i) == as_rendered(env, batch, i)
 
 
@@ -156,28 +179,49 @@ def test_gradients_equal_one_backward_of_each_conversation(qwen25, picture_rows,
         if parameter.grad is None:
             continue
         compared += "visual" in name
-        grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-        assert (grad - theirs[name].grad).norm() <= 2e-4 * theirs[name].grad.norm() + rounding(1), name
+        grad = (
+            parameter.grad.full_tensor()
+            if hasattr(parameter.grad, "full_tensor")
+            else parameter.grad
+        )
+        assert (grad - theirs[name].grad).norm() <= 2e-4 * theirs[name].grad.norm() + rounding(1), (
+            name
+        )
     assert bool(compared) == ("vision" in flags)
 
 
 # ------------------------------------------------------------------------------------------------ engine
 def same(one, other, bits: bool = False) -> None:
     """Two batches of the same conversations; ``bits``: log-probs too."""
-    assert [dataclasses.replace(conversation, seconds=0, images=[], features=None) for conversation in one.conversations] == [
-        dataclasses.replace(conversation, seconds=0, images=[], features=None) for conversation in other.conversations]
+    assert [
+        dataclasses.replace(conversation, seconds=0, images=[], features=None)
+        for conversation in one.conversations
+    ] == [
+        dataclasses.replace(conversation, seconds=0, images=[], features=None)
+        for conversation in other.conversations
+    ]
     for name in ("tokens", "lengths", "stream", "is_own", "places", "truncated"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
-    assert torch.equal(one.logprobs, other.logprobs) if bits else (one.logprobs - other.logprobs).abs().max() < ROUNDING
+    assert (
+        torch.equal(one.logprobs, other.logprobs)
+        if bits
+        else (one.logprobs - other.logprobs).abs().max() < ROUNDING
+    )
 
 
 @pytest.mark.slow
-def test_conversations_do_not_depend_on_slots_threads_or_polling(qwen25, picture_rows, poll, graphs_of):
-    """Few slots, which are refilled and compacted; a host that looks late, so that turns are wound back; threads that
-    answer in any order, several at once; small prefills; graphs of a batch size, which decode over waiting slots."""
+def test_conversations_do_not_depend_on_slots_threads_or_polling(
+    qwen25, picture_rows, poll, graphs_of
+):
+    """Few slots, which are refilled and compacted; a host that looks late, so that turns are wound
+    back; threads that answer in any order, several at once; small prefills; graphs of a batch size,
+    which decode over waiting slots."""
     env = start(qwen25, picture_rows, '--max_new_tokens 32 --stop_strings ["a","e","r"]')
     expected = talk(env, "Slow", 4)
-    assert {conversation.ended for conversation in expected.conversations} >= {"answered", "token_limit"}
+    assert {conversation.ended for conversation in expected.conversations} >= {
+        "answered",
+        "token_limit",
+    }
     same(talk(env, "Slow", 4), expected, bits=True)
     for slots, workers, poll[0], tokens in ((0, 6, 8, 600), (3, 4, 1, 90)):
         with computing(env.actor, max_tokens_per_pack=tokens):
@@ -194,7 +238,9 @@ def test_conversations_do_not_depend_on_slots_threads_or_polling(qwen25, picture
 @pytest.fixture
 def hybrid(tmp_path, picture_rows):
     """Qwen3.5, whose slots hold states."""
-    env = start(write_checkpoint(tmp_path / "hybrid", "qwen3_5"), picture_rows, "--max_new_tokens 32")
+    env = start(
+        write_checkpoint(tmp_path / "hybrid", "qwen3_5"), picture_rows, "--max_new_tokens 32"
+    )
     end_often(env)
     return env
 
@@ -216,14 +262,23 @@ def never_done(method):
         out = method(states, *inputs)
         states.done = done
         return out
+
     return method_of_all
 
 
 FAULTS = {
     "states go on": (SlotStates, "recur", never_done),
     "inputs go on": (SlotStates, "convolve", never_done),
-    "states are lost": (linear_attention, "padded_rule", lambda rule: lambda stretch, inputs, state: rule(stretch, inputs, None)),
-    "inputs are lost": (linear_attention, "convolved_places", lambda rows: lambda table, _: rows(table, False)),
+    "states are lost": (
+        linear_attention,
+        "padded_rule",
+        lambda rule: lambda stretch, inputs, state: rule(stretch, inputs, None),
+    ),
+    "inputs are lost": (
+        linear_attention,
+        "convolved_places",
+        lambda rows: lambda table, _: rows(table, False),
+    ),
 }
 
 
@@ -254,7 +309,10 @@ def test_limits_of_turns_tokens_and_replies(qwen25, picture_rows):
     env = start(qwen25, picture_rows, '--max_new_tokens 60 --stop_strings ["a","e","r","o"]')
     free = talk(env, "Words", 2)
     short = talk(env, "Words", 2, max_turns=2)
-    assert {conversation.ended for conversation in short.conversations} <= {"turn_limit", "token_limit"}
+    assert {conversation.ended for conversation in short.conversations} <= {
+        "turn_limit",
+        "token_limit",
+    }
     for i, (long, cut) in enumerate(zip(free.conversations, short.conversations)):
         assert cut.replies == long.replies[:1]
         assert len(cut.turn_tokens(short.split(short.tokens)[i])) <= 2
@@ -263,22 +321,38 @@ def test_limits_of_turns_tokens_and_replies(qwen25, picture_rows):
     whole, stops = [], [env.processor.tokenizer.decode(i) for i in env.processor.stop_ids]
     cut = talk(start(qwen25, picture_rows, "--max_new_tokens 3"), "Words", 2)
     # a limit ends a conversation after a turn that has an end, or in a turn
-    for batch, ends in ((free, [*"aero", *stops]), (short, [*"aero", *stops]), (few, [*"aero", *stops]), (cut, stops)):
-        for i, (conversation, tokens) in enumerate(zip(batch.conversations, batch.split(batch.tokens))):
+    for batch, ends in (
+        (free, [*"aero", *stops]),
+        (short, [*"aero", *stops]),
+        (few, [*"aero", *stops]),
+        (cut, stops),
+    ):
+        for i, (conversation, tokens) in enumerate(
+            zip(batch.conversations, batch.split(batch.tokens))
+        ):
             last = env.processor.tokenizer.decode(conversation.turn_tokens(tokens)[-1])
             whole.append(any(end in last for end in ends))
             assert finished_text(batch, i, last) == (last if whole[-1] else "")
     assert {True, False} == set(whole)
     replied = [int((~is_own).sum()) for is_own in few.is_own.split(few.spans.tolist())]
-    openings = [replied[i] for i, conversation in enumerate(few.conversations) if not conversation.replies]
+    openings = [
+        replied[i] for i, conversation in enumerate(few.conversations) if not conversation.replies
+    ]
     assert few.spans.max() <= 60 + 30 + max(openings, default=0) + 12
     assert all(conversation.ended != "answered" for conversation in few.conversations)
     assert {conversation.ended for conversation in free.conversations} == {"answered"}
     assert not free.truncated.any()
 
 
-WRONG = {1: "KeyError: 'no board'", 2: "ZeroDivisionError: no rule for this (talkers.py:", 3: "to float: 'much'",
-         4: "took longer than 1.5 s", 5: "expected a text, an image", 6: "no reply, and is not done", 7: "special token"}
+WRONG = {
+    1: "KeyError: 'no board'",
+    2: "ZeroDivisionError: no rule for this (talkers.py:",
+    3: "to float: 'much'",
+    4: "took longer than 1.5 s",
+    5: "expected a text, an image",
+    6: "no reply, and is not done",
+    7: "special token",
+}
 
 
 @pytest.mark.slow
@@ -287,10 +361,19 @@ def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeyp
     env = start(qwen25, picture_rows, '--max_new_tokens 60 --stop_strings ["a","e","r","o"]')
     for workers in (0, 1):
         began = time.monotonic()
-        batch = talk(env, "Bad", 8, batch=take(env).select_prompts([0, 1]), env_workers=workers, env_timeout=1.5)
+        batch = talk(
+            env,
+            "Bad",
+            8,
+            batch=take(env).select_prompts([0, 1]),
+            env_workers=workers,
+            env_timeout=1.5,
+        )
         assert time.monotonic() - began < 60
         for number, conversation in zip(batch.sample_number.tolist(), batch.conversations):
-            assert (conversation.ended, bool(conversation.error)) == (("error", True) if number else ("answered", False))
+            assert (conversation.ended, bool(conversation.error)) == (
+                ("error", True) if number else ("answered", False)
+            )
             if number:
                 assert WRONG[number] in conversation.error
                 assert "rows.jsonl:" in conversation.error
@@ -355,7 +438,9 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
     env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e","r"]')
     prompts = take(env).select_prompts([1, 2])
     batch = talk(env, "Absent", 2, batch=prompts)
-    for group, number, conversation in zip(batch.prompt_index.tolist(), batch.sample_number.tolist(), batch.conversations):
+    for group, number, conversation in zip(
+        batch.prompt_index.tolist(), batch.sample_number.tolist(), batch.conversations
+    ):
         assert (conversation.ended == "error") == (number == 0)
         assert conversation.opening[0]["text"] == "the board"
         assert conversation.images[0].size[1] == 56
@@ -365,37 +450,61 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
 
 def test_a_first_observation_that_does_not_fit_fails_its_samples(qwen25, picture_rows):
     env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e","r"]')
-    with user_error("8 of 8 samples failed, the first: .*Endless: rows.jsonl:1: .*too long with the first observation"):
+    with user_error(
+        "8 of 8 samples failed, the first: .*Endless: rows.jsonl:1: .*too long with the first observation"
+    ):
         talk(env, "Endless", 2)
 
 
-def test_a_reply_of_megabytes_ends_its_sample_and_is_not_tokenized(qwen25, picture_rows, monkeypatch):
+def test_a_reply_of_megabytes_ends_its_sample_and_is_not_tokenized(
+    qwen25, picture_rows, monkeypatch
+):
     sizes, token_ids = [0], Processor.token_ids
-    monkeypatch.setattr(Processor, "token_ids", lambda self, text, *more: sizes.append(len(text)) or token_ids(self, text, *more))
+    monkeypatch.setattr(
+        Processor,
+        "token_ids",
+        lambda self, text, *more: sizes.append(len(text)) or token_ids(self, text, *more),
+    )
     env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e","r"]')
     batch = talk(env, "Flood", 2)
     conversations = [conversation for conversation in batch.conversations if conversation.rewards]
     assert conversations
     assert {conversation.ended for conversation in conversations} == {"token_limit"}
     assert {tuple(conversation.rewards) for conversation in conversations} == {(0.25,)}
-    assert 1600 < max(sizes) < 100_000                                                      # 400 tokens fill no more
+    # 400 tokens fill no more
+    assert 1600 < max(sizes) < 100_000
 
 
 @pytest.mark.parametrize("names", [True, False])
 def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
-    """A right answer after a look that costs something: its reward is below 1, its accuracy is not. Without a name the rule
-    holds: 1 where it gave 1 or more."""
-    env = start(qwen25, picture_rows, '--max_new_tokens 32 --stop_strings ["a","e","r"]', "--reward env")
+    """A right answer after a look that costs something: its reward is below 1, its accuracy is not.
+    Without a name the rule holds: 1 where it gave 1 or more."""
+    env = start(
+        qwen25, picture_rows, '--max_new_tokens 32 --stop_strings ["a","e","r"]', "--reward env"
+    )
     batch = talk(env, "Right" if names else "Costly", 2)
     scoring.load(env.args.reward).score(batch, env.processor, 0)
-    answered = torch.tensor([conversation.ended == "answered" for conversation in batch.conversations])
+    answered = torch.tensor(
+        [conversation.ended == "answered" for conversation in batch.conversations]
+    )
     assert answered.any()
     assert torch.allclose(batch.rewards[answered], torch.tensor(0.9))
-    assert torch.equal(batch.components["accuracy"], answered.float() if names else torch.zeros(len(batch)))
+    assert torch.equal(
+        batch.components["accuracy"], answered.float() if names else torch.zeros(len(batch))
+    )
 
 
 def test_an_environment_may_change_its_row():
-    row = Prompt([], "", (), (), torch.empty(0, dtype=torch.int64), 0, row={"board": [[0, 0]]}, folder="/data")
+    row = Prompt(
+        [],
+        "",
+        (),
+        (),
+        torch.empty(0, dtype=torch.int64),
+        0,
+        row={"board": [[0, 0]]},
+        folder="/data",
+    )
     for number in range(2):
         taken = environments.env_row(row, (0,), number)
         assert (taken["board"], taken["number"], taken["folder"]) == ([[0, 0]], number, "/data")
@@ -405,27 +514,47 @@ def test_an_environment_may_change_its_row():
 
 @pytest.mark.parametrize("name", ["reset", "step", "close"])
 def test_an_environment_whose_methods_must_be_awaited_is_refused(tmp_path, name):
-    methods = "".join(f"    {'async ' * (each == name)}def {each}(self, *_):\n        pass\n" for each in ("reset", "step", "close"))
+    methods = "".join(
+        f"    {'async ' * (each == name)}def {each}(self, *_):\n        pass\n"
+        for each in ("reset", "step", "close")
+    )
     (tmp_path / "mine.py").write_text(f"class Mine:\n{methods}")
     with user_error(f"{name} is async, and nothing awaits it"):
         environments.load(EnvArgs(env=f"{tmp_path}/mine.py:Mine"), 512)
 
 
-@pytest.mark.parametrize("reward", [{"accuracy": 1.0}, {"reward": 1.0, "style": 0.5}, {"reward": math.nan}, "much", None])
+@pytest.mark.parametrize(
+    "reward", [{"accuracy": 1.0}, {"reward": 1.0, "style": 0.5}, {"reward": math.nan}, "much", None]
+)
 def test_what_is_no_reward_is_an_error(reward):
     with pytest.raises((ValueError, TypeError), match="the reward of a step must be|float"):
         environments.read_step((None, reward, True))
-    assert environments.read_step((None, {"reward": 1, "accuracy": 0}, True)) == (None, 1.0, 0.0, True)
+    assert environments.read_step((None, {"reward": 1, "accuracy": 0}, True)) == (
+        None,
+        1.0,
+        0.0,
+        True,
+    )
 
 
 # ------------------------------------------------------------------------------------------------ rewards
 def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25, picture_rows):
-    """Where no row of a rollout asks the environment, nothing was earned early; rewards at turns of the others stay."""
+    """Where no row of a rollout asks the environment, nothing was earned early; rewards at turns of
+    the others stay."""
     recipe = json.dumps({"game": [["env", 1]], "*": [["exact", 1]]})
-    env = start(qwen25, picture_rows, '--max_new_tokens 24 --stop_strings ["a","e","r"]', "--reward_recipe", recipe)
+    env = start(
+        qwen25,
+        picture_rows,
+        '--max_new_tokens 24 --stop_strings ["a","e","r"]',
+        "--reward_recipe",
+        recipe,
+    )
     reward, prompts = scoring.load(env.args.reward), take(env)
     labels = ("game", "quiz", "quiz", "quiz")
-    prompts.prompts = [dataclasses.replace(p, label=label, reference="1") for p, label in zip(prompts.prompts, labels)]
+    prompts.prompts = [
+        dataclasses.replace(p, label=label, reference="1")
+        for p, label in zip(prompts.prompts, labels)
+    ]
     parts = [talk(env, "Words", 2, batch=prompts.select_prompts([prompt])) for prompt in (1, 0)]
     for part in parts:
         reward.score(part, env.processor, 0)
@@ -450,7 +579,11 @@ def test_a_batch_knows_where_turns_end(qwen25, picture_rows):
 
 @pytest.mark.parametrize("advantage", ["bi_level_gae --turn_gamma 0.9", "turn_grpo"])
 def test_runs_that_know_of_turns(qwen25, labelled, tmp_path, advantage):
-    ppo.main(run_flags(qwen25, labelled, tmp_path, "--steps 2 --kl_coef 0.1 --advantage", *advantage.split()))
+    ppo.main(
+        run_flags(
+            qwen25, labelled, tmp_path, "--steps 2 --kl_coef 0.1 --advantage", *advantage.split()
+        )
+    )
     for record in (record for record in records(tmp_path) if "train/actor_updates" in record):
         assert record["train/actor_skipped"] == 0
         assert record["train/advantages_std"] > 0
@@ -460,16 +593,32 @@ def test_rewards_of_turns_stand_at_their_last_own_token():
     """GAE is over the policy's tokens alone, as replies take no time. Groups compare sums."""
     generator = torch.Generator().manual_seed(2)
     lengths, ends = torch.tensor([7, 4, 1]), [[2, 5], [4], [1]]
-    early, kl, values = torch.zeros(12, dtype=torch.float64), *torch.randn(2, 12, generator=generator)
+    early, kl, values = (
+        torch.zeros(12, dtype=torch.float64),
+        *torch.randn(2, 12, generator=generator),
+    )
     scores, starts = torch.randn(3, generator=generator), [0, 7, 11]
     for start_of, turns in zip(starts, ends):
-        early[[start_of + end - 1 for end in turns]] = torch.randn(len(turns), generator=generator, dtype=torch.float64)
-    earned = losses.AdvantageInputs(scores, kl, 0.3, lengths, torch.tensor([0, 0, 1]), turn_rewards=early, values=values,
-                                    gamma=0.9, gae_lambda=0.8)
+        early[[start_of + end - 1 for end in turns]] = torch.randn(
+            len(turns), generator=generator, dtype=torch.float64
+        )
+    earned = losses.AdvantageInputs(
+        scores,
+        kl,
+        0.3,
+        lengths,
+        torch.tensor([0, 0, 1]),
+        turn_rewards=early,
+        values=values,
+        gamma=0.9,
+        gae_lambda=0.8,
+    )
     rewards = []
     for start_of, size, score in zip(starts, lengths.tolist(), scores.tolist()):
-        rewards += [-0.3 * float(kl[start_of + t]) + float(early[start_of + t]) for t in range(size)]
-        rewards[-1] += score - float(early[start_of:start_of + size].sum())
+        rewards += [
+            -0.3 * float(kl[start_of + t]) + float(early[start_of + t]) for t in range(size)
+        ]
+        rewards[-1] += score - float(early[start_of : start_of + size].sum())
     assert torch.allclose(earned.token_rewards, torch.tensor(rewards), atol=rounding(16))
     expected, _ = losses.gae(torch.tensor(rewards), values, lengths, 0.9, 0.8)
     assert torch.allclose(losses.gae_estimate(earned)[0], expected, atol=ROUNDING)
@@ -479,34 +628,59 @@ def test_rewards_of_turns_stand_at_their_last_own_token():
     assert torch.equal(losses.dr_grpo(group)[0], losses.dr_grpo(late)[0])
 
 
-def verdict_chances(folder: Path, prompt, conversation, turns: list[str], verdicts: list[str]) -> list[float]:
-    """What a judge says of a conversation when asked alone, by Hugging Face, with all pictures in their places."""
+def verdict_chances(
+    folder: Path, prompt, conversation, turns: list[str], verdicts: list[str]
+) -> list[float]:
+    """What a judge says of a conversation when asked alone, by Hugging Face, with all pictures in
+    their places."""
     tokenizer, processor = AutoTokenizer.from_pretrained(folder), Processor(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder)
     pictures = [Image.open(path).convert("RGB") for path in prompt.images] + conversation.images
     told = [("user", conversation.opening)] if conversation.opening else []
     for k, turn in enumerate(turns):
-        told += [("assistant", [{"text": turn}])] + ([("user", conversation.replies[k])] if k < len(conversation.replies) else [])
-    lines = [role + ": " + "".join(part.get("text", "<|cut|>") for part in parts) for role, parts in told]
-    response = re.sub(r"<\|im_(start|end)\|>", " ", "\n".join(lines))  # what a policy says is no turn of the judge's
+        told += [("assistant", [{"text": turn}])] + (
+            [("user", conversation.replies[k])] if k < len(conversation.replies) else []
+        )
+    lines = [
+        role + ": " + "".join(part.get("text", "<|cut|>") for part in parts) for role, parts in told
+    ]
+    # what a policy says is no turn of the judge's
+    response = re.sub(r"<\|im_(start|end)\|>", " ", "\n".join(lines))
     question = judgements.format_template(
-        judgements.JUDGEMENTS["correct"][0], prompt=judgements.user_text(prompt.messages), response=response)
+        judgements.JUDGEMENTS["correct"][0],
+        prompt=judgements.user_text(prompt.messages),
+        response=response,
+    )
     before, *behind = question.split("<|cut|>")
     parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": before}]
     for piece in behind:
         parts += [{"type": "image"}, {"type": "text", "text": piece}]
-    chat = [{"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)}, {"role": "user", "content": parts}]
+    chat = [
+        {"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)},
+        {"role": "user", "content": parts},
+    ]
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     patches, grids = zip(*map(processor.family.patches, pictures))
     for _, h, w in grids:
         text = text.replace("<|image_pad|>", "<|hole|>" * (h * w // 4), 1)
-    ids, logs = tokenizer.encode(text.replace("<|hole|>", "<|image_pad|>"), add_special_tokens=False), []
+    ids, logs = (
+        tokenizer.encode(text.replace("<|hole|>", "<|image_pad|>"), add_special_tokens=False),
+        [],
+    )
     for verdict in verdicts:
         target = tokenizer.encode(f"<answer>{verdict}</answer><|im_end|>", add_special_tokens=False)
         whole_ids = torch.tensor([ids + target])
         with torch.no_grad():
-            logp = model(input_ids=whole_ids, pixel_values=torch.cat(patches), image_grid_thw=torch.tensor(grids),
-                         mm_token_type_ids=(whole_ids == model.config.image_token_id).int()).logits[0].log_softmax(-1)
+            logp = (
+                model(
+                    input_ids=whole_ids,
+                    pixel_values=torch.cat(patches),
+                    image_grid_thw=torch.tensor(grids),
+                    mm_token_type_ids=(whole_ids == model.config.image_token_id).int(),
+                )
+                .logits[0]
+                .log_softmax(-1)
+            )
         logs.append(sum(float(logp[len(ids) - 1 + k, token]) for k, token in enumerate(target)))
     weights = [math.exp(value - max(logs)) for value in logs]
     return [weight / sum(weights) for weight in weights]
@@ -515,16 +689,24 @@ def verdict_chances(folder: Path, prompt, conversation, turns: list[str], verdic
 @pytest.mark.parametrize("which, name", [("near", "Talk"), ("far", "Talk"), ("near", "Same")])
 def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, judges, which, name):
     """Of the actor's tower, whose features serve, and of another; and a function sees it in its rows."""
-    env = start(qwen25, picture_rows, '--max_new_tokens 24 --stop_strings ["a","e","r"]', "--reward",
-                f"grm:{judges[which]}", "--grm_question correct")
+    env = start(
+        qwen25,
+        picture_rows,
+        '--max_new_tokens 24 --stop_strings ["a","e","r"]',
+        "--reward",
+        f"grm:{judges[which]}",
+        "--grm_question correct",
+    )
     reward = scoring.load(env.args.reward)
     build(env, reward)
     assert reward.sources[0].ask.shares_tower == (which == "near")
     batch = talk(env, name, 2, batch=take(env).select_prompts([1, 2]))
     reward.score(batch, env.processor, 0)
     assert sum(len(conversation.images) for conversation in batch.conversations) > 2
-    texts = [env.processor.decode(conversation.turn_tokens(tokens))
-             for conversation, tokens in zip(batch.conversations, batch.split(batch.tokens))]
+    texts = [
+        env.processor.decode(conversation.turn_tokens(tokens))
+        for conversation, tokens in zip(batch.conversations, batch.split(batch.tokens))
+    ]
     for i, (conversation, turns) in enumerate(zip(batch.conversations, texts)):
         if conversation.images:
             prompt = env.prompts[1 + int(batch.prompt_index[i])]
@@ -537,10 +719,20 @@ def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, j
 
 # ------------------------------------------------------------------------------------------------ whole runs
 def run_flags(folder: Path, rows: Path, out: Path, *more: str) -> list[str]:
-    return words("--model", folder, "--data", rows, "--out", out, "--env", f"{PROGRAMS}:Talk",
-                 "--reward env --max_prompt_tokens 512 --max_new_tokens 20 --max_reply_tokens 200 --max_tokens_per_pack 900 "
-                 "--prompts_per_step 3 --samples_per_prompt 3 --steps 4 --actor_lr 1e-3 --env_workers 0 --eval_every 0 "
-                 '--export_every 0 --stop_strings ["a","e","r","o"]', *more)
+    return words(
+        "--model",
+        folder,
+        "--data",
+        rows,
+        "--out",
+        out,
+        "--env",
+        f"{PROGRAMS}:Talk",
+        "--reward env --max_prompt_tokens 512 --max_new_tokens 20 --max_reply_tokens 200 --max_tokens_per_pack 900 "
+        "--prompts_per_step 3 --samples_per_prompt 3 --steps 4 --actor_lr 1e-3 --env_workers 0 --eval_every 0 "
+        '--export_every 0 --stop_strings ["a","e","r","o"]',
+        *more,
+    )
 
 
 @pytest.fixture
@@ -548,7 +740,10 @@ def labelled(picture_rows, tmp_path) -> Path:
     """Rows of two labels."""
     rows = read_rows(Path(picture_rows))
     for i, row in enumerate(rows):
-        row |= {"label": ("game", "quiz")[i % 2], "images": [str(Path(picture_rows).parent / name) for name in row["images"]]}
+        row |= {
+            "label": ("game", "quiz")[i % 2],
+            "images": [str(Path(picture_rows).parent / name) for name in row["images"]],
+        }
     return Path(write_rows(tmp_path / "rows.jsonl", rows))
 
 
@@ -559,17 +754,26 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(qwen25, labelled, tmp_
     ppo.main(run_flags(qwen25, labelled, tmp_path / "whole", more))
     ppo.main(run_flags(qwen25, labelled, tmp_path / "half", more, "--save_every 2 --steps 2"))
     ppo.main(run_flags(qwen25, labelled, tmp_path / "half", more, "--save_every 2"))
-    whole_run, half = (list(map(reproducible, records(tmp_path / name))) for name in ("whole", "half"))
+    whole_run, half = (
+        list(map(reproducible, records(tmp_path / name))) for name in ("whole", "half")
+    )
     assert whole_run == half
     samples = samples_of(tmp_path / "whole", "step-000004")
     assert samples == samples_of(tmp_path / "half", "step-000004")
     *_, step, evaluated = whole_run
-    assert step["rollout/turns"] == pytest.approx(sum(len(turns_of(row)) for row in samples) / len(samples))
+    assert step["rollout/turns"] == pytest.approx(
+        sum(len(turns_of(row)) for row in samples) / len(samples)
+    )
     for ending in ("answered", "turn_limit", "token_limit", "error"):
         endings = [row["ended"] for row in samples]
-        assert step[f"rollout/ended_{ending}"] == pytest.approx(endings.count(ending) / len(endings))
-    assert all(row["conversation"][0]["content"][0] == {"type": "text", "text": "seen first"}
-               for row in samples if row["sample"] % 2)
+        assert step[f"rollout/ended_{ending}"] == pytest.approx(
+            endings.count(ending) / len(endings)
+        )
+    assert all(
+        row["conversation"][0]["content"][0] == {"type": "text", "text": "seen first"}
+        for row in samples
+        if row["sample"] % 2
+    )
     for row in samples:
         assert sum(row["turn_rewards"]) == pytest.approx(row["reward"], abs=rounding(16))
         assert turns_of(row)[-1] == row["response"]
@@ -584,18 +788,34 @@ def test_what_cannot_speak_is_refused_at_load(qwen25, labelled, tmp_path):
             shutil.copytree(qwen25, folder, dirs_exist_ok=True)
             settings = read_json(folder / "tokenizer_config.json")
             (folder / "chat_template.jinja").unlink(missing_ok=True)
-            (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+            (folder / "tokenizer_config.json").write_text(
+                json.dumps(settings | {"chat_template": template})
+            )
         with user_error(message):
-            ppo.main(run_flags(folder, labelled, tmp_path / f"refused-{time.monotonic_ns()}", *more))  # its error holds a lock
+            # its error holds a lock
+            ppo.main(
+                run_flags(folder, labelled, tmp_path / f"refused-{time.monotonic_ns()}", *more)
+            )
 
     text = toy.CHAT_TEMPLATE
-    refused(r"--env .*Tool does not work .*placeholders \[\] .* for 1 images .*pictures = False",
-            "--env", f"{PROGRAMS}:Tool", template=text.replace(
-                "{%- if part.type == 'image' -%}",
-                "{%- if part.type == 'image' and message.role == 'tool' -%}{%- elif part.type == 'image' -%}"))
-    refused("--env .*Tool does not work .*no tools", "--env", f"{PROGRAMS}:Tool", template=text.replace(
-        "{%- for message in messages -%}",
-        "{%- for message in messages -%}{%- if message.role == 'tool' -%}{{ raise_exception('no tools') }}{%- endif -%}"))
+    refused(
+        r"--env .*Tool does not work .*placeholders \[\] .* for 1 images .*pictures = False",
+        "--env",
+        f"{PROGRAMS}:Tool",
+        template=text.replace(
+            "{%- if part.type == 'image' -%}",
+            "{%- if part.type == 'image' and message.role == 'tool' -%}{%- elif part.type == 'image' -%}",
+        ),
+    )
+    refused(
+        "--env .*Tool does not work .*no tools",
+        "--env",
+        f"{PROGRAMS}:Tool",
+        template=text.replace(
+            "{%- for message in messages -%}",
+            "{%- for message in messages -%}{%- if message.role == 'tool' -%}{{ raise_exception('no tools') }}{%- endif -%}",
+        ),
+    )
     refused("--reward env needs an environment", "--env", "")
     refused("rm: scalar models", "--reward rm:somewhere")
     refused("AttributeError: module .* has no attribute 'Nobody'", "--env", f"{PROGRAMS}:Nobody")

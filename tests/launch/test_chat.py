@@ -36,7 +36,9 @@ def test_the_checkpoints_own_sampling_is_not_applied(qwen25, greedy, tmp_path, c
     file = tmp_path / "model" / "generation_config.json"
     file.write_text(json.dumps(read_json(file) | {"repetition_penalty": 5.0}))
     prompt, answer = greedy[1]
-    program.main(words(tmp_path / "model", *prompt.images, prompt.row["prompt"], "--max_new_tokens 12"))
+    program.main(
+        words(tmp_path / "model", *prompt.images, prompt.row["prompt"], "--max_new_tokens 12")
+    )
     assert capsys.readouterr().out == answer.strip() + "\n"
 
 
@@ -49,10 +51,17 @@ def test_a_conversation_knows_what_was_said(qwen25, greedy, monkeypatch, capsys)
     talk.model.generate = lambda **inputs: seen.append(inputs["input_ids"]) or generate(**inputs)
     first = talk.ask("what is this?", [picture], LENGTH)
     talk.ask("and now?", [], LENGTH)
-    turns = [("system", "be brief"), ("user", "what is this?"), ("assistant", first), ("user", "and now?")]
+    turns = [
+        ("system", "be brief"),
+        ("user", "what is this?"),
+        ("assistant", first),
+        ("user", "and now?"),
+    ]
     chat = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
     chat[1]["content"].insert(0, {"type": "image"})
-    text = talk.processor.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    text = talk.processor.tokenizer.apply_chat_template(
+        chat, tokenize=False, add_generation_prompt=True
+    )
     pad = talk.processor.config.image_token_id
     expected = [token for token in talk.processor.tokenizer.encode(text) if token != pad]
     assert [token for token in seen[1][0].tolist() if token != pad] == expected
@@ -64,11 +73,14 @@ def test_a_conversation_knows_what_was_said(qwen25, greedy, monkeypatch, capsys)
     assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
-@pytest.mark.parametrize("line, told", [
-    (["no such folder", "hello"], "no such folder"),
-    (["MODEL", "two", "questions"], "one question"),
-    (["MODEL", __file__, "what is this?"], "test_chat.py"),
-])
+@pytest.mark.parametrize(
+    "line, told",
+    [
+        (["no such folder", "hello"], "no such folder"),
+        (["MODEL", "two", "questions"], "one question"),
+        (["MODEL", __file__, "what is this?"], "test_chat.py"),
+    ],
+)
 def test_what_is_wrong_is_said(qwen25, line, told, capsys):
     with pytest.raises(SystemExit) as error:
         program.main([str(qwen25) if word == "MODEL" else word for word in line])

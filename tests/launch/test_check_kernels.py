@@ -36,7 +36,11 @@ def sees_one_key_too_many(patch):
 
 def loses_the_gradient_of_keys(patch):
     real = PackedAttention.__call__
-    patch.setattr(PackedAttention, "__call__", lambda s, layer, q, k, v, *rest: real(s, layer, q, k.detach() + 0 * k, v, *rest))
+    patch.setattr(
+        PackedAttention,
+        "__call__",
+        lambda s, layer, q, k, v, *rest: real(s, layer, q, k.detach() + 0 * k, v, *rest),
+    )
 
 
 def mask_with(change):
@@ -67,7 +71,14 @@ def stores_in_the_wrong_place(patch):
     real = PackedAttention.__init__
 
     def wrong(packed, segments, backend, device, cache=None, plan=()):
-        real(packed, segments, backend, device, cache, (plan[0], plan[1], plan[2] * (plan[1] != 0)) if plan else plan)
+        real(
+            packed,
+            segments,
+            backend,
+            device,
+            cache,
+            (plan[0], plan[1], plan[2] * (plan[1] != 0)) if plan else plan,
+        )
 
     patch.setattr(PackedAttention, "__init__", wrong)
 
@@ -105,12 +116,18 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=[f"{fault.__name__}-{name}" for fault, name in FAULTS.items()])
+@pytest.mark.parametrize(
+    "fault", FAULTS, ids=[f"{fault.__name__}-{name}" for fault, name in FAULTS.items()]
+)
 def test_a_fault_is_found(monkeypatch, capsys, fault):
     """By its part, and by no part before it."""
     fault(monkeypatch)
     assert check_kernels.main(words("--dtype bfloat16 --heads 4 --kv_heads 2 --head_dim 32"))
-    failing = [line.strip().split("  ")[0] for line in capsys.readouterr().out.splitlines() if line.endswith("FAILS")]
+    failing = [
+        line.strip().split("  ")[0]
+        for line in capsys.readouterr().out.splitlines()
+        if line.endswith("FAILS")
+    ]
     assert failing[0] == FAULTS[fault]
 
 
@@ -118,10 +135,18 @@ def slow_varlen(q, k, v, call, scale, backend, window=None):
     """`attention.varlen_attention`, a segment at a time."""
     outputs = []
     for i in range(len(call.cu_q) - 1):
-        a, b, c, d = (int(x) for x in (*call.cu_q[i:i + 2], *call.cu_k[i:i + 2]))
-        one, others = q[a:b].float().transpose(0, 1), [x[c:d].float().transpose(0, 1) for x in (k, v)]
+        a, b, c, d = (int(x) for x in (*call.cu_q[i : i + 2], *call.cu_k[i : i + 2]))
+        one, others = (
+            q[a:b].float().transpose(0, 1),
+            [x[c:d].float().transpose(0, 1) for x in (k, v)],
+        )
         keys, values = (x.repeat_interleave(len(one) // len(x), 0) for x in others)
-        age = torch.arange(b - a, device=q.device)[:, None] + (d - c) - (b - a) - torch.arange(d - c, device=q.device)
+        age = (
+            torch.arange(b - a, device=q.device)[:, None]
+            + (d - c)
+            - (b - a)
+            - torch.arange(d - c, device=q.device)
+        )
         seen = (age >= 0) & (age < (window or d)) if call.causal else torch.ones_like(age).bool()
         scores = (one @ keys.transpose(1, 2) * scale).masked_fill(~seen, -math.inf)
         outputs.append((scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype))
@@ -150,14 +175,24 @@ ADVICE = {
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("broken", ["", *ADVICE])
 def test_the_back_ends_of_a_gpu(monkeypatch, capsys, broken, trained):
-    """Stood in for by slow functions: windows of a tower that are not told apart are found by their part, for which there is
-    a flag. The backward of a tower that is not trained may be missing."""
+    """Stood in for by slow functions: windows of a tower that are not told apart are found by their
+    part, for which there is a flag. The backward of a tower that is not trained may be missing."""
+
     def varlen(q, k, v, call, scale, backend, window=None):
         if broken == "vision" and not call.causal:
             ends = call.cu_q[[0, -1]]
             call = attention.VarlenCall(ends, ends, len(q), len(q), False)
-        with torch.device("meta"):  # what it makes lies where its inputs lie, or they would not go together
-            out = slow_varlen(q, k, v, call, scale * (1.3 if broken == "packs" and call.causal else 1), backend, window)
+        # what it makes lies where its inputs lie, or they would not go together
+        with torch.device("meta"):
+            out = slow_varlen(
+                q,
+                k,
+                v,
+                call,
+                scale * (1.3 if broken == "packs" and call.causal else 1),
+                backend,
+                window,
+            )
         return NoBackward.apply(out) if broken == "vision trained" and not call.causal else out
 
     monkeypatch.setattr(attention, "varlen_attention", varlen)
@@ -170,4 +205,7 @@ def test_the_back_ends_of_a_gpu(monkeypatch, capsys, broken, trained):
     failing = [line.strip().split("  ")[0] for line in lines if line.endswith("FAILS")]
     assert bool(failing) == fails
     if fails:
-        assert failing[0] == broken and f"varlen fails in: {broken}; what avoids it: {ADVICE[broken]}" in lines
+        assert (
+            failing[0] == broken
+            and f"varlen fails in: {broken}; what avoids it: {ADVICE[broken]}" in lines
+        )

@@ -22,12 +22,26 @@ from helpers import PYTHONS_WORDS, base64_of, encode, noise, odd_value
 
 # ---- Numbers
 
-@pytest.mark.parametrize("number, text", [
-    ("3", "3"), ("3.0", "3.0"), ("0.00001", "1e-05"), ("2e16", "2e+16"), ("true", None), ("NaN", None), ("1e999", None)])
+
+@pytest.mark.parametrize(
+    "number, text",
+    [
+        ("3", "3"),
+        ("3.0", "3.0"),
+        ("0.00001", "1e-05"),
+        ("2e16", "2e+16"),
+        ("true", None),
+        ("NaN", None),
+        ("1e999", None),
+    ],
+)
 def test_a_number_has_one_text_converted_or_not(number, text):
     """None: refused by both."""
     row = json.loads(f'{{"answer": {number}}}')
-    readers = (lambda: read_text(row, "answer"), lambda: convert.convert_prompt({"prompt": "p"} | row, None)["answer"])
+    readers = (
+        lambda: read_text(row, "answer"),
+        lambda: convert.convert_prompt({"prompt": "p"} | row, None)["answer"],
+    )
     for read in readers:
         if text is None:
             with value_error("must be .* finite number, not"):
@@ -37,11 +51,14 @@ def test_a_number_has_one_text_converted_or_not(number, text):
 
 
 def test_converting_needs_no_torch():
-    code = "import sys; sys.path.insert(0, 'launch'); import convert; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; sys.path.insert(0, 'launch'); import convert; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
 # ---- Pictures
+
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
 def test_a_picture_is_written_as_it_is(tmp_path, form):
@@ -53,9 +70,10 @@ def test_a_picture_is_written_as_it_is(tmp_path, form):
 
 # ---- Rows
 
+
 def run(tmp_path, rows: list[dict], *flags: str, name: str = "rows.jsonl") -> list[dict]:
-    """Convert rows as a program does; returns what stands in the new file, <tmp_path>/out/rows.jsonl. Lines end as on
-    Windows, the last one is blank."""
+    """Convert rows as a program does; returns what stands in the new file,
+    <tmp_path>/out/rows.jsonl. Lines end as on Windows, the last one is blank."""
     source = tmp_path / name
     source.write_text("".join(json.dumps(row) + "\r\n" for row in rows) + " \r\n")
     convert.main(words(source, "--out", tmp_path / "out", *flags))
@@ -73,20 +91,34 @@ def assert_pixels(prompt, *images: Image.Image):
 
 
 def verl_row(picture) -> dict:
-    return dict(data_source="geo", prompt=[{"role": "user", "content": "<image>Find $x$. Is <image> it?"}],
-                images=[picture(noise(10)), picture(noise(11))], ability="math",
-                reward_model={"style": "rule", "ground_truth": "5"},
-                extra_info={"split": "train", "index": 7, "answer": "5"})
+    return dict(
+        data_source="geo",
+        prompt=[{"role": "user", "content": "<image>Find $x$. Is <image> it?"}],
+        images=[picture(noise(10)), picture(noise(11))],
+        ability="math",
+        reward_model={"style": "rule", "ground_truth": "5"},
+        extra_info={"split": "train", "index": 7, "answer": "5"},
+    )
 
 
 def trl_rows(picture) -> list[dict]:
-    parts = [{"type": "text", "text": "Is "}, {"type": "image", "image": picture(noise(12))},
-             {"type": "text", "text": " like "}, {"type": "image"}]
+    parts = [
+        {"type": "text", "text": "Is "},
+        {"type": "image", "image": picture(noise(12))},
+        {"type": "text", "text": " like "},
+        {"type": "image"},
+    ]
     worked = "<think>2 + 1</think><answer> 3 </answer>"
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
-    return [{"prompt": [{"role": "user", "content": parts}], "image": picture(noise(13)), "solution": "no"},
-            {"problem": "How many?", "image": picture(noise(14)), "solution": worked},
-            {"messages": messages, "images": None, "solution": 2}]
+    return [
+        {
+            "prompt": [{"role": "user", "content": parts}],
+            "image": picture(noise(13)),
+            "solution": "no",
+        },
+        {"problem": "How many?", "image": picture(noise(14)), "solution": worked},
+        {"messages": messages, "images": None, "solution": 2},
+    ]
 
 
 def check_prompts(prompts):
@@ -94,11 +126,21 @@ def check_prompts(prompts):
     verl, parts, problem, messages = prompts
     assert (verl.reference, verl.label) == ("5", "geo")
     assert_pixels(verl, noise(10), noise(11))
-    assert [part["type"] for part in verl.messages[0]["content"]] == ["image", "text", "image", "text"]
+    assert [part["type"] for part in verl.messages[0]["content"]] == [
+        "image",
+        "text",
+        "image",
+        "text",
+    ]
 
     assert parts.reference == "no"
     assert_pixels(parts, noise(12), noise(13))
-    assert [part.get("text", "*") for part in parts.messages[0]["content"]] == ["Is ", "*", " like ", "*"]
+    assert [part.get("text", "*") for part in parts.messages[0]["content"]] == [
+        "Is ",
+        "*",
+        " like ",
+        "*",
+    ]
 
     assert problem.reference == "3"
     assert_pixels(problem, noise(14))
@@ -111,12 +153,15 @@ def data_url(image: Image.Image) -> str:
     return "data:image/png;base64," + base64_of(image)
 
 
-@pytest.mark.parametrize("picture", [
-    base64_of,
-    data_url,
-    lambda image: {"bytes": base64_of(image), "path": None},
-    lambda image: {"url": data_url(image)},
-])
+@pytest.mark.parametrize(
+    "picture",
+    [
+        base64_of,
+        data_url,
+        lambda image: {"bytes": base64_of(image), "path": None},
+        lambda image: {"url": data_url(image)},
+    ],
+)
 def test_verl_and_trl_in_jsonl(tmp_path, qwen25, picture):
     rows = run(tmp_path, [verl_row(picture), *trl_rows(picture)])
     assert rows[0]["extra_info"] == {"split": "train", "index": 7, "answer": "5"}
@@ -132,9 +177,11 @@ def test_paths_of_pictures(tmp_path, qwen25):
     folder = tmp_path / "pictures"
     folder.mkdir()
     (folder / "a.jpg").write_bytes(encode(noise(1), "JPEG"))
-    rows = [{"query": "what?", "image": {"path": "a.jpg", "bytes": None}},
-            {"query": "what?", "image": "a.jpg"},
-            {"query": "what?", "images": [{"image": f"file://{folder}/a.jpg"}]}]
+    rows = [
+        {"query": "what?", "image": {"path": "a.jpg", "bytes": None}},
+        {"query": "what?", "image": "a.jpg"},
+        {"query": "what?", "images": [{"image": f"file://{folder}/a.jpg"}]},
+    ]
     run(tmp_path, rows, "--image_root", folder)
     expected = read_image(str(folder / "a.jpg"))
     (folder / "a.jpg").unlink()
@@ -145,65 +192,163 @@ def test_paths_of_pictures(tmp_path, qwen25):
 def test_labels_columns_and_responses(tmp_path):
     """A label by flag, columns under other names, conversations that end with what the model is to say."""
     dialogue = [{"role": "user", "content": "a?"}, *answered("b")]
-    source = [{"Text": dialogue, "Image": base64_of(noise(1)), "Gold": 3.5, "pass": {"rate": 0.5}},
-              dict(Text="c?", Image=None, Gold="d", label="own", completion="e")]
+    source = [
+        {"Text": dialogue, "Image": base64_of(noise(1)), "Gold": 3.5, "pass": {"rate": 0.5}},
+        dict(Text="c?", Image=None, Gold="d", label="own", completion="e"),
+    ]
     names = "prompt=Text,images=Image,answer=Gold"
     rows = run(tmp_path, source, "--label mine --columns", names)
-    assert rows[0] == {"prompt": [{"role": "user", "content": "a?"}], "images": ["images/rows-00000-0.png"],
-                       "answer": "3.5", "response": "b", "label": "mine", "pass": {"rate": 0.5}}
+    assert rows[0] == {
+        "prompt": [{"role": "user", "content": "a?"}],
+        "images": ["images/rows-00000-0.png"],
+        "answer": "3.5",
+        "response": "b",
+        "label": "mine",
+        "pass": {"rate": 0.5},
+    }
     assert rows[1] == dict(prompt="c?", images=[], answer="d", response="e", label="own")
 
 
 def test_videos(tmp_path):
     """A film by its path, a list as frames."""
     (tmp_path / "film.mp4").write_bytes(b"film")
-    rows = run(tmp_path, [{"prompt": "<video>what?", "videos": [{"type": "video", "video": "film.mp4"}]},
-                          {"prompt": "<video>what?", "videos": [[base64_of(noise(1)), base64_of(noise(2))]]}])
+    rows = run(
+        tmp_path,
+        [
+            {"prompt": "<video>what?", "videos": [{"type": "video", "video": "film.mp4"}]},
+            {"prompt": "<video>what?", "videos": [[base64_of(noise(1)), base64_of(noise(2))]]},
+        ],
+    )
     assert [row["videos"] for row in rows] == [
-        [str(tmp_path / "film.mp4")], [["images/rows-00001-0.png", "images/rows-00001-1.png"]]]
+        [str(tmp_path / "film.mp4")],
+        [["images/rows-00001-0.png", "images/rows-00001-1.png"]],
+    ]
 
 
 WORKED = "She sold 48/2 = <<48/2=24>>24 clips.\n#### 72"
-CONVERSATION = [{"from": "human", "value": "<image>How many?"}, {"from": "gpt", "value": "Say where."},
-                {"from": "human", "value": "On the left."}, {"from": "gpt", "value": "<think>2</think><answer> 3 </answer>"}]
-TURNS = [{"role": "user", "content": "<image>How many?"}, {"role": "assistant", "content": "Say where."},
-         {"role": "user", "content": "On the left."}]
-ALPACA = {"instruction": "Add.", "input": "1 + 1", "output": "2", "system": "Be brief.", "history": [["Hi", "Hello"]]}
-V1 = [{"role": "user", "content": [{"type": "image_url", "value": "a.png"}, {"type": "text", "value": "what?"}]}]
-CALLED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-          {"role": "tool", "content": "red"}]
+CONVERSATION = [
+    {"from": "human", "value": "<image>How many?"},
+    {"from": "gpt", "value": "Say where."},
+    {"from": "human", "value": "On the left."},
+    {"from": "gpt", "value": "<think>2</think><answer> 3 </answer>"},
+]
+TURNS = [
+    {"role": "user", "content": "<image>How many?"},
+    {"role": "assistant", "content": "Say where."},
+    {"role": "user", "content": "On the left."},
+]
+ALPACA = {
+    "instruction": "Add.",
+    "input": "1 + 1",
+    "output": "2",
+    "system": "Be brief.",
+    "history": [["Hi", "Hello"]],
+}
+V1 = [
+    {
+        "role": "user",
+        "content": [{"type": "image_url", "value": "a.png"}, {"type": "text", "value": "what?"}],
+    }
+]
+CALLED = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+    {"role": "tool", "content": "red"},
+]
 
 
-@pytest.mark.parametrize("row, expected", [
-    # LLaVA, Qwen-VL, InternVL, VLM-R1
-    ({"image": "a.png", "conversations": CONVERSATION},
-     {"prompt": TURNS, "answer": "3", "response": "<think>2</think><answer> 3 </answer>"}),
-    ({"image": "a.png", "conversations": CONVERSATION[:1] + [{"from": "gpt", "value": "0"}]},
-     {"prompt": TURNS[:1], "answer": "0", "response": "0"}),
-    # lmm-r1, MM-EUREKA
-    ({"message": json.dumps(TURNS), "images": "a.png", "answer": "3"}, {"prompt": TURNS, "answer": "3"}),
-    ({"conversations": TURNS, "image_urls": ["a.png"], "answer": "3"}, {"prompt": TURNS, "answer": "3"}),
-    # alpaca, LLaMA-Factory, ms-swift
-    (ALPACA | {"images": ["a.png"]}, {"answer": "2", "response": "2", "prompt": [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": "Add.\n1 + 1"}]}),
-    ({"instruction": "Add.", "input": "", "output": "2", "system": "", "image": "a.png"},
-     {"prompt": "Add.", "answer": "2", "response": "2"}),
-    ({"query": "2?", "response": "3", "history": [["1?", "2"]], "images": ["a.png"]}, {"response": "3", "prompt": [
-        {"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2?"}]}),
-    ({"messages": V1}, {"prompt": [{"role": "user", "content": [
-        {"type": "image", "image": "images/rows-00000-0.png"}, {"type": "text", "text": "what?"}]}]}),
-    ({"messages": CALLED, "image": "a.png"}, {"prompt": [CALLED[0], CALLED[1] | {"content": ""}, CALLED[2]]}),
-    # GSM8K, MATH
-    ({"question": "How many?", "answer": WORKED, "image": "a.png"}, {"prompt": "How many?", "answer": "72", "solution": WORKED}),
-    ({"problem": "How many?", "solution": r"So $\boxed{7}$, no, $\boxed{\frac{1}{2}}$.", "image": "a.png"},
-     {"prompt": "How many?", "answer": r"\frac{1}{2}", "solution": r"So $\boxed{7}$, no, $\boxed{\frac{1}{2}}$."}),
-    # what no form knows is kept, but for bytes
-    ({"prompt": "x", "image": "a.png", "by": {"who": 1}}, {"prompt": "x", "by": {"who": 1}}),
-])
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        # LLaVA, Qwen-VL, InternVL, VLM-R1
+        (
+            {"image": "a.png", "conversations": CONVERSATION},
+            {"prompt": TURNS, "answer": "3", "response": "<think>2</think><answer> 3 </answer>"},
+        ),
+        (
+            {"image": "a.png", "conversations": CONVERSATION[:1] + [{"from": "gpt", "value": "0"}]},
+            {"prompt": TURNS[:1], "answer": "0", "response": "0"},
+        ),
+        # lmm-r1, MM-EUREKA
+        (
+            {"message": json.dumps(TURNS), "images": "a.png", "answer": "3"},
+            {"prompt": TURNS, "answer": "3"},
+        ),
+        (
+            {"conversations": TURNS, "image_urls": ["a.png"], "answer": "3"},
+            {"prompt": TURNS, "answer": "3"},
+        ),
+        # alpaca, LLaMA-Factory, ms-swift
+        (
+            ALPACA | {"images": ["a.png"]},
+            {
+                "answer": "2",
+                "response": "2",
+                "prompt": [
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": "Hi"},
+                    {"role": "assistant", "content": "Hello"},
+                    {"role": "user", "content": "Add.\n1 + 1"},
+                ],
+            },
+        ),
+        (
+            {"instruction": "Add.", "input": "", "output": "2", "system": "", "image": "a.png"},
+            {"prompt": "Add.", "answer": "2", "response": "2"},
+        ),
+        (
+            {"query": "2?", "response": "3", "history": [["1?", "2"]], "images": ["a.png"]},
+            {
+                "response": "3",
+                "prompt": [
+                    {"role": "user", "content": "1?"},
+                    {"role": "assistant", "content": "2"},
+                    {"role": "user", "content": "2?"},
+                ],
+            },
+        ),
+        (
+            {"messages": V1},
+            {
+                "prompt": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "image", "image": "images/rows-00000-0.png"},
+                            {"type": "text", "text": "what?"},
+                        ],
+                    }
+                ]
+            },
+        ),
+        (
+            {"messages": CALLED, "image": "a.png"},
+            {"prompt": [CALLED[0], CALLED[1] | {"content": ""}, CALLED[2]]},
+        ),
+        # GSM8K, MATH
+        (
+            {"question": "How many?", "answer": WORKED, "image": "a.png"},
+            {"prompt": "How many?", "answer": "72", "solution": WORKED},
+        ),
+        (
+            {
+                "problem": "How many?",
+                "solution": r"So $\boxed{7}$, no, $\boxed{\frac{1}{2}}$.",
+                "image": "a.png",
+            },
+            {
+                "prompt": "How many?",
+                "answer": r"\frac{1}{2}",
+                "solution": r"So $\boxed{7}$, no, $\boxed{\frac{1}{2}}$.",
+            },
+        ),
+        # what no form knows is kept, but for bytes
+        ({"prompt": "x", "image": "a.png", "by": {"who": 1}}, {"prompt": "x", "by": {"who": 1}}),
+    ],
+)
 def test_rows_of_other_systems(tmp_path, row, expected):
     noise(1).save(tmp_path / "a.png")
-    converted, = run(tmp_path, [row])
+    (converted,) = run(tmp_path, [row])
     images = ["images/rows-00000-0.png"] if "messages" not in row or "image" in row else []
     assert converted == {"images": images} | expected
 
@@ -211,20 +356,29 @@ def test_rows_of_other_systems(tmp_path, row, expected):
 def test_bytes_are_never_text(tmp_path, capsys):
     """In a column that is only kept. What may have been images is said."""
     images = convert.Images(tmp_path, "row", tmp_path)
-    row = convert.convert({"prompt": "x", "preview": {"bytes": b"\x89PNG", "path": None}, "when": 5}, images)
+    row = convert.convert(
+        {"prompt": "x", "preview": {"bytes": b"\x89PNG", "path": None}, "when": 5}, images
+    )
     assert json.loads(json.dumps(row, default=convert.plain)) == {
-        "prompt": "x", "images": [], "preview": {"bytes": None, "path": None}, "when": 5}
+        "prompt": "x",
+        "images": [],
+        "preview": {"bytes": None, "path": None},
+        "when": 5,
+    }
     assert images.unread == {"preview"}
     run(tmp_path, [{"prompt": "x", "thumbnail": "a.png", "other": "a"}])
     assert "perhaps images (--columns images=NAME): thumbnail\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name, content", [
-    ("rows.json", json.dumps([{"prompt": "x"}, {"prompt": "y"}], indent=2)),
-    ("rows.jsonl", json.dumps([{"prompt": "x"}, {"prompt": "y"}])),
-    ("rows.json", '{"prompt": "x"}\n{"prompt": "y"}\n'),
-    ("rows.jsonl", '\n{"prompt": "x"}\n\n{"prompt": "y"}\n'),
-])
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("rows.json", json.dumps([{"prompt": "x"}, {"prompt": "y"}], indent=2)),
+        ("rows.jsonl", json.dumps([{"prompt": "x"}, {"prompt": "y"}])),
+        ("rows.json", '{"prompt": "x"}\n{"prompt": "y"}\n'),
+        ("rows.jsonl", '\n{"prompt": "x"}\n\n{"prompt": "y"}\n'),
+    ],
+)
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
 def test_json_in_other_layouts(tmp_path, name, content, encoding):
     (tmp_path / name).write_text(content, encoding=encoding)
@@ -247,11 +401,20 @@ def test_the_root_is_that_of_the_trainers(tmp_path, qwen25, capsys):
     for image in ("elsewhere/a.png", "link.png", str(tmp_path / "elsewhere" / "a.png")):
         (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "x", "image": image}))
         with pytest.raises(SystemExit):
-            convert.main(words(tmp_path / "rows.jsonl", "--out", tmp_path / "more", "--image_root", tmp_path / "root"))
+            convert.main(
+                words(
+                    tmp_path / "rows.jsonl",
+                    "--out",
+                    tmp_path / "more",
+                    "--image_root",
+                    tmp_path / "root",
+                )
+            )
         assert "lies outside of --image_root" in capsys.readouterr().err
 
 
 # ---- Pairs
+
 
 def answered(text: str) -> list[dict]:
     return [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
@@ -265,11 +428,24 @@ def pairs() -> list[dict]:
     """Preferences in every form, the better response always "good N"."""
     picture = base64_of(noise(20))
     question = asked("which?")
-    plain = dict(prompt="which?", image=picture, chosen="good 0", rejected="bad", data_source="plain")
-    embedded = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(noise(20))}},
-                                             {"type": "text", "text": "which?"}]}]
+    plain = dict(
+        prompt="which?", image=picture, chosen="good 0", rejected="bad", data_source="plain"
+    )
+    embedded = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": data_url(noise(20))}},
+                {"type": "text", "text": "which?"},
+            ],
+        }
+    ]
     trl = {"prompt": embedded, "chosen": answered("good 1"), "rejected": answered("bad")}
-    whole = {"images": [picture], "chosen": question + answered("good 2"), "rejected": question + answered("bad")}
+    whole = {
+        "images": [picture],
+        "chosen": question + answered("good 2"),
+        "rejected": question + answered("bad"),
+    }
     ranked = {"query": "which?", "image": picture}
     bench = ranked | dict(response=["good 3", "bad"], human_ranking=[0, 1], query_source="bench")
     second = ranked | {"response": ["bad", "good 4"], "human_ranking": [1, 0]}
@@ -287,7 +463,9 @@ def test_pairs_are_judgements(tmp_path, qwen25):
     assert [row.get("source") for row in rows] == ["plain", None, None, "bench", None, None]
 
     processor = Processor(str(qwen25))
-    loaded = load_judgements(str(tmp_path / "out" / "rows.jsonl"), processor, judge_settings(), DataArgs())
+    loaded = load_judgements(
+        str(tmp_path / "out" / "rows.jsonl"), processor, judge_settings(), DataArgs()
+    )
     judgements = [prompt for prompt, *_ in loaded]
     assert len(judgements) == 2 * len(rows)  # both orders
     for number, row in enumerate(rows):
@@ -300,25 +478,36 @@ def test_pairs_are_judgements(tmp_path, qwen25):
 
 
 def test_the_order_of_a_pair_is_a_fair_coin(tmp_path):
-    rows = run(tmp_path, [dict(prompt=f"question {k}", chosen="yes", rejected="no", score=k) for k in range(400)])
+    rows = run(
+        tmp_path,
+        [dict(prompt=f"question {k}", chosen="yes", rejected="no", score=k) for k in range(400)],
+    )
     assert all(row["responses"]["AB".index(row["preferred"])] == "yes" for row in rows)
     assert [row["original_score"] for row in rows] == list(range(400))
     assert 160 < [row["preferred"] for row in rows].count("A") < 240  # four standard deviations
 
 
 def test_a_dialogue_in_a_pair_is_one_text(tmp_path):
-    dialogue = [{"role": "system", "content": "Be kind."}, *asked("what?"), *answered("a cat"),
-                {"role": "user", "content": "Sure?"}]
+    dialogue = [
+        {"role": "system", "content": "Be kind."},
+        *asked("what?"),
+        *answered("a cat"),
+        {"role": "user", "content": "Sure?"},
+    ]
     pair = dict(prompt=dialogue, image=base64_of(noise(1)), chosen="yes", rejected="no")
-    row, = run(tmp_path, [pair])
-    assert row["prompt"] == "system: Be kind.\n\nuser: <image>what?\n\nassistant: a cat\n\nuser: Sure?"
+    (row,) = run(tmp_path, [pair])
+    assert (
+        row["prompt"] == "system: Be kind.\n\nuser: <image>what?\n\nassistant: a cat\n\nuser: Sure?"
+    )
 
 
 # ---- Parquet
 
+
 @pytest.mark.slow
 def test_verl_and_trl_in_parquet(tmp_path, qwen25, pyarrow):
     """Structs of embedded bytes; a table gives every part of a message every key, if only as null."""
+
     def picture(image):
         return {"bytes": encode(image), "path": "original.jpg"}
 
@@ -333,17 +522,27 @@ def test_verl_and_trl_in_parquet(tmp_path, qwen25, pyarrow):
 def test_geometry3k(tmp_path, qwen25, pyarrow, capsys):
     """Its columns, splits and shards."""
     picture = encode(noise(30))
-    for name, count in (("train-00000-of-00002", 3), ("train-00001-of-00002", 2), ("test-00000-of-00001", 1)):
+    for name, count in (
+        ("train-00000-of-00002", 3),
+        ("train-00001-of-00002", 2),
+        ("test-00000-of-00001", 1),
+    ):
         row = {"images": [{"bytes": picture, "path": None}], "problem": "<image>Find $x$."}
         rows = [row | {"answer": f"{name} {k}"} for k in range(count)]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
     convert.main(words(tmp_path, "--label geo3k --out", tmp_path / "data" / "geo3k"))
-    assert capsys.readouterr().out == "test.jsonl: 1 rows, 1 images\ntrain.jsonl: 5 rows, 5 images\n"
+    assert (
+        capsys.readouterr().out == "test.jsonl: 1 rows, 1 images\ntrain.jsonl: 5 rows, 5 images\n"
+    )
 
     folder = tmp_path / "data" / "geo3k"
     rows = read_rows(folder / "train.jsonl")
-    assert rows[0] == dict(prompt="<image>Find $x$.", images=["images/train-00000-0.png"],
-                           answer="train-00000-of-00002 0", label="geo3k")
+    assert rows[0] == dict(
+        prompt="<image>Find $x$.",
+        images=["images/train-00000-0.png"],
+        answer="train-00000-of-00002 0",
+        label="geo3k",
+    )
     assert [row["answer"].split()[1] for row in rows] == ["0", "1", "2", "0", "1"]
     prompts = load(folder / "train.jsonl", qwen25)
     assert_pixels(prompts[4], noise(30))
@@ -364,22 +563,46 @@ GOOD = {"prompt": "what?", "images": []}
 CUT_IMAGE = base64.b64encode(encode(noise(1))[:900]).decode()
 
 
-@pytest.mark.parametrize("row, message", [
-    ({"text": "what?", "id": 1}, "no column prompt, messages, query, question, problem"),
-    ({"prompt": [{"text": "x"}]}, "a message has role and content, or from and value, unlike {'text': 'x'}"),
-    (dict(query=[{"role": "user", "content": [{"type": "image", "image": base64_of(noise(1))}]}], image=base64_of(noise(2)),
-          response=["a", "b"], human_ranking=[0, 1]), "images of a pair come with its messages or in a column"),
-    (GOOD | {"image": "a.png"}, "columns 'image' and 'images'"),
-    (GOOD | {"images": ["none.png"]}, "'none.png' is neither a file in "),
-    (GOOD | {"images": ["http://host/a.png"]}, "'http://host/a.png' is neither a file in "),
-    (GOOD | {"images": [CUT_IMAGE]}, "an image that cannot be decoded: 'iVBOR"),
-    (GOOD | {"videos": ["none.mp4"]}, "no such video: 'none.mp4'"),
-    (GOOD | {"answer": [1]}, "answer and label must be a string or a finite number, not [1]"),
-    ({"chosen": asked("x") + answered("a"), "rejected": asked("y") + answered("b")}, "without a prompt"),
-    ({"question": "<image 1>?", "image_1": "a.png"}, "a column for each image (image_1): make one list"),
-    ({"prompt": "Picture 1: <img>a.png</img>what?"}, "<img>path</img> in a text: give the path in images"),
-    (3, "no row as in the tables of --help: 3"),
-])
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"text": "what?", "id": 1}, "no column prompt, messages, query, question, problem"),
+        (
+            {"prompt": [{"text": "x"}]},
+            "a message has role and content, or from and value, unlike {'text': 'x'}",
+        ),
+        (
+            dict(
+                query=[
+                    {"role": "user", "content": [{"type": "image", "image": base64_of(noise(1))}]}
+                ],
+                image=base64_of(noise(2)),
+                response=["a", "b"],
+                human_ranking=[0, 1],
+            ),
+            "images of a pair come with its messages or in a column",
+        ),
+        (GOOD | {"image": "a.png"}, "columns 'image' and 'images'"),
+        (GOOD | {"images": ["none.png"]}, "'none.png' is neither a file in "),
+        (GOOD | {"images": ["http://host/a.png"]}, "'http://host/a.png' is neither a file in "),
+        (GOOD | {"images": [CUT_IMAGE]}, "an image that cannot be decoded: 'iVBOR"),
+        (GOOD | {"videos": ["none.mp4"]}, "no such video: 'none.mp4'"),
+        (GOOD | {"answer": [1]}, "answer and label must be a string or a finite number, not [1]"),
+        (
+            {"chosen": asked("x") + answered("a"), "rejected": asked("y") + answered("b")},
+            "without a prompt",
+        ),
+        (
+            {"question": "<image 1>?", "image_1": "a.png"},
+            "a column for each image (image_1): make one list",
+        ),
+        (
+            {"prompt": "Picture 1: <img>a.png</img>what?"},
+            "<img>path</img> in a text: give the path in images",
+        ),
+        (3, "no row as in the tables of --help: 3"),
+    ],
+)
 def test_an_error_names_file_and_row(tmp_path, capsys, row, message):
     """And nothing is left of what was written before."""
     with pytest.raises(SystemExit) as stop:
@@ -395,8 +618,25 @@ def test_odd_rows_are_refused_in_our_words(tmp_path, capsys):
     """Or converted: a row of any shape."""
     rng, converted = random.Random(1), 0
     noise(1).save(tmp_path / "a.png")
-    names = [*convert.PROMPTS, *convert.LABELS, "instruction", "system", "history", "image", "images", "videos", "answer",
-             "solution", "reward_model", "completion", "chosen", "rejected", "response", "human_ranking", "preferred"]
+    names = [
+        *convert.PROMPTS,
+        *convert.LABELS,
+        "instruction",
+        "system",
+        "history",
+        "image",
+        "images",
+        "videos",
+        "answer",
+        "solution",
+        "reward_model",
+        "completion",
+        "chosen",
+        "rejected",
+        "response",
+        "human_ranking",
+        "preferred",
+    ]
     for k in range(600):
         row = {name: odd_value(rng, 3) for name in rng.sample(names, rng.randrange(1, 6))}
         (tmp_path / "rows.jsonl").write_text(json.dumps(row if k % 20 else odd_value(rng, 3)))
@@ -410,12 +650,20 @@ def test_odd_rows_are_refused_in_our_words(tmp_path, capsys):
     assert converted > 50
 
 
-@pytest.mark.parametrize("name, content, flags, message", [
-    ("rows.jsonl", "\n{]\n", [], "rows.jsonl, row 2: no row as in the tables of --help: '{]'"),
-    ("rows.csv", "a,b", [], "no .parquet, .jsonl or .json files in"),
-    ("rows.jsonl", '{"prompt": "x"}', ["--columns", "prompt=Text"], "row 1: no column 'Text' (see --columns)"),
-    ("rows.jsonl", '{"prompt": "x"}', ["--out", "."], ". exists: remove it or name another"),
-])
+@pytest.mark.parametrize(
+    "name, content, flags, message",
+    [
+        ("rows.jsonl", "\n{]\n", [], "rows.jsonl, row 2: no row as in the tables of --help: '{]'"),
+        ("rows.csv", "a,b", [], "no .parquet, .jsonl or .json files in"),
+        (
+            "rows.jsonl",
+            '{"prompt": "x"}',
+            ["--columns", "prompt=Text"],
+            "row 1: no column 'Text' (see --columns)",
+        ),
+        ("rows.jsonl", '{"prompt": "x"}', ["--out", "."], ". exists: remove it or name another"),
+    ],
+)
 def test_a_file_that_cannot_be_converted(tmp_path, capsys, name, content, flags, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(SystemExit) as stop:

@@ -1,10 +1,10 @@
 """Benchmarks of judges as rows, the table of a judge, and the filter between judging and training.
 
 Forms, groups and formulas are those of published files and scripts, written down by hand:
-VL-RewardBench (vl-rewardbench/VL_RewardBench cal.py), MM-RLHF-RewardBench (yfzhang114/r1_reward inference/MM-RLHF-Reward),
-Multimodal RewardBench (facebookresearch/multimodal_rewardbench scripts/), RewardBench 2 (allenai/reward-bench) and
-GenAI-Bench (TIGER-AI-Lab/GenAI-Bench inference.py).
-"""
+VL-RewardBench (vl-rewardbench/VL_RewardBench cal.py), MM-RLHF-RewardBench (yfzhang114/r1_reward
+inference/MM-RLHF-Reward), Multimodal RewardBench (facebookresearch/multimodal_rewardbench
+scripts/), RewardBench 2 (allenai/reward-bench) and GenAI-Bench (TIGER-AI-Lab/GenAI-Bench
+inference.py)."""
 
 import json
 import random
@@ -31,14 +31,25 @@ from judging import MIRRORED, PAIRS, judge_by_a_policy, judged, whole_judgements
 # ---- Benchmarks
 
 # Of the 1,250 rows, an id for each beginning, and how many begin so.
-VL_IDS = {"hallucination_pair-1003": 448, "RLAIF-V-14": 233, "RLHF-V-31": 68, "mathverse_1294": 167,
-          "mmmu_pro_test_Diagnostics_and_Laboratory_Medicine_161": 100, "mmmu_pro_validation_Physics_9": 51,
-          "wildvision-battle-13": 173, "jailbreak-typo-Illegal_Activitiy-62": 7, "politics-Gov_Decision-124": 1,
-          "svit-complex_reasoning-876": 1, "LRVInstruction-000000007746": 1}
+VL_IDS = {
+    "hallucination_pair-1003": 448,
+    "RLAIF-V-14": 233,
+    "RLHF-V-31": 68,
+    "mathverse_1294": 167,
+    "mmmu_pro_test_Diagnostics_and_Laboratory_Medicine_161": 100,
+    "mmmu_pro_validation_Physics_9": 51,
+    "wildvision-battle-13": 173,
+    "jailbreak-typo-Illegal_Activitiy-62": 7,
+    "politics-Gov_Decision-124": 1,
+    "svit-complex_reasoning-876": 1,
+    "LRVInstruction-000000007746": 1,
+}
 
 
-@pytest.mark.parametrize("script, sizes", [("", (183, 749, 318)), ("R1-Reward", (484, 448, 318)),
-                                           ("UnifiedReward", (631, 301, 318))])
+@pytest.mark.parametrize(
+    "script, sizes",
+    [("", (183, 749, 318)), ("R1-Reward", (484, 448, 318)), ("UnifiedReward", (631, 301, 318))],
+)
 def test_groups_of_vl_rewardbench(script, sizes):
     """The same 1,250 ids make three tables."""
     counts = Counter()
@@ -50,55 +61,124 @@ def test_groups_of_vl_rewardbench(script, sizes):
 def ranked(name: str, better: int) -> dict:
     """A row of VL-RewardBench; the better answer begins with "good"."""
     answers = [f"good {name}", f"bad {name}"] if better == 0 else [f"bad {name}", f"good {name}"]
-    return {"id": name, "query": "<image>\nwhat?", "response": answers, "image": base64_of(noise(1)),
-            "human_ranking": [better, 1 - better], "models": ["a", "b"], "judge": "human", "rationale": "r",
-            "query_source": "COCO", "ground_truth": None}
+    return {
+        "id": name,
+        "query": "<image>\nwhat?",
+        "response": answers,
+        "image": base64_of(noise(1)),
+        "human_ranking": [better, 1 - better],
+        "models": ["a", "b"],
+        "judge": "human",
+        "rationale": "r",
+        "query_source": "COCO",
+        "ground_truth": None,
+    }
 
 
 def chosen(name, **further) -> dict:
     """A row of MM-RLHF-RewardBench, or of R1-Reward's copy of VL-RewardBench."""
-    return {"id": name, "prompt": "what?", "chosen": f"good {name}", "rejected": f"bad {name}", "chosen_reason": "",
-            "rejected_reason": ""} | further
+    return {
+        "id": name,
+        "prompt": "what?",
+        "chosen": f"good {name}",
+        "rejected": f"bad {name}",
+        "chosen_reason": "",
+        "rejected_reason": "",
+    } | further
 
 
 def named(name: str, category: str, better: str = "Output1", **further) -> dict:
     """A row of Multimodal RewardBench."""
-    good, bad = (f"good {name}", f"bad {name}")[::1 if better == "Output1" else -1]
-    return {"ID": name, "Text": "what?", "Image": "a.png", "Output1": good, "Output2": bad, "Better": better,
-            "Category": category} | further
+    good, bad = (f"good {name}", f"bad {name}")[:: 1 if better == "Output1" else -1]
+    return {
+        "ID": name,
+        "Text": "what?",
+        "Image": "a.png",
+        "Output1": good,
+        "Output2": bad,
+        "Better": better,
+        "Category": category,
+    } | further
 
 
 def best_of_4(name: str, subset: str = "Math") -> dict:
     """A row of RewardBench 2."""
     answers = {"chosen": [f"good {name}"], "rejected": [f"bad {name} {k}" for k in range(3)]}
-    return {"id": name, "prompt": "1 + 1?", "num_correct": 1, "models": ["m"] * 4, "subset": subset,
-            "additional_metadata": {"label": "x"}} | answers
+    return {
+        "id": name,
+        "prompt": "1 + 1?",
+        "num_correct": 1,
+        "models": ["m"] * 4,
+        "subset": subset,
+        "additional_metadata": {"label": "x"},
+    } | answers
 
 
 def voted(vote: str) -> dict:
-    return {"prompt": "a cat", "left_image": base64_of(noise(2)), "right_image": base64_of(noise(3)), "vote_type": vote}
+    return {
+        "prompt": "a cat",
+        "left_image": base64_of(noise(2)),
+        "right_image": base64_of(noise(3)),
+        "vote_type": vote,
+    }
 
 
 ROWS = {
-    "vl_rewardbench": [ranked(name, k % 2) for k, name in enumerate(VL_IDS)] + [
-        ranked("RLHF-V-1", 0) | {"image": None}, ranked("RLHF-V-2", 0) | {"image": {"bytes": None, "path": None}}],
-    "mm_rlhf": [chosen("1_2", image="mcq/a.png"), chosen("1_2", image="mcq/a.png"), chosen("3", image="/data/safety/a.png"),
-                chosen("v", video="video/clip"), chosen("4", image="long/none.png")],
+    "vl_rewardbench": [ranked(name, k % 2) for k, name in enumerate(VL_IDS)]
+    + [
+        ranked("RLHF-V-1", 0) | {"image": None},
+        ranked("RLHF-V-2", 0) | {"image": {"bytes": None, "path": None}},
+    ],
+    "mm_rlhf": [
+        chosen("1_2", image="mcq/a.png"),
+        chosen("1_2", image="mcq/a.png"),
+        chosen("3", image="/data/safety/a.png"),
+        chosen("v", video="video/clip"),
+        chosen("4", image="long/none.png"),
+    ],
     "multimodal_rewardbench": [
-        named("nocaps_13062", "open_generation/correctness_task", "Output2"), named("PAIRS_1", "safety"),
-        named("hateful_1", "safety", Image="none.png"), named("toxic_1", "safety"), named("mathvista_1", "reasoning"),
-        named("EMMA-Coding_2", "reasoning"), named("MMBench_1", "vqa")],
+        named("nocaps_13062", "open_generation/correctness_task", "Output2"),
+        named("PAIRS_1", "safety"),
+        named("hateful_1", "safety", Image="none.png"),
+        named("toxic_1", "safety"),
+        named("mathvista_1", "reasoning"),
+        named("EMMA-Coding_2", "reasoning"),
+        named("MMBench_1", "vqa"),
+    ],
     "rewardbench2": [best_of_4("7"), best_of_4("8", "Factuality"), best_of_4("9", "Ties")],
-    "genai_bench": [voted("leftvote"), voted("rightvote"), voted("tievote"), voted("bothbad_vote"),
-                    {"prompt": "a", "left_video": "http://a.mp4", "right_video": "http://b.mp4", "vote_type": "leftvote"},
-                    {"source_prompt": "a", "target_prompt": "b", "instruct_prompt": "c", "source_image": "", "vote_type": "leftvote",
-                     "left_output_image": "", "right_output_image": ""}],
+    "genai_bench": [
+        voted("leftvote"),
+        voted("rightvote"),
+        voted("tievote"),
+        voted("bothbad_vote"),
+        {
+            "prompt": "a",
+            "left_video": "http://a.mp4",
+            "right_video": "http://b.mp4",
+            "vote_type": "leftvote",
+        },
+        {
+            "source_prompt": "a",
+            "target_prompt": "b",
+            "instruct_prompt": "c",
+            "source_image": "",
+            "vote_type": "leftvote",
+            "left_output_image": "",
+            "right_output_image": "",
+        },
+    ],
 }
 GROUPS = {
     "vl_rewardbench": ["hallucination"] * 3 + ["reasoning"] * 3 + ["general"] * 5,
     "mm_rlhf": ["mcq", "mcq", "safety", "video"],
-    "multimodal_rewardbench": ["open_generation/correctness_task", "safety/bias", "safety/toxicity", "reasoning/math",
-                               "reasoning/coding", "vqa"],
+    "multimodal_rewardbench": [
+        "open_generation/correctness_task",
+        "safety/bias",
+        "safety/toxicity",
+        "reasoning/math",
+        "reasoning/coding",
+        "vqa",
+    ],
     "rewardbench2": ["Math"] * 3 + ["Factuality"] * 3,
     "genai_bench": ["image_generation"] * 4,
 }
@@ -113,9 +193,17 @@ LEFT_OUT = {
 
 @pytest.fixture
 def published(tmp_path):
-    """published(benchmark, rows): a file as the benchmark has it, with the images that `ROWS` names beside it."""
+    """published(benchmark, rows): a file as the benchmark has it, with the images that `ROWS` names
+    beside it."""
+
     def published(benchmark: str, rows: list[dict]):
-        for name in ("a.png", "mcq/a.png", "data/safety/a.png", "video/clip/frame-10.png", "video/clip/frame-9.png"):
+        for name in (
+            "a.png",
+            "mcq/a.png",
+            "data/safety/a.png",
+            "video/clip/frame-10.png",
+            "video/clip/frame-9.png",
+        ):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_bytes(encode(noise(4)))
         rows = json.loads(json.dumps(rows).replace("/data/safety", f"{tmp_path}/data/safety"))
@@ -130,7 +218,15 @@ def published(tmp_path):
 
 @pytest.mark.parametrize("benchmark", ROWS)
 def test_a_benchmark_becomes_judgements(tmp_path, published, qwen25, capsys, benchmark):
-    convert.main(words(published(benchmark, ROWS[benchmark]), "--benchmark", benchmark, "--out", tmp_path / "out"))
+    convert.main(
+        words(
+            published(benchmark, ROWS[benchmark]),
+            "--benchmark",
+            benchmark,
+            "--out",
+            tmp_path / "out",
+        )
+    )
     assert capsys.readouterr().out.partition("\n")[2] == LEFT_OUT[benchmark]
     rows = read_rows(tmp_path / "out" / "rows.jsonl")
     assert [row["source"] for row in rows] == GROUPS[benchmark]
@@ -148,7 +244,9 @@ def test_a_benchmark_becomes_judgements(tmp_path, published, qwen25, capsys, ben
     if benchmark == "mm_rlhf":  # frames in the order of their numbers
         assert len(rows[3]["videos"][0]) == 2
 
-    loaded = load_judgements(str(tmp_path / "out" / "rows.jsonl"), Processor(str(qwen25)), judge_settings(), DataArgs())
+    loaded = load_judgements(
+        str(tmp_path / "out" / "rows.jsonl"), Processor(str(qwen25)), judge_settings(), DataArgs()
+    )
     assert [prompt.order for prompt, *_ in loaded] == ["given", "swapped"] * len(rows)
     assert [prompt.row["source"] for prompt, *_ in loaded[::2]] == GROUPS[benchmark]
 
@@ -156,20 +254,30 @@ def test_a_benchmark_becomes_judgements(tmp_path, published, qwen25, capsys, ben
 def test_the_first_folder_is_the_group_of_mm_rlhf():
     """Of two that name one, whatever the seed of Python's hashes."""
     for first, second in permutations(("mcq", "long", "short", "safety", "video"), 2):
-        row, = benchmarks.rows_of("mm_rlhf", chosen("1", image=f"{first}/{second}/a.png"))
+        (row,) = benchmarks.rows_of("mm_rlhf", chosen("1", image=f"{first}/{second}/a.png"))
         assert row["source"] == first
 
 
 def test_the_copy_of_vl_rewardbench(tmp_path, published):
     rows = [chosen(name, image="a.png") for name in VL_IDS]
     convert.main(words(published("", rows), "--benchmark vl_rewardbench --out", tmp_path / "out"))
-    assert [row["source"] for row in read_rows(tmp_path / "out" / "rows.jsonl")] == GROUPS["vl_rewardbench"]
+    assert [row["source"] for row in read_rows(tmp_path / "out" / "rows.jsonl")] == GROUPS[
+        "vl_rewardbench"
+    ]
 
 
 def test_many_missing_images(tmp_path, published, capsys):
     """All are counted; names that do not fit on the line are not cut in silence."""
-    rows = [named(f"hateful_{k}", "safety", Image="none.png") for k in range(400)] + [named("MMBench_1", "vqa")]
-    convert.main(words(published("multimodal_rewardbench", rows), "--benchmark multimodal_rewardbench --out", tmp_path / "out"))
+    rows = [named(f"hateful_{k}", "safety", Image="none.png") for k in range(400)] + [
+        named("MMBench_1", "vqa")
+    ]
+    convert.main(
+        words(
+            published("multimodal_rewardbench", rows),
+            "--benchmark multimodal_rewardbench --out",
+            tmp_path / "out",
+        )
+    )
     line = capsys.readouterr().out.splitlines()[1]
     assert line.startswith("left out: 400 rows, image missing: hateful_0, hateful_1, ")
     assert line.endswith(", [...]")
@@ -179,11 +287,13 @@ def test_a_benchmark_in_parquet(tmp_path, pyarrow, capsys):
     """Images as structs, of which one is empty."""
     empty, whole = {"bytes": None, "path": None}, {"bytes": encode(noise(1)), "path": None}
     rows = [ranked("RLHF-V-1", 1) | {"image": empty}, ranked("mathverse_2", 1) | {"image": whole}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "test-00000-of-00001.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), tmp_path / "test-00000-of-00001.parquet"
+    )
     convert.main(words(tmp_path, "--benchmark vl_rewardbench --out", tmp_path / "out"))
     lines = ["test.jsonl: 1 rows, 1 images", "left out: 1 rows, image missing: RLHF-V-1"]
     assert capsys.readouterr().out.splitlines() == lines
-    row, = read_rows(tmp_path / "out" / "test.jsonl")
+    (row,) = read_rows(tmp_path / "out" / "test.jsonl")
     assert row["responses"]["AB".index(row["preferred"])] == "good mathverse_2"
     assert (tmp_path / "out" / row["images"][0]).read_bytes() == encode(noise(1))
 
@@ -191,32 +301,68 @@ def test_a_benchmark_in_parquet(tmp_path, pyarrow, capsys):
 RANKED = ranked("RLHF-V-1", 0)
 
 
-@pytest.mark.parametrize("benchmark, row, message", [
-    ("vl_rewardbench", chosen("073712_6205145", image="mcq/a.png"), "no id of VL-RewardBench begins as '073712_6205145'"),
-    ("vl_rewardbench", {"id": "RLHF-V-1", "query": "a", "response": ["b", "c"]}, "no human_ranking in a row with id, query, resp"),
-    ("vl_rewardbench", RANKED | {"human_ranking": None}, "no human_ranking"),
-    ("vl_rewardbench", RANKED | {"human_ranking": [None, None]}, "no human_ranking"),
-    ("vl_rewardbench", RANKED | {"response": ["good", None]}, "no response"),
-    ("vl_rewardbench", RANKED | {"response": ["good"]}, "a pair has two responses"),
-    ("vl_rewardbench", RANKED | {"response": ["good", "bad", "bad"]}, "a pair has two responses"),
-    ("vl_rewardbench", {"id": "RLHF-V-1", "prompt": "a", "chosen": "b"}, "no rejected in a row with id, prompt, chosen"),
-    ("vl_rewardbench", chosen("RLHF-V-1") | {"chosen": None}, "no chosen"),
-    ("mm_rlhf", chosen("RLHF-V-1", image="a.png"), "a.png is in none of the folders"),
-    ("mm_rlhf", RANKED, "no prompt in a row with id, query"),
-    ("mm_rlhf", chosen("1", image="mcq/a.png") | {"chosen": None}, "no chosen in a row with id, prompt, chosen"),
-    ("multimodal_rewardbench", named("PAIRS_1", "safety", Better=None), "no Better in a row with ID, Text"),
-    ("multimodal_rewardbench", named("PAIRS_1", "safety", Text=""), "no Text in a row with ID, Text"),
-    ("rewardbench2", {"id": 1, "prompt": "a", "chosen": "b", "rejected": "c", "subset": "math-prm"},
-     "one answer as chosen: the first RewardBench?"),
-    ("rewardbench2", best_of_4("7") | {"chosen": [None]}, "no chosen in a row with id, prompt"),
-    ("rewardbench2", best_of_4("7") | {"rejected": []}, "no rejected in a row with id, prompt"),
-    ("rewardbench2", best_of_4("9", "Ties"), "no row is left"),
-    ("genai_bench", chosen("1", image="mcq/a.png"), "no vote_type in a row with id, prompt"),
-    ("genai_bench", voted("best"), "no row as in the tables of --help"),
-])
+@pytest.mark.parametrize(
+    "benchmark, row, message",
+    [
+        (
+            "vl_rewardbench",
+            chosen("073712_6205145", image="mcq/a.png"),
+            "no id of VL-RewardBench begins as '073712_6205145'",
+        ),
+        (
+            "vl_rewardbench",
+            {"id": "RLHF-V-1", "query": "a", "response": ["b", "c"]},
+            "no human_ranking in a row with id, query, resp",
+        ),
+        ("vl_rewardbench", RANKED | {"human_ranking": None}, "no human_ranking"),
+        ("vl_rewardbench", RANKED | {"human_ranking": [None, None]}, "no human_ranking"),
+        ("vl_rewardbench", RANKED | {"response": ["good", None]}, "no response"),
+        ("vl_rewardbench", RANKED | {"response": ["good"]}, "a pair has two responses"),
+        (
+            "vl_rewardbench",
+            RANKED | {"response": ["good", "bad", "bad"]},
+            "a pair has two responses",
+        ),
+        (
+            "vl_rewardbench",
+            {"id": "RLHF-V-1", "prompt": "a", "chosen": "b"},
+            "no rejected in a row with id, prompt, chosen",
+        ),
+        ("vl_rewardbench", chosen("RLHF-V-1") | {"chosen": None}, "no chosen"),
+        ("mm_rlhf", chosen("RLHF-V-1", image="a.png"), "a.png is in none of the folders"),
+        ("mm_rlhf", RANKED, "no prompt in a row with id, query"),
+        (
+            "mm_rlhf",
+            chosen("1", image="mcq/a.png") | {"chosen": None},
+            "no chosen in a row with id, prompt, chosen",
+        ),
+        (
+            "multimodal_rewardbench",
+            named("PAIRS_1", "safety", Better=None),
+            "no Better in a row with ID, Text",
+        ),
+        (
+            "multimodal_rewardbench",
+            named("PAIRS_1", "safety", Text=""),
+            "no Text in a row with ID, Text",
+        ),
+        (
+            "rewardbench2",
+            {"id": 1, "prompt": "a", "chosen": "b", "rejected": "c", "subset": "math-prm"},
+            "one answer as chosen: the first RewardBench?",
+        ),
+        ("rewardbench2", best_of_4("7") | {"chosen": [None]}, "no chosen in a row with id, prompt"),
+        ("rewardbench2", best_of_4("7") | {"rejected": []}, "no rejected in a row with id, prompt"),
+        ("rewardbench2", best_of_4("9", "Ties"), "no row is left"),
+        ("genai_bench", chosen("1", image="mcq/a.png"), "no vote_type in a row with id, prompt"),
+        ("genai_bench", voted("best"), "no row as in the tables of --help"),
+    ],
+)
 def test_a_file_of_another_benchmark(tmp_path, published, capsys, benchmark, row, message):
     with pytest.raises(SystemExit) as stop:
-        convert.main(words(published(benchmark, [row]), "--benchmark", benchmark, "--out", tmp_path / "out"))
+        convert.main(
+            words(published(benchmark, [row]), "--benchmark", benchmark, "--out", tmp_path / "out")
+        )
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert message in error
@@ -225,7 +371,6 @@ def test_a_file_of_another_benchmark(tmp_path, published, capsys, benchmark, row
 
 
 # ---- The table
-
 
 
 def table_of(folder, rows: list[tuple]) -> dict[str, dict[str, str]]:
@@ -270,37 +415,51 @@ def test_a_judge_at_random(tmp_path):
     }
     accuracies = {name: cells["accuracy, unread is wrong"] for name, cells in table.items()}
     assert accuracies == {
-        "general": "0.333", "hallucination": "0.583", "reasoning": "0.500", "overall": "0.472", "macro": "0.472",
+        "general": "0.333",
+        "hallucination": "0.583",
+        "reasoning": "0.500",
+        "overall": "0.472",
+        "macro": "0.472",
         "macro of R1-Reward": "0.481",  # general 8 of 18, hallucination 3 of 6, reasoning 6 of 12
-        "macro of UnifiedReward": "0.519",  # general 7 of 18, hallucination 4 of 6, reasoning 6 of 12
+        # general 7 of 18, hallucination 4 of 6, reasoning 6 of 12
+        "macro of UnifiedReward": "0.519",
     }
     assert table["macro of R1-Reward"]["rows"] == "3/1/2"
     assert table["macro"]["accuracy, unread left out"] == "0.548"  # of 4/9, 7/10 and 6/12
 
 
 def cal_py(rows: list[tuple]) -> tuple[float, float]:
-    """VL-RewardBench's own overall and macro accuracy of rows without ties. A question counts if one answer has more than half
-    of all its verdicts, among them those that could not be read."""
+    """VL-RewardBench's own overall and macro accuracy of rows without ties. A question counts if
+    one answer has more than half of all its verdicts, among them those that could not be read."""
     agree, decided = Counter(), Counter()
     for group, right, *orders, _ in rows:
         for letters, hit in zip(orders, (right, MIRRORED[right])):
             half = len(letters) / 2
             agree[group] += letters.count(hit) > half
             decided[group] += max(letters.count("A"), letters.count("B")) > half
-    return agree.total() / decided.total(), fmean(agree[group] / decided[group] for group in decided)
+    return agree.total() / decided.total(), fmean(
+        agree[group] / decided[group] for group in decided
+    )
 
 
 SINGLE = [(*row[:2], row[2][0], row[3][0], row[4]) for row in AT_RANDOM]
-READABLE = [(*row[:2], row[2].replace("-", "A"), row[3].replace("-", "A"), row[4]) for row in AT_RANDOM]
+READABLE = [
+    (*row[:2], row[2].replace("-", "A"), row[3].replace("-", "A"), row[4]) for row in AT_RANDOM
+]
 
 
-@pytest.mark.parametrize("rows, line, published, expected", [
-    (SINGLE, "accuracy, unread left out", ("0.727", "0.694"), ("0.727", "0.694")),  # 8/11; 1/3, 4/4, 3/4
-    (READABLE, "votes@3", ("0.750", "0.750"), ("0.750", "0.750")),
-    (AT_RANDOM, "votes@3", ("0.700", "0.694"), ("0.625", "0.625")),  # 7/10; 1/3, 3/3, 3/4
-])
+@pytest.mark.parametrize(
+    "rows, line, published, expected",
+    [
+        # 8/11; 1/3, 4/4, 3/4
+        (SINGLE, "accuracy, unread left out", ("0.727", "0.694"), ("0.727", "0.694")),
+        (READABLE, "votes@3", ("0.750", "0.750"), ("0.750", "0.750")),
+        (AT_RANDOM, "votes@3", ("0.700", "0.694"), ("0.625", "0.625")),  # 7/10; 1/3, 3/3, 3/4
+    ],
+)
 def test_as_vl_rewardbench_counts(tmp_path, rows, line, published, expected):
-    """One verdict a question, or three that can be read: as its script has it. It differs where some cannot be read."""
+    """One verdict a question, or three that can be read: as its script has it. It differs where
+    some cannot be read."""
     table = table_of(tmp_path, rows)
     assert tuple(f"{value:.3f}" for value in cal_py(rows)) == published
     assert (table["overall"][line], table["macro"][line]) == expected
@@ -319,7 +478,10 @@ def test_a_judge_that_always_says_a(tmp_path):
 
 
 def test_a_judge_that_is_right(tmp_path):
-    rows = [vl_row(name, right, right * 5, MIRRORED[right] * 5) for name, right in zip(VL_IDS, "ABABABABABA")]
+    rows = [
+        vl_row(name, right, right * 5, MIRRORED[right] * 5)
+        for name, right in zip(VL_IDS, "ABABABABABA")
+    ]
     for name, cells in table_of(tmp_path, rows).items():
         cells = dict(cells)
         assert cells.pop("could not be read") == "0.000"
@@ -331,7 +493,8 @@ def test_a_judge_that_is_right(tmp_path):
 
 
 def test_rows_that_count_together(tmp_path):
-    """ACC and ACC+ of MM-RLHF-RewardBench: of three ids one has all its pairs right, of eight pairs five; by folder."""
+    """ACC and ACC+ of MM-RLHF-RewardBench: of three ids one has all its pairs right, of eight pairs
+    five; by folder."""
     rights = {("mcq", "x"): [1, 1, 0], ("mcq", "y"): [1, 1], ("long", "z"): [1, 0, 0]}
     rows = []
     for (group, name), pairs in rights.items():
@@ -340,9 +503,15 @@ def test_rows_that_count_together(tmp_path):
             rows.append((group, "A", *letters, {"pair": name}))
     table = table_of(tmp_path, rows)
     line = "all that count together right"
-    accuracies = {name: (cells["accuracy, unread is wrong"], cells[line]) for name, cells in table.items()}
-    assert accuracies == {"long": ("0.333", "0.000"), "mcq": ("0.800", "0.500"), "overall": ("0.625", "0.333"),
-                     "macro": ("0.567", "0.250")}
+    accuracies = {
+        name: (cells["accuracy, unread is wrong"], cells[line]) for name, cells in table.items()
+    }
+    assert accuracies == {
+        "long": ("0.333", "0.000"),
+        "mcq": ("0.800", "0.500"),
+        "overall": ("0.625", "0.333"),
+        "macro": ("0.567", "0.250"),
+    }
     assert table["overall"]["rows"] == "8"
 
 
@@ -357,10 +526,13 @@ def test_a_mean_over_groups_needs_all_of_them(tmp_path):
 
 
 def test_counts_by_hand(tmp_path):
-    """Two judgements in each order: nine of twelve are right, one could not be read. Two groups have a pair of one name."""
-    rows = [("g", "A", "AB", "BB", {"pair": "x", "lengths": [5, 2]}),
-            ("g", "B", "BB", "A-", {"pair": "x", "lengths": [1, 4]}),
-            ("h", "tie", "tA", "tt", {"pair": "x", "lengths": [3, 1]})]
+    """Two judgements in each order: nine of twelve are right, one could not be read. Two groups
+    have a pair of one name."""
+    rows = [
+        ("g", "A", "AB", "BB", {"pair": "x", "lengths": [5, 2]}),
+        ("g", "B", "BB", "A-", {"pair": "x", "lengths": [1, 4]}),
+        ("h", "tie", "tA", "tt", {"pair": "x", "lengths": [3, 1]}),
+    ]
     cells = table_of(tmp_path, rows)["overall"]
     cells.pop(judge_table.INTERVAL)
     assert cells == {
@@ -376,14 +548,17 @@ def test_counts_by_hand(tmp_path):
         "the longer answer is right": "1.000",  # of the two rows in which one is
         "votes@1": "1.000",
         "votes@2 of both orders": "1.000",
-        "all that count together right": "0.625",  # both rows of g in 2 of 4 judgements, that of h in 3
+        # both rows of g in 2 of 4 judgements, that of h in 3
+        "all that count together right": "0.625",
     }
 
 
 def test_ties_of_genai_bench(tmp_path):
     """Accuracy with ties, as its own script, and without the rows that are ties, as most papers."""
-    rows = [("image_generation", *letters) for letters in
-            (("A", "A", "B"), ("B", "t", "t"), ("tie", "t", "t"), ("tie", "A", "t"))]
+    rows = [
+        ("image_generation", *letters)
+        for letters in (("A", "A", "B"), ("B", "t", "t"), ("tie", "t", "t"), ("tie", "A", "t"))
+    ]
     table = table_of(tmp_path, rows)
     assert table["overall"]["accuracy, unread is wrong"] == "0.625"  # 2 + 0 + 2 + 1 of 8
     assert table["without ties"]["accuracy, unread is wrong"] == "0.500"
@@ -392,23 +567,36 @@ def test_ties_of_genai_bench(tmp_path):
 
 def test_a_judgement_that_was_cut_off_says_nothing(tmp_path):
     """In records of runs that gave it a verdict, too; but a conversation that a limit ended may have one."""
-    rows = [("g", "A", "A", "B"), ("g", "A", "A", "A", {"truncated": True}), ("g", "B", "B", "A", {"truncated": True, "ended": "turn_limit"})]
+    rows = [
+        ("g", "A", "A", "B"),
+        ("g", "A", "A", "A", {"truncated": True}),
+        ("g", "B", "B", "A", {"truncated": True, "ended": "turn_limit"}),
+    ]
     cells = table_of(tmp_path, rows)["overall"]
     assert (cells["could not be read"], cells["accuracy, unread left out"]) == ("0.333", "1.000")
 
 
 def test_ties_of_vl_rewardbench(tmp_path):
-    """No row is one: the table has how many verdicts say so, and the accuracy without them, as its own script; also beside
-    a benchmark that has ties."""
+    """No row is one: the table has how many verdicts say so, and the accuracy without them, as its
+    own script; also beside a benchmark that has ties."""
     ties, left_out = "says a tie, where none is right", "accuracy, unread and ties left out"
-    rows = [vl_row("RLAIF-V-1", "A", "A", "B"), vl_row("hallucination_pair-2", "B", "B", "A"), vl_row("mathverse_3", "A", "t", "B"),
-            vl_row("mmmu_pro_test_Art_4", "B", "B", "A"), vl_row("wildvision-battle-5", "A", "t", "B"),
-            vl_row("svit-complex_reasoning-6", "B", "A", "-")]
+    rows = [
+        vl_row("RLAIF-V-1", "A", "A", "B"),
+        vl_row("hallucination_pair-2", "B", "B", "A"),
+        vl_row("mathverse_3", "A", "t", "B"),
+        vl_row("mmmu_pro_test_Art_4", "B", "B", "A"),
+        vl_row("wildvision-battle-5", "A", "t", "B"),
+        vl_row("svit-complex_reasoning-6", "B", "A", "-"),
+    ]
     published = [f"{value:.3f}" for value in cal_py(rows)]
     assert published == ["0.889", "0.833"]  # 8 of 9; 1/2, 4/4, 3/3
     table = table_of(tmp_path / "alone", rows)
     assert [table[name][left_out] for name in ("overall", "macro")] == published
-    assert [table[name][ties] for name in ("overall", "general", "hallucination")] == ["0.167", "0.250", "0.000"]
+    assert [table[name][ties] for name in ("overall", "general", "hallucination")] == [
+        "0.167",
+        "0.250",
+        "0.000",
+    ]
     assert table["overall"]["accuracy, unread is wrong"] == "0.667"  # 8 of 12
     other = ("image_generation", "tie", "t", "A", {"row": {"benchmark": "genai_bench"}})
     table = table_of(tmp_path / "together", [*rows, other])
@@ -416,7 +604,9 @@ def test_ties_of_vl_rewardbench(tmp_path):
     assert not table["image_generation"].keys() & {ties, left_out}
 
 
-@pytest.mark.parametrize("row", [{"benchmark": "mm_rlhf", "id": "0737_6"}, {"benchmark": "genai_bench"}])
+@pytest.mark.parametrize(
+    "row", [{"benchmark": "mm_rlhf", "id": "0737_6"}, {"benchmark": "genai_bench"}]
+)
 def test_two_benchmarks_in_one_table(tmp_path, row):
     """Groups of other scripts are those of VL-RewardBench alone, whichever comes first."""
     rows = [vl_row("RLAIF-V-1", "A", "A", "B"), ("mcq", "A", "A", "B", {"row": row})]
@@ -426,8 +616,12 @@ def test_two_benchmarks_in_one_table(tmp_path, row):
 
 
 def test_interval(tmp_path):
-    """Of 400 pairs half of which are right in both orders: that of 400 coins, or of 100 where four count together."""
-    for name, size, width in (("alone", 1, 2 * 1.96 * 0.5 / 400**0.5), ("together", 4, 2 * 1.96 * 0.5 / 100**0.5)):
+    """Of 400 pairs half of which are right in both orders: that of 400 coins, or of 100 where four
+    count together."""
+    for name, size, width in (
+        ("alone", 1, 2 * 1.96 * 0.5 / 400**0.5),
+        ("together", 4, 2 * 1.96 * 0.5 / 100**0.5),
+    ):
         rows = []
         for k in range(400):
             letters = ("A", "B") if k // size % 2 else ("B", "A")
@@ -459,11 +653,14 @@ def test_a_run_without_judgements(tmp_path, capsys):
                 program([str(run), "--right", str(tmp_path / "a"), "--wrong", str(tmp_path / "b")])
             assert stop.value.code == 2
             error = capsys.readouterr().err.splitlines()[-1]
-            assert error.startswith(f"error: {run} has no judgements: make them by train_ppo_vl.py --eval_only")
+            assert error.startswith(
+                f"error: {run} has no judgements: make them by train_ppo_vl.py --eval_only"
+            )
 
 
 def test_what_the_table_read_and_left_out(tmp_path, capsys):
-    """The file, of which a folder may have several, and the rows without another order; of a file that is cut only its name."""
+    """The file, of which a folder may have several, and the rows without another order; of a file
+    that is cut only its name."""
     judged(tmp_path, [("g", "A", "A", "B"), ("g", "A", "A", "")])
     file = tmp_path / "samples" / "eval-000040.jsonl"
     judge_table.main([str(tmp_path)])
@@ -488,27 +685,64 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
     folder.mkdir()
     for name in "abc":
         (folder / f"{name}.png").write_bytes(encode(noise(ord(name))))
-    rows.append({"prompt": "a cat", "images": ["a.png", "b.png"], "preferred": "A", "source": "g", "pair": 7})
-    rows.append({"prompt": "<image>what?", "images": ["c.png"], "responses": ["x", "y"], "preferred": "B"})
+    rows.append(
+        {
+            "prompt": "a cat",
+            "images": ["a.png", "b.png"],
+            "preferred": "A",
+            "source": "g",
+            "pair": 7,
+        }
+    )
+    rows.append(
+        {"prompt": "<image>what?", "images": ["c.png"], "responses": ["x", "y"], "preferred": "B"}
+    )
     clip = ["a.png", "b.png"]
-    rows.append({"question": "what?", "images": ["c.png"], "videos": [clip], "response": "x", "correct": True})
+    rows.append(
+        {
+            "question": "what?",
+            "images": ["c.png"],
+            "videos": [clip],
+            "response": "x",
+            "correct": True,
+        }
+    )
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     processor = Processor(str(qwen25))
     frame = answer_frame(processor)
-    questions = load_judgements(str(folder / "train.jsonl"), processor, judge_settings(), DataArgs(), "both", frame)
+    questions = load_judgements(
+        str(folder / "train.jsonl"), processor, judge_settings(), DataArgs(), "both", frame
+    )
 
-    # The answer is "It is so." and a verdict, by sample: right is r, quoted by a truncated judgement c, wrong w, unreadable -.
+    # The answer is "It is so." and a verdict, by sample: right is r, quoted by a truncated
+    # judgement c, wrong w, unreadable -.
     records, texts = [], {}
     for (prompt, *_), letters in zip(questions, ("wr", "rr", "cr", "cc", "-w")):
         for sample, letter in enumerate(letters):
             verdict = {"r": prompt.reference, "c": prompt.reference, "w": "tie", "-": None}[letter]
             response = f"It is {sample}. {with_verdict(verdict) if verdict else ''}"
             texts.setdefault((prompt.index, letter), response)
-            records.append({"index": prompt.index, "group": "g", "pair": None, "sample": sample, "order": prompt.order,
-                            "verdict": verdict, "reference": prompt.reference, "response": response, "truncated": letter == "c",
-                            "images": list(prompt.images), "row": prompt.row, "messages": prompt.messages, "lengths": None})
+            records.append(
+                {
+                    "index": prompt.index,
+                    "group": "g",
+                    "pair": None,
+                    "sample": sample,
+                    "order": prompt.order,
+                    "verdict": verdict,
+                    "reference": prompt.reference,
+                    "response": response,
+                    "truncated": letter == "c",
+                    "images": list(prompt.images),
+                    "row": prompt.row,
+                    "messages": prompt.messages,
+                    "lengths": None,
+                }
+            )
     (tmp_path / "run" / "samples").mkdir(parents=True)
-    (tmp_path / "run/samples/eval-000000.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "run/samples/eval-000000.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     right, wrong = tmp_path / "elsewhere" / "sft.jsonl", tmp_path / "elsewhere" / "rl.jsonl"
     right.parent.mkdir()
     capsys.readouterr()
@@ -523,10 +757,15 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
         assert label.tolist() == encode_target(processor, frame, texts[prompt.index, "r"]).tolist()
         assert copy.label == "response"
     images = [str(folder / f"{name}.png") for name in "abc"]
-    assert read_rows(wrong) == [rows[0] | {"images": images[:2]}, rows[1] | {"images": images[2:]},
-                                rows[2] | {"images": images[2:], "videos": [images[:2]]}]
+    assert read_rows(wrong) == [
+        rows[0] | {"images": images[:2]},
+        rows[1] | {"images": images[2:]},
+        rows[2] | {"images": images[2:], "videos": [images[:2]]},
+    ]
     asked = load_judgements(str(wrong), processor, judge_settings(), DataArgs())
-    assert [prompt.input_ids.tolist() for prompt, *_ in asked] == [prompt.input_ids.tolist() for prompt, *_ in questions]
+    assert [prompt.input_ids.tolist() for prompt, *_ in asked] == [
+        prompt.input_ids.tolist() for prompt, *_ in questions
+    ]
 
 
 def test_a_run_of_the_trainer_is_read(tmp_path, qwen25, pairs, monkeypatch, capsys):
@@ -545,13 +784,18 @@ def test_a_run_of_the_trainer_is_read(tmp_path, qwen25, pairs, monkeypatch, caps
     rl = tmp_path / "rl.jsonl"
     judge_filter.main(words(tmp_path / "run", "--right", tmp_path / "sft.jsonl", "--wrong", rl))
     assert [row | {"images": len(row.get("images", []))} for row in read_rows(rl)] == [
-        row | {"images": len(row.get("images", []))} for row in PAIRS * 2]
+        row | {"images": len(row.get("images", []))} for row in PAIRS * 2
+    ]
 
 
-@pytest.mark.parametrize("letters, counts", [("AA", "2 right judgements, 0 rows"), ("BB", "0 right judgements, 1 rows")])
+@pytest.mark.parametrize(
+    "letters, counts", [("AA", "2 right judgements, 0 rows"), ("BB", "0 right judgements, 1 rows")]
+)
 def test_a_filter_that_leaves_nothing(tmp_path, capsys, letters, counts):
     further = {"truncated": False, "images": [], "messages": [], "response": "x"}
-    run = judged(tmp_path / "run", [("g", "A", letters, letters.translate({65: 66, 66: 65}), further)])
+    run = judged(
+        tmp_path / "run", [("g", "A", letters, letters.translate({65: 66, 66: 65}), further)]
+    )
     with pytest.raises(SystemExit) as stop:
         judge_filter.main(words(run, "--right", tmp_path / "a", "--wrong", tmp_path / "b"))
     assert stop.value.code == 2

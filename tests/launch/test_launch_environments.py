@@ -25,7 +25,9 @@ def program(name: str, folder: Path = FOLDER):
     return module
 
 
-@pytest.mark.parametrize("spec", ["grid_world.py:Game", "tools.py:Calculator", "zoom.py:Zoom", "hidden_picture.py:Look"])
+@pytest.mark.parametrize(
+    "spec", ["grid_world.py:Game", "tools.py:Calculator", "zoom.py:Zoom", "hidden_picture.py:Look"]
+)
 def test_examples_are_environments(spec):
     environment = environments.load(EnvArgs(env=f"{FOLDER}/{spec}"), 512)
     assert environment.role == ("tool" if "tools" in spec else "user")
@@ -37,14 +39,27 @@ def test_a_grid_world_is_walked_by_what_its_pictures_show():
     for seed in range(5):
         picture, text = grid.reset({"seed": seed})
         assert text == "Your move: up, down, left, right."
-        assert grid.reset({"seed": seed})[0].tobytes() == picture.tobytes()               # shared by a prompt's samples
+        # shared by a prompt's samples
+        assert grid.reset({"seed": seed})[0].tobytes() == picture.tobytes()
         reply, reward, done = grid.step("jump")
         assert "none of" in reply
         assert (reward, done) == (0.0, False)
         for _ in range(6):
-            cells = {picture.getpixel((28 * c + 14, 28 * r + 14)): (r, c) for r in range(4) for c in range(4)}
+            cells = {
+                picture.getpixel((28 * c + 14, 28 * r + 14)): (r, c)
+                for r in range(4)
+                for c in range(4)
+            }
             (row, column), (to_row, to_column) = cells[0, 0, 255], cells[0, 128, 0]
-            move = "down" if to_row > row else "up" if to_row < row else "right" if to_column > column else "left"
+            move = (
+                "down"
+                if to_row > row
+                else "up"
+                if to_row < row
+                else "right"
+                if to_column > column
+                else "left"
+            )
             picture, reward, done = grid.step(f" {move}\n")
             if done:
                 break
@@ -71,8 +86,11 @@ def test_gymnasium_games_are_driven_by_their_own_interface(monkeypatch):
             return np.full((8, 8, 3), self.steps, dtype=np.uint8)
 
     made = []
-    monkeypatch.setitem(sys.modules, "gymnasium", SimpleNamespace(
-        make=lambda name, render_mode: made.append((name, render_mode)) or Lake()))
+    monkeypatch.setitem(
+        sys.modules,
+        "gymnasium",
+        SimpleNamespace(make=lambda name, render_mode: made.append((name, render_mode)) or Lake()),
+    )
     game = program("grid_world").Game()
     picture, _ = game.reset({"seed": 3, "game": "FrozenLake-v1", "actions": ["left", "down"]})
     assert made == [("FrozenLake-v1", "rgb_array")]
@@ -82,7 +100,9 @@ def test_gymnasium_games_are_driven_by_their_own_interface(monkeypatch):
     assert reply.getpixel((0, 0)) == (1, 1, 1)
     assert (reward, done) == (1.0, False)
     assert game.step("left") == (None, 0.0, True)
-    assert game.reset({"seed": 3, "game": "FrozenLake-v1", "actions": [0, 1]})[1] == "Your move: 0, 1."
+    assert (
+        game.reset({"seed": 3, "game": "FrozenLake-v1", "actions": [0, 1]})[1] == "Your move: 0, 1."
+    )
     assert game.step("1")[1:] == (1.0, False)
 
 
@@ -91,25 +111,46 @@ def test_tools_are_called_and_their_mistakes_are_told():
     tool.reset({"answer": "12"})
 
     def replies(*calls: str) -> list[dict]:
-        reply, reward, done = tool.step("so:" + "".join(f"<tool_call>{call}</tool_call>" for call in calls))
+        reply, reward, done = tool.step(
+            "so:" + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+        )
         assert (reward, done) == (0.0, False)
         return [json.loads(line) for line in reply.splitlines()]
 
     call = '{"name": "calculate", "arguments": {"a": 3, "operator": "*", "b": 4}}'
     assert replies(call, call.replace("4", "5")) == [{"result": 12}, {"result": 15}]
-    for wrong in ("{", '{"name": "reset", "arguments": {"row": {}}}', '{"name": "__init__"}', '{"name": "exit"}', "[1]",
-                  '{"name": "calculate", "arguments": {"a": 1}}', call.replace("*", "/").replace("4", "0")):
+    for wrong in (
+        "{",
+        '{"name": "reset", "arguments": {"row": {}}}',
+        '{"name": "__init__"}',
+        '{"name": "exit"}',
+        "[1]",
+        '{"name": "calculate", "arguments": {"a": 1}}',
+        call.replace("*", "/").replace("4", "0"),
+    ):
         assert list(replies(wrong)[0]) == ["error"]
     assert tool.step(" 12") == (None, 1.0, True)
     assert tool.step("13") == (None, 0.0, True)
 
 
-@pytest.mark.parametrize("a, operator, b", [('"x"', "*", "300000000"), ("[1]", "*", "3"), ('"1"', "+", '"2"'), ("true", "+", "1"),
-                                            ("1e308", "*", "10"), ("NaN", "+", "1"), ("9" * 3000, "*", "9" * 3000)])
+@pytest.mark.parametrize(
+    "a, operator, b",
+    [
+        ('"x"', "*", "300000000"),
+        ("[1]", "*", "3"),
+        ('"1"', "+", '"2"'),
+        ("true", "+", "1"),
+        ("1e308", "*", "10"),
+        ("NaN", "+", "1"),
+        ("9" * 3000, "*", "9" * 3000),
+    ],
+)
 def test_a_calculator_takes_and_gives_numbers(a, operator, b):
     tool = program("tools").Calculator()
     arguments = f'{{"a": {a}, "operator": "{operator}", "b": {b}}}'
-    reply, *_ = tool.step(f'<tool_call>{{"name": "calculate", "arguments": {arguments}}}</tool_call>')
+    reply, *_ = tool.step(
+        f'<tool_call>{{"name": "calculate", "arguments": {arguments}}}</tool_call>'
+    )
     assert list(json.loads(reply)) == ["error"]
     assert len(reply) < 200
 
@@ -136,11 +177,27 @@ def test_tools_are_methods_of_any_class_but_no_part_of_the_environment():
 
     tool = Mine()
     tool.reset({"answer": 1e-05})
-    calls = {'"shout", "arguments": {"text": "a"}': "A", '"three"': 3, '"calculate", "arguments": {"a": 1, "operator": "-", "b": 2}': -1}
+    calls = {
+        '"shout", "arguments": {"text": "a"}': "A",
+        '"three"': 3,
+        '"calculate", "arguments": {"a": 1, "operator": "-", "b": 2}': -1,
+    }
     for call, result in calls.items():
-        assert tool.step(f'<tool_call>{{"name": {call}}}</tool_call>')[0] == json.dumps({"result": result})
-    for name in ('"close"', '"reset"', '"limit"', '"Answer"', '"reward"', '"step"', "5", '["three"]', '"' + 5000 * "x" + '"',
-                 '"three", "arguments": ' + 2000 * "["):
+        assert tool.step(f'<tool_call>{{"name": {call}}}</tool_call>')[0] == json.dumps(
+            {"result": result}
+        )
+    for name in (
+        '"close"',
+        '"reset"',
+        '"limit"',
+        '"Answer"',
+        '"reward"',
+        '"step"',
+        "5",
+        '["three"]',
+        '"' + 5000 * "x" + '"',
+        '"three", "arguments": ' + 2000 * "[",
+    ):
         reply, reward, done = tool.step(f'<tool_call>{{"name": {name}}}</tool_call>')
         assert list(json.loads(reply)) == ["error"]
         assert (len(reply) < 200, reward, done) == (True, 0.0, False)
@@ -149,7 +206,9 @@ def test_tools_are_methods_of_any_class_but_no_part_of_the_environment():
 
 def test_the_example_of_the_page_takes_numbers_for_answers(tmp_path):
     page = (ROOT / "launch" / "README.md").read_text()
-    (tmp_path / "my_env.py").write_text(page.partition("# my_env.py")[2].partition("```")[0].partition("\n")[2])
+    (tmp_path / "my_env.py").write_text(
+        page.partition("# my_env.py")[2].partition("```")[0].partition("\n")[2]
+    )
     look = program("my_env", tmp_path).Look()
     look.reset({"folder": "/data", "hidden": "a.png", "answer": 12})
     assert look.step("look") == ([Path("/data/a.png"), "And now?"], -0.05, False)
@@ -170,7 +229,8 @@ def test_zoom_shows_what_was_asked_for(tmp_path):
     zoom.reset({"folder": str(tmp_path), "image": "a.png", "answer": 12})
     assert zoom.step("12 ") == (None, 1.0, True)
     exif = Image.Exif()
-    exif[0x0112] = 6                                     # turned by a quarter: the model sees 40 x 80, red below on the left
+    # turned by a quarter: the model sees 40 x 80, red below on the left
+    exif[0x0112] = 6
     picture.save(tmp_path / "turned.jpg", exif=exif, quality=100)
     zoom.reset({"folder": str(tmp_path), "images": "turned.jpg", "answer": "red"})
     (crop,), *_ = zoom.step("<zoom>550, 550, 950, 700</zoom>")
@@ -178,13 +238,17 @@ def test_zoom_shows_what_was_asked_for(tmp_path):
 
 
 def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
-    """The toy that is taught to look, a little: its rows have no pictures, its model says "look", and a rollout shows them."""
+    """The toy that is taught to look, a little: its rows have no pictures, its model says "look",
+    and a rollout shows them."""
     toy.main(words("--out", tmp_path / "toy", "--train 64 --eval 16 --warm_start_steps 0"))
     hidden = program("hidden_toy", ROOT / "tests" / "benchmarks")
     hidden.main(str(tmp_path / "toy"), str(tmp_path / "look"), steps=2)
     rows = read_rows(tmp_path / "look" / "train.jsonl")
     assert all("images" not in row and (tmp_path / "look" / row["hidden"]).exists() for row in rows)
-    dialogues = [hidden.example(random.Random(seed), toy.random_rows(random.Random(0), 1, 28, set())[0]) for seed in range(40)]
+    dialogues = [
+        hidden.example(random.Random(seed), toy.random_rows(random.Random(0), 1, 28, set())[0])
+        for seed in range(40)
+    ]
     assert {len(texts) for texts in dialogues} == {2, 4}
     assert {"look<|im_end|>"} == {texts[1] for texts in dialogues if len(texts) == 4}
     look = program("hidden_picture").Look()
@@ -199,8 +263,13 @@ def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
     assert look.step(row["answer"]) == (None, {"reward": 1.0, "accuracy": 1.0}, True)
     look.reset(row | {"answer": 12})
     assert look.step("12") == (None, {"reward": 1.0, "accuracy": 1.0}, True)
-    env = start(tmp_path / "look" / "model", tmp_path / "look" / "train.jsonl", "--env",
-                f"{FOLDER / 'hidden_picture.py'}:Look", "--max_reply_tokens 40")
+    env = start(
+        tmp_path / "look" / "model",
+        tmp_path / "look" / "train.jsonl",
+        "--env",
+        f"{FOLDER / 'hidden_picture.py'}:Look",
+        "--max_reply_tokens 40",
+    )
     answering = environments.load(env.args.env, 512)
     answering.check_model(env.processor)
     batch = ppo.rollout(env.actor, take(env, 4), replace(env.sampling, environment=answering), 2)

@@ -90,7 +90,9 @@ def test_bytes_of_what_adapters_freeze(qwen25, picture_rows):
     for role in ("actor", "critic"):
         module, resident = getattr(real, role), memory.resident_bytes(dry.models[role], 1)
         assert resident["weights"] == local_bytes(module.parameters())
-        assert resident["Adam"] == 2 * local_bytes(p for p in module.parameters() if p.requires_grad)
+        assert resident["Adam"] == 2 * local_bytes(
+            p for p in module.parameters() if p.requires_grad
+        )
 
 
 def test_copies_must_fit():
@@ -123,9 +125,7 @@ def test_bytes_of_the_cache(checkpoint):
         ("float32", False, 300, 64, 20),
     ],
 )
-def test_peak_of_an_update(
-    qwen25, tmp_path, dtype, checkpointing, vocabulary, chunk, responses
-):
+def test_peak_of_an_update(qwen25, tmp_path, dtype, checkpointing, vocabulary, chunk, responses):
     """Gathered weights, activations and backward of one row against what is alive while actor and
     critic learn from it: a short prompt with a long response, or a long one with many, each of which
     gathers its keys."""
@@ -192,7 +192,8 @@ def test_keys_of_an_update_are_counted_per_response(qwen25, picture_rows, sample
     prompt = max(len(row.input_ids) for row in dry.prompts)
     keys = prompt + 12 if samples == 1 else prompt + samples * (prompt + 12)
     text, tokens = dry.models["actor"].model.config.get_text_config(), 1000
-    further = tokens * (keys / (prompt + samples * 12) - 1)  # in float32, keys and values of each layer
+    # in float32, keys and values of each layer
+    further = tokens * (keys / (prompt + samples * 12) - 1)
     size = 2 * 4 * text.num_hidden_layers * text.num_key_value_heads * vlm_attention.head_dim(text)
     activations = dry.needed.phases(tokens, recompute=False)["update actor"]["activations"]
     bare = memory.backward_bytes(dry.models["actor"], tokens, recompute=False)["activations"]
@@ -236,7 +237,10 @@ def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
     assert table["total"][2] == peak
     assert 35 < peak < 60
     assert f"memory per GPU: {peak:.1f} of 80.0 GiB, in update actor\n" in text
-    assert re.search(r"fastest with 8% to spare: --gradient_checkpointing off --max_tokens_per_pack \d{4}\n", text)
+    assert re.search(
+        r"fastest with 8% to spare: --gradient_checkpointing off --max_tokens_per_pack \d{4}\n",
+        text,
+    )
     assert "room for 256 samples that decode together\n" in text
     assert not (tmp_path / "out").exists()
     with user_error("does not fit; fastest with 8% to spare: --gradient_checkpointing off"):

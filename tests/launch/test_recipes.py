@@ -19,7 +19,9 @@ import train_ppo_vl as ppo
 from common.rewards import scoring
 from conftest import ROOT, words
 
-RECIPES = sorted(path.name for path in (ROOT / "launch").glob("*.s*") if path.suffix in (".sh", ".slurm"))
+RECIPES = sorted(
+    path.name for path in (ROOT / "launch").glob("*.s*") if path.suffix in (".sh", ".slurm")
+)
 NOTE = f"""#!{sys.executable}
 import json, os, sys
 with open(os.environ["NOTED"], "a") as file:
@@ -31,15 +33,17 @@ if not os.path.isdir("launch"):
 
 @pytest.fixture
 def launch(tmp_path):
-    """launch(name, *arguments, **environment): run a copy of a launch file, in a folder with a space in its name, and return
-    what it called, as lists of words. Job scripts start where they are submitted; the others, from anywhere, in their project."""
+    """launch(name, *arguments, **environment): run a copy of a launch file, in a folder with a
+    space in its name, and return what it called, as lists of words. Job scripts start where they
+    are submitted; the others, from anywhere, in their project."""
     project = tmp_path / "a project"
     for folder in "bin launch toy toy_describe real/smollm2 real/fashion real/words".split():
         (project / folder).mkdir(parents=True)
     for program in ("torchrun", "srun", "sbatch", "scontrol"):
         (project / "bin" / program).write_text(NOTE)
         (project / "bin" / program).chmod(0o755)
-    (project / "bin" / "python").write_text("#!/bin/sh\n")                         # makes no data and no summary
+    # makes no data and no summary
+    (project / "bin" / "python").write_text("#!/bin/sh\n")
     (project / "bin" / "python").chmod(0o755)
     made = "toy/train.jsonl toy/eval.jsonl real/smollm2/config.json real/fashion/eval.jsonl real/words/train.jsonl"
     for path in made.split():
@@ -51,14 +55,26 @@ def launch(tmp_path):
     (project / "launch" / "setup.sh").write_text("# installs nothing here\n")
     for config in ("args.json", "grm_args.json"):
         for toy in ("toy", "toy_describe"):
-            (project / toy / config).write_text(json.dumps({"model": f"{toy}/model", "data": "toy/train.jsonl"}))
+            (project / toy / config).write_text(
+                json.dumps({"model": f"{toy}/model", "data": "toy/train.jsonl"})
+            )
 
     def launch(name, *arguments, **environment):
         noted = tmp_path / "noted"
         noted.unlink(missing_ok=True)
-        environment |= {"PATH": f"{project / 'bin'}:{os.environ['PATH']}", "NOTED": str(noted), "HOME": str(tmp_path)}
-        result = subprocess.run(words("bash", project / "launch" / name, *arguments), env=environment, capture_output=True,
-                                cwd=project if name.endswith(".slurm") else "/", text=True, timeout=60)
+        environment |= {
+            "PATH": f"{project / 'bin'}:{os.environ['PATH']}",
+            "NOTED": str(noted),
+            "HOME": str(tmp_path),
+        }
+        result = subprocess.run(
+            words("bash", project / "launch" / name, *arguments),
+            env=environment,
+            capture_output=True,
+            cwd=project if name.endswith(".slurm") else "/",
+            text=True,
+            timeout=60,
+        )
         assert result.returncode == 0, result.stderr
         return [json.loads(line) for line in noted.read_text().splitlines()]
 
@@ -70,16 +86,28 @@ def parsed(call: list[str], monkeypatch, folder: Path):
     place = next(i for i, word in enumerate(call) if word.endswith(".py"))
     monkeypatch.chdir(folder)
     script = {"train_ppo_vl.py": ppo, "train_grm_vl.py": grm}[call[place]]
-    return script, script.parse_args(call[place + 1:])
+    return script, script.parse_args(call[place + 1 :])
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith(".sh") and name not in ("setup.sh", "smoke.sh", "judge_loop.sh")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in RECIPES
+        if name.endswith(".sh") and name not in ("setup.sh", "smoke.sh", "judge_loop.sh")
+    ],
+)
 def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatch, tmp_path, name):
     environment = {}
     if name.startswith("grm"):
-        environment = {"DATA": "pairs.jsonl:2,more.jsonl:1", "EVAL_DATA": "held.jsonl", "JUDGE": "judge"}
+        environment = {
+            "DATA": "pairs.jsonl:2,more.jsonl:1",
+            "EVAL_DATA": "held.jsonl",
+            "JUDGE": "judge",
+        }
     *before, call = launch(name, "--seed 7 --out", "two words", **environment)
-    assert len(before) == (name in ("quickstart_grm.sh", "sft_then_ppo.sh"))             # the judge that rewards, or SFT
+    # the judge that rewards, or SFT
+    assert len(before) == (name in ("quickstart_grm.sh", "sft_then_ppo.sh"))
     for other in before:
         parsed(other, monkeypatch, tmp_path / "a project")
     assert call[0] == "torchrun"
@@ -96,7 +124,10 @@ def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatc
         if algorithm.kl_coef and algorithm.kl_in == "loss":
             assert algorithm.kl_estimator in ("k2", "k3+", "full")
     if name.startswith("geo3k"):
-        assert (args.data.data, args.data.eval_data) == ("data/geo3k/train.jsonl", "data/geo3k/test.jsonl")
+        assert (args.data.data, args.data.eval_data) == (
+            "data/geo3k/train.jsonl",
+            "data/geo3k/test.jsonl",
+        )
         assert r"\boxed{}" in args.rows.system_prompt
         assert args.model.model == "Qwen/Qwen2.5-VL-7B-Instruct"
 
@@ -106,13 +137,16 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
     project = tmp_path / "a project"
     for model in ({}, dict(MODEL="m", SFT_DATA="s.jsonl", DATA="d.jsonl", EVAL_DATA="e.jsonl")):
         first, second = launch("sft_then_ppo.sh", OUT="runs/two", **model)
-        (script, sft), (other, args) = (parsed(call, monkeypatch, project) for call in (first, second))
+        (script, sft), (other, args) = (
+            parsed(call, monkeypatch, project) for call in (first, second)
+        )
         assert (script, other) == (grm, ppo)
         assert str(sft.run.out) == "runs/two/sft"
         assert args.model.model == "runs/two/sft/export/latest"
         assert str(args.run.out) == "runs/two/ppo"
         assert sft.model.model == model.get("MODEL", "toy/model")
-    with pytest.raises(AssertionError, match="EVAL_DATA: the held-out rows of PPO"):    # before the first half takes its hours
+    # before the first half takes its hours
+    with pytest.raises(AssertionError, match="EVAL_DATA: the held-out rows of PPO"):
         launch("sft_then_ppo.sh", MODEL="m", SFT_DATA="s.jsonl", SFT_EVAL="h.jsonl", DATA="d.jsonl")
     assert not (tmp_path / "noted").exists()
     for flags, advantage in (((), "grpo"), (("--critic",), "gae"), (("--teacher",), "none")):
@@ -121,48 +155,96 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
         assert args.algorithm.advantage == advantage
         assert args.model.model == "real/fashion/model"
         mix = scoring.load(args.reward)
-        rules = [(label, spec.rpartition(":")[2], weight) for label, weights in mix.recipe.items() for spec, weight in weights.items()]
+        rules = [
+            (label, spec.rpartition(":")[2], weight)
+            for label, weights in mix.recipe.items()
+            for spec, weight in weights.items()
+        ]
         assert rules == [("*", "named", 1), ("grey", "grey", 0), ("another", "another", 0)]
-    calls = launch("real_words.sh", "--words --critic --steps 2") + launch("real_words.sh", "--words naive")
+    calls = launch("real_words.sh", "--words --critic --steps 2") + launch(
+        "real_words.sh", "--words naive"
+    )
     rules = []
     for call in calls:
         args = parsed(call, monkeypatch, project)[1]
         rules.append((args.reward.reward, args.algorithm.advantage, args.optim.steps == 2))
         scoring.load(args.reward)
         assert args.model.model == str(project / "real/smollm2")
-    naive, strict = (f"{project}/launch/real_rewards.py:{rule}_count" for rule in ("naive", "strict"))
+    naive, strict = (
+        f"{project}/launch/real_rewards.py:{rule}_count" for rule in ("naive", "strict")
+    )
     assert rules == [(naive, "gae", True), (strict, "gae", True), (naive, "grpo", False)]
 
 
 @pytest.mark.parametrize("model", ["", "a model"])
 def test_the_stages_of_a_judge_fit_together(launch, monkeypatch, tmp_path, model):
     """Each begins with what an earlier one wrote, and every flag is accepted."""
-    environment = dict(MODEL=model, COLD="c.jsonl", DATA="d.jsonl", EVAL_DATA="e.jsonl") if model else {}
-    calls = [parsed(call, monkeypatch, tmp_path / "a project") for call in launch("judge_loop.sh", "--seed 7", OUT="o", **environment)]
-    start, cold_data, data, held = ["a model", "c.jsonl", "d.jsonl", "e.jsonl"] if model else [
-        "o/toy/model", "o/pairs/cold.jsonl", "o/pairs/train.jsonl", "o/pairs/eval.jsonl"]
+    environment = (
+        dict(MODEL=model, COLD="c.jsonl", DATA="d.jsonl", EVAL_DATA="e.jsonl") if model else {}
+    )
+    calls = [
+        parsed(call, monkeypatch, tmp_path / "a project")
+        for call in launch("judge_loop.sh", "--seed 7", OUT="o", **environment)
+    ]
+    start, cold_data, data, held = (
+        ["a model", "c.jsonl", "d.jsonl", "e.jsonl"]
+        if model
+        else ["o/toy/model", "o/pairs/cold.jsonl", "o/pairs/train.jsonl", "o/pairs/eval.jsonl"]
+    )
     cold, right, rl = (f"o/{stage}/export/latest" for stage in ("cold", "right", "rl"))
-    stages = [(script is ppo, args.model.model, args.data.data, args.data.eval_data, str(args.run.out)) for script, args in calls]
+    stages = [
+        (script is ppo, args.model.model, args.data.data, args.data.eval_data, str(args.run.out))
+        for script, args in calls
+    ]
     assert stages == [
-        (True, start, "", held, "o/start-table"), (False, start, cold_data, "", "o/cold"), (True, cold, "", held, "o/cold-table"),
-        (True, cold, "", data, "o/judged"), (False, cold, "o/right.jsonl", "", "o/right"), (True, right, "", held, "o/right-table"),
-        (True, right, "o/wrong.jsonl", "", "o/rl"), (True, rl, "", held, "o/rl-table")]
+        (True, start, "", held, "o/start-table"),
+        (False, start, cold_data, "", "o/cold"),
+        (True, cold, "", held, "o/cold-table"),
+        (True, cold, "", data, "o/judged"),
+        (False, cold, "o/right.jsonl", "", "o/right"),
+        (True, right, "", held, "o/right-table"),
+        (True, right, "o/wrong.jsonl", "", "o/rl"),
+        (True, rl, "", held, "o/rl-table"),
+    ]
     assert {args.run.seed for _, args in calls} == {7}
-    assert [args.run.eval_only for script, args in calls if script is ppo] == [True, True, True, True, False, True]
+    assert [args.run.eval_only for script, args in calls if script is ppo] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]
     if model:
         with pytest.raises(AssertionError, match="EVAL_DATA: held-out pairs"):
             launch("judge_loop.sh", MODEL="m", COLD="c", DATA="d")
 
 
-@pytest.mark.parametrize("name, script", [("geo3k_grpo.sh", "ppo"), ("grm_7b.sh", "grm"), ("grm_rl.sh", "ppo")])
+@pytest.mark.parametrize(
+    "name, script", [("geo3k_grpo.sh", "ppo"), ("grm_7b.sh", "grm"), ("grm_rl.sh", "ppo")]
+)
 def test_a_recipe_for_another_model_under_slurm(launch, monkeypatch, tmp_path, name, script):
     """The recipe submits the job script, and the job script hands every flag to the trainer."""
-    (call,) = launch(name, "--steps 3", MODEL="small model", JUDGE="small model", OUT="runs/small", DATA="d",
-                     EVAL_DATA="e",
-                     LAUNCH=f"sbatch --nodes 2 --gpus-per-node 8 launch/train.slurm train_{script}_vl.py")
+    (call,) = launch(
+        name,
+        "--steps 3",
+        MODEL="small model",
+        JUDGE="small model",
+        OUT="runs/small",
+        DATA="d",
+        EVAL_DATA="e",
+        LAUNCH=f"sbatch --nodes 2 --gpus-per-node 8 launch/train.slurm train_{script}_vl.py",
+    )
     assert call[:6] == words("sbatch", "--nodes 2 --gpus-per-node 8 launch/train.slurm")
-    (step,) = launch("train.slurm", *call[6:], SLURM_JOB_ID="5", SLURM_NNODES="2", SLURM_JOB_NAME="train",
-                     SLURM_GPUS_ON_NODE="8", MASTER_ADDR="node")
+    (step,) = launch(
+        "train.slurm",
+        *call[6:],
+        SLURM_JOB_ID="5",
+        SLURM_NNODES="2",
+        SLURM_JOB_NAME="train",
+        SLURM_GPUS_ON_NODE="8",
+        MASTER_ADDR="node",
+    )
     assert step[0] == "srun"
     assert step[step.index("--nnodes") + 1] == "2"
     assert step[step.index("--nproc_per_node") + 1] == "8"
@@ -176,18 +258,30 @@ def test_a_recipe_for_another_model_under_slurm(launch, monkeypatch, tmp_path, n
 def test_a_job_needs_its_script(tmp_path):
     job = ["bash", str(ROOT / "launch" / "train.slurm"), "train_none_vl.py"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    result = subprocess.run(job, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        job, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 2
     assert "submit it by sbatch" in result.stderr
     assert not (tmp_path / "logs").exists()
     variables |= {"SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "train"}
     assert subprocess.run(job, cwd=tmp_path, env=variables, timeout=60).returncode == 2
-    assert "the first argument must be the script" in (tmp_path / "logs" / "train-5.out").read_text()
+    assert (
+        "the first argument must be the script" in (tmp_path / "logs" / "train-5.out").read_text()
+    )
 
 
-@pytest.mark.parametrize("gpu, offered, wanted", [(False, "2.15.0, 2.13.0+cpu, 2.12.0+cpu", ["torch==2.13.0+cpu"]),
-                                                  (True, "2.15.0, 2.13.0+cpu", []), (False, "2.15.0, 2.13.0", [])])
-def test_a_build_for_cpus_is_installed_where_there_is_one_and_no_gpu(tmp_path, gpu, offered, wanted):
+@pytest.mark.parametrize(
+    "gpu, offered, wanted",
+    [
+        (False, "2.15.0, 2.13.0+cpu, 2.12.0+cpu", ["torch==2.13.0+cpu"]),
+        (True, "2.15.0, 2.13.0+cpu", []),
+        (False, "2.15.0, 2.13.0", []),
+    ],
+)
+def test_a_build_for_cpus_is_installed_where_there_is_one_and_no_gpu(
+    tmp_path, gpu, offered, wanted
+):
     for folder in ("bin", ".venv/bin", "launch"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "launch" / "setup.sh").write_text((ROOT / "launch" / "setup.sh").read_text())
@@ -197,28 +291,44 @@ def test_a_build_for_cpus_is_installed_where_there_is_one_and_no_gpu(tmp_path, g
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
     (tmp_path / "bin" / "python3").symlink_to(sys.executable)
     pip = tmp_path / ".venv" / "bin" / "python"
-    pip.write_text(f'#!/bin/sh\n[ "$3" = index ] && echo "Available versions: {offered}" || echo "$@" >> noted\n')
-    programs = [pip, tmp_path / "bin" / "nvidia-smi"][:1 + gpu]
+    pip.write_text(
+        f'#!/bin/sh\n[ "$3" = index ] && echo "Available versions: {offered}" || echo "$@" >> noted\n'
+    )
+    programs = [pip, tmp_path / "bin" / "nvidia-smi"][: 1 + gpu]
     for program in programs:
         program.touch()
         program.chmod(0o755)
-    done = subprocess.run(["bash", "-c", "set -euo pipefail; source launch/setup.sh pytest"], cwd=tmp_path,
-                          env={"PATH": str(tmp_path / "bin")}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", "set -euo pipefail; source launch/setup.sh pytest"],
+        cwd=tmp_path,
+        env={"PATH": str(tmp_path / "bin")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     asked = (tmp_path / "noted").read_text().split()
     assert asked[-1] == "pytest"
     assert [word for word in asked if word.startswith("torch")] == wanted
 
 
-PACKAGES = {"torch": "2.13.0", "transformers": "5.24.0", "safetensors": "0.8.0", "pillow": "12.0", "numpy": "2.4", "tqdm": "4.67",
-            "tensorboard": "2.20", "pytest": "9.0"}
+PACKAGES = {
+    "torch": "2.13.0",
+    "transformers": "5.24.0",
+    "safetensors": "0.8.0",
+    "pillow": "12.0",
+    "numpy": "2.4",
+    "tqdm": "4.67",
+    "tensorboard": "2.20",
+    "pytest": "9.0",
+}
 
 
 @pytest.fixture
 def machine(tmp_path):
-    """machine(packages, *names): a project, and on the PATH a Python that has these packages, under these names. Returns what
-    sources launch/setup.sh there: the output, with the Python in use in its last line. Into .venv nothing can be installed
-    before the file ``index`` is there."""
+    """machine(packages, *names): a project, and on the PATH a Python that has these packages, under
+    these names. Returns what sources launch/setup.sh there: the output, with the Python in use in
+    its last line. Into .venv nothing can be installed before the file ``index`` is there."""
     project, tools, site = tmp_path / "project", tmp_path / "tools", tmp_path / "site"
     for folder in (project / "launch", project / ".venv" / "bin", tools, site):
         folder.mkdir(parents=True)
@@ -231,7 +341,8 @@ def machine(tmp_path):
         path.chmod(0o755)
 
     def machine(packages: dict[str, str], *names: str):
-        # not by find_spec, at which setuptools stands back for the rest of the process: Inductor cannot import it then
+        # not by find_spec, at which setuptools stands back for the rest of the process: Inductor
+        # cannot import it then
         (site / "pip").symlink_to(importlib.metadata.distribution("pip").locate_file("pip"))
         for name, version in packages.items():
             info = site / f"{name}-{version}.dist-info" / "METADATA"
@@ -242,37 +353,69 @@ def machine(tmp_path):
         for tool in ("bash", "cat", "grep", "head", "sleep", "flock"):
             if shutil.which(tool):
                 (tools / tool).symlink_to(shutil.which(tool))
-        write_program(project / ".venv" / "bin" / "python", '[ "$3" = install ] || exit 0\necho installed >> noted\nsleep 1\n[ -f index ]')
+        write_program(
+            project / ".venv" / "bin" / "python",
+            '[ "$3" = install ] || exit 0\necho installed >> noted\nsleep 1\n[ -f index ]',
+        )
         return set_up
 
     def set_up(**variables: str) -> subprocess.Popen:
         line = "set -euo pipefail; source launch/setup.sh pytest; python --version >&2; command -v python"
-        environment = {"PATH": str(tools), "PIP_FIND_LINKS": str(tmp_path), "PIP_CONSTRAINT": "none.txt"} | variables
-        return subprocess.Popen(["bash", "-c", line], cwd=project, env=environment, stdout=subprocess.PIPE,
-                                stderr=subprocess.STDOUT, text=True)
+        environment = {
+            "PATH": str(tools),
+            "PIP_FIND_LINKS": str(tmp_path),
+            "PIP_CONSTRAINT": "none.txt",
+        } | variables
+        return subprocess.Popen(
+            ["bash", "-c", line],
+            cwd=project,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     return machine
 
 
-@pytest.mark.parametrize("torch, names", [("2.11.0", ["python", "python3"]), ("2.13.0", ["python3"]),
-                                          ("2.11.0a0+5228986c39.nv26.1", ["python"]), ("2.15.1a0", ["python"])])
+@pytest.mark.parametrize(
+    "torch, names",
+    [
+        ("2.11.0", ["python", "python3"]),
+        ("2.13.0", ["python3"]),
+        ("2.11.0a0+5228986c39.nv26.1", ["python"]),
+        ("2.15.1a0", ["python"]),
+    ],
+)
 def test_an_environment_that_has_everything_is_used(machine, tmp_path, torch, names):
-    """As it is, and not .venv; a vendor's build of a torch in the range is one. Settings of pip do not matter."""
+    """As it is, and not .venv; a vendor's build of a torch in the range is one. Settings of pip do
+    not matter."""
     text, _ = machine(PACKAGES | {"torch": torch}, *names)().communicate(timeout=60)
-    assert text.startswith(f"using {tmp_path / 'tools' / names[0]}, which has all packages\nPython 3.1")
+    assert text.startswith(
+        f"using {tmp_path / 'tools' / names[0]}, which has all packages\nPython 3.1"
+    )
     assert not list((tmp_path / "project").glob("noted"))
 
 
-@pytest.mark.parametrize("changes, missing", [
-    ({"tqdm": None, "pytest": None}, "tqdm pytest"),
-    ({"torch": "2.16.0a0", "transformers": "5.16.2"}, "torch>=2.11,<2.16 transformers>=5.17,<6")])
+@pytest.mark.parametrize(
+    "changes, missing",
+    [
+        ({"tqdm": None, "pytest": None}, "tqdm pytest"),
+        (
+            {"torch": "2.16.0a0", "transformers": "5.16.2"},
+            "torch>=2.11,<2.16 transformers>=5.17,<6",
+        ),
+    ],
+)
 def test_without_an_index_the_missing_packages_are_named(machine, tmp_path, changes, missing):
     packages = {name: version for name, version in (PACKAGES | changes).items() if version}
     process = machine(packages, "python")()
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert text.endswith("error: pip could not install into .venv, see above. Without a package index, an environment with all "
-                         f"packages is needed; {tmp_path / 'tools' / 'python'} lacks: {missing}\n")
+    assert text.endswith(
+        "error: pip could not install into .venv, see above. Without a package index, an environment with all "
+        f"packages is needed; {tmp_path / 'tools' / 'python'} lacks: {missing}\n"
+    )
     assert not (tmp_path / "project" / ".venv" / "installed").exists()
 
 
@@ -281,7 +424,11 @@ def test_the_venv_is_made_once_and_gives_way_to_an_active_environment(machine, t
     project = tmp_path / "project"
     set_up = machine(PACKAGES | {"torch": "2.10.0"}, "python", "python3")
     (project / "index").touch()
-    for processes in ([set_up(), set_up()], [set_up()], [set_up(VIRTUAL_ENV=str(tmp_path / "other"))]):
+    for processes in (
+        [set_up(), set_up()],
+        [set_up()],
+        [set_up(VIRTUAL_ENV=str(tmp_path / "other"))],
+    ):
         for process in processes:
             text, _ = process.communicate(timeout=120)
             assert process.returncode == 0, text
@@ -289,6 +436,9 @@ def test_the_venv_is_made_once_and_gives_way_to_an_active_environment(machine, t
     assert (project / "noted").read_text() == "installed\n"
     (info,) = (tmp_path / "site").glob("torch*/METADATA")
     info.write_text(info.read_text().replace("2.10.0", "2.13.0"))
-    for variables, python in (({}, project / ".venv/bin/python"), ({"CONDA_PREFIX": str(tmp_path)}, tmp_path / "tools/python")):
+    for variables, python in (
+        ({}, project / ".venv/bin/python"),
+        ({"CONDA_PREFIX": str(tmp_path)}, tmp_path / "tools/python"),
+    ):
         text, _ = set_up(**variables).communicate(timeout=60)
         assert text.endswith(f"{python}\n")

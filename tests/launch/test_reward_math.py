@@ -29,7 +29,11 @@ def score(tmp_path_factory):
             responses, references = zip(*pairs)
             columns = score_samples(source, reward_samples(list(responses), list(references)), args)
             assert columns["reward"] == pytest.approx(
-                [0.9 * right + 0.1 * form for right, form in zip(columns["accuracy"], columns["format"])])
+                [
+                    0.9 * right + 0.1 * form
+                    for right, form in zip(columns["accuracy"], columns["format"])
+                ]
+            )
             return columns["accuracy"]
 
         yield accuracy
@@ -75,11 +79,20 @@ def test_what_is_not_equal(score):
 
 
 def test_only_the_last_box_counts(score):
-    responses = [r"\boxed{3}, no, \boxed{4} and not 5", r"\boxed{4}, no, \boxed{3}", "the answer is 4", "$4$"]
+    responses = [
+        r"\boxed{3}, no, \boxed{4} and not 5",
+        r"\boxed{4}, no, \boxed{3}",
+        "the answer is 4",
+        "$4$",
+    ]
     assert score([(response, "4") for response in responses]) == [1.0, 0.0, 0.0, 0.0]
     responses = [r"\boxed{4} as the \boxed asks", r"\boxed{} $4$", r"<think>\boxed{4}"]
     assert score([(response, "4") for response in responses]) == [1.0, 0.0, 0.0]
-    assert score([(r"\boxed{(B)}", "B"), (r"\boxed{B.}", "B"), (r"\boxed{\text{(C)}}", "B")]) == [1.0, 1.0, 0.0]
+    assert score([(r"\boxed{(B)}", "B"), (r"\boxed{B.}", "B"), (r"\boxed{\text{(C)}}", "B")]) == [
+        1.0,
+        1.0,
+        0.0,
+    ]
 
 
 def test_a_long_response_is_read_in_linear_time(score):
@@ -90,24 +103,46 @@ def test_a_long_response_is_read_in_linear_time(score):
 
 
 def test_text_that_cannot_be_parsed_earns_nothing(score):
-    responses = ["", "rubbish", r"\boxed", r"\boxed{", r"\boxed{}", r"\boxed{\frac{1}{}}", r"\boxed{\left(}",
-                 "\0\ud800", r"\boxed{" * 50, r"\boxed{\text{a line" + "\n" + "break}}"]
+    responses = [
+        "",
+        "rubbish",
+        r"\boxed",
+        r"\boxed{",
+        r"\boxed{}",
+        r"\boxed{\frac{1}{}}",
+        r"\boxed{\left(}",
+        "\0\ud800",
+        r"\boxed{" * 50,
+        r"\boxed{\text{a line" + "\n" + "break}}",
+    ]
     assert score([(response, "5") for response in responses]) == [0.0] * len(responses)
 
 
 @pytest.mark.slow
 def test_an_answer_without_end_is_wrong_and_stops_nothing(score):
     """sympy would write out a number of 369 million digits; the answers around it get their grades."""
-    assert score([(r"\boxed{1}", "1"), (r"\boxed{9^{9^{9}}}", "1"), (r"\boxed{2}", "2")]) == [1.0, 0.0, 1.0]
+    assert score([(r"\boxed{1}", "1"), (r"\boxed{9^{9^{9}}}", "1"), (r"\boxed{2}", "2")]) == [
+        1.0,
+        0.0,
+        1.0,
+    ]
 
 
 def test_the_format_is_thoughts_and_then_a_box(score):
     function = load_source(f"{PATH}:score").function
-    responses = [r"<think>1 + 1</think> \boxed{2}", r"<think>1 + 1 \boxed{2}", r"\boxed{2}",
-                 "<think>1 + 1</think> 2", r"1 + 1</think> \boxed{2}", r"1 + 1</think> \boxed{2}"]
-    prompts = [""] * 5 + ["assistant\n<think>\n"]                                    # the template has opened the last one's
+    responses = [
+        r"<think>1 + 1</think> \boxed{2}",
+        r"<think>1 + 1 \boxed{2}",
+        r"\boxed{2}",
+        "<think>1 + 1</think> 2",
+        r"1 + 1</think> \boxed{2}",
+        r"1 + 1</think> \boxed{2}",
+    ]
+    # the template has opened the last one's
+    prompts = [""] * 5 + ["assistant\n<think>\n"]
     columns = function(prompts, responses, ["2"] * 6, [None] * 6, [[]] * 6)
-    assert columns["reward"] == [1.0, 0.0, 0.9, 0.0, 0.9, 1.0]                                       # open: no answer
+    # open: no answer
+    assert columns["reward"] == [1.0, 0.0, 0.9, 0.0, 0.9, 1.0]
     assert columns["format"] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 

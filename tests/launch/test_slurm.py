@@ -1,5 +1,6 @@
-"""Many nodes: launch/train.slurm on a SLURM cluster of two nodes that this file starts on this machine, and two torchrun
-agents without SLURM. Everything talks over the loopback interface; what was started is ended by its process id."""
+"""Many nodes: launch/train.slurm on a SLURM cluster of two nodes that this file starts on this
+machine, and two torchrun agents without SLURM. Everything talks over the loopback interface; what
+was started is ended by its process id."""
 
 import os
 import re
@@ -36,7 +37,9 @@ def slow(*arguments):
     time.sleep(0.7)
     return letters(*arguments)
 '''
-LOOPBACK = dict(MASTER_ADDR="127.0.0.1", PET_LOCAL_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", NPROC="1")
+LOOPBACK = dict(
+    MASTER_ADDR="127.0.0.1", PET_LOCAL_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", NPROC="1"
+)
 
 
 def free_ports(count: int) -> list[int]:
@@ -114,11 +117,18 @@ def install_slurm() -> None:
     if not missing:
         return
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        pytest.skip(f"{', '.join(missing)} not installed, and only root can install them, by apt-get")
-    command = "apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge".split()
+        pytest.skip(
+            f"{', '.join(missing)} not installed, and only root can install them, by apt-get"
+        )
+    command = (
+        "apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge".split()
+    )
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    for attempt in (command, ["apt-get", "update"], command):        # a fresh machine has no package lists
-        result = subprocess.run(attempt, capture_output=True, text=True, env=environment, timeout=120)
+    # a fresh machine has no package lists
+    for attempt in (command, ["apt-get", "update"], command):
+        result = subprocess.run(
+            attempt, capture_output=True, text=True, env=environment, timeout=120
+        )
         if attempt is command and result.returncode == 0:
             return
     pytest.skip(f"{' '.join(command)} failed: {result.stderr.strip()[-300:]}")
@@ -134,21 +144,37 @@ def cluster(tmp_path_factory):
     (folder / "state").mkdir()
     (folder / "munge.key-file").write_bytes(os.urandom(128))
     (folder / "munge.key-file").chmod(0o400)
-    (folder / "slurm.conf").write_text(CONFIG.format(host=socket.gethostname(), folder=folder, ports=free_ports(3)))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"                  # the torchrun of this Python
+    (folder / "slurm.conf").write_text(
+        CONFIG.format(host=socket.gethostname(), folder=folder, ports=free_ports(3))
+    )
+    # the torchrun of this Python
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = clean_environment(SLURM_CONF=str(folder / "slurm.conf"), PATH=path, **LOOPBACK)
-    munge = [f"--{name}={folder}/munge.{name}" for name in ("key-file", "socket", "pid-file", "log-file", "seed-file")]
-    commands = [["munged", "--foreground", "--force", *munge], "slurmctld -D".split(), "slurmd -D -N n1".split(),
-                "slurmd -D -N n2".split()]
+    munge = [
+        f"--{name}={folder}/munge.{name}"
+        for name in ("key-file", "socket", "pid-file", "log-file", "seed-file")
+    ]
+    commands = [
+        ["munged", "--foreground", "--force", *munge],
+        "slurmctld -D".split(),
+        "slurmd -D -N n1".split(),
+        "slurmd -D -N n2".split(),
+    ]
     daemons = []
     try:
         for number, command in enumerate(commands):
             with open(folder / f"daemon-{number}.log", "w") as log:
-                daemons.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+                daemons.append(
+                    subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                )
             if command[0] == "munged":
                 wait_for((folder / "munge.socket").exists, 60, "munge socket")
-        command, quiet = ["sinfo", "-h", "-o", "%T %D"], {"env": environment, "capture_output": True}
-        wait_for(lambda: subprocess.run(command, **quiet).stdout == b"idle 2\n", 200, "idle nodes")   # fails at first
+        command, quiet = (
+            ["sinfo", "-h", "-o", "%T %D"],
+            {"env": environment, "capture_output": True},
+        )
+        # fails at first
+        wait_for(lambda: subprocess.run(command, **quiet).stdout == b"idle 2\n", 200, "idle nodes")
         yield environment
     finally:
         for daemon in reversed(daemons):
@@ -161,27 +187,44 @@ def cluster(tmp_path_factory):
 
 
 def ask(environment: dict[str, str], *command: str | Path) -> str:
-    result = subprocess.run(words(*command), env=environment, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(
+        words(*command), env=environment, capture_output=True, text=True, timeout=30
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
 def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tmp_path):
-    """Submit, two nodes train together, USR1, requeue, resume: the same metrics and weights as an undisturbed run's."""
+    """Submit, two nodes train together, USR1, requeue, resume: the same metrics and weights as an
+    undisturbed run's."""
     (tmp_path / "train_ppo_vl.py").symlink_to(ROOT / "train_ppo_vl.py")
     out = tmp_path / "run"
-    job = ask(cluster, "sbatch", "--parsable --nodes 2 --chdir", tmp_path, ROOT / "launch" / "train.slurm",
-              "train_ppo_vl.py", *slow_flags(out)).strip()
+    job = ask(
+        cluster,
+        "sbatch",
+        "--parsable --nodes 2 --chdir",
+        tmp_path,
+        ROOT / "launch" / "train.slurm",
+        "train_ppo_vl.py",
+        *slow_flags(out),
+    ).strip()
     told = lambda: "\n".join(path.read_text() for path in sorted((tmp_path / "logs").glob("*")))  # noqa: E731
     state = lambda: ask(cluster, "scontrol", "show", "job", job)  # noqa: E731
 
     def ended() -> bool:
         told = state()
-        if "JobState=PENDING" in told:                              # SLURM lets a requeued job wait for two minutes;
-            time.sleep(4)                                           # at once, the first life's end is taken for the second's
-            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=cluster, capture_output=True)
+        # SLURM lets a requeued job wait for two minutes;
+        if "JobState=PENDING" in told:
+            # at once, the first life's end is taken for the second's
+            time.sleep(4)
+            subprocess.run(
+                ["scontrol", "update", f"JobId={job}", "StartTime=now"],
+                env=cluster,
+                capture_output=True,
+            )
             time.sleep(1)
-        if "JobState=FAILED" in told:                               # also for a moment while a job is being requeued
+        # also for a moment while a job is being requeued
+        if "JobState=FAILED" in told:
             time.sleep(5)
             told = state()
         return "JobState=COMPLETED" in told or "JobState=FAILED" in told
@@ -204,7 +247,9 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
     assert f"stopped by a signal after step {stopped}" in first
     assert re.search(r"exitcode *: 75 ", first)
     assert f"resuming from {out}/checkpoints/step-{stopped}" in second
-    assert f"preempted: requeueing job {job}" in (tmp_path / "logs" / f"train-{job}.out").read_text()
+    assert (
+        f"preempted: requeueing job {job}" in (tmp_path / "logs" / f"train-{job}.out").read_text()
+    )
     assert_bitwise(out, undisturbed("grpo", 2))
 
 
@@ -218,25 +263,50 @@ exec "$@"
 
 
 def test_an_array_of_supervised_runs_as_a_cluster_wants_it(cluster, qwen25, tmp_path):
-    """Two nodes; a file that sets the environment up, a command that torchrun is run by, CPUs, a seed per run."""
+    """Two nodes; a file that sets the environment up, a command that torchrun is run by, CPUs, a
+    seed per run."""
     (tmp_path / "train_grm_vl.py").symlink_to(ROOT / "train_grm_vl.py")
-    (tmp_path / "rows.jsonl").write_text("".join(
-        f'{{"prompt": "how many circles are there?", "response": "{n}"}}\n' for n in (1, 2, 3, 4)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(
+            f'{{"prompt": "how many circles are there?", "response": "{n}"}}\n'
+            for n in (1, 2, 3, 4)
+        )
+    )
     (tmp_path / "env.sh").write_text(SETUP)
     (tmp_path / "inside.sh").write_text(CONTAINER)
-    environment = cluster | {"SETUP": "env.sh", "CONTAINER": "bash inside.sh", "NOTES": str(tmp_path / "notes")}
-    job = ask(environment, "sbatch", "--parsable --nodes 2 --array 3 --cpus-per-task 2 --chdir", tmp_path,
-              ROOT / "launch" / "train.slurm", "train_grm_vl.py", "--model", qwen25, "--data", tmp_path / "rows.jsonl",
-              "--steps 3 --prompts_per_step 1 --max_prompt_tokens 128 --max_tokens_per_pack 256 --seed %a "
-              "--out", f"{tmp_path}/run-%a").strip()
+    environment = cluster | {
+        "SETUP": "env.sh",
+        "CONTAINER": "bash inside.sh",
+        "NOTES": str(tmp_path / "notes"),
+    }
+    job = ask(
+        environment,
+        "sbatch",
+        "--parsable --nodes 2 --array 3 --cpus-per-task 2 --chdir",
+        tmp_path,
+        ROOT / "launch" / "train.slurm",
+        "train_grm_vl.py",
+        "--model",
+        qwen25,
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--steps 3 --prompts_per_step 1 --max_prompt_tokens 128 --max_tokens_per_pack 256 --seed %a "
+        "--out",
+        f"{tmp_path}/run-%a",
+    ).strip()
     states = lambda: re.findall(r"JobState=(\w+)", ask(cluster, "scontrol", "show", "job", job))  # noqa: E731
     try:
         wait_for(lambda: set(states()) <= {"COMPLETED", "FAILED"}, 200, "end of the jobs")
-        log = "\n".join(f"{path.name}: {path.read_text()}" for path in sorted((tmp_path / "logs").iterdir()))
+        log = "\n".join(
+            f"{path.name}: {path.read_text()}" for path in sorted((tmp_path / "logs").iterdir())
+        )
         assert states() == ["COMPLETED"] and log.count("2 x cpu") == 1, log
     finally:
         subprocess.run(["scancel", job], env=cluster)
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == {f"train-{job}_3.out", f"train-{job}_3-0.log"}
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
+        f"train-{job}_3.out",
+        f"train-{job}_3-0.log",
+    }
     assert read_json(tmp_path / "run-3" / "args.json")["seed"] == 3
     assert (tmp_path / "run-3" / "export" / "step-3" / "model.safetensors").exists()
     cpus = min(2, os.cpu_count())
@@ -255,21 +325,34 @@ def children(pid: int) -> list[int]:
 
 
 def test_a_lost_node_comes_back(slow_flags, undisturbed, tmp_path):
-    """The node that does not host the rendezvous dies, agent and worker; its agent is started again: it goes on."""
+    """The node that does not host the rendezvous dies, agent and worker; its agent is started
+    again: it goes on."""
     out, port = tmp_path / "run", free_ports(1)[0]
-    command = words(sys.executable, "-m", "torch.distributed.run", "--rdzv_endpoint", f"127.0.0.1:{port}",
-                    "--nnodes 2 --nproc_per_node 1 --max_restarts 3 --rdzv_backend c10d --rdzv_id test "
-                    "--rdzv_conf keep_alive_interval=1,keep_alive_max_attempt=2", ROOT / "train_ppo_vl.py", *slow_flags(out))
+    command = words(
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--rdzv_endpoint",
+        f"127.0.0.1:{port}",
+        "--nnodes 2 --nproc_per_node 1 --max_restarts 3 --rdzv_backend c10d --rdzv_id test "
+        "--rdzv_conf keep_alive_interval=1,keep_alive_max_attempt=2",
+        ROOT / "train_ppo_vl.py",
+        *slow_flags(out),
+    )
     environment = clean_environment(**LOOPBACK, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     agents = []
 
     def start(name: str) -> subprocess.Popen:
         with open(tmp_path / f"{name}.log", "w") as log:
-            agents.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            agents.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            )
         return agents[-1]
 
     def told() -> str:
-        return "".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in tmp_path.glob("*.log"))
+        return "".join(
+            f"--- {path.name}\n{path.read_text()[-3000:]}" for path in tmp_path.glob("*.log")
+        )
 
     try:
         host = start("host")

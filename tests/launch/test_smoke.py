@@ -33,7 +33,13 @@ def test_it_passes_here(tmp_path):
     assert "\nPASS; " in done.stdout
     assert "FAIL" not in done.stdout
     report = read_json(tmp_path / "out" / "smoke.json")
-    assert [run["name"] for run in report["runs"]] == ["kernels", "sdpa", "2 ranks, killed", "2 ranks, resumed", "export loaded"]
+    assert [run["name"] for run in report["runs"]] == [
+        "kernels",
+        "sdpa",
+        "2 ranks, killed",
+        "2 ranks, resumed",
+        "export loaded",
+    ]
     assert [run.get("exit_code") for run in report["runs"]] == [None, 0, -9, 0, None]
     assert report["passed"]
     for run in report["runs"][1:4]:
@@ -48,7 +54,9 @@ def test_it_passes_here(tmp_path):
 
 def test_it_fails_with_the_reason(tmp_path, monkeypatch, capsys):
     start = smoke.start
-    monkeypatch.setattr(smoke, "start", lambda name, out, ranks, *rest, **more: start(name, out, 1, *rest, **more))
+    monkeypatch.setattr(
+        smoke, "start", lambda name, out, ranks, *rest, **more: start(name, out, 1, *rest, **more)
+    )
     monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: ["varlen fails in: head"])
     assert smoke.main(words("--out", tmp_path / "out", "--min_new_tokens 9")) == 1
     told = capsys.readouterr().out
@@ -66,14 +74,21 @@ def test_kernels_that_fail_alone_are_reported(tmp_path, monkeypatch, capsys):
     """The runs go on, as they tell more, and the whole fails."""
     monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: ["varlen fails in: packs"])
     monkeypatch.setattr(smoke, "plan_runs", lambda gpus: [])
-    monkeypatch.setattr(smoke, "start", lambda name, *rest, **more: {
-        "name": name, "problems": [], "metrics": {}})
-    monkeypatch.setattr(smoke, "load_export", lambda folder: {"name": "export", "problems": [], "metrics": {}})
+    monkeypatch.setattr(
+        smoke, "start", lambda name, *rest, **more: {"name": name, "problems": [], "metrics": {}}
+    )
+    monkeypatch.setattr(
+        smoke, "load_export", lambda folder: {"name": "export", "problems": [], "metrics": {}}
+    )
     assert smoke.main(words("--out", tmp_path / "out")) == 1
     assert "\nFAIL; " in capsys.readouterr().out
     report = read_json(tmp_path / "out" / "smoke.json")
     assert [(run["name"], run["problems"]) for run in report["runs"]] == [
-        ("kernels", ["varlen fails in: packs"]), ("2 ranks, killed", []), ("2 ranks, resumed", []), ("export", [])]
+        ("kernels", ["varlen fails in: packs"]),
+        ("2 ranks, killed", []),
+        ("2 ranks, resumed", []),
+        ("export", []),
+    ]
 
 
 def test_gpus_that_torch_cannot_use_are_a_failure(tmp_path, monkeypatch, capsys):
@@ -88,7 +103,9 @@ def test_gpus_that_torch_cannot_use_are_a_failure(tmp_path, monkeypatch, capsys)
 
 def test_a_resumed_run_is_known_by_its_whole_log(tmp_path, monkeypatch):
     """However much eight ranks print after that line."""
-    (tmp_path / "train_ppo_vl.py").write_text("import sys; print('resuming from', sys.argv[-1] + '/checkpoints/step-2', '.' * 9000)")
+    (tmp_path / "train_ppo_vl.py").write_text(
+        "import sys; print('resuming from', sys.argv[-1] + '/checkpoints/step-2', '.' * 9000)"
+    )
     monkeypatch.setattr(smoke, "ROOT", tmp_path)
     for step, problems in ((2, []), (4, ["it did not resume from step 4"])):
         report = smoke.start("resumed", tmp_path / "out", 1, [], resumes=step)
@@ -99,13 +116,16 @@ def test_what_speaks_against_a_run():
     good = {"step": 1, "train/actor_skipped": 0, "train/sampler_gap": 0.004}
     assert smoke.judge_steps([good], 0.05) == []
     assert smoke.judge_steps([], 0.05) == ["no step was recorded"]
-    assert smoke.judge_steps([good], 1e-4) == ["step 1: sampler gap 0.004, at most 0.0001 is rounding"]
+    assert smoke.judge_steps([good], 1e-4) == [
+        "step 1: sampler gap 0.004, at most 0.0001 is rounding"
+    ]
     nan = good | {"train/sampler_gap": float("nan"), "train/actor_skipped": 1.0}
     assert len(smoke.judge_steps([nan], 0.05)) == 2
 
 
 def test_every_back_end_of_a_gpu_is_run(monkeypatch):
     """Those that are there, with graphs and without."""
+
     def choose(requested, device):
         if requested == "flash_attn" and not installed:
             raise ValueError("the package is not installed")

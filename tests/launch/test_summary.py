@@ -25,7 +25,9 @@ def test_every_value_has_its_place(tmp_path, values):
     for step, value in points:
         x = summary.LEFT + step / last * (summary.RIGHT - summary.LEFT)
         y = summary.BOTTOM - (value - low) / (high - low) * (summary.BOTTOM - summary.TOP)
-        assert image.getpixel((round(x / summary.SCALE), round(y / summary.SCALE))) == ImageColor.getrgb(summary.COLOURS[0])
+        assert image.getpixel(
+            (round(x / summary.SCALE), round(y / summary.SCALE))
+        ) == ImageColor.getrgb(summary.COLOURS[0])
 
 
 def test_a_run_on_one_screen(tmp_path, capsys):
@@ -33,7 +35,15 @@ def test_a_run_on_one_screen(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text(METRICS)
     (tmp_path / "samples").mkdir()
     for step in (0, 1):
-        answers = [dict(question=f"question {i} at {step}", response=f"said {i}", reward=i / 4, reference="r") for i in range(5)]
+        answers = [
+            dict(
+                question=f"question {i} at {step}",
+                response=f"said {i}",
+                reward=i / 4,
+                reference="r",
+            )
+            for i in range(5)
+        ]
         write_rows(tmp_path / "samples" / f"eval-{step:06d}.jsonl", answers)
     summary.main([str(tmp_path)])
     text = capsys.readouterr().out

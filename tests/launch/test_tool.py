@@ -1,5 +1,5 @@
-"""The tools end as the scripts do: whatever their files and flags hold, a tool does its work, or one message says what is
-wrong, and the exit code is 2."""
+"""The tools end as the scripts do: whatever their files and flags hold, a tool does its work, or
+one message says what is wrong, and the exit code is 2."""
 
 import json
 import os
@@ -35,7 +35,23 @@ FILES = {
     "escapes": b'{"\\u001b[2J\\nerror: all is well": "\\u202e"}\n',
     "a long number": b'{"step": ' + b"9" * 5000 + b"}\n",
 }
-ODD = [None, True, -1, 2**80, 10**400, 1.5, float("nan"), "", "x", "\x1b[2J", [], [1, 2, 3], [None], {}, {"x": []}]
+ODD = [
+    None,
+    True,
+    -1,
+    2**80,
+    10**400,
+    1.5,
+    float("nan"),
+    "",
+    "x",
+    "\x1b[2J",
+    [],
+    [1, 2, 3],
+    [None],
+    {},
+    {"x": []},
+]
 
 
 def place(path, content):
@@ -73,20 +89,31 @@ def test_files_of_any_kind(tmp_path, capsys, name):
     assert ending(capsys, summary.main, run) == 2
     place(answers / "samples" / "eval-000001.jsonl", FILES[name])
     (answers / "metrics.jsonl").write_text('{"step": 1, "rollout/reward": 0.5}\n')
-    nothing_was_written = name in ("missing", "half of UTF-16")  # what follows a NUL byte never reached the disk
+    # what follows a NUL byte never reached the disk
+    nothing_was_written = name in ("missing", "half of UTF-16")
     assert ending(capsys, summary.main, answers) == (0 if nothing_was_written else 2)
     assert ending(capsys, judge_table.main, answers) == 2
-    assert ending(capsys, judge_filter.main, answers, "--right", tmp_path / "a", "--wrong", tmp_path / "b") == 2
+    assert (
+        ending(
+            capsys, judge_filter.main, answers, "--right", tmp_path / "a", "--wrong", tmp_path / "b"
+        )
+        == 2
+    )
     for suffix in (".jsonl", ".json", ".parquet"):
         place(tmp_path / f"rows{suffix}", FILES[name])
-        assert ending(capsys, convert.main, tmp_path / f"rows{suffix}", "--out", tmp_path / "out") == 2
+        assert (
+            ending(capsys, convert.main, tmp_path / f"rows{suffix}", "--out", tmp_path / "out") == 2
+        )
         assert not (tmp_path / "out").exists()
 
 
 def test_metrics_of_any_shape(tmp_path, capsys):
     answers = tmp_path / "samples" / "eval-000001.jsonl"
     for value in ODD:
-        for record in ({"step": value, "rollout/reward": 0.5}, {"step": 1, "rollout/reward": value}):
+        for record in (
+            {"step": value, "rollout/reward": 0.5},
+            {"step": 1, "rollout/reward": value},
+        ):
             (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
             fine = (None, True) if record["rollout/reward"] == 0.5 else (True, -1, 2**80, 1.5)
             assert ending(capsys, summary.main, tmp_path) == (0 if value in fine else 2), record
@@ -94,27 +121,49 @@ def test_metrics_of_any_shape(tmp_path, capsys):
     answers.parent.mkdir()
     for value in ODD:
         for field in ("question", "response", "reward", "reference"):
-            record = {"question": "q", "response": "r", "reward": 1.0, "reference": "a"} | {field: value}
+            record = {"question": "q", "response": "r", "reward": 1.0, "reference": "a"} | {
+                field: value
+            }
             answers.write_text(json.dumps(record) + "\n")
             fine = (True, -1, 2**80, 1.5) if field == "reward" else ("", "x", "\x1b[2J")
             if field == "reference":
                 fine += (None,)
             is_nan = field == "reward" and value != value
-            assert ending(capsys, summary.main, tmp_path) == (0 if value in fine or is_nan else 2), record
+            assert ending(capsys, summary.main, tmp_path) == (
+                0 if value in fine or is_nan else 2
+            ), record
 
 
 FURTHER = {"truncated": False, "images": [], "messages": [], "response": "x"}
 
 
-@pytest.mark.parametrize("field", ["index", "order", "verdict", "reference", "lengths", "group", "pair", "row", "id",
-                                   "benchmark", *FURTHER])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "index",
+        "order",
+        "verdict",
+        "reference",
+        "lengths",
+        "group",
+        "pair",
+        "row",
+        "id",
+        "benchmark",
+        *FURTHER,
+    ],
+)
 def test_judgements_of_any_shape(tmp_path, capsys, field):
     """One field of a record is odd, or missing."""
     judged(tmp_path, [("g", "A", "AB", "BB", FURTHER), ("g", "B", "BA", "AB", FURTHER)])
     file = tmp_path / "samples" / "eval-000040.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
     outputs = ("--right", tmp_path / "a", "--wrong", tmp_path / "b")
-    assert ending(capsys, judge_table.main, tmp_path) == ending(capsys, judge_filter.main, tmp_path, *outputs) == 0
+    assert (
+        ending(capsys, judge_table.main, tmp_path)
+        == ending(capsys, judge_filter.main, tmp_path, *outputs)
+        == 0
+    )
     codes = []
     for value in [*ODD, KeyError]:
         for number in (0, len(records) - 1):
@@ -132,17 +181,38 @@ def test_judgements_of_any_shape(tmp_path, capsys, field):
     assert field == "id" or 2 in codes
 
 
-@pytest.mark.parametrize("flags", ["--gpus -3", "--gpus 0", "--gpus 2.5", "--gpus many", "--gib nan", "--gib -80",
-                                   "--gib 0", "--gib inf", "--gib 1e400", "--gpus 99999999999999999999"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--gpus -3",
+        "--gpus 0",
+        "--gpus 2.5",
+        "--gpus many",
+        "--gib nan",
+        "--gib -80",
+        "--gib 0",
+        "--gib inf",
+        "--gib 1e400",
+        "--gpus 99999999999999999999",
+    ],
+)
 def test_a_plan_is_of_possible_machines(flags):
     with user_error(flags.split()[0]):
         plan.main(words("ppo", flags, "--", "--model", "none"))
 
 
-@pytest.mark.parametrize("file, content", [
-    ("model.safetensors", b""), ("model.safetensors", b"\xff" * 9), ("model.safetensors", None),
-    ("config.json", b"[]"), ("config.json", b"\xff"), ("tokenizer.json", b"{}"), ("preprocessor_config.json", b"3"),
-])
+@pytest.mark.parametrize(
+    "file, content",
+    [
+        ("model.safetensors", b""),
+        ("model.safetensors", b"\xff" * 9),
+        ("model.safetensors", None),
+        ("config.json", b"[]"),
+        ("config.json", b"\xff"),
+        ("tokenizer.json", b"{}"),
+        ("preprocessor_config.json", b"3"),
+    ],
+)
 def test_a_damaged_checkpoint_does_not_talk(tmp_path, qwen25, capsys, file, content):
     shutil.copytree(qwen25, tmp_path / "model")
     (tmp_path / "model" / file).unlink()

@@ -1,4 +1,5 @@
-"""launch/toy.py: its files are ordinary ones, its task needs the pictures, and a seed gives the same bytes."""
+"""launch/toy.py: its files are ordinary ones, its task needs the pictures, and a seed gives the
+same bytes."""
 
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -38,7 +39,11 @@ def test_files_load_and_fit_each_other(folder):
     generation = GenerationConfig.from_pretrained(folder / "model")
     assert kind in KINDS
     assert model.dtype == torch.float32
-    assert generation.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert (
+        generation.eos_token_id
+        == tokenizer.eos_token_id
+        == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    )
     assert tokenizer.pad_token == "<|endoftext|>"
     assert len(tokenizer) == model.config.text_config.vocab_size
     assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == model.config.image_token_id
@@ -46,7 +51,8 @@ def test_files_load_and_fit_each_other(folder):
     image = Image.open(folder / row["images"][0])
     patches = processor(images=[image], return_tensors="pt")
     assert image.mode == "RGB"
-    assert patches["image_grid_thw"].tolist() == [[1, 4, 4]]  # pictures keep their size: one image token per cell
+    # pictures keep their size: one image token per cell
+    assert patches["image_grid_thw"].tolist() == [[1, 4, 4]]
     prompt = torch.tensor([tokenizer.encode(toy.ASK.format(toy.PICTURE + row["prompt"]))])
     logits = model(**toy.model_inputs(model, prompt, patches["pixel_values"][None])).logits
     assert logits.shape == (1, prompt.shape[1], len(tokenizer))
@@ -59,8 +65,10 @@ def test_tokenizer_and_chat_template():
         assert tokenizer.decode(tokenizer.encode(text)) == text
     parts = [{"type": "image"}, {"type": "text", "text": "how many?\n"}]
     chat = [{"role": "system", "content": " be brief"}, {"role": "user", "content": parts}]
-    text = ("<|im_start|>system\n be brief<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
-            "how many?\n<|im_end|>\n<|im_start|>assistant\n")
+    text = (
+        "<|im_start|>system\n be brief<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
+        "how many?\n<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == text
 
 
@@ -79,7 +87,8 @@ def test_rows_have_short_answers_and_pictures_of_their_own(folder):
 
 
 def test_who_ignores_the_picture_scores_at_chance(tmp_path):
-    """The best constant answer per question text, fitted to eval itself, is right in 1 of (number of answers)."""
+    """The best constant answer per question text, fitted to eval itself, is right in 1 of (number
+    of answers)."""
     rows = read(write(tmp_path / "toy", "--train 1 --eval 256"), "eval")
     answers = defaultdict(Counter)
     for row in rows:
@@ -96,7 +105,9 @@ def test_seed_determines_every_byte(tmp_path):
     first, second = (write(tmp_path / name, "--seed 3") for name in "ab")
     other = write(tmp_path / "c", "--seed 4")
     names = sorted(str(path.relative_to(first)) for path in first.rglob("*") if path.is_file())
-    assert names == sorted(str(path.relative_to(second)) for path in second.rglob("*") if path.is_file())
+    assert names == sorted(
+        str(path.relative_to(second)) for path in second.rglob("*") if path.is_file()
+    )
     for name in names:
         if name not in ("args.json", "grm_args.json"):  # holds the folder's name
             assert (first / name).read_bytes() == (second / name).read_bytes(), name
@@ -129,7 +140,8 @@ def test_folder_in_use_is_refused(folder, capsys):
     assert "exists: remove it" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------ --task describe
+# ------------------------------------------------------------------------------------------------
+# --task describe
 
 
 @pytest.fixture(scope="module")
@@ -138,15 +150,21 @@ def described(tmp_path_factory) -> Path:
 
 
 def test_descriptions_name_what_is_drawn(described):
-    """The colour of each named object is that of its cell of the picture, and cells that are not named are empty."""
+    """The colour of each named object is that of its cell of the picture, and cells that are not
+    named are empty."""
     colours = {rgb: name for name, rgb in toy.COLOURS.items()}
     for row in read(described, "train") + read(described, "eval"):
         *objects, number = row["answer"].split(", ")
         image = Image.open(described / row["images"][0])
         cells = [image.crop((28 * x, 28 * y, 28 * x + 28, 28 * y + 28)) for y, x in toy.CELLS]
         # a thick line may reach a few pixels into the next cell
-        drawn = [{rgb for pixels, rgb in cell.getcolors() if pixels > 20} - {(255, 255, 255)} for cell in cells]
-        assert [{colours[rgb] for rgb in cell} for cell in drawn if cell] == [{name.split()[0]} for name in objects]
+        drawn = [
+            {rgb for pixels, rgb in cell.getcolors() if pixels > 20} - {(255, 255, 255)}
+            for cell in cells
+        ]
+        assert [{colours[rgb] for rgb in cell} for cell in drawn if cell] == [
+            {name.split()[0]} for name in objects
+        ]
         assert int(number) == len(objects)
         assert all(name.split()[1] in toy.SHAPES for name in objects)
     assert len({row["prompt"] for row in read(described, "train")}) == 1

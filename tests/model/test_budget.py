@@ -30,7 +30,8 @@ GRAPHICS = SimpleNamespace(device=torch.device("cuda"), world=8)
 
 
 class Stairs:
-    """A run whose needs are plain numbers: tokens, three times as many without checkpointing, and what lies on the GPU."""
+    """A run whose needs are plain numbers: tokens, three times as many without checkpointing, and
+    what lies on the GPU."""
 
     def __init__(self, least_pack: int):
         self.least_pack = least_pack
@@ -45,7 +46,9 @@ def peak(tokens: int, recompute: bool) -> float:
     return 4 + tokens * 1e6 * (1 if recompute else 3) / GIB
 
 
-@pytest.mark.parametrize("gib, flag, least", [(60.0, "off", 1024), (30.0, "off", 1024), (10.0, "on", 2048)])
+@pytest.mark.parametrize(
+    "gib, flag, least", [(60.0, "off", 1024), (30.0, "off", 1024), (10.0, "on", 2048)]
+)
 def test_the_fastest_setting_leaves_some_memory_free(gib, flag, least):
     """The largest pack, of all multiples of 256 tokens, without recomputation where any fits so."""
     stairs = Stairs(least - 20)
@@ -74,16 +77,22 @@ def fit(dry, checkpointing: str) -> None:
 
 @pytest.mark.slow
 def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, monkeypatch, capsys):
-    """7B on eight GPUs: it fits into 79 GiB recomputed, but perhaps not otherwise, which an estimate may only warn of; into 30
-    its weights and optimizers do not fit at all. What leaves less than 8% is warned of as well."""
+    """7B on eight GPUs: it fits into 79 GiB recomputed, but perhaps not otherwise, which an
+    estimate may only warn of; into 30 its weights and optimizers do not fit at all. What leaves
+    less than 8% is warned of as well."""
     dry = planned(seven_b, picture_rows, *words(LINE))
     sizes = reported(monkeypatch, 79.0)
     fit(dry, "auto")
     assert sizes == [memory.gathered_bytes(dry.models["actor"])[1]]
-    assert re.fullmatch(r"memory per GPU: \d\d\.\d of 79.0 GiB, in [a-z ]+\n", capsys.readouterr().out)
+    assert re.fullmatch(
+        r"memory per GPU: \d\d\.\d of 79.0 GiB, in [a-z ]+\n", capsys.readouterr().out
+    )
     fit(dry, "off")
-    assert re.fullmatch(r"warning: memory per GPU: \d{3}\.\d of 79.0 GiB, in update actor, may not fit; fastest with 8% to spare: "
-                        r"--gradient_checkpointing off --max_tokens_per_pack \d+\n", capsys.readouterr().out)
+    assert re.fullmatch(
+        r"warning: memory per GPU: \d{3}\.\d of 79.0 GiB, in update actor, may not fit; fastest with 8% to spare: "
+        r"--gradient_checkpointing off --max_tokens_per_pack \d+\n",
+        capsys.readouterr().out,
+    )
     peak, _ = budget.peak_of(dry.needed, dry.args.model.max_tokens_per_pack, True)
     for share, warned in ((0.91, False), (0.93, True)):
         reported(monkeypatch, peak / share)
@@ -95,20 +104,27 @@ def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, mo
 
 
 def test_only_what_is_certain_ends_a_run(qwen25, picture_rows, monkeypatch, capsys):
-    """Weights, gradients, optimizer states, the average and one slot: not activations, logits, more slots or what is reserved."""
+    """Weights, gradients, optimizer states, the average and one slot: not activations, logits, more
+    slots or what is reserved."""
     line = "--kl_coef 0.1 --ema_beta 0.9 --dtype float32 --slots 9 --gradient_checkpointing off"
     dry = planned(qwen25, picture_rows, *words(line))
     roles = dry.models.items()
     resident = {role: memory.resident_bytes(module, 8) for role, module in roles}
-    states = sum(part["weights"] + part["Adam"] for part in resident.values()) + resident["actor"]["Adam"] / 2
-    gathered = {role: memory.gathered_bytes(module) for role, module in roles}  # the root, a layer, all layers
+    states = (
+        sum(part["weights"] + part["Adam"] for part in resident.values())
+        + resident["actor"]["Adam"] / 2
+    )
+    # the root, a layer, all layers
+    gathered = {role: memory.gathered_bytes(module) for role, module in roles}
     root, _, layers = gathered["actor"]
     sums = [states + root + layers + memory.slot_bytes(dry.models["actor"], dry.needed.longest)]
     for role, (root, layer, _) in gathered.items():
         sums.append(states + root + 2 * layer + resident[role]["Adam"] / 2)
     reported(monkeypatch, (max(sums) + 10) / GIB)
     budget.fit(dry.needed, GRAPHICS)
-    assert re.search(r"warning: memory per GPU: .* GiB, in .*, may not fit; ", capsys.readouterr().out)
+    assert re.search(
+        r"warning: memory per GPU: .* GiB, in .*, may not fit; ", capsys.readouterr().out
+    )
     reported(monkeypatch, (max(sums) - 10) / GIB)
     with user_error("does not fit; no pack is small enough"):
         budget.fit(dry.needed, GRAPHICS)
@@ -122,12 +138,19 @@ def test_on_a_cpu_nothing_is_checked(qwen25, picture_rows, monkeypatch):
 
 
 @pytest.mark.parametrize("rope", ["default", "linear", "yarn", "llama3"])
-def test_a_start_names_positions_that_no_model_has_seen(qwen25, picture_rows, tmp_path, capsys, rope):
+def test_a_start_names_positions_that_no_model_has_seen(
+    qwen25, picture_rows, tmp_path, capsys, rope
+):
     """In one line, whatever the rotary positions, of the rows' own lengths; and not where they just fit."""
     prompt = max(len(row.input_ids) for row in planned(qwen25, picture_rows).prompts)
     config = read_json(qwen25 / "config.json")
     config["text_config"]["rope_parameters"] |= dict(
-        rope_type=rope, factor=2.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8)
+        rope_type=rope,
+        factor=2.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8,
+    )
     shutil.copytree(qwen25, tmp_path / "short")
     for limit in (prompt + 11, prompt + 12):
         config["text_config"]["max_position_embeddings"] = limit
@@ -135,36 +158,61 @@ def test_a_start_names_positions_that_no_model_has_seen(qwen25, picture_rows, tm
         dry = planned(tmp_path / "short", picture_rows)
         capsys.readouterr()
         budget.fit(dry.needed, SimpleNamespace(device=torch.device("cpu"), world=1))
-        line = (f"warning: sequences may have {prompt + 12} tokens, more than the max_position_embeddings {limit} of the "
-                "actor: it was not trained on the positions beyond\n")
+        line = (
+            f"warning: sequences may have {prompt + 12} tokens, more than the max_position_embeddings {limit} of the "
+            "actor: it was not trained on the positions beyond\n"
+        )
         assert capsys.readouterr().out == (line if limit < prompt + 12 else "")
 
 
 def test_rows_to_learn_may_be_longer_than_what_is_written(qwen25, picture_rows, tmp_path, capsys):
-    """Of --ptx_data and of train_grm_vl.py, whose judgements are bounded by a flag only where there are held-out rows."""
+    """Of --ptx_data and of train_grm_vl.py, whose judgements are bounded by a flag only where there
+    are held-out rows."""
     row = {"prompt": "say it", "response": "a b " * 100}
-    (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"prompt": "say it", "response": "a"}))
+    (tmp_path / "long.jsonl").write_text(
+        json.dumps(row) + "\n" + json.dumps({"prompt": "say it", "response": "a"})
+    )
     config = read_json(qwen25 / "config.json")
     config["text_config"]["max_position_embeddings"] = 150
     shutil.copytree(qwen25, tmp_path / "short")
     (tmp_path / "short" / "config.json").write_text(json.dumps(config))
     capsys.readouterr()
-    grm.main(words("--model", tmp_path / "short", "--data", tmp_path / "long.jsonl", "--out", tmp_path / "out",
-                   "--steps 1 --save_every 0 --export_every 0"))
-    told = [line for line in capsys.readouterr().out.splitlines() if "max_position_embeddings" in line]
-    dry = planned(tmp_path / "short", picture_rows, *words("--ptx_coef 1 --ptx_data", tmp_path / "long.jsonl"))
+    grm.main(
+        words(
+            "--model",
+            tmp_path / "short",
+            "--data",
+            tmp_path / "long.jsonl",
+            "--out",
+            tmp_path / "out",
+            "--steps 1 --save_every 0 --export_every 0",
+        )
+    )
+    told = [
+        line for line in capsys.readouterr().out.splitlines() if "max_position_embeddings" in line
+    ]
+    dry = planned(
+        tmp_path / "short", picture_rows, *words("--ptx_coef 1 --ptx_data", tmp_path / "long.jsonl")
+    )
     told.append(budget.new_positions(dry.needed))
     rows = ppo.load_ptx(dry.args, Processor(qwen25)).rows
     length = max(len(example.prompt.input_ids) + len(example.target) for example in rows)
     assert 150 < length < 1000
     for line, role in zip(told, ("judge", "actor"), strict=True):
-        assert f"sequences may have {length} tokens, more than the max_position_embeddings 150 of the {role}:" in line
+        assert (
+            f"sequences may have {length} tokens, more than the max_position_embeddings 150 of the {role}:"
+            in line
+        )
 
 
-@pytest.mark.parametrize("flag, device, recomputed", [
-    ("auto", "cpu", False), ("on", "cpu", True), ("auto", "cuda", True), ("off", "cuda", False)])
+@pytest.mark.parametrize(
+    "flag, device, recomputed",
+    [("auto", "cpu", False), ("on", "cpu", True), ("auto", "cuda", True), ("off", "cuda", False)],
+)
 def test_gpus_recompute_layers_unless_they_are_told_not_to(flag, device, recomputed, qwen25):
-    args = ppo.parse_args(words("--model", qwen25, "--data d.jsonl --attention sdpa --gradient_checkpointing", flag))
+    args = ppo.parse_args(
+        words("--model", qwen25, "--data d.jsonl --attention sdpa --gradient_checkpointing", flag)
+    )
     builder = build.Builder(args.model, torch.device(device), 100)
     for model in (builder.actor(), builder.role("", head=False)):
         assert model.model.language_model.layers[0].gradient_checkpointing == recomputed
@@ -181,8 +229,11 @@ def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypa
     taken = sum(size for part, size in parts.items() if part not in ("KV cache", "forward"))
     free = int(60.0 * GIB - taken)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 80 * GIB))
-    engine = SimpleNamespace(actor=actor, sampling=SimpleNamespace(slots=0),
-                             setup=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
+    engine = SimpleNamespace(
+        actor=actor,
+        sampling=SimpleNamespace(slots=0),
+        setup=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16),
+    )
     slots = ppo.RolloutEngine.slot_count(engine, capacity, 512)
     assert dry.needed.slots(60.0) == slots < 256
     assert dry.needed.slots(40.0) < slots
@@ -207,7 +258,11 @@ def test_a_rollout_leaves_no_cache_behind(qwen25, picture_rows, monkeypatch):
 
 def test_the_flag_of_old():
     """Bare it still means on."""
-    for line, value in ((["--gradient_checkpointing"], "on"), (["--gradient_checkpointing", "off"], "off"), ([], "auto")):
+    for line, value in (
+        (["--gradient_checkpointing"], "on"),
+        (["--gradient_checkpointing", "off"], "off"),
+        ([], "auto"),
+    ):
         args = ppo.parse_args(words("--model m --data d.jsonl", *line, "--out x"))
         assert (args.model.gradient_checkpointing, str(args.run.out)) == (value, "x")
     with user_error("did you mean --gradient_checkpointing"):
@@ -240,13 +295,28 @@ def test_every_group_is_warmed_up_by_every_collective(tmp_path):
     """Two ranks, as one group, and as copies of one shard each."""
     (tmp_path / "program.py").write_text(COLLECTIVES)
     clean = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
-    done = subprocess.run(words(sys.executable, "-m", "torch.distributed.run", "--standalone --nproc_per_node 2",
-                                tmp_path / "program.py", ROOT, tmp_path / "calls"), env=clean, capture_output=True,
-                          text=True, timeout=300)
+    done = subprocess.run(
+        words(
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone --nproc_per_node 2",
+            tmp_path / "program.py",
+            ROOT,
+            tmp_path / "calls",
+        ),
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     (_, one), (_, two) = read_rows(tmp_path / "calls")
-    of = lambda size: [["all_gather_into_tensor", size, 1000], ["reduce_scatter_tensor", size, 1000],  # noqa: E731
-                       ["all_reduce", size, 1000 // size]]
+    of = lambda size: [
+        ["all_gather_into_tensor", size, 1000],
+        ["reduce_scatter_tensor", size, 1000],  # noqa: E731
+        ["all_reduce", size, 1000 // size],
+    ]
     assert one == of(2)
     assert all(call in two for call in of(2))
     assert all(call in two for call in of(1))

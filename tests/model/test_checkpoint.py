@@ -85,7 +85,8 @@ def stop_at(function: str, call: int, only: int, number: int) -> None:
 
 
 def die_before(owner: str, method: str, step: int) -> None:
-    """SIGKILL before a step is recorded, saved or evaluated: at its call of a method of RunLogger or Checkpoints."""
+    """SIGKILL before a step is recorded, saved or evaluated: at its call of a method of RunLogger
+    or Checkpoints."""
     owner = {"RunLogger": logging.RunLogger, "Checkpoints": checkpoint.Checkpoints}[owner]
     original = getattr(owner, method)
 
@@ -97,10 +98,11 @@ def die_before(owner: str, method: str, step: int) -> None:
     setattr(owner, method, killed)
 
 
-
-
-def change_writes(only: int, failing: list[int], seconds: float = 0.0, disk: str = "", log: str = "") -> None:
-    """The writer of one rank (-1: all) fails at the given saves (1-based), is slow at the first, or finds its disk full."""
+def change_writes(
+    only: int, failing: list[int], seconds: float = 0.0, disk: str = "", log: str = ""
+) -> None:
+    """The writer of one rank (-1: all) fails at the given saves (1-based), is slow at the first, or
+    finds its disk full."""
     original, calls = checkpoint.write_shards, []
 
     def write(*arguments):
@@ -144,16 +146,34 @@ def fill_disk(disk: str, first: int) -> None:
 
 
 def tell_shards() -> None:
-    """Print how the weights of each model lie over the ranks, and the bytes of weights, gradients' and Adam's shards."""
+    """Print how the weights of each model lie over the ranks, and the bytes of weights, gradients'
+    and Adam's shards."""
     original = fsdp.create_state
 
     def told(optimizer):
         original(optimizer)
-        rank, weights = os.environ["RANK"], [p for group in optimizer.param_groups for p in group["params"]]
-        shares = {(str(p.placements), p.shape[0] / p.to_local().shape[0]) for p in weights if p.shape[0] % 4 == 0}
-        parts = (f"shards of rank {rank}:", sorted(shares), sum(p.to_local().nbytes for p in weights),
-                 sum(x.to_local().nbytes for state in optimizer.state.values() for x in state.values() if x.dim()))
-        os.write(1, (" ".join(map(str, parts)) + "\n").encode())          # at once: four ranks write to one file
+        rank, weights = (
+            os.environ["RANK"],
+            [p for group in optimizer.param_groups for p in group["params"]],
+        )
+        shares = {
+            (str(p.placements), p.shape[0] / p.to_local().shape[0])
+            for p in weights
+            if p.shape[0] % 4 == 0
+        }
+        parts = (
+            f"shards of rank {rank}:",
+            sorted(shares),
+            sum(p.to_local().nbytes for p in weights),
+            sum(
+                x.to_local().nbytes
+                for state in optimizer.state.values()
+                for x in state.values()
+                if x.dim()
+            ),
+        )
+        # at once: four ranks write to one file
+        os.write(1, (" ".join(map(str, parts)) + "\n").encode())
 
     fsdp.create_state = told
 
@@ -218,7 +238,8 @@ def refused(argv: list[str], *parts: str) -> None:
     for part in parts:
         assert part in str(error.value)
     del error
-    gc.collect()                                        # the frames that the error holds own the lock of the folder
+    # the frames that the error holds own the lock of the folder
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
@@ -249,9 +270,15 @@ def copy(finished, out) -> Path:
 # ----------------------------------------------------------------------------- bitwise resume
 @pytest.mark.parametrize("name, world", [("gae", 2), ("grpo", 1)])
 def test_six_steps_are_three_and_three(flags, out, undisturbed, name, world):
-    """3 steps, SIGKILL of all ranks in step 4, resume, 3 steps: all bits equal those of an undisturbed run."""
+    """3 steps, SIGKILL of all ranks in step 4, resume, 3 steps: all bits equal those of an
+    undisturbed run."""
     argv = flags(out, ALGORITHMS[name] + " --save_every 3")
-    live([*argv, "--save_blocking"], world, [(stop_at, "update_actor", 4, -1, signal.SIGKILL)], codes=[-signal.SIGKILL] * world)
+    live(
+        [*argv, "--save_blocking"],
+        world,
+        [(stop_at, "update_actor", 4, -1, signal.SIGKILL)],
+        codes=[-signal.SIGKILL] * world,
+    )
     assert steps(out) == [3]
     assert records(out)[-1]["step"] == 3
     assert "resuming from" in live(argv, world)
@@ -259,7 +286,8 @@ def test_six_steps_are_three_and_three(flags, out, undisturbed, name, world):
     if name == "gae":
         last = records(out)[-1]
         assert last["rollout/dropped_prompts"] > 1
-        assert last["train/kl_coef"] != 0.1                                           # counters and KL weight are state
+        # counters and KL weight are state
+        assert last["train/kl_coef"] != 0.1
 
 
 @pytest.mark.slow
@@ -275,12 +303,15 @@ def test_resume_on_another_number_of_ranks(flags, out, undisturbed, before, afte
 
 @pytest.mark.slow
 def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, task):
-    """--hsdp 2 on four ranks: halves of everything, the steps of one rank, and a checkpoint that goes on on one."""
+    """--hsdp 2 on four ranks: halves of everything, the steps of one rank, and a checkpoint that
+    goes on on one."""
     reference, out = undisturbed("gae", 1), tmp_path / "four"
     told = live(flags(out, ALGORITHMS["gae"] + " --hsdp 2 --save_every 3"), 4, [(tell_shards,)])
-    assert told.count("[('(Replicate(), Shard(dim=0))', 2.0)]") == 8                                   # actor and critic
+    # actor and critic
+    assert told.count("[('(Replicate(), Shard(dim=0))', 2.0)]") == 8
     plan = start(qwen25, task / "rows.jsonl")
-    for rank in range(4):                                                        # first and last shard of each copy
+    # first and last shard of each copy
+    for rank in range(4):
         shards = re.findall(rf"shards of rank {rank}: .*?] (\d+) (\d+)", told)
         for (weights, moments), module in zip(shards, (plan.actor, plan.critic), strict=True):
             planned = resident_bytes(module, 2)
@@ -290,8 +321,12 @@ def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, task):
     live(flags(tmp_path / "one", ALGORITHMS["gae"] + f" --resume {out}/checkpoints/step-3"))
     for run, count in ((out, 7), (tmp_path / "one", 3)):
         assert_close_records(records(run), records(reference)[-count:])
-    one, four = (load_file(folder / "export" / "step-6" / "model.safetensors") for folder in (reference, out))
-    assert all((four[key] - one[key]).norm() <= 1e-3 * one[key].norm() + rounding(16) for key in one)
+    one, four = (
+        load_file(folder / "export" / "step-6" / "model.safetensors") for folder in (reference, out)
+    )
+    assert all(
+        (four[key] - one[key]).norm() <= 1e-3 * one[key].norm() + rounding(16) for key in one
+    )
 
 
 @pytest.mark.slow
@@ -300,21 +335,32 @@ def test_a_slow_background_save_holds_the_state_of_its_step(flags, out, undistur
     hooks = [(change_writes, 0, [], 4), (time_saves, str(tmp_path / "waited"))]
     live(flags(out, ALGORITHMS["gae"] + " --save_every 3"), 1, hooks)
     waited = read_rows(tmp_path / "waited")
-    assert 0 < sum(seconds for step, seconds in waited if step == 3) < 3                     # until the next save begins
+    # until the next save begins
+    assert 0 < sum(seconds for step, seconds in waited if step == 3) < 3
     ours, theirs = (folder / "checkpoints" / "step-3" for folder in (out, undisturbed("gae", 1)))
     assert_equal_tensors(ours, theirs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("owner, method, saved, recorded, evaluated", [
-    ("RunLogger", "step", 3, 3, 2), ("Checkpoints", "save", 3, 4, 2), ("RunLogger", "evaluation", 4, 4, 2)])
-def test_killed_between_record_save_and_evaluation(flags, out, undisturbed, owner, method, saved, recorded, evaluated):
+@pytest.mark.parametrize(
+    "owner, method, saved, recorded, evaluated",
+    [
+        ("RunLogger", "step", 3, 3, 2),
+        ("Checkpoints", "save", 3, 4, 2),
+        ("RunLogger", "evaluation", 4, 4, 2),
+    ],
+)
+def test_killed_between_record_save_and_evaluation(
+    flags, out, undisturbed, owner, method, saved, recorded, evaluated
+):
     """What a step still owes is made up for, once: its record, its checkpoint, its evaluation."""
     argv = flags(out, ALGORITHMS["gae"])
     live([*argv, "--save_blocking"], 1, [(die_before, owner, method, 4)], codes=[-signal.SIGKILL])
     assert steps(out)[0] == saved
     assert records(out)[-1]["step"] == recorded
-    assert [record["step"] for record in records(out) if "eval/num_samples" in record][-1] == evaluated
+    assert [record["step"] for record in records(out) if "eval/num_samples" in record][
+        -1
+    ] == evaluated
     live(argv)
     assert_bitwise(out, undisturbed("gae", 1))
 
@@ -333,11 +379,19 @@ def test_half_a_record_is_no_record(flags, out, undisturbed):
 
 # ----------------------------------------------------------------------------- killed while saving
 @pytest.mark.slow
-@pytest.mark.parametrize("point, rank, survives", [
-    ("before-write", 1, 2), ("before-commit", 0, 2), ("before-rename", 0, 2),
-    ("before-pointer", 0, 3), ("before-rotation", 0, 3)])
+@pytest.mark.parametrize(
+    "point, rank, survives",
+    [
+        ("before-write", 1, 2),
+        ("before-commit", 0, 2),
+        ("before-rename", 0, 2),
+        ("before-pointer", 0, 3),
+        ("before-rotation", 0, 3),
+    ],
+)
 def test_killed_at_a_marked_point(flags, out, undisturbed, point, rank, survives):
-    """The other rank ends too; earlier checkpoints are as they were; the next life takes the newest complete one."""
+    """The other rank ends too; earlier checkpoints are as they were; the next life takes the newest
+    complete one."""
     shutil.copytree(undisturbed("grpo", 2), out, symlinks=True)
     for step in (3, 4, 5, 6):
         shutil.rmtree(out / "checkpoints" / f"step-{step}")
@@ -353,7 +407,11 @@ def test_killed_at_a_marked_point(flags, out, undisturbed, point, rank, survives
     assert pointer(out) == ("step-3" if point == "before-rotation" else "step-2")
     output = live(argv, 2)
     assert f"resuming from {out}/checkpoints/step-{survives}" in output
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step-3", "step-6"]
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
+        "latest",
+        "step-3",
+        "step-6",
+    ]
     assert_bitwise(out, undisturbed("grpo", 2))
 
 
@@ -365,8 +423,9 @@ def test_killed_at_random_instants(flags, out, undisturbed):
     for _ in range(3):
         life = ranks.start(ppo.main, argv, world=2)
         time.sleep(rng.uniform(0.5, 4))
-        for pid in rng.permutation(life.pids)[:rng.integers(1, 3)]:
-            with suppress(ProcessLookupError):                  # it has ended, of itself or with its peer
+        for pid in rng.permutation(life.pids)[: rng.integers(1, 3)]:
+            # it has ended, of itself or with its peer
+            with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         life.wait()
         newest = max(steps(out), default=0)
@@ -389,14 +448,17 @@ def test_write_error_on_one_rank(flags, out):
     assert output.count("in a row): node-1: [Errno 5] Input/output error") == 2
     assert steps(out) == [5, 3, 1]
     assert pointer(out) == "step-5"
-    assert [record.get("perf/failed_saves") for record in records(out)] == [0, 0, 1, 0, 1]   # before its save
+    # before its save
+    assert [record.get("perf/failed_saves") for record in records(out)] == [0, 0, 1, 0, 1]
     assert not list((out / "checkpoints").glob(".tmp-*"))
 
 
 @pytest.mark.slow
 def test_a_save_that_outlasts_the_timeout(flags, out):
     """Fails, and is the only one that does."""
-    output = live(flags(out, "--timeout 4 --reward_timeout 3 --save_blocking"), 2, [(change_writes, 1, [], 6)])
+    output = live(
+        flags(out, "--timeout 4 --reward_timeout 3 --save_blocking"), 2, [(change_writes, 1, [], 6)]
+    )
     assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["1"]
     assert "not written within 3.2 s" in output
     assert steps(out) == [2]
@@ -440,17 +502,22 @@ def test_nothing_is_written_through_a_planted_link(flags, out, name, link):
 
 def test_file_system_without_locks(flags, copy, monkeypatch, capfd):
     """Lustre without its mount option, say: a warning."""
+
     def locked(file, operation):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(checkpoint.fcntl, "flock", locked)
     train(flags(copy))
-    assert f"warning: a second run in {copy} would not be refused: [Errno {errno.ENOSYS}]" in capfd.readouterr().out
+    assert (
+        f"warning: a second run in {copy} would not be refused: [Errno {errno.ENOSYS}]"
+        in capfd.readouterr().out
+    )
 
 
 @pytest.mark.slow
 def test_weights_that_cannot_be_exported(flags, out):
-    """On the way a warning; at the end an error of every rank, beside a checkpoint from which the next life exports."""
+    """On the way a warning; at the end an error of every rank, beside a checkpoint from which the
+    next life exports."""
     out.mkdir()
     (out / "export").write_text("in the way")
     output = live(flags(out, "--export_every 1"), 2, codes=[2, 2])
@@ -469,7 +536,9 @@ def test_weights_that_cannot_be_exported(flags, out):
 def test_a_metric_that_is_not_finite_costs_no_checkpoint(flags, out, monkeypatch):
     """The save that is on its way when the evaluation of its step turns out so is committed."""
     values = iter((1.0, float("nan")))
-    monkeypatch.setattr(ppo, "evaluate", lambda *arguments: ({"eval/reward_mean": next(values)}, [], []))
+    monkeypatch.setattr(
+        ppo, "evaluate", lambda *arguments: ({"eval/reward_mean": next(values)}, [], [])
+    )
     refused(flags(out, "--eval_every 2"), "metric eval/reward_mean is nan at step 2")
     assert steps(out) == [2, 1]
     assert recorded(out) == [0, 1, 2]
@@ -523,7 +592,10 @@ def test_a_full_disk_ends_the_run(flags, out, mount):
     argv = flags(out, "--steps 5 --save_every 0 --export_every 0 --log_samples 1")
     output = live(argv, 2, [(fill_disk, str(out), 2)], codes=[2, 2])
     assert output.count("error: --out") == 1
-    assert "cannot be written (on a full disk, free space and start again from the newest checkpoint)" in output
+    assert (
+        "cannot be written (on a full disk, free space and start again from the newest checkpoint)"
+        in output
+    )
     assert "No space left on device" in output
     ballast.unlink()
     live(argv, 2)
@@ -531,7 +603,8 @@ def test_a_full_disk_ends_the_run(flags, out, mount):
 
 
 def test_records_are_on_disk_before_a_commit(flags, out, monkeypatch):
-    """fsync of metrics.jsonl, with the record of the step and those before, comes before the rename that commits."""
+    """fsync of metrics.jsonl, with the record of the step and those before, comes before the rename
+    that commits."""
     events, fsync, rename = [], os.fsync, Path.rename
 
     def synced(handle):
@@ -554,13 +627,19 @@ def test_records_are_on_disk_before_a_commit(flags, out, monkeypatch):
 # ----------------------------------------------------------------------------- a model that is lost
 @pytest.mark.slow
 def test_a_lost_policy_stops_the_run(flags, out):
-    """The first update, finite, is the ruin: after three more steps without an update the run stops. A resumed run counts
-    anew."""
-    argv = flags(out, "--advantage rloo --actor_lr 1e20 --keep_last 1 --export_every 0 --save_blocking")
+    """The first update, finite, is the ruin: after three more steps without an update the run
+    stops. A resumed run counts anew."""
+    argv = flags(
+        out, "--advantage rloo --actor_lr 1e20 --keep_last 1 --export_every 0 --save_blocking"
+    )
     train([*argv, "--steps", "3"])
     assert [record.get("train/actor_skipped") for record in records(out)] == [0, 1, 1]
     assert steps(out) == [3]
-    refused([*argv, "--steps", "9"], "step 6: the gradient of the actor was not finite", "skipped, 3 steps in a row;")
+    refused(
+        [*argv, "--steps", "9"],
+        "step 6: the gradient of the actor was not finite",
+        "skipped, 3 steps in a row;",
+    )
     assert recorded(out) == [1, 2, 3, 4, 5, 6]
 
 
@@ -588,7 +667,9 @@ def test_the_commit_holds_the_sha256_of_every_file(undisturbed):
     folder = undisturbed("grpo", 2) / "checkpoints" / "step-6"
     files = {name: data for name, data in contents(folder).items() if name != "COMMITTED.json"}
     commit = read_json(folder / "COMMITTED.json")
-    assert commit["sha256"] == {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    assert commit["sha256"] == {
+        name: hashlib.sha256(data).hexdigest() for name, data in files.items()
+    }
     assert len(files) == 3
 
 
@@ -610,10 +691,15 @@ def shard(folder: Path) -> Path:
 
 DAMAGES = {  # of a checkpoint -> what is said
     "a weight or a moment": (lambda folder: flip(shard(folder), -1), "its sha256 is another"),
-    "a digit of the state": (lambda folder: flip_in(folder / "state.json", b'"rows_drawn": '),
-                             "state.json is not what was written"),
+    "a digit of the state": (
+        lambda folder: flip_in(folder / "state.json", b'"rows_drawn": '),
+        "state.json is not what was written",
+    ),
     "no shard": (lambda folder: shard(folder).unlink(), "No such file"),
-    "no commit": (lambda folder: (folder / "COMMITTED.json").unlink(), "COMMITTED.json cannot be read"),
+    "no commit": (
+        lambda folder: (folder / "COMMITTED.json").unlink(),
+        "COMMITTED.json cannot be read",
+    ),
 }
 
 
@@ -628,13 +714,15 @@ def test_damage_is_found(copy, damage):
 
 
 def test_a_rotten_checkpoint_is_not_resumed_from(flags, finished, copy, capfd):
-    """It is told why, and the next older one is taken, whatever the pointer says; the result is as if the rotten one had
-    never been."""
+    """It is told why, and the next older one is taken, whatever the pointer says; the result is as
+    if the rotten one had never been."""
     flip(shard(copy / "checkpoints" / "step-2"), -1)
     (copy / "checkpoints" / "latest").write_text("step-7\n")
     train(flags(copy))
     output = capfd.readouterr().out
-    assert re.search(f"warning: not resumed from: {copy}/checkpoints/step-2: .* its sha256 is another", output)
+    assert re.search(
+        f"warning: not resumed from: {copy}/checkpoints/step-2: .* its sha256 is another", output
+    )
     assert f"resuming from {copy}/checkpoints/step-1" in output
     assert steps(copy) == [2, 1]
     assert pointer(copy) == "step-2"
@@ -648,7 +736,9 @@ def test_all_ranks_look_for_rot(flags, out, undisturbed):
     for step, number in ((6, 1), (5, 2)):
         flip(next((out / "checkpoints" / f"step-{step}").glob(f"shard-0000{number}*")), -1)
     output = live(flags(out, ALGORITHMS["grpo"]), 2)
-    told = re.findall(r"not resumed from: \S*/(step-\d): shard-0000(\d)\S* is not what was written", output)
+    told = re.findall(
+        r"not resumed from: \S*/(step-\d): shard-0000(\d)\S* is not what was written", output
+    )
     assert told == [("step-6", "1"), ("step-5", "2")]
     assert f"resuming from {out}/checkpoints/step-4" in output
     assert_bitwise(out, undisturbed("grpo", 2))
@@ -659,7 +749,10 @@ def test_a_rotten_checkpoint_that_was_asked_for_is_an_error(flags, copy, tmp_pat
     """Of the run's own, to be evaluated, or of another run; or as the only one of the run."""
     path = copy / "checkpoints" / "step-2"
     flip(shard(path), -1)
-    for argv in (flags(copy, f"--eval_only --resume {path}"), flags(tmp_path / "new", f"--resume {path}")):
+    for argv in (
+        flags(copy, f"--eval_only --resume {path}"),
+        flags(tmp_path / "new", f"--resume {path}"),
+    ):
         refused(argv, f"--resume {path}: no complete checkpoint in {path}")
         assert "its sha256 is another" in capfd.readouterr().out
     shutil.rmtree(copy / "checkpoints" / "step-1")
@@ -681,7 +774,10 @@ def test_stale_temporary_folders_are_cleaned(flags, copy):
 
 def test_no_pickle_on_load(flags, copy, monkeypatch):
     """Safetensors and JSON only."""
-    assert {file.suffix for file in (copy / "checkpoints" / "step-2").iterdir()} == {".json", ".safetensors"}
+    assert {file.suffix for file in (copy / "checkpoints" / "step-2").iterdir()} == {
+        ".json",
+        ".safetensors",
+    }
 
     def unpickled(*arguments, **named):
         raise AssertionError("something is unpickled from a file")
@@ -708,13 +804,20 @@ def test_resume_choices(flags, copy, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_changed_flags(flags, copy, capfd):
-    """Those of another run are refused, with both values, unless by must; the others are listed and accepted."""
-    refused(flags(copy, "--advantage rloo --gamma 0.5 --samples_per_prompt 3 --keep_last 5"), "it is of another run",
-            "--advantage 'gae' -> 'rloo'; --gamma 1.0 -> 0.5; --advantages_norm 'on' -> 'off'. ")
+    """Those of another run are refused, with both values, unless by must; the others are listed and
+    accepted."""
+    refused(
+        flags(copy, "--advantage rloo --gamma 0.5 --samples_per_prompt 3 --keep_last 5"),
+        "it is of another run",
+        "--advantage 'gae' -> 'rloo'; --gamma 1.0 -> 0.5; --advantages_norm 'on' -> 'off'. ",
+    )
     capfd.readouterr()
     train(flags(copy, "--steps 3 --samples_per_prompt 3 --save_every 3 --lr_schedule cosine"))
     listed = re.search(r"resuming from .*; changed: (.*)", capfd.readouterr().out)[1]
-    assert all(text in listed for text in ("--steps 2 -> 3", "--samples_per_prompt 2 -> 3", "--save_every 1 -> 3"))
+    assert all(
+        text in listed
+        for text in ("--steps 2 -> 3", "--samples_per_prompt 2 -> 3", "--save_every 1 -> 3")
+    )
     train(flags(copy, "--steps 4 --gamma 0.5 --resume must"))
     assert "--gamma 1.0 -> 0.5" in capfd.readouterr().out
     assert recorded(copy) == [1, 2, 3, 4]
@@ -723,7 +826,11 @@ def test_changed_flags(flags, copy, capfd):
 def test_going_back(flags, copy, tmp_path, capfd):
     """In another --out, where changed flags are listed; the run that it is taken from stays as it is."""
     path, before = copy / "checkpoints" / "step-1", sorted(copy.rglob("*"))
-    refused(flags(copy, f"--resume {path}"), f"--resume {path} is a checkpoint of this --out itself", "choose another --out")
+    refused(
+        flags(copy, f"--resume {path}"),
+        f"--resume {path} is a checkpoint of this --out itself",
+        "choose another --out",
+    )
     capfd.readouterr()
     train(flags(tmp_path / "new", f"--resume {path} --gamma 0.5"))
     assert re.search(f"resuming from {path}; changed: .*--gamma 1.0 -> 0.5", capfd.readouterr().out)
@@ -733,14 +840,22 @@ def test_going_back(flags, copy, tmp_path, capfd):
     assert steps(copy) == [2, 1]
 
 
-def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_over(flags, copy, monkeypatch, capfd):
+def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_over(
+    flags, copy, monkeypatch, capfd
+):
     """Not even for a moment: they are waited for, then the run ends, and everything is as it was."""
     for step in (1, 2):
         hidden = shard(copy / "checkpoints" / f"step-{step}")
         hidden.rename(copy / f"hidden-{step}")
     before = contents(copy / "checkpoints" / "step-2"), recorded(copy)
     for more in ("", "--resume must", f"--resume {copy}-other/checkpoints/step-1", "--eval_only"):
-        refused(flags(copy, more), "no complete checkpoint in", "but damaged ones: ", "No such file", "Start again once")
+        refused(
+            flags(copy, more),
+            "no complete checkpoint in",
+            "but damaged ones: ",
+            "No such file",
+            "Start again once",
+        )
     assert (contents(copy / "checkpoints" / "step-2"), recorded(copy)) == before
     pauses = []
 
@@ -750,7 +865,9 @@ def test_checkpoints_that_cannot_be_read_are_no_reason_to_start_over(flags, copy
             (copy / "hidden-2").rename(hidden)
 
     monkeypatch.setattr(checkpoint, "PAUSE", 20.0)
-    monkeypatch.setattr(checkpoint.time, "sleep", lambda seconds: back(seconds) if seconds else None)
+    monkeypatch.setattr(
+        checkpoint.time, "sleep", lambda seconds: back(seconds) if seconds else None
+    )
     capfd.readouterr()
     train(flags(copy, "--steps 3"))
     assert sum(pauses) == 60
@@ -764,10 +881,12 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(flags, out):
     refused(flags(out), f"{out}/checkpoints: ", "No such file")
 
 
-@pytest.mark.parametrize("damaged, keep, left", [(4, 2, [5, 4, 3]), (3, 3, [5, 4, 3, 2]), (1, 2, [5, 4])])
+@pytest.mark.parametrize(
+    "damaged, keep, left", [(4, 2, [5, 4, 3]), (3, 3, [5, 4, 3, 2]), (1, 2, [5, 4])]
+)
 def test_what_is_damaged_takes_no_place_of_what_is_good(flags, out, damaged, keep, left):
-    """A bit of the newest, seen at the start; a file of an older one, which nobody has looked at. What is damaged goes with
-    the older ones that are too many."""
+    """A bit of the newest, seen at the start; a file of an older one, which nobody has looked at.
+    What is damaged goes with the older ones that are too many."""
     train(flags(out, "--steps 4 --export_every 0"))
     file = shard(out / "checkpoints" / f"step-{damaged}")
     flip(file, -1) if damaged == 4 else file.unlink()
@@ -779,17 +898,27 @@ def test_what_is_damaged_takes_no_place_of_what_is_good(flags, out, damaged, kee
 def copied_task(task: Path, folder: Path) -> list[str]:
     """The same rows and reward in a folder of their own, and the flags that name them."""
     shutil.copytree(task, folder)
-    return words("--data", folder / "rows.jsonl", "--eval_data", folder / "eval.jsonl",
-                 "--reward", f"{folder / 'reward.py'}:letters")
+    return words(
+        "--data",
+        folder / "rows.jsonl",
+        "--eval_data",
+        folder / "eval.jsonl",
+        "--reward",
+        f"{folder / 'reward.py'}:letters",
+    )
 
 
 def test_paths_are_no_identity(flags, copy, task, qwen25, tmp_path):
-    """Model, rows and reward lie elsewhere: it is the same run, and a later life is told what has changed by content."""
+    """Model, rows and reward lie elsewhere: it is the same run, and a later life is told what has
+    changed by content."""
     model = shutil.copytree(qwen25, tmp_path / "model")
     moved = words(*copied_task(task, tmp_path / "task"), "--model", model)
     train([*flags(copy, "--steps 3"), *moved])
     assert recorded(copy) == [1, 2, 3]
-    for path, flag in ((tmp_path / "task" / "rows.jsonl", "data"), (tmp_path / "task" / "reward.py", "reward")):
+    for path, flag in (
+        (tmp_path / "task" / "rows.jsonl", "data"),
+        (tmp_path / "task" / "reward.py", "reward"),
+    ):
         text = path.read_text()
         path.write_text(text.replace("row 1", "row one").replace("aeiou", "aeio"))
         refused([*flags(copy, "--steps 4"), *moved], "it is of another run: ", f"--{flag} '")
@@ -816,7 +945,13 @@ def test_an_evaluation_may_have_another_reward(flags, copy, task, tmp_path):
     """And another system prompt, and other rows: it changes nothing. Another model it may not have."""
     (tmp_path / "other.py").write_text(REWARD.replace("letters", "others"))
     before = contents(copy / "checkpoints" / "step-2")
-    evaluated = words(*flags(copy, "--eval_only --data="), "--reward", f"{tmp_path / 'other.py'}:others", "--system_prompt", "be brief")
+    evaluated = words(
+        *flags(copy, "--eval_only --data="),
+        "--reward",
+        f"{tmp_path / 'other.py'}:others",
+        "--system_prompt",
+        "be brief",
+    )
     assert train(evaluated)["eval/train_step"] == 2
     assert contents(copy / "checkpoints" / "step-2") == before
     refused(words(*evaluated, "--lora_rank 2"), "it is of another run: --lora_rank 0 -> 2. ")
@@ -824,13 +959,18 @@ def test_an_evaluation_may_have_another_reward(flags, copy, task, tmp_path):
 
 def test_auto_is_what_it_stands_for(flags, copy):
     """Spelled out, it is the same run; the other value is another."""
-    refused(flags(copy, "--advantages_norm off --loss_aggregation seq-mean-token-sum"), "it is of another run: ",
-            "--advantages_norm 'on' -> 'off'", "--loss_aggregation 'token-mean' -> 'seq-mean-token-sum'")
+    refused(
+        flags(copy, "--advantages_norm off --loss_aggregation seq-mean-token-sum"),
+        "it is of another run: ",
+        "--advantages_norm 'on' -> 'off'",
+        "--loss_aggregation 'token-mean' -> 'seq-mean-token-sum'",
+    )
     train(flags(copy, "--steps 3 --advantages_norm on --loss_aggregation token-mean"))
     assert recorded(copy) == [1, 2, 3]
 
 
-# ----------------------------------------------------------------------------- flags that were changed on purpose
+# ----------------------------------------------------------------------------- flags that were
+# changed on purpose
 def resumed_state(argv: list[str], monkeypatch) -> ppo.TrainState:
     """The state that a life begins with."""
     states, load = [], ppo.TrainState.load_state_dict
@@ -845,11 +985,19 @@ def resumed_state(argv: list[str], monkeypatch) -> ppo.TrainState:
     return states[0]
 
 
-@pytest.mark.parametrize("before, after, expected", [
-    ("--kl_coef 0.1", "--kl_coef 0.5", 0.5),
-    ("", "--kl_coef 0.1", 0.1),
-    ("--kl_coef 0.1 --kl_target 1e-9 --kl_horizon 9", "--kl_coef 0.1 --kl_target 1e-9 --kl_horizon 9", "saved"),
-    ("--kl_coef 0.1 --kl_target 1e-9 --kl_horizon 9", "--kl_coef 0.1", 0.1)])
+@pytest.mark.parametrize(
+    "before, after, expected",
+    [
+        ("--kl_coef 0.1", "--kl_coef 0.5", 0.5),
+        ("", "--kl_coef 0.1", 0.1),
+        (
+            "--kl_coef 0.1 --kl_target 1e-9 --kl_horizon 9",
+            "--kl_coef 0.1 --kl_target 1e-9 --kl_horizon 9",
+            "saved",
+        ),
+        ("--kl_coef 0.1 --kl_target 1e-9 --kl_horizon 9", "--kl_coef 0.1", 0.1),
+    ],
+)
 def test_the_weight_of_the_kl_is_that_of_the_flag(flags, out, monkeypatch, before, after, expected):
     """Unless --kl_target has adapted it, and the flags are what they were."""
     more = "--advantage grpo --export_every 0 "
@@ -864,7 +1012,11 @@ def test_moments_are_of_one_reward(flags, out, task, tmp_path, monkeypatch):
     """--reward_norm counts anew once the reward is another, in whatever way."""
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
-    argv = words(*flags(out, "--advantage grpo --reward_norm --export_every 0"), "--reward", f"{reward}:letters")
+    argv = words(
+        *flags(out, "--advantage grpo --reward_norm --export_every 0"),
+        "--reward",
+        f"{reward}:letters",
+    )
     train(argv)
     assert resumed_state([*argv, "--steps", "3"], monkeypatch).moments.count == 2 * 8
     reward.write_text(REWARD.replace("0.1 *", "0.2 *"))
@@ -879,9 +1031,19 @@ def test_a_critic_that_a_flag_names_is_not_the_one_that_was_saved(flags, copy, q
     weights = load_file(critic / "model.safetensors")
     name = next(key for key in weights if key.endswith("layers.0.mlp.up_proj.weight"))
     save_weights(critic, weights | {name: weights[name] + 1})
-    train(words(*flags(copy, "--steps 3 --critic_lr 0 --resume must --export_every 0"), "--critic_model", critic))
+    train(
+        words(
+            *flags(copy, "--steps 3 --critic_lr 0 --resume must --export_every 0"),
+            "--critic_model",
+            critic,
+        )
+    )
     saved = load_file(shard(copy / "checkpoints" / "step-3"))
-    key = next(key for key in saved if key.startswith("critic.model") and key.endswith("layers.0.mlp.up_proj.weight"))
+    key = next(
+        key
+        for key in saved
+        if key.startswith("critic.model") and key.endswith("layers.0.mlp.up_proj.weight")
+    )
     assert torch.equal(saved[key], weights[name] + 1)
 
 
@@ -895,22 +1057,46 @@ def small_task(folder: Path, model: Path, name: str) -> list[str]:
     rows = [{"prompt": f"row {i}: how many circles?", "answer": "1"} for i in range(16)]
     write_rows(folder / "rows.jsonl", rows)
     write_rows(folder / "eval.jsonl", rows[:2])
-    write_rows(folder / "judged.jsonl", [{"prompt": row["prompt"], "response": "one"} for row in rows])
+    write_rows(
+        folder / "judged.jsonl", [{"prompt": row["prompt"], "response": "one"} for row in rows]
+    )
     write_rows(folder / "ptx.jsonl", [{"prompt": f"say {i}", "response": f"{i}"} for i in range(7)])
-    flags = words("--model", model, "--out", folder / name, "--max_prompt_tokens 256 --max_tokens_per_pack 400 "
-                  "--save_every 1 --log_samples 0 --timeout 90 --keep_last 9 --prompts_per_step 4 --export_every 0")
+    flags = words(
+        "--model",
+        model,
+        "--out",
+        folder / name,
+        "--max_prompt_tokens 256 --max_tokens_per_pack 400 "
+        "--save_every 1 --log_samples 0 --timeout 90 --keep_last 9 --prompts_per_step 4 --export_every 0",
+    )
     if name == "grm":
-        return words(*flags, "--data", folder / "judged.jsonl", "--eval_data", folder / "judged.jsonl", "--lr 1e-3 --eval_every 0")
-    return words(*flags, "--data", f"{folder}/rows.jsonl:0.5", "--eval_data", folder / "eval.jsonl", "--reward",
-                 f"{folder}/reward.py:letters", "--max_new_tokens 4 --samples_per_prompt 2 --rollouts_per_step 2 --actor_lr 1e-3 "
-                 "--advantage grpo --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --reward_norm --minibatches 2 "
-                 "--ptx_coef 0.1 --ptx_batch 2 --ptx_data", folder / "ptx.jsonl")
+        return words(
+            *flags,
+            "--data",
+            folder / "judged.jsonl",
+            "--eval_data",
+            folder / "judged.jsonl",
+            "--lr 1e-3 --eval_every 0",
+        )
+    return words(
+        *flags,
+        "--data",
+        f"{folder}/rows.jsonl:0.5",
+        "--eval_data",
+        folder / "eval.jsonl",
+        "--reward",
+        f"{folder}/reward.py:letters",
+        "--max_new_tokens 4 --samples_per_prompt 2 --rollouts_per_step 2 --actor_lr 1e-3 "
+        "--advantage grpo --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --reward_norm --minibatches 2 "
+        "--ptx_coef 0.1 --ptx_batch 2 --ptx_data",
+        folder / "ptx.jsonl",
+    )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_568c33e_saved_goes_on(qwen25, tmp_path, name):
-    """Two steps, whose scalars are as that version wrote them, and two more: as if undisturbed. `auto` may be spelled out;
-    it is exported and evaluated."""
+    """Two steps, whose scalars are as that version wrote them, and two more: as if undisturbed.
+    `auto` may be spelled out; it is exported and evaluated."""
     script, folders = SCRIPTS[name], (tmp_path / "whole", tmp_path / "parts")
     for folder, count in zip(folders, ("4", "2")):
         folder.mkdir()
@@ -918,7 +1104,10 @@ def test_what_568c33e_saved_goes_on(qwen25, tmp_path, name):
     whole, parts = folders
     path = parts / name / "checkpoints" / "step-2"
     old = (ROOT / "tests" / "model" / "saved_by_568c33e" / f"{name}.json").read_text()
-    assert read_json(path / "state.json")["flags"]["data (rows)"] == json.loads(old)["flags"]["data (rows)"]
+    assert (
+        read_json(path / "state.json")["flags"]["data (rows)"]
+        == json.loads(old)["flags"]["data (rows)"]
+    )
     (path / "state.json").write_text(old.replace("MODEL", str(qwen25)).replace("TASK", str(parts)))
     commit = read_json(path / "COMMITTED.json")
     commit["sha256"]["state.json"] = hashlib.sha256((path / "state.json").read_bytes()).hexdigest()
@@ -932,21 +1121,45 @@ def test_what_568c33e_saved_goes_on(qwen25, tmp_path, name):
     script.main(words(*argv, "--steps 4"))
     trained = [[record for record in records(run / name) if record["step"] > 2] for run in folders]
     assert len(trained[0]) == 2
-    if name == "ppo":                                       # of a run of two steps, the last was evaluated
-        assert [record.pop("eval/index") for run in trained for record in run if "eval/index" in record] == [1, 2]
+    # of a run of two steps, the last was evaluated
+    if name == "ppo":
+        assert [
+            record.pop("eval/index") for run in trained for record in run if "eval/index" in record
+        ] == [1, 2]
     for one, other in zip(*trained):  # a mean since the start, which another machine has begun
-        assert one.pop("train/loss_mean", 0) == pytest.approx(other.pop("train/loss_mean", 0), rel=1e-6)
+        assert one.pop("train/loss_mean", 0) == pytest.approx(
+            other.pop("train/loss_mean", 0), rel=1e-6
+        )
     assert_same_records(*trained)
 
 
-@pytest.mark.parametrize("name, files, first, second, evaluated", [
-    ("ppo", "rows:1", "--rollouts_per_step 1", "--prompts_per_step 2", [0, 2, 6, 10]),
-    ("ppo", "rows:1", "--rollouts_per_step 2", "--prompts_per_step 6 --rollouts_per_step 3", [0, 2, 4, 6, 9, 10]),
-    ("ppo", "rows:0.75,judged:0.25", "--rollouts_per_step 2", "--prompts_per_step 2 --rollouts_per_step 1", [0, 2, 10]),
-    ("grm", "judged:1", "", "--prompts_per_step 2", [0, 2, 6, 10])])
-def test_steps_of_another_size_go_on_at_the_next_row(qwen25, tmp_path, monkeypatch, name, files, first, second, evaluated):
-    """Two steps of four rows, then eight of another size: the rows of a run that nothing happened to, once each in a pass,
-    in several files by their shares, with the noise of their own draws; passes end where they do."""
+@pytest.mark.parametrize(
+    "name, files, first, second, evaluated",
+    [
+        ("ppo", "rows:1", "--rollouts_per_step 1", "--prompts_per_step 2", [0, 2, 6, 10]),
+        (
+            "ppo",
+            "rows:1",
+            "--rollouts_per_step 2",
+            "--prompts_per_step 6 --rollouts_per_step 3",
+            [0, 2, 4, 6, 9, 10],
+        ),
+        (
+            "ppo",
+            "rows:0.75,judged:0.25",
+            "--rollouts_per_step 2",
+            "--prompts_per_step 2 --rollouts_per_step 1",
+            [0, 2, 10],
+        ),
+        ("grm", "judged:1", "", "--prompts_per_step 2", [0, 2, 6, 10]),
+    ],
+)
+def test_steps_of_another_size_go_on_at_the_next_row(
+    qwen25, tmp_path, monkeypatch, name, files, first, second, evaluated
+):
+    """Two steps of four rows, then eight of another size: the rows of a run that nothing happened
+    to, once each in a pass, in several files by their shares, with the noise of their own draws;
+    passes end where they do."""
     taken, take = [], PromptLoader.take
 
     def noted(self, least=1):
@@ -958,20 +1171,28 @@ def test_steps_of_another_size_go_on_at_the_next_row(qwen25, tmp_path, monkeypat
     monkeypatch.setattr(PromptLoader, "take", noted)
     sets = [part.split(":") for part in files.split(",")]
     data = ",".join(f"{tmp_path}/{file}.jsonl:{share}" for file, share in sets)
-    argv = words(*small_task(tmp_path, qwen25, name), "--data", data, "--eval_every -1", *first.split())
+    argv = words(
+        *small_task(tmp_path, qwen25, name), "--data", data, "--eval_every -1", *first.split()
+    )
     SCRIPTS[name].main(words(*argv, "--steps 2"))
     assert len(taken) == 8
     SCRIPTS[name].main(words(*argv, "--steps 10", *second.split()))
     drawn = []
     for file, share in sets:
         order = [row for k in range(5) for row in np.random.default_rng([0, k]).permutation(16)]
-        drawn += [((j + 0.5) / float(share), f"{file}.jsonl:{row + 1}") for j, row in enumerate(order)]
+        drawn += [
+            ((j + 0.5) / float(share), f"{file}.jsonl:{row + 1}") for j, row in enumerate(order)
+        ]
     drawn.sort(key=lambda draw: draw[0])
-    count = 8 + 8 * int((second + " --prompts_per_step 4").split("--prompts_per_step ")[1].split()[0])
+    count = 8 + 8 * int(
+        (second + " --prompts_per_step 4").split("--prompts_per_step ")[1].split()[0]
+    )
     assert taken == [(k, source) for k, (_, source) in enumerate(drawn[:count])]
     last = records(tmp_path / name)[-1]
     assert last["train/epoch" if name == "grm" else "train/episode"] == count / (16 * len(sets))
-    assert [record["step"] for record in records(tmp_path / name) if "eval/seconds" in record] == evaluated
+    assert [
+        record["step"] for record in records(tmp_path / name) if "eval/seconds" in record
+    ] == evaluated
 
 
 @pytest.mark.parametrize("epochs, steps", [(2, 14), (1, 6)])
@@ -997,10 +1218,16 @@ def test_a_pointer_that_moves_is_another_model(flags, copy, tmp_path):
     argv = flags(tmp_path / "other") + words("--model", copy / "export" / "latest")
     train([*argv, "--steps", "1"])
     (copy / "export" / "latest").unlink()
-    (copy / "export" / "latest").write_text("step-3\n")                             # as where links cannot be made
-    train([*argv, "--steps", "1"])                                                   # the same weights under another path
+    # as where links cannot be made
+    (copy / "export" / "latest").write_text("step-3\n")
+    # the same weights under another path
+    train([*argv, "--steps", "1"])
     (path,) = (copy / "export" / "step-3").glob("*.safetensors")
-    save_file({name: value + 1 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+    save_file(
+        {name: value + 1 for name, value in load_file(path).items()},
+        path,
+        metadata={"format": "pt"},
+    )
     refused(argv, "it is of another run", "--model ")
     train(words(*argv, "--model", copy / "export" / "step-2"))
     assert steps(tmp_path / "other") == [2, 1]
@@ -1015,8 +1242,12 @@ def test_a_path_of_another_run_is_only_a_start(flags, copy, finished, tmp_path, 
     assert f"resuming from {copy}/checkpoints/step-1" in capfd.readouterr().out
     train([*argv, "--steps", "3"])
     assert f"resuming from {tmp_path}/new/checkpoints/step-2" in capfd.readouterr().out
-    (copy / "checkpoints" / "latest").write_text("")                                                  # a pointer to nothing
-    refused(flags(tmp_path / "other", f"--resume {copy}/checkpoints/latest"), "no complete checkpoint in")
+    # a pointer to nothing
+    (copy / "checkpoints" / "latest").write_text("")
+    refused(
+        flags(tmp_path / "other", f"--resume {copy}/checkpoints/latest"),
+        "no complete checkpoint in",
+    )
 
 
 @pytest.mark.slow
@@ -1030,7 +1261,8 @@ def test_changed_rows(flags, out, task, tmp_path):
 
 
 def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
-    """--critic_model takes an actor's folder, or a critic's with its value head; nothing else is loaded from it."""
+    """--critic_model takes an actor's folder, or a critic's with its value head; nothing else is
+    loaded from it."""
     critic = Path(shutil.copytree(qwen25, tmp_path / "critic"))
     head = torch.randn(1, read_json(qwen25 / "config.json")["text_config"]["hidden_size"])
     weights = load_file(critic / "model.safetensors")
@@ -1038,12 +1270,17 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
     changed = {name: weights[name] + 1, "value_head.weight": head}
     save_weights(critic, weights | changed)
     env = start(qwen25, picture_rows, "--critic_model", critic)
-    inner = next(p for key, p in env.critic.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight"))
-    same = next(p for key, p in env.actor.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight"))
+    inner = next(
+        p for key, p in env.critic.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight")
+    )
+    same = next(
+        p for key, p in env.actor.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight")
+    )
     assert torch.equal(env.critic.value_head.weight.full_tensor(), head)
     assert torch.equal(inner.full_tensor(), weights[name] + 1)
     assert torch.equal(same.full_tensor(), weights[name])
-    name = next(key for key in weights if "visual." in key)                       # its features would not be the actor's
+    # its features would not be the actor's
+    name = next(key for key in weights if "visual." in key)
     save_weights(critic, weights | {name: weights[name] + 1})
     with user_error("its vision tower differs from that of"):
         start(qwen25, picture_rows, "--critic_model", critic)
@@ -1057,36 +1294,49 @@ def test_an_exported_critic_starts_another_run(flags, out, qwen25, picture_rows,
         assert not (out / "export_critic").exists()
         train(words(later, "--export_critic --out", out))
     saved = load_file(shard(out / "checkpoints" / "step-2"))
-    env = start(qwen25, picture_rows, "--critic_model", out / "export_critic" / "latest", *more.split())
+    env = start(
+        qwen25, picture_rows, "--critic_model", out / "export_critic" / "latest", *more.split()
+    )
     weights = {f"critic.model.{name}": value for name, value in weights_of(env.critic).items()}
     trained = {name: value for name, value in saved.items() if name.startswith("critic.model.")}
     assert trained["critic.model.value_head.weight"].any()
     assert same_tensors(trained, {name: weights[name] for name in trained})
 
 
-# ----------------------------------------------------------------------------- what is kept, how it is written
+# ----------------------------------------------------------------------------- what is kept, how it
+# is written
 @pytest.mark.slow
 def test_intervals(flags, out, finished, tmp_path, monkeypatch):
     assert steps(finished) == [2, 1]
-    assert sorted(path.name for path in (finished / "export").iterdir()) == ["latest", "step-2"]   # -1: the last step
+    # -1: the last step
+    assert sorted(path.name for path in (finished / "export").iterdir()) == ["latest", "step-2"]
     save, waiting = checkpoint.Checkpoints.save, []
-    monkeypatch.setattr(checkpoint.Checkpoints, "save",
-                        lambda self, *more: (save(self, *more), waiting.append(self.pending is None)))
+    monkeypatch.setattr(
+        checkpoint.Checkpoints,
+        "save",
+        lambda self, *more: (save(self, *more), waiting.append(self.pending is None)),
+    )
     train(flags(out, "--save_every 0 --export_every 1"))
     assert steps(out) == []
-    assert sorted(path.name for path in (out / "export").iterdir()) == ["latest", "step-1", "step-2"]
+    assert sorted(path.name for path in (out / "export").iterdir()) == [
+        "latest",
+        "step-1",
+        "step-2",
+    ]
     train(flags(tmp_path / "last", "--save_every -1 --export_every 0"))
     assert steps(tmp_path / "last") == [2]
     assert not (tmp_path / "last" / "export").exists()
     train(flags(tmp_path / "blocking", "--steps 1 --export_every 0 --save_blocking"))
-    assert waiting == [False, True]                                                  # one in the background, one waited for
+    # one in the background, one waited for
+    assert waiting == [False, True]
 
 
 def test_exported_weights_are_a_model(flags, out, finished):
     name = os.readlink(finished / "export" / "latest")
     assert name == "step-2"
     assert AutoConfig.from_pretrained(finished / "export" / "latest").model_type == "qwen2_5_vl"
-    assert len({path.stat().st_mode for path in (finished / "export" / name).iterdir()}) == 1    # others may read the weights
+    # others may read the weights
+    assert len({path.stat().st_mode for path in (finished / "export" / name).iterdir()}) == 1
     argv = flags(out, "--eval_only") + words("--model", finished / "export" / name)
     assert train(argv)["eval/num_samples"] == 3
 
@@ -1116,8 +1366,12 @@ def test_save_strategies(flags, tmp_path):
         log = tmp_path / f"{strategy}.jsonl"
         hooks = [(change_writes, -1, [], 0.4, "", str(log))]
         live(flags(tmp_path / strategy, f"--steps 1 --save_strategy {strategy}"), 2, hooks)
-        assert_equal_tensors(*(tmp_path / name / "checkpoints" / "step-1" for name in (strategy, "unrestricted")))
-        (_, _, end), (_, start, _) = sorted(map(json.loads, log.read_text().splitlines()), key=lambda line: line[1])
+        assert_equal_tensors(
+            *(tmp_path / name / "checkpoints" / "step-1" for name in (strategy, "unrestricted"))
+        )
+        (_, _, end), (_, start, _) = sorted(
+            map(json.loads, log.read_text().splitlines()), key=lambda line: line[1]
+        )
         assert (start < end) == (strategy in ("unrestricted", "single_node")), strategy
     train(flags(tmp_path / "single_process", "--save_strategy single_process"))
     assert recorded(tmp_path / "single_process") == [1, 2]
@@ -1143,23 +1397,39 @@ def test_one_live_run_per_folder(flags, copy):
 @pytest.mark.slow
 @pytest.mark.parametrize("number, rank", [(signal.SIGTERM, 1), (signal.SIGINT, 0)])
 def test_preemption(flags, out, undisturbed, number, rank):
-    """A signal to one rank: all finish the step, save and exit with the documented code; the next life goes on."""
+    """A signal to one rank: all finish the step, save and exit with the documented code; the next
+    life goes on."""
     argv = flags(out, ALGORITHMS["grpo"] + " --save_every -1")
-    output = live(argv, 2, [(stop_at, "rollout", 2, rank, int(number))], codes=[process.EXIT_PREEMPTED] * 2)
+    output = live(
+        argv, 2, [(stop_at, "rollout", 2, rank, int(number))], codes=[process.EXIT_PREEMPTED] * 2
+    )
     assert "stopped by a signal after step 2" in output
     assert "Traceback" not in output
     assert output.count("Ctrl-C: saving after the step") == (number == signal.SIGINT and rank == 0)
-    assert steps(out) == [2]                        # its evaluation is the next life's
+    assert steps(out) == [2]  # its evaluation is the next life's
     live(argv, 2)
     assert_bitwise(out, undisturbed("grpo", 2))
 
 
-@pytest.mark.parametrize("name, during, evaluated", [
-    ("ppo", "evaluate", [0, 2]), ("grm", "evaluate", [0, 2]), ("ppo", "export", [0, 2]), ("grm", "export", [0, 2])])
-def test_a_signal_between_two_steps_lets_no_step_begin(qwen25, tmp_path, monkeypatch, name, during, evaluated):
-    """During the evaluation or the export after step 2: that ends, step 2 is saved, once, and the next life goes on."""
+@pytest.mark.parametrize(
+    "name, during, evaluated",
+    [
+        ("ppo", "evaluate", [0, 2]),
+        ("grm", "evaluate", [0, 2]),
+        ("ppo", "export", [0, 2]),
+        ("grm", "export", [0, 2]),
+    ],
+)
+def test_a_signal_between_two_steps_lets_no_step_begin(
+    qwen25, tmp_path, monkeypatch, name, during, evaluated
+):
+    """During the evaluation or the export after step 2: that ends, step 2 is saved, once, and the
+    next life goes on."""
     script, out = SCRIPTS[name], tmp_path / name
-    argv = words(*small_task(tmp_path, qwen25, name), "--steps 4 --eval_every 2 --save_every 3 --export_every 2")
+    argv = words(
+        *small_task(tmp_path, qwen25, name),
+        "--steps 4 --eval_every 2 --save_every 3 --export_every 2",
+    )
     owner = script if during == "evaluate" else checkpoint.Checkpoints
     original, saves, commit = getattr(owner, during), [], checkpoint.Checkpoints.commit
 
@@ -1169,7 +1439,11 @@ def test_a_signal_between_two_steps_lets_no_step_begin(qwen25, tmp_path, monkeyp
         return original(*arguments, **named)
 
     process.STOP_SIGNALS.clear()
-    monkeypatch.setattr(checkpoint.Checkpoints, "commit", lambda self, *more: saves.append(more[0]) or commit(self, *more))
+    monkeypatch.setattr(
+        checkpoint.Checkpoints,
+        "commit",
+        lambda self, *more: saves.append(more[0]) or commit(self, *more),
+    )
     with monkeypatch.context() as patched:
         patched.setattr(owner, during, signalled)
         with pytest.raises(process.Exit) as end:
@@ -1188,8 +1462,11 @@ def test_a_signal_between_two_steps_lets_no_step_begin(qwen25, tmp_path, monkeyp
 @pytest.mark.slow
 def test_a_silent_rank_ends_the_job_within_the_timeout(flags, out):
     started = time.time()
-    silent = stop_at, "update_actor", 2, 1, signal.SIGSTOP          # as when its node is lost without a word
-    life = ranks.start(ppo.main, flags(out, "--timeout 5 --reward_timeout 4"), world=2, patches=[silent])
+    # as when its node is lost without a word
+    silent = stop_at, "update_actor", 2, 1, signal.SIGSTOP
+    life = ranks.start(
+        ppo.main, flags(out, "--timeout 5 --reward_timeout 4"), world=2, patches=[silent]
+    )
     life.ranks[0].join(30)
     assert life.ranks[0].exitcode == 1
     assert time.time() - started < 25
@@ -1199,10 +1476,16 @@ def test_a_silent_rank_ends_the_job_within_the_timeout(flags, out):
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_dead_rank(flags, out, undisturbed, tmp_path):
-    """With --max_restarts a SIGKILL of one worker costs the steps since the last checkpoint, and no one's attention."""
-    command = words(sys.executable, "-m", "torch.distributed.run",
-                    "--standalone --nproc_per_node 2 --max_restarts 1", ROOT / "train_ppo_vl.py",
-                    *flags(out, ALGORITHMS["grpo"]))
+    """With --max_restarts a SIGKILL of one worker costs the steps since the last checkpoint, and no
+    one's attention."""
+    command = words(
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone --nproc_per_node 2 --max_restarts 1",
+        ROOT / "train_ppo_vl.py",
+        *flags(out, ALGORITHMS["grpo"]),
+    )
     # Without it new workers find the addresses of the dead ones (pytorch issue 135712).
     clean = clean_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     with open(tmp_path / "log", "w") as log:

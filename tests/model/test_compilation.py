@@ -1,5 +1,5 @@
-"""Decoder layers through torch.compile: log-probs, values and gradients of the eager layers, few graphs for rows of any length,
-and eager graphs where nothing compiles."""
+"""Decoder layers through torch.compile: log-probs, values and gradients of the eager layers, few
+graphs for rows of any length, and eager graphs where nothing compiles."""
 
 import shutil
 
@@ -13,7 +13,9 @@ from helpers import HAND_FLAGS, distance, flags, gradient, hand_batch, score
 
 pytestmark = pytest.mark.slow
 
-needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
+)
 LENGTHS = (60, 90, 150, 16384)  # of packs, in which the same samples stand
 
 
@@ -43,7 +45,9 @@ def compare(env, other, size: int) -> None:
         assert distance(actual, expected) < ROUNDING, (role, size)
     expected = score(env.actor, env.batch)
     with computing(other.actor, max_tokens_per_pack=size):
-        assert (score(other.actor, env.batch) - expected).abs().max() < ROUNDING * expected.abs().max()
+        assert (
+            score(other.actor, env.batch) - expected
+        ).abs().max() < ROUNDING * expected.abs().max()
 
 
 @needs_compiler
@@ -56,8 +60,12 @@ def test_compiled_layers_compute_the_same(qwen25, picture_rows):
         counts.append(graphs())
     assert 0 < counts[0] <= 12
     assert counts[1:] == [counts[1]] * (len(LENGTHS) - 1)
-    assert all(isinstance(layer, compilation.CompiledLayer) for layer in vlm.layers(other.actor.model))
-    assert not any(isinstance(layer, compilation.CompiledLayer) for layer in vlm.layers(env.actor.model))
+    assert all(
+        isinstance(layer, compilation.CompiledLayer) for layer in vlm.layers(other.actor.model)
+    )
+    assert not any(
+        isinstance(layer, compilation.CompiledLayer) for layer in vlm.layers(env.actor.model)
+    )
 
 
 @needs_compiler
@@ -65,13 +73,28 @@ def test_a_run_is_the_same(qwen25, task, tmp_path):
     """With layers recomputed in the backward pass; sampling, which is eager, and training agree."""
     runs = []
     for name, more in (("eager", []), ("compiled", ["--compile", "layers"])):
-        ppo.main(flags(qwen25, task, tmp_path / name,
-                       "--steps 2 --minibatches 2 --gradient_checkpointing --save_every 0 --export_every 0", *more))
+        ppo.main(
+            flags(
+                qwen25,
+                task,
+                tmp_path / name,
+                "--steps 2 --minibatches 2 --gradient_checkpointing --save_every 0 --export_every 0",
+                *more,
+            )
+        )
         runs.append([r for r in records(tmp_path / name) if "train/sampler_gap" in r])
     for eager, compiled in zip(*runs, strict=True):
         assert compiled["train/sampler_gap"] < ROUNDING
-        for metric in ("rollout/reward", "train/policy_loss", "train/critic_loss", "train/actor_grad_norm", "train/entropy"):
-            assert compiled[metric] == pytest.approx(eager[metric], rel=1e-4, abs=rounding(16)), metric
+        for metric in (
+            "rollout/reward",
+            "train/policy_loss",
+            "train/critic_loss",
+            "train/actor_grad_norm",
+            "train/entropy",
+        ):
+            assert compiled[metric] == pytest.approx(eager[metric], rel=1e-4, abs=rounding(16)), (
+                metric
+            )
 
 
 @needs_compiler

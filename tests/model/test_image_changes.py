@@ -48,7 +48,9 @@ def by_hugging_face(env, oracle, batch, images: dict) -> list[float]:
         if images.get(group):
             inputs |= env.processor.family.vision_inputs(*images[group])
         with torch.no_grad():
-            logits = oracle(input_ids=ids, **inputs, use_cache=False).logits[0, -len(tokens) - 1:-1]
+            logits = oracle(input_ids=ids, **inputs, use_cache=False).logits[
+                0, -len(tokens) - 1 : -1
+            ]
         logits[:, list(env.processor.banned_ids)] = -math.inf
         logprobs.append(float(logits.log_softmax(-1).gather(1, tokens[:, None]).sum()))
     return logprobs
@@ -70,10 +72,18 @@ def test_the_gap_is_that_of_forwards_with_blank_images(checkpoint, rows, flags):
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     gaps = image_changes.vision_gaps(env.actor, batch)
     oracle = hugging_face(checkpoint)
-    seen = by_hugging_face(env, oracle, batch, {
-        group: load_pixels(prompt, env.processor) for group, prompt in enumerate(env.prompts)})
-    blank = by_hugging_face(env, oracle, batch, {
-        group: in_mean_colour(env.processor, prompt) for group, prompt in enumerate(env.prompts)})
+    seen = by_hugging_face(
+        env,
+        oracle,
+        batch,
+        {group: load_pixels(prompt, env.processor) for group, prompt in enumerate(env.prompts)},
+    )
+    blank = by_hugging_face(
+        env,
+        oracle,
+        batch,
+        {group: in_mean_colour(env.processor, prompt) for group, prompt in enumerate(env.prompts)},
+    )
     assert gaps.tolist() == pytest.approx([a - b for a, b in zip(seen[:6], blank)], abs=1e-3)
     assert gaps.abs().max() > 0.1
     text = batch.select_prompts([3])
@@ -102,7 +112,9 @@ def test_images_of_environments_are_changed_too(qwen25, rows):
         batch = talk(env, name, 2, batch=take(env))
         batch.prompt_ids = [14, 15, 16, 17]
         changed = image_changes.with_images(batch, env.actor.model, env.processor, change)
-        same = image_changes.with_images(batch, env.actor.model, env.processor, lambda image, place: image)
+        same = image_changes.with_images(
+            batch, env.actor.model, env.processor, lambda image, place: image
+        )
         logprobs = ppo.logprobs_of(env.actor, same)
         assert (logprobs - ppo.logprobs_of(env.actor, batch)).abs().max() < ROUNDING
         assert (logprobs - ppo.logprobs_of(env.actor, changed)).abs().max() > 1e-3
@@ -120,16 +132,20 @@ def test_masks_blacken_whole_squares_by_seed_and_place():
     masked = np.asarray(image_changes.masked_images(0.6, 7)(image, place))
     draws = np.random.default_rng((7, 123, 0, 1)).random(4 * 3).tolist()
     black = [draw < 0.6 for draw in draws]
-    assert black == [False, True, False, False, True, True, True, True, True, True, True, True]      # of numpy's PCG64
+    # of numpy's PCG64
+    assert black == [False, True, False, False, True, True, True, True, True, True, True, True]
     for y in range(50):
         for x in range(31):
             wanted = [0, 0, 0] if black[y // 14 * 3 + x // 14] else pixels[y, x].tolist()
             assert masked[y, x].tolist() == wanted
-    others = [image_changes.masked_images(0.6, seed)(image, where) for seed, where in
-              ((8, place), (7, (124, 0, 1)), (7, (123, 1, 1)), (7, (123, 0, 2)))]
+    others = [
+        image_changes.masked_images(0.6, seed)(image, where)
+        for seed, where in ((8, place), (7, (124, 0, 1)), (7, (123, 1, 1)), (7, (123, 0, 2)))
+    ]
     assert len({other.tobytes() for other in others} | {masked.tobytes()}) == 5
     large = image_changes.masked_images(0.6, 7)(Image.new("RGB", (1400, 1400), (9, 9, 9)), place)
-    assert (np.asarray(large) == 0).mean() == pytest.approx(0.6, abs=0.015)      # 10,000 squares: three deviations
+    # 10,000 squares: three deviations
+    assert (np.asarray(large) == 0).mean() == pytest.approx(0.6, abs=0.015)
     for share, wanted in ((0.0, pixels), (1.0, 0 * pixels)):
         assert (np.asarray(image_changes.masked_images(share, 7)(image, place)) == wanted).all()
     assert image_changes.masked_images(0.6, 7)(image.convert("L"), place).mode == "L"
@@ -144,9 +160,17 @@ def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
             parameter.zero_()
     model.save_pretrained(folder)
     Processor(qwen25).save(str(folder))
-    line = words("--model", folder, "--data", rows, "--eval_data", rows,
-                 "--reward exact --eval_only --max_new_tokens 4 --max_prompt_tokens 200 --prompts_per_step 4", "--out",
-                 tmp_path / "run")
+    line = words(
+        "--model",
+        folder,
+        "--data",
+        rows,
+        "--eval_data",
+        rows,
+        "--reward exact --eval_only --max_new_tokens 4 --max_prompt_tokens 200 --prompts_per_step 4",
+        "--out",
+        tmp_path / "run",
+    )
     metrics = ppo.main(line)
     assert metrics["eval/vision_gap_logprob"] == pytest.approx(0, abs=ROUNDING)
     told = capsys.readouterr().out
@@ -154,7 +178,9 @@ def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
     assert "vision_gap 0.000" in told.replace("-", "")
     text = rows.with_name("text.jsonl")
     text.write_text(rows.read_text().splitlines()[3])
-    assert "eval/vision_gap_logprob" not in ppo.main(words(*line, "--eval_data", text, "--out", tmp_path / "text"))
+    assert "eval/vision_gap_logprob" not in ppo.main(
+        words(*line, "--eval_data", text, "--out", tmp_path / "text")
+    )
 
 
 def test_the_kl_of_sampler_and_trainer(qwen25, picture_rows):

@@ -1,5 +1,6 @@
-"""The calls of attention kernels, as on a GPU, without one: rollouts, scoring, updates and the judge through reference
-kernels with FlashAttention's argument rules (tests/reference_kernels.py), and every call bound to the signatures of torch
+"""The calls of attention kernels, as on a GPU, without one: rollouts, scoring, updates and the
+judge through reference kernels with FlashAttention's argument rules (tests/reference_kernels.py),
+and every call bound to the signatures of torch
 2.11 and newer and of flash-attn."""
 
 import inspect
@@ -36,8 +37,14 @@ BACKENDS = ("varlen", "flash_attn")
 DECODING = {"varlen": OPERATOR, "flash_attn": "flash_attn_with_kvcache"}
 PACKED = {"varlen": "varlen_attn", "flash_attn": "flash_attn_varlen_func"}
 # family -> flags; gemma3 and mistral have sliding windows, gemma3 pictures whose tokens see each other
-CASES = {"qwen2_5_vl": (), "qwen3_vl": (), "qwen2_5_vl trained": ("--train_vision",),
-         "qwen3_vl trained": ("--train_vision",), "gemma3": (), "mistral": ()}
+CASES = {
+    "qwen2_5_vl": (),
+    "qwen3_vl": (),
+    "qwen2_5_vl trained": ("--train_vision",),
+    "qwen3_vl trained": ("--train_vision",),
+    "gemma3": (),
+    "mistral": (),
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +105,20 @@ def test_a_step_through_the_kernels(folders, kernels, case, backend):
 
 
 def gradients(env, batch) -> dict[str, torch.Tensor]:
-    batch = replace(batch, old_logprobs=batch.logprobs, advantages=torch.linspace(-1, 1, len(batch.tokens)))
+    batch = replace(
+        batch, old_logprobs=batch.logprobs, advantages=torch.linspace(-1, 1, len(batch.tokens))
+    )
     batch.in_policy_loss = torch.ones(len(batch.tokens), dtype=torch.bool)
     weights = torch.full((len(batch.tokens),), 1 / len(batch.tokens))
     part = ppo.Minibatch(range(len(batch.prompts)), weights, weights, None)
     env.actor.train()
     for pack in make_packs(env.actor.model, batch):
         ppo.actor_loss(env.actor, None, pack, batch, part, env.args)[0].backward()
-    return {name: shards.shard_of(p.grad).float() for name, p in env.actor.named_parameters() if p.grad is not None}
+    return {
+        name: shards.shard_of(p.grad).float()
+        for name, p in env.actor.named_parameters()
+        if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -129,11 +142,21 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
     write_judge(judge, ("correct", "yes"), ("correct", "no"))
     rewards = {}
     for attention in (backend, "sdpa"):
-        env = env_of(folders, "qwen2_5_vl", attention, "--reward", f"grm:{judge}", "--grm_mode", mode,
-                     "--grm_max_new_tokens 6")
+        env = env_of(
+            folders,
+            "qwen2_5_vl",
+            attention,
+            "--reward",
+            f"grm:{judge}",
+            "--grm_mode",
+            mode,
+            "--grm_max_new_tokens 6",
+        )
         reward = scoring.load(env.args.reward)
         build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
-        batch = take(env).with_targets([[torch.tensor(env.processor.tokenizer.encode(text))] for text in ("3", "4", "a", "b")])
+        batch = take(env).with_targets(
+            [[torch.tensor(env.processor.tokenizer.encode(text))] for text in ("3", "4", "a", "b")]
+        )
         batch.truncated = torch.zeros(4, dtype=torch.bool)
         with torch.no_grad():
             vlm.compute_features(env.actor.model, batch)
@@ -151,18 +174,36 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl trained"])
 def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, case, backend):
-    """Its update; and its evaluation, which generates as Hugging Face does but sees pictures through the kernels."""
+    """Its update; and its evaluation, which generates as Hugging Face does but sees pictures
+    through the kernels."""
     checkpoint, picture_rows = folders(case.split()[0])
     folder = Path(picture_rows).parent
     lines = [json.loads(line) for line in Path(picture_rows).read_text().splitlines()]
-    rows = [dict(question=row["prompt"], images=[str(folder / name) for name in row["images"]], response="3",
-                 correct=len(row["images"]) % 2 == 0) for row in lines]
+    rows = [
+        dict(
+            question=row["prompt"],
+            images=[str(folder / name) for name in row["images"]],
+            response="3",
+            correct=len(row["images"]) % 2 == 0,
+        )
+        for row in lines
+    ]
     write_rows(tmp_path / "rows.jsonl", rows)
     losses_of = {}
     for attention in (backend, "sdpa"):
-        args = grm.parse_args(words("--model", checkpoint, "--data", tmp_path / "rows.jsonl",
-                                    "--max_prompt_tokens 600 --eval_max_new_tokens 4 --prompts_per_step 4 --steps 1 "
-                                    "--dtype bfloat16", "--attention", attention, *CASES[case]))
+        args = grm.parse_args(
+            words(
+                "--model",
+                checkpoint,
+                "--data",
+                tmp_path / "rows.jsonl",
+                "--max_prompt_tokens 600 --eval_max_new_tokens 4 --prompts_per_step 4 --steps 1 "
+                "--dtype bfloat16",
+                "--attention",
+                attention,
+                *CASES[case],
+            )
+        )
         loaded = grm.load_rows(args)
         judge = grm.load_judge(args, loaded, distributed.start(60.0, 0))
         with grm.open_loader(args, loaded, grm.TrainState()) as loader:
@@ -170,8 +211,11 @@ def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, cas
         kernels.calls.clear()
         texts = grm.generate(judge, loaded.processor, batch, args.eval)
         assert sorted(texts) == [0, 1, 2, 3]
-        assert kernels.names() == (set() if attention == "sdpa" else {PACKED[backend]})  # of the tower
-        metrics, losses_of[attention] = grm.update(trainable(judge, args, 1e-3), batch, grm.TrainState())
+        # of the tower
+        assert kernels.names() == (set() if attention == "sdpa" else {PACKED[backend]})
+        metrics, losses_of[attention] = grm.update(
+            trainable(judge, args, 1e-3), batch, grm.TrainState()
+        )
         assert metrics["train/skipped"] == 0
     assert (losses_of[backend] - losses_of["sdpa"]).abs().mean() < 0.02
 
@@ -180,14 +224,27 @@ def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, cas
 def good(**changes) -> dict:
     """Arguments of two segments, 3 and 2 queries over 4 and 2 keys."""
     half = {"dtype": torch.bfloat16}
-    arguments = dict(q=torch.ones(5, 4, 8, **half), k=torch.ones(6, 2, 8, **half), v=torch.ones(6, 2, 8, **half),
-                 cu_q=torch.tensor([0, 3, 5]).int(), cu_k=torch.tensor([0, 4, 6]).int(), max_q=3, max_k=4)
+    arguments = dict(
+        q=torch.ones(5, 4, 8, **half),
+        k=torch.ones(6, 2, 8, **half),
+        v=torch.ones(6, 2, 8, **half),
+        cu_q=torch.tensor([0, 3, 5]).int(),
+        cu_k=torch.tensor([0, 4, 6]).int(),
+        max_q=3,
+        max_k=4,
+    )
     return arguments | {"scale": None, "causal": True, "left": -1} | changes
 
 
-@pytest.mark.parametrize("changes, rule", [
-    ({"q": torch.ones(5, 4, 8)}, "half precision"), ({"max_k": 3}, "that were promised"),
-    ({"max_q": torch.tensor(3)}, "known to the host"), ({"cu_k": torch.tensor([0, 4, 7]).int()}, "bounds within the tokens")])
+@pytest.mark.parametrize(
+    "changes, rule",
+    [
+        ({"q": torch.ones(5, 4, 8)}, "half precision"),
+        ({"max_k": 3}, "that were promised"),
+        ({"max_q": torch.tensor(3)}, "known to the host"),
+        ({"cu_k": torch.tensor([0, 4, 7]).int()}, "bounds within the tokens"),
+    ],
+)
 def test_a_wrong_call_is_refused(changes, rule):
     assert attend(**good()).shape == (5, 4, 8)
     with pytest.raises(AssertionError, match=rule):
@@ -199,20 +256,24 @@ def test_a_wrong_call_is_refused(changes, rule):
 VARLEN = {
     "2.11": "q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)",
     "2.13": "q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False, "
-            "seqused_k=None, block_table=None, num_splits=None"}
+    "seqused_k=None, block_table=None, num_splits=None",
+}
 VARLEN["2.15"] = VARLEN["2.13"]
-SCHEMA = ("Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
-          "float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
-          "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None")
+SCHEMA = (
+    "Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
+    "float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
+    "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None"
+)
 OPERATORS = {"2.11": SCHEMA, "2.13": f"{SCHEMA}, Tensor? block_table=None, int? num_splits=None"}
 OPERATORS["2.15"] = OPERATORS["2.13"]
-OPTIONS = ("softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0")
+OPTIONS = "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0"
 FLASH_ATTN = {  # 2.8
     "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, "
-                              f"{OPTIONS}, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None",
+    f"{OPTIONS}, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None",
     "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
-                               f"cache_batch_idx=None, cache_leftpad=None, block_table=None, {OPTIONS}, "
-                               "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"}
+    f"cache_batch_idx=None, cache_leftpad=None, block_table=None, {OPTIONS}, "
+    "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False",
+}
 
 
 def signature(parameters: str) -> inspect.Signature:
@@ -228,11 +289,12 @@ def of_schema(text: str) -> inspect.Signature:
 
 def schema_of_this_torch() -> str:
     text = str(torch.ops.aten._flash_attention_forward.default._schema)
-    return text[text.index("(") + 1:text.index(") -> (")]
+    return text[text.index("(") + 1 : text.index(") -> (")]
 
 
 def check(call: Call, to: inspect.Signature) -> None:
-    to.bind(*call.positional, **call.named)  # TypeError: an argument too many, too few, or of another name
+    # TypeError: an argument too many, too few, or of another name
+    to.bind(*call.positional, **call.named)
 
 
 @pytest.fixture(scope="module")
@@ -271,14 +333,21 @@ def test_our_calls_of_the_operator_are_those_of_torch(our_calls, version):
 def test_our_calls_of_varlen_are_those_of_torch(our_calls, version):
     """enable_gqa is given where it is known, which depends on the torch that is installed."""
     for call in calls_of(our_calls, "varlen_attn"):
-        named = {name: kind for name, kind in call.named.items() if name != "enable_gqa" or version != "2.11"}
+        named = {
+            name: kind
+            for name, kind in call.named.items()
+            if name != "enable_gqa" or version != "2.11"
+        }
         check(call._replace(named=named), signature(VARLEN[version]))
 
 
 def test_the_signatures_are_those_of_the_torch_that_is_installed(our_calls):
     """What is stored as text says what torch says; a release that says something else is added above."""
     installed = ".".join(torch.__version__.split(".")[:2])
-    names = [parameter.name for parameter in inspect.signature(torch_varlen.varlen_attn).parameters.values()]
+    names = [
+        parameter.name
+        for parameter in inspect.signature(torch_varlen.varlen_attn).parameters.values()
+    ]
     assert schema_of_this_torch() in OPERATORS.values()
     assert len(names) in {len(signature(x).parameters) for x in VARLEN.values()}
     if installed in OPERATORS:

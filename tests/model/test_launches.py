@@ -1,8 +1,9 @@
-"""What a decoding step would launch on a GPU, counted without one: operators that are no views, each a kernel.
+"""What a decoding step would launch on a GPU, counted without one: operators that are no views,
+each a kernel.
 
-Where torch is built for CUDA, the step is traced on fake tensors of device cuda, which also shows that nothing in it waits
-for the device. Otherwise it runs on the CPU: the same Python, with one operator in place of each fused kernel of a GPU.
-"""
+Where torch is built for CUDA, the step is traced on fake tensors of device cuda, which also shows
+that nothing in it waits for the device. Otherwise it runs on the CPU: the same Python, with one
+operator in place of each fused kernel of a GPU."""
 
 import collections
 import functools
@@ -40,16 +41,20 @@ class Launches(TorchDispatchMode):
             result = (torch.empty_like(args[0]), *[None] * 4)
         else:
             result = function(*args, **(kwargs or {}))
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, result)) if torch.is_tensor(x)]
+        tensors = [
+            x for x in torch.utils._pytree.tree_leaves((args, kwargs, result)) if torch.is_tensor(x)
+        ]
         if any(x.device != DEVICE for x in tensors) or any(word in name for word in WAITS):
             self.waits.append(name)
-        if not (name.startswith("prim") or function.is_view or "_unsafe_view" in name or self.compiled):
+        if not (
+            name.startswith("prim") or function.is_view or "_unsafe_view" in name or self.compiled
+        ):
             self.count[name] += 1
         return result
 
     def fuse(self, function, *tensors):
-        """A compiled function: a kernel for each result. (Inductor of torch 2.14, made to write for an H100, writes two for
-        the rotation of queries and keys and one for the gate.)"""
+        """A compiled function: a kernel for each result. (Inductor of torch 2.14, made to write for
+        an H100, writes two for the rotation of queries and keys and one for the gate.)"""
         self.compiled = True
         results = function(*tensors)
         self.compiled = False
@@ -60,14 +65,19 @@ class Launches(TorchDispatchMode):
 def launches(folder, count_layers: int, **sampling) -> Launches:
     """A second decoding step of a model with so many layers, in bfloat16 with varlen."""
     compute = vlm.Compute("varlen", torch.bfloat16, DEVICE, 512, 256, 64)
-    model = build.build_model(read_model_config(folder), compute, vision=False).requires_grad_(False)
+    model = build.build_model(read_model_config(folder), compute, vision=False).requires_grad_(
+        False
+    )
     decoder = vlm.decoder(model.eval())
     decoder.layers = nn.ModuleList([*decoder.layers] * count_layers)[:count_layers]
-    decoder.config.num_hidden_layers = model.config.get_text_config().num_hidden_layers = count_layers
+    decoder.config.num_hidden_layers = model.config.get_text_config().num_hidden_layers = (
+        count_layers
+    )
     vocabulary = model.config.get_text_config().vocab_size
-    ppo.logprobs._id_hashes.cache_clear()                                           # fakes of another trace
+    # fakes of another trace
+    ppo.logprobs._id_hashes.cache_clear()
     # not inference_mode, in which casts and products are operators of several kernels
-    with (FakeTensorMode() if HAS_CUDA else nullcontext()), torch.no_grad():
+    with FakeTensorMode() if HAS_CUDA else nullcontext(), torch.no_grad():
         settings = ppo.Sampling(
             max_new_tokens=16,
             banned=torch.zeros(vocabulary, dtype=torch.bool, device=DEVICE),
@@ -83,8 +93,13 @@ def launches(folder, count_layers: int, **sampling) -> Launches:
             patch.setattr(layers, "fuse", counted.fuse)
             theirs = sys.modules[type(decoder).__module__]
             if isinstance(theirs.apply_rotary_pos_emb, functools.partial):
-                patch.setattr(theirs, "apply_rotary_pos_emb", functools.partial(counted.fuse, *theirs.apply_rotary_pos_emb.args))
-            engine.decode_on_device(SLOTS, engine.cache.capacity)                               # makes tables that later steps share
+                patch.setattr(
+                    theirs,
+                    "apply_rotary_pos_emb",
+                    functools.partial(counted.fuse, *theirs.apply_rotary_pos_emb.args),
+                )
+            # makes tables that later steps share
+            engine.decode_on_device(SLOTS, engine.cache.capacity)
             counted.count.clear(), counted.waits.clear()
             engine.decode_on_device(SLOTS, engine.cache.capacity)
     ppo.logprobs._id_hashes.cache_clear()
@@ -105,7 +120,8 @@ def kernels_of_a_gpu(monkeypatch):
         monkeypatch.setattr(ppo.logprobs, "_product", lambda a, b: (a @ b).float())
 
 
-# Projections 4, MLP 4, norms 2 (Qwen3: and 2 of queries and keys), rotary 2, keys and values 2, attention 1, sums 2.
+# Projections 4, MLP 4, norms 2 (Qwen3: and 2 of queries and keys), rotary 2, keys and values 2,
+# attention 1, sums 2.
 LAYER = {"qwen2_5_vl": 17, "qwen3_vl": 19}
 
 
@@ -113,7 +129,11 @@ LAYER = {"qwen2_5_vl": 17, "qwen3_vl": 19}
 def test_a_layer_of_a_decoding_step_launches_few_kernels(kind, tmp_path, kernels_of_a_gpu):
     folder = write_checkpoint(tmp_path, kind)
     one, two = (launches(folder, number) for number in (1, 2))
-    more = {name: count - one.count[name] for name, count in two.count.items() if count > one.count[name]}
+    more = {
+        name: count - one.count[name]
+        for name, count in two.count.items()
+        if count > one.count[name]
+    }
     assert sum(more.values()) <= LAYER[kind], more
 
 
@@ -128,7 +148,11 @@ def test_layers_of_transformers_would_be_found(tmp_path, monkeypatch):
     assert sum(two.count.values()) - sum(one.count.values()) == LAYER["qwen2_5_vl"] + 8 + 1 + 2 * 7
 
 
-SAMPLING = {"plain": {}, "everything": dict(temperature=0.7, top_k=5, top_p=0.9, min_new_tokens=3), "greedy": {"greedy": True}}
+SAMPLING = {
+    "plain": {},
+    "everything": dict(temperature=0.7, top_k=5, top_p=0.9, min_new_tokens=3),
+    "greedy": {"greedy": True},
+}
 
 
 @pytest.mark.parametrize("name", SAMPLING)

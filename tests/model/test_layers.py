@@ -86,7 +86,9 @@ def types_of(modules, *bases: type) -> list[type]:
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_every_model_that_is_built_has_them(kind, tmp_path):
     model = build.build_model(read_model_config(write_checkpoint(tmp_path, kind)), COMPUTE)
-    norms = {type(module).__name__ for module in model.modules() if "RMSNorm" in type(module).__name__}
+    norms = {
+        type(module).__name__ for module in model.modules() if "RMSNorm" in type(module).__name__
+    }
     assert norms == {"RMSNorm"}
     assert types_of(model.modules(), nn.Conv3d) == [layers.PatchProjection]
 
@@ -95,4 +97,6 @@ def test_every_model_that_is_built_has_them(kind, tmp_path):
 def test_no_tower_that_can_be_trained_has_a_convolution(kind):
     model = build.build_model(make_config(kind, make_tokenizer(kind)), COMPUTE)
     assert isinstance(model.setup.family, Qwen)
-    assert types_of(model.model.visual.modules(), nn.Conv1d, nn.Conv2d, nn.Conv3d) == [layers.PatchProjection]
+    assert types_of(model.model.visual.modules(), nn.Conv1d, nn.Conv2d, nn.Conv3d) == [
+        layers.PatchProjection
+    ]

@@ -1,5 +1,6 @@
-"""Gated DeltaNet in packs and slots: against a loop over tokens, against one Hugging Face forward per sample and
-`generate`; every part without which a response would not continue its prompt is taken away, and the checks notice."""
+"""Gated DeltaNet in packs and slots: against a loop over tokens, against one Hugging Face forward
+per sample and `generate`; every part without which a response would not continue its prompt is
+taken away, and the checks notice."""
 
 import dataclasses
 import inspect
@@ -74,10 +75,13 @@ ROWS = {
 
 
 def random_inputs(size: int) -> list[torch.Tensor]:
-    """x, taps, q, k, v, log of the decay and strength; states fade so slowly that forgetting one would be seen."""
+    """x, taps, q, k, v, log of the decay and strength; states fade so slowly that forgetting one
+    would be seen."""
     generator = seeded(size)
-    x, q, k, v, decay, strength = (torch.randn(size, *shape, generator=generator) for shape in (
-        (CHANNELS,), (HEADS, DK), (HEADS, DK), (HEADS, DV), (HEADS,), (HEADS,)))
+    x, q, k, v, decay, strength = (
+        torch.randn(size, *shape, generator=generator)
+        for shape in ((CHANNELS,), (HEADS, DK), (HEADS, DK), (HEADS, DV), (HEADS,), (HEADS,))
+    )
     taps = torch.randn(4, CHANNELS, generator=generator)
     return [x.requires_grad_() for x in (x, taps, q, k, v, -0.05 * decay.exp(), strength.sigmoid())]
 
@@ -91,7 +95,9 @@ def one_by_one(segments, x, taps, q, k, v, decay, strength):
         state = torch.zeros(HEADS, DK, DV, dtype=torch.float64)
         for i, place in enumerate(seen):
             key = k[place] * torch.rsqrt(k[place].square().sum(-1, keepdim=True) + 1e-6)
-            query = q[place] * torch.rsqrt(q[place].square().sum(-1, keepdim=True) + 1e-6) * DK ** -0.5
+            query = (
+                q[place] * torch.rsqrt(q[place].square().sum(-1, keepdim=True) + 1e-6) * DK**-0.5
+            )
             state = state * decay[place].exp()[:, None, None]
             change = (v[place] - (key[:, None] @ state)[:, 0]) * strength[place][:, None]
             state = state + key[:, :, None] * change[:, None]
@@ -118,10 +124,15 @@ def emulated_fla(signature: str):
         outputs, states = [], []
         for i, (start, end) in enumerate(zip(bounds, bounds[1:])):
             part = [y[:, start:end] for y in (call.q, call.k, call.v)]
-            state = None if call.initial_state is None else call.initial_state[i:i + 1]
+            state = None if call.initial_state is None else call.initial_state[i : i + 1]
             out, state = inspect.unwrap(linear_attention.qwen3_5.torch_recurrent_gated_delta_rule)(
-                *part, g=call.g[:, start:end], beta=call.beta[:, start:end], initial_state=state,
-                output_final_state=call.output_final_state, use_qk_l2norm_in_kernel=call.use_qk_l2norm_in_kernel)
+                *part,
+                g=call.g[:, start:end],
+                beta=call.beta[:, start:end],
+                initial_state=state,
+                output_final_state=call.output_final_state,
+                use_qk_l2norm_in_kernel=call.use_qk_l2norm_in_kernel,
+            )
             outputs.append(out)
             states.append(state)
         return torch.cat(outputs, dim=1), torch.cat(states)
@@ -148,10 +159,20 @@ def layer_errors(segments) -> dict[str, float]:
     expected = one_by_one(segments, *inputs)
     generator = seeded(1)
     weights = [torch.randn(y.shape, generator=generator) for y in actual]
-    ours, theirs = (torch.autograd.grad(sum((y * w).sum() for y, w in zip(out, weights)), inputs) for out in (actual, expected))
+    ours, theirs = (
+        torch.autograd.grad(sum((y * w).sum() for y, w in zip(out, weights)), inputs)
+        for out in (actual, expected)
+    )
     names = "x taps q k v decay strength".split()
-    errors = {f"gradient of {name}": relative(*pair) for name, *pair in zip(names, ours, theirs) if pair[1].any()}
-    return errors | {"convolution": relative(actual[0], expected[0]), "delta rule": relative(actual[1], expected[1])}
+    errors = {
+        f"gradient of {name}": relative(*pair)
+        for name, *pair in zip(names, ours, theirs)
+        if pair[1].any()
+    }
+    return errors | {
+        "convolution": relative(actual[0], expected[0]),
+        "delta rule": relative(actual[1], expected[1]),
+    }
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -166,21 +187,32 @@ def test_slots_go_on_where_their_prompt_ended(groups, rule):
     prompts = [length for length, _ in groups]
     segments, new = lay_out([(length, []) for length in prompts]), 6
     slots, size = 2 * len(prompts) + 1, sum(prompts)
-    text = SimpleNamespace(layer_types=["linear_attention"] * 2, linear_num_key_heads=2, linear_key_head_dim=1,
-                           linear_num_value_heads=HEADS, linear_value_head_dim=2)
+    text = SimpleNamespace(
+        layer_types=["linear_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=1,
+        linear_num_value_heads=HEADS,
+        linear_value_head_dim=2,
+    )
     states = SlotStates(text, slots, torch.float32, CPU)
-    states.states = torch.randn(2, slots, HEADS, DK, DV)                                  # of whoever was there before
+    # of whoever was there before
+    states.states = torch.randn(2, slots, HEADS, DK, DV)
     states.inputs.normal_()
     inputs = [x.detach() for x in random_inputs(size + new * (slots - 1))]
-    of_slot = [i % len(prompts) for i in range(slots - 1)]                                # which prompt
+    # which prompt
+    of_slot = [i % len(prompts) for i in range(slots - 1)]
     places = [torch.arange(*segments[i][:2]) for i in of_slot]
-    plan_ = (torch.cat(places), torch.cat([torch.full_like(r, s) for s, r in enumerate(places)]),
-             torch.cat([torch.arange(len(r)) for r in places]))
+    plan_ = (
+        torch.cat(places),
+        torch.cat([torch.full_like(r, s) for s, r in enumerate(places)]),
+        torch.cat([torch.arange(len(r)) for r in places]),
+    )
     packed = PackedDelta(segments, CPU, states, plan_)
     packed.convolve(1, inputs[0][:size], inputs[1])
     packed.recur(1, *(x[:size] for x in inputs[2:]))
     outputs_of = {slot: [] for slot in range(slots - 1)}
-    place = list(range(slots - 1))                                                        # of each sequence
+    # of each sequence
+    place = list(range(slots - 1))
     for step in range(new):
         if step == 3:
             states.move(torch.tensor([0]), torch.tensor([slots - 1]))
@@ -191,7 +223,8 @@ def test_slots_go_on_where_their_prompt_ended(groups, rule):
         mixed = states.recur(1, *(x[now] for x in inputs[2:]))
         for slot in outputs_of:
             outputs_of[slot].append((convolved[place[slot]], mixed[place[slot]]))
-    after = size + torch.arange(new)[:, None] * (slots - 1) + torch.arange(slots - 1)      # places of each slot's tokens
+    # places of each slot's tokens
+    after = size + torch.arange(new)[:, None] * (slots - 1) + torch.arange(slots - 1)
     for slot, outputs in outputs_of.items():
         places = torch.cat([torch.arange(*segments[of_slot[slot]][:2]), after[:, slot]])
         inputs_of_slot = [x if i == 1 else x[places] for i, x in enumerate(inputs)]
@@ -208,7 +241,8 @@ def qwen35(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def env(qwen35, picture_rows):
-    """With every parameter trained, the vision tower's too; prompts of 1 to 130 tokens with 0, 1 and 2 pictures."""
+    """With every parameter trained, the vision tower's too; prompts of 1 to 130 tokens with 0, 1
+    and 2 pictures."""
     env = start(qwen35, picture_rows, "--train_vision --advantage grpo")
     generator, config = seeded(2), env.processor.config
 
@@ -216,17 +250,28 @@ def env(qwen35, picture_rows):
         return torch.randint(4, 300, (count,), generator=generator)
 
     prompts, patches = [], {}
-    for group, (length, images) in enumerate([(1, 0), (30, 1), (45, 2), (2, 0), (64, 0), (130, 1), (65, 0)]):
+    for group, (length, images) in enumerate(
+        [(1, 0), (30, 1), (45, 2), (2, 0), (64, 0), (130, 1), (65, 0)]
+    ):
         pieces, grids = [], []
         for k in range(images):
             grids.append((1, 4 + 2 * k, 6))
             tokens = grids[-1][1] * 6 // 4
-            pieces += [words(2), torch.tensor([config.vision_start_token_id] + [config.image_token_id] * tokens
-                                              + [config.vision_end_token_id])]
+            pieces += [
+                words(2),
+                torch.tensor(
+                    [config.vision_start_token_id]
+                    + [config.image_token_id] * tokens
+                    + [config.vision_end_token_id]
+                ),
+            ]
         ids = torch.cat([*pieces, words(length - sum(map(len, pieces)))])
         size = sum(h * w for _, h, w in grids)
         if images:
-            patches[group] = torch.randn(size, 3 * 2 * 16 * 16, generator=generator), torch.tensor(grids)
+            patches[group] = (
+                torch.randn(size, 3 * 2 * 16 * 16, generator=generator),
+                torch.tensor(grids),
+            )
         image_tokens = int((ids == config.image_token_id).sum())
         prompts.append(Prompt([], "", (), tuple(grids), ids, image_tokens, index=group))
     lengths = [[1, 7, 40, 3], [64, 1, 100], [12], [5, 2], [65, 63], [1], [4, 33]]
@@ -238,22 +283,31 @@ def env(qwen35, picture_rows):
     return env
 
 
-def per_sample(folder, prompts, patches, batch, signs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def per_sample(
+    folder, prompts, patches, batch, signs
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs by one forward per sample, and the gradient of their sum by signs."""
     model = hugging_face(folder)
     logprobs = []
-    for group, tokens, weight in zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.split(signs)):
+    for group, tokens, weight in zip(
+        batch.prompt_index.tolist(), batch.split(batch.tokens), batch.split(signs)
+    ):
         ids = torch.cat([prompts[group].input_ids, tokens])[None]
         images = dict(zip(("pixel_values", "image_grid_thw"), patches.get(group, ())))
         types = (ids == model.config.image_token_id).int()
-        logits = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **images).logits[0, -len(tokens) - 1:-1]
+        logits = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **images).logits[
+            0, -len(tokens) - 1 : -1
+        ]
         logprobs.append(token_logprobs(logits, tokens))
         (logprobs[-1] * weight).sum().backward()
-    return torch.cat(logprobs).detach(), {f"model.{our_name(name)}": p.grad for name, p in model.named_parameters()}
+    return torch.cat(logprobs).detach(), {
+        f"model.{our_name(name)}": p.grad for name, p in model.named_parameters()
+    }
 
 
 def update_errors(env) -> tuple[float, float]:
-    """Largest errors of a log-prob and of a gradient, relative to the largest of all and to the largest of its tensor."""
+    """Largest errors of a log-prob and of a gradient, relative to the largest of all and to the
+    largest of its tensor."""
     logprobs, gradients = env.expected
     actual = torch.zeros(len(env.batch.tokens))
     for pack in make_packs(env.actor.model, env.batch):
@@ -263,7 +317,10 @@ def update_errors(env) -> tuple[float, float]:
     errors = {}
     for name, parameter in env.actor.named_parameters():
         expected = gradients[name]
-        errors[name] = float((parameter.grad.full_tensor() - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
+        errors[name] = float(
+            (parameter.grad.full_tensor() - expected).abs().max()
+            / expected.abs().max().clamp(min=1e-3)
+        )
     env.actor.zero_grad(set_to_none=True)
     assert len(errors) == len(gradients)
     return relative(actual, logprobs), max(errors.values())
@@ -271,7 +328,8 @@ def update_errors(env) -> tuple[float, float]:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_update_equals_one_forward_and_backward_per_sample(env, checkpointing):
-    """All parameters; prompts of 1 to 130 tokens, responses of 1 to 100, in one pack; a lone sample is one segment."""
+    """All parameters; prompts of 1 to 130 tokens, responses of 1 to 100, in one pack; a lone sample
+    is one segment."""
     try:
         if checkpointing:
             build.recompute_layers(env.actor.model)
@@ -284,20 +342,36 @@ def test_an_update_equals_one_forward_and_backward_per_sample(env, checkpointing
 
 def forget_states(monkeypatch):
     rule = linear_attention.padded_rule
-    monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: lambda stretch, inputs, state: rule(stretch, inputs, None))
+    monkeypatch.setattr(
+        linear_attention,
+        "choose_rule",
+        lambda *_: lambda stretch, inputs, state: rule(stretch, inputs, None),
+    )
 
 
 def detach_states(monkeypatch):
     rule = linear_attention.padded_rule
-    monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: lambda stretch, inputs, state: rule(
-        stretch, inputs, state if state is None else state.detach()))
+    monkeypatch.setattr(
+        linear_attention,
+        "choose_rule",
+        lambda *_: (
+            lambda stretch, inputs, state: rule(
+                stretch, inputs, state if state is None else state.detach()
+            )
+        ),
+    )
 
 
 def read_on(monkeypatch):
     """The convolution of the pack as it lies: a response reads the end of what stands before it."""
     convolved = linear_attention.convolved_places
-    monkeypatch.setattr(linear_attention, "convolved_places", lambda table, resumed: convolved(
-        np.stack([table[:, 0], table[:, 1], 0 * table[:, 0], table[:, 0]], axis=1), resumed))
+    monkeypatch.setattr(
+        linear_attention,
+        "convolved_places",
+        lambda table, resumed: convolved(
+            np.stack([table[:, 0], table[:, 1], 0 * table[:, 0], table[:, 0]], axis=1), resumed
+        ),
+    )
 
 
 MUTATIONS = {forget_states: (1e-3, 1e-2), detach_states: (0, 1e-2), read_on: (1e-3, 1e-2)}
@@ -326,19 +400,27 @@ def decoding(qwen35, picture_rows):
     env.answers = []
     for prompt in env.prompts:
         inputs = inputs_of(prompt, torch.zeros(0, dtype=torch.int64), env.processor)
-        out = oracle.generate(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]), do_sample=False, max_new_tokens=40,
-                              eos_token_id=None, pad_token_id=0, suppress_tokens=list(env.processor.banned_ids))
-        env.answers += [out[0, len(prompt.input_ids):].tolist()] * 2
+        out = oracle.generate(
+            **inputs,
+            attention_mask=torch.ones_like(inputs["input_ids"]),
+            do_sample=False,
+            max_new_tokens=40,
+            eos_token_id=None,
+            pad_token_id=0,
+            suppress_tokens=list(env.processor.banned_ids),
+        )
+        env.answers += [out[0, len(prompt.input_ids) :].tolist()] * 2
     ends = {env.answers[0][6], env.answers[4][15]}
     env.stop_ids = torch.tensor(sorted(ends))
     for i, answer in enumerate(env.answers):
         stops = (n for n, token in enumerate(answer, start=1) if token in ends)
-        env.answers[i] = answer[:next(stops, 40)]
+        env.answers[i] = answer[: next(stops, 40)]
     return env
 
 
 def test_greedy_tokens_are_those_of_generate(decoding, monkeypatch):
-    """Two samples of each prompt, with as many slots as samples and with few, that are refilled and whose last ones move."""
+    """Two samples of each prompt, with as many slots as samples and with few, that are refilled and
+    whose last ones move."""
     moved, refilled = [], []
     move, prefill = SlotStates.move, ppo.RolloutEngine.prefill
 
@@ -376,7 +458,9 @@ def no_window(monkeypatch):
     monkeypatch.setattr(SlotStates, "convolve", forgetful)
 
 
-@pytest.mark.parametrize("mutation", [stay_behind, no_window], ids=lambda mutation: mutation.__name__)
+@pytest.mark.parametrize(
+    "mutation", [stay_behind, no_window], ids=lambda mutation: mutation.__name__
+)
 def test_the_check_of_decoding_sees_what_is_missing(decoding, mutation, monkeypatch):
     mutation(monkeypatch)
     assert greedy(decoding, 0) != decoding.answers
@@ -389,12 +473,20 @@ def official(tmp_path_factory, qwen35):
     folder = tmp_path_factory.mktemp("official") / "model"
     shutil.copytree(qwen35, folder)
     exact = ("A_log", "linear_attn.norm.weight")
-    weights = {key: value if key.endswith(exact) else value.bfloat16() for key, value in tensors(folder).items()}
+    weights = {
+        key: value if key.endswith(exact) else value.bfloat16()
+        for key, value in tensors(folder).items()
+    }
     generator = seeded(0)
-    weights |= {"mtp.fc.weight": torch.randn(64, 128, generator=generator).bfloat16(), "mtp.norm.weight": torch.randn(64)}
+    weights |= {
+        "mtp.fc.weight": torch.randn(64, 128, generator=generator).bfloat16(),
+        "mtp.norm.weight": torch.randn(64),
+    }
     save_weights(folder, weights)
     settings = read_json(folder / "config.json")
-    settings["dtype"] = settings["text_config"]["dtype"] = settings["vision_config"]["dtype"] = "bfloat16"
+    settings["dtype"] = settings["text_config"]["dtype"] = settings["vision_config"]["dtype"] = (
+        "bfloat16"
+    )
     settings["text_config"]["mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
@@ -416,12 +508,17 @@ def test_decays_stay_float32_where_everything_else_is_bfloat16(official, picture
     assert torch.equal(vlm.decoder(model).layers[0].linear_attn.A_log.full_tensor(), before)
     assert before.bfloat16().float().ne(before).any()
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
-    assert (score(env.actor, batch) - batch.logprobs).abs().mean() < 0.02                 # bfloat16 on both sides
+    # bfloat16 on both sides
+    assert (score(env.actor, batch) - batch.logprobs).abs().mean() < 0.02
     env.actor.train()
     for pack in make_packs(model, batch):
         env.actor(pack, env.sampling)[0].sum().backward()
     gradient = vlm.decoder(model).layers[0].linear_attn.A_log.grad
-    assert gradient is None if lora == "--lora_rank 4" else gradient.dtype == torch.float32 and gradient.full_tensor().any()
+    assert (
+        gradient is None
+        if lora == "--lora_rank 4"
+        else gradient.dtype == torch.float32 and gradient.full_tensor().any()
+    )
 
 
 def test_an_export_keeps_types_and_the_multi_token_prediction(official, picture_rows, tmp_path):
@@ -430,15 +527,23 @@ def test_an_export_keeps_types_and_the_multi_token_prediction(official, picture_
         for parameter in env.actor.parameters():
             if parameter.requires_grad:
                 parameter.to_local().add_(0.01)
-    assert vlm_weights.export(env.actor, env.processor, tmp_path / "export", shard_bytes=200_000) is None
+    assert (
+        vlm_weights.export(env.actor, env.processor, tmp_path / "export", shard_bytes=200_000)
+        is None
+    )
     before, after = tensors(official), tensors(tmp_path / "export")
     assert {key: (value.dtype, value.shape) for key, value in after.items()} == {
-        key: (value.dtype, value.shape) for key, value in before.items()}
+        key: (value.dtype, value.shape) for key, value in before.items()
+    }
     assert len(list((tmp_path / "export").glob("*.safetensors"))) > 1
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert changed == {key for key in before if not key.startswith(("mtp.", "model.visual."))}
-    model, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", output_loading_info=True)
-    assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model, report = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "export", output_loading_info=True
+    )
+    assert not any(
+        report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
     assert model.config.text_config.mtp_num_hidden_layers == 1
     shutil.copytree(official, gone := tmp_path / "gone")
     env = start(gone, picture_rows, "--advantage grpo")
@@ -448,24 +553,35 @@ def test_an_export_keeps_types_and_the_multi_token_prediction(official, picture_
 
 @pytest.mark.slow
 def test_runs_resume_bit_by_bit(qwen35, task, tmp_path):
-    """With adapters and recomputed activations: weights and metrics of the whole run are those of its parts."""
-    whole = resumed(qwen35, task, tmp_path, "--advantage grpo --lora_rank 2 --gradient_checkpointing --slots 5")
+    """With adapters and recomputed activations: weights and metrics of the whole run are those of
+    its parts."""
+    whole = resumed(
+        qwen35, task, tmp_path, "--advantage grpo --lora_rank 2 --gradient_checkpointing --slots 5"
+    )
     assert records(whole)[-1]["train/sampler_gap"] < ROUNDING
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------
+# what is refused
 def text_model(kind: str, **changes):
     """InternVL around a text model of another kind, on meta."""
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
-    config["text_config"] = TEXT | {"model_type": kind, "vocab_size": config["text_config"]["vocab_size"]} | changes
+    config["text_config"] = (
+        TEXT | {"model_type": kind, "vocab_size": config["text_config"]["vocab_size"]} | changes
+    )
     return build.build_model(AutoConfig.for_model(**config), COMPUTE)
 
 
 FOREIGN = {
-    "qwen3_next": (LINEAR | EXPERTS | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
-                   "Qwen3NextGatedDeltaNet"),
+    "qwen3_next": (
+        LINEAR | EXPERTS | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
+        "Qwen3NextGatedDeltaNet",
+    ),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "mixes tokens by Lfm2ShortConv"),
-    "qwen3_5_text": (LINEAR | {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3 and hidden_act silu"),
+    "qwen3_5_text": (
+        LINEAR | {"linear_conv_kernel_dim": 3},
+        "linear_conv_kernel_dim 3 and hidden_act silu",
+    ),
 }
 
 
@@ -484,17 +600,27 @@ def test_the_rule_is_chosen_and_a_missing_package_named(monkeypatch, capsys):
         monkeypatch.setattr(linear_attention.importlib.util, "find_spec", lambda name: spec)
         in_bfloat16 = linear_attention.fla_rule if spec else linear_attention.padded_rule
         assert choose("cuda", torch.bfloat16) is in_bfloat16
-        assert choose("cpu", torch.float32) is choose("cuda", torch.float32) is linear_attention.padded_rule
-    assert capsys.readouterr().out == "linear attention runs in plain torch; faster: pip install fla-core\n"
+        assert (
+            choose("cpu", torch.float32)
+            is choose("cuda", torch.float32)
+            is linear_attention.padded_rule
+        )
+    assert (
+        capsys.readouterr().out
+        == "linear attention runs in plain torch; faster: pip install fla-core\n"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ memory
 class KeepsWhatTheKernelKeeps(torch.autograd.Function):
-    """In the place of the delta rule: nothing is computed, and as much is kept for the backward as fla's kernel keeps."""
+    """In the place of the delta rule: nothing is computed, and as much is kept for the backward as
+    fla's kernel keeps."""
 
     @staticmethod
     def forward(ctx, q, k, v, decay, strength):
-        ctx.save_for_backward(q.clone(), k.clone(), v, decay, strength, q.new_zeros(*q.shape[:2], 64))
+        ctx.save_for_backward(
+            q.clone(), k.clone(), v, decay, strength, q.new_zeros(*q.shape[:2], 64)
+        )
         return torch.zeros_like(v)
 
     @staticmethod
@@ -502,11 +628,17 @@ class KeepsWhatTheKernelKeeps(torch.autograd.Function):
         return tuple(torch.zeros_like(x) for x in ctx.saved_tensors[:5])
 
 
-@pytest.mark.parametrize("flags_", [(), ("--gradient_checkpointing",)], ids=["all kept", "recomputed"])
+@pytest.mark.parametrize(
+    "flags_", [(), ("--gradient_checkpointing",)], ids=["all kept", "recomputed"]
+)
 def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
-    """Gathered weights, activations and backward of one pack of 1,000 tokens against what is alive, in bfloat16."""
-    monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: lambda stretch, inputs, state: (
-        KeepsWhatTheKernelKeeps.apply(*inputs), None))
+    """Gathered weights, activations and backward of one pack of 1,000 tokens against what is alive,
+    in bfloat16."""
+    monkeypatch.setattr(
+        linear_attention,
+        "choose_rule",
+        lambda *_: lambda stretch, inputs, state: (KeepsWhatTheKernelKeeps.apply(*inputs), None),
+    )
     tokenizer = toy.make_tokenizer()
     model = toy.make_model("qwen3_5", tokenizer, 0, hidden_size=128, layers=4)
     for part in (model, tokenizer, toy.make_image_processor("qwen3_5")):
@@ -520,7 +652,8 @@ def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
     weights = ppo.minibatch_weights(batch, range(1), batch.in_policy_loss, env.args)
     part = ppo.Minibatch(range(1), weights, weights, None)
     env.actor.train()
-    for _ in range(2):                                                    # the second time as in an update of several rows
+    # the second time as in an update of several rows
+    for _ in range(2):
         with LiveBytes() as live:
             (pack,) = make_packs(env.actor.model, batch)
             ppo.actor_loss(env.actor, None, pack, batch, part, env.args)[0].backward()
@@ -531,7 +664,8 @@ def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
 
 def test_bytes_of_a_slot():
     """At the sizes of Qwen3.5-4B and 9B 48 MiB of states, however short the sequence is."""
-    text = AutoConfig.for_model("qwen3_5_text")                                           # those of the 9B
+    # those of the 9B
+    text = AutoConfig.for_model("qwen3_5_text")
     assert linear_attention.linear_layers(text) == 24
     states = 24 * 32 * 128 * 128 * 4
     assert states == 48 * 2**20
@@ -549,8 +683,11 @@ def test_bytes_of_a_slot():
 def test_slots_are_counted_with_their_states(decoding, monkeypatch):
     """On a GPU with room for three of them."""
     text = decoding.actor.model.config.get_text_config()
-    engine = SimpleNamespace(actor=decoding.actor, sampling=decoding.sampling,
-                             setup=SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32))
+    engine = SimpleNamespace(
+        actor=decoding.actor,
+        sampling=decoding.sampling,
+        setup=SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32),
+    )
     slots = attention.SlotCache(text, 2, 100, torch.float32, CPU, "sdpa")
     room = 3.5 / 2 * slots.nbytes + ppo.memory.forward_bytes(decoding.actor, 50) + ppo.memory.MARGIN
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -1,5 +1,5 @@
-"""LoRA adapters: the layer is W + (alpha / r) B A, the reference is the model without them, nothing else is trained, saved
-or moved, and what is exported loads without us."""
+"""LoRA adapters: the layer is W + (alpha / r) B A, the reference is the model without them, nothing
+else is trained, saved or moved, and what is exported loads without us."""
 
 from pathlib import Path
 
@@ -74,22 +74,40 @@ def env(qwen25, picture_rows):
 def adapted(folder: Path, module) -> tuple[torch.nn.Module, dict, dict[str, torch.Tensor]]:
     """Hugging Face's model, leaves A and B by our names, and the weights W + 2 B A by its own."""
     model = hugging_face(folder).requires_grad_(False)
-    weights = {name.removeprefix("model."): value for name, value in weights_of(module.model).items() if ".lora_" in name}
-    leaves = {name: value.detach().requires_grad_() for name, value in weights_of(module).items() if ".lora_" in name}
+    weights = {
+        name.removeprefix("model."): value
+        for name, value in weights_of(module.model).items()
+        if ".lora_" in name
+    }
+    leaves = {
+        name: value.detach().requires_grad_()
+        for name, value in weights_of(module).items()
+        if ".lora_" in name
+    }
     stems = {name.rpartition(".")[0] for name in leaves}
     assert {stem.rpartition(".")[2] for stem in stems} == TARGETS
     assert len(stems) == 7 * model.config.text_config.num_hidden_layers
     assert len(weights) == len(leaves) == 2 * len(stems)
-    merged = {f"{stem.removeprefix('model.')}.weight": model.get_parameter(f"{stem.removeprefix('model.')}.weight")
-              + 2.0 * leaves[f"{stem}.lora_B"] @ leaves[f"{stem}.lora_A"] for stem in stems}
+    merged = {
+        f"{stem.removeprefix('model.')}.weight": model.get_parameter(
+            f"{stem.removeprefix('model.')}.weight"
+        )
+        + 2.0 * leaves[f"{stem}.lora_B"] @ leaves[f"{stem}.lora_A"]
+        for stem in stems
+    }
     return model, leaves, merged
 
 
 def hugging_face_rows(env, model, merged: dict[str, torch.Tensor], **more):
-    """For every sample its tokens, and the output and rows of Hugging Face's own forward with the given weights."""
+    """For every sample its tokens, and the output and rows of Hugging Face's own forward with the
+    given weights."""
     for index, tokens in responses_of(env.batch):
         inputs = inputs_of(env.prompts[index], tokens, env.processor) | {"use_cache": False} | more
-        yield tokens, torch.func.functional_call(model, merged, (), inputs), slice(-len(tokens) - 1, -1)
+        yield (
+            tokens,
+            torch.func.functional_call(model, merged, (), inputs),
+            slice(-len(tokens) - 1, -1),
+        )
 
 
 def hugging_face_logprobs(env, model, merged: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -111,20 +129,28 @@ def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
     (signs * expected).sum().backward()
     for pack in make_packs(env.actor.model, env.batch):
         (signs[pack.flat] * env.actor(pack, env.sampling)[0]).sum().backward()
-    actual = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
+    actual = {
+        name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad
+    }
     env.actor.zero_grad(set_to_none=True)
     assert distance(actual, {name: leaf.grad for name, leaf in leaves.items()}) < ROUNDING
     model, leaves, merged = adapted(qwen25, env.critic)
-    head = torch.randn(64, generator=seeded(3))[:env.critic.value_head.in_features]
+    head = torch.randn(64, generator=seeded(3))[: env.critic.value_head.in_features]
     with torch.no_grad():
         env.critic.value_head.weight.to_local().copy_(head[None])
-    values = torch.cat([out.hidden_states[-1][0, rows] @ head for _, out, rows in
-                        hugging_face_rows(env, model, merged, output_hidden_states=True)])
+    values = torch.cat(
+        [
+            out.hidden_states[-1][0, rows] @ head
+            for _, out, rows in hugging_face_rows(env, model, merged, output_hidden_states=True)
+        ]
+    )
     values.mul(signs).sum().backward()
     assert (ppo.values_of(env.critic, env.batch) - values).abs().max() < 1e-4
     for pack in make_packs(env.critic.model, env.batch):
         (signs[pack.flat] * env.critic(pack)).sum().backward()
-    actual = {name: p.grad.full_tensor() for name, p in env.critic.named_parameters() if p.requires_grad}
+    actual = {
+        name: p.grad.full_tensor() for name, p in env.critic.named_parameters() if p.requires_grad
+    }
     env.critic.zero_grad(set_to_none=True)
     assert actual.pop("value_head.weight").norm() > 0
     assert distance(actual, {name: leaf.grad for name, leaf in leaves.items()}) < ROUNDING
@@ -136,18 +162,25 @@ def test_a_model_begins_as_its_base(env, qwen25, picture_rows):
     assert torch.equal(score(fresh.actor, env.batch), expected)
     assert (score(env.actor, env.batch) - expected).abs().max() > 0.1
     for layer in (m for m in fresh.actor.modules() if isinstance(m, adapters.LoRALinear)):
-        values, bound = layer.lora_A.full_tensor(), layer.in_features ** -0.5
+        values, bound = layer.lora_A.full_tensor(), layer.in_features**-0.5
         assert not layer.lora_B.full_tensor().any()
         assert 0.9 * bound < values.abs().max() <= bound
     again = start(qwen25, picture_rows, LORA, "--seed 1")
     drawn = [weights_of(part.actor) for part in (fresh, again)]
-    assert all(torch.equal(value, drawn[1][name]) == ("lora_A" not in name) for name, value in drawn[0].items())
-    assert {name for name, p in fresh.critic.named_parameters() if p.requires_grad and ".lora_" not in name} == {
-        "value_head.weight"}
+    assert all(
+        torch.equal(value, drawn[1][name]) == ("lora_A" not in name)
+        for name, value in drawn[0].items()
+    )
+    assert {
+        name
+        for name, p in fresh.critic.named_parameters()
+        if p.requires_grad and ".lora_" not in name
+    } == {"value_head.weight"}
 
 
 def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
-    """Its log-probs, and the exact KL in the reward and in the loss, are those of a second copy of the base."""
+    """Its log-probs, and the exact KL in the reward and in the loss, are those of a second copy of
+    the base."""
     assert env.reference is env.actor
     other = start(qwen25, picture_rows, LORA, "--kl_coef 0.1 --reference_model", qwen25)
     assert other.reference is not other.actor
@@ -157,7 +190,8 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
     expected = score(other.reference, batch)
     assert torch.equal(batch.ref_logprobs, expected)
     assert batch.kl.abs().max() > 0.1
-    assert torch.equal(score(env.actor, batch), batch.logprobs)                                         # they act again
+    # they act again
+    assert torch.equal(score(env.actor, batch), batch.logprobs)
     args, batch.kl_coef = with_flags(env.args, kl_estimator="full", kl_in="loss"), 1.0
     weights = ppo.minibatch_weights(batch, range(4), batch.in_policy_loss, args)
     part = ppo.Minibatch(range(4), weights, weights, None)
@@ -182,7 +216,11 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
         assert torch.allclose(kl, runs[0][0], atol=ROUNDING)
         assert kl.max() > 0.01
         assert distance(gradients, runs[0][1]) < rounding(len(batch.tokens))
-    gathered = [name for name, p in env.actor.named_parameters() if not ("visual" in name or hasattr(p, "to_local"))]
+    gathered = [
+        name
+        for name, p in env.actor.named_parameters()
+        if not ("visual" in name or hasattr(p, "to_local"))
+    ]
     assert not gathered
 
 
@@ -196,24 +234,38 @@ def test_export_is_merged_and_the_adapter_stands_beside_it(env, qwen25, tmp_path
     assert before.keys() == after.keys()
     assert {key.split(".")[-2] for key in moved} == TARGETS
     assert not any("visual" in key for key in moved)
-    # By the rules of PEFT: base_model.model.<module>.lora_A.weight, W + (lora_alpha / r) B A, whole names or suffixes.
+    # By the rules of PEFT: base_model.model.<module>.lora_A.weight, W + (lora_alpha / r) B A, whole
+    # names or suffixes.
     config = read_json(tmp_path / "hf" / "adapter" / "adapter_config.json")
     weights = load_file(tmp_path / "hf" / "adapter" / "adapter_model.safetensors")
-    assert (config["r"], config["lora_alpha"], config["peft_type"], config["task_type"]) == (3, 6, "LORA", "CAUSAL_LM")
+    assert (config["r"], config["lora_alpha"], config["peft_type"], config["task_type"]) == (
+        3,
+        6,
+        "LORA",
+        "CAUSAL_LM",
+    )
     base = hugging_face(config["base_model_name_or_path"])
-    modules = [name for name, _ in base.named_modules() if name.endswith(tuple(config["target_modules"]))]
-    assert {f"base_model.model.{name}.lora_{part}.weight" for name in modules for part in "AB"} == weights.keys()
+    modules = [
+        name for name, _ in base.named_modules() if name.endswith(tuple(config["target_modules"]))
+    ]
+    assert {
+        f"base_model.model.{name}.lora_{part}.weight" for name in modules for part in "AB"
+    } == weights.keys()
     with torch.no_grad():
         for name in modules:
             a, b = (weights[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
             base.get_submodule(name).weight += config["lora_alpha"] / config["r"] * b @ a
-    assert (hugging_face_logprobs(env, base.requires_grad_(False), {}) - expected).abs().max() < ROUNDING
-    vlm_weights.export(env.actor, env.processor, tmp_path / "hf")                               # again, over the first
+    assert (
+        hugging_face_logprobs(env, base.requires_grad_(False), {}) - expected
+    ).abs().max() < ROUNDING
+    # again, over the first
+    vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_path, dtype):
-    """A checkpoint comes out of bfloat16 training as it went in, but for what was trained; adapters stay float32."""
+    """A checkpoint comes out of bfloat16 training as it went in, but for what was trained; adapters
+    stay float32."""
     model = AutoModelForImageTextToText.from_pretrained(qwen25, dtype=dtype)
     model.save_pretrained(tmp_path / "base")
     for path in qwen25.iterdir():
@@ -226,11 +278,18 @@ def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_
     gradients, _ = gradient(env.args, env.actor, hand_batch(env))
     assert all(value.dtype == torch.float32 and value.norm() > 0 for value in gradients.values())
     vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
-    before, after, weights = tensors(tmp_path / "base"), tensors(tmp_path / "hf"), weights_of(env.actor.model)
+    before, after, weights = (
+        tensors(tmp_path / "base"),
+        tensors(tmp_path / "hf"),
+        weights_of(env.actor.model),
+    )
     for key, value in after.items():
         stem, expected = env.actor.model.setup.stored[key].name.removesuffix(".weight"), before[key]
-        if f"{stem}.lora_A" in weights:                                               # the sum in float32, rounded once
-            expected = (expected.float() + 2 * weights[f"{stem}.lora_B"] @ weights[f"{stem}.lora_A"]).to(dtype)
+        # the sum in float32, rounded once
+        if f"{stem}.lora_A" in weights:
+            expected = (
+                expected.float() + 2 * weights[f"{stem}.lora_B"] @ weights[f"{stem}.lora_A"]
+            ).to(dtype)
         assert torch.equal(value, expected), key
 
 
@@ -244,7 +303,9 @@ def test_a_run_resumes_bit_by_bit_from_adapters_alone(qwen25, task, tmp_path):
     first, *_, last = records(whole)
     assert first["train/kl"] < rounding(16) < 1e-3 < last["train/kl"]
     assert first["train/sampler_gap"] < ROUNDING
-    one, two = (tensors(tmp_path / name / "export" / "step-4" / "adapter") for name in ("whole", "parts"))
+    one, two = (
+        tensors(tmp_path / name / "export" / "step-4" / "adapter") for name in ("whole", "parts")
+    )
     assert same_tensors(one, two)
     saved = tensors(whole / "checkpoints" / "step-4")
     assert saved
@@ -260,7 +321,9 @@ def test_a_judge_with_adapters(qwen25, judgements, tmp_path):
     grm.main(line)
     assert records(tmp_path)[-1]["train/loss"] < records(tmp_path)[0]["train/loss"]
     before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-3")
-    assert {key.split(".")[-2] for key in before if not torch.equal(before[key], after[key])} == TARGETS
+    assert {
+        key.split(".")[-2] for key in before if not torch.equal(before[key], after[key])
+    } == TARGETS
     assert (tmp_path / "export" / "step-3" / "adapter" / "adapter_model.safetensors").exists()
     assert all(".lora_" in key for key in tensors(tmp_path / "checkpoints" / "step-3"))
 
@@ -269,11 +332,20 @@ def test_a_judge_with_adapters(qwen25, judgements, tmp_path):
 def test_one_rank_equals_two(qwen25, task, tmp_path):
     """Of rank 3 the second rank holds one row of every A; the exact KL in the loss, checkpointing."""
     other = write_checkpoint(tmp_path / "qwen3", "qwen3_vl")
-    lines = {"gae": (qwen25, RUN, "--critic_lr 1e-2"),
-             "full": (other, RUN, "--advantage grpo --kl_estimator full --kl_in loss --steps 2 --prompts_per_step 3 "
-                      "--minibatches 1 --gradient_checkpointing --lora_rank 1")}
+    lines = {
+        "gae": (qwen25, RUN, "--critic_lr 1e-2"),
+        "full": (
+            other,
+            RUN,
+            "--advantage grpo --kl_estimator full --kl_in loss --steps 2 --prompts_per_step 3 "
+            "--minibatches 1 --gradient_checkpointing --lora_rank 1",
+        ),
+    }
     for ranks in (1, 2):
-        runs = [flags(folder, task, tmp_path / f"{name}-{ranks}", *more) for name, (folder, *more) in lines.items()]
+        runs = [
+            flags(folder, task, tmp_path / f"{name}-{ranks}", *more)
+            for name, (folder, *more) in lines.items()
+        ]
         launch(2, *runs) if ranks == 2 else [ppo.main(run) for run in runs]
     for name in lines:
         one, two = (tmp_path / f"{name}-{ranks}" for ranks in (1, 2))
@@ -282,18 +354,25 @@ def test_one_rank_equals_two(qwen25, task, tmp_path):
         for part in ("", "adapter"):
             ours, theirs = (tensors(out / "export" / step / part) for out in (one, two))
             assert ours.keys() == theirs.keys()
-            assert all((ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + rounding(16) for key in ours)
+            assert all(
+                (ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + rounding(16)
+                for key in ours
+            )
 
 
-OF_FAMILY = {"qwen3_vl_moe": TARGETS - {"gate_proj", "up_proj", "down_proj"},
-             "qwen3_5": TARGETS | {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}}
+OF_FAMILY = {
+    "qwen3_vl_moe": TARGETS - {"gate_proj", "up_proj", "down_proj"},
+    "qwen3_5": TARGETS | {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"},
+}
 OF_FAMILY["qwen3_5_moe"] = OF_FAMILY["qwen3_5"] | {"shared_expert_gate"}
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "idefics3", "llama"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "idefics3", "llama"]
+)
 def test_other_families(kind, picture_rows, tmp_path, capfd):
-    """Experts, linear attention, windows, another name of the decoder, text only with tied embeddings: sampled = trained =
-    exported; that experts have no adapters is said once."""
+    """Experts, linear attention, windows, another name of the decoder, text only with tied
+    embeddings: sampled = trained = exported; that experts have no adapters is said once."""
     try:
         write_family(kind, tmp_path / "base", picture_rows)
     except ImportError:

@@ -84,7 +84,8 @@ def test_average_is_the_recursion_over_the_applied_steps(
         expected = {name: 0.75 * value + 0.25 * now[name] for name, value in expected.items()}
     average = average_of(env)
     assert all(
-        torch.allclose(average[name], expected[name], rtol=rounding(16), atol=rounding(1)) for name in expected
+        torch.allclose(average[name], expected[name], rtol=rounding(16), atol=rounding(1))
+        for name in expected
     )
     assert any((average[name] - now[name]).abs().max() > 1e-3 for name in average)  # it lags behind
     true_loss = losses.ppo
@@ -102,7 +103,9 @@ def test_average_is_the_recursion_over_the_applied_steps(
 def test_one_average_per_update_not_per_pack(qwen25, picture_rows, monkeypatch):
     """Small packs accumulate: the average moves once; two minibatches move it twice."""
     steps, true = [], fsdp.Trainable.update_average
-    monkeypatch.setattr(fsdp.Trainable, "update_average", lambda trained: steps.append(true(trained)))
+    monkeypatch.setattr(
+        fsdp.Trainable, "update_average", lambda trained: steps.append(true(trained))
+    )
     for minibatches, tokens in ((1, 110), (2, 600)):
         env = with_average(qwen25, picture_rows, "--minibatches", str(minibatches))
         steps.clear()
@@ -156,7 +159,10 @@ def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
     """Evaluated in place of the weights and exported beside them; what is trained, and its samples,
     do not feel it."""
     more = (
-        "--steps 3 --actor_lr 1e-2", "--eval_data", str(task / "eval.jsonl"), "--eval_every 1 --export_every 2",
+        "--steps 3 --actor_lr 1e-2",
+        "--eval_data",
+        str(task / "eval.jsonl"),
+        "--eval_every 1 --export_every 2",
     )
     train(qwen25, task, tmp_path / "plain", *more)
     train(qwen25, task, tmp_path / "average", *more, EMA)
@@ -170,16 +176,27 @@ def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
     without_average = {name: value for name, value in average.items() if not name.endswith(".ema")}
     assert same_tensors(plain, without_average)
     assert len(without_average) < len(average)
-    assert same_tensors(*(tensors(tmp_path / name / "export" / "step-3") for name in ("plain", "average")))
+    assert same_tensors(
+        *(tensors(tmp_path / name / "export" / "step-3") for name in ("plain", "average"))
+    )
     assert os.readlink(tmp_path / "average" / "export_ema" / "latest") == "step-3"
     exported = tensors(tmp_path / "average" / "export_ema" / "step-2")
     assert exported.keys() == tensors(qwen25).keys()
     assert not same_tensors(exported, tensors(qwen25))
     # What was evaluated is what was exported: the folder answers as the run did.
     ppo.main(
-        words("--model", tmp_path / "average" / "export_ema" / "latest", "--out", tmp_path / "again", "--eval_only",
-              "--eval_data", task / "eval.jsonl", "--reward", f"{task / 'reward.py'}:letters",
-              "--max_prompt_tokens 512 --max_new_tokens 6 --prompts_per_step 4 --max_tokens_per_pack 600")
+        words(
+            "--model",
+            tmp_path / "average" / "export_ema" / "latest",
+            "--out",
+            tmp_path / "again",
+            "--eval_only",
+            "--eval_data",
+            task / "eval.jsonl",
+            "--reward",
+            f"{task / 'reward.py'}:letters",
+            "--max_prompt_tokens 512 --max_new_tokens 6 --prompts_per_step 4 --max_tokens_per_pack 600",
+        )
     )
     answers = [
         [row["response"] for row in samples_of(folder, name)]
@@ -228,17 +245,18 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
             (tmp_path / name / file.name).write_bytes(file.read_bytes())
     write_judge(tmp_path / "judge", ("correct", "yes"))
     weights = tensors(qwen25)
-    head = torch.randn(
-        1, weights["lm_head.weight"].shape[1], generator=seeded(0)
-    )
+    head = torch.randn(1, weights["lm_head.weight"].shape[1], generator=seeded(0))
     save_weights(tmp_path / "scalar", weights | {"score.weight": head})
     recipe = json.dumps(
         {"*": [[f"grm:{tmp_path / 'judge'}", 1], [f"rm:{tmp_path / 'scalar'}", 0.1]]}
     )
     more = (
-        "--reward_recipe", recipe,
-        "--prompts_per_step 3 --kl_coef 0.1 --kl_in loss --kl_estimator full --reference_every 1 --critic_lr 1e-3", EMA,
-        "--eval_data", str(task / "eval-3.jsonl"),
+        "--reward_recipe",
+        recipe,
+        "--prompts_per_step 3 --kl_coef 0.1 --kl_in loss --kl_estimator full --reference_every 1 --critic_lr 1e-3",
+        EMA,
+        "--eval_data",
+        str(task / "eval-3.jsonl"),
     )
     lines = []
     for name, extra in (
@@ -304,7 +322,11 @@ def test_a_gpu_is_relieved(gpu, qwen25, picture_rows):
 
     def optimizer_state():
         states = trained.optimizer.state.values()
-        return [shards.shard_of(state[name]) for state in states for name in ("exp_avg", "exp_avg_sq", "ema")]
+        return [
+            shards.shard_of(state[name])
+            for state in states
+            for name in ("exp_avg", "exp_avg_sq", "ema")
+        ]
 
     for part, held in ((env.reference, weights), (trained, optimizer_state)):
         fsdp.move(part, env.ranks.device)

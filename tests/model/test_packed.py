@@ -57,9 +57,7 @@ def test_packs_equal_per_sample_forwards(checkpoint, picture_rows, budget, share
         random_responses([3, 4, 2, 3], vocabulary)
     )
     weights = torch.linspace(-1, 1, len(batch.tokens))
-    value_head = torch.randn(
-        processor.config.text_config.hidden_size, generator=seeded(5)
-    )
+    value_head = torch.randn(processor.config.text_config.hidden_size, generator=seeded(5))
 
     pixels = [load_pixels(prompt, processor) for prompt in prompts]
     expected, expected_values = [], []
@@ -115,12 +113,12 @@ def test_files_that_are_no_weights_are_told(qwen25, tmp_path):
         b"version https://git-lfs.github.com/spec/v1\n",
     ):
         (tmp_path / "model.safetensors").write_bytes(data)
-        with value_error("model.safetensors cannot be read as safetensors: .*git-lfs",
+        with value_error(
+            "model.safetensors cannot be read as safetensors: .*git-lfs",
         ):
             load(model, tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with value_error("model.safetensors cannot be read as safetensors: No such file"
-    ):
+    with value_error("model.safetensors cannot be read as safetensors: No such file"):
         load(model, tmp_path)
 
 
@@ -130,9 +128,11 @@ def test_quantized_weights_are_refused(qwen25, tmp_path):
     materialize(model, CPU)
     weights = load_file(qwen25 / "model.safetensors")
     key = next(key for key in weights if key.endswith("mlp.up_proj.weight"))
-    save_weights(tmp_path, weights | {key: weights[key].to(torch.float8_e4m3fn), f"{key}_scale": torch.ones(1)})
-    with value_error(f"{key} is of type torch.float8_e4m3fn; quantized weights are not supported"
-    ):
+    save_weights(
+        tmp_path,
+        weights | {key: weights[key].to(torch.float8_e4m3fn), f"{key}_scale": torch.ones(1)},
+    )
+    with value_error(f"{key} is of type torch.float8_e4m3fn; quantized weights are not supported"):
         load(model, tmp_path)
 
 
@@ -208,8 +208,9 @@ def test_bfloat16_leaves_rotary_frequencies_alone(qwen25, picture_rows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_reaches_sdpa(monkeypatch, device, dtype):
-    """On a GPU, which the meta device stands for: four dimensions, a key head for each query head and nothing grouped, as all
-    else is for the slow kernel of any input. Decoding reads the cache where it lies, and no further than it must."""
+    """On a GPU, which the meta device stands for: four dimensions, a key head for each query head
+    and nothing grouped, as all else is for the slow kernel of any input. Decoding reads the cache
+    where it lies, and no further than it must."""
     reached = []
 
     def sdpa(q, k, v, attn_mask=None, **options):
@@ -228,26 +229,32 @@ def test_what_reaches_sdpa(monkeypatch, device, dtype):
     grouped = device == "cpu"
     assert out.shape == (1, 30, 4, 16) and reached
     for queries, keys, values, gqa in reached:
-        assert queries.shape[1] == 4 and keys.shape[1] == values.shape[1] == (2 if grouped else 4) and gqa == grouped
+        assert (
+            queries.shape[1] == 4
+            and keys.shape[1] == values.shape[1] == (2 if grouped else 4)
+            and gqa == grouped
+        )
     reached.clear()
     config = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=2, head_dim=16)
     cache = SlotCache(config, 5, 100, dtype, q.device, "sdpa")
     step = DecodeAttention(cache, torch.zeros(3, dtype=torch.int64, device=device), 32, "sdpa")
     assert step(0, *(x[:, :, :3] for x in (q, k, v)), 1.0).shape == (1, 3, 4, 16)
-    (queries, keys, _, gqa), = reached
+    ((queries, keys, _, gqa),) = reached
     assert keys._base is cache.keys and not gqa
     four = device == "meta" and dtype == torch.bfloat16
     assert queries.shape == ((3, 2, 2, 16) if four else (6, 2, 16)) and keys.shape[-2] == 32
 
 
 def test_fsdp_does_not_walk_through_segments():
-    """It looks through dataclasses in the arguments of every layer for tensors with a gradient: twice the calls of a step."""
+    """It looks through dataclasses in the arguments of every layer for tensors with a gradient:
+    twice the calls of a step."""
     assert not dataclasses.is_dataclass(PackedAttention)
 
 
 @pytest.fixture
 def sent(monkeypatch):
-    """For each tensor that is sent to a GPU, which is not there: whether its memory is pinned, and nobody waits."""
+    """For each tensor that is sent to a GPU, which is not there: whether its memory is pinned, and
+    nobody waits."""
     pinned, transfers, to = [], [], torch.Tensor.to
 
     def pin_memory(tensor):
@@ -266,7 +273,8 @@ def sent(monkeypatch):
 
 
 def test_the_host_waits_for_no_table_of_a_pack(qwen25, sent):
-    """A copy of more than 64 KiB from memory that is not pinned would wait until the GPU has finished the pack before."""
+    """A copy of more than 64 KiB from memory that is not pinned would wait until the GPU has
+    finished the pack before."""
     segments = [(0, 5, 0, 0), (5, 9, 0, 5), (9, 12, 0, 5), (12, 20, 12, 12, True)]
     q, k, v = (torch.randn(1, heads, 20, 16) for heads in (4, 2, 2))
     numbers = {}
@@ -277,15 +285,21 @@ def test_the_host_waits_for_no_table_of_a_pack(qwen25, sent):
     PackedDelta(segments, CUDA)
     numbers["linear"] = len(sent)
 
-    batch = Batch([SimpleNamespace(input_ids=torch.arange(7))], [0], [0]).with_targets(random_responses([2], 200))
+    batch = Batch([SimpleNamespace(input_ids=torch.arange(7))], [0], [0]).with_targets(
+        random_responses([2], 200)
+    )
     positions = torch.arange(7).expand(3, -1)
     pack = build_pack(batch, [(0, [0, 1])], {0: positions}, {}, torch.tensor([])).to(CUDA)
     numbers["pack"] = len(sent)
-    dataclasses.replace(pack, targets=SimpleNamespace(device=CUDA)).pick(torch.zeros(len(batch.tokens)))
+    dataclasses.replace(pack, targets=SimpleNamespace(device=CUDA)).pick(
+        torch.zeros(len(batch.tokens))
+    )
     numbers["its numbers"] = len(sent)
     model = load_model(qwen25, loaded=False)
     model.setup = dataclasses.replace(model.setup, device=CUDA)
-    prefill_pack(model, None, [Prefill([0, 1], 3, torch.arange(7), positions)], [torch.zeros(1, 2, 64)])
+    prefill_pack(
+        model, None, [Prefill([0, 1], 3, torch.arange(7), positions)], [torch.zeros(1, 2, 64)]
+    )
     numbers["prefill"] = len(sent)
     assert len(set(numbers.values())) == len(numbers), numbers  # each has sent something
     assert set(sent) == {(True, True)}

@@ -1,4 +1,5 @@
-"""common/model/staging.py: one copy of a training state, exact whatever the training does next, written without another."""
+"""common/model/staging.py: one copy of a training state, exact whatever the training does next,
+written without another."""
 
 import json
 import os
@@ -22,8 +23,12 @@ from ranks import TORCHRUN
 def state() -> dict[str, torch.Tensor]:
     """Tensors of several types, an odd number of bytes, a scalar, and one that lies askew."""
     generator = seeded(0)
-    return dict(half=torch.randn(7, generator=generator).bfloat16(), step=torch.tensor(3.0),
-                count=torch.tensor([5]), askew=torch.randn(4, 6, generator=generator).T)
+    return dict(
+        half=torch.randn(7, generator=generator).bfloat16(),
+        step=torch.tensor(3.0),
+        count=torch.tensor([5]),
+        askew=torch.randn(4, 6, generator=generator).T,
+    )
 
 
 class Copies(TorchDispatchMode):
@@ -50,7 +55,10 @@ def test_a_copy_stands_apart_and_is_made_once():
         assert copies.written == sum(x.nbytes for x in before.values())
         for x in training.values():
             x.zero_()  # the next optimizer step
-        assert all(torch.equal(x, before[name]) and x.dtype == before[name].dtype for name, x in staged.items())
+        assert all(
+            torch.equal(x, before[name]) and x.dtype == before[name].dtype
+            for name, x in staged.items()
+        )
         places.append(stager.buffer.data_ptr())
     assert places[0] == places[1]
 
@@ -88,7 +96,9 @@ class FakeCuda:
 
 def test_a_failure_to_pin_is_not_blamed_on_training(monkeypatch, capsys):
     cuda, stager = FakeCuda(), Staging()
-    monkeypatch.setattr(staging, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda, "ones": cuda.launch}))
+    monkeypatch.setattr(
+        staging, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda, "ones": cuda.launch})
+    )
     for _ in range(2):
         stager.stage(state())
         cuda.launch()
@@ -153,13 +163,21 @@ print(json.dumps(peaks))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peaks are read as Linux tells them")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/clear_refs"), reason="peaks are read as Linux tells them"
+)
 def test_a_save_needs_one_copy_of_host_memory(tmp_path):
-    """The first save 1.0 times the state, from then on what is there already; both exact, though training went on."""
+    """The first save 1.0 times the state, from then on what is there already; both exact, though
+    training went on."""
     (tmp_path / "program.py").write_text(PEAKS)
     clean = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
-    done = subprocess.run([sys.executable, str(tmp_path / "program.py"), str(ROOT), str(tmp_path / "out")], env=clean,
-                          capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py"), str(ROOT), str(tmp_path / "out")],
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = json.loads(done.stdout.splitlines()[-1])
     assert 0.9 < first < 1.2 and second < 0.2, (first, second)

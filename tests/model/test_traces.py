@@ -1,6 +1,6 @@
-"""The forward of an update as a GPU would run it, traced on fake tensors of device cuda, which need a build of torch for
-CUDA but no GPU: no operator has a tensor of the CPU or waits for a number of the device, and products are of bfloat16. (Not
-the backward: autograd's engine asks the driver.)
+"""The forward of an update as a GPU would run it, traced on fake tensors of device cuda, which need
+a build of torch for CUDA but no GPU: no operator has a tensor of the CPU or waits for a number of
+the device, and products are of bfloat16. (Not the backward: autograd's engine asks the driver.)
 
     bash tests/run.sh --versions     runs this with such builds
 """
@@ -21,7 +21,8 @@ from conftest import write_checkpoint
 from helpers import DEVICE, WAITS, filled
 
 pytestmark = pytest.mark.skipif(
-    torch.version.cuda is None, reason="this build of torch is for CPUs: bash tests/run.sh --versions has one for CUDA"
+    torch.version.cuda is None,
+    reason="this build of torch is for CPUs: bash tests/run.sh --versions has one for CUDA",
 )
 
 
@@ -36,7 +37,9 @@ class Operators(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         name = str(function)
         self.names.add(name)
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, result)) if torch.is_tensor(x)]
+        tensors = [
+            x for x in torch.utils._pytree.tree_leaves((args, kwargs, result)) if torch.is_tensor(x)
+        ]
         if any(x.device.type != "cuda" for x in tensors) or any(word in name for word in WAITS):
             self.waits.append((name, [(x.device.type, tuple(x.shape)) for x in tensors]))
         if name.startswith(("aten.mm", "aten.addmm")):
@@ -47,7 +50,8 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path, monkeypatch):
     """With images."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # an H100: torch 2.15 asks
+    # an H100: torch 2.15 asks
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     folder = write_checkpoint(tmp_path, kind)
     compute = vlm.Compute("varlen", torch.bfloat16, DEVICE, 512, 8, 64)
     model = build.build_model(read_model_config(folder), compute, vision=False)
@@ -60,7 +64,9 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
 
     # the host lays the segments out with numbers, which fakes do not have
     monkeypatch.setattr(vlm_attention.PackedAttention, "to_device", to_device)
-    attention = vlm_attention.PackedAttention([(0, 20, 0, 0), (20, 30, 0, 20), (30, 40, 0, 20)], "varlen", DEVICE)
+    attention = vlm_attention.PackedAttention(
+        [(0, 20, 0, 0), (20, 30, 0, 20), (30, 40, 0, 20)], "varlen", DEVICE
+    )
     with fake:
         actor = ppo.Policy(filled(model, torch.bfloat16).train(), None)
         ids = torch.zeros(1, 40, dtype=torch.int64, device=DEVICE)
@@ -88,7 +94,8 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
             logp, entropy, _ = actor(pack, sampling, entropy=True)
     assert not operators.waits
     assert any("varlen" in name or "_flash_attention" in name for name in operators.names)
-    assert {types[0] for types in operators.products} == {torch.bfloat16}  # no product of float32 by float32
+    # no product of float32 by float32
+    assert {types[0] for types in operators.products} == {torch.bfloat16}
     assert logp.requires_grad
     assert logp.shape == entropy.shape == (20,)
     assert logp.dtype == torch.float32
@@ -97,7 +104,11 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
 @pytest.fixture
 def h100(monkeypatch):
     """Where torch would take cuDNN for the windows of a vision tower: an H100 with a new cuDNN."""
-    for name, answer in {"_should_use_cudnn": True, "_cudnn_version": 92600, "_cudnn_supports_head_dims": True}.items():
+    for name, answer in {
+        "_should_use_cudnn": True,
+        "_cudnn_version": 92600,
+        "_cudnn_supports_head_dims": True,
+    }.items():
         monkeypatch.setattr(torch_varlen, name, lambda *_, answer=answer: answer, raising=False)
 
 
@@ -110,20 +121,28 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.skipif(not hasattr(torch_varlen, "_can_use_cudnn"), reason="torch 2.14 alone chooses so")
+@pytest.mark.skipif(
+    not hasattr(torch_varlen, "_can_use_cudnn"), reason="torch 2.14 alone chooses so"
+)
 def test_the_backward_of_a_tower_never_takes_cudnn(h100):
-    """That heads may be grouped keeps the forward from it; of the backward, torch does not tell the selector."""
+    """That heads may be grouped keeps the forward from it; of the backward, torch does not tell the
+    selector."""
     with FakeTensorMode(), Calls() as calls:
         q, k, v = (torch.empty(512, 16, 80, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
         bounds = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-        vlm_attention.varlen_attention(q, k, v, vlm_attention.VarlenCall(bounds, bounds, 256, 256, False), 1.0, "varlen")
+        vlm_attention.varlen_attention(
+            q, k, v, vlm_attention.VarlenCall(bounds, bounds, 256, 256, False), 1.0, "varlen"
+        )
         window, grouped = calls.arguments[9:11]
         assert grouped is True
         assert torch_varlen._can_use_cudnn(q, k, v, 256, [-1, -1])
         assert not torch_varlen._can_use_cudnn(q, k, v, 256, window)  # as the backward asks
 
 
-@pytest.mark.skipif(not hasattr(torch_varlen, "_select_backend"), reason="this torch has no choice: 2.15 is the first")
+@pytest.mark.skipif(
+    not hasattr(torch_varlen, "_select_backend"),
+    reason="this torch has no choice: 2.15 is the first",
+)
 def test_varlen_never_takes_cudnn(h100):
     with FakeTensorMode():
         q, k, v = (torch.empty(512, 16, 80, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))

@@ -1,6 +1,6 @@
-"""A vision tower that is trained: gradients of one Hugging Face forward and backward per sample, the same step on one and
-two ranks where some rows hold no picture, a reference that keeps the tower it began with.
-"""
+"""A vision tower that is trained: gradients of one Hugging Face forward and backward per sample,
+the same step on one and two ranks where some rows hold no picture, a reference that keeps the tower
+it began with."""
 
 from pathlib import Path
 
@@ -51,12 +51,15 @@ pytestmark = pytest.mark.usefixtures("write_samples")
 
 
 def gradients(env, module, signs: torch.Tensor, parts=([0, 1, 2, 3],)) -> dict[str, torch.Tensor]:
-    """Of the sum of signs x outputs over all tokens, accumulated over the packs of each part of the prompts."""
+    """Of the sum of signs x outputs over all tokens, accumulated over the packs of each part of the
+    prompts."""
     for groups in parts:
         for pack in make_packs(module.model, env.batch, groups):
             out = module(pack) if module is env.critic else module(pack, env.sampling)[0]
             (signs[pack.flat] * out).sum().backward()
-    of_parameters = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
+    of_parameters = {
+        name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad
+    }
     module.zero_grad(set_to_none=True)
     return of_parameters
 
@@ -73,37 +76,52 @@ def env(checkpoint, picture_rows):
 
 @pytest.mark.slow
 def test_gradients_equal_one_backward_per_sample(env):
-    """Prompts with 0, 1 and 2 pictures; in one pack, in many, in some without a picture, and with checkpointing."""
+    """Prompts with 0, 1 and 2 pictures; in one pack, in many, in some without a picture, and with
+    checkpointing."""
     batch = env.batch
     signs = torch.linspace(-1, 1, len(batch.tokens))
     model, body = (hugging_face(env.folder) for _ in range(2))
     head = env.critic.value_head.weight.full_tensor().detach()
-    for group, tokens, weight in zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.split(signs)):
+    for group, tokens, weight in zip(
+        batch.prompt_index.tolist(), batch.split(batch.tokens), batch.split(signs)
+    ):
         inputs = inputs_of(env.prompts[group], tokens, env.processor) | {"use_cache": False}
         places = slice(-len(tokens) - 1, -1)
         logits = model(**inputs).logits[0, places]
         logits[:, list(env.processor.banned_ids)] = -torch.inf
         (weight * token_logprobs(logits, tokens)).sum().backward()
-        (weight * (body(**inputs, output_hidden_states=True).hidden_states[-1][0, places] @ head[0])).sum().backward()
+        (
+            weight
+            * (body(**inputs, output_hidden_states=True).hidden_states[-1][0, places] @ head[0])
+        ).sum().backward()
     many = {"max_tokens_per_pack": 75, "apart": True}
     assert not env.prompts[0].images
     assert all(prompt.images for prompt in env.prompts[1:])
     for module, oracle in ((env.actor, model), (env.critic, body)):
-        expected = {f"model.{our_name(name)}": p.grad for name, p in oracle.named_parameters() if p.grad is not None}
+        expected = {
+            f"model.{our_name(name)}": p.grad
+            for name, p in oracle.named_parameters()
+            if p.grad is not None
+        }
         tower = {name for name in expected if "visual" in name}
         module.train()
         for changes in ({}, {"max_tokens_per_pack": 110}, many, "checkpointing"):
             if changes == "checkpointing":
                 recompute_layers(module.model)
-            parts = ([0], [1, 2, 3]) if changes else ([0, 1, 2, 3],)                          # the first row has no picture
+            # the first row has no picture
+            parts = ([0], [1, 2, 3]) if changes else ([0, 1, 2, 3],)
             changes = {} if changes == "checkpointing" else changes
             with computing(module, **changes):
                 actual = gradients(env, module, signs, parts)
             actual.pop("value_head.weight", None)
             assert distance(actual, expected) < ROUNDING, changes
-            assert distance({n: actual[n] for n in tower}, {n: expected[n] for n in tower}) < 1e-4, changes
+            assert (
+                distance({n: actual[n] for n in tower}, {n: expected[n] for n in tower}) < 1e-4
+            ), changes
             for name in tower:
-                assert (actual[name] - expected[name]).norm() < 1e-4 * expected[name].norm() + rounding(16), (name, changes)
+                assert (actual[name] - expected[name]).norm() < 1e-4 * expected[
+                    name
+                ].norm() + rounding(16), (name, changes)
         keep_activations(module.model)
 
 
@@ -163,7 +181,9 @@ def test_rows_with_pixels_are_rows_with_features(qwen25, picture_rows):
 def test_refusals(qwen25, picture_rows, tmp_path):
     for kind in ("llava", "qwen2"):
         write_family(kind, tmp_path / kind, picture_rows)
-        with user_error(f"--train_vision: the checkpoint is of the family {kind}; only vision towers"):
+        with user_error(
+            f"--train_vision: the checkpoint is of the family {kind}; only vision towers"
+        ):
             start(tmp_path / kind, tmp_path / kind / "rows.jsonl", "--train_vision")
     with user_error("--train_vision excludes --lora_rank"):
         start(qwen25, picture_rows, "--train_vision --lora_rank 2")
@@ -171,25 +191,51 @@ def test_refusals(qwen25, picture_rows, tmp_path):
 
 @pytest.mark.slow
 def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
-    """With a critic and a reference, several packs, rows without pictures and ranks without rows; and a judge."""
+    """With a critic and a reference, several packs, rows without pictures and ranks without rows;
+    and a judge."""
     other = write_checkpoint(tmp_path / "qwen3", "qwen3_vl")
-    judge = judge_flags(qwen25, judgements, Path("judge"), "--train_vision --steps 3 --eval_every -1")
+    judge = judge_flags(
+        qwen25, judgements, Path("judge"), "--train_vision --steps 3 --eval_every -1"
+    )
     plans = []
     for world in (1, 2):
         out = tmp_path / str(world)
-        plans.append([(ppo.main, flags(qwen25, task, out / "gae", RUN, "--steps 3 --prompts_per_step 4 --eval_data",
-                                       task / "eval.jsonl", "--eval_every 2 --max_tokens_per_pack 524")),
-                      (ppo.main, flags(other, task, out / "full",
-                                       "--train_vision --advantage grpo --steps 2 --prompts_per_step 3 --kl_coef 0.1 "
-                                       "--kl_in loss --kl_estimator full --gradient_checkpointing --dynamic_sampling 2 "
-                                       "--max_tokens_per_pack 524")),
-                      (grm.main, [str(out / "judge") if word == "judge" else word for word in judge])])
+        plans.append(
+            [
+                (
+                    ppo.main,
+                    flags(
+                        qwen25,
+                        task,
+                        out / "gae",
+                        RUN,
+                        "--steps 3 --prompts_per_step 4 --eval_data",
+                        task / "eval.jsonl",
+                        "--eval_every 2 --max_tokens_per_pack 524",
+                    ),
+                ),
+                (
+                    ppo.main,
+                    flags(
+                        other,
+                        task,
+                        out / "full",
+                        "--train_vision --advantage grpo --steps 2 --prompts_per_step 3 --kl_coef 0.1 "
+                        "--kl_in loss --kl_estimator full --gradient_checkpointing --dynamic_sampling 2 "
+                        "--max_tokens_per_pack 524",
+                    ),
+                ),
+                (grm.main, [str(out / "judge") if word == "judge" else word for word in judge]),
+            ]
+        )
     ranks.run(ranks.in_turn, *plans[1], world=2, patches=[(samples_of_every_step,)])
     ranks.in_turn(*plans[0])
     for name, step in (("gae", 3), ("full", 2), ("judge", 3)):
         one, two = (tmp_path / world / name for world in "12")
         if name == "judge":
-            first, second = ([reproducible(record) for record in records(out)] for out in (one, two))
+            first, second = (
+                [reproducible(record) for record in records(out)] for out in (one, two)
+            )
             assert len(first) == len(second) >= 4
             for ours, theirs in zip(first, second):
                 assert theirs == pytest.approx(ours, abs=1e-4, rel=1e-4)
@@ -204,11 +250,16 @@ def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
 
 def test_a_judge_evaluates_as_with_a_frozen_tower(qwen25, judgements, tmp_path):
     """Before any step: what it says, and its losses and likelihoods."""
-    metrics = [grm.main(judge_flags(qwen25, judgements, tmp_path / str(len(more)), *more, "--eval_only"))
-             for more in ((), ("--train_vision",))]
+    metrics = [
+        grm.main(judge_flags(qwen25, judgements, tmp_path / str(len(more)), *more, "--eval_only"))
+        for more in ((), ("--train_vision",))
+    ]
     frozen, trained = map(reproducible, metrics)
     assert trained == pytest.approx(frozen, abs=ROUNDING)
     assert frozen["eval/num_samples"] > 5
     folders = [tmp_path / name / "evaluation-step-0" for name in "01"]
-    texts = [[record["generated_text"] for record in evaluation(folder, 0)["records"]] for folder in folders]
+    texts = [
+        [record["generated_text"] for record in evaluation(folder, 0)["records"]]
+        for folder in folders
+    ]
     assert texts[0] == texts[1]

@@ -1,7 +1,8 @@
-"""Rewards by models: what a judge or a scalar model says of a response is what the model says when asked alone.
+"""Rewards by models: what a judge or a scalar model says of a response is what the model says when
+asked alone.
 
-The oracle asks one sample at a time, with Hugging Face's own model and attention, and text rendered by its own tokenizer.
-"""
+The oracle asks one sample at a time, with Hugging Face's own model and attention, and text rendered
+by its own tokenizer."""
 
 import json
 import math
@@ -48,19 +49,25 @@ from conftest import (
 from families import write_family
 from judging import alone, ask, build, chances, score
 
-RESPONSES = ["3", "a circle", "<image>", "3", "", "no idea"]  # one twice for its prompt, one that must not become a picture
+# one twice for its prompt, one that must not become a picture
+RESPONSES = ["3", "a circle", "<image>", "3", "", "no idea"]
 
 
 def prepare(qwen25, picture_rows, *flags: str):
-    """An actor, its reward, and one step of prompts with two given responses to each of three. How the actor samples is
-    nothing to its judge."""
-    env = start(qwen25, picture_rows, "--advantage grpo --temperature 0.5 --min_new_tokens 3", *flags)
+    """An actor, its reward, and one step of prompts with two given responses to each of three. How
+    the actor samples is nothing to its judge."""
+    env = start(
+        qwen25, picture_rows, "--advantage grpo --temperature 0.5 --min_new_tokens 3", *flags
+    )
     reward = scoring.load(env.args.reward)
     build(env, reward)
     batch = take(env, 3)
     vlm.compute_features(env.actor.model, batch)
     end = env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    tokens = [torch.tensor([*env.processor.tokenizer.encode(text, add_special_tokens=False), end]) for text in RESPONSES]
+    tokens = [
+        torch.tensor([*env.processor.tokenizer.encode(text, add_special_tokens=False), end])
+        for text in RESPONSES
+    ]
     batch = batch.with_targets([tokens[0:2] + tokens[3:4], tokens[2:3], tokens[4:6]])
     batch.truncated = torch.zeros(6, dtype=torch.bool)
     texts = [RESPONSES[i] for i in (0, 1, 3, 2, 4, 5)]
@@ -69,8 +76,12 @@ def prepare(qwen25, picture_rows, *flags: str):
 
 @pytest.mark.parametrize("which", ["near", "far"])
 @pytest.mark.parametrize("kind", ["correct", "score", "answers"])
-def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows, judges, which, kind):
-    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", f"grm:{judges[which]}", "--grm_question", kind)
+def test_the_judges_reward_is_what_it_says_when_asked_alone(
+    qwen25, picture_rows, judges, which, kind
+):
+    env, reward, batch, texts = prepare(
+        qwen25, picture_rows, "--reward", f"grm:{judges[which]}", "--grm_question", kind
+    )
     judge = reward.sources[0].ask
     assert judge.shares_tower == (which == "near")
     assert hasattr(judge.module.model.model, "visual") == (which != "near")
@@ -81,8 +92,15 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows
         prompt = env.prompts[group]
         if kind == "answers":
             pairs = (text, "1"), ("1", text)
-            first, second = (chances(judges[which], prompt, ask(prompt, kind, response_a=a, response_b=b), ["A", "B", "tie"])
-                             for a, b in pairs)
+            first, second = (
+                chances(
+                    judges[which],
+                    prompt,
+                    ask(prompt, kind, response_a=a, response_b=b),
+                    ["A", "B", "tie"],
+                )
+                for a, b in pairs
+            )
             expected.append((first[0] + first[2] / 2 + second[1] + second[2] / 2) / 2)
         else:
             values = {"correct": {"yes": 1, "no": 0}, "score": {"-4": -4, "1": 1, "2.5": 2.5}}[kind]
@@ -90,7 +108,8 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows
             expected.append(sum(map(operator.mul, p, values.values())))
     assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
     assert max(expected) - min(expected) > 1e-4
-    assert scored.rewards[0] == scored.rewards[2]                                                    # the same answer twice
+    # the same answer twice
+    assert scored.rewards[0] == scored.rewards[2]
     assert len(scored.judgements) == 6
     assert all(text.startswith("grm: ") for text in scored.judgements)
     record = sample_records(scored, env.processor)[0]
@@ -117,15 +136,36 @@ def test_the_likeliest_verdict(qwen25, picture_rows, judges):
 
 
 def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp_path, monkeypatch):
-    """A row says where its pictures stand, in the text, before it, or not at all: its judge reads what it read in training."""
+    """A row says where its pictures stand, in the text, before it, or not at all: its judge reads
+    what it read in training."""
     pictures = sorted(map(str, Path(picture_rows).parent.glob("*.png")))
-    rows = [{"prompt": prompt, "images": pictures[:count]} for prompt, count in (
-        ("is <image> larger than <image>?", 2), ("<image>what?", 1), ("<image><image>\nwhat?", 2), ("what?", 1), ("what?", 0),
-        ("what is <image>", 1))]
-    rows[4]["prompt"] = [{"role": "user", "content": [{"type": "text", "text": "wh"}, {"type": "text", "text": "at?"}]}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": "1"}) + "\n" for row in rows))
-    env = start(qwen25, tmp_path / "rows.jsonl", "--advantage grpo --reward", f"grm:{judges['near']}",
-                "--grm_question correct")
+    rows = [
+        {"prompt": prompt, "images": pictures[:count]}
+        for prompt, count in (
+            ("is <image> larger than <image>?", 2),
+            ("<image>what?", 1),
+            ("<image><image>\nwhat?", 2),
+            ("what?", 1),
+            ("what?", 0),
+            ("what is <image>", 1),
+        )
+    ]
+    rows[4]["prompt"] = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "wh"}, {"type": "text", "text": "at?"}],
+        }
+    ]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row | {"answer": "1"}) + "\n" for row in rows)
+    )
+    env = start(
+        qwen25,
+        tmp_path / "rows.jsonl",
+        "--advantage grpo --reward",
+        f"grm:{judges['near']}",
+        "--grm_question correct",
+    )
     reward = scoring.load(env.args.reward)
     build(env, reward)
     rows[4]["prompt"] = "what?"
@@ -133,12 +173,19 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
     batch, processor, settings, asked = take(env), model.processor, model.settings, []
     vlm.compute_features(env.actor.model, batch)
     with_images = reward_models.JudgeModel.with_images
-    monkeypatch.setattr(reward_models.JudgeModel, "with_images", lambda *arguments: asked.extend(arguments[-1]) or with_images(*arguments))
+    monkeypatch.setattr(
+        reward_models.JudgeModel,
+        "with_images",
+        lambda *arguments: asked.extend(arguments[-1]) or with_images(*arguments),
+    )
     scored = score(env, reward, batch.with_targets([[torch.tensor([40, 41])]] * len(rows)))
     response = env.processor.tokenizer.decode([40, 41])
     for row, prompt in zip(rows, asked, strict=True):
-        (example,) = judgements.read_judgement(dict(question=row["prompt"], images=row["images"], response=response, correct=True),
-                                              settings, "both")
+        (example,) = judgements.read_judgement(
+            dict(question=row["prompt"], images=row["images"], response=response, correct=True),
+            settings,
+            "both",
+        )
         trained = judgements.judge_prompt(processor, settings, example)
         assert prompt.text == trained.text
         assert prompt.images == trained.images
@@ -150,8 +197,11 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
 
 @pytest.mark.parametrize("which", ["near", "far"])
 def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges, which):
-    flags = words("--reward", f"grm:{judges[which]}",
-                  "--grm_question correct --grm_mode critique --grm_max_new_tokens 7")
+    flags = words(
+        "--reward",
+        f"grm:{judges[which]}",
+        "--grm_question correct --grm_mode critique --grm_max_new_tokens 7",
+    )
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags)
     scored = score(env, reward, batch)
     banned = list(reward.sources[0].ask.processor.banned_ids)
@@ -160,28 +210,42 @@ def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges,
         question = ask(prompt, "correct", response=text)
         model, inputs, tokenizer = alone(judges[which], prompt, question, None)
         with torch.no_grad():
-            tokens = model.generate(**inputs, max_new_tokens=7, do_sample=False, suppress_tokens=banned)
-        written = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+            tokens = model.generate(
+                **inputs, max_new_tokens=7, do_sample=False, suppress_tokens=banned
+            )
+        written = tokenizer.decode(
+            tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+        )
         assert judgement == f"grm: {written}".strip()
     assert len(set(scored.judgements)) > 2
     assert scored.rewards.tolist() == [0.0] * 6
-    assert scored.components["parsed"].tolist() == [0.0] * 6                                                 # random words
+    # random words
+    assert scored.components["parsed"].tolist() == [0.0] * 6
 
 
 def test_a_critique_that_parses_earns_its_verdict(qwen25, picture_rows, judges, monkeypatch):
     flags = words("--reward", f"grm:{judges['near']}", "--grm_question answers --grm_mode critique")
     env, reward, batch, _ = prepare(qwen25, picture_rows, *flags, "--grm_max_new_tokens 2")
-    verdicts = iter(["A", "B", "A", "A", "tie", "tie", None, "B", None, None])              # given, swapped of 5 questions
+    # given, swapped of 5 questions
+    verdicts = iter(["A", "B", "A", "A", "tie", "tie", None, "B", None, None])
     monkeypatch.setattr(reward_models, "parse_verdict", lambda *_: next(verdicts))
     scored = score(env, reward, batch)
-    assert scored.rewards.tolist() == [1.0, 0.5, 1.0, 0.5, 0.5, 0.0]      # won twice, won and lost, -, tied, lost+won, none
+    # won twice, won and lost, -, tied, lost+won, none
+    assert scored.rewards.tolist() == [1.0, 0.5, 1.0, 0.5, 0.5, 0.0]
     assert scored.components["parsed"].tolist() == [1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("opened, expected", [(False, [1, 0, 1, 1, 0, 1]), (True, [0] * 6)])
-def test_a_critique_without_an_end_has_no_verdict(qwen25, picture_rows, judges, monkeypatch, opened, expected):
-    """Every other one is cut off; in the second case, the judge's template opens a thought that none of them closes."""
-    flags = words("--reward", f"grm:{judges['near']}", "--grm_question correct --grm_mode critique --grm_max_new_tokens 2")
+def test_a_critique_without_an_end_has_no_verdict(
+    qwen25, picture_rows, judges, monkeypatch, opened, expected
+):
+    """Every other one is cut off; in the second case, the judge's template opens a thought that
+    none of them closes."""
+    flags = words(
+        "--reward",
+        f"grm:{judges['near']}",
+        "--grm_question correct --grm_mode critique --grm_max_new_tokens 2",
+    )
     env, reward, batch, _ = prepare(qwen25, picture_rows, *flags)
     model = reward.sources[0].ask
     write, question = model.write, model.question
@@ -192,35 +256,51 @@ def test_a_critique_without_an_end_has_no_verdict(qwen25, picture_rows, judges, 
         return written
 
     monkeypatch.setattr(model, "write", write_alternately)
-    monkeypatch.setattr(model.processor, "decode", lambda parts: ["it says <answer>yes</answer>"] * len(parts))
+    monkeypatch.setattr(
+        model.processor, "decode", lambda parts: ["it says <answer>yes</answer>"] * len(parts)
+    )
     if opened:
-        monkeypatch.setattr(model, "question", lambda *arguments: replace(question(*arguments), text="<think>\n"))
+        monkeypatch.setattr(
+            model, "question", lambda *arguments: replace(question(*arguments), text="<think>\n")
+        )
     scored = score(env, reward, batch)
-    assert scored.rewards.tolist() == scored.components["parsed"].tolist() == expected  # the first and the third are one answer
+    # the first and the third are one answer
+    assert scored.rewards.tolist() == scored.components["parsed"].tolist() == expected
 
 
 @pytest.mark.parametrize("key", ["score.weight", "value_head.weight"])
 def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key):
-    """The head on the last hidden state at the end of the chat, as AutoModelForSequenceClassification pools. Equal
-    responses to a prompt are asked about once: by rounding alone, dynamic sampling took a dull prompt for a useful one."""
+    """The head on the last hidden state at the end of the chat, as
+    AutoModelForSequenceClassification pools. Equal responses to a prompt are asked about once: by
+    rounding alone, dynamic sampling took a dull prompt for a useful one."""
     folder = tmp_path / "rm"
     model = AutoModelForImageTextToText.from_pretrained(qwen25)
     model.save_pretrained(folder)
     Processor(qwen25).save(str(folder))
     head = torch.randn(1, model.config.text_config.hidden_size, generator=seeded(7))
-    tensors = {name: value for name, value in load_file(folder / "model.safetensors").items() if "lm_head" not in name}
+    tensors = {
+        name: value
+        for name, value in load_file(folder / "model.safetensors").items()
+        if "lm_head" not in name
+    }
     bias = torch.tensor([3.5]) if key == "score.weight" else torch.zeros(1)
     save_weights(folder, tensors | {key: head} | ({"score.bias": bias} if bias.any() else {}))
     env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", f"rm:{folder}")
-    model_asked, asked = reward.sources[0].ask, []
+    asked = []
     values = reward_models.values_of
-    monkeypatch.setattr(reward_models, "values_of", lambda critic, samples: asked.append(len(samples)) or values(critic, samples))
+    monkeypatch.setattr(
+        reward_models,
+        "values_of",
+        lambda critic, samples: asked.append(len(samples)) or values(critic, samples),
+    )
     scored = score(env, reward, batch)
     assert asked == [len(texts) - 1]
     expected = []
     for group, text in zip(batch.prompt_index.tolist(), texts):
         prompt = env.prompts[group]
-        tail = env.processor.tokenizer.encode(text.replace("<image>", " ") + "<|im_end|>\n", add_special_tokens=False)
+        tail = env.processor.tokenizer.encode(
+            text.replace("<image>", " ") + "<|im_end|>\n", add_special_tokens=False
+        )
         inputs = inputs_of(prompt, torch.tensor(tail), env.processor)
         with torch.no_grad():
             hidden = model(**inputs, output_hidden_states=True).hidden_states[-1]
@@ -232,24 +312,37 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
         build(env, scoring.load(env.args.reward))
     for other in ("v_head.summary.weight", "v_head.weight", "reward_head.weight", "score.0.weight"):
         save_weights(folder, tensors | {other: head})
-        with user_error(f"{folder}: {other}: a value head is read from score.weight or value_head.weight"):
+        with user_error(
+            f"{folder}: {other}: a value head is read from score.weight or value_head.weight"
+        ):
             build(env, scoring.load(env.args.reward))
-    with user_error("score.0.weight: a value head is read from"):                           # not silently begun at zero
+    # not silently begun at zero
+    with user_error("score.0.weight: a value head is read from"):
         start(qwen25, picture_rows, "--critic_model", folder)
 
 
 # ------------------------------------------------------------------------------------------------ recipes
 def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path):
-    (tmp_path / "mine.py").write_text("def length(prompts, responses, *_):\n    return {'reward': [len(r) for r in responses], "
-                                      "'chars': [len(r) for r in responses]}\n")
-    recipe = {"math": [["exact", 2.0], [f"{tmp_path}/mine.py:length", 0.5]], "*": [[f"grm:{judges['near']}", 1], ["exact", 0]]}
-    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward_recipe", json.dumps(recipe),
-                                        "--grm_question correct")
+    (tmp_path / "mine.py").write_text(
+        "def length(prompts, responses, *_):\n    return {'reward': [len(r) for r in responses], "
+        "'chars': [len(r) for r in responses]}\n"
+    )
+    recipe = {
+        "math": [["exact", 2.0], [f"{tmp_path}/mine.py:length", 0.5]],
+        "*": [[f"grm:{judges['near']}", 1], ["exact", 0]],
+    }
+    env, reward, batch, texts = prepare(
+        qwen25, picture_rows, "--reward_recipe", json.dumps(recipe), "--grm_question correct"
+    )
     object.__setattr__(batch.prompts[0], "label", "math")
     object.__setattr__(batch.prompts[0], "reference", "a circle")
     scored = score(env, reward, batch)
-    alone_reward = scoring.load(replace(env.args.reward, reward_recipe="", reward=f"grm:{judges['near']}"))
-    measured = scoring.load(replace(env.args.reward, reward_recipe='{"math": [["exact", 0]], "*": [["exact", 1]]}'))
+    alone_reward = scoring.load(
+        replace(env.args.reward, reward_recipe="", reward=f"grm:{judges['near']}")
+    )
+    measured = scoring.load(
+        replace(env.args.reward, reward_recipe='{"math": [["exact", 0]], "*": [["exact", 1]]}')
+    )
     assert [measured.can_earn(label) for label in ("math", "other", None)] == [False, True, True]
     build(env, alone_reward)
     judged = score(env, alone_reward, batch).rewards
@@ -270,30 +363,44 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     assert json.dumps(records, allow_nan=False)
     scored.advantages = scored.returns = torch.zeros(len(scored.tokens))
     metrics = ppo.batch_metrics(scored)
-    assert metrics["rollout/length/chars_reward"] == pytest.approx(10 / 3)                              # of those that have one
+    # of those that have one
+    assert metrics["rollout/length/chars_reward"] == pytest.approx(10 / 3)
     assert metrics["rollout/grm_reward"] == pytest.approx(float(judged[3:].mean()))
 
 
-@pytest.mark.parametrize("numbers, at_end", [("'reward': [1.0] * len(responses), ", 1.0), ("", 0.0)])
+@pytest.mark.parametrize(
+    "numbers, at_end", [("'reward': [1.0] * len(responses), ", 1.0), ("", 0.0)]
+)
 def test_spans_fall_on_the_tokens_that_end_them(qwen25, picture_rows, tmp_path, numbers, at_end):
-    """Each sample earns k / 8 at the end of its k-th character, and what else it earns at its end. By all prefixes of its
-    tokens, one after the other: the first whose text is long enough."""
+    """Each sample earns k / 8 at the end of its k-th character, and what else it earns at its end.
+    By all prefixes of its tokens, one after the other: the first whose text is long enough."""
     (tmp_path / "mine.py").write_text(
         "def f(prompts, responses, *_):\n    spans = [[(k, k / 8) for k in range(1, len(text) + 1)] for text in responses]\n"
         f"    return {{{numbers}'spans': spans}}\n"
-        "def beyond(prompts, responses, *_):\n    return {'spans': [[(len(text) + 1, 1.0)] for text in responses]}\n")
-    env, reward, batch, texts = prepare(qwen25, picture_rows, f"--reward {tmp_path}/mine.py:f", "--reward_workers 2")
+        "def beyond(prompts, responses, *_):\n    return {'spans': [[(len(text) + 1, 1.0)] for text in responses]}\n"
+    )
+    env, reward, batch, texts = prepare(
+        qwen25, picture_rows, f"--reward {tmp_path}/mine.py:f", "--reward_workers 2"
+    )
     scored, earned = score(env, reward, batch), []
     for tokens in batch.split(batch.tokens):
         lengths = [len(env.processor.decode([tokens[:n]])[0]) for n in range(1, len(tokens) + 1)]
         assert lengths == sorted(lengths)
         before = [0, *lengths[:-1]]
-        earned += [sum(k / 8 for k in range(first + 1, last + 1)) for first, last in zip(before, lengths)]
+        earned += [
+            sum(k / 8 for k in range(first + 1, last + 1)) for first, last in zip(before, lengths)
+        ]
     assert scored.turn_rewards.tolist() == earned
     assert any(earned)
     assert scored.rewards.tolist() == [at_end + sum(range(len(text) + 1)) / 8 for text in texts]
-    inputs = losses.AdvantageInputs(scored.rewards, torch.zeros(len(earned)), 0.0, batch.lengths, batch.prompt_index,
-                                    turn_rewards=scored.turn_rewards)
+    inputs = losses.AdvantageInputs(
+        scored.rewards,
+        torch.zeros(len(earned)),
+        0.0,
+        batch.lengths,
+        batch.prompt_index,
+        turn_rewards=scored.turn_rewards,
+    )
     at_ends = torch.zeros(len(earned)).index_fill(0, batch.lengths.cumsum(0) - 1, at_end)
     assert torch.allclose(inputs.token_rewards, torch.tensor(earned) + at_ends)
     assert torch.equal(score(env, reward, scored).turn_rewards, scored.turn_rewards)
@@ -304,23 +411,34 @@ def test_spans_fall_on_the_tokens_that_end_them(qwen25, picture_rows, tmp_path, 
 
 def test_rollouts_with_and_without_spans_are_one_batch(qwen25, picture_rows, tmp_path):
     """As where a function of a recipe scores no row of one of them."""
-    (tmp_path / "mine.py").write_text("def f(prompts, responses, *_):\n    return {'spans': [[(1, 0.5)] for _ in responses]}\n")
+    (tmp_path / "mine.py").write_text(
+        "def f(prompts, responses, *_):\n    return {'spans': [[(1, 0.5)] for _ in responses]}\n"
+    )
     recipe = json.dumps({"spans": [[f"{tmp_path}/mine.py:f", 1.0]], "*": [["none", 1.0]]})
     env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward_recipe", recipe)
-    batch.prompts = [replace(prompt, label="spans" if k == 1 else "other") for k, prompt in enumerate(batch.prompts)]
+    batch.prompts = [
+        replace(prompt, label="spans" if k == 1 else "other")
+        for k, prompt in enumerate(batch.prompts)
+    ]
     parts = [score(env, reward, batch.select_prompts([k])) for k in range(3)]
     joined = ppo.Batch.concatenate(parts)
     assert torch.equal(joined.turn_rewards, score(env, reward, batch).turn_rewards)
-    assert joined.per_sample_sum(joined.turn_rewards).tolist() == [0.5 * (k == 1) for k in batch.prompt_index.tolist()]
+    assert joined.per_sample_sum(joined.turn_rewards).tolist() == [
+        0.5 * (k == 1) for k in batch.prompt_index.tolist()
+    ]
 
 
 def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_path):
     """Too large, a sum that overflows, and NaN of a model with broken weights."""
-    (tmp_path / "mine.py").write_text("def huge(prompts, *_):\n    return [1e39] * len(prompts)\n"
-                                      "def sums(prompts, *_):\n"
-                                      "    return {'a': [1e308] * len(prompts), 'b': [1e308] * len(prompts)}\n")
+    (tmp_path / "mine.py").write_text(
+        "def huge(prompts, *_):\n    return [1e39] * len(prompts)\n"
+        "def sums(prompts, *_):\n"
+        "    return {'a': [1e308] * len(prompts), 'b': [1e308] * len(prompts)}\n"
+    )
     for name in ("huge", "sums"):
-        env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward", f"{tmp_path}/mine.py:{name}")
+        env, reward, batch, _ = prepare(
+            qwen25, picture_rows, "--reward", f"{tmp_path}/mine.py:{name}"
+        )
         with user_error("must be finite float32 numbers: 6 of 6 are not"):
             score(env, reward, batch)
     model = AutoModelForImageTextToText.from_pretrained(qwen25)
@@ -328,7 +446,10 @@ def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_
     model.save_pretrained(tmp_path / "rm")
     Processor(qwen25).save(str(tmp_path / "rm"))
     tensors = load_file(tmp_path / "rm" / "model.safetensors")
-    save_weights(tmp_path / "rm", tensors | {"score.weight": torch.ones(1, model.config.text_config.hidden_size)})
+    save_weights(
+        tmp_path / "rm",
+        tensors | {"score.weight": torch.ones(1, model.config.text_config.hidden_size)},
+    )
     env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward", f"rm:{tmp_path / 'rm'}")
     with user_error("must be finite .* the sources say {'rm': nan}"):
         score(env, reward, batch)
@@ -339,18 +460,28 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
         "def length(prompts, responses, *_):\n    return [len(r) for r in responses]\n"
         "def best(scores):\n    return [max(pair) for pair in zip(*scores.values())]\n"
         "def short(scores):\n    return [1.0]\ndef broken(scores):\n    return 1 / 0\n"
-        "def nan(scores):\n    return [float('nan')] * 6\n")
+        "def nan(scores):\n    return [float('nan')] * 6\n"
+    )
     flags = words("--reward", f"exact,{tmp_path}/mine.py:length", "--reward_combiner")
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, f"{tmp_path}/mine.py:best")
     scored = score(env, reward, batch)
     assert scored.rewards.tolist() == [max(float(text == "1"), len(text)) for text in texts]
-    for name, message in (("short", "1 values for 6 samples"), ("broken", "ZeroDivisionError"), ("nan", "must be finite")):
-        reward.combiner, _ = scoring.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards")
+    for name, message in (
+        ("short", "1 values for 6 samples"),
+        ("broken", "ZeroDivisionError"),
+        ("nan", "must be finite"),
+    ):
+        reward.combiner, _ = scoring.load_function(
+            "--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards"
+        )
         with user_error(message):
             score(env, reward, batch)
-    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward exact", *flags[2:], f"{tmp_path}/mine.py:best")
+    env, reward, batch, texts = prepare(
+        qwen25, picture_rows, "--reward exact", *flags[2:], f"{tmp_path}/mine.py:best"
+    )
     assert score(env, reward, batch).rewards.tolist() == [float(text == "1") for text in texts]
-    nothing = batch.select(torch.arange(0))                                       # of held-out rows whose pictures all fail
+    # of held-out rows whose pictures all fail
+    nothing = batch.select(torch.arange(0))
     assert score(env, reward, nothing).rewards.tolist() == []
 
 
@@ -359,12 +490,15 @@ def test_what_a_function_does_to_its_rows_stays_with_it(qwen25, picture_rows, tm
     (tmp_path / "mine.py").write_text(
         "def count(prompts, responses, references, labels, images, rows):\n    for row, paths in zip(rows, images):\n"
         "        row['tags'][0].append(1)\n        row['new'] = paths.append('more')\n"
-        "    return [len(row['tags'][0]) + len(paths) for row, paths in zip(rows, images)]\n")
+        "    return [len(row['tags'][0]) + len(paths) for row, paths in zip(rows, images)]\n"
+    )
     env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward", f"{tmp_path}/mine.py:count")
     for prompt in batch.prompts:
         prompt.row["tags"] = [[]]
     for _ in range(2):
-        assert score(env, reward, batch).rewards.tolist() == [2 + len(batch.prompts[i].images) for i in batch.prompt_index]
+        assert score(env, reward, batch).rewards.tolist() == [
+            2 + len(batch.prompts[i].images) for i in batch.prompt_index
+        ]
     assert all(prompt.row["tags"] == [[]] and "new" not in prompt.row for prompt in batch.prompts)
 
 
@@ -404,7 +538,9 @@ def test_bad_recipes_are_refused(tmp_path):
 
 
 def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
-    env = start(qwen25, picture_rows, "--advantage grpo --reward_recipe", '{"math": [["exact", 1]]}')
+    env = start(
+        qwen25, picture_rows, "--advantage grpo --reward_recipe", '{"math": [["exact", 1]]}'
+    )
     reward = scoring.load(env.args.reward)
     with user_error(r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
         reward.check_rows(env.prompts)
@@ -426,15 +562,27 @@ def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges
         judgements.JudgeSettings(trained_on=["score"]).question_to_ask("answers")
 
 
-@pytest.mark.parametrize("accuracy, chance, doubted", [
-    (0.599, 0.5, True), (0.601, 0.5, False), (0.601, 0.8, True), (1.0, 1.0, True)])
+@pytest.mark.parametrize(
+    "accuracy, chance, doubted",
+    [(0.599, 0.5, True), (0.601, 0.5, False), (0.601, 0.8, True), (1.0, 1.0, True)],
+)
 def test_a_judge_at_chance_is_doubted(judges, tmp_path, capsys, accuracy, chance, doubted):
     """2 standard errors are 2 sqrt(.5 * .5 / 100) = .1; it is not asked for a score."""
-    kinds = {"score": {"accuracy": 0.0, "chance": 1.0, "count": 9},
-             "correct": {"accuracy": accuracy, "chance": chance, "count": 100}}
+    kinds = {
+        "score": {"accuracy": 0.0, "chance": 1.0, "count": 9},
+        "correct": {"accuracy": accuracy, "chance": chance, "count": 100},
+    }
     judge = read_json(judges["near"] / "judge.json") | {"held_out": {"step": 40, "kinds": kinds}}
     folder = judge_folder(judges, tmp_path, judge)
-    reward_models.JudgeModel(f"grm:{folder}", None, Processor(folder), True, RewardArgs(grm_question="correct"), "none", None)
+    reward_models.JudgeModel(
+        f"grm:{folder}",
+        None,
+        Processor(folder),
+        True,
+        RewardArgs(grm_question="correct"),
+        "none",
+        None,
+    )
     warning = f"warning: --reward grm:{folder}: the judge's held-out accuracy on correct ({accuracy:.3f} of 100, step 40)"
     assert (warning in capsys.readouterr().out) == doubted
 
@@ -447,12 +595,24 @@ def test_a_judge_json_of_another_version_is_refused(judges, tmp_path):
 
 def test_a_judge_is_asked_with_its_own_template_options(qwen25, judges, picture_rows, tmp_path):
     """Those of the flag are the policy's; without any, a scalar model and a judge have none."""
-    folder = judge_folder(judges, tmp_path, read_json(judges["near"] / "judge.json") | {"template_options": {"content": 1}})
-    env, reward, *_ = prepare(qwen25, picture_rows, "--grm_question correct --reward_recipe",
-                              json.dumps({"*": [[f"grm:{folder}", 1], [f"grm:{judges['far']}", 1]]}),
-                              "--template_options", '{"role": "x"}')
+    folder = judge_folder(
+        judges,
+        tmp_path,
+        read_json(judges["near"] / "judge.json") | {"template_options": {"content": 1}},
+    )
+    env, reward, *_ = prepare(
+        qwen25,
+        picture_rows,
+        "--grm_question correct --reward_recipe",
+        json.dumps({"*": [[f"grm:{folder}", 1], [f"grm:{judges['far']}", 1]]}),
+        "--template_options",
+        '{"role": "x"}',
+    )
     assert env.processor.template_options == {"role": "x"}
-    assert [source.ask.processor.template_options for source in reward.sources] == [{"content": 1}, {}]
+    assert [source.ask.processor.template_options for source in reward.sources] == [
+        {"content": 1},
+        {},
+    ]
 
 
 def judge_folder(judges, tmp_path, judge: dict) -> Path:
@@ -465,8 +625,13 @@ def judge_folder(judges, tmp_path, judge: dict) -> Path:
 def test_an_accuracy_is_of_the_weights_it_was_measured_with(judges, tmp_path):
     """Whoever trains on from a judge, by rewards or by judgements, does not export it."""
     judge = read_json(judges["near"] / "judge.json")
-    folder = judge_folder(judges, tmp_path, judge | {"held_out": {"step": 1, "accuracy": 1.0, "kinds": {}}})
-    rows = {"prompts": {"prompt": "a", "answer": "b"}, "judgements": {"question": "a", "response": "b", "correct": True}}
+    folder = judge_folder(
+        judges, tmp_path, judge | {"held_out": {"step": 1, "accuracy": 1.0, "kinds": {}}}
+    )
+    rows = {
+        "prompts": {"prompt": "a", "answer": "b"},
+        "judgements": {"question": "a", "response": "b", "correct": True},
+    }
     for kind, row in rows.items():
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         line = words("--model", folder, "--data", tmp_path / "rows.jsonl")
@@ -483,8 +648,11 @@ def loaded(script, line: list[str]):
     return script.load_rows(args)
 
 
-def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_rows, judges, tmp_path):
-    """A judge of text only takes the row without pictures; where a recipe asks it of others, they are named."""
+def test_rows_that_a_model_cannot_see_are_refused_at_the_start(
+    qwen25, picture_rows, judges, tmp_path
+):
+    """A judge of text only takes the row without pictures; where a recipe asks it of others, they
+    are named."""
     write_family("qwen2", tmp_path / "text", picture_rows)
     shutil.copy(judges["near"] / "judge.json", tmp_path / "text")
     env, _, batch, _ = prepare(qwen25, picture_rows, "--reward exact")
@@ -499,19 +667,51 @@ def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_r
 
 
 def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
-    """A judge is trained by its script and exported; a policy is trained with it as its only reward; the rule measures."""
+    """A judge is trained by its script and exported; a policy is trained with it as its only
+    reward; the rule measures."""
     pictures = sorted(Path(picture_rows).parent.glob("*.png"))
-    rows = [dict(question="how many circles are there?", images=[str(pictures[i % 4])], response=str(i % 3),
-                 correct=i % 3 == 1) for i in range(6)]
+    rows = [
+        dict(
+            question="how many circles are there?",
+            images=[str(pictures[i % 4])],
+            response=str(i % 3),
+            correct=i % 3 == 1,
+        )
+        for i in range(6)
+    ]
     write_rows(tmp_path / "judge.jsonl", rows)
     judge, out = tmp_path / "judge", tmp_path / "policy"
-    grm.main(words("--model", qwen25, "--data", tmp_path / "judge.jsonl", "--out", judge,
-                   "--steps 3 --prompts_per_step 4 --lr 1e-3 --max_prompt_tokens 400", "--correct_template",
-                   "{prompt} - {response}?"))
+    grm.main(
+        words(
+            "--model",
+            qwen25,
+            "--data",
+            tmp_path / "judge.jsonl",
+            "--out",
+            judge,
+            "--steps 3 --prompts_per_step 4 --lr 1e-3 --max_prompt_tokens 400",
+            "--correct_template",
+            "{prompt} - {response}?",
+        )
+    )
     recipe = json.dumps({"*": [[f"grm:{judge}/export/latest", 1], ["exact", 0]]})
-    ppo.main(words("--model", qwen25, "--data", picture_rows, "--eval_data", picture_rows, "--out", out, "--reward_recipe",
-                   recipe, "--steps 2 --prompts_per_step 4 --max_new_tokens 4 --max_prompt_tokens 512 --advantage grpo"))
-    record = {}                                               # the last step, and the evaluation after it
+    ppo.main(
+        words(
+            "--model",
+            qwen25,
+            "--data",
+            picture_rows,
+            "--eval_data",
+            picture_rows,
+            "--out",
+            out,
+            "--reward_recipe",
+            recipe,
+            "--steps 2 --prompts_per_step 4 --max_new_tokens 4 --max_prompt_tokens 512 --advantage grpo",
+        )
+    )
+    # the last step, and the evaluation after it
+    record = {}
     for line in (out / "metrics.jsonl").read_text().splitlines():
         record |= json.loads(line)
     assert record["rollout/reward"] == pytest.approx(record["rollout/grm_reward"])
@@ -529,10 +729,13 @@ def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
 ENDING = "{%- if add_generation_prompt -%}<|im_start|>assistant{{ '\\n' }}{%- endif -%}"
 
 
-@pytest.mark.parametrize("newline, padding", [(True, None), (True, "<|endoftext|>"), (False, "<|im_end|>"), (True, "\n")])
+@pytest.mark.parametrize(
+    "newline, padding", [(True, None), (True, "<|endoftext|>"), (False, "<|im_end|>"), (True, "\n")]
+)
 def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path, newline, padding):
-    """A folder as AutoModelForSequenceClassification writes it: the score is the one that class computes from the rendered
-    chat. That is read at the newline of Qwen's templates, and elsewhere where the template ends in padding."""
+    """A folder as AutoModelForSequenceClassification writes it: the score is the one that class
+    computes from the rendered chat. That is read at the newline of Qwen's templates, and elsewhere
+    where the template ends in padding."""
     write_family("qwen2", tmp_path / "base", picture_rows)
     template = Path(tmp_path / "base" / "chat_template.jinja")
     text = template.read_text().replace("<|im_start|>assistant{{ '\\n' }}", ENDING)
@@ -543,17 +746,30 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path, newline
     padding = tokenizer.encode(padding, add_special_tokens=False)[0] if padding else None
     config = AutoConfig.from_pretrained(tmp_path / "base", num_labels=1, pad_token_id=padding)
     torch.manual_seed(3)
-    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForSequenceClassification.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     model.save_pretrained(tmp_path / "rm")
     for path in [*(tmp_path / "base").glob("*token*"), template]:
         shutil.copy(path, tmp_path / "rm")
-    env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", "--advantage grpo --reward",
-                f"rm:{tmp_path / 'rm'}")
+    env = start(
+        tmp_path / "base",
+        tmp_path / "base" / "rows.jsonl",
+        "--advantage grpo --reward",
+        f"rm:{tmp_path / 'rm'}",
+    )
     reward = scoring.load(env.args.reward)
     build(env, reward)
     answers, end = (["a circle", "3"], ["no idea"]), answer_end(env.processor)
-    batch = take(env, 2).with_targets([[torch.tensor([*tokenizer.encode(text, add_special_tokens=False), end]) for text in texts]
-                                       for texts in answers])
+    batch = take(env, 2).with_targets(
+        [
+            [
+                torch.tensor([*tokenizer.encode(text, add_special_tokens=False), end])
+                for text in texts
+            ]
+            for texts in answers
+        ]
+    )
     scored = score(env, reward, batch)
     expected = []
     for prompt, texts in zip(env.prompts, answers):

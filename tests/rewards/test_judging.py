@@ -40,10 +40,21 @@ from judging import PAIRS, ask, build, chances, judge_by_a_policy, score, whole_
 
 
 # ------------------------------------------------------------------------------------------------ votes
-@pytest.mark.parametrize("verdicts, right, expected", [
-    (["A"], "A", 1), (["B"], "A", 0), ([None], "A", 0), ([], "A", 0),
-    (["A", None, "A", "B"], "A", 1), (["A", "B"], "A", 1 / 2), (["A", "B", "tie"], "tie", 1 / 2), (["B", "tie"], "A", 0),
-    ([None, None, "A"], "A", 1), (["A", "B", "B"], "A", 0)])
+@pytest.mark.parametrize(
+    "verdicts, right, expected",
+    [
+        (["A"], "A", 1),
+        (["B"], "A", 0),
+        ([None], "A", 0),
+        ([], "A", 0),
+        (["A", None, "A", "B"], "A", 1),
+        (["A", "B"], "A", 1 / 2),
+        (["A", "B", "tie"], "tie", 1 / 2),
+        (["B", "tie"], "A", 0),
+        ([None, None, "A"], "A", 1),
+        (["A", "B", "B"], "A", 0),
+    ],
+)
 def test_a_vote_by_hand(verdicts, right, expected):
     assert accuracy.vote(verdicts, right) == expected
 
@@ -52,7 +63,10 @@ def plain_votes(records: list[dict], k: int) -> float:
     """votes@k by sorting: the first k samples of each question."""
     total, questions = 0.0, sorted({record["index"] for record in records})
     for index in questions:
-        first = sorted((record for record in records if record["index"] == index), key=lambda record: record["sample"])[:k]
+        first = sorted(
+            (record for record in records if record["index"] == index),
+            key=lambda record: record["sample"],
+        )[:k]
         tally = {}
         for record in first:
             if record["verdict"] is not None:
@@ -65,9 +79,20 @@ def plain_votes(records: list[dict], k: int) -> float:
 
 def test_votes_are_those_of_a_plain_count():
     draw = random.Random(3)
-    records = [{"index": index, "sample": sample, "reference": "AB"[index % 2],
-                "verdict": draw.choice(["A", "B", "tie", None])} for index in range(40) for sample in range(6)]
-    rates = accuracy.vote_rates(records + [{"index": 99, "reference": None, "verdict": "A"}, {"index": 100, "reference": "A"}])
+    records = [
+        {
+            "index": index,
+            "sample": sample,
+            "reference": "AB"[index % 2],
+            "verdict": draw.choice(["A", "B", "tie", None]),
+        }
+        for index in range(40)
+        for sample in range(6)
+    ]
+    rates = accuracy.vote_rates(
+        records
+        + [{"index": 99, "reference": None, "verdict": "A"}, {"index": 100, "reference": "A"}]
+    )
     assert list(rates) == [1, 3, 5]
     assert rates == {k: pytest.approx(plain_votes(records, k)) for k in rates}
     assert len(set(rates.values())) == 3
@@ -79,7 +104,9 @@ def test_judgements_are_recorded_with_what_a_table_needs(qwen25, pairs, tmp_path
     texts = [[draw.choice(["<answer>A</answer>", "so <answer>b</answer>", "?"])] for _ in range(18)]
     whole_judgements(monkeypatch, texts)
     records, metrics = judge_by_a_policy(qwen25, pairs, tmp_path / "run", "--eval_samples 3")
-    assert [(record["index"], record["sample"]) for record in records] == [(i, k) for i in range(6) for k in range(3)]
+    assert [(record["index"], record["sample"]) for record in records] == [
+        (i, k) for i in range(6) for k in range(3)
+    ]
     for record in records:
         row, swapped = PAIRS[record["index"] // 2], record["index"] % 2
         text = record["response"]
@@ -91,9 +118,12 @@ def test_judgements_are_recorded_with_what_a_table_needs(qwen25, pairs, tmp_path
         assert record["verdict"] == ("A" if ">A<" in text else "B" if ">b<" in text else None)
         lengths = [len(answer) for answer in row["responses"]] if "responses" in row else None
         assert record["lengths"] == (lengths[::-1] if lengths and swapped else lengths)
-        assert record["reference"] == ({"A": "B", "B": "A"}.get(row["preferred"], "tie") if swapped else row["preferred"])
+        assert record["reference"] == (
+            {"A": "B", "B": "A"}.get(row["preferred"], "tie") if swapped else row["preferred"]
+        )
     assert {name: metrics[name] for name in metrics if "votes" in name} == {
-        f"eval/votes@{k}": pytest.approx(plain_votes(records, k)) for k in (1, 3)}
+        f"eval/votes@{k}": pytest.approx(plain_votes(records, k)) for k in (1, 3)
+    }
 
 
 def test_a_recorded_question_is_a_row_to_learn_from(qwen25, pairs, tmp_path):
@@ -102,7 +132,14 @@ def test_a_recorded_question_is_a_row_to_learn_from(qwen25, pairs, tmp_path):
     shutil.copytree(qwen25, judge)
     write_judge(judge, ("answers", "A"), system_instruction="Judge.")
     records, _ = judge_by_a_policy(judge, pairs, tmp_path / "run")
-    rows = [{"messages": record["messages"], "images": record["images"], "response": "<answer>A</answer>"} for record in records]
+    rows = [
+        {
+            "messages": record["messages"],
+            "images": record["images"],
+            "response": "<answer>A</answer>",
+        }
+        for record in records
+    ]
     args = ppo.parse_args(words("--model", judge, "--data", pairs, "--max_prompt_tokens 256")).data
     processor = Processor(judge, args)
     settings = JudgeSettings.to_train(processor)
@@ -113,14 +150,29 @@ def test_a_recorded_question_is_a_row_to_learn_from(qwen25, pairs, tmp_path):
     assert settings.trained_on == ["answers"]
 
 
-# ------------------------------------------------------------------------------------------------ both orders of a pair
-@pytest.mark.parametrize("text, right, formed", [
-    ("so <answer>A</answer>", 1, 1), ("<answer> a </answer>\n", 1, 1), ("<answer>B</answer>", 0, 1), ("<answer>A</answer>.", 1, 0),
-    ("<answer>B</answer> <answer>A</answer>", 1, 0), ("<answer></answer>", 0, 0), ("A", 0, 0), ("", 0, 0),
-    ("<answer>hm <answer>A</answer>", 1, 0), ("<think>x</think><answer>C</answer>", 0, 1)])
+# ------------------------------------------------------------------------------------------------
+# both orders of a pair
+@pytest.mark.parametrize(
+    "text, right, formed",
+    [
+        ("so <answer>A</answer>", 1, 1),
+        ("<answer> a </answer>\n", 1, 1),
+        ("<answer>B</answer>", 0, 1),
+        ("<answer>A</answer>.", 1, 0),
+        ("<answer>B</answer> <answer>A</answer>", 1, 0),
+        ("<answer></answer>", 0, 0),
+        ("A", 0, 0),
+        ("", 0, 0),
+        ("<answer>hm <answer>A</answer>", 1, 0),
+        ("<think>x</think><answer>C</answer>", 0, 1),
+    ],
+)
 def test_the_rule_of_judgements(text, right, formed):
     assert rules.rule_scores("judgement", text, "A") == {
-        "reward": pytest.approx(0.9 * right + 0.1 * formed), "accuracy": right, "format": formed}
+        "reward": pytest.approx(0.9 * right + 0.1 * formed),
+        "accuracy": right,
+        "format": formed,
+    }
 
 
 def test_consistency_is_that_of_a_plain_loop():
@@ -128,8 +180,18 @@ def test_consistency_is_that_of_a_plain_loop():
     draw = random.Random(1)
     rows = [SimpleNamespace(label=("answers", "pictures")[k // 2 % 2], text="") for k in range(10)]
     indices = [k for k in range(10) for _ in range(3)]
-    texts = [draw.choice(["<answer>A</answer>", "<answer>b</answer>", "<answer>tie</answer>", "<answer>C</answer>", "A"])
-             for _ in indices]
+    texts = [
+        draw.choice(
+            [
+                "<answer>A</answer>",
+                "<answer>b</answer>",
+                "<answer>tie</answer>",
+                "<answer>C</answer>",
+                "A",
+            ]
+        )
+        for _ in indices
+    ]
 
     def verdict(k: int) -> str:
         return {">A<": "A", ">b<": "B", ">ti": "tie"}.get(texts[k][7:10], "")
@@ -138,18 +200,24 @@ def test_consistency_is_that_of_a_plain_loop():
     for k in range(len(texts)):
         other = indices[k] + 1 if indices[k] % 2 == 0 else indices[k] - 1
         mirrored = {"A": "B", "B": "A", "tie": "tie", "": None}[verdict(k)]
-        expected.append(sum(verdict(j) == mirrored for j in range(len(texts)) if indices[j] == other) / 3)
+        expected.append(
+            sum(verdict(j) == mirrored for j in range(len(texts)) if indices[j] == other) / 3
+        )
     assert judgements.order_agreement(rows, indices, texts) == pytest.approx(expected)
     assert {0, 1 / 3, 2 / 3} <= set(expected)
 
 
-FLAGS = ("--row_kind judgements --reward judgement --advantage grpo --max_new_tokens 12 --max_prompt_tokens 256 "
-         "--samples_per_prompt 2 --prompts_per_step 4 --actor_lr 1e-3")
+FLAGS = (
+    "--row_kind judgements --reward judgement --advantage grpo --max_new_tokens 12 --max_prompt_tokens 256 "
+    "--samples_per_prompt 2 --prompts_per_step 4 --actor_lr 1e-3"
+)
 
 
 def test_both_orders_of_a_pair_are_drawn_together(qwen25, pairs):
     """In both passes over the data, of several files, and as a resumed run draws them."""
-    args = ppo.parse_args(words("--model", qwen25, "--data", f"{pairs}:0.3,{pairs}:0.7", FLAGS, "--steps 5"))
+    args = ppo.parse_args(
+        words("--model", qwen25, "--data", f"{pairs}:0.3,{pairs}:0.7", FLAGS, "--steps 5")
+    )
     distributed.start(args.run.timeout, args.run.hsdp)
     rows = ppo.load_rows(args)
     state = ppo.TrainState(0.0)
@@ -157,21 +225,28 @@ def test_both_orders_of_a_pair_are_drawn_together(qwen25, pairs):
         batches = [loader.take() for _ in range(5)]
     with ppo.open_loader(args, rows, replace(state, rows_drawn=12)) as loader:
         assert loader.take().prompts == batches[3].prompts
-    with ppo.open_loader(with_flags(args, prompts_per_step=2), rows, replace(state, rows_drawn=12)) as loader:
+    with ppo.open_loader(
+        with_flags(args, prompts_per_step=2), rows, replace(state, rows_drawn=12)
+    ) as loader:
         halves = [loader.take() for _ in range(4)]
-        assert [row for half in halves for row in half.prompts] == batches[3].prompts + batches[4].prompts
+        assert [row for half in halves for row in half.prompts] == batches[3].prompts + batches[
+            4
+        ].prompts
         assert [draw for half in halves for draw in half.prompt_ids] == list(range(12, 20))
     for batch in batches:
         for one, other in zip(batch.prompts[::2], batch.prompts[1::2], strict=True):
             assert one.source == other.source
             assert (one.order, other.order) == ("given", "swapped")
-    assert sorted(id(row) for batch in batches[:1] for row in batch.prompts) != sorted(map(id, batches[1].prompts))
+    assert sorted(id(row) for batch in batches[:1] for row in batch.prompts) != sorted(
+        map(id, batches[1].prompts)
+    )
     loader.world = 3
     assert loader.owners(8) == [0, 0, 1, 1, 2, 2, 0, 0]
 
 
 def judge_by_coin(seed: int) -> None:
-    """In every rank: responses say what the hash of their prompt and number decides, and a quarter of them is cut off."""
+    """In every rank: responses say what the hash of their prompt and number decides, and a quarter
+    of them is cut off."""
     import common.data.transcripts as transcripts
     import common.reports.records as of_records
     import common.rewards.scoring as scoring
@@ -181,7 +256,9 @@ def judge_by_coin(seed: int) -> None:
     def turn_texts(batch, picks, processor):
         coins = []
         for index, number in zip(batch.prompt_index.tolist(), batch.sample_number.tolist()):
-            coins.append(random.Random(f"{seed} {(batch.prompts[index].index, number)}").randrange(16))
+            coins.append(
+                random.Random(f"{seed} {(batch.prompts[index].index, number)}").randrange(16)
+            )
         batch.truncated = torch.tensor(coins) >= 12
         return [[verdicts[coins[i] % 4]] for i in picks]
 
@@ -192,15 +269,31 @@ def judge_by_coin(seed: int) -> None:
 def plain_consistency(record: dict, records: list[dict]) -> float:
     """The share of the samples of the same row in the other order that say the same of it."""
     mirrored = {"A": "B", "B": "A", "tie": "tie"}.get(record["verdict"])
-    others = [other for other in records if other["source"] == record["source"] and other["order"] != record["order"]]
-    return sum(mirrored is not None and other["verdict"] == mirrored for other in others) / len(others)
+    others = [
+        other
+        for other in records
+        if other["source"] == record["source"] and other["order"] != record["order"]
+    ]
+    return sum(mirrored is not None and other["verdict"] == mirrored for other in others) / len(
+        others
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_consistent_right_judge_earns_more(qwen25, pairs, tmp_path, world):
     """Rewards of a step and of evaluations, on both numbers of ranks, by a plain loop over their records."""
-    line = words("--model", qwen25, "--data", pairs, "--eval_data", pairs, "--out", tmp_path / "run", FLAGS,
-                 "--consistency_coef 0.5 --steps 2 --eval_samples 3 --log_samples 4 --prompts_per_step 6")
+    line = words(
+        "--model",
+        qwen25,
+        "--data",
+        pairs,
+        "--eval_data",
+        pairs,
+        "--out",
+        tmp_path / "run",
+        FLAGS,
+        "--consistency_coef 0.5 --steps 2 --eval_samples 3 --log_samples 4 --prompts_per_step 6",
+    )
     ranks.run(ppo.main, line, world=world, patches=[(judge_by_coin, 11)])
     for name in ("step-000001", "eval-000002"):
         records, gains = read_rows(tmp_path / "run" / "samples" / f"{name}.jsonl"), set()
@@ -208,7 +301,10 @@ def test_a_consistent_right_judge_earns_more(qwen25, pairs, tmp_path, world):
         for record in records:
             word = re.sub("<.?answer>", "", record["response"])
             assert record["verdict"] == (None if record["truncated"] or word == "none" else word)
-            right, alike = record["verdict"] == record["reference"], plain_consistency(record, records)
+            right, alike = (
+                record["verdict"] == record["reference"],
+                plain_consistency(record, records),
+            )
             formed = record["verdict"] is not None
             assert record["reward"] == pytest.approx(0.9 * right * (1 + 0.5 * alike) + 0.1 * formed)
             assert record["components"]["consistency"] == pytest.approx(alike)
@@ -220,7 +316,10 @@ def test_what_has_no_other_order_is_refused(qwen25, pairs, tmp_path):
     coef = ("--model", qwen25, "--data", pairs, FLAGS)
     for more, message in [
         ("--prompts_per_step 3", "--prompts_per_step 3 must be a multiple of 2"),
-        ("--prompts_per_step 4 --rollouts_per_step 4", "must be a multiple of 2 x --rollouts_per_step"),
+        (
+            "--prompts_per_step 4 --rollouts_per_step 4",
+            "must be a multiple of 2 x --rollouts_per_step",
+        ),
         ("--row_kind prompts", "--reward judgement needs --row_kind judgements"),
         ("--dynamic_sampling 2", "--reward judgement excludes --dynamic_sampling: both orders"),
     ]:
@@ -228,10 +327,20 @@ def test_what_has_no_other_order_is_refused(qwen25, pairs, tmp_path):
             ppo.parse_args(words(*coef, more))
     for reward, coefficient in (({"verdict": 1}, 0.5), ({"judgement": 1, "verdict": 0}, 0.0)):
         recipe = json.dumps({"*": list(reward.items())})
-        with user_error("--consistency_coef needs the reward judgement, and judgement beside others needs"):
-            scoring.load(replace(ppo.parse_args(words(*coef)).reward, reward_recipe=recipe, reward="",
-                                 consistency_coef=coefficient))
-    rows = write_rows(tmp_path / "rows.jsonl", [{"question": "2 + 2?", "response": "4", "correct": True}])
+        with user_error(
+            "--consistency_coef needs the reward judgement, and judgement beside others needs"
+        ):
+            scoring.load(
+                replace(
+                    ppo.parse_args(words(*coef)).reward,
+                    reward_recipe=recipe,
+                    reward="",
+                    consistency_coef=coefficient,
+                )
+            )
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"question": "2 + 2?", "response": "4", "correct": True}]
+    )
     args = ppo.parse_args(words(*coef, "--data", rows))
     distributed.start(args.run.timeout, args.run.hsdp)
     with user_error("rows.jsonl:1: correct has no other order"):
@@ -244,14 +353,23 @@ def test_an_evaluation_keeps_both_orders_together(qwen25, pairs):
         assert ppo.prompts_together(args, samples) == expected
 
 
-# ------------------------------------------------------------------------------------------------ a judge inside a group
-@pytest.mark.parametrize("rule, text, gains", [
-    ("boxed", r"<think>x</think>\boxed{1}", 0), ("answer", "<think>x</think><answer>1</answer>", 0), ("verdict", "<answer>1</answer>", 0),
-    ("exact", "1", 1)])
+# ------------------------------------------------------------------------------------------------ a
+# judge inside a group
+@pytest.mark.parametrize(
+    "rule, text, gains",
+    [
+        ("boxed", r"<think>x</think>\boxed{1}", 0),
+        ("answer", "<think>x</think><answer>1</answer>", 0),
+        ("verdict", "<answer>1</answer>", 0),
+        ("exact", "1", 1),
+    ],
+)
 def test_a_response_that_was_cut_off_earns_no_answer(qwen25, picture_rows, rule, text, gains):
     """Only `exact` looks at all of the response."""
     env = start(qwen25, picture_rows, "--advantage grpo --reward", rule)
-    batch = take(env, 1).with_targets([[torch.tensor(env.processor.tokenizer.encode(text, add_special_tokens=False))] * 2])
+    batch = take(env, 1).with_targets(
+        [[torch.tensor(env.processor.tokenizer.encode(text, add_special_tokens=False))] * 2]
+    )
     batch.truncated = torch.tensor([False, True])
     scoring.load(env.args.reward).score(batch, env.processor, 0)
     assert batch.rewards.tolist() == [1, gains]
@@ -260,25 +378,43 @@ def test_a_response_that_was_cut_off_earns_no_answer(qwen25, picture_rows, rule,
 def test_a_thought_that_a_template_opens_hides_a_verdict():
     """In agreement of orders and in records; one that is closed does not."""
     texts = ["not <answer>A</answer>", "so</think><answer>B</answer>"]
-    rows = [SimpleNamespace(text="so: <think>\n", label="answers", reference=verdict) for verdict in "AB"]
+    rows = [
+        SimpleNamespace(text="so: <think>\n", label="answers", reference=verdict)
+        for verdict in "AB"
+    ]
     assert judgements.order_agreement(rows, [0, 1], texts) == [0, 0]
-    assert judgements.order_agreement(rows, [0, 1], ["x</think><answer>A</answer>", texts[1]]) == [1, 1]
-    assert [JudgeSettings().read_verdict(text, row) for text, row in zip(texts, rows)] == [None, "B"]
+    assert judgements.order_agreement(rows, [0, 1], ["x</think><answer>A</answer>", texts[1]]) == [
+        1,
+        1,
+    ]
+    assert [JudgeSettings().read_verdict(text, row) for text, row in zip(texts, rows)] == [
+        None,
+        "B",
+    ]
 
 
-SAID = [["3", "a circle", "3", "a red circle <image>"], ["no idea", "3"], ["alone"]]  # of three prompts; one twice for its prompt
+# of three prompts; one twice for its prompt
+SAID = [["3", "a circle", "3", "a red circle <image>"], ["no idea", "3"], ["alone"]]
 
 
 def answered(qwen25, rows, *flags: str):
-    """What rewards get: an actor, a reward, and SAID as the responses to the first prompts. On any number of ranks."""
+    """What rewards get: an actor, a reward, and SAID as the responses to the first prompts. On any
+    number of ranks."""
     env = start(qwen25, rows, "--advantage grpo --temperature 0.5", *flags)
     reward = scoring.load(env.args.reward)
     build(env, reward, env.prompts)
     batch = take(env, 3)
     vlm.compute_features(env.actor.model, batch)
     end = env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    batch = batch.with_targets([[torch.tensor([*env.processor.tokenizer.encode(text, add_special_tokens=False), end])
-                                 for text in texts] for texts in SAID])
+    batch = batch.with_targets(
+        [
+            [
+                torch.tensor([*env.processor.tokenizer.encode(text, add_special_tokens=False), end])
+                for text in texts
+            ]
+            for texts in SAID
+        ]
+    )
     batch.truncated = torch.zeros(len(batch), dtype=torch.bool)
     return env, reward, batch
 
@@ -294,8 +430,18 @@ def plain_win_rates(folder: Path, prompt, texts: list[str], opponents: int) -> l
             if texts[i] == texts[j]:
                 wins += [0.5, 0.5]
                 continue
-            as_a = chances(folder, prompt, ask(prompt, "answers", response_a=texts[i], response_b=texts[j]), ["A", "B", "tie"])
-            as_b = chances(folder, prompt, ask(prompt, "answers", response_a=texts[j], response_b=texts[i]), ["A", "B", "tie"])
+            as_a = chances(
+                folder,
+                prompt,
+                ask(prompt, "answers", response_a=texts[i], response_b=texts[j]),
+                ["A", "B", "tie"],
+            )
+            as_b = chances(
+                folder,
+                prompt,
+                ask(prompt, "answers", response_a=texts[j], response_b=texts[i]),
+                ["A", "B", "tie"],
+            )
             wins += [as_a[0] + as_a[2] / 2, as_b[1] + as_b[2] / 2]
         rates.append(sum(wins) / len(wins))
     return rates
@@ -303,21 +449,33 @@ def plain_win_rates(folder: Path, prompt, texts: list[str], opponents: int) -> l
 
 @pytest.mark.parametrize("which, opponents", [("near", 0), ("far", 0), ("near", 2)])
 def test_a_win_rate_is_that_of_pairs_asked_alone(qwen25, picture_rows, judges, which, opponents):
-    env, reward, batch = answered(qwen25, picture_rows, "--reward", f"grm:{judges[which]}", "--grm_question group",
-                                  "--grm_opponents", str(opponents))
+    env, reward, batch = answered(
+        qwen25,
+        picture_rows,
+        "--reward",
+        f"grm:{judges[which]}",
+        "--grm_question group",
+        "--grm_opponents",
+        str(opponents),
+    )
     scored = score(env, reward, batch)
     expected = plain_win_rates(judges[which], env.prompts[0], SAID[0], opponents)
-    expected += plain_win_rates(judges[which], env.prompts[1], SAID[1], opponents) + [0]             # alone: left out
+    # alone: left out
+    expected += plain_win_rates(judges[which], env.prompts[1], SAID[1], opponents) + [0]
     assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
     assert len({round(reward, 3) for reward in expected}) >= 5
     if not opponents:
-        assert scored.rewards[:4].sum() == pytest.approx(4 / 2)                                      # each game has one point
+        # each game has one point
+        assert scored.rewards[:4].sum() == pytest.approx(4 / 2)
         assert scored.rewards[0] == scored.rewards[2]
 
 
 def test_all_pairs_are_compared():
-    """Of 8 samples 28, in both orders 56 questions; neighbours in a circle, so that all are compared equally often."""
-    assert reward_models.list_games([0] * 8, 0) == [(i, j) for i in range(8) for j in range(i + 1, 8)]
+    """Of 8 samples 28, in both orders 56 questions; neighbours in a circle, so that all are
+    compared equally often."""
+    assert reward_models.list_games([0] * 8, 0) == [
+        (i, j) for i in range(8) for j in range(i + 1, 8)
+    ]
     games = reward_models.list_games([0] * 8 + [5] * 3 + [7], 4)
     assert len(set(games)) == len(games) == 8 * 4 / 2 + 3
     assert sorted(sum(game) - 7 for game in games if 7 in game) == [0, 1, 5, 6]
@@ -329,10 +487,14 @@ def test_verdicts_inside_a_group_may_be_hard_or_written(qwen25, picture_rows, ju
     flags = ("--reward", f"grm:{judges['near']}", "--grm_question group")
     env, reward, batch = answered(qwen25, picture_rows, *flags, "--grm_mode verdict")
     rewards = score(env, reward, batch).rewards
-    assert [float(reward) * 12 % 1 for reward in rewards] == pytest.approx([0] * 7, abs=1e-5)        # 3 games of 2 questions
+    # 3 games of 2 questions
+    assert [float(reward) * 12 % 1 for reward in rewards] == pytest.approx([0] * 7, abs=1e-5)
     assert rewards[:4].sum() == pytest.approx(2)
-    env, reward, batch = answered(qwen25, picture_rows, *flags, "--grm_mode critique --grm_max_new_tokens 4")
-    for verdict in ("A", None):                                                                      # always A; not to be read
+    env, reward, batch = answered(
+        qwen25, picture_rows, *flags, "--grm_mode critique --grm_max_new_tokens 4"
+    )
+    # always A; not to be read
+    for verdict in ("A", None):
         monkeypatch.setattr(reward_models, "parse_verdict", lambda *_: verdict)
         scored = score(env, reward, batch)
         assert scored.rewards.tolist() == pytest.approx([1 / 2] * 6 + [0])
@@ -340,7 +502,11 @@ def test_verdicts_inside_a_group_may_be_hard_or_written(qwen25, picture_rows, ju
 
 
 # ------------------------------------------------------------------------------------------------ rubrics
-RUBRICS = [["names a number", {"text": "is <image> short", "weight": 3}], [{"text": "is short"}], ["is one word", "is short", "x"]]
+RUBRICS = [
+    ["names a number", {"text": "is <image> short", "weight": 3}],
+    [{"text": "is short"}],
+    ["is one word", "is short", "x"],
+]
 
 
 @pytest.fixture(scope="module")
@@ -352,16 +518,22 @@ def rubric_rows(picture_rows) -> str:
 
 @pytest.mark.parametrize("which", ["near", "far"])
 def test_a_rubric_is_the_weighted_mean_of_its_criteria(qwen25, rubric_rows, judges, which):
-    env, reward, batch = answered(qwen25, rubric_rows, "--reward", f"grm:{judges[which]}", "--grm_question rubric")
+    env, reward, batch = answered(
+        qwen25, rubric_rows, "--reward", f"grm:{judges[which]}", "--grm_question rubric"
+    )
     scored, k = score(env, reward, batch), 0
     for prompt, texts, rubric in zip(env.prompts, SAID, RUBRICS):
         for text in texts:
             total = weights = 0
             for m, item in enumerate(rubric, 1):
-                criterion, weight = (item, 1) if isinstance(item, str) else (item["text"], item.get("weight", 1))
+                criterion, weight = (
+                    (item, 1) if isinstance(item, str) else (item["text"], item.get("weight", 1))
+                )
                 question = ask(prompt, "rubric", response=text, criterion=criterion)
                 yes, _ = chances(judges[which], prompt, question, ["yes", "no"])
-                assert float(scored.components[f"criterion_{m}"][k]) == pytest.approx(yes, abs=ROUNDING)
+                assert float(scored.components[f"criterion_{m}"][k]) == pytest.approx(
+                    yes, abs=ROUNDING
+                )
                 total, weights = total + weight * yes, weights + weight
             assert float(scored.rewards[k]) == pytest.approx(total / weights, abs=ROUNDING)
             assert len(scored.judgements[k].split(" | ")) == len(rubric)
@@ -370,10 +542,18 @@ def test_a_rubric_is_the_weighted_mean_of_its_criteria(qwen25, rubric_rows, judg
     assert set(scored.components) == {"criterion_1", "criterion_2", "criterion_3"}
 
 
-@pytest.mark.parametrize("rubric, message", [
-    (None, "rows.jsonl:1: no \"rubric\""), ([], "no \"rubric\""), ([{"text": 3}], "a text and a weight above 0"),
-    ([{"text": "a", "weight": 0}], "a weight above 0"), ([{"text": "a", "weight": "2"}], "rows.jsonl:1: "),
-    ([{"weight": 1}], "rows.jsonl:1: rubric: expected a text and"), (["a", 5], "rows.jsonl:1: ")])
+@pytest.mark.parametrize(
+    "rubric, message",
+    [
+        (None, 'rows.jsonl:1: no "rubric"'),
+        ([], 'no "rubric"'),
+        ([{"text": 3}], "a text and a weight above 0"),
+        ([{"text": "a", "weight": 0}], "a weight above 0"),
+        ([{"text": "a", "weight": "2"}], "rows.jsonl:1: "),
+        ([{"weight": 1}], "rows.jsonl:1: rubric: expected a text and"),
+        (["a", 5], "rows.jsonl:1: "),
+    ],
+)
 def test_a_row_without_a_rubric_is_refused(qwen25, judges, tmp_path, rubric, message):
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "rubric": rubric}])
     with user_error(re.escape(message)):
@@ -382,13 +562,31 @@ def test_a_row_without_a_rubric_is_refused(qwen25, judges, tmp_path, rubric, mes
 
 def test_a_judge_learns_criteria(qwen25, tmp_path):
     """Rows with a criterion are of a kind of their own, with a template of its own."""
-    settings = judgements.JudgeSettings.to_train(SimpleNamespace(files={"judge": {}}), {"rubric": "{prompt}|{response}|{criterion}"})
-    row = {"question": "what?", "response": "a cat", "criterion": "names <answer>", "correct": False, "critique": "It does not."}
-    asked, = judgements.read_judgement(row, settings, "both")
-    assert (asked["kind"], asked["question"], asked["verdict"]) == ("rubric", "what?|a cat|names <answer>", "no")
+    settings = judgements.JudgeSettings.to_train(
+        SimpleNamespace(files={"judge": {}}), {"rubric": "{prompt}|{response}|{criterion}"}
+    )
+    row = {
+        "question": "what?",
+        "response": "a cat",
+        "criterion": "names <answer>",
+        "correct": False,
+        "critique": "It does not.",
+    }
+    (asked,) = judgements.read_judgement(row, settings, "both")
+    assert (asked["kind"], asked["question"], asked["verdict"]) == (
+        "rubric",
+        "what?|a cat|names <answer>",
+        "no",
+    )
     assert asked["text"] == "It does not.\n<answer>no</answer>"
-    for bad in (row | {"criterion": 3}, row | {"correct": "no"}, {key: row[key] for key in row if key != "correct"}):
-        with pytest.raises(ValueError, match="a row with 'criterion' needs one prompt, a response and a criterion"):
+    for bad in (
+        row | {"criterion": 3},
+        row | {"correct": "no"},
+        {key: row[key] for key in row if key != "correct"},
+    ):
+        with pytest.raises(
+            ValueError, match="a row with 'criterion' needs one prompt, a response and a criterion"
+        ):
             judgements.read_judgement(bad, settings, "both")
     settings.note_training([SimpleNamespace(label="rubric", reference="no")])
     assert settings.question_to_ask("rubric") == "rubric"
@@ -403,7 +601,9 @@ def save_rewards(qwen25: str, rows: str, out: str, *flags: str) -> None:
     scored = score(env, reward, batch)
     if distributed.is_main():
         columns = {"reward": scored.rewards.tolist()}
-        columns |= {name: values.nan_to_num(-1).tolist() for name, values in scored.components.items()}
+        columns |= {
+            name: values.nan_to_num(-1).tolist() for name, values in scored.components.items()
+        }
         Path(out).write_text(json.dumps(columns))
 
 
@@ -411,7 +611,9 @@ def save_rewards(qwen25: str, rows: str, out: str, *flags: str) -> None:
 def test_two_ranks_judge_as_one(qwen25, rubric_rows, judges, tmp_path, question):
     flags = ("--reward", f"grm:{judges['far']}", "--grm_question", question)
     save_rewards(qwen25, rubric_rows, str(tmp_path / "one"), *flags)
-    ranks.run(save_rewards, str(qwen25), rubric_rows, str(tmp_path / "two"), *map(str, flags), world=2)
+    ranks.run(
+        save_rewards, str(qwen25), rubric_rows, str(tmp_path / "two"), *map(str, flags), world=2
+    )
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, values in one.items():
@@ -419,21 +621,48 @@ def test_two_ranks_judge_as_one(qwen25, rubric_rows, judges, tmp_path, question)
 
 
 def test_a_group_needs_others(qwen25, picture_rows, judges, tmp_path, capsys):
-    line = words("--model", qwen25, "--data", picture_rows, "--eval_data", picture_rows, "--reward", f"grm:{judges['near']}",
-                 "--grm_question group --advantage grpo --samples_per_prompt 2 --max_new_tokens 4 --max_prompt_tokens 256 "
-                 "--prompts_per_step 4")
+    line = words(
+        "--model",
+        qwen25,
+        "--data",
+        picture_rows,
+        "--eval_data",
+        picture_rows,
+        "--reward",
+        f"grm:{judges['near']}",
+        "--grm_question group --advantage grpo --samples_per_prompt 2 --max_new_tokens 4 --max_prompt_tokens 256 "
+        "--prompts_per_step 4",
+    )
     for more, message in [
-        ("--samples_per_prompt 1 --advantage reinforce", "--samples_per_prompt 1 must be at least 2"), ("--advantage remax", "of which remax scores one alone"),
-        ("--grm_opponents 3", "--grm_opponents 3 must be even"), ("--grm_question correct --grm_opponents 2", "--grm_opponents 2 needs --grm_question group"),
-        ("--reward_combiner x.py:f", "--grm_question group excludes --reward_combiner"), ("--env x.py:E", "group excludes --env: it compares"),
+        (
+            "--samples_per_prompt 1 --advantage reinforce",
+            "--samples_per_prompt 1 must be at least 2",
+        ),
+        ("--advantage remax", "of which remax scores one alone"),
+        ("--grm_opponents 3", "--grm_opponents 3 must be even"),
+        (
+            "--grm_question correct --grm_opponents 2",
+            "--grm_opponents 2 needs --grm_question group",
+        ),
+        ("--reward_combiner x.py:f", "--grm_question group excludes --reward_combiner"),
+        ("--env x.py:E", "group excludes --env: it compares"),
     ]:
         with user_error(message):
             ppo.parse_args(line + words(more))
     ppo.main(line + words("--out", tmp_path / "run", "--steps 1 --export_every 0 --save_every 0"))
-    assert "--grm_question group: evaluations have one sample per prompt (--eval_samples), compare none" in capsys.readouterr().out
+    assert (
+        "--grm_question group: evaluations have one sample per prompt (--eval_samples), compare none"
+        in capsys.readouterr().out
+    )
     first, step, last = records_of(tmp_path / "run")
     assert first["eval/reward_mean"] == last["eval/reward_mean"] == 0
-    assert step["rollout/reward"] == pytest.approx(0.5)                                              # each game has one point
-    ppo.main(line + words("--out", tmp_path / "two", "--steps 1 --export_every 0 --save_every 0 --eval_samples 2"))
+    # each game has one point
+    assert step["rollout/reward"] == pytest.approx(0.5)
+    ppo.main(
+        line
+        + words(
+            "--out", tmp_path / "two", "--steps 1 --export_every 0 --save_every 0 --eval_samples 2"
+        )
+    )
     assert "compares none" not in capsys.readouterr().out
     assert records_of(tmp_path / "two")[-1]["eval/reward_mean"] == pytest.approx(0.5)

@@ -1,4 +1,5 @@
-"""Rewards from a server: what it is asked, how it is asked again, and that no broken answer becomes a reward."""
+"""Rewards from a server: what it is asked, how it is asked again, and that no broken answer becomes
+a reward."""
 
 import json
 import os
@@ -40,27 +41,36 @@ def server():
 def pauses(monkeypatch):
     """Pauses before retries, noted instead of waited for."""
     noted = []
-    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=time.monotonic, sleep=noted.append))
+    monkeypatch.setattr(
+        remote, "time", SimpleNamespace(monotonic=time.monotonic, sleep=noted.append)
+    )
     return noted
 
 
 def columns(n, images=None):
-    return ([f"prompt {i}." for i in range(n)], [f"Response  {i}" for i in range(n)],
-            [f"response {i if i % 3 else 'x'}" for i in range(n)], [None if i % 2 else f"label {i}" for i in range(n)],
-            images or [[] for _ in range(n)])
+    return (
+        [f"prompt {i}." for i in range(n)],
+        [f"Response  {i}" for i in range(n)],
+        [f"response {i if i % 3 else 'x'}" for i in range(n)],
+        [None if i % 2 else f"label {i}" for i in range(n)],
+        images or [[] for _ in range(n)],
+    )
 
 
 def ask(url, n=7, images=None, workers=1, try_seconds=5.0, **settings):
-    """Rewards and components of n samples, every third of them wrong, as the trainer gets them. The time of all tries
-    is not limited here."""
+    """Rewards and components of n samples, every third of them wrong, as the trainer gets them. The
+    time of all tries is not limited here."""
     source = load_source(url, RewardArgs(reward=url, reward_timeout=2 * try_seconds, **settings))
     args = RewardArgs(reward_timeout=20.0, reward_workers=workers)
     prompts, responses, references, labels, images = columns(n, images)
-    scored = score_samples(source, reward_samples(responses, references, prompts, labels, images), args)
+    scored = score_samples(
+        source, reward_samples(responses, references, prompts, labels, images), args
+    )
     return scored.pop("reward"), scored
 
 
-# ------------------------------------------------------------------------------------------------ what is asked
+# ------------------------------------------------------------------------------------------------
+# what is asked
 @pytest.mark.parametrize("workers, batch, requests", [(1, 3, 3), (3, 2, 4), (2, 100, 2)])
 def test_samples_arrive_once_and_in_order(server, workers, batch, requests):
     rewards, components = ask(server.url("exact"), workers=workers, remote_batch=batch)
@@ -68,28 +78,50 @@ def test_samples_arrive_once_and_in_order(server, workers, batch, requests):
     assert components == {"pictures": [0.0] * 7}
     assert server.requests == requests
     assert all(len(asked["responses"]) <= batch for asked in server.batches)
-    asked = {name: [] for name in ("queries", "prompts", "responses", "references", "labels", "images")}
+    asked = {
+        name: [] for name in ("queries", "prompts", "responses", "references", "labels", "images")
+    }
     for part in sorted(server.batches, key=lambda part: part["prompts"][0]):
         assert part.keys() == asked.keys()
         for name, values in part.items():
             asked[name] += values
     prompts, responses, references, labels, images = columns(7)
-    assert asked == dict(queries=[f"prompt {i}.Response  {i}" for i in range(7)], prompts=prompts,
-                         responses=responses, references=references, labels=labels, images=images)
+    assert asked == dict(
+        queries=[f"prompt {i}.Response  {i}" for i in range(7)],
+        prompts=prompts,
+        responses=responses,
+        references=references,
+        labels=labels,
+        images=images,
+    )
 
 
 def test_pictures_arrive_pixel_identical(server, tmp_path, monkeypatch):
     """Two samples of one prompt share its pictures: each is encoded once per request, and travels once."""
     rng, paths, opened = np.random.default_rng(0), [], []
-    for name, mode, size in (("a.png", "RGB", (37, 21)), ("b.jpg", "RGB", (40, 64)), ("c.png", "RGBA", (9, 9)),
-                             ("d.png", "L", (5, 8))):
+    for name, mode, size in (
+        ("a.png", "RGB", (37, 21)),
+        ("b.jpg", "RGB", (40, 64)),
+        ("c.png", "RGBA", (9, 9)),
+        ("d.png", "L", (5, 8)),
+    ):
         channels = {"RGB": (3,), "RGBA": (4,), "L": ()}[mode]
-        Image.fromarray(rng.integers(0, 255, (*size, *channels), dtype=np.uint8)).save(tmp_path / name)
+        Image.fromarray(rng.integers(0, 255, (*size, *channels), dtype=np.uint8)).save(
+            tmp_path / name
+        )
         paths.append(str(tmp_path / name))
     images = [paths[:2], paths[:2], [], paths[2:], [paths[0]], [], []]
-    monkeypatch.setattr(vlm_images, "read_image", lambda path: opened.append(path) or read_image(path))
-    assert ask(server.url("exact"), images=images, remote_batch=4)[1] == {"pictures": [2.0, 2.0, 0, 2.0, 1.0, 0, 0]}
-    arrived = [open_pictures(pictures, part["images"]) for part in server.batches for pictures in part["images"]]
+    monkeypatch.setattr(
+        vlm_images, "read_image", lambda path: opened.append(path) or read_image(path)
+    )
+    assert ask(server.url("exact"), images=images, remote_batch=4)[1] == {
+        "pictures": [2.0, 2.0, 0, 2.0, 1.0, 0, 0]
+    }
+    arrived = [
+        open_pictures(pictures, part["images"])
+        for part in server.batches
+        for pictures in part["images"]
+    ]
     for got, expected in zip(arrived, images, strict=True):
         for picture, path in zip(got, expected, strict=True):
             assert picture.format == "PNG"
@@ -106,7 +138,9 @@ def test_a_picture_of_eight_samples_travels_once(tmp_path):
     picture, clip = str(tmp_path / "a.png"), (str(tmp_path / "a.png"),) * 2
     first, *others = json.loads(json.dumps(remote.encode_images([[picture, clip, picture]] * 8)))
     assert first == [first[0], [first[0]] * 2, {"same_as": [0, 0]}]
-    assert np.array_equal(np.asarray(open_pictures(first[:1], [])[0]), np.asarray(read_image(picture)))
+    assert np.array_equal(
+        np.asarray(open_pictures(first[:1], [])[0]), np.asarray(read_image(picture))
+    )
     assert others == [[{"same_as": [0, 0]}, {"same_as": [0, 1]}, {"same_as": [0, 0]}]] * 7
 
 
@@ -129,7 +163,8 @@ def test_requests_overlap_as_often_as_asked(server):
     assert server.most_running == 1
 
 
-# ------------------------------------------------------------------------------------------------ asking again
+# ------------------------------------------------------------------------------------------------
+# asking again
 @pytest.mark.parametrize("failures, code", [(0, 503), (4, 503), (2, 408), (3, 429)])
 def test_a_server_that_is_busy_is_asked_again(server, pauses, capsys, failures, code):
     assert ask(server.url(f"fail/{failures}/{code}"))[0] == [float(i % 3 > 0) for i in range(7)]
@@ -140,17 +175,25 @@ def test_a_server_that_is_busy_is_asked_again(server, pauses, capsys, failures, 
 
 
 def test_retries_are_bounded(server, pauses):
-    with user_error(r"(?s)no answer in 5 tries, at last HTTP 503: 'busy with "
-                    r"request 5'.*Response  0"):
+    with user_error(
+        r"(?s)no answer in 5 tries, at last HTTP 503: 'busy with "
+        r"request 5'.*Response  0"
+    ):
         ask(server.url("fail/99"))
     assert server.requests == 5
     assert pauses == [0.5, 1.0, 2.0, 4.0]
 
 
-@pytest.mark.parametrize("path, problem", [
-    ("status/500", "HTTP 500: 'that is how it is'"), ("status/599", "HTTP 599"), ("drop", "RemoteDisconnected: Remote end"),
-    ("slow/30", "TimeoutError: timed out"),
-    ("length/9000", "IncompleteRead: IncompleteRead(97 bytes read, 8903 more expected)")])
+@pytest.mark.parametrize(
+    "path, problem",
+    [
+        ("status/500", "HTTP 500: 'that is how it is'"),
+        ("status/599", "HTTP 599"),
+        ("drop", "RemoteDisconnected: Remote end"),
+        ("slow/30", "TimeoutError: timed out"),
+        ("length/9000", "IncompleteRead: IncompleteRead(97 bytes read, 8903 more expected)"),
+    ],
+)
 def test_what_may_pass_is_tried_to_the_end(server, pauses, path, problem):
     started = time.monotonic()
     with user_error(re.escape(f"no answer in 5 tries, at last {problem}")):
@@ -163,6 +206,7 @@ def test_what_may_pass_is_tried_to_the_end(server, pauses, path, problem):
 def test_a_status_line_is_no_line_of_ours(pauses, capsys):
     """It may hold anything, and Python's exception quotes it with the end of the line."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
+
         def answer():
             for _ in range(5):
                 connection, _ = listening.accept()
@@ -175,38 +219,56 @@ def test_a_status_line_is_no_line_of_ours(pauses, capsys):
             ask(f"http://127.0.0.1:{listening.getsockname()[1]}/")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8  # two for each of four retries
-    assert all(line.endswith(r": BadStatusLine: \x1b[2J\rerror: all is well") for line in lines[::2])
+    assert all(
+        line.endswith(r": BadStatusLine: \x1b[2J\rerror: all is well") for line in lines[::2]
+    )
     assert all(line.startswith("  ; retry") for line in lines[1::2])
 
 
 def test_no_server_there(pauses):
-    with socket.socket() as taken:                                     # bound, but nobody listens
+    with socket.socket() as taken:  # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
         with user_error("no answer in 5 tries, .* Connection refused"):
             ask(f"http://127.0.0.1:{taken.getsockname()[1]}/exact")
     assert pauses == [0.5, 1.0, 2.0, 4.0]
 
 
-# ------------------------------------------------------------------------------------------------ errors at once
+# ------------------------------------------------------------------------------------------------
+# errors at once
 @pytest.mark.parametrize("kind", LIES)
 def test_a_broken_answer_is_one_clear_error(server, pauses, kind):
-    messages = dict(short="reward must be a list of 7 numbers", long="reward must be a list of 7 numbers",
-                nan="reward is nan, not a finite number", infinite="reward is inf, not a finite number",
-                strings=r"must be a list of 7 numbers, got \['0.0'", null=r"must be a list of 7 numbers, got \[None",
-                number="reward must be a list of 7 numbers, got 1.0",
-                missing=r'must answer {"rewards": \[...\]}', list=r'must answer {"rewards": \[...\]}',
-                component="style must be a list of 7 numbers", message="comment must be a list .*, got 'well done'",
-                both=r'must answer {"rewards"', text=r"not JSON: .*: '<html>busy</html>'", empty="not JSON")
+    messages = dict(
+        short="reward must be a list of 7 numbers",
+        long="reward must be a list of 7 numbers",
+        nan="reward is nan, not a finite number",
+        infinite="reward is inf, not a finite number",
+        strings=r"must be a list of 7 numbers, got \['0.0'",
+        null=r"must be a list of 7 numbers, got \[None",
+        number="reward must be a list of 7 numbers, got 1.0",
+        missing=r'must answer {"rewards": \[...\]}',
+        list=r'must answer {"rewards": \[...\]}',
+        component="style must be a list of 7 numbers",
+        message="comment must be a list .*, got 'well done'",
+        both=r'must answer {"rewards"',
+        text=r"not JSON: .*: '<html>busy</html>'",
+        empty="not JSON",
+    )
     with user_error(f"(?s)--reward {server.url('lie')}.*{messages[kind]}.*Response  0"):
         ask(server.url(f"lie/{kind}"))
     assert server.requests == 1
     assert pauses == []
 
 
-@pytest.mark.parametrize("path, problem", [("status/400", "answered HTTP 400: 'that is how it is'"),
-                                           ("status/307", "HTTP 307"), ("status/204", "not JSON"),
-                                           ("nowhere", "HTTP 404: 'no such path: /nowhere'"),
-                                           ("length/20", "not JSON: .*: '{\"rewards\": \\[0.0, 1.'")])
+@pytest.mark.parametrize(
+    "path, problem",
+    [
+        ("status/400", "answered HTTP 400: 'that is how it is'"),
+        ("status/307", "HTTP 307"),
+        ("status/204", "not JSON"),
+        ("nowhere", "HTTP 404: 'no such path: /nowhere'"),
+        ("length/20", "not JSON: .*: '{\"rewards\": \\[0.0, 1.'"),
+    ],
+)
 def test_refusals_are_not_repeated(server, pauses, path, problem):
     with user_error(problem):
         ask(server.url(path))
@@ -223,8 +285,16 @@ def test_a_redirect_is_not_followed(server, pauses, code):
     assert pauses == []
 
 
-@pytest.mark.parametrize("url", [
-    "http://", "http://host:port/", "https://me:secret@host/", "http://host/a b", "http://host/#part"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://",
+        "http://host:port/",
+        "https://me:secret@host/",
+        "http://host/a b",
+        "http://host/#part",
+    ],
+)
 def test_bad_address(url):
     with user_error("expected http://host:port/path"):
         load_source(url)
@@ -244,27 +314,54 @@ def test_training_by_the_server_is_training_by_the_rule(server, qwen25, picture_
     def train(name, reward, data, steps):
         """The records of the steps, and the samples of the last one."""
         out = tmp_path / name
-        ppo.main(words("--model", qwen25, "--data", data, "--out", out, "--reward", reward,
-                       "--max_prompt_tokens 512 --max_new_tokens 4 --prompts_per_step 4 --samples_per_prompt 2", "--steps",
-                       steps, "--actor_lr 1e-3 --log_samples 1 --export_every 0 --reward_workers 2 --remote_batch 3"))
+        ppo.main(
+            words(
+                "--model",
+                qwen25,
+                "--data",
+                data,
+                "--out",
+                out,
+                "--reward",
+                reward,
+                "--max_prompt_tokens 512 --max_new_tokens 4 --prompts_per_step 4 --samples_per_prompt 2",
+                "--steps",
+                steps,
+                "--actor_lr 1e-3 --log_samples 1 --export_every 0 --reward_workers 2 --remote_batch 3",
+            )
+        )
         records = read_rows(out / "metrics.jsonl")
         samples = (out / "samples" / f"step-{steps:06d}.jsonl").read_text().splitlines()
-        return [record for record in records if "rollout/reward" in record], [json.loads(line) for line in samples]
+        return [record for record in records if "rollout/reward" in record], [
+            json.loads(line) for line in samples
+        ]
 
     _, records = train("first", "exact", picture_rows, steps=1)
-    responses = {(record["source"].split(":")[1], record["sample"]): record["response"] for record in records}
+    responses = {
+        (record["source"].split(":")[1], record["sample"]): record["response"] for record in records
+    }
     data = folder / "answered.jsonl"
-    data.write_text("\n".join(json.dumps(row | {"answer": responses[str(i), 0]}) for i, row in enumerate(rows, start=1)))
+    data.write_text(
+        "\n".join(
+            json.dumps(row | {"answer": responses[str(i), 0]})
+            for i, row in enumerate(rows, start=1)
+        )
+    )
     expected, by_rule = train("rule", "exact", data, steps=2)
     assert 0 < expected[0]["rollout/reward"] < 1
     steps, by_server = train("server", server.url("exact"), data, steps=2)
     assert [record["reward"] for record in by_server] == [record["reward"] for record in by_rule]
     assert len(steps) == len(expected) == 2
     assert server.most_running >= 1
-    same = [name for name in expected[0] if name.startswith(("rollout/", "train/")) and "accuracy" not in name]
+    same = [
+        name
+        for name in expected[0]
+        if name.startswith(("rollout/", "train/")) and "accuracy" not in name
+    ]
     assert len(same) > 20
     assert [{name: step[name] for name in same} for step in steps] == [
-        {name: step[name] for name in same} for step in expected]
+        {name: step[name] for name in same} for step in expected
+    ]
     assert steps[0]["rollout/pictures_reward"] == np.mean([len(row["images"]) for row in rows])
 
 
@@ -272,8 +369,13 @@ def test_the_server_runs_from_the_command_line():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    running = subprocess.Popen(words(sys.executable, ROOT / "tests" / "reward_server.py", "--port", port),
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ)
+    running = subprocess.Popen(
+        words(sys.executable, ROOT / "tests" / "reward_server.py", "--port", port),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ,
+    )
     try:
         assert running.stdout.readline() == f"answers at http://127.0.0.1:{port}/exact\n"
         assert ask(f"http://127.0.0.1:{port}/exact", n=2)[0] == [0.0, 1.0]

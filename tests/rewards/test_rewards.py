@@ -30,7 +30,9 @@ from helpers import reward_samples
 def score(fn, n=4, workers=1, batch=0, timeout=60.0, asks=(), **more):
     """Rewards and components of n samples."""
     names = ("prompts", "responses", "references", "labels")
-    samples = reward_samples(**{name: [f"{name[:-1]} {i}" for i in range(n)] for name in names}, **more)
+    samples = reward_samples(
+        **{name: [f"{name[:-1]} {i}" for i in range(n)] for name in names}, **more
+    )
     source = Source("my.py:f", "f", "function", function=fn, batch=batch, asks=list(asks))
     args = RewardArgs(reward_timeout=timeout, reward_workers=workers)
     scored = score_samples(source, samples, args)
@@ -42,7 +44,12 @@ def one_sample(prompt="p", response="r", reference="a"):
 
 
 # ------------------------------------------------------------------------------------------------ extraction
-@pytest.mark.parametrize("response, answer", [("\\boxed{a\nb}", "a\nb"), ("<answer>a\nb</answer>", "a\nb"), *table(r"""
+@pytest.mark.parametrize(
+    "response, answer",
+    [
+        ("\\boxed{a\nb}", "a\nb"),
+        ("<answer>a\nb</answer>", "a\nb"),
+        *table(r"""
 \boxed{1} then \boxed{2}     | 2
 \boxed {3}                   | 3
 \fbox{3}                     | None
@@ -62,12 +69,16 @@ def one_sample(prompt="p", response="r", reference="a"):
 <think>\boxed{1}</think>     | 1
 <think> <answer>1</answer>   | None
 </think>\boxed{1}<think>     | None
-""")])
+"""),
+    ],
+)
 def test_last_answer(response, answer):
     assert str(extract_answer(response, "answer" if "answer" in response else "boxed")) == answer
 
 
-@pytest.mark.parametrize("expected, response", table(r"""
+@pytest.mark.parametrize(
+    "expected, response",
+    table(r"""
 1 | <think>a</think> \boxed{1}
 0 | \boxed{1}
 0 | <think>a</think>
@@ -80,22 +91,42 @@ def test_last_answer(response, answer):
 0 | <think>a</think></think> \boxed{1}
 0 | <think>a \boxed{1}
 0 | <think>a</think><answer>1</answer>
-"""))
+"""),
+)
 def test_format_score(expected, response):
     assert format_score(response, "boxed") == int(expected)
 
 
-@pytest.mark.parametrize("prompt_end, formed", [("assistant\n<think>\n", [1, 0, 0]), ("<think>", [1, 0, 0]), ("assistant\n", [0, 1, 0]),
-                                                ("<think>\n\n</think>\n\n", [0, 1, 0])])
-@pytest.mark.parametrize("rule, answer", [("boxed", r"\boxed{3}"), ("answer", "<answer>3</answer>")])
+@pytest.mark.parametrize(
+    "prompt_end, formed",
+    [
+        ("assistant\n<think>\n", [1, 0, 0]),
+        ("<think>", [1, 0, 0]),
+        ("assistant\n", [0, 1, 0]),
+        ("<think>\n\n</think>\n\n", [0, 1, 0]),
+    ],
+)
+@pytest.mark.parametrize(
+    "rule, answer", [("boxed", r"\boxed{3}"), ("answer", "<answer>3</answer>")]
+)
 def test_a_thought_that_the_template_opens_is_part_of_the_form(prompt_end, formed, rule, answer):
     """As those of Qwen3.5, the Thinking models and R1's distills do; an empty one that it closes is none."""
     responses = [f"1 + 2\n</think>\n\n{answer}", f"<think>1 + 2</think>{answer}", answer]
-    columns = rule_reward(rule, [f"<|im_start|>user\n<think>?<|im_end|>{prompt_end}"] * 3, responses, ["3"] * 3, [None] * 3, [[]] * 3)
-    right = [1, 1, int(not prompt_end.strip().endswith("<think>"))]                       # the last thought is still open
+    columns = rule_reward(
+        rule,
+        [f"<|im_start|>user\n<think>?<|im_end|>{prompt_end}"] * 3,
+        responses,
+        ["3"] * 3,
+        [None] * 3,
+        [[]] * 3,
+    )
+    # the last thought is still open
+    right = [1, 1, int(not prompt_end.strip().endswith("<think>"))]
     assert columns["accuracy"] == columns["parsed"] == right
     assert columns["format"] == formed
-    assert columns["reward"] == pytest.approx([0.9 * accuracy + 0.1 * form for accuracy, form in zip(right, formed)])
+    assert columns["reward"] == pytest.approx(
+        [0.9 * accuracy + 0.1 * form for accuracy, form in zip(right, formed)]
+    )
     exact = rule_reward("exact", ["<think>"], ["a b"], ["A  b"], [None], [[]])
     assert exact["reward"] == [1]
 
@@ -209,7 +240,8 @@ def test_exact_match_is_text_only():
     assert same_words("  Two\n Words ", "two words")
     assert not same_words("2.0", "2")
     assert answers_equal("x" * 600, "X" * 600)
-    assert not answers_equal("1" * 600 + ".0", "1" * 600)                                          # beyond the cap
+    # beyond the cap
+    assert not answers_equal("1" * 600 + ".0", "1" * 600)
 
 
 def test_rational_numbers_are_exact():
@@ -222,8 +254,31 @@ def test_rational_numbers_are_exact():
 
 def test_fuzz_never_raises_and_stays_fast():
     pieces = list("0123456789.,+-*/^(){}[]\\%$=_ e\n٤²π√½°٫－") + [
-        "\\frac", "\\sqrt", "\\boxed{", "\\text{", "<answer>", "</answer>", "<think>", "</think>", "nan", "inf", "10**",
-        "\\left", "\\pi", " cm", "\ud800", "\x00", "(B)", "x=", "1 1/2", "\\{", "\\}", "million", "9" * 299, "*10^"]
+        "\\frac",
+        "\\sqrt",
+        "\\boxed{",
+        "\\text{",
+        "<answer>",
+        "</answer>",
+        "<think>",
+        "</think>",
+        "nan",
+        "inf",
+        "10**",
+        "\\left",
+        "\\pi",
+        " cm",
+        "\ud800",
+        "\x00",
+        "(B)",
+        "x=",
+        "1 1/2",
+        "\\{",
+        "\\}",
+        "million",
+        "9" * 299,
+        "*10^",
+    ]
     rng = random.Random(0)
     start = time.process_time()
     for _ in range(4000):
@@ -235,12 +290,38 @@ def test_fuzz_never_raises_and_stays_fast():
     assert time.process_time() - start < 6
 
 
-@pytest.mark.parametrize("unit", [
-    "(", "{", "((1,", "9^(9^", "\\frac", "\\frac{1}{2}", "1, 2, ", "\\boxed{", "\\boxed ", "<answer>", "<think>", "\\text{",
-    "1 1/2 ", "\\", " ", "(1,2),", "9", "x=", "}", "1/", "{\\pi}", "\\boxed{{}", "1,000"])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "(",
+        "{",
+        "((1,",
+        "9^(9^",
+        "\\frac",
+        "\\frac{1}{2}",
+        "1, 2, ",
+        "\\boxed{",
+        "\\boxed ",
+        "<answer>",
+        "<think>",
+        "\\text{",
+        "1 1/2 ",
+        "\\",
+        " ",
+        "(1,2),",
+        "9",
+        "x=",
+        "}",
+        "1/",
+        "{\\pi}",
+        "\\boxed{{}",
+        "1,000",
+    ],
+)
 def test_repeated_pieces_take_bounded_time(unit):
     start = time.process_time()
-    for length in (500, 200_000):  # the longest answer that is parsed, and a response that is only scanned
+    # the longest answer that is parsed, and a response that is only scanned
+    for length in (500, 200_000):
         text = (unit * length)[:length]
         answers_equal(text, text + "1")
         answers_equal(text[:500] + "1", text[:500] + "2")
@@ -254,45 +335,74 @@ def test_rules_score_the_response_only():
     prompts = [r"Answer as \boxed{4}. <think></think> <answer>4</answer>"] * 3
     responses = [r"<think>2 + 2</think> \boxed{4}", "four", r"\boxed{5}"]
     arguments = (prompts, responses, ["4"] * 3, [None] * 3, [[]] * 3)
-    assert load_source("boxed").function(*arguments) == dict(reward=[1, 0, 0], accuracy=[1, 0, 0],
-                                                             format=[1, 0, 0], parsed=[1, 0, 1])
+    assert load_source("boxed").function(*arguments) == dict(
+        reward=[1, 0, 0], accuracy=[1, 0, 0], format=[1, 0, 0], parsed=[1, 0, 1]
+    )
     assert load_source("answer").function(*arguments)["reward"] == [0, 0, 0]
-    assert load_source("exact").function(prompts, ["4", " 4\n", "4.0"], ["4"] * 3, [None] * 3, [[]] * 3)["reward"] == [1, 1, 0]
+    assert load_source("exact").function(
+        prompts, ["4", " 4\n", "4.0"], ["4"] * 3, [None] * 3, [[]] * 3
+    )["reward"] == [1, 1, 0]
 
 
 def test_rule_weights():
-    responses = ["<answer>4</answer>", "<think>so</think><answer>5</answer>", "<think>so</think><answer>4</answer>"]
+    responses = [
+        "<answer>4</answer>",
+        "<think>so</think><answer>5</answer>",
+        "<think>so</think><answer>4</answer>",
+    ]
     result = load_source("answer").function([""] * 3, responses, ["4"] * 3, [None] * 3, [[]] * 3)
-    assert result["reward"] == pytest.approx([.9, .1, 1])
+    assert result["reward"] == pytest.approx([0.9, 0.1, 1])
     assert result["accuracy"] == [1, 0, 1]
     assert result["format"] == [0, 1, 1]
     assert result["parsed"] == [1, 1, 1]
 
 
-# ------------------------------------------------------------------------------------------------ user functions
+# ------------------------------------------------------------------------------------------------
+# user functions
 def test_load_user_function(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("from dataclasses import dataclass\n@dataclass\nclass C:\n    x: int = 1\n"
-                    "three = 3\ndef length(prompts, responses, *rest):\n    return [len(r) for r in responses]\n"
-                    "def another(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
+    path.write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass C:\n    x: int = 1\n"
+        "three = 3\ndef length(prompts, responses, *rest):\n    return [len(r) for r in responses]\n"
+        "def another(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    )
     assert score(load_source(f"{path}:length").function) == ([10.0] * 4, {})
     with value_error(r"must take \(prompts, .*, images\), and .*: too many positional arguments"):
-        load_source(f"{path}:another")                                              # before a model is loaded
+        # before a model is loaded
+        load_source(f"{path}:another")
     with value_error("missing a required argument: 'other'"):
-        path.write_text("def six(prompts, responses, references, labels, images, other):\n    return []\n")
+        path.write_text(
+            "def six(prompts, responses, references, labels, images, other):\n    return []\n"
+        )
         load_source(f"{path}:six")
     (tmp_path / "text.txt").write_text("")
-    path.write_text("async def waits(prompts, responses, *rest):\n    return [1.0] * len(prompts)\n"
-                    "async def yields(prompts, responses, *rest):\n    yield 1.0\nclass Called:\n    __call__ = waits\ncalled = Called()\n")
+    path.write_text(
+        "async def waits(prompts, responses, *rest):\n    return [1.0] * len(prompts)\n"
+        "async def yields(prompts, responses, *rest):\n    yield 1.0\nclass Called:\n    __call__ = waits\ncalled = Called()\n"
+    )
     for name in ("waits", "yields", "called"):
         with value_error("is async, and nothing awaits it: use def"):
             load_source(f"{path}:{name}")
-    for spec in (f"{path}:nothing", f"{path}:three", str(path), f"{tmp_path}/no.py:f", "unknown", "", ":f", "grm", "rm:",
-                 f"{tmp_path}/text.txt:f"):
+    for spec in (
+        f"{path}:nothing",
+        f"{path}:three",
+        str(path),
+        f"{tmp_path}/no.py:f",
+        "unknown",
+        "",
+        ":f",
+        "grm",
+        "rm:",
+        f"{tmp_path}/text.txt:f",
+    ):
         with value_error("--reward"):
             load_source(spec)
-    for source, message in (("import no_such_module", "ModuleNotFoundError: No"), ("f(", "Syntax"), ("1 / 0", "Zero"),
-                            ("import sys\nsys.exit(0)", r"SystemExit: .*\(broken.py:2\b")):
+    for source, message in (
+        ("import no_such_module", "ModuleNotFoundError: No"),
+        ("f(", "Syntax"),
+        ("1 / 0", "Zero"),
+        ("import sys\nsys.exit(0)", r"SystemExit: .*\(broken.py:2\b"),
+    ):
         (tmp_path / "broken.py").write_text(source)
         with value_error(f"broken.py raised {message}") as info:
             load_source(f"{tmp_path}/broken.py:f")
@@ -300,8 +410,10 @@ def test_load_user_function(tmp_path):
 
 
 def test_the_lines_of_a_failing_function_are_told(tmp_path):
-    (tmp_path / "mine.py").write_text("def parse(text):\n    return int(text)\n\n\ndef f(prompts, responses, *_):\n"
-                                      "    return [parse(r) for r in responses]\n")
+    (tmp_path / "mine.py").write_text(
+        "def parse(text):\n    return int(text)\n\n\ndef f(prompts, responses, *_):\n"
+        "    return [parse(r) for r in responses]\n"
+    )
     with user_error(r"it raised ValueError: .* \(mine.py:2 < mine.py:6"):
         score(load_source(f"{tmp_path}/mine.py:f").function)
 
@@ -319,7 +431,9 @@ def test_the_readme_reward_pays_no_wrong_answer(tmp_path):
     assert 1.11 > earned["reward"][0] > earned["reward"][1] > earned["reward"][2] > 1.0
 
 
-@pytest.mark.parametrize("convert", [tuple, np.array, torch.tensor, lambda v: [np.float32(x) for x in v]])
+@pytest.mark.parametrize(
+    "convert", [tuple, np.array, torch.tensor, lambda v: [np.float32(x) for x in v]]
+)
 def test_result_types(convert):
     rewards, components = score(lambda p, r, *_: convert([float(x[-1]) for x in r]), workers=3)
     assert rewards == [0, 1, 2, 3]
@@ -327,22 +441,36 @@ def test_result_types(convert):
     assert all(type(r) is float for r in rewards)
 
 
-@pytest.mark.parametrize("parameters, takes", [
-    ("prompts, responses, references, labels, images, rows", True), ("a, b, c, d, e, rows=None", True),
-    ("prompts, responses, *rest, rows", True), ("prompts, responses, *rest, **more", False)])
+@pytest.mark.parametrize(
+    "parameters, takes",
+    [
+        ("prompts, responses, references, labels, images, rows", True),
+        ("a, b, c, d, e, rows=None", True),
+        ("prompts, responses, *rest, rows", True),
+        ("prompts, responses, *rest, **more", False),
+    ],
+)
 def test_a_function_that_wants_rows_gets_them(tmp_path, parameters, takes):
-    """Every sample its own, whatever chunk it is scored in; other functions are called with five arguments."""
+    """Every sample its own, whatever chunk it is scored in; other functions are called with five
+    arguments."""
     path = tmp_path / "mine.py"
-    path.write_text(f"def f({parameters}):\n    first, got = next(iter(locals().values())), locals().get('rows')\n"
-                    "    if isinstance(got, list) and got and isinstance(got[0], dict):\n"
-                    "        return [float(row['worth']) for row in got]\n"
-                    "    return [-1.0] * len(first)\n")
+    path.write_text(
+        f"def f({parameters}):\n    first, got = next(iter(locals().values())), locals().get('rows')\n"
+        "    if isinstance(got, list) and got and isinstance(got[0], dict):\n"
+        "        return [float(row['worth']) for row in got]\n"
+        "    return [-1.0] * len(first)\n"
+    )
     source = load_source(f"{path}:f")
     assert source.asks == (["rows"] if takes else [])
     rows = [{"worth": i, "more": [i]} for i in range(7)]
     expected = [float(i) for i in range(7)] if takes else [-1.0] * 7
     for workers, batch in ((1, 0), (3, 0), (2, 2)):
-        assert score(source.function, n=7, workers=workers, batch=batch, rows=rows, asks=source.asks)[0] == expected
+        assert (
+            score(source.function, n=7, workers=workers, batch=batch, rows=rows, asks=source.asks)[
+                0
+            ]
+            == expected
+        )
 
 
 def test_what_a_function_may_ask_for(tmp_path):
@@ -350,12 +478,22 @@ def test_what_a_function_may_ask_for(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def f(prompts, responses, references, labels, images, step, truncated, lengths, groups, weight=2.0):\n"
         "    return {'reward': [weight * step] * len(responses), 'length': lengths, 'cut': truncated, 'group': groups}\n"
-        "def unknown(prompts, responses, references, labels, images, entropy, step):\n    return []\n")
+        "def unknown(prompts, responses, references, labels, images, entropy, step):\n    return []\n"
+    )
     source = load_source(f"{tmp_path}/mine.py:f")
-    columns = score_samples(source, reward_samples(["a", "bcd"], groups=[5, 5], step=7), RewardArgs())
-    assert columns == {"reward": [14.0, 14.0], "length": [1.0, 3.0], "cut": [0.0, 0.0], "group": [5.0, 5.0]}
-    with user_error(r"must take \(prompts, responses, references, labels, images\), and may ask for rows, lengths, truncated, groups, "
-                    "step: .*'entropy'"):
+    columns = score_samples(
+        source, reward_samples(["a", "bcd"], groups=[5, 5], step=7), RewardArgs()
+    )
+    assert columns == {
+        "reward": [14.0, 14.0],
+        "length": [1.0, 3.0],
+        "cut": [0.0, 0.0],
+        "group": [5.0, 5.0],
+    }
+    with user_error(
+        r"must take \(prompts, responses, references, labels, images\), and may ask for rows, lengths, truncated, groups, "
+        "step: .*'entropy'"
+    ):
         load_source(f"{tmp_path}/mine.py:unknown")
 
 
@@ -373,25 +511,38 @@ def test_a_call_holds_all_samples_of_a_prompt(workers, batch):
     assert rewards == [float(i) for i in range(11)]
     assert sorted(sum(calls, [])) == groups
     assert max(map(len, calls)) <= (batch or 11)
-    assert batch or all(call.count(group) == groups.count(group) for call in calls for group in call)
+    assert batch or all(
+        call.count(group) == groups.count(group) for call in calls for group in call
+    )
     assert batch or len(calls) >= min(workers, 2)
 
 
-@pytest.mark.parametrize("spans, message", [
-    ([[], []], "not all calls return the components"), ([[1.0], [], []], r"spans must be lists of \(end, reward\)"),
-    (1.0, r"spans must be lists of \(end, reward\)"), ([[("a", 1.0)], [], []], r"spans must be lists of \(end, reward\)")])
+@pytest.mark.parametrize(
+    "spans, message",
+    [
+        ([[], []], "not all calls return the components"),
+        ([[1.0], [], []], r"spans must be lists of \(end, reward\)"),
+        (1.0, r"spans must be lists of \(end, reward\)"),
+        ([[("a", 1.0)], [], []], r"spans must be lists of \(end, reward\)"),
+    ],
+)
 def test_spans_of_another_form_are_refused(spans, message):
     with user_error(message):
         score(lambda *_: {"spans": spans}, 3)
 
 
 def test_programs_import_what_lies_beside_them(tmp_path):
-    """Two folders with a helper of the same name; imports at the start, in a call, in a circle, of a package and of its
-    module. Python's modules and ours keep their names, and a file that is named after what it uses does not import itself."""
+    """Two folders with a helper of the same name; imports at the start, in a call, in a circle, of
+    a package and of its module. Python's modules and ours keep their names, and a file that is
+    named after what it uses does not import itself."""
     for folder, worth in ((tmp_path / "a", 1), (tmp_path / "b", 2)):
         (folder / "parts").mkdir(parents=True)
-        (folder / "my_helper.py").write_text(f"import parts.more\nfrom my_values import worth\nright = worth()\nmore = parts.more.N\n")
-        (folder / "my_values.py").write_text(f"import my_helper\ndef worth():\n    return {worth}\n")
+        (folder / "my_helper.py").write_text(
+            "import parts.more\nfrom my_values import worth\nright = worth()\nmore = parts.more.N\n"
+        )
+        (folder / "my_values.py").write_text(
+            f"import my_helper\ndef worth():\n    return {worth}\n"
+        )
         (folder / "parts" / "__init__.py").write_text("")
         (folder / "parts" / "more.py").write_text("from . import two\nN = 10 * two.N\n")
         (folder / "parts" / "two.py").write_text("N = 2\n")
@@ -402,7 +553,8 @@ def test_programs_import_what_lies_beside_them(tmp_path):
             "import math\nfrom PIL import Image\nfrom common.rewards.rules import RULES\nfrom parts import two\n"
             "from my_helper import more, right\n"
             "def score(prompts, *_):\n    from late import value\n    return [right + value + more + two.N] * len(prompts)\n"
-            "def best(rewards):\n    return [right for _ in rewards['exact']]\n")
+            "def best(rewards):\n    return [right for _ in rewards['exact']]\n"
+        )
     assert score(load_source(f"{tmp_path}/a/PIL.py:score").function)[0] == [23.25] * 4
     assert score(load_source(f"{tmp_path}/b/PIL.py:score").function)[0] == [24.5] * 4
     assert score(load_source(f"{tmp_path}/a/PIL.py:score").function)[0] == [23.25] * 4
@@ -429,14 +581,20 @@ def test_a_function_may_empty_its_lists():
 def test_order_and_components_over_workers(workers):
     def f(prompts, responses, references, labels, images):
         index = [int(p[-1]) for p in prompts]
-        assert all([int(text[-1]) for text in column] == index for column in (responses, references, labels))
+        assert all(
+            [int(text[-1]) for text in column] == index
+            for column in (responses, references, labels)
+        )
         time.sleep(0.01 * (9 - index[0]))  # later chunks finish first
         return {"a": index, "b": [i * 10 for i in index]}
 
     rewards, components = score(f, n=7, workers=workers)
     assert rewards == [11.0 * i for i in range(7)]  # no "reward": the sum of all components
     assert components == {"a": [float(i) for i in range(7)], "b": [10.0 * i for i in range(7)]}
-    assert score(lambda p, *_: {"reward": [5] * len(p), "a": [1] * len(p)}) == ([5.0] * 4, {"a": [1.0] * 4})
+    assert score(lambda p, *_: {"reward": [5] * len(p), "a": [1] * len(p)}) == (
+        [5.0] * 4,
+        {"a": [1.0] * 4},
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
@@ -451,9 +609,17 @@ def test_what_is_no_number_shows_a_sample_of_its_call(bad):
         score(lambda p, *_: [bad if x[-1] == "3" else 1.0 for x in p], workers=2)
 
 
-@pytest.mark.parametrize("result, message", [
-    ([1.0] * 5, "list of 4"), (None, "got None"), (1.0, "got 1.0"), ((x for x in range(4)), "got <generator"),
-    ({}, "expected at least one"), ({"a": [1.0] * 4, "b": [1.0]}, "b must be")])
+@pytest.mark.parametrize(
+    "result, message",
+    [
+        ([1.0] * 5, "list of 4"),
+        (None, "got None"),
+        (1.0, "got 1.0"),
+        ((x for x in range(4)), "got <generator"),
+        ({}, "expected at least one"),
+        ({"a": [1.0] * 4, "b": [1.0]}, "b must be"),
+    ],
+)
 def test_wrong_shape(result, message):
     with user_error(f"(?s){message}.*response 0"):
         score(lambda *_: result)
@@ -477,7 +643,7 @@ def test_raising_function_names_the_first_sample_of_its_chunk(error):
     with user_error(f"(?s)raised {type(error).__name__}.*response 2") as info:
         score(f, workers=2)
     assert info.value.__cause__ is error
-    assert calls == [2, 2]                                    # not called again
+    assert calls == [2, 2]  # not called again
 
 
 def test_timeout_names_the_chunk_and_leaves_only_daemon_threads():
@@ -492,7 +658,8 @@ def test_timeout_names_the_chunk_and_leaves_only_daemon_threads():
     with user_error(r"(?s)took longer than 0.2 s \(--reward_timeout\).*response 2"):
         score(f, workers=2, timeout=0.2)
     assert time.monotonic() - start < 5
-    assert all(thread.daemon for thread in set(threading.enumerate()) - before)  # the process can exit
+    # the process can exit
+    assert all(thread.daemon for thread in set(threading.enumerate()) - before)
     release.set()
 
 
@@ -505,15 +672,31 @@ def test_long_texts_are_cut_in_the_message():
     assert str(info.value).count("the end") == 3
 
 
-@pytest.mark.parametrize("components, rate", [([{}] * 4, None), ([{"parsed": 1.0}] * 4, None),
-                                              ([{"accuracy": value} for value in (0, 1, 0.9, 0)], 0.5),
-                                              ([{"mine/accuracy": value} for value in (1, 1, 0, 1)], 1.0)])
+@pytest.mark.parametrize(
+    "components, rate",
+    [
+        ([{}] * 4, None),
+        ([{"parsed": 1.0}] * 4, None),
+        ([{"accuracy": value} for value in (0, 1, 0.9, 0)], 0.5),
+        ([{"mine/accuracy": value} for value in (1, 1, 0, 1)], 1.0),
+    ],
+)
 def test_where_nobody_says_what_is_right_a_line_says_how(capsys, components, rate):
     """Two samples of each of two prompts; a list of rewards has no components."""
-    records = [{"index": i // 2, "reward": 2.0, "response_length": 3, "truncated": False, "components": parts}
-               for i, parts in enumerate(components)]
+    records = [
+        {
+            "index": i // 2,
+            "reward": 2.0,
+            "response_length": 3,
+            "truncated": False,
+            "components": parts,
+        }
+        for i, parts in enumerate(components)
+    ]
     metrics = summarise(records, 2)
-    assert [value for name, value in metrics.items() if "pass@2" in name] == ([] if rate is None else [rate])
+    assert [value for name, value in metrics.items() if "pass@2" in name] == (
+        [] if rate is None else [rate]
+    )
     text = capsys.readouterr().out
     assert ('{"reward": [...], "accuracy": [...]}' in text) == (rate is None)
     summarise(records, 1)
