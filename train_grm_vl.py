@@ -4,7 +4,7 @@ export is a --model of train_ppo_vl.py).
 
     torchrun --nproc_per_node 8 train_grm_vl.py --model Qwen/Qwen2.5-VL-7B-Instruct --data a.jsonl
     torchrun --nproc_per_node 2 train_grm_vl.py  # no flags: the embedded toy (launch/toy.py)
-    python train_grm_vl.py --help                # every flag with its default and unit
+    python train_grm_vl.py --help                # flags by stage: those that most runs touch
 
 One step, in the order of `main`:
 
@@ -45,6 +45,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from common import standins
+
+standins.for_help()  # which does not wait for what is imported below
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -83,8 +87,10 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     args = parse_args(argv)
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     distributed.check_same_flags(flags.as_flags(args))
-    checkpoints = checkpoint.Checkpoints(args.run, args.checkpoint)
     rows = load_rows(args)
+    listed = run_flags(args, rows)
+    args = replace(args, run=checkpoint.choose_folder(args.run, args.checkpoint, listed, IDENTITY))
+    checkpoints = checkpoint.Checkpoints(args.run, args.checkpoint)
     args = count_steps(args, len(rows.train), checkpoints.saved)
     judge = load_judge(args, rows, ranks)
 

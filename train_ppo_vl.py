@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 8 train_ppo_vl.py --model Qwen/Qwen2.5-VL-7B-Instruct --data a.jsonl
     torchrun --nproc_per_node 2 train_ppo_vl.py  # no flags: the embedded toy (launch/toy.py)
-    python train_ppo_vl.py --help                # every flag, by stage, with its default and unit
+    python train_ppo_vl.py --help                # flags by stage: those that most runs touch
 
 One step, in the order of `main`:
 
@@ -40,6 +40,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+from common import standins
+
+standins.for_help()  # which does not wait for what is imported below
 
 import torch
 import torch.distributed as dist
@@ -102,9 +106,10 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     reward, environment = load_programs(args)  # runs the user's code before a GPU is touched
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     distributed.check_same_flags(flags.as_flags(args))
-    checkpoints = checkpoint.Checkpoints(args.run, args.checkpoint)
     rows = load_rows(args)
     check_rows(args, rows, reward, environment)
+    args = choose_folder(args, rows)
+    checkpoints = checkpoint.Checkpoints(args.run, args.checkpoint)
     models = build_models(args, rows.processor, ranks.device)  # on meta: no weights are read yet
     modules = models.by_role()
     if not args.run.export_only:
@@ -116,8 +121,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     trainables = make_trainables(args, models)
     exports = exported_models(args, trainables)
     state = TrainState(args.algorithm.kl_coef)
-    # also what it will save
-    roles = saved_roles(args, trainables, models)
+    roles = saved_roles(args, trainables, models)  # also what it will save
     checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY, resolve_flags)
     if args.run.export_only:
         return checkpoints.export_now(exports, rows.processor)
@@ -741,14 +745,11 @@ def advance(
 
 
 # Flags that identify a run: --resume auto does not continue with other values of them.
+OF_REWARDS = "reward reward_recipe reward_combiner consistency_coef env".split()
 IDENTITY = {
     *flags.IDENTITY,
     "ptx_data (rows)",
-    "reward",
-    "reward_recipe",
-    "reward_combiner",
-    "consistency_coef",
-    "env",
+    *OF_REWARDS,
     *ppo_flags.RowArgs.__annotations__,
     *AlgorithmArgs.__annotations__,
     *ppo_flags.PerceptionArgs.__annotations__,
@@ -759,16 +760,7 @@ IDENTITY = {
 # What a resumed run does not take over from a checkpoint that was saved with other values of flags.
 BEGIN_ANEW = {
     "kl_coef": ("kl_coef", "kl_target"),
-    "moments": (
-        "reward",
-        "reward_recipe",
-        "reward_combiner",
-        "consistency_coef",
-        "env",
-        "grm_question",
-        "grm_opponents",
-        "grm_mode",
-    ),
+    "moments": (*OF_REWARDS, "grm_question", "grm_opponents", "grm_mode"),
     "ptx_rows": ("ptx_data",),
 }
 
@@ -782,6 +774,12 @@ def resolve_flags(listed: dict) -> dict:
         "kl_estimator": args.kl_estimator,
     }
     return listed | resolved
+
+
+def choose_folder(args: Args, rows: Rows) -> Args:
+    """Flags with the folder of a run without --out; see `checkpoint.choose_folder`."""
+    listed = resolve_flags(run_flags(args, rows))
+    return replace(args, run=checkpoint.choose_folder(args.run, args.checkpoint, listed, IDENTITY))
 
 
 def run_flags(args: Args, rows: "Rows") -> dict:

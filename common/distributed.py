@@ -145,16 +145,16 @@ def from_main(value: Any) -> Any:
 @contextmanager
 def raise_on_all_ranks(prefix: str = ""):
     """A ValueError or OSError inside, on any rank, becomes a UserError on every rank, with
-    ``prefix`` before its message: one rank raising alone would leave the others waiting."""
+    ``prefix`` before its message: one rank raising alone would leave the others waiting. Of several
+    ranks' mistakes the first is enough: they are mostly one, met with different samples."""
     problem = None
     try:
         yield
     except (OSError, ValueError) as error:
         problem = f"{prefix}{error}"
-    problems = dict.fromkeys(gather_objects(problem))
-    problems.pop(None, None)
+    problems = [problem for problem in gather_objects(problem) if problem is not None]
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError(problems[0])
 
 
 def check_same_flags(flags: dict) -> None:

@@ -164,7 +164,7 @@ def say(text: str, file: TextIO | None = None) -> None:
     print(as_message(text), file=file, flush=True)
 
 
-def follow_pointer(name: str) -> Path:
+def follow_pointer(name: str | Path) -> Path:
     """The folder that <out>/export/latest names now; any other path as it is."""
     path = Path(name)
     if path.name == "latest" and path.is_symlink():

@@ -31,6 +31,14 @@ LONGEST_WAIT = 1e7
 # its content, and "data (rows)" by the number of rows, too
 MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
 IDENTITY = (*MODEL_IDENTITY, "data", "data (rows)", "template_options")
+# that most runs touch: --help alone shows these
+OFTEN = """
+model train_vision lora_rank gradient_checkpointing max_tokens_per_pack
+data eval_data prompts_per_step max_prompt_tokens max_pixels columns
+samples_per_prompt max_new_tokens temperature eval_samples env reward advantage kl_coef
+epochs minibatches actor_lr critic_lr lr steps max_epochs warmup_steps
+save_every resume out seed eval_every eval_only
+""".split()
 
 # -------------------------------------------------------------------------------------------------
 # Declaring flags
@@ -125,10 +133,14 @@ def parse(
     """
     parser = build_parser(args_class, doc)
     typed = vars(parser.parse_args(argv))
+    if "help" in typed:
+        build_parser(args_class, doc, listed=typed["help"]).print_help()
+        raise Exit(0)
     config = typed.pop("config", None)
     if config is None and "model" not in typed:
         if typed.get("export_only"):
-            out = typed.setdefault("out", RunArgs.out)  # it may have been moved since
+            # it may have been moved since
+            out = typed.setdefault("out", follow_pointer(RunArgs.out))
             config = out / "args.json"
         elif not typed.keys() & {"data", "eval_data"}:
             config = toy_file(*toy)
@@ -156,11 +168,14 @@ def from_flags(args_class: type, values: dict) -> Any:
     return args_class(**groups)
 
 
-def build_parser(args_class: type, description: str | None) -> "Parser":
+def build_parser(args_class: type, description: str | None, listed: str = "all") -> "Parser":
     """One section per group; flags that were not given stay absent, so that a value of --config can
-    stand."""
+    stand. Its help has the flags that are ``listed``: those most touched, all, or those of a stage."""
+    stages = [stage.name for stage in fields_of(args_class)]
     parser = Parser(
         description=description,
+        epilog=f"--help all: every flag; --help STAGE: those of a stage: {', '.join(stages)}",
+        add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -170,10 +185,21 @@ def build_parser(args_class: type, description: str | None) -> "Parser":
         metavar="FILE",
         help="JSON file of flags (such as <out>/args.json); the command line overrides it",
     )
-    for group in fields_of(args_class):
-        section = parser.add_argument_group(group.type.__doc__)
-        for field in fields_of(group.type):
+    parser.add_argument(
+        "-h",
+        "--help",
+        nargs="?",
+        const="most",
+        choices=("most", "all", *stages),
+        metavar="STAGE",
+        help="the flags that most runs touch; more of them: see the last line",
+    )
+    for stage in fields_of(args_class):
+        section = parser.add_argument_group(stage.type.__doc__)
+        for field in fields_of(stage.type):
             text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
+            if listed not in ("all", stage.name, "most" if field.name in OFTEN else ""):
+                text = argparse.SUPPRESS
             choices = field.metadata["choices"]
             options: dict = {"type": field.type}
             if field.metadata["paths"]:
@@ -224,8 +250,8 @@ def read_config(path: str | Path, parser: "Parser") -> dict:
     except ValueError as error:
         raise UserError(f"--config {error}") from error
     try:
-        if "config" in config:
-            raise ValueError("expected a JSON object of flags, --config not among them")
+        if config.keys() & {"config", "help"}:
+            raise ValueError("expected a JSON object of flags, --config and --help not among them")
         words = []
         for name, value in config.items():
             if isinstance(value, bool):
@@ -550,7 +576,11 @@ class CheckpointArgs:
 class RunArgs:
     """run"""
 
-    out: Path = flag(Path("runs/latest"), "output folder")
+    out: Path = flag(
+        Path("runs/latest"),
+        "output folder; without it a new one, or that of the same run if it is unfinished, which "
+        "runs/latest then names",
+    )
     seed: int = flag(0, "seed of sampling and data order", low=0, high=2**32 - 1)
     eval_every: int = flag(
         -1,

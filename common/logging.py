@@ -32,7 +32,7 @@ from common import distributed
 from common.cards import contact_sheet
 from common.files import as_message, printable, read_records
 from common.flags import RunArgs
-from common.process import EXIT_PREEMPTED, Exit, UserError, leave_group
+from common.process import EXIT_PREEMPTED, Exit, UserError
 
 # -------------------------------------------------------------------------------------------------
 # Metrics of a step
@@ -181,6 +181,8 @@ def hides_bars() -> bool | None:
 
 # steps between samples of training; those of the first and the last step are written, too
 SAMPLES_EVERY = 5
+# in a folder without --out, until the run is done: what makes a run the same run
+UNFINISHED = ".unfinished"
 
 
 class RunLogger:
@@ -327,8 +329,9 @@ class RunLogger:
         if distributed.is_main():
             self._file.close()
             self._writer.close()
+            if not stopped:
+                (self.out / UNFINISHED).unlink(missing_ok=True)
         if stopped:
-            leave_group()
             raise Exit(EXIT_PREEMPTED)
 
     # How it is written

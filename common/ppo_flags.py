@@ -11,7 +11,7 @@ class RowArgs:
 
     row_kind: str = flag(
         "prompts",
-        "kind of rows: prompts; or judgements (see train_grm_vl.py --help), to train a judge by RL: "
+        "kind of rows: prompts; or judgements (see train_grm_vl.py --help judge), to train a judge by RL: "
         "--reward verdict or judgement compares the judge's answers with the rows' verdicts",
         choices=("prompts", "judgements"),
     )

@@ -26,6 +26,7 @@ from common.threads import GIVEN_UP
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+PATIENCE = 20  # seconds that the ranks of a machine leave its first one to tell torchrun an error
 # Signals that arrived; all ranks look at them together between two steps.
 STOP_SIGNALS: list[int] = []
 
@@ -77,12 +78,15 @@ def end_at_signals() -> None:
 def end_when_told(reader: int) -> None:
     """In a thread: wait for a byte, and end the process."""
     os.read(reader, 1)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        with suppress(BrokenPipeError):
-            os.write(
-                2, b"stopped by a signal with nothing to save; the same command starts again\n"
-            )
+    tell_now("stopped by a signal with nothing to save; the same command starts again")
     os._exit(EXIT_PREEMPTED)
+
+
+def tell_now(message: str) -> None:
+    """Print a line once for this machine, in the middle of whatever is printed."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with suppress(BrokenPipeError):  # of a `| tee log` that the same Ctrl-C has ended
+            os.write(2, f"{message}\n".encode())  # a print could interrupt another print
 
 
 def catch_signals() -> None:
@@ -110,13 +114,9 @@ def request_stop(number: int, _frame: Any) -> None:
     # handler while the process waits inside a collective.
     default_interrupt()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        message = (
-            "Ctrl-C: saving after the step in progress; a second Ctrl-C stops at once without "
-            "saving"
-        )
-        with suppress(BrokenPipeError):  # of a `| tee log` that the same Ctrl-C has ended
-            os.write(2, f"\n{message}\n".encode())  # a print could interrupt another print
+    tell_now(
+        "\nCtrl-C: saving after the step in progress; a second Ctrl-C stops at once without saving"
+    )
 
 
 class Output:
@@ -160,34 +160,41 @@ def run_main(program: Callable[[], Any]) -> None:
         try:
             program()
         except UserError as error:
-            # torchrun ends the others as soon as one has exited
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            message = f"error: {error}"
-            if int(os.environ.get("RANK", 0)) == 0:
-                say(message, file=sys.stderr)
-            tell_torchrun(message)
+            tell_once(f"error: {error}")
             code = EXIT_USER_ERROR
         except Exit as end:
             code = end.code
         except (Exception, SystemExit) as error:  # a SystemExit of user code is an error, too
-            message = traceback.format_exc().rstrip()
-            say(message, file=sys.stderr)
-            advice = ""
+            messages = [traceback.format_exc().rstrip()]
             if isinstance(error, torch.OutOfMemoryError):
-                advice = OUT_OF_MEMORY
+                messages.append(OUT_OF_MEMORY)
             elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():
-                advice = TIMED_OUT
-            if advice:
-                message = advice
-                say(advice, file=sys.stderr)
-            tell_torchrun(message)
+                messages.append(TIMED_OUT)
+            for message in messages:
+                say(message, file=sys.stderr)
+            tell_torchrun(messages[-1])
             os._exit(1)  # no destructor may wait for the other ranks
-    leave_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     if GIVEN_UP:
         # An ordinary exit would abort the process if one of their threads is inside C++.
         os._exit(code)
     if code:
         raise Exit(code)
+
+
+def tell_once(message: str) -> None:
+    """Print what all ranks would print: torchrun does so, last of all, unless it starts them again."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # so far; None without torchrun
+    if restarts and os.environ["LOCAL_RANK"] != "0":
+        # until torchrun ends this process, because the first one of this machine has told it why
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(PATIENCE)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first one tells it, whichever ends first
+    tell_torchrun(message)
+    is_told = restarts and restarts == os.environ["TORCHELASTIC_MAX_RESTARTS"]
+    if not is_told and os.environ.get("RANK", "0") == "0":
+        say(message, file=sys.stderr)
 
 
 def tell_torchrun(message: str) -> None:
@@ -199,9 +206,3 @@ def tell_torchrun(message: str) -> None:
             "extraInfo": {"timestamp": str(int(time.time()))},
         }
         Path(path).write_text(json.dumps({"message": details}))
-
-
-def leave_group() -> None:
-    """Leave the process group if this process has joined one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -21,6 +21,7 @@ BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.compre
 TABLE = """\
 losses
 cards
+standins
 files
 threads
 logprobs     files

@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+import common
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
@@ -79,14 +80,27 @@ def test_flag_names_are_unique_and_have_help():
     assert all(kind.__doc__ and kind.__dataclass_params__.frozen for kind in GROUPS.values())
 
 
-def test_help_lists_every_flag_with_its_default(capsys):
+def help_of(capsys, *stage: str) -> str:
     with pytest.raises(SystemExit) as stop:
-        ppo.parse_args(["--help"])
+        ppo.parse_args(["--help", *stage])
     assert stop.value.code == 0
-    text = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def shown(text: str) -> set[str]:
+    """The flags of a help text."""
+    return {
+        field.name
+        for _, field in FIELDS
+        if re.search(rf"^  --{field.name}[ ,]", text, re.MULTILINE)
+    }
+
+
+def test_help_lists_every_flag_with_its_default(capsys):
+    text = help_of(capsys, "all")
     squeezed = "".join(text.split())  # argparse wraps lines, also at hyphens
+    assert shown(text) == {field.name for _, field in FIELDS}
     for group, field in FIELDS:
-        assert re.search(rf"--{field.name}[ ,]", text), field.name
         entry = f"{field.metadata['help']} (default: {field.default!s:.60})"
         assert "".join(entry.split()) in squeezed, field.name
     places = [
@@ -95,6 +109,45 @@ def test_help_lists_every_flag_with_its_default(capsys):
     ]
     assert places == sorted(places)
     assert "--config FILE" in text
+
+
+def test_help_shows_what_most_runs_touch_and_the_rest_by_stage(capsys):
+    text = help_of(capsys)
+    assert shown(text) == {field.name for _, field in FIELDS if field.name in common_flags.OFTEN}
+    assert 30 <= len(shown(text)) <= 35
+    assert GROUPS["perception"].__doc__ not in text
+    by_stage = [shown(help_of(capsys, stage)) for stage in GROUPS]
+    assert by_stage == [
+        {field.name for field in dataclasses.fields(kind)} for kind in GROUPS.values()
+    ]
+    others = {
+        field.name
+        for group in dataclasses.fields(grm.Args)
+        for field in dataclasses.fields(group.type)
+    }
+    assert set(common_flags.OFTEN) <= {field.name for _, field in FIELDS} | others
+    with user_error("invalid choice: 'nonsense'"):
+        ppo.parse_args(["--help", "nonsense"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_ppo_vl.py", "train_grm_vl.py"])
+def test_help_imports_no_models(script):
+    """What takes seconds to import is a mock then."""
+    code = (
+        "import runpy, sys\nsys.argv = [sys.argv[1], '--help']\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally:\n    print(*sorted(name for name in sys.modules if getattr(sys.modules[name], '__file__', '')))"
+    )
+    result = run(["-c", code, str(ROOT / script)])
+    assert result.returncode == 0 and "--prompts_per_step INT" in result.stdout, result.stderr
+    imported = result.stdout.splitlines()[-1].split()
+    assert "torch" in imported
+    assert not [
+        name
+        for name in imported
+        if name.startswith(("transformers", "torch.distributed.tensor", "torch._dynamo"))
+    ]
 
 
 def test_defaults_are_consistent():
@@ -275,16 +328,47 @@ def test_varlen_needs_a_gpu():
         build.choose_compute(ModelArgs(attention="varlen"), torch.device("cpu"), 64)
 
 
-def test_too_old_a_transformers_is_named(tmp_path):
-    (tmp_path / "transformers.py").write_text("__version__ = '4.57.1'\n")
+@pytest.mark.parametrize(
+    "version, told",
+    [
+        ("4.57.1", "ImportError: transformers 4.57.1: too old; 5.17 or newer is needed"),
+        (
+            "5.999.0",
+            f"transformers 5.999.0 is newer than {common.TRIED['transformers'][2]}, the newest that was tried",
+        ),
+        (f"{common.TRIED['transformers'][2]}.9", ""),
+    ],
+)
+def test_a_transformers_that_was_not_tried_is_named(tmp_path, version, told):
+    """On rank 0, before anything of it is used."""
+    folder = tmp_path / f"transformers-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n"
+    )
+    for rank in ("0", "1"):
+        result = run(["-c", "import common"], PYTHONPATH=f"{tmp_path}:{ROOT}", RANK=rank)
+        lines = [
+            line for line in (result.stdout + result.stderr).splitlines() if "transformers" in line
+        ]
+        assert lines[-1:] == [told] * (told != "" and ("Error" in told or rank == "0"))
+
+
+def test_versions_that_were_tried_last_are_told(tmp_path):
+    python = tmp_path / "python3.12"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && echo "$0"\n')  # makes no environment
+    python.chmod(0o755)
+    variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     result = subprocess.run(
-        [sys.executable, "-c", "import common"],
-        cwd=SCRIPT.parent,
+        ["bash", ROOT / "tests" / "run.sh", "--versions"],
+        env=variables,
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )
-    assert "ImportError: transformers 4.57.1: too old; 5.17 or newer is needed" in result.stderr
+    for name in ("torch", "transformers"):
+        _, oldest, newest = common.TRIED[name]
+        assert f"tried last: {name} {newest} " in result.stdout
+        assert f"{name}>={oldest}," in (ROOT / "requirements.txt").read_text()
 
 
 @pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m"])
@@ -386,7 +470,8 @@ def test_flags_that_are_no_contradiction():
         *table("""
 {"model": "m", "data": "d", "step": 3}  | unrecognized arguments: --step=3; did you mean --steps?
 {"learning_rate": 1e-6}                 | unrecognized arguments: --learning_rate=1e-06; did you mean --actor_lr?
-{"config": "other.json"}                | expected a JSON object of flags, --config not
+{"config": "other.json"}                | expected a JSON object of flags, --config and --help not
+{"help": "all"}                         | expected a JSON object of flags, --config and --help not
 ["--steps", "3"]                        | must be dict, not ['--steps', '3']
 steps: 3                                | Expecting value
 {"steps": 3.5}                          | argument --steps: invalid int value: '3.5'
@@ -476,14 +561,12 @@ def torchrun(world: int, flags: list[str], **environment: str) -> subprocess.Com
 
 
 def assert_one_message(result: subprocess.CompletedProcess, ours: str) -> None:
-    """Printed once, and repeated by torchrun's summary, whose last lines are the message of one rank."""
+    """Printed once, by torchrun, whose last lines are the message."""
     *_, root_cause = result.stderr.split("Root Cause (first observed failure):")
-    assert (
-        result.returncode == 1
-        and re.search(r"exitcode *: 2 ", root_cause)
-        and f"error: {ours}" in root_cause
-    ), result.stderr
-    assert result.stderr.count("\nerror:") <= 1
+    assert result.returncode == 1 and re.search(r"exitcode *: 2 ", root_cause), result.stderr
+    message, line = root_cause.rstrip().splitlines()[-2:]
+    assert message.endswith(f"error: {ours}") and not line.strip("="), result.stderr
+    assert (result.stdout + result.stderr).count(ours) == 1
     assert SCRIPT.name + '", line' not in result.stderr
 
 
@@ -508,6 +591,25 @@ def test_two_ranks_refuse_a_bad_row_with_one_message(tmp_path, qwen25):
     assert "Traceback" not in text
     assert f"rows.jsonl:2: no such image: {tmp_path / 'none.png'}" in text
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_a_mistake_that_all_ranks_meet_is_told_once(tmp_path, qwen25, picture_rows):
+    (tmp_path / "typo.py").write_text(
+        "def score(prompts, responses, *rest):\n    return [lenght(r) for r in responses]\n"
+    )
+    line = words(
+        "--model",
+        qwen25,
+        "--data",
+        picture_rows,
+        "--out",
+        tmp_path / "out",
+        "--reward",
+        tmp_path / "typo.py:score",
+        "--prompts_per_step 2 --max_prompt_tokens 256 --max_new_tokens 4 --steps 1 --eval_every 0",
+    )
+    text = ranks.run(ppo.main, line, world=2, codes=[2, 2])
+    assert text.count("NameError: name 'lenght' is not defined") == 1 == text.count("error: ")
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import ranks
-from common import distributed
-from conftest import ROOT, user_error
+from common import distributed, process
+from conftest import ROOT, read_json, user_error
 
 SCRIPTS = ("train_ppo_vl.py", "train_grm_vl.py")
 
@@ -93,6 +93,31 @@ def test_exit_code_0_means_done(program, code, message):
     assert message in result.stderr
     assert bool(message) == bool(result.stderr)
     assert ("Traceback" in result.stderr) == (code == 1)
+
+
+@pytest.mark.parametrize(
+    "rank, restarts, printed", [(0, "1", True), (0, "0", False), (1, "0", False)]
+)
+def test_torchrun_tells_an_error_once_and_last(
+    tmp_path, monkeypatch, capsys, rank, restarts, printed
+):
+    """Printed as well only where torchrun restarts and forgets it; all but the first rank leave it
+    to that one."""
+    waited, file = [], tmp_path / "error.json"
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "TORCHELASTIC_ERROR_FILE": file,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": restarts,
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(process.time, "sleep", waited.append)
+    process.tell_once("error: a typo")
+    assert read_json(file)["message"]["message"] == "error: a typo"
+    assert capsys.readouterr().err == ("error: a typo\n" if printed else "")
+    assert waited == [process.PATIENCE] * rank
 
 
 LATE = """

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Three quarters of the tests, the fast ones, with the oldest torch and transformers that requirements.txt allows, and with the newest that
-# the package index has, whatever requirements.txt says of torch. Each gets a virtual environment of its own under $TMPDIR
+# Says which torch and transformers were tried last. Then three quarters of the tests, the fast ones, with the oldest of both
+# that requirements.txt allows, and with the newest that the package index has, whatever requirements.txt says of torch. Each gets a virtual environment of its own under $TMPDIR
 # (up to 6 GB, twenty minutes on 2 cores), deleted afterwards. The builds of torch on PyPI are for CUDA: no GPU is needed to
 # import them, and the tests that trace on fake tensors of a GPU then run instead of skipping.
 set -euo pipefail
@@ -10,6 +10,9 @@ oldest=($(sed -n 's/^\(torch\|transformers\)>=\([0-9.]*\),.*/\1==\2.0/p' require
 newest=(torch "$(grep '^transformers' requirements.txt)")
 others=($(grep -v '^#\|^torch\|^transformers' requirements.txt) pytest pytest-xdist)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false CUDA_VISIBLE_DEVICES=
+for package in torch transformers; do
+    sed -n "s/^ *\"$package\": .*\"\([0-9.]*\)\"),$/tried last: $package \1 (common\/__init__.py)/p" common/__init__.py
+done
 failed=0
 for which in oldest newest; do
     place="$(mktemp -d)"

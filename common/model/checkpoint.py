@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from datetime import timedelta
+from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,15 @@ from common.distributed import (
 )
 from common.files import follow_pointer, read_json, say, sha256
 from common.flags import MODEL_IDENTITY, CheckpointArgs, RunArgs
-from common.logging import Metrics, due, sync_folder, write_durably, write_pointer
+from common.logging import (
+    UNFINISHED,
+    Metrics,
+    due,
+    sync_folder,
+    write_durably,
+    write_link,
+    write_pointer,
+)
 from common.model import weights
 from common.model.fsdp import Trainable
 from common.model.identity import contents
@@ -66,6 +75,32 @@ def count_rows(saved: dict) -> dict:
             updates = flags["epochs"] * flags["minibatches"] * (step - flags["critic_warmup_steps"])
             saved["ptx_rows"] = max(0, updates) * flags["ptx_batch"]
     return saved
+
+
+def choose_folder(run: RunArgs, args: CheckpointArgs, flags: dict, identity: set[str]) -> RunArgs:
+    """``run`` with the folder of a run without --out, chosen by rank 0: the one that runs/latest
+    names, if this is the same run, unfinished, or asks for what is there; else a new one, which
+    runs/latest then names. A folder runs/latest of earlier versions is used.
+
+    Raises UserError: what flags name cannot be read, or the folder cannot be made.
+    """
+    if run.out != RunArgs.out:
+        return run
+    with raise_on_all_ranks():
+        folder = follow_pointer(run.out)
+        is_asked_for = run.eval_only or args.resume == "must"
+        is_used = folder.is_dir() and (is_asked_for or folder == run.out)
+        if is_main() and not is_used:
+            values = flags | contents(flags)
+            described = json.dumps(
+                {name: values[name] for name in sorted(values.keys() & identity)}
+            )
+            mark = folder / UNFINISHED
+            if not mark.exists() or mark.read_text() != described:
+                folder = run.out.with_name(f"{datetime.now():%Y-%m-%d-%H%M%S-%f}")
+                write_durably(folder / UNFINISHED, described)
+                write_link(run.out, folder.name)
+    return from_main(replace(run, out=folder))
 
 
 class Checkpoints:
@@ -141,7 +176,7 @@ class Checkpoints:
         if is_main():
             self.lock.close()
         if kind is None and self.failed:
-            raise UserError("the run has ended, and its last checkpoint could not be saved")
+            raise UserError(self.problem)
 
     # ---------------------------------------------------------------------------------------------
     # Resume
@@ -408,19 +443,16 @@ class Checkpoints:
     def count_failure(self, step: int, problem: UserError) -> None:
         """Count a failed save. Raises UserError after MOST_FAILURES in a row."""
         self.failed += 1
+        self.problem = (
+            f"the checkpoint of step {step} was not saved ({self.failed} in a row): {problem}"
+        )
         self.saved_step = self.first_step
         self.start_writer()  # the old one may wait for ranks that have given up
         if is_main():
             shutil.rmtree(self.unfinished(step), ignore_errors=True)
-            say(
-                f"warning: the checkpoint of step {step} was not saved ({self.failed} in a row): "
-                f"{problem}"
-            )
+            say(f"warning: {self.problem}")
         if self.failed >= MOST_FAILURES:
-            raise UserError(
-                f"{self.failed} checkpoints in a row could not be saved, the last because: "
-                f"{problem}"
-            )
+            raise UserError(self.problem)
 
     # ---------------------------------------------------------------------------------------------
     # Records

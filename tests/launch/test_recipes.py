@@ -271,6 +271,33 @@ def test_a_job_needs_its_script(tmp_path):
     )
 
 
+SRUN = """#!/usr/bin/env bash
+while [ "$1" != --output ]; do shift; done
+exec >> "$2" 2>&1
+shift 4    # with --open-mode append
+exec "$@"
+"""
+
+
+def test_a_job_without_torchrun_says_so(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text(SRUN)
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    (tmp_path / "train_ppo_vl.py").touch()
+    variables = {
+        "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "5",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NNODES": "1",
+        "MASTER_ADDR": "node",
+    }
+    job = ["bash", str(ROOT / "launch" / "train.slurm"), "train_ppo_vl.py"]
+    assert subprocess.run(job, cwd=tmp_path, env=variables, timeout=60).returncode == 127
+    told = (tmp_path / "logs" / "train-5.out").read_text()
+    assert "srun ended with code 127; logs/train-5-0.log ends with:" in told
+    assert "torchrun: not found" in told.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     "gpu, offered, wanted",
     [

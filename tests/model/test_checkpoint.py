@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
@@ -468,7 +469,9 @@ def test_a_save_that_outlasts_the_timeout(flags, out):
 def test_too_many_write_errors(flags, out):
     hooks = [(change_writes, 1, [2, 3, 4, 5, 6])]
     output = live(flags(out, "--steps 6"), 2, hooks, codes=[2, 2])
-    assert "error: 3 checkpoints in a row could not be saved" in output
+    assert output.splitlines()[-1].startswith(
+        "error: the checkpoint of step 4 was not saved (3 in a row): "
+    )
     assert "Traceback" not in output
     assert steps(out) == [1]
     assert pointer(out) == "step-1"
@@ -533,6 +536,80 @@ def test_weights_that_cannot_be_exported(flags, out):
     assert load_file(out / "export" / "step-2" / "model.safetensors")
 
 
+# ----------------------------------------------------------------------------- without --out
+@pytest.fixture
+def unnamed(flags, tmp_path, monkeypatch) -> Callable:
+    """unnamed("--more flags"): a command without --out, in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+
+    def build(more: str = "") -> list[str]:
+        argv = flags(Path("none"), more)
+        place = argv.index("--out")
+        return argv[:place] + argv[place + 2 :]
+
+    return build
+
+
+LATEST = Path("runs", "latest")
+
+
+def test_an_unfinished_run_without_out_goes_on(unnamed):
+    live(unnamed(), 2, [(stop_at, "update_actor", 1, -1, signal.SIGTERM)], codes=[75, 75])
+    first = os.readlink(LATEST)
+    assert f"resuming from runs/{first}/checkpoints/step-1" in live(unnamed("--actor_lr 2e-3"), 2)
+    assert (os.readlink(LATEST), steps(LATEST)) == (first, [2, 1])
+    train(unnamed("--eval_only"))
+    assert (LATEST / "evaluation-step-2").is_dir()
+    live(unnamed("--resume must --steps 3"))
+    assert (os.readlink(LATEST), steps(LATEST)) == (first, [3, 2, 1])
+
+
+@pytest.mark.parametrize("before, more", [("", "--gamma 0.9"), ("--steps 1", "--steps 1")])
+def test_another_run_without_out_gets_a_folder_of_its_own(unnamed, before, more):
+    """Of other flags, or after the same run has finished; args.json names that folder."""
+    patches = [] if before else [(stop_at, "update_actor", 1, -1, signal.SIGTERM)]
+    live(unnamed(before), 1, patches, codes=[75] if patches else [0])
+    first, records = LATEST.resolve(), (LATEST / "metrics.jsonl").read_bytes()
+    train(unnamed(more))
+    second = LATEST.resolve()
+    assert first != second and (first / "metrics.jsonl").read_bytes() == records
+    assert read_json(second / "args.json")["out"] == f"runs/{second.name}"
+    assert recorded(second)[-1] == (1 if before else 2)
+
+
+def test_another_reward_is_another_run_without_out(unnamed, task, tmp_path):
+    reward = shutil.copy(task / "reward.py", tmp_path)
+    argv = unnamed(f"--steps 3 --reward {reward}:letters")
+    live(argv, 1, [(stop_at, "update_actor", 1, -1, signal.SIGTERM)], codes=[75])
+    first = os.readlink(LATEST)
+    with open(reward, "a") as file:
+        file.write("# another\n")
+    train(argv)
+    assert os.readlink(LATEST) != first
+
+
+def test_a_folder_of_earlier_versions_is_used(unnamed, finished):
+    """It is never replaced by a link."""
+    shutil.copytree(finished, LATEST, symlinks=True)
+    train(unnamed("--steps 3"))
+    assert not LATEST.is_symlink() and steps(LATEST) == [3, 2, 1]
+    refused(
+        unnamed("--steps 3 --gamma 0.9"),
+        "runs/latest/checkpoints/step-3: it is of another run: --gamma",
+    )
+
+
+def test_without_links_a_file_names_the_folder(unnamed, monkeypatch):
+    def no_link(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "symlink_to", no_link)
+    train(unnamed())
+    folder = LATEST.with_name(LATEST.read_text().strip())
+    train(unnamed("--resume must --steps 3"))
+    assert steps(folder) == [3, 2, 1]
+
+
 def test_a_metric_that_is_not_finite_costs_no_checkpoint(flags, out, monkeypatch):
     """The save that is on its way when the evaluation of its step turns out so is committed."""
     values = iter((1.0, float("nan")))
@@ -581,6 +658,15 @@ def test_full_disk(flags, small_disk):
     ballast.unlink()
     assert "step-1" in live([*argv, "--keep_last", "1"], 2)
     assert steps(small_disk) == [6]
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_the_last_save_is_named_last(flags, small_disk):
+    hooks = [(change_writes, 0, [1], 0, str(small_disk / "checkpoints"))]
+    output = live(flags(small_disk, "--steps 1 --export_every 0"), 1, hooks, codes=[2])
+    last = output.splitlines()[-1]
+    assert last.startswith("error: the checkpoint of step 1 was not saved (1 in a row): ")
+    assert "No space left on device" in last
 
 
 # ----------------------------------------------------------------------------- records that cannot be written
