@@ -94,6 +94,8 @@ from common.rewards import models as reward_models
 from common.rewards import scoring
 from common.rewards.judge import JudgeSettings, load_judgements, load_responses
 
+# with what responses begin: tokens (n,) and their log-probs (n,)
+Beginnings = dict[dialogue.Key, tuple[Tensor, Tensor]]
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
 TRAIN, EVAL, JUDGE = 0, 1, 2
 # tokens that a batch size decodes eagerly before it gets a CUDA graph: capturing takes about as long
@@ -1136,14 +1138,24 @@ def sample_and_score(
     return batch, generated
 
 
-def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt: int) -> Batch:
+def rollout(
+    actor: Policy,
+    batch: Batch,
+    sampling: Sampling,
+    samples_per_prompt: int,
+    beginnings: Beginnings | None = None,
+) -> Batch:
     """Sample responses to every prompt; returns the batch with the samples of all ranks.
 
     The actor is unsharded once, and until all ranks have sampled no collective runs: they may finish
     at different times.
+
+    Args:
+        beginnings: with what responses begin: fewer than --max_new_tokens tokens, and their log-probs,
+            NaN for tokens that are `Batch.foreign`. The policy goes on as if it had drawn them.
     """
     actor.eval()
-    mine, envs = batch.own_prompts(), None
+    mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}
     if sampling.environment is not None:
         envs = dialogue.EnvRollout(
             sampling.environment,
@@ -1155,7 +1167,7 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
         batch = envs.open(batch, mine, samples_per_prompt)
     with torch.no_grad(), fsdp.unsharded(actor):
         vlm.compute_features(actor.model, batch)
-        engine = RolloutEngine(actor, batch, sampling, mine, samples_per_prompt, envs)
+        engine = RolloutEngine(actor, batch, sampling, mine, samples_per_prompt, envs, beginnings)
         bare = fsdp.bare_forwards(vlm.decoder(actor.model))
         with torch.inference_mode(), bare:
             results = engine.generate()
@@ -1169,6 +1181,8 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
     local.logprobs = torch.cat([torch.zeros(0), *(results[key].logprobs for key in samples)])
     local.truncated = torch.tensor([results[key].truncated for key in samples], dtype=torch.bool)
     local.sampling = sampling
+    if beginnings:
+        local.foreign = local.logprobs.isnan()
     if envs is not None:
         envs.fill(local, samples)
     batch = local.gathered()
@@ -1201,12 +1215,12 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
     actor, reference, algorithm = models.actor, models.reference, args.algorithm
     # As recorded by the sampler: the policy has not changed since, so no forward pass is needed.
     batch.old_logprobs = batch.logprobs
-    if algorithm.importance_cap or algorithm.high_entropy_ratio < 1:
+    if algorithm.importance_cap or algorithm.high_entropy_ratio < 1 or batch.foreign.any():
         logp, batch.entropy = run_forward(
             actor, batch, lambda pack: torch.stack(actor(pack, batch.sampling, entropy=True)[:2])
         )
-        if algorithm.importance_cap:
-            batch.old_logprobs = logp
+        batch.logprobs = torch.where(batch.foreign, logp, batch.logprobs)
+        batch.old_logprobs = logp if algorithm.importance_cap else batch.logprobs
     if args.perception.masks_images:
         change = image_changes.masked_images(args.perception.perception_mask, args.run.seed)
         batch.masked_logprobs = image_changes.changed_logprobs(actor, batch, change)
@@ -1334,7 +1348,7 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.M
 
 def policy_loss_mask(batch: Batch, algorithm: AlgorithmArgs) -> Tensor:
     """(N,) bool: which tokens take part in the policy loss."""
-    mask = torch.ones(len(batch.tokens), dtype=torch.bool)
+    mask = ~batch.foreign
     if algorithm.high_entropy_ratio < 1:
         mask &= losses.high_entropy_mask(batch.entropy, batch.lengths, algorithm.high_entropy_ratio)
     if algorithm.mask_truncated:
@@ -1566,8 +1580,7 @@ def actor_loss(
     sums = losses.ratio_sums(inputs, out)
     stats: dict = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
     stats["ratio_max"] = logging.Largest(losses.largest_ratio(inputs, out))
-    stats |= sampler_stats(logp.detach(), sampled)
-    stats["entropy"] = logging.Mean(entropy.detach().sum(), len(logp))
+    stats |= sampler_stats(logp.detach() - sampled, entropy.detach(), pack, batch)
     stats["policy_loss"] = loss.detach()
 
     if algorithm.entropy_coef:
@@ -1602,13 +1615,16 @@ def kl_terms(
     return terms
 
 
-def sampler_stats(logp: Tensor, sampled: Tensor) -> dict:
-    """How far log-probs (T,) are from those that the sampler recorded. Before the first update of a
-    step only rounding separates them."""
-    apart = logp - sampled
+def sampler_stats(apart: Tensor, entropy: Tensor, pack: Pack, batch: Batch) -> dict:
+    """The entropy (T,) of the tokens that the policy has drawn, and how far their log-probs are ``apart``
+    (T,) from those that the sampler recorded. Before the first update of a step only rounding
+    separates them."""
+    (drawn,) = pack.pick(~batch.foreign)
+    apart, count = apart * drawn, len(apart) - int(batch.foreign[pack.flat].sum())
     return {
-        "sampler_gap": logging.Mean(apart.abs().sum(), len(apart)),
-        "rollout/train_kl": logging.Mean((apart.expm1() - apart).sum(), len(apart)),  # k3
+        "sampler_gap": logging.Mean(apart.abs().sum(), count),
+        "rollout/train_kl": logging.Mean((apart.expm1() - apart).sum(), count),  # k3
+        "entropy": logging.Mean((entropy * drawn).sum(), count),
     }
 
 
@@ -1958,7 +1974,7 @@ class Sample:
     """What the host knows about the sample in a slot."""
 
     key: dialogue.Key
-    stored: int  # upper bound of its cached tokens
+    stored: int = 0  # upper bound of its cached tokens
     turn_start: int = 0  # response tokens before this turn
     searched: int = 0  # response tokens already searched for stop strings
     waits: bool = False  # for its environment
@@ -1982,6 +1998,7 @@ class RolloutEngine:
     indices: list[int]  # of the prompts of this rank
     count: int  # samples per prompt
     envs: dialogue.EnvRollout | None = None
+    beginnings: Beginnings = field(default_factory=dict)
 
     def __post_init__(self):
         model, sampling, envs = self.actor.model, self.sampling, self.envs
@@ -2093,37 +2110,41 @@ class RolloutEngine:
     def prefill(self, members: list[tuple[int, list[tuple[int, int]]]]) -> None:
         """Run the prompts of (prompt, [(slot, sample number), ...]) in one pack, and sample the
         first token of every response."""
-        model, batch, sampling = self.actor.model, self.batch, self.sampling
+        batch, sampling = self.batch, self.sampling
         started, parts = [], []
         for index, samples in members:
-            length, following = batch.prompt_lengths[index], self.following(index)
             for slot, number in samples:
-                started.append((slot, length, following, 0, batch.prompt_ids[index], number))
-                self.slots[slot] = Sample((index, number), stored=length)
+                started.append((slot, batch.prompt_ids[index], number))
+                self.slots[slot] = Sample((index, number))
             slots, ids = [slot for slot, _ in samples], batch.prompts[index].input_ids
-            parts.append(Prefill(slots, 0, ids, vlm.positions_of(model, batch, index)))
-        features = [batch.features[index] for index, _ in members if index in batch.features]
-        pack = prefill_pack(model, self.cache, parts, features)
-        hidden = vlm.hidden_states(model, pack)[pack.predict]  # (b, H)
-        *state, prompt_ids, numbers = torch.tensor(started, device=hidden.device).T  # (b,) each
+            parts.append(Prefill(slots, 0, ids, vlm.positions_of(self.actor.model, batch, index)))
+        slots, prompt_ids, numbers = torch.tensor(started, device=self.setup.device).T  # (b,) each
         keys = logprobs.sequence_keys(sampling.seed, sampling.stream, prompt_ids, numbers)
-        self.noise_keys[state[0]] = keys
-        self.begin(hidden, *state)
+        self.noise_keys[slots] = keys
+        features = [batch.features[index] for index, _ in members if index in batch.features]
+        self.begin(parts, features)
+        begun = [slot for slot, *_ in started]
         if self.envs is not None:
-            self.read_replies(self.envs, [slot for slot, *_ in started])
+            self.read_replies(self.envs, begun)
+        self.read_beginnings(begun)
 
     def following(self, index: int) -> int:
         """The rotary position after a prompt."""
         return int(vlm.positions_of(self.actor.model, self.batch, index).max()) + 1
 
-    def begin(
-        self, hidden: Tensor, slots: Tensor, length: Tensor, following: Tensor, spoken: Tensor
-    ) -> None:
-        """Start a turn in slots (b,): sample its first token from hidden states (b, H). A slot has
-        ``length`` cached tokens and ``spoken`` response tokens; ``following`` is the next rotary
-        position."""
-        self.length[slots], self.rope[slots] = length, following
-        self.response_tokens[slots] = spoken
+    def begin(self, parts: list[Prefill], features: list[Tensor]) -> None:
+        """Prefill ``parts``, with the ``features`` of their images, and sample the next token of each of
+        their slots."""
+        pack = prefill_pack(self.actor.model, self.cache, parts, features)
+        hidden = vlm.hidden_states(self.actor.model, pack)[pack.predict]  # (b, H)
+        state = []
+        for part in parts:
+            length, following = part.cached + len(part.input_ids), int(part.positions.max()) + 1
+            for slot in part.slots:
+                state.append((slot, length, following, part.spoken))
+                self.slots[slot].stored, self.slots[slot].searched = length, part.spoken
+        slots, *counters = torch.tensor(state, device=hidden.device).T  # (b,) each
+        self.counters[:, slots] = torch.stack(counters)
         self.done[slots] = False
         self.sample(hidden, slots)
 
@@ -2283,18 +2304,32 @@ class RolloutEngine:
         """Prefill replies after the cached tokens of their slots, and sample the first token of the
         next turns."""
         features = envs.reply_features([reply for *_, reply in replies])
-        parts, state = [], []
+        parts = []
         for slot, episode, reply in replies:
             index, _ = episode.key
-            following = self.following(index)
             ids, positions = episode.read_reply(reply)
-            length = self.batch.prompt_lengths[index] + episode.length
-            parts.append(Prefill([slot], length - len(ids), ids, following + positions))
-            self.slots[slot] = Sample(episode.key, length, episode.own_tokens, episode.own_tokens)
-            state.append((slot, length, following + episode.position, episode.own_tokens))
-        pack = prefill_pack(self.actor.model, self.cache, parts, features)
-        hidden = vlm.hidden_states(self.actor.model, pack)[pack.predict]  # (b, H)
-        self.begin(hidden, *torch.tensor(state, device=hidden.device).T)
+            length, spoken = self.batch.prompt_lengths[index] + episode.length, episode.own_tokens
+            places = self.following(index) + positions
+            parts.append(Prefill([slot], length - len(ids), ids, places, spoken))
+            self.slots[slot] = Sample(episode.key, turn_start=spoken)
+        self.begin(parts, features)
+
+    def read_beginnings(self, slots: list[int]) -> None:
+        """Prefill what responses begin with, as many at once as fit into a pack."""
+        begun = [slot for slot in slots if self.slots[slot].key in self.beginnings]
+        parts = [part for part in map(self.beginning_of, begun) if len(part.input_ids)]
+        sizes = [len(part.input_ids) for part in parts]
+        for fitting in fill_packs(parts, sizes, self.setup.max_tokens_per_pack):
+            self.begin(fitting, [])
+
+    def beginning_of(self, slot: int) -> Prefill:
+        """What its response begins with, behind what the slot has read; it stands there as if drawn."""
+        sample = self.slots[slot]
+        tokens, logps = self.beginnings[sample.key]
+        n = len(tokens)
+        self.out_tokens[slot, :n], self.out_logprobs[slot, :n] = tokens, logps
+        positions = int(self.rope[slot]) + torch.arange(n).expand(3, -1)
+        return Prefill([slot], sample.stored, tokens, positions, n)
 
     def stop_string_end(self, sample: Sample, tokens: Tensor) -> int | None:
         """Number of tokens up to and including the one that completes a stop string, but at least

@@ -131,7 +131,10 @@ class Batch:
     lengths: PerSample = EMPTY  # response tokens, a sampled end token included
     truncated: PerSample = EMPTY  # bool: cut off by a limit, of tokens or of turns
     tokens: PerToken = EMPTY
-    logprobs: PerToken = EMPTY  # as recorded when the tokens were sampled
+    # As recorded when the tokens were sampled; of foreign ones, once they are scored, the policy's.
+    logprobs: PerToken = EMPTY
+    # bool: not drawn by the policy from this prompt, as a demonstration, an earlier step's sample
+    foreign: PerToken = EMPTY
     sampling: OfBatch[Any] = None  # how they were drawn; training uses the same
 
     # Conversations, if there is an environment.
@@ -222,8 +225,10 @@ class Batch:
         return [g for g, owner in enumerate(self.owners) if owner == rank and g not in self.dropped]
 
     def minibatches(self, count: int, seed: tuple[int, ...]) -> list[np.ndarray]:
-        """The indices of all prompts, shuffled by ``seed``, in ``count`` minibatches of equal size."""
-        return np.split(np.random.default_rng(seed).permutation(len(self.prompts)), count)
+        """The indices of all prompts, shuffled by ``seed``, in ``count`` minibatches of equal size, or
+        one prompt more in the first ones."""
+        order = np.random.default_rng(seed).permutation(len(self.prompts))
+        return np.array_split(order, count)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """A flat (N,) tensor as one view per sample."""
@@ -262,12 +267,14 @@ class Batch:
         counts = torch.tensor([len(part) for part in targets], dtype=torch.int64)  # (G,)
         responses = list(itertools.chain(*targets))
         names = (*FIELDS["prompt"], *FIELDS["some prompts"], "dropped")
+        tokens = torch.cat([EMPTY, *responses])
         return Batch(
             **{name: getattr(self, name) for name in names},
             prompt_index=torch.arange(len(targets)).repeat_interleave(counts),
             sample_number=ragged_index(torch.zeros_like(counts), counts),
             lengths=torch.tensor([len(tokens) for tokens in responses], dtype=torch.int64),
-            tokens=torch.cat([EMPTY, *responses]),
+            tokens=tokens,
+            foreign=torch.zeros_like(tokens, dtype=torch.bool),
         )
 
     def gathered(self) -> "Batch":
@@ -276,8 +283,20 @@ class Batch:
         ranks = distributed.gather_objects(tensor_fields(self))
         samples = {name: torch.cat([part[name] for part in ranks]) for name in ranks[0]}
         whole = replace(self, **samples, conversations=gather_conversations(self.conversations))
-        order = np.lexsort((whole.sample_number.numpy(), whole.prompt_index.numpy()))
-        return whole.select(torch.from_numpy(order))
+        return whole._ordered()
+
+    def join(self, other: "Batch") -> "Batch":
+        """The batch with the samples of another rollout of the same prompts, in one group with its own and
+        numbered on behind them."""
+        count, both = len(self.prompts), Batch.concatenate([self, other])
+        both.prompt_index %= count
+        both.sample_number[len(self) :] += self.sample_number.max() + 1
+        return both._ordered().select_prompts(list(range(count)))
+
+    def _ordered(self) -> "Batch":
+        """Its samples in the order of (prompt, sample number)."""
+        order = np.lexsort((self.sample_number.numpy(), self.prompt_index.numpy()))
+        return self.select(torch.from_numpy(order))
 
     def select(self, order: Tensor) -> "Batch":
         """The batch with only the samples ``order`` (k,), in that order, but all prompts."""

@@ -163,12 +163,13 @@ def with_grids(model: Model, pack: Pack, grids: list[tuple]) -> Pack:
 
 
 class Prefill(NamedTuple):
-    """Tokens that slots read next: a prompt, or an environment's reply."""
+    """Tokens that slots read next: a prompt, an environment's reply, or what a response begins with."""
 
     slots: list[int]  # several may read one prompt
     cached: int  # tokens that are in the cache already
     input_ids: Tensor  # (n,)
     positions: Tensor  # (3, n)
+    spoken: int = 0  # response tokens of the slots, up to here
 
 
 def prefill_pack(
