@@ -1,4 +1,4 @@
-"""What both scripts share; README.md beside this file draws the rooms."""
+"""What both scripts share; README.md beside this file lists the modules."""
 
 import os
 import platform

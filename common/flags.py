@@ -283,7 +283,7 @@ def suggest(unknown: str, known: list[str]) -> str:
             if flag in known and word in others.split()
         ]
     longer = [other for other in known if other.startswith(name)]
-    ours = ours or longer[:1] or get_close_matches(name, known, 1)
+    ours = ours or longer[:1] or get_close_matches(name, known, 1, cutoff=0.7)
     return f"did you mean {', '.join(f'--{flag}' for flag in sorted(ours))}?" if ours else ""
 
 

@@ -177,6 +177,8 @@ REFUSED = dict(
 --actor_rl 1 --samples_per_promt 2            | --samples_per_promt: did you mean --samples_per_prompt?
 --report_to wandb                             | --report_to wandb; metrics go to <out>/metrics.jsonl and TensorBoard
 --use_vllm --push_to_hub                      | --use_vllm: the actor itself samples
+--use_vllm true --push_to_hub                 | --push_to_hub: nothing is pushed; hf upload NAME
+--trainer.logger console --do_train           | --do_train: a run trains; --eval_only does not
 stray                                         | unrecognized arguments: stray
 --steps                                       | --steps: expected one argument
 --steps 1.5                                   | --steps: invalid int value: '1.5'
