@@ -896,11 +896,11 @@ def build_reward_models(
 
 def prepare_teacher(args: Args, rows: Rows, teacher: Teacher | None) -> None:
     """Raises UserError, on every rank: no row has an image to damage for the student; or see
-    `Teacher.prepare`."""
+    `Teacher.ban_unknown_ids`."""
     if args.teacher.student_images and rows.train and not any(row.images for row in rows.train):
         raise UserError("--student_images: no row of --data has images")
     if teacher is not None:
-        teacher.prepare(rows.train + rows.held_out, with_env=bool(args.env.env))
+        teacher.ban_unknown_ids(rows.train + rows.held_out, with_env=bool(args.env.env))
 
 
 def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> budget.MemoryPlan:
@@ -1481,7 +1481,7 @@ def critic_loss(
     old, returns, weight = pack.pick(batch.values, batch.returns, minibatch.weights)  # (T,) each
     loss = (weight * losses.value_loss(values, old, returns, args.algorithm.value_clip)).sum()
     stats = {"critic_loss": loss.detach()}
-    balance = experts.balance_loss(critic.model, pack, routed, minibatch.expert_load)
+    balance = experts.pack_balance_loss(critic.model, pack, routed, minibatch.expert_load)
     return loss + args.update.aux_loss_coef * balance, stats
 
 
@@ -1590,7 +1590,7 @@ def actor_loss(
         loss = loss + coef * term
         stats[name] = term.detach()
     if minibatch.expert_load is not None:
-        balance = experts.balance_loss(actor.model, pack, routed, minibatch.expert_load)
+        balance = experts.pack_balance_loss(actor.model, pack, routed, minibatch.expert_load)
         balance = args.update.aux_loss_coef * balance
         loss = loss + balance
         stats["aux_loss"] = balance.detach()

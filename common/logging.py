@@ -88,6 +88,7 @@ class MetricSums:
         for name in dict.fromkeys(name for pack in packs for name in pack):
             values = [pack[name] for pack in packs if name in pack]
             if not isinstance(values[0], Mean | Largest):
+                # over all ranks, the counts of a minibatch add up to 1
                 values = [Mean(sum(values), 1 / distributed.world_size())]
             self.parts[name if "/" in name else f"train/{name}"] += values
 

@@ -377,9 +377,8 @@ def kind_of(item: Media) -> str:
 
 
 def user_text(messages: list[dict], images: int = 0, plain: Callable[[str], str] = str) -> str:
-    """What the user says in the messages of a prompt, each text made ``plain``: with the places of
-    its ``images`` images and clips; without where they come before all text, as in a row that does
-    not say where, or not from the user."""
+    """The user's words in the messages of a prompt, each text made ``plain``. Marks of the prompt's
+    ``images`` images and clips are kept only if all are the user's and some stand behind words."""
     users = [message["content"] for message in messages if message["role"] == "user"]
     kinds = [part["type"] for content in users for part in content]
     come_first = "text" not in kinds[:images]

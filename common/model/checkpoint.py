@@ -264,8 +264,8 @@ class Checkpoints:
     def first_readable(self, candidates: list[Path], missing: str) -> Path:
         """The first checkpoint whose files are as they were written. All ranks must call. Raises
         UserError with what is ``missing``: there is none, which does not mean to start over."""
-        for look in range(LOOKS):
-            time.sleep(look and PAUSE)
+        for attempt in range(LOOKS):
+            time.sleep(attempt and PAUSE)
             self.damaged.clear()
             for path in candidates:
                 problem = find_damage(path)
@@ -482,22 +482,22 @@ class Checkpoints:
         step = self.first_step
         self.export(step, exports, processor, must=True)
         if is_main():
-            for place in exports:
-                say(f"exported to {self.out}/{place}/step-{step}")
+            for name in exports:
+                say(f"exported to {self.out}/{name}/step-{step}")
         return self.state.metrics
 
     def export(
         self, step: int, exports: dict[str, Trainable], processor: Processor, must: bool
     ) -> None:
-        """Write models to <out>/PLACE/step-N, by their places, and averages of their weights to
-        <out>/PLACE_ema/step-N. What cannot be written is an error if it ``must``, else a warning."""
-        places = []
-        for place, trained in exports.items():
-            places.append((place, trained.module, nullcontext()))
+        """Write models to <out>/NAME/step-N, by their names there, and averages of their weights to
+        <out>/NAME_ema/step-N. What cannot be written is an error if it ``must``, else a warning."""
+        models = []
+        for name, trained in exports.items():
+            models.append((name, trained.module, nullcontext()))
             if trained.ema_beta:
-                places.append((f"{place}_ema", trained.module, trained.averaged()))
-        for place, module, swapped in places:
-            folder = self.out / place / f"step-{step}"
+                models.append((f"{name}_ema", trained.module, trained.averaged()))
+        for name, module, swapped in models:
+            folder = self.out / name / f"step-{step}"
             with swapped:
                 problem = weights.export(module, processor, folder)
             if problem and must:

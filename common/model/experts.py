@@ -27,7 +27,9 @@ def count_experts(module: vlm.Wrapper, batch: Batch, indices=None) -> Tensor:
     return load
 
 
-def balance_loss(model: vlm.Model, pack: Pack, routed: list[Tensor], load: Tensor | None) -> Tensor:
+def pack_balance_loss(
+    model: vlm.Model, pack: Pack, routed: list[Tensor], load: Tensor | None
+) -> Tensor:
     """This pack's share of the load-balancing loss of a minibatch, from the router logits of its
     forward; 0 where the experts were not counted."""
     if load is None:

@@ -76,12 +76,12 @@ class PatchProjection(nn.Conv3d):
         return F.linear(x.flatten(1), self.weight.flatten(1), self.bias)
 
 
-def add_images(theirs: Callable, hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
-    """DeepStack: features (M, H) added to hidden states (1, L, H) at ``places`` (M,). A mask, which
+def add_images(theirs: Callable, hidden: Tensor, index: Tensor, features: Tensor) -> Tensor:
+    """DeepStack: features (M, H) added to hidden states (1, L, H) at ``index`` (M,). A mask, which
     transformers' own `generate` gives, goes to ``theirs``: a GPU would wait for the mask's sum."""
-    if places.dtype == torch.bool:
-        return theirs(hidden, places, features)
-    return hidden.index_add(1, places, features[None])
+    if index.dtype == torch.bool:
+        return theirs(hidden, index, features)
+    return hidden.index_add(1, index, features[None])
 
 
 def fuse_rotary(theirs: ModuleType) -> None:

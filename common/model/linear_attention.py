@@ -153,14 +153,14 @@ class Stretch:
         bounds: (segments + 1,) int64, where each begins and ends among these.
         padded: (segments, longest) tokens of the pack; padding points at a segment's first.
         is_padding: (segments, longest, 1) bool.
-        places: (n,) where ``padded``, flattened, holds them.
+        index: (n,) where ``padded``, flattened, holds them.
     """
 
     tokens: Tensor
     bounds: Tensor
     padded: Tensor
     is_padding: Tensor
-    places: Tensor
+    index: Tensor
 
 
 class PackedDelta:
@@ -199,13 +199,13 @@ class PackedDelta:
             self.forked = self.stretch(table[forked])
             # (N,) where the two calls' outputs hold each token
             self.order = torch.cat([self.whole.tokens, self.forked.tokens]).argsort()
-        inputs = convolved_places(table, resumed)  # (S, K - 1 + longest)
+        inputs = convolution_inputs(table, resumed)  # (S, K - 1 + longest)
         # The convolution of the first K - 1 tokens of each segment reaches beyond its start.
         windows = np.lib.stride_tricks.sliding_window_view(inputs, WIDTH, axis=1)  # of each token
         first, windows = inputs[:, WIDTH - 1 : 2 * WIDTH - 2], windows[:, : WIDTH - 1]
         inside = first < end[:, None]
         self.first = self.to_device(first[inside])  # (F,)
-        self.sources = self.to_device(windows[inside])  # (F, K) places under it, oldest first
+        self.sources = self.to_device(windows[inside])  # (F, K) inputs under it, oldest first
         if states is not None:
             ends = (end - start)[:, None] + np.arange(WIDTH - 1)
             last = np.take_along_axis(inputs, ends, axis=1)  # (S, K - 1)
@@ -225,7 +225,7 @@ class PackedDelta:
             bounds=self.to_device(np.append(0, np.cumsum(lengths))),
             padded=self.to_device(padded),
             is_padding=self.to_device(~inside[..., None]),
-            places=self.to_device(np.flatnonzero(inside)),
+            index=self.to_device(np.flatnonzero(inside)),
         )
 
     def keep(self, ends: np.ndarray, last: np.ndarray, plan: tuple[Tensor, ...]) -> None:
@@ -272,7 +272,7 @@ class PackedDelta:
         return torch.cat([out, after]).index_select(0, self.order)
 
 
-def convolved_places(table: np.ndarray, resumed: bool) -> np.ndarray:
+def convolution_inputs(table: np.ndarray, resumed: bool) -> np.ndarray:
     """(S, K - 1 + longest) the index of each input of the convolution: K - 1 before the segment, then
     its own. Those before are the end of its prefix, else N, which holds zeros; of a resumed segment
     they are N + 1 and on, where the inputs from its slot stand."""
@@ -353,7 +353,7 @@ def padded_rule(
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    return out.flatten(0, 1).index_select(0, stretch.places), final
+    return out.flatten(0, 1).index_select(0, stretch.index), final
 
 
 # -------------------------------------------------------------------------------------------------

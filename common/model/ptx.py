@@ -60,7 +60,7 @@ class PtxLoss:
             with vlm.router_logits(model) as routed:
                 logp, *_ = policy(pack)  # (T,)
             loss = -logp.sum() / count
-            balance = aux_loss_coef * experts.balance_loss(model, pack, routed, load)
+            balance = aux_loss_coef * experts.pack_balance_loss(model, pack, routed, load)
             yield self.coef * (loss + balance)
             total += loss.detach()
         stats["ptx_loss"] = total

@@ -28,11 +28,11 @@ class Staging:
     def stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The same tensors in host memory, complete once `wait` has returned. They may be changed
         at once: what the current stream does next, it does after the copy."""
-        places = [0]
+        offsets = [0]
         for tensor in tensors.values():
-            places.append(places[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+            offsets.append(offsets[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
         if self.buffer is None:
-            self.buffer = torch.empty(places[-1], dtype=torch.uint8)
+            self.buffer = torch.empty(offsets[-1], dtype=torch.uint8)
             if torch.cuda.is_initialized():
                 pin(self.buffer)
                 self.stream = torch.cuda.Stream()
@@ -40,9 +40,9 @@ class Staging:
             self.stream.wait_stream(torch.cuda.current_stream())
         copies = {}
         with torch.cuda.stream(self.stream):  # of None: nothing
-            for (name, tensor), place in zip(tensors.items(), places):
-                room = self.buffer[place : place + tensor.nbytes]
-                copy = room.view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), offset in zip(tensors.items(), offsets):
+                part = self.buffer[offset : offset + tensor.nbytes]
+                copy = part.view(tensor.dtype).view(tensor.shape)
                 copies[name] = copy.copy_(tensor, non_blocking=True)
         if self.stream:
             self.copied = self.stream.record_event()

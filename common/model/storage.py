@@ -109,9 +109,9 @@ def write_shards(folder: Path, shards: Tensors, offsets: dict[str, list[int]]) -
     """
     if not shards:
         return {}
-    places = {name: {SAVED_OFFSETS_KEY: start} for name, start in offsets.items()}
+    metadata = {name: {SAVED_OFFSETS_KEY: start} for name, start in offsets.items()}
     path = folder / f"shard-{dist.get_rank() + 1:05d}.safetensors"
-    save_tensors(path, shards, {CUSTOM_METADATA_KEY: json.dumps(places)})
+    save_tensors(path, shards, {CUSTOM_METADATA_KEY: json.dumps(metadata)})
     return {path.name: sha256(path)}
 
 

@@ -58,8 +58,8 @@ def with_hint(prompt: Prompt, template: str) -> list[dict]:
         raise ValueError(f"--teacher_prompt: no {error}; {columns_of(prompt.row)}") from error
     *earlier, last = prompt.messages
     content = last["content"]
-    places = [k for k, part in enumerate(content) if part["type"] == "text"]
-    first = places[0] if places else len(content)  # images that lead the prompt stay in front
+    texts = [k for k, part in enumerate(content) if part["type"] == "text"]
+    first = texts[0] if texts else len(content)  # images that lead the prompt stay in front
     hint = {"type": "text", "text": before}
     parts = [*content[:first], hint, *content[first:], {"type": "text", "text": after}]
     return [*earlier, last | {"content": [part for part in parts if part.get("text") != ""]}]
@@ -108,7 +108,7 @@ class Teacher:
             batch = with_images(batch, (self.policy if sees else actor).model, processor)
         return batch
 
-    def prepare(self, rows: list[Prompt], with_env: bool) -> None:
+    def ban_unknown_ids(self, rows: list[Prompt], with_env: bool) -> None:
         """Ban the ids for which the teacher has no embedding. Raises UserError, on every rank: it
         lacks tokens of the policy, cannot read a row, or does not fit an environment."""
         student, processor, template = (

@@ -251,16 +251,16 @@ def parameter_name(key: str, parameters: Tensors) -> str:
     return ""
 
 
-def read_weight(place: str, target: Tensor, value: Tensor) -> None:
-    """Copy a tensor of a file, at ``place``, into a parameter."""
+def read_weight(source: str, target: Tensor, value: Tensor) -> None:
+    """Copy a tensor of a file into a parameter; ``source`` names it in a message."""
     if value.dtype not in WEIGHT_TYPES:
-        raise ValueError(f"{place} is of type {value.dtype}; quantized weights are not supported")
+        raise ValueError(f"{source} is of type {value.dtype}; quantized weights are not supported")
     # those of Qwen3-VL-MoE have the matrices of the experts (E, I, O) transposed
     is_transposed = value.ndim == 3 and value.shape != target.shape
     weight = value.mT if is_transposed else value
     if weight.shape != target.shape:
         raise ValueError(
-            f"{place} is {tuple(value.shape)}, the model's config.json asks for "
+            f"{source} is {tuple(value.shape)}, the model's config.json asks for "
             f"{tuple(target.shape)}"
         )
     copy_shard(target, weight)

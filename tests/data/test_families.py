@@ -501,7 +501,7 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
         for pack in make_packs(env.actor.model, samples):
             with vlm.router_logits(env.actor.model) as logits:
                 logp, *_ = env.actor(pack, None)
-            share = 0.5 * experts.balance_loss(env.actor.model, pack, logits, load)
+            share = 0.5 * experts.pack_balance_loss(env.actor.model, pack, logits, load)
             # FSDP gathers a layer's weights when its output gets a gradient
             (share + 0 * logp.sum()).backward()
             total, packs = total + share.item(), packs + 1

@@ -276,7 +276,7 @@ FAULTS = {
     ),
     "inputs are lost": (
         linear_attention,
-        "convolved_places",
+        "convolution_inputs",
         lambda rows: lambda table, _: rows(table, False),
     ),
 }

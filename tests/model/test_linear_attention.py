@@ -364,10 +364,10 @@ def detach_states(monkeypatch):
 
 def read_on(monkeypatch):
     """The convolution of the pack as it lies: a response reads the end of what stands before it."""
-    convolved = linear_attention.convolved_places
+    convolved = linear_attention.convolution_inputs
     monkeypatch.setattr(
         linear_attention,
-        "convolved_places",
+        "convolution_inputs",
         lambda table, resumed: convolved(
             np.stack([table[:, 0], table[:, 1], 0 * table[:, 0], table[:, 0]], axis=1), resumed
         ),
