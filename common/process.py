@@ -174,10 +174,12 @@ def run_main(program: Callable[[], Any]) -> None:
                 say(message, file=sys.stderr)
             tell_torchrun(messages[-1])
             os._exit(1)  # no destructor may wait for the other ranks
-    if dist.is_initialized():
+    told_alone = dist.is_initialized() and code == EXIT_USER_ERROR  # see `tell_once`
+    if dist.is_initialized() and not told_alone:
         dist.destroy_process_group()
-    if GIVEN_UP:
-        # An ordinary exit would abort the process if one of their threads is inside C++.
+    # An ordinary exit would abort the process if one of the threads that were given up is inside
+    # C++; and NCCL might wait in it for ranks that do not leave the group.
+    if GIVEN_UP or told_alone:
         os._exit(code)
     if code:
         raise Exit(code)

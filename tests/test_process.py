@@ -114,10 +114,27 @@ def test_torchrun_tells_an_error_once_and_last(
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(process.time, "sleep", waited.append)
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
     process.tell_once("error: a typo")
     assert read_json(file)["message"]["message"] == "error: a typo"
     assert capsys.readouterr().err == ("error: a typo\n" if printed else "")
     assert waited == [process.PATIENCE] * rank
+
+
+TYPO = """
+import time
+from common import process
+def main():
+    process.dist.is_initialized = lambda: True
+    process.dist.destroy_process_group = lambda: time.sleep(99)  # as with NCCL, for the other ranks
+    raise process.UserError("a typo")
+process.run_main(main)
+"""
+
+
+def test_an_error_waits_for_no_other_rank():
+    result = python(TYPO)
+    assert (result.returncode, result.stderr) == (2, "error: a typo\n")
 
 
 LATE = """
