@@ -600,12 +600,12 @@ def judge_all(judge: Judge, rows: Rows, args: Args) -> tuple[list[dict], int]:
     Raises:
         UserError: no example is left.
     """
-    # The longest first, so that a batch has prompts of nearly equal length.
+    # so that a batch has prompts of nearly equal length
     held_out = rows.held_out
-    places = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
+    longest_first = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
     size = args.eval.eval_batch * dist.get_world_size()
-    batches = batches_in_order([held_out[i] for i in places], size)
-    waiting, records, dropped = iter(places), [], 0
+    batches = batches_in_order([held_out[i] for i in longest_first], size)
+    waiting, records, dropped = iter(longest_first), [], 0
     with PromptLoader(rows.processor, args.data, batches) as loader:
         for _ in batches:
             batch = loader.take(least=0)

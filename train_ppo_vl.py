@@ -2172,18 +2172,18 @@ class RolloutEngine:
         """Decode by a rollout's first graph, after an eager step of a few slots, which is undone.
         Raises RuntimeError: they differ by more than rounding does."""
         few = slice(0, min(size, CHECKED_SLOTS))
-        place = self.slot_ids[few], self.response_tokens[few].clone()
+        cells = self.slot_ids[few], self.response_tokens[few].clone()
         changing = [part[few] for part in self.state]
         if self.cache.linear is not None:
             changing += [self.cache.linear.inputs[:, few], self.cache.linear.states[:, few]]
         before = [part.clone() for part in changing]
         self.decode_on_device(few.stop, capacity)
-        eager = self.out_logprobs[place]
+        eager = self.out_logprobs[cells]
         for part, value in zip(changing, before):  # keys and values will be overwritten by the same
             part.copy_(value)
         steps.run(self.decode_on_device, size, capacity)
         # the median: by rounding, another token is drawn here and there
-        gap = float((self.out_logprobs[place] - eager).abs().median())
+        gap = float((self.out_logprobs[cells] - eager).abs().median())
         if not gap < GRAPH_GAP:
             raise RuntimeError(
                 f"log-probs of a CUDA graph are {gap:.2g} off those of an eager step, at most "
@@ -2220,10 +2220,10 @@ class RolloutEngine:
             ids = logprobs.gumbel_race(
                 candidates, logprobs.token_keys(self.noise_keys[slots], step)
             )
-        place = self.slot_ids[slots], step
-        self.out_tokens[place] = ids
+        cells = self.slot_ids[slots], step
+        self.out_tokens[cells] = ids
         # under the full distribution, without top-k and top-p, as in training
-        self.out_logprobs[place] = logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
+        self.out_logprobs[cells] = logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
         self.last[slots] = ids
         # not torch.isin, which sorts ten or more ids: a graph cannot capture that
         stopped = (ids[:, None] == sampling.stop_ids).any(dim=1)
@@ -2307,10 +2307,10 @@ class RolloutEngine:
         parts = []
         for slot, episode, reply in replies:
             index, _ = episode.key
-            ids, positions = episode.read_reply(reply)
+            ids, offsets = episode.read_reply(reply)
             length, spoken = self.batch.prompt_lengths[index] + episode.length, episode.own_tokens
-            places = self.following(index) + positions
-            parts.append(Prefill([slot], length - len(ids), ids, places, spoken))
+            positions = self.following(index) + offsets
+            parts.append(Prefill([slot], length - len(ids), ids, positions, spoken))
             self.slots[slot] = Sample(episode.key, turn_start=spoken)
         self.begin(parts, features)
 

@@ -176,11 +176,11 @@ def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:
     weights = weights.expand(-1, len(columns))  # all components of one source have its weight
     total = torch.zeros_like(x.rewards, dtype=torch.float64)  # (S,)
     for values, weight in zip(columns, weights.T):
-        (places,) = torch.where(~values.isnan())
-        places = places[has_spread(values[places], x.prompt_index[places])]
-        if len(places):
-            standard = standardize(values[places], x.prompt_index[places])
-            total[places] += weight[places] * standard
+        (index,) = torch.where(~values.isnan())
+        index = index[has_spread(values[index], x.prompt_index[index])]
+        if len(index):
+            standard = standardize(values[index], x.prompt_index[index])
+            total[index] += weight[index] * standard
     return _subtract_kl(x, x.per_token(total / (total.std() + 1e-6)))
 
 
@@ -197,8 +197,8 @@ def dr_grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
 
 def rloo(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The reward minus the mean of the prompt's other samples (Ahmadian et al. 2024)."""
-    _, place, count = x.prompt_index.unique(return_inverse=True, return_counts=True)
-    scale = (count / (count - 1).clamp(min=1))[place]  # (S,)
+    _, group, count = x.prompt_index.unique(return_inverse=True, return_counts=True)
+    scale = (count / (count - 1).clamp(min=1))[group]  # (S,)
     return _for_all_tokens(x, centre(x.rewards_after_kl, x.prompt_index) * scale)
 
 
@@ -239,38 +239,38 @@ def _subtract_kl(x: AdvantageInputs, standard: Tensor) -> AdvantagesAndReturns:
 def centre(rewards: Tensor, compared: Tensor, weight: Tensor | None = None) -> Tensor:
     """(S,) float64 rewards minus the mean of those compared, weighted by ``weight`` (S,) if given;
     exactly 0 where all compared rewards are equal, and where there is only one."""
-    ids, place = compared.unique(return_inverse=True)
+    ids, group = compared.unique(return_inverse=True)
     x = rewards.double()
     if weight is None:
         weight = torch.ones_like(x)
     empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
-    total = empty.index_add(0, place, weight)
-    baseline = empty.index_add(0, place, weight * x) / total.clamp(min=1)
+    total = empty.index_add(0, group, weight)
+    baseline = empty.index_add(0, group, weight * x) / total.clamp(min=1)
     # Equal rewards must give exactly 0: the rounding error of their mean, divided by a standard
     # deviation just as small, would be of order 1.
-    return torch.where(has_spread(x, compared), x - baseline[place], 0.0)
+    return torch.where(has_spread(x, compared), x - baseline[group], 0.0)
 
 
 def standardize(rewards: Tensor, compared: Tensor) -> Tensor:
     """(S,) float64 rewards minus the mean of those compared, divided by their unbiased standard
     deviation."""
     centred = centre(rewards, compared)
-    ids, place, count = compared.unique(return_inverse=True, return_counts=True)
+    ids, group, count = compared.unique(return_inverse=True, return_counts=True)
     empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
-    squares = empty.index_add(0, place, centred.square())
+    squares = empty.index_add(0, group, centred.square())
     # 0 for a single sample, as is its reward
     deviation = (squares / (count - 1).clamp(min=1)).sqrt()
-    return centred / (deviation[place] + 1e-6)
+    return centred / (deviation[group] + 1e-6)
 
 
 def has_spread(rewards: Tensor, compared: Tensor) -> Tensor:
     """(S,) bool: whether the compared rewards, a sample's own among them, differ by more than rounding."""
-    ids, place = compared.unique(return_inverse=True)
+    ids, group = compared.unique(return_inverse=True)
     x = rewards.double()
     empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
-    highest = empty.scatter_reduce(0, place, x, "amax", include_self=False)
-    lowest = empty.scatter_reduce(0, place, x, "amin", include_self=False)
-    return (highest - lowest)[place] >= ROUNDING
+    highest = empty.scatter_reduce(0, group, x, "amax", include_self=False)
+    lowest = empty.scatter_reduce(0, group, x, "amin", include_self=False)
+    return (highest - lowest)[group] >= ROUNDING
 
 
 def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, kl_coef: float) -> Tensor:
@@ -299,12 +299,12 @@ def gae(
     carry = torch.zeros(len(lengths), dtype=torch.float64)  # (S,)
     # one position at a time, for all sequences that reach it
     for t, count in reversed(list(enumerate(reach.tolist()))):
-        place = starts[:count] + t
-        value = values[place].double()
-        delta = rewards[place].double() + gamma * following[:count] - value
+        index = starts[:count] + t
+        value = values[index].double()
+        delta = rewards[index].double() + gamma * following[:count] - value
         carry[:count] = delta + gamma * lam[:count] * carry[:count]
         following[:count] = value
-        advantages[place] = carry[:count]
+        advantages[index] = carry[:count]
     return advantages.to(rewards.dtype), (advantages + values).to(rewards.dtype)
 
 
@@ -449,9 +449,9 @@ def perception_factors(seen: Tensor, lengths: Tensor, low: float) -> Tensor:
     seeing = ~means.isnan()  # responses with images and at least one token
     s = means[seeing]
     if len(s) and s.max() - s.min() > ROUNDING:
-        place = (s - s.min()) / (s.max() - s.min())
-        top = low + (1 - low) / place.mean()
-        factors[seeing] = low + (top - low) * place
+        quotient = (s - s.min()) / (s.max() - s.min())
+        top = low + (1 - low) / quotient.mean()
+        factors[seeing] = low + (top - low) * quotient
     return factors.to(seen.dtype)
 
 
