@@ -141,7 +141,8 @@ class Batch:
     spans: PerSample = EMPTY  # tokens of a sample's stream
     stream: PerStreamToken = EMPTY  # (R,) token ids of the streams, one after the other
     is_own: PerStreamToken = EMPTY  # (R,) bool: a token of the policy
-    places: PerStreamToken = EMPTY  # (R, 3) rotary positions, counted from the prompt's end
+    # (R, 3) rotary positions, counted from the prompt's end
+    stream_positions: PerStreamToken = EMPTY
     conversations: Annotated[list[Conversation], "sample"] = field(default_factory=list)  # (S,)
 
     # Rewards.
@@ -206,7 +207,7 @@ class Batch:
             step = ragged_index(torch.zeros_like(lengths), lengths)
             return self.tokens[flat], step[:, None].expand(-1, 3), torch.ones_like(step).bool()
         index = self.stream_index(order)
-        return self.stream[index], self.places[index], self.is_own[index]
+        return self.stream[index], self.stream_positions[index], self.is_own[index]
 
     @functools.cached_property  # read for every prompt of thousands
     def prompt_lengths(self) -> list[int]:
@@ -530,7 +531,7 @@ class Pack:
 
     input_ids: Tensor  # (1, L)
     positions: Tensor  # (3, 1, L) rotary positions
-    image_index: Tensor = EMPTY  # (M,) places of image tokens
+    image_index: Tensor = EMPTY  # (M,) of image tokens
     # (K, M, H), or None without images; with grids: pixels (1, patches, size)
     features: Tensor | None = None
     grids: Tensor | None = None  # (I, 3) of its images, for a model that trains its vision tower
@@ -570,8 +571,8 @@ class Pack:
         ids = self.input_ids[0]  # (L,)
         labelled = ~skipped[ids]
         labelled[[start for start, *_ in self.segments]] = False
-        places = labelled.nonzero()[:, 0]  # (T,)
-        return replace(self, predict=places - 1, targets=ids[places])
+        index = labelled.nonzero()[:, 0]  # (T,)
+        return replace(self, predict=index - 1, targets=ids[index])
 
     def to(self, device: torch.device) -> "Pack":
         """The pack on ``device``, except ``flat``, which indexes CPU tensors."""
@@ -601,22 +602,22 @@ def build_pack(
     counts, lengths = batch.sizes[order], batch.lengths[order]  # (k,) with replies, without
     segments, samples, size = _lay_out(batch, blocks, prompt_positions)
     starts, ends, following = torch.tensor(samples, dtype=torch.int64).reshape(-1, 3).T  # (k,) each
-    places = ragged_index(starts, counts)  # (R,)
-    begins = places == starts.repeat_interleave(counts)  # (R,)
+    index = ragged_index(starts, counts)  # (R,)
+    begins = index == starts.repeat_interleave(counts)  # (R,)
     tokens, offsets, is_own = batch.in_pack(order)  # (R,), (R, 3), (R,)
 
     length = max(size, 1)
-    is_prompt = torch.ones(length).bool().index_fill_(0, places, False)  # (L,)
+    is_prompt = torch.ones(length).bool().index_fill_(0, index, False)  # (L,)
     input_ids = torch.zeros(length, dtype=torch.int64)
     positions = torch.zeros(3, length, dtype=torch.int64)
     if blocks:
-        input_ids[is_prompt] = torch.cat([batch.prompts[index].input_ids for index, _ in blocks])
-        positions[:, is_prompt] = torch.cat([prompt_positions[index] for index, _ in blocks], dim=1)
-    input_ids[places] = tokens
-    positions[:, places] = following.repeat_interleave(counts) + offsets.T
+        input_ids[is_prompt] = torch.cat([batch.prompts[i].input_ids for i, _ in blocks])
+        positions[:, is_prompt] = torch.cat([prompt_positions[i] for i, _ in blocks], dim=1)
+    input_ids[index] = tokens
+    positions[:, index] = following.repeat_interleave(counts) + offsets.T
 
     is_image = torch.isin(input_ids, image_token_ids)  # (L,)
-    is_image[places[is_own]] = False  # an image token drawn by the policy is no image
+    is_image[index[is_own]] = False  # an image token drawn by the policy is no image
     pieces = [features[key] for key in image_keys(blocks) if key in features]
     flat = batch.flat_index(order)  # (T,)
     return Pack(
@@ -625,7 +626,7 @@ def build_pack(
         image_index=is_image.nonzero()[:, 0],
         features=torch.cat(pieces, dim=1) if pieces else None,
         segments=segments or [(0, 1, 0, 0)],
-        predict=torch.where(begins, ends.repeat_interleave(counts), places)[is_own] - 1,
+        predict=torch.where(begins, ends.repeat_interleave(counts), index)[is_own] - 1,
         targets=batch.tokens[flat],
         flat=flat,
         sample=order.repeat_interleave(lengths),

@@ -74,7 +74,7 @@ def test_a_first_turn_goes_on_behind_the_first_observation(
     again = talk(env, name, 4)
     assert_same_samples(again, expected)
     assert torch.equal(again.stream, expected.stream)
-    assert torch.equal(again.places, expected.places)
+    assert torch.equal(again.stream_positions, expected.stream_positions)
 
 
 def test_another_beginning_is_read_as_it_stands(checkpoint, picture_rows):

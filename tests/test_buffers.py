@@ -47,7 +47,7 @@ def with_replies(batch: Batch, rng: np.random.Generator) -> Batch:
         spans=torch.tensor(spans),
         stream=torch.tensor(stream),
         is_own=torch.tensor(is_own),
-        places=torch.from_numpy(rng.integers(0, 99, (len(stream), 3))),
+        stream_positions=torch.from_numpy(rng.integers(0, 99, (len(stream), 3))),
         conversations=[f"talk {i}" for i in range(len(batch))],
         turn_rewards=torch.from_numpy(rng.normal(size=len(batch.tokens))),
     )
@@ -132,7 +132,7 @@ def test_select_takes_every_field_along(seed):
             assert new is old
         elif name in ("judgements", "conversations"):
             assert new == [old[i] for i in order]
-        elif name in ("stream", "is_own", "places"):
+        elif name in ("stream", "is_own", "stream_positions"):
             assert new.tolist() == [
                 x for i in order for x in old.tolist()[ends[i] - int(samples.spans[i]) : ends[i]]
             ], name
@@ -474,7 +474,11 @@ def naive_pack(samples: Batch, blocks, positions, image: int) -> dict[str, list]
         for tokens in pieces(samples, samples.tokens):
             talks.append([(token, True, [t] * 3) for t, token in enumerate(tokens)])
     else:
-        columns = samples.stream.tolist(), samples.is_own.tolist(), samples.places.tolist()
+        columns = (
+            samples.stream.tolist(),
+            samples.is_own.tolist(),
+            samples.stream_positions.tolist(),
+        )
         tokens = iter(zip(*columns))
         talks = [[next(tokens) for _ in range(span)] for span in samples.spans.tolist()]
     names = (

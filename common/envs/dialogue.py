@@ -62,8 +62,8 @@ class Episode:
 
     def extend(self, ids: Tensor, positions: Tensor, is_own: bool) -> None:
         """Add a turn or a reply (n,); its rotary positions (3, n) begin at 0."""
-        places = (self.position + positions).T
-        self.stream.append((ids, torch.full((len(ids),), is_own), places))
+        following = (self.position + positions).T
+        self.stream.append((ids, torch.full((len(ids),), is_own), following))
         self.length += len(ids)
         self.position += int(positions.max()) + 1
 
@@ -89,8 +89,8 @@ class Episode:
         if reply.grids:
             conversation.add_images(reply.grids, reply.features)
         self.reply = None
-        ids, _, places = map(torch.cat, zip(*self.stream[-2:]))
-        return ids[-new:], places[-new:].T
+        ids, _, positions = map(torch.cat, zip(*self.stream[-2:]))
+        return ids[-new:], positions[-new:].T
 
 
 @dataclass(eq=False)
@@ -340,6 +340,6 @@ class EnvRollout:
         for episode, tokens in zip(episodes, batch.split(batch.tokens)):
             episode.add_turn(tokens)
             parts += episode.stream
-        batch.stream, batch.is_own, batch.places = map(torch.cat, zip(*parts))
+        batch.stream, batch.is_own, batch.stream_positions = map(torch.cat, zip(*parts))
         batch.spans = torch.tensor([episode.length for episode in episodes], dtype=torch.int64)
         batch.conversations = [episode.conversation for episode in episodes]

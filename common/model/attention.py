@@ -261,12 +261,12 @@ class PackedAttention:
         """One kernel call for all causal segments, and one for those that see in both
         directions."""
         self.calls: list[VarlenCall] = []
-        places = []
+        queries = []
         for both in sorted(set(table[:, 4])):
             part = torch.from_numpy(table[table[:, 4] == both])
             start, end, prefix_start, prefix_end, _ = part.T
             len_q, prefix = end - start, prefix_end - prefix_start
-            places.append(ragged_index(start, len_q))
+            queries.append(ragged_index(start, len_q))
             # the keys of a segment: its prefix, then itself
             starts = torch.stack([prefix_start, start], dim=1).flatten()
             lengths = torch.stack([prefix, len_q], dim=1).flatten()
@@ -277,12 +277,12 @@ class PackedAttention:
                     max_q=int(len_q.max()),
                     max_k=int((len_q + prefix).max()),
                     causal=not both,
-                    q_tokens=self.unless_all(places[-1]),
+                    q_tokens=self.unless_all(queries[-1]),
                     k_tokens=self.unless_all(ragged_index(starts, lengths)),
                 )
             )
         # (N,) where the calls' outputs hold each token of the pack
-        self.order = self.unless_all(torch.cat(places).argsort())
+        self.order = self.unless_all(torch.cat(queries).argsort())
 
     def cumulated(self, lengths: Tensor) -> Tensor:
         return self.to_device(F.pad(lengths.cumsum(0), (1, 0)).int())
@@ -407,7 +407,7 @@ def bucket_mask(table: np.ndarray, window: int | None) -> np.ndarray | None:
         return None
     # (b, Lq, 1); padding sees something, or it would be NaN
     i = np.minimum(np.arange(length.max()), length - 1)[..., None]
-    # (b, 1, Lk) place after the prefix, below 0 inside it
+    # (b, 1, Lk) index after the prefix, below 0 inside it
     j = (np.arange((length + prefix).max()) - prefix)[:, None]
     mask = (j < length[..., None]) & ((j <= i) | both[..., None])
     if window is not None:

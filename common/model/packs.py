@@ -79,7 +79,7 @@ def make_packs(
 
 def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
     """The values of all ranks' packs as flat tensors (N,) or (k, N), on every rank. ``done`` has, for
-    each pack of this rank, the places (T,) and the values (T,) or (k, T)."""
+    each pack of this rank, the index (T,) and the values (T,) or (k, T)."""
     leading = done[0][1].shape[:-1] if done else ()
     joined = torch.zeros(*leading, tokens)
     for flat, values in done:  # only after the last pack: .cpu() would keep the device waiting

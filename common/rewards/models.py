@@ -156,12 +156,12 @@ class RewardModel:
     def ask_once(self, batch: Batch, keys: list[Answer]) -> Scored:
         """What `ask` returns, of which equal answers share a result: asked separately, they would
         differ by rounding."""
-        place_of = {key: k for k, key in enumerate(dict.fromkeys(keys))}  # K answers
+        index_of = {key: k for k, key in enumerate(dict.fromkeys(keys))}  # K answers
         with onloaded(self.module, self.offload):
-            columns, notes = self.ask(batch, list(place_of))
-        places = [place_of[key] for key in keys]
-        columns = {name: column[places] for name, column in columns.items()}
-        return columns, [notes[k] for k in places if notes]
+            columns, notes = self.ask(batch, list(index_of))
+        index = [index_of[key] for key in keys]
+        columns = {name: column[index] for name, column in columns.items()}
+        return columns, [notes[k] for k in index if notes]
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
         """Columns (K,) of answers in the order of their prompts, and what a judge says of each."""
@@ -256,24 +256,24 @@ class JudgeModel(RewardModel):
             say(f"warning: --reward {self.spec}: {doubt}; its rewards may mean nothing")
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
-        prompts, places, weights = [], [], []  # of Q questions; places of their answers
+        prompts, asked_about, weights = [], [], []  # of Q questions; indices of their answers
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
             for k, answer in enumerate(answers):
                 for further, weight in self.questions_about(batch.prompts[answer.prompt_index]):
                     prompts.append(self.question(batch, answer, further))
-                    places.append(k)
+                    asked_about.append(k)
                     weights.append(weight)
-        about = [answers[k][:2] for k in places]
+        about = [answers[k][:2] for k in asked_about]
         chances, notes = self.judge(batch, about, prompts)
-        worth = self.worth[torch.arange(len(places)) % len(self.worth)]  # (Q, V)
+        worth = self.worth[torch.arange(len(prompts)) % len(self.worth)]  # (Q, V)
         parsed = chances.sum(dim=1)  # (Q,)
         values = (chances * worth).sum(dim=1) + (1 - parsed) * self.unread
-        place, weight = torch.tensor(places), torch.tensor(weights, dtype=torch.float64)
-        columns = {"reward": place.bincount(weight * values) / place.bincount(weight)}
+        index, weight = torch.tensor(asked_about), torch.tensor(weights, dtype=torch.float64)
+        columns = {"reward": index.bincount(weight * values) / index.bincount(weight)}
         if self.args.grm_mode == "critique":
-            columns["parsed"] = place.bincount(parsed) / place.bincount()
+            columns["parsed"] = index.bincount(parsed) / index.bincount()
         remarks = [[] for _ in answers]
-        for k, note, value in zip(places, notes, values):
+        for k, note, value in zip(asked_about, notes, values):
             remarks[k].append(note)
             if self.kind == "rubric":
                 nothing = torch.full_like(columns["reward"], math.nan)

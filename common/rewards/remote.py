@@ -86,11 +86,11 @@ class Server:
 def encode_images(images: list[list]) -> list[list]:
     """The images of each sample as JSON. One that an earlier sample has, say of the same prompt, is
     not sent again: {"same_as": [sample, image]} says where it is, by their numbers from 0 on."""
-    places, encoded = {}, []
+    seen, encoded = {}, []
     for i, items in enumerate(images):
         encoded.append([])
         for k, item in enumerate(items):
-            first = places.setdefault(item, (i, k))
+            first = seen.setdefault(item, (i, k))
             encoded[i].append(encode_image(item) if first == (i, k) else {"same_as": first})
     return encoded
 

@@ -200,7 +200,7 @@ def same(one, other, bits: bool = False) -> None:
         dataclasses.replace(conversation, seconds=0, images=[], features=None)
         for conversation in other.conversations
     ]
-    for name in ("tokens", "lengths", "stream", "is_own", "places", "truncated"):
+    for name in ("tokens", "lengths", "stream", "is_own", "stream_positions", "truncated"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     assert (
         torch.equal(one.logprobs, other.logprobs)
