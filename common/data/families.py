@@ -317,8 +317,8 @@ class Gemma3(Family):
         """A prompt is cut into text and images, each of which has all before it as its prefix."""
         if not len(image_index):
             return segments
-        places = image_index.cpu().numpy()
-        runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+        index = image_index.cpu().numpy()
+        runs = np.split(index, np.flatnonzero(np.diff(index) > 1) + 1)
         images = [(int(run[0]), int(run[-1]) + 1) for run in runs]
         pieces = []
         for start, end, *prefix in segments:

@@ -130,7 +130,7 @@ class PromptLoader:
     args: DataArgs
     batches: Iterable[Drawn] = ()  # to come; rows are prompts, or objects with a ``prompt``
     together: int = 1  # how many prompts that follow each other are of one rank
-    change: Callable | None = None  # of images, as in `load_pixels`, at the place (draw number, 0)
+    change: Callable | None = None  # of images, as in `load_pixels`, by the key (draw number, 0)
 
     def __post_init__(self):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -206,13 +206,13 @@ def load_pixels(
     prompt: Prompt,
     processor: Processor,
     change: Callable | None = None,
-    place: tuple[int, ...] = (),
+    key: tuple[int, ...] = (),
 ) -> Pixels | None:
     """Decode the images and clips of a prompt: patches (ΣP, ...) or tiles (ΣT, 3, h, w) float32,
     and grids (I, G) int64, G up to 3; None without either.
 
     Args:
-        change: of Pillow's image and ``(*place, k)``, where k counts the images and frames of the
+        change: of Pillow's image and ``(*key, k)``, where k counts the images and frames of the
             prompt -> another image of the same size, which stands in its place.
 
     Raises ValueError: a body that cannot be decoded, or a file that changed since it was loaded.
@@ -224,7 +224,7 @@ def load_pixels(
     for item in prompt.images:
         frames = read_frames([item], family.video_frames)
         if change is not None:
-            frames = [change(frame, (*place, count + k)) for k, frame in enumerate(frames)]
+            frames = [change(frame, (*key, count + k)) for k, frame in enumerate(frames)]
         count += len(frames)
         pixels.append(family.patches(*frames))
     patches, grids = zip(*pixels)

@@ -509,9 +509,9 @@ def order_agreement(rows: list[Prompt], indices: list[int], texts: list[str]) ->
         by_row[index][verdict] += 1
     shares = []
     for index, verdict in zip(indices, verdicts):
-        other = by_row[index ^ 1]
-        alike = 0 if verdict is None else other[in_order(verdict, "swapped")]
-        shares.append(alike / other.total())
+        partner = by_row[index ^ 1]  # of the pair's other order, which stands beside this one
+        alike = 0 if verdict is None else partner[in_order(verdict, "swapped")]
+        shares.append(alike / partner.total())
     return shares
 
 
