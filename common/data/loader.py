@@ -212,21 +212,19 @@ def load_pixels(
     and grids (I, G) int64, G up to 3; None without either.
 
     Args:
-        change: of Pillow's image and ``(*key, k)``, where k counts the images and frames of the
-            prompt -> another image of the same size, which stands in its place.
+        change: of all images and frames of the prompt, Pillow's, and the key of their noise -> as many of
+            the same sizes, which stand in their places.
 
     Raises ValueError: a body that cannot be decoded, or a file that changed since it was loaded.
     """
     if not prompt.images:
         return None
-    family, count = processor.family, 0
-    pixels = []
-    for item in prompt.images:
-        frames = read_frames([item], family.video_frames)
-        if change is not None:
-            frames = [change(frame, (*key, count + k)) for k, frame in enumerate(frames)]
-        count += len(frames)
-        pixels.append(family.patches(*frames))
+    family = processor.family
+    parts = [read_frames([item], family.video_frames) for item in prompt.images]
+    if change is not None:
+        changed = iter(change(list(itertools.chain(*parts)), key))
+        parts = [list(itertools.islice(changed, len(frames))) for frames in parts]
+    pixels = [family.patches(*frames) for frames in parts]
     patches, grids = zip(*pixels)
     expected = tuple(grid[:3] for grid in prompt.grids)
     if grids != expected:

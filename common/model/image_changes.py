@@ -1,7 +1,7 @@
 """The same samples with other images, to be scored like any other.
 
 with_images    every image of prompts and conversations changed, or as in its file
-blank, ...     changes: functions of an image and the key of its noise
+blank, ...     changes: functions of images and the key of their noise
 vision_gaps    what answers lose with blank images: the vision audit
 changed_logprobs   log-probs with changed images
 """
@@ -27,46 +27,54 @@ from common.process import UserError
 # Other images
 # -------------------------------------------------------------------------------------------------
 
-# What seeds the randomness of an image's change: the draw of its prompt; 0 if the prompt has it, or
-# 1 + the number of the sample whose conversation has it; its index there.
-NoiseKey = tuple[int, int, int]
+# What seeds the randomness of a change: the draw of the prompt; 0 if the prompt has the images, or
+# 1 + the number of the sample whose conversation has them.
+NoiseKey = tuple[int, int]
+Images = list[Image.Image]  # all images, and frames of clips, of a prompt or of a conversation
 MASK_SQUARE = 14  # pixels
 
 
-def unchanged(image: Image.Image, key: NoiseKey) -> Image.Image:
-    return image
+def unchanged(images: Images, key: NoiseKey) -> Images:
+    return images
 
 
-def blank(image: Image.Image, key: NoiseKey) -> Image.Image:
-    """An image of the same size in its mean colour."""
-    mean = tuple(round(value) for value in ImageStat.Stat(image).mean)
-    return Image.new(image.mode, image.size, mean)
+def blank(images: Images, key: NoiseKey) -> Images:
+    """Images of the same sizes in their mean colours."""
+    means = (tuple(map(round, ImageStat.Stat(image).mean)) for image in images)
+    return [Image.new(image.mode, image.size, mean) for image, mean in zip(images, means)]
 
 
 def masked_images(share: float, seed: int) -> Callable:
     """A change: each square of 14 x 14 pixels of an image is black with probability ``share`` (the random
     masking of PAPO, Wang et al. 2025)."""
 
-    def change(image: Image.Image, key: NoiseKey) -> Image.Image:
-        masked, rng = image.copy(), np.random.default_rng((seed, *key))
+    def change(image: Image.Image, rng: np.random.Generator) -> Image.Image:
+        masked = image.copy()
         for y in range(0, image.height, MASK_SQUARE):
             for x in range(0, image.width, MASK_SQUARE):
                 if rng.random() < share:
                     masked.paste(0, (x, y, x + MASK_SQUARE, y + MASK_SQUARE))
         return masked
 
-    return change
+    return one_by_one(change, seed)
 
 
 def noisy_images(deviation: float, seed: int) -> Callable:
     """A change: Gaussian noise on every colour of every pixel; colours are between 0 and 1."""
 
-    def change(image: Image.Image, key: NoiseKey) -> Image.Image:
+    def change(image: Image.Image, rng: np.random.Generator) -> Image.Image:
         pixels = np.asarray(image, dtype=np.float32)
-        noise = np.random.default_rng((seed, *key)).standard_normal(pixels.shape, np.float32)
+        noise = rng.standard_normal(pixels.shape, np.float32)
         return Image.fromarray((pixels + 255 * deviation * noise).clip(0, 255).astype(np.uint8))
 
-    return change
+    return one_by_one(change, seed)
+
+
+def one_by_one(change: Callable, seed: int) -> Callable:
+    """The change of each image alone, by ``change(image, generator)``."""
+    return lambda images, key: [
+        change(image, np.random.default_rng((seed, *key, k))) for k, image in enumerate(images)
+    ]
 
 
 # kind of damage -> function of its amount and a seed that makes the change
@@ -100,8 +108,9 @@ def has_images(batch: Batch) -> Tensor:
 def with_images(
     batch: Batch, model: Model, processor: Processor, change: Callable = unchanged
 ) -> Batch:
-    """The batch with every (Pillow) image and every frame of a clip replaced by ``change(image, key)``
-    of the same size, which the processor reads and the tower of the model sees.
+    """The batch with the (Pillow) images and frames of each prompt and each conversation replaced by
+    ``change(images, key)``, as many and of the same sizes, which the processor reads and the tower of
+    the model sees.
 
     Raises UserError, on every rank: a file that has changed since it was read.
     """
@@ -119,10 +128,8 @@ def with_images(
         index = int(batch.prompt_index[i])
         if not conversation.images:  # none, or on another rank
             continue
-        pixels = []
-        for k, image in enumerate(conversation.images):
-            key = batch.prompt_ids[index], 1 + int(batch.sample_number[i]), k
-            pixels.append(processor.family.patches(change(image, key)))
+        key = batch.prompt_ids[index], 1 + int(batch.sample_number[i])
+        pixels = list(map(processor.family.patches, change(conversation.images, key)))
         in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)
         if in_prompt and batch.sample_number[i] == 0:
             patched, grids = zip(*pixels[:in_prompt])

@@ -167,9 +167,12 @@ def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path)
     """A hint around the prompt, and noise in every image: what a teacher, another reference, a mask
     would see."""
 
-    def noisy(image: Image.Image, place: image_changes.NoiseKey) -> Image.Image:
+    def noisy(image: Image.Image, place: tuple[int, ...]) -> Image.Image:
         noise = np.random.default_rng(place).integers(-90, 90, np.shape(image))
         return Image.fromarray((np.asarray(image, dtype=int) + noise).clip(0, 255).astype(np.uint8))
+
+    def all_noisy(images: list[Image.Image], key: image_changes.NoiseKey) -> list[Image.Image]:
+        return [noisy(image, (*key, k)) for k, image in enumerate(images)]
 
     def by_hand(family, prompt) -> dict:
         """Of files with that noise, and a message with that hint."""
@@ -191,7 +194,7 @@ def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path)
         model, processor = family.env.actor.model, family.env.processor
         batch = with_prompts(batch, processor, "Look: {prompt} It is {answer}.")
         return (
-            image_changes.with_images(batch, model, processor, noisy)
+            image_changes.with_images(batch, model, processor, all_noisy)
             if family.kind in TOKENS
             else batch
         )

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 import train_ppo_vl as ppo
 from common.data.loader import load_pixels
 from common.data.processor import Processor
-from common.model import image_changes
+from common.model import image_changes, vlm
 from conftest import (
     ROUNDING,
     hugging_face,
@@ -95,7 +95,7 @@ def test_the_same_images_leave_no_gap_in_bfloat16(qwen25, rows, monkeypatch):
     """The sampler's rounding is not in it."""
     env = start(qwen25, rows, "--dtype bfloat16")
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
-    monkeypatch.setattr(image_changes, "blank", lambda image, place: image)
+    monkeypatch.setattr(image_changes, "blank", lambda images, place: images)
     assert image_changes.vision_gaps(env.actor, batch).tolist() == [0.0] * 6
 
 
@@ -103,9 +103,9 @@ def test_images_of_environments_are_changed_too(qwen25, rows):
     """Replies, observations that samples share, and those that they do not."""
     env = start(qwen25, rows, "--max_new_tokens 16 --stop_strings", '["a", "e", "r"]')
 
-    def change(image, place):
+    def change(images, place):
         places.append(place)
-        return Image.new("RGB", image.size, (10, 200, 30))
+        return [Image.new("RGB", image.size, (10, 200, 30)) for image in images]
 
     for name in ("Noise", "Same"):
         places = []
@@ -113,7 +113,7 @@ def test_images_of_environments_are_changed_too(qwen25, rows):
         batch.prompt_ids = [14, 15, 16, 17]
         changed = image_changes.with_images(batch, env.actor.model, env.processor, change)
         same = image_changes.with_images(
-            batch, env.actor.model, env.processor, lambda image, place: image
+            batch, env.actor.model, env.processor, lambda images, place: images
         )
         logprobs = ppo.logprobs_of(env.actor, same)
         assert (logprobs - ppo.logprobs_of(env.actor, batch)).abs().max() < ROUNDING
@@ -129,7 +129,14 @@ def test_masks_blacken_whole_squares_by_seed_and_place():
     """Each square by a draw of its own, row by row, those that the border cuts too; by a loop over pixels."""
     pixels = np.random.default_rng(0).integers(1, 255, (50, 31, 3), dtype=np.uint8)
     image, place = Image.fromarray(pixels), (123, 0, 1)
-    masked = np.asarray(image_changes.masked_images(0.6, 7)(image, place))
+
+    def mask(share, seed, image, place):
+        """Of an image that has others before and behind it."""
+        *key, k = place
+        images = [image] * (k + 2)
+        return image_changes.masked_images(share, seed)(images, tuple(key))[k]
+
+    masked = np.asarray(mask(0.6, 7, image, place))
     draws = np.random.default_rng((7, 123, 0, 1)).random(4 * 3).tolist()
     black = [draw < 0.6 for draw in draws]
     # of numpy's PCG64
@@ -139,16 +146,52 @@ def test_masks_blacken_whole_squares_by_seed_and_place():
             wanted = [0, 0, 0] if black[y // 14 * 3 + x // 14] else pixels[y, x].tolist()
             assert masked[y, x].tolist() == wanted
     others = [
-        image_changes.masked_images(0.6, seed)(image, where)
+        mask(0.6, seed, image, where)
         for seed, where in ((8, place), (7, (124, 0, 1)), (7, (123, 1, 1)), (7, (123, 0, 2)))
     ]
     assert len({other.tobytes() for other in others} | {masked.tobytes()}) == 5
-    large = image_changes.masked_images(0.6, 7)(Image.new("RGB", (1400, 1400), (9, 9, 9)), place)
+    large = mask(0.6, 7, Image.new("RGB", (1400, 1400), (9, 9, 9)), place)
     # 10,000 squares: three deviations
     assert (np.asarray(large) == 0).mean() == pytest.approx(0.6, abs=0.015)
     for share, wanted in ((0.0, pixels), (1.0, 0 * pixels)):
-        assert (np.asarray(image_changes.masked_images(share, 7)(image, place)) == wanted).all()
-    assert image_changes.masked_images(0.6, 7)(image.convert("L"), place).mode == "L"
+        assert (np.asarray(mask(share, 7, image, place)) == wanted).all()
+    assert mask(0.6, 7, image.convert("L"), place).mode == "L"
+
+
+def test_all_images_of_a_prompt_change_together(qwen25, tmp_path):
+    """Pictures and frames in reverse order, and all but the first dropped, are those of rows that say so."""
+    rng, names = np.random.default_rng(5), [f"{k}.png" for k in range(5)]
+    for name in [*names, "white.png"]:
+        write_image(tmp_path / name, (56, 56), rng)
+    Image.new("RGB", (56, 56), "white").save(tmp_path / "white.png")
+
+    def row(files: list[str]) -> dict:
+        text = "was <image> in <video>?"
+        return {"prompt": text, "images": files[:1], "videos": [files[1:]], "answer": "1"}
+
+    orders = [names, names[::-1], [names[0], *["white.png"] * 4]]
+    lines = write_rows(tmp_path / "rows.jsonl", list(map(row, orders)))
+    env = start(qwen25, lines, "--video_frames 4")
+    alone = take(env).select_prompts([0])
+    batch, seen = ppo.rollout(env.actor, alone, env.sampling, 2), []
+
+    def turned(images, key):
+        seen.append((len(images), key))
+        return images[::-1]
+
+    def dropped(images, key):
+        return [images[0], *[Image.new("RGB", image.size, "white") for image in images[1:]]]
+
+    responses = batch.split(batch.tokens)
+    expected = take(env).with_targets([responses] * 3)
+    expected.sampling = batch.sampling
+    vlm.compute_features(env.actor.model, expected)
+    wanted = ppo.logprobs_of(env.actor, expected).chunk(3)
+    for change, logprobs in zip((image_changes.unchanged, turned, dropped), wanted):
+        changed = image_changes.changed_logprobs(env.actor, batch, change)
+        assert (changed - logprobs).abs().max() < ROUNDING
+        assert change == image_changes.unchanged or (changed - wanted[0]).abs().max() > 0.01
+    assert seen == [(5, (0, 0))]
 
 
 def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
