@@ -54,7 +54,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import distributed, flags, logging, logprobs, losses, ppo_flags, process
-from common.buffers import Batch, Pack, fill_packs
+from common.buffers import EMPTY, Batch, Pack, fill_packs
 from common.data.loader import (
     PromptLoader,
     batches_in_order,
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 
     trainables = make_trainables(args, models)
     exports = exported_models(args, trainables)
-    state = TrainState(args.algorithm.kl_coef)
+    state = TrainState(args.algorithm.kl_coef, history=torch.zeros(2, len(rows.train)))
     roles = saved_roles(args, trainables, models)  # also what it will save
     checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY, resolve_flags)
     if args.run.export_only:
@@ -613,18 +613,22 @@ def load_rows(args: Args) -> Rows:
         settings = JudgeSettings.to_train(processor)
         columns, system = parse_columns(args.rows.columns), args.rows.system_prompt
 
-        def load(path: str) -> list[Prompt]:
-            if args.rows.row_kind == "prompts":
-                return load_prompts(path, processor, args.data, columns, system)
-            examples = load_judgements(path, processor, settings, args.data)
-            return [example.prompt for example in examples]
+        def load(spec: str) -> list[list[Prompt]]:
+            """The rows of each file, numbered across all files."""
+            sets, number = [], itertools.count()
+            for path, _ in flags.parse_datasets(spec):
+                if args.rows.row_kind == "prompts":
+                    rows = load_prompts(path, processor, args.data, columns, system)
+                else:
+                    examples = load_judgements(path, processor, settings, args.data)
+                    rows = [example.prompt for example in examples]
+                sets.append([replace(row, index=next(number)) for row in rows])
+            return sets
 
-        train_sets = [load(path) for path, _ in flags.parse_datasets(args.data.data)]
-        held_out = [load(path) for path, _ in flags.parse_datasets(args.data.eval_data)]
+        train_sets, held_out = load(args.data.data), load(args.data.eval_data)
         if args.rows.row_kind == "judgements":
             settings.note_training(row for rows in train_sets for row in rows)
-    # numbered across all files
-    held_out = [replace(row, index=k) for k, row in enumerate(itertools.chain(*held_out))]
+    held_out = list(itertools.chain(*held_out))
     return Rows(processor, train_sets, held_out, load_ptx(args, processor))
 
 
@@ -698,13 +702,19 @@ class TrainState:
     dropped_prompts: int = 0  # because an image did not decode
     evaluations: int = 0
     metrics: logging.Metrics = field(default_factory=dict)  # of the last step
+    # (2, rows of --data): the samples of each row, and the sum of their rewards
+    history: Tensor = EMPTY
 
     def state_dict(self) -> dict:
-        return vars(self) | {"moments": vars(self.moments)}
+        history = self.history.numpy().tobytes().hex()  # numbers of all rows would take seconds
+        return vars(self) | {"moments": vars(self.moments), "history": history}
 
     def load_state_dict(self, saved: dict, changed: set[str]) -> None:
         """Take over what was saved, except for what begins anew with other values of some flags."""
         saved |= {"moments": losses.RunningMoments(**saved["moments"])}
+        if "history" in saved:
+            stored = bytearray.fromhex(saved["history"])
+            saved["history"] = torch.frombuffer(stored, dtype=torch.float32).view(2, -1)
         stay = [name for name in saved if not changed.intersection(BEGIN_ANEW.get(name, ()))]
         vars(self).update({name: saved[name] for name in stay})
 
@@ -763,6 +773,7 @@ IDENTITY = {
 BEGIN_ANEW = {
     "kl_coef": ("kl_coef", "kl_target"),
     "moments": (*OF_REWARDS, "grm_question", "grm_opponents", "grm_mode"),
+    "history": (*OF_REWARDS, "data", "data (rows)"),
     "ptx_rows": ("ptx_data",),
 }
 
@@ -1086,8 +1097,7 @@ def collect(
         "rollout/dropped_prompts": state.dropped_prompts,
         "rollout/generated_tokens": generated,
     }
-    if args.algorithm.reward_norm:
-        state.moments.update(batch.rewards)
+    note_rewards(batch, state, args)
     with_spread = scoring.prompts_with_spread(batch)
     metrics["rollout/groups_without_spread"] = len(batch.prompt_index.unique()) - len(with_spread)
     if dynamic:
@@ -1102,6 +1112,15 @@ def collect(
     prompt_lengths = torch.tensor(batch.prompt_lengths)[batch.prompt_index]  # (S,)
     metrics["rollout/total_length"] = float((prompt_lengths + batch.sizes).double().mean())
     return batch, metrics
+
+
+def note_rewards(batch: Batch, state: TrainState, args: Args) -> None:
+    """Fill history, and bring what the state knows of earlier rewards up to date."""
+    if args.algorithm.reward_norm:
+        state.moments.update(batch.rewards)
+    rows = torch.tensor([prompt.index for prompt in batch.prompts])[batch.prompt_index]  # (S,)
+    batch.history = state.history[:, rows].T
+    state.history.index_add_(1, rows, torch.stack([torch.ones(len(rows)), batch.rewards]))
 
 
 def sample_and_score(
@@ -1289,6 +1308,7 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
         prompt_index=batch.prompt_index,
         components={name: batch.components[name] for name in batch.compared},
         weights=batch.weights,
+        history=batch.history,
         turn_ends=batch.turn_ends,
         turn_rewards=batch.turn_rewards,
         values=batch.values,
@@ -2128,10 +2148,6 @@ class RolloutEngine:
             self.read_replies(self.envs, begun)
         self.read_beginnings(begun)
 
-    def following(self, index: int) -> int:
-        """The rotary position after a prompt."""
-        return int(vlm.positions_of(self.actor.model, self.batch, index).max()) + 1
-
     def begin(self, parts: list[Prefill], features: list[Tensor]) -> None:
         """Prefill ``parts``, with the ``features`` of their images, and sample the next token of each of
         their slots."""
@@ -2309,27 +2325,22 @@ class RolloutEngine:
             index, _ = episode.key
             ids, offsets = episode.read_reply(reply)
             length, spoken = self.batch.prompt_lengths[index] + episode.length, episode.own_tokens
-            positions = self.following(index) + offsets
-            parts.append(Prefill([slot], length - len(ids), ids, positions, spoken))
+            after = int(vlm.positions_of(self.actor.model, self.batch, index).max()) + 1
+            parts.append(Prefill([slot], length - len(ids), ids, after + offsets, spoken))
             self.slots[slot] = Sample(episode.key, turn_start=spoken)
         self.begin(parts, features)
 
     def read_beginnings(self, slots: list[int]) -> None:
-        """Prefill what responses begin with, as many at once as fit into a pack."""
-        begun = [slot for slot in slots if self.slots[slot].key in self.beginnings]
-        parts = [part for part in map(self.beginning_of, begun) if len(part.input_ids)]
-        sizes = [len(part.input_ids) for part in parts]
-        for fitting in fill_packs(parts, sizes, self.setup.max_tokens_per_pack):
-            self.begin(fitting, [])
-
-    def beginning_of(self, slot: int) -> Prefill:
-        """What its response begins with, behind what the slot has read; it stands there as if drawn."""
-        sample = self.slots[slot]
-        tokens, logps = self.beginnings[sample.key]
-        n = len(tokens)
-        self.out_tokens[slot, :n], self.out_logprobs[slot, :n] = tokens, logps
-        positions = int(self.rope[slot]) + torch.arange(n).expand(3, -1)
-        return Prefill([slot], sample.stored, tokens, positions, n)
+        """Prefill what responses begin with, one after the other, behind what their slots have read; it
+        stands there as if drawn."""
+        for slot in slots:
+            sample = self.slots[slot]
+            tokens, logps = self.beginnings.get(sample.key, (EMPTY, EMPTY))
+            n = len(tokens)
+            if n:
+                self.out_tokens[slot, :n], self.out_logprobs[slot, :n] = tokens, logps
+                positions = int(self.rope[slot]) + torch.arange(n).expand(3, -1)
+                self.begin([Prefill([slot], sample.stored, tokens, positions, n)], [])
 
     def stop_string_end(self, sample: Sample, tokens: Tensor) -> int | None:
         """Number of tokens up to and including the one that completes a stop string, but at least

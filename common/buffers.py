@@ -158,6 +158,8 @@ class Batch:
     # components that gdpo compares (may repeat after `concatenate`)
     compared: OfBatch[list[str]] = field(default_factory=list)
     weights: PerSample = EMPTY  # (S, K) float64, of the K sources; NaN where one does not score
+    # (S, 2) of the sample's row in earlier steps: its samples, and the sum of their rewards
+    history: PerSample = EMPTY
     # (S,) what judges wrote about each sample
     judgements: Annotated[list[str], "sample"] = field(default_factory=list)
 

@@ -42,6 +42,8 @@ class AdvantageInputs:
     # parts of a single source's reward
     components: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor = EMPTY  # (S, K) of the K sources
+    # (S, 2) of the sample's row in earlier steps: its samples, and the sum of their rewards
+    history: Tensor = EMPTY
     turn_ends: Tensor = EMPTY  # (N,) bool: the last token of a turn of the policy
     # (N,) the part of the rewards that turns and spans of text earned, at their last tokens
     turn_rewards: Tensor = EMPTY

@@ -74,7 +74,8 @@ def state_of(
     env, kl_coef: float = 0.1, moments: losses.RunningMoments | None = None
 ) -> ppo.TrainState:
     """The state of a run with this weight of the KL and these moments of the rewards."""
-    return ppo.TrainState(kl_coef, moments or losses.RunningMoments())
+    history = torch.zeros(2, len(env.prompts))
+    return ppo.TrainState(kl_coef, moments or losses.RunningMoments(), history=history)
 
 
 def advantages(

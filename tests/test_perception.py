@@ -99,7 +99,8 @@ def sampled(folder: Path, rows: Path, *flags: str):
             head = env.critic.value_head.weight.to_local()
             head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(5)) / 8)
     env.models = ppo.Models(env.actor, env.critic, env.reference)
-    env.state = ppo.TrainState(env.args.algorithm.kl_coef, rows_drawn=4)
+    history = torch.zeros(2, len(env.prompts))
+    env.state = ppo.TrainState(env.args.algorithm.kl_coef, rows_drawn=4, history=history)
     with ppo.open_loader(env.args, env.rows, env.state) as loader:
         env.batch, _ = ppo.collect(
             env.models, loader, scoring.load(env.args.reward), env.sampling, env.state, env.args
