@@ -195,8 +195,8 @@ RUNS = [Run(name, ranks) for name in FLAGS for ranks in (1, 2)]
 
 
 def known_flags(checkout: Path, script: str) -> set[str]:
-    """The names that --help of a script lists, with an indent in front: the usage above them has them too."""
-    command = [sys.executable, str(checkout / script), "--help"]
+    """The names that --help (all) of a script lists, with an indent in front: the usage above them has them too."""
+    command = [sys.executable, str(checkout / script), "--help", "all"]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment(), timeout=TIMEOUT
     )
