@@ -2,7 +2,9 @@
 script and then does what it says, in two steps of a toy. A fork that has applied it keeps this
 test."""
 
+import dataclasses
 import importlib.util
+import math
 import os
 import shutil
 import statistics
@@ -17,8 +19,9 @@ import torch
 from PIL import Image, ImageFilter
 
 import ranks
+import train_ppo_vl as ppo
 from common import distributed, losses
-from common.model import shards
+from common.model import image_changes, shards
 from conftest import (
     ROOT,
     ROUNDING,
@@ -34,21 +37,31 @@ from conftest import (
     token_logprobs,
     user_error,
     words,
+    write_rows,
 )
-from helpers import flags
+from helpers import assert_same_run, flags, samples_of_every_step
 
 SCRIPT, CHANGES = "train_ppo_vl.py", "common/model/image_changes.py"
-DRAWING = "common/logprobs.py"
+DRAWING, FORMULAS = "common/logprobs.py", "common/losses.py"
 DIFFS = sorted((ROOT / "tests" / "experiments").glob("*.diff"))
 TESTS = {
+    "branch": "branches",
     "estimator": "an_estimator",
     "filter": "a_filter",
+    "gigpo": "same_observation",
     "look": "kind_of_look",
     "loss_term": "a_loss_term",
+    "luffy": "demonstration",
     "muon": "muon",
+    "noisy": "noisy",
+    "replay": "replay",
     "sampler": "another_sampler",
     "sampling": "sampling_rule",
+    "spo": "its_row",
 }
+# methods of the field: each applies alone, as some change the same lines
+METHODS = ("branch", "gigpo", "luffy", "noisy", "replay", "spo")
+TOGETHER = [diff.stem for diff in DIFFS if diff.stem not in METHODS]
 
 
 def changed_lines(diff: Path) -> list[str]:
@@ -71,7 +84,7 @@ def git_apply(diff: Path, folder: Path, *options: str) -> bool:
 def changed_script(diff: Path, folder: Path) -> ModuleType:
     """A copy of the script with the change applied, unless it was already, imported; it finds
     common/ where the tests find it, but for what of it is changed as well."""
-    for name in (SCRIPT, CHANGES, DRAWING):
+    for name in (SCRIPT, CHANGES, DRAWING, FORMULAS):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
     assert git_apply(diff, folder, "--reverse", "--check") or git_apply(diff, folder)
@@ -80,6 +93,8 @@ def changed_script(diff: Path, folder: Path) -> ModuleType:
         script.image_changes = imported(folder / CHANGES, f"experiment_{diff.stem}_image_changes")
     if DRAWING in files_of(diff):
         script.Sampling = imported(folder / DRAWING, f"experiment_{diff.stem}_logprobs").Sampling
+    if FORMULAS in files_of(diff):
+        script.losses = imported(folder / FORMULAS, f"experiment_{diff.stem}_losses")
     return script
 
 
@@ -142,27 +157,23 @@ def run(qwen25, task, tmp_path):
         del sys.modules[name]
 
 
-def test_there_are_seven_and_each_is_small():
-    assert [diff.stem for diff in DIFFS] == [
-        "estimator",
-        "filter",
-        "look",
-        "loss_term",
-        "muon",
-        "sampler",
-        "sampling",
-    ]
+def test_there_are_thirteen_and_each_is_small():
+    assert [diff.stem for diff in DIFFS] == sorted(TESTS)
+    assert len(DIFFS) == 13
     for diff in DIFFS:
         assert 0 < len(changed_lines(diff)) <= {"sampler": 67, "muon": 40}.get(diff.stem, 25), diff
-        others = {"look": [CHANGES], "sampler": [DRAWING], "sampling": [DRAWING]}.get(diff.stem, [])
+        others = {
+            "gigpo": [FORMULAS],
+            "look": [CHANGES],
+            "sampler": [DRAWING],
+            "sampling": [DRAWING],
+        }.get(diff.stem, [])
         assert files_of(diff) == [*others, SCRIPT]
         assert f"git apply tests/experiments/{diff.name}" in diff.read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [*([diff.stem] for diff in DIFFS), [diff.stem for diff in DIFFS]], ids="+".join
-)
+@pytest.mark.parametrize("names", [*([diff.stem] for diff in DIFFS), TOGETHER], ids="+".join)
 def test_a_fork_is_green(names, tmp_path):
     """A copy of the project with one change, and one with all and the reward of the README: what
     protects a fork, and the tests of what it has changed."""
@@ -186,7 +197,7 @@ def test_a_fork_is_green(names, tmp_path):
         "-m",
         "not slow",
         "-k",
-        " or ".join(("architecture", "seven", *map(TESTS.get, names))),
+        " or ".join(("architecture", "thirteen", *map(TESTS.get, names))),
     ]
     done = subprocess.run(command, cwd=fork, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -371,3 +382,200 @@ def test_another_kind_of_look(run, qwen25, task):
             logits[:, list(env.processor.banned_ids)] = -torch.inf
             assert torch.allclose(actual[i], token_logprobs(logits, tokens), atol=1e-4)
         assert step["train/perception_kl"] > 0
+
+
+def lists_by_prompt(batch, values: torch.Tensor) -> list[list[torch.Tensor]]:
+    """A tensor (N,) as one list of samples for each prompt, in the order of their numbers."""
+    lists = [[] for _ in batch.prompts]
+    for index, part in zip(batch.prompt_index.tolist(), batch.split(values)):
+        lists[index].append(part)
+    return lists
+
+
+def with_demonstrations(task: Path, folder: Path) -> str:
+    """The task's rows, all but the third with a demonstration."""
+    rows = read_rows(task / "train.jsonl")
+    for k, row in enumerate(rows):
+        row["images"] = [str(task / image) for image in row["images"]]
+        if k != 2:
+            row["demonstration"] = f"there are {k} circles, as one sees"
+    return write_rows(folder / "demonstrations.jsonl", rows)
+
+
+def test_a_demonstration_is_one_more_sample(run, qwen25, task, tmp_path):
+    """Of those that its row has; its term of the loss is that of the paper."""
+    data = with_demonstrations(task, tmp_path)
+    _, steps, batches = run("luffy", "--data", data, "--prompts_per_step 8 --minibatches 1")
+    processor = start(qwen25, data).processor
+    for step, batch in zip(steps, batches):
+        foreign = lists_by_prompt(batch, batch.foreign)
+        for prompt, group, are_foreign in zip(
+            batch.prompts, lists_by_prompt(batch, batch.tokens), foreign
+        ):
+            text = prompt.row.get("demonstration")
+            assert [bool(part.any()) for part in are_foreign] == [False] * 4 + [True] * bool(text)
+            assert all(part.all() == part.any() for part in are_foreign)
+            if text:
+                assert processor.decode([group[4]]) == [text]
+        # before the first update of a step the ratio of the others is 1
+        p = batch.logprobs.exp()
+        terms = torch.where(batch.foreign, p / (p + 0.1), torch.ones_like(p))
+        expected = -(batch.advantages * terms).mean()
+        assert step["train/policy_loss"] == pytest.approx(float(expected), abs=1e-5)
+        assert step["train/sampler_gap"] < ROUNDING
+    assert len(batches[0]) == 4 * 8 + 7
+    assert float(batches[0].advantages[batches[0].foreign].abs().max()) > 0
+    actor = start(qwen25, data).actor
+    assert (ppo.logprobs_of(actor, batches[0]) - batches[0].old_logprobs).abs().max() < ROUNDING
+
+
+def test_samples_of_noisy_images_are_trained_on_the_clean_ones(run, qwen25, task):
+    """Drawn from images whose noise fades, and scored after the clean ones."""
+    script, steps, batches = run("noisy", "--noisy 2")
+    batch, env = batches[0], start(qwen25, task / "train.jsonl", "--max_new_tokens 6")
+    number = batch.sample_number.repeat_interleave(batch.lengths)
+    assert torch.equal(batch.foreign, number >= 2)
+    assert batch.in_policy_loss.all()
+    clean = dataclasses.replace(batch.with_targets([[] for _ in batch.prompts]))
+    images = image_changes.with_images(
+        clean,
+        env.actor.model,
+        env.processor,
+        image_changes.noisy_images(0.5 * (1 - 1 / (1 + math.exp(20))), env.args.run.seed),
+    )
+    for prompts, stream, first in ((clean, ppo.TRAIN, 0), (images, ppo.JUDGE + 1, 2)):
+        sampling = dataclasses.replace(env.sampling, stream=stream)
+        wanted = ppo.rollout(env.actor, prompts, sampling, 2)
+        groups = [group[first : first + 2] for group in lists_by_prompt(batch, batch.tokens)]
+        for ours, theirs in zip(groups, lists_by_prompt(wanted, wanted.tokens)):
+            assert [part.tolist() for part in ours] == [part.tolist() for part in theirs]
+    assert (ppo.logprobs_of(env.actor, batch) - batch.old_logprobs).abs().max() < ROUNDING
+    assert all(step["train/sampler_gap"] < ROUNDING for step in steps)
+
+
+def test_branches_begin_like_the_first_sample(run):
+    """Up to its most surprising token."""
+    _, steps, batches = run("branch", "--branches 2")
+    differ = False
+    for batch in batches:
+        texts = lists_by_prompt(batch, batch.tokens)
+        for tokens, logps in zip(texts, lists_by_prompt(batch, batch.logprobs)):
+            assert len(tokens) == 6
+            cut = int(logps[0].argmin())
+            for branch, its_logps in zip(tokens[4:], logps[4:]):
+                assert branch[:cut].tolist() == tokens[0][:cut].tolist()
+                assert torch.equal(its_logps[:cut], logps[0][:cut])
+                differ = differ or branch.tolist() != tokens[0].tolist()
+        assert not batch.foreign.any()
+    assert differ
+    assert all(step["train/sampler_gap"] < ROUNDING for step in steps)
+
+
+EARNS_BY_PICTURES = """
+def score(prompts, responses, references, labels, images):
+    return [len(set(text)) / 10 if files else 0.0 for text, files in zip(responses, images)]
+"""
+
+
+def test_replay_takes_the_places_of_samples_without_an_advantage(run, tmp_path):
+    (tmp_path / "reward.py").write_text(EARNS_BY_PICTURES)
+    reward = f"--reward {tmp_path / 'reward.py'}:score --prompts_per_step 8 --minibatches 4"
+    _, _, (first, second) = run("replay", "--replay 2", reward)
+
+    def texts(batch, wanted: torch.Tensor) -> set[tuple]:
+        parts = zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.split(wanted))
+        return {
+            (batch.prompts[index].text, *tokens.tolist())
+            for index, tokens, are_wanted in parts
+            if are_wanted.all()
+        }
+
+    assert not first.foreign.any()
+    # two rows show no picture, and their samples earn nothing
+    assert 0 < len(first) <= 6 * 4
+    assert all(prompt.images for prompt in first.prompts)
+    replayed = texts(second, second.foreign)
+    fresh = int(sum(part.logical_not().all() for part in second.split(second.foreign)))
+    assert len(second) == fresh + min(8 * 4 - fresh, len(first))
+    assert replayed and replayed <= texts(first, ~first.foreign)
+    assert second.in_policy_loss.all()
+
+
+def test_a_sample_is_compared_with_what_its_row_earned(run):
+    _, _, batches = run("spo", "--advantage spo --samples_per_prompt 1 --prompts_per_step 8")
+    known = {}
+    for batch in batches:
+        centred = []
+        for prompt, reward, length in zip(
+            batch.prompts, batch.rewards.tolist(), batch.lengths.tolist()
+        ):
+            earlier = known.setdefault(prompt.source, [])
+            centred += [reward - (sum(earlier) + 0.5) / (len(earlier) + 1)] * length
+            earlier.append(reward)
+        mean, deviation = statistics.fmean(centred), statistics.stdev(centred)
+        wanted = [(value - mean) / deviation for value in centred]
+        assert batch.advantages.tolist() == pytest.approx(wanted, abs=1e-4)
+    assert {len(rewards) for rewards in known.values()} == {2}
+
+
+OBSERVING = (
+    f"--env {ROOT / 'tests' / 'talkers.py'}:Costly --reward env --advantage gigpo --max_new_tokens 24 "
+    "--max_reply_tokens 200 --max_tokens_per_pack 900 --env_workers 0 --stop_strings"
+)
+
+
+def test_turns_behind_the_same_observation_are_compared(run):
+    """By a loop over the turns; beside the whole samples."""
+    _, _, batches = run("gigpo", OBSERVING, '["a","e","r"]')
+    for batch in batches:
+        turns, samples = {}, {}
+        for i, talk in enumerate(batch.conversations):
+            index, rewards = int(batch.prompt_index[i]), list(talk.rewards)
+            bounds = [0, *talk.tokens_before, int(batch.lengths[i])]
+            rewards += [0.0] * (len(bounds) - 1 - len(rewards))  # of a turn that was cut
+            samples.setdefault(index, []).append((i, sum(rewards)))
+            for k, content in enumerate([talk.opening, *talk.replies]):
+                seen = turns.setdefault((index, str(content)), [])
+                seen.append(((i, bounds[k], bounds[k + 1]), sum(rewards[k:])))
+        wanted = [torch.zeros(n, dtype=torch.float64) for n in batch.lengths.tolist()]
+        compared = [
+            [((i, 0, len(wanted[i])), reward) for i, reward in group] for group in samples.values()
+        ]
+        for group in [*compared, *turns.values()]:
+            values = [value for _, value in group]
+            if len(group) > 1 and max(values) - min(values) > 1e-6:
+                for (i, begin, end), value in group:
+                    standard = (value - statistics.fmean(values)) / (
+                        statistics.stdev(values) + 1e-6
+                    )
+                    wanted[i][begin:end] += standard
+        assert torch.allclose(batch.advantages.double(), torch.cat(wanted), atol=1e-4)
+        assert any(len({i for (i, *_), _ in group}) > 1 for group in turns.values())
+
+
+def live(folder: Path, name: str, argv: list[str]) -> None:
+    """In every rank: a run of a changed script."""
+    samples_of_every_step()
+    script = imported(folder / SCRIPT, f"experiment_{name}")
+    if name == "gigpo":
+        script.losses = imported(folder / FORMULAS, "experiment_gigpo_losses")
+    script.main(argv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_of_the_field_is_the_same_on_two_ranks(name, qwen25, task, tmp_path):
+    changed_script(ROOT / "tests" / "experiments" / f"{name}.diff", tmp_path)
+    more = {
+        "branch": ["--branches 2"],
+        "gigpo": [OBSERVING, '["a","e","r"]'],
+        "luffy": ["--data", with_demonstrations(task, tmp_path)],
+        "noisy": ["--noisy 2"],
+        "replay": ["--replay 2 --prompts_per_step 8"],
+        "spo": ["--advantage spo"],
+    }[name]
+    common = "--steps 2 --save_every 0 --export_every 0 --advantage grpo --samples_per_prompt 4 --log_samples 99"
+    for world in (1, 2):
+        argv = flags(qwen25, task, tmp_path / str(world), common, *more)
+        ranks.run(live, tmp_path, name, argv, world=world)
+    assert_same_run(tmp_path / "1", tmp_path / "2")
