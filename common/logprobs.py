@@ -341,15 +341,15 @@ def _race(logits: Tensor, keys: Tensor, hashes: Tensor) -> Tensor:
     return (logits - _exponentials(keys, hashes).log_()).argmax(-1)
 
 
-def fuse(function: Callable, *arguments: Any) -> Any:
-    """``function(*arguments)``, the first of which is a tensor; on a GPU by one compiled kernel for
-    each result, rounded as the function itself rounds. It runs uncompiled where gradients are wanted,
-    inside other compiled code, and where nothing compiles."""
-    tensor = arguments[0]
+def fuse(function: Callable, *arguments: Any, **named: Any) -> Any:
+    """``function(*arguments, **named)``, the first of which is a tensor; on a GPU by one compiled
+    kernel for each result, rounded as the function itself rounds. It runs uncompiled where gradients
+    are wanted, inside other compiled code, and where nothing compiles."""
+    tensor = next(iter((*arguments, *named.values())))
     eager = torch.is_grad_enabled() or torch.compiler.is_compiling() or not tensor.is_cuda
     if eager or not _compiles(tensor.device):
-        return function(*arguments)
-    return _compiled(function)(*arguments)
+        return function(*arguments, **named)
+    return _compiled(function)(*arguments, **named)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Compiled functions of decoding against the eager ones, and what happens where nothing compiles."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -163,3 +164,13 @@ def test_with_gradients_nothing_is_compiled(monkeypatch):
         assert logprobs.fuse(lambda x: "as it is", tensor) == "compiled"
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         assert logprobs.fuse(lambda x: "as it is", tensor) == "as it is"
+
+
+def test_what_is_given_by_name_is_passed_on(monkeypatch):
+    """Pixtral rotates with ``unsqueeze_dim``; Gemma 4 gives even its tensors by name."""
+    monkeypatch.setattr(logprobs, "_compiles", lambda device: True)
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: functools.partial(function, "gpu"))
+    tensor = SimpleNamespace(is_cuda=True, device=None)
+    with torch.no_grad():
+        assert logprobs.fuse(lambda *x, dim: (*x, dim), tensor, dim=2) == ("gpu", tensor, 2)
+        assert logprobs.fuse(lambda *x, q: (*x, q), q=tensor) == ("gpu", tensor)

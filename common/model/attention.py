@@ -528,6 +528,22 @@ class DecodeAttention:
 # -------------------------------------------------------------------------------------------------
 
 
+# What layers pass besides: what ours knows better, or what changes nothing.
+PASSED_ALONG = ("cache_position", "dropout", "position_ids", "use_cache")
+
+
+def check_call(attention_mask, others: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Raises ValueError: a layer masks keys of its own, or wants what our attention would ignore."""
+    wanted = {name for name, value in others.items() if value is not None and value is not False}
+    names = sorted(wanted - {*known})
+    if attention_mask is not None:
+        names.append("a mask of its own")
+    if names:
+        raise ValueError(
+            f"a layer of the model gives its attention {', '.join(names)}, which is not supported"
+        )
+
+
 def language_attention(
     module,
     query,
@@ -537,11 +553,16 @@ def language_attention(
     scaling: float,
     attention: "PackedAttention | DecodeAttention",
     sliding_window=None,
-    **_,
+    **others,
 ):
     """The attention function of the language model: ``attention`` is one of the two classes
-    above."""
+    above. Raises ValueError: see `check_call`."""
+    check_call(attention_mask, others, PASSED_ALONG)
     return attention(module.slot_layer, query, key, value, scaling, sliding_window), None
+
+
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+VISION_PASSED_ALONG = (*LENGTHS, "dropout", "is_causal")
 
 
 def _vision_attention(
@@ -549,6 +570,7 @@ def _vision_attention(
 ):
     """The vision tower's attention on CUDA: one varlen call per block, not one SDPA call per
     window."""
+    check_call(attention_mask, lengths, VISION_PASSED_ALONG)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     call = VarlenCall(
         cu_q=lengths["cu_seq_lens_q"].int(),

@@ -14,10 +14,11 @@ from typing import cast
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common import distributed
-from common.data.families import Qwen, family_of
+from common.data.families import Family, Qwen, family_of
 from common.data.folder import read_model_config
 from common.data.processor import Processor
 from common.files import say
@@ -227,10 +228,7 @@ def build_model(
         raise ValueError(problem) from error
     how = {part.name: getattr(compute, part.name) for part in fields(Compute)}
     model.setup = Setup(**how, family=family, folder=folder, trains_vision=trains_vision)
-    use_mixers(model)
-    use_fewer_kernels(model)
-    use_attention(model, compute.backend)
-    check_decoder(model)
+    use_ours(model)
     # EOS may serve as padding, and learns like any token
     decoder(model).get_input_embeddings().padding_idx = None
     if not vision:
@@ -304,6 +302,15 @@ def vision_tensors(folder: Path) -> Tensors:
 # -------------------------------------------------------------------------------------------------
 
 
+def use_ours(model: Model) -> None:
+    """Let a model of transformers work on packs. Raises ValueError: something of it cannot."""
+    use_mixers(model)
+    use_fewer_kernels(model)
+    use_attention(model, model.setup.backend)
+    for check in (check_decoder, check_head, check_buffers):
+        check(model)
+
+
 def use_attention(model: Model, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
     # Set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
@@ -341,13 +348,17 @@ def use_mixers(model: Model) -> None:
         counts[is_linear] += 1
 
 
+# All that attention in a decoder may consist of. An indexer, say, would choose keys, and ours ignore it.
+MIXER_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+
+
 def is_ours(mixer: nn.Module) -> bool:
-    """Whether a layer's mixer is a `DeltaNet`, or passes all its arguments to the attention function
-    that transformers looks up by name."""
+    """Whether a layer's mixer is a `DeltaNet`, or consists of known parts and passes all its arguments
+    to the attention function that transformers looks up by name."""
     code = inspect.unwrap(type(mixer).forward).__code__
     takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     by_name = takes_all and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-    return by_name or isinstance(mixer, DeltaNet)
+    return isinstance(mixer, DeltaNet) or (by_name and mixer._modules.keys() <= MIXER_PARTS)
 
 
 UNSUPPORTED = (
@@ -358,12 +369,58 @@ UNSUPPORTED = (
 )
 
 
+class Fixed(nn.Module):
+    """Stands for a model below its head: the last hidden states are always the same ones."""
+
+    def __init__(self, hidden: Tensor):
+        super().__init__()
+        self.last_hidden_state = hidden
+
+    def forward(self, *_, **__) -> "Fixed":
+        return self
+
+    def __getitem__(self, _) -> Tensor:
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        """Whatever else an output of transformers may have."""
+
+
+def check_head(model: Model) -> None:
+    """Refuse a model whose logits are not the product of hidden states and lm_head, by its own forward
+    on a small random one: they may be scaled, squeezed or shifted. Raises ValueError."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*size, 4, generator=generator) for size in ((1, 3), (5,)))
+    probe = copy.copy(model)
+    head = nn.Linear(4, 5, bias=model.lm_head.bias is not None)
+    head.weight = nn.Parameter(weight)
+    probe._modules = {"model": Fixed(hidden), "lm_head": head}
+    logits = probe(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits
+    if not torch.allclose(logits, hidden @ weight.T, atol=1e-5):
+        raise ValueError(
+            f"{type(model).__name__} of transformers changes the product of hidden states and lm_head, "
+            "which is not supported"
+        )
+
+
+def check_buffers(model: Model) -> None:
+    """Refuse buffers that are made from weights, which do not exist yet. Raises ValueError."""
+    on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if on_meta:
+        raise ValueError(f"{', '.join(on_meta)} are neither in the files nor computed from config")
+
+
 def check_decoder(model: Model) -> None:
     """Refuse kinds of attention and rotary positions that do not work in packs. Raises ValueError."""
     language, text = decoder(model), model.config.get_text_config()
     for name in UNSUPPORTED:
         if getattr(text, name, None):
             raise ValueError(f"the checkpoint's text model has {name}, which is not supported")
+    # beyond the causal ones, as of image tokens that see each other
+    family = type(model.setup.family)
+    is_known = family.attention_segments is not Family.attention_segments
+    if "create_masks_for_generate" in vars(type(model)) and not is_known:
+        raise ValueError(f"{type(model).__name__} has masks of its own, which are not supported")
     rope = str(language.rotary_emb.rope_type)
     sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
     if rope == "longrope" or sinks:

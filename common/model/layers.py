@@ -1,15 +1,18 @@
 """What transformers' own layers compute, in fewer kernels: norms, rotary positions, gates, the patch
 embedding, DeepStack's sum.
 
-Their weights keep their names, so checkpoints load and export as without them.
+Their weights keep their names, so checkpoints load and export as without them. Whether a module of
+transformers computes what ours does is not guessed by its name: when a model is built, both are run
+once on the same small random weights and inputs (`agree`), and it is left as it is where they differ.
 
 Shapes: D numbers of a norm's vectors, P patches, E numbers of an embedded patch, L tokens, H hidden
 size, M image tokens.
 """
 
+import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -17,11 +20,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.activations import ACT2FN
+from torch.func import functional_call
 
 from common.logprobs import fuse
 
-SILU = type(ACT2FN["silu"])
+# The parts of a SwiGLU; a module with further ones is something else.
+SWIGLU = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class RMSNorm(nn.Module):
@@ -92,22 +96,69 @@ def fuse_rotary(theirs: ModuleType) -> None:
         vars(theirs)["apply_rotary_pos_emb"] = functools.partial(fuse, rotate)
 
 
+def agree(theirs: nn.Module, ours: nn.Module, *size: int) -> bool:
+    """Whether two modules with weights of the same names compute the same of an input (3, *size). In
+    what is drawn here each size of the real weights becomes a small one, the same wherever it occurs."""
+    generator = torch.Generator().manual_seed(0)  # the run's own is left alone
+    shapes = {name: weight.shape for name, weight in theirs.named_parameters()}
+    small = {length: 4 + 2 * k for k, length in enumerate(sorted({*sum(shapes.values(), ())}))}
+
+    def random(lengths: Iterable[int]) -> Tensor:
+        return torch.randn([small[length] for length in lengths], generator=generator)
+
+    weights = {name: random(shape) for name, shape in shapes.items()}
+    # so small that the epsilon of a norm matters, and so large that bounds would
+    x = torch.stack([random(size), 1e-3 * random(size), 30 * random(size)])
+    one, other = (functional_call(module, weights, (x,)) for module in (theirs, ours))
+    return torch.allclose(one.flatten(), other.flatten(), rtol=1e-4, atol=1e-5)
+
+
+def norm_like(theirs: nn.Module) -> RMSNorm | None:
+    """Ours that computes what a norm of transformers does; None: neither does."""
+    eps = getattr(theirs, "variance_epsilon", getattr(theirs, "eps", None))
+    weights = dict(theirs.named_parameters())
+    if weights.keys() != {"weight"} or weights["weight"].ndim != 1 or eps is None:
+        return None
+    for kind in (RMSNorm, RMSNormPlusOne):
+        ours = kind(weights["weight"], eps)
+        if agree(theirs, ours, len(ours.weight)):
+            return ours
+    return None
+
+
+def check_add_images(theirs: Callable) -> None:
+    """Raises ValueError: a sum of DeepStack that `add_images` is not."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, features = (torch.randn(size, 4, generator=generator) for size in (5, 2))
+    places = torch.tensor([1, 3])
+    mask = torch.zeros(1, 5, dtype=torch.bool).index_fill(1, places, True)
+    ours = add_images(theirs, hidden[None], places, features)
+    if not torch.allclose(ours, theirs(hidden[None].clone(), mask, features)):
+        raise ValueError(f"{theirs.__qualname__} of transformers is another sum than is known here")
+
+
 def use_fewer_kernels(model: nn.Module) -> None:
-    """Put these in the place of transformers' own."""
+    """Put these in the place of transformers' own, wherever they compute the same. Raises ValueError:
+    see `check_add_images`."""
     modules: list = list(model.named_modules())  # their classes differ by family
     for name, module in modules:
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
-            plus_one = kind.startswith(("Gemma", "Qwen3_5"))
-            ours = RMSNormPlusOne if plus_one else RMSNorm
-            eps = module.eps if plus_one else module.variance_epsilon
-            model.set_submodule(name, ours(module.weight, eps))
+            ours = norm_like(module)
+            if ours is not None:
+                model.set_submodule(name, ours)
         elif kind.endswith("Attention"):
             fuse_rotary(sys.modules[type(module).__module__])
-        elif isinstance(getattr(module, "act_fn", None), SILU) and hasattr(module, "gate_proj"):
-            model.set_submodule(name, SwiGLU(module))
+        elif module._modules.keys() == SWIGLU:
+            ours = SwiGLU(module)
+            if agree(module, ours, module.gate_proj.weight.shape[1]):
+                model.set_submodule(name, ours)
         elif kind.endswith("PatchEmbed") and isinstance(module.proj, nn.Conv3d):
-            module.proj.__class__ = PatchProjection
+            ours = copy.copy(module.proj)
+            ours.__class__ = PatchProjection
+            if agree(module.proj, ours, *ours.weight.shape[1:]):
+                module.proj = ours
         elif hasattr(module, "_deepstack_process"):
             theirs = module._deepstack_process
+            check_add_images(theirs)
             module._deepstack_process = functools.partial(add_images, theirs)

@@ -19,7 +19,7 @@ def shard_of(tensor: Tensor) -> Tensor:
 def copy_shard(target: Tensor, value: Tensor) -> None:
     """Copy a tensor into another, or this rank's part of it into a DTensor sharded on dimension 0."""
     local = shard_of(target)
-    if not len(local):  # the last ranks may have no part
+    if not local.numel():  # the last ranks may have no part
         return
     if isinstance(target, DTensor):
         (chunk,) = target.__create_chunk_list__()

@@ -53,7 +53,7 @@ class StoredWeight:
     """A weight in a checkpoint's files.
 
     Attributes:
-        name: of the parameter; "": of multi-token prediction.
+        name: of the parameter or buffer; "": of multi-token prediction, or of a tower left out.
         like: on meta, its shape and type in the files, which exports keep.
     """
 
@@ -122,6 +122,7 @@ class Model(nn.Module):
     lm_head: nn.Linear
     get_decoder: Callable[..., Decoder]
     generate: Callable
+    _keys_to_ignore_on_load_unexpected: set[str]
 
 
 class Wrapper(nn.Module):
@@ -220,7 +221,8 @@ def image_features(model: Model, patches: Tensor, grids: Tensor) -> Tensor:
             if part is not decoder(model):
                 part.eval()
     weight = tower_parameters(model)[0]
-    patches, grids = patches.to(weight.device, weight.dtype), grids.to(weight.device)
+    # Pixels stay float32: a tower casts them itself, some after having scaled them.
+    patches, grids = patches.to(weight.device), grids.to(weight.device)
     inputs = model.setup.family.vision_inputs(patches, grids)
     with torch.set_grad_enabled(model.setup.trains_vision and torch.is_grad_enabled()):
         out = model.model.get_image_features(**inputs, return_dict=True)

@@ -32,7 +32,7 @@ from common.files import follow_pointer, open_regular, read_json
 from common.logging import sync_folder, write_link
 from common.model.adapters import adapted_layers, init_adapters
 from common.model.shards import copy_shard, shard_of, whole
-from common.model.vlm import Model, Setup, StoredWeight, Wrapper
+from common.model.vlm import Model, Setup, StoredWeight, Wrapper, vision_parts
 
 # Hub files and modules spell the same weights differently; tried in this order.
 KEY_SPELLINGS = (
@@ -49,6 +49,11 @@ VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_project
 # What exports copy from the files if the model has no such part: multi-token prediction, which none
 # here has, and the tower of a critic that reads the actor's features.
 COPIED_KEYS = ("mtp.", *VISION_KEYS)
+# What files may hold that no model has, and why that is no loss: it is computed, or a head.
+NOT_READ = (
+    r"\.(inv_freq|position_ids|masked_bias)$",  # written by older versions of transformers
+    r"(^|\.)lm_head\.",  # in a critic and in a scalar model; elsewhere it is a parameter
+)
 # heads of scalar models that are not read: v_head.summary.weight, reward_head.weight, score.0.weight
 OTHER_HEAD = re.compile(r"(?!lm_)\w*(head|score|reward|value|classifier)")
 # What to do about checkpoints that are not read as they are.
@@ -172,8 +177,13 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def named_weights(model: Model, value_head: nn.Linear | None) -> Tensors:
-    """What `load` reads and `export` writes, by name: all parameters, tied ones by each name."""
+    """What `load` reads and `export` writes, by name: all parameters, tied ones by each name, and the
+    buffers that checkpoints hold: scales, bounds, biases of routers."""
     weights: Tensors = dict(model.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules():
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            if module._buffers[name] is not None:
+                weights[f"{path}.{name}"] = module.get_buffer(name)
     if value_head is not None:
         weights["value_head.weight"] = value_head.weight
         weights["value_head.bias"] = value_head.get_buffer("offset")
@@ -195,8 +205,8 @@ def load(model: Model, folder: Path, value_head: nn.Linear | None = None) -> Non
         with open_weights(path) as tensors:
             for key in tensors.keys():
                 name = parameter_name(key, parameters)
-                if not name and not key.removeprefix("model.").startswith(COPIED_KEYS):
-                    unknown.append(key)  # its part is left out by this role, or by all
+                if not name and not is_copied(key, model):
+                    unknown.append(key)
                     continue
                 value = tensors.get_tensor(key)  # in mapped memory: read when it is copied
                 like = torch.empty_like(value, device="meta")
@@ -221,6 +231,29 @@ def load(model: Model, folder: Path, value_head: nn.Linear | None = None) -> Non
     if missing:
         raise ValueError(
             f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}"
+        )
+    check_unknown(folder, unknown)
+
+
+def is_copied(key: str, model: Model) -> bool:
+    """Whether a key that no weight of the model has belongs to a part that exports copy: multi-token
+    prediction, whatever transformers leaves out of this model, or a tower that this role lacks."""
+    if any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected):
+        return True
+    copied = COPIED_KEYS[:1] if vision_parts(model) else COPIED_KEYS
+    return key.removeprefix("model.").startswith(copied)
+
+
+def check_unknown(folder: Path, keys: list[str]) -> None:
+    """Raises ValueError: among the keys of a checkpoint that are not read is one without a reason."""
+    lost = []
+    for key in keys:
+        if not OTHER_HEAD.match(key) and not any(re.search(part, key) for part in NOT_READ):
+            lost.append(key)
+    if lost:
+        raise ValueError(
+            f"{folder}: {len(lost)} tensors of the files are no part of the model in config.json, the "
+            f"first: {', '.join(lost[:3])}"
         )
 
 
