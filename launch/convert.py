@@ -59,11 +59,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from files import number_as_text, open_regular, read_bytes, say  # tool has put common/ on the path
 from PIL import Image
 
 import benchmarks
-from tool import one_message
+from tool import one_message  # puts common/ on the path
+
+# isort: split
+from files import number_as_text, open_regular, read_bytes, say
 
 PROMPTS = "prompt messages query question problem conversations conversation message input".split()
 LABELS = ("label", "source", "data_source", "query_source")

@@ -23,10 +23,12 @@ from pathlib import Path
 from statistics import multimode
 
 import numpy as np
-from files import check_form, read_records, say  # tool has put common/ on the path
 
 from benchmarks import VL_ELSEWHERE, vl_group
-from tool import one_message
+from tool import one_message  # puts common/ on the path
+
+# isort: split
+from files import check_form, read_records, say
 
 MIRRORED = {"A": "B", "B": "A"}
 INTERVAL = "95 % of the first accuracy"

@@ -15,6 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from rollout import SAMPLES, SIZES, ppo, write_task  # sets one thread and the path before torch
+
+# isort: split
 import numpy as np
 import torch
 
@@ -23,7 +26,6 @@ from common.buffers import Batch
 from common.data.loader import load_pixels
 from common.envs import environments
 from machine import machine
-from rollout import SAMPLES, SIZES, ppo, write_task  # sets one thread and the path before torch
 
 TURNS, LONGEST = 3, 64
 

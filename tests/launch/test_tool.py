@@ -20,6 +20,27 @@ from conftest import ROOT, user_error, words
 from helpers import PYTHONS_WORDS
 from judging import judged
 
+PROGRAMS = sorted(
+    path.relative_to(ROOT)
+    for folder in (ROOT / "launch", ROOT / "tests" / "benchmarks")
+    for path in folder.glob("*.py")
+    if '__name__ == "__main__"' in path.read_text()
+)
+# imports what a program imports, as if it had been started, and runs nothing
+IMPORTING = "import runpy, sys; sys.path[0] = sys.argv[1]; runpy.run_path(sys.argv[2])"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_a_program_finds_what_it_imports(program, tmp_path):
+    path = ROOT / program
+    if program.stem == "reward_math":
+        pytest.importorskip("math_verify")
+    command = [sys.executable, "-c", IMPORTING, path.parent, path]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
 DEEP = b"[" * 5000 + b"]" * 5000
 FILES = {
     "missing": None,
