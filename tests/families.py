@@ -111,6 +111,38 @@ TOKENS = {
     ),
 )
 TOKENS["smolvlm"] = TOKENS["idefics3"]
+GLM_TOKENS = dict(
+    image_token="<|image|>",
+    video_token="<|video|>",
+    image_start_token="<|begin_of_image|>",
+    image_end_token="<|end_of_image|>",
+    video_start_token="<|begin_of_video|>",
+    video_end_token="<|end_of_video|>",
+)
+GLM = ("glm4v", "glm46v", "glm_ocr")
+TOKENS |= {kind: ("<|begin_of_image|><|image|><|end_of_image|>", GLM_TOKENS) for kind in GLM}
+TOKENS["exaone4_5"] = (
+    "<vision><|image_pad|></vision>",
+    {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    | {"vision_start": "<vision>", "vision_end": "</vision>"},
+)
+PIXTRAL_TOKENS = dict(
+    image_token="[IMG]", image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]"
+)
+TOKENS |= {kind: ("[IMG]", PIXTRAL_TOKENS) for kind in ("mistral3", "ministral3")}
+TOKENS["lighton_ocr"] = (
+    "<|image_pad|>",
+    dict(
+        image_token="<|image_pad|>",
+        image_break_token="<|vision_pad|>",
+        image_end_token="<|vision_end|>",
+    ),
+)
+# Their model_type, where a kind here is named after its text model.
+MODEL_TYPES = {"ministral3": "mistral3"}
+NEWER = (*GLM, "exaone4_5", "mistral3", "ministral3", "lighton_ocr")
+# Those that only `all` tests.
+SLOW = ("glm46v", "glm_ocr", "exaone4_5", "ministral3", "lighton_ocr")
 PLAIN = ("llava", "gemma3", "idefics3")  # whose own processors work without torchvision
 TEXT_ONLY = dict(
     qwen2={},
@@ -162,6 +194,82 @@ def make_tokenizer(kind: str):
     return tokenizer
 
 
+def pixtral_config(kind: str, vocabulary: dict, ids: dict):
+    """Mistral Small 3, Ministral 3 or LightOnOCR, as their published configs are laid out."""
+    yarn = dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=4.0,
+        original_max_position_embeddings=64,  # so that queries behind are scaled
+        max_position_embeddings=256,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.1,
+    )
+    text = {
+        "mistral3": {"model_type": "mistral", "sliding_window": None},
+        "ministral3": {"model_type": "ministral3", "rope_parameters": yarn},
+        "lighton_ocr": {"model_type": "qwen3"},
+    }[kind]
+    tower = VISION | {"model_type": "pixtral", "image_size": 112, "head_dim": 16}
+    name = "image_token_id" if kind == "lighton_ocr" else "image_token_index"
+    return AutoConfig.for_model(
+        MODEL_TYPES.get(kind, kind),
+        text_config=TEXT | vocabulary | text,
+        vision_config=tower,
+        spatial_merge_size=2,
+        tie_word_embeddings=False,
+        **{name: ids["image_token_id"]},
+    )
+
+
+def glm_config(kind: str, vocabulary: dict, ids: dict):
+    """GLM-4.1V, 4.6V, 4.5V, GLM-OCR."""
+    rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 1, 1])
+    # GLM-4.1V has no head_dim: hidden_size / heads
+    text = {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    text["rope_parameters"] = rope | {"partial_rotary_factor": 0.5}
+    return AutoConfig.for_model(
+        kind,
+        text_config=TEXT | vocabulary | text,
+        **ids,
+        vision_config=dict(
+            depth=2,
+            hidden_size=32,
+            intermediate_size=64,
+            num_heads=2,
+            patch_size=14,
+            image_size=112,
+            out_hidden_size=32,
+            spatial_merge_size=2,
+        ),
+    )
+
+
+def exaone_config(vocabulary: dict, ids: dict):
+    text = {"model_type": "exaone4", "sliding_window": 24, "sliding_window_pattern": 2}
+    return AutoConfig.for_model(
+        "exaone4_5",
+        text_config=TEXT | vocabulary | text,
+        image_token_id=ids["image_token_id"],
+        video_token_id=ids["video_token_id"],
+        vision_config=dict(
+            depth=2,
+            hidden_size=32,
+            intermediate_size=64,
+            num_heads=4,
+            num_key_value_heads=2,
+            patch_size=14,
+            window_size=56,
+            fullatt_block_indexes=[1],
+            out_hidden_size=32,
+            spatial_merge_size=2,
+        ),
+    )
+
+
 def make_config(kind: str, tokenizer):
     """A model of 2 + 2 layers with the family's own config class."""
     vocabulary = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
@@ -169,6 +277,12 @@ def make_config(kind: str, tokenizer):
         return AutoConfig.for_model(kind, **TEXT | vocabulary | TEXT_ONLY[kind])
     image, special = TOKENS[kind]
     ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in special.items()}
+    if kind in GLM:
+        return glm_config(kind, vocabulary, ids)
+    if kind == "exaone4_5":
+        return exaone_config(vocabulary, ids)
+    if kind in ("mistral3", "ministral3", "lighton_ocr"):
+        return pixtral_config(kind, vocabulary, ids)
     if kind == "qwen2_vl":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
         return AutoConfig.for_model(
@@ -258,9 +372,17 @@ def make_config(kind: str, tokenizer):
 
 def make_image_processor(kind: str):
     """The family's Pillow image processor, for small pictures."""
-    if kind.startswith("qwen"):
-        return transformers.Qwen2VLImageProcessorPil(
-            patch_size=14, size={"shortest_edge": 28**2, "longest_edge": 112**2}
+    if kind.startswith(("qwen", "exaone", "glm")):
+        name = {"ex": "Qwen2VL", "qw": "Qwen2VL"}.get(kind[:2], "Glm4v")
+        name = "Glm46V" if kind in ("glm46v", "glm_ocr") else name
+        frames = 1 if name == "Qwen2VL" else 2  # the pixels that GLM counts
+        size = {"shortest_edge": 28**2 * frames, "longest_edge": 112**2 * frames}
+        return getattr(transformers, f"{name}ImageProcessorPil")(patch_size=14, size=size)
+    if kind in ("mistral3", "ministral3", "lighton_ocr"):
+        # LightOn's file has the side of a token; the others' that of the tower's patches
+        patch = 14 if kind == "lighton_ocr" else 7
+        return transformers.PixtralImageProcessorPil(
+            size={"longest_edge": 70}, patch_size={"height": patch, "width": patch}
         )
     square, shortest = {"height": 28, "width": 28}, {"shortest_edge": 28}
     if kind == "llava":
@@ -356,7 +478,7 @@ def responses_to(env, counts: list[int], vocabulary: int) -> Batch:
     batch = take(env).with_targets(random_responses(counts, vocabulary))
     batch.sampling = env.sampling
     with torch.no_grad():
-        vlm.compute_features(env.actor.model, batch)
+        vlm.compute_features_unless_trained(env.actor.model, batch)
     return batch
 
 

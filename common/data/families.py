@@ -14,11 +14,13 @@ A new family is a new class here, one entry in CLASSES, and a test.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
 from PIL import Image
 from torch import Tensor
@@ -35,6 +37,9 @@ Inputs = dict[str, Tensor]  # of a model of transformers, by name
 Files = dict[str, dict]  # the small files of a checkpoint, by name
 Expansion = tuple[str, list[int]]  # a text, and how often each image token in it is repeated
 Segment = tuple  # (start, end, prefix_start, prefix_end[, whether its tokens all see each other])
+
+
+MOST_GRIDS = 1 << 16  # that are kept of one family
 
 
 def is_clip(grid: Grid) -> bool:
@@ -397,7 +402,127 @@ class SmolVLM(Family):
         return batch["pixel_values"][0], (int(batch["rows"][0][0]), int(batch["cols"][0][0]))
 
 
-CLASSES = (Qwen, Llava, Gemma3, InternVL, SmolVLM, TextOnly)
+class Glm(Qwen):
+    """GLM-4.1V to GLM-4.6V, GLM-OCR: Qwen-VL's patches, in sizes by another rule. Their clips, whose
+    frames are images with their times, are not read."""
+
+    model_types = ("glm4v", "glm46v", "glm_ocr")
+    media = ("image",)
+    image_processors = ("Glm4v", "Glm46V")
+    unnamed_tokens = r"<\|(begin|end)_of_(image|video)\|>"
+
+    def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
+        flags = args.min_pixels, args.max_pixels
+        return self.bounded(settings, flags, (112 * 112, 28 * 28 * 15000))
+
+    def grid(self, width: int, height: int) -> Grid:
+        side = self.patch_size * self.merge_size
+        bounds = self.image_processor.size
+        sizes = bounds["shortest_edge"], bounds["longest_edge"]
+        rule = sys.modules[type(self.image_processor).__module__].smart_resize
+        h, w = rule(self.depth, height, width, self.depth, side, *sizes)
+        return 1, h // self.patch_size, w // self.patch_size
+
+
+class Exaone(Qwen):
+    """EXAONE 4.5: Qwen2.5-VL's images and tower. Its clips are not read."""
+
+    model_types = ("exaone4_5",)
+    media = ("image",)
+    types_input = ""
+    unnamed_tokens = r"</?vision>"
+
+
+class Measured(Family):
+    """Families whose image processor says of an image what its tokens depend on."""
+
+    sizes: tuple = ()  # of what it returns: their numbers are the grid
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.grids: dict[tuple[int, int], Grid] = {}
+
+    def grid(self, width: int, height: int) -> Grid:
+        """That of a blank image: it depends on nothing but the size."""
+        size = width, height
+        if size not in self.grids:
+            if len(self.grids) == MOST_GRIDS:
+                self.grids.clear()
+            self.grids[size] = self.patches(Image.new("RGB", size))[1]
+        return self.grids[size]
+
+    def patches(self, image: Image.Image) -> Patches:
+        batch = self.prepared(image)
+        numbers = [int(x) for name in self.sizes for x in np.ravel(batch[name])]
+        return self.flat(batch["pixel_values"]), tuple(numbers)
+
+    def flat(self, pixels: Tensor) -> Tensor:
+        """The pixels of an image in a form in which those of several can be put together."""
+        return pixels
+
+
+class Mistral3(Measured):
+    """Mistral Small 3 and Ministral 3, whose tower is Pixtral: images of any size, in rows of tokens
+    with a break after each. A grid is (height, width) in pixels. Its processor in transformers wants
+    torchvision."""
+
+    model_types = ("mistral3",)
+    image_processors = ("Pixtral",)
+    sizes = ("image_sizes",)
+    in_whole_tokens = True  # whether images are resized to multiples of a token's side
+    unnamed_tokens = r"\[IMG(_BREAK|_END)?\]"
+
+    @property
+    def side(self) -> int:
+        """Pixels along a side of what becomes a token."""
+        return self.config.vision_config.patch_size * self.config.spatial_merge_size
+
+    def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
+        settings = super().processor_settings(settings, files, args)
+        # the files have the side of the tower's patches
+        return settings | {"patch_size": self.side} if self.in_whole_tokens else settings
+
+    def expand(self, grid: Grid) -> Expansion:
+        rows, columns = (size // self.side for size in grid)
+        text = "[IMG_BREAK]".join([self.placeholder] * rows)
+        return f"{text}[IMG_END]", [columns] * rows
+
+    def flat(self, pixels: Tensor) -> Tensor:
+        return pixels.flatten()  # (3 * h * w,)
+
+    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+        """Images of several sizes in one tensor, whose margins the tower does not see."""
+        images = patches.split((3 * grids.prod(dim=1)).tolist())
+        height, width = grids.amax(dim=0).tolist()
+        framed = []
+        for image, (h, w) in zip(images, grids.tolist()):
+            framed.append(F.pad(image.view(3, h, w), (0, width - w, 0, height - h)))
+        return {"pixel_values": torch.stack(framed), "image_sizes": grids}
+
+
+class LightOn(Mistral3):
+    """LightOnOCR: Pixtral's tower without breaks between the rows."""
+
+    model_types = ("lighton_ocr",)
+    in_whole_tokens = False
+    unnamed_tokens = r"<\|vision_(pad|end)\|>"
+
+    def expand(self, grid: Grid) -> Expansion:
+        return self.placeholder, [(grid[0] // self.side) * (grid[1] // self.side)]
+
+
+CLASSES = (
+    Qwen,
+    Glm,
+    Exaone,
+    Llava,
+    Gemma3,
+    InternVL,
+    Mistral3,
+    LightOn,
+    SmolVLM,
+    TextOnly,
+)
 FAMILIES = {model_type: family for family in CLASSES for model_type in family.model_types}
 
 

@@ -46,6 +46,7 @@ KEY_SPELLINGS = (
     (r"^score\.", "value_head."),  # of AutoModelForSequenceClassification
 )
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
+VISION_KEYS += ("vision_encoder.", "vision_projection.")
 # What exports copy from the files if the model has no such part: multi-token prediction, which none
 # here has, and the tower of a critic that reads the actor's features.
 COPIED_KEYS = ("mtp.", *VISION_KEYS)

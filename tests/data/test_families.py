@@ -31,7 +31,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.buffers import Batch
-from common.data.families import FAMILIES, family_of
+from common.data.families import FAMILIES, Qwen, family_of
 from common.data.loader import PromptLoader
 from common.data.processor import Processor
 from common.model import attention as vlm_attention
@@ -50,6 +50,7 @@ from conftest import (
     save_weights,
     seeded,
     start,
+    token_logprobs,
     user_error,
     value_error,
     with_flags,
@@ -57,9 +58,12 @@ from conftest import (
 )
 from families import (
     EXPERTS,
+    GLM,
     KINDS,
+    NEWER,
     PLAIN,
     REWARD,
+    SLOW,
     TEXT,
     TEXT_ONLY,
     THROUGH_CHUNKS,
@@ -78,7 +82,12 @@ from families import (
 from helpers import COMPUTE, assert_same_run, launch, on_a_gpu, trainable
 
 
-@pytest.fixture(scope="module", params=KINDS)
+def marked(kinds) -> list:
+    """The kinds, of which some are tested in `all` only."""
+    return [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in kinds]
+
+
+@pytest.fixture(scope="module", params=marked(KINDS))
 def family(request, tmp_path_factory, picture_rows):
     """Folder, our run of it, and the oracle with Hugging Face's own attention."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
@@ -92,6 +101,13 @@ def family(request, tmp_path_factory, picture_rows):
     return SimpleNamespace(
         kind=kind, folder=folder, data=data, env=start(folder, data), oracle=oracle
     )
+
+
+def rows_of_pixtral(processor, batch: dict, i: int) -> str:
+    """`PixtralProcessor.replace_image_token`, which cannot be imported without torchvision."""
+    height, width = (int(size) // 14 for size in batch["image_sizes"][i])
+    row = processor.image_token * width + processor.image_break_token
+    return (row * height).removesuffix(processor.image_break_token) + processor.image_end_token
 
 
 def hf_inputs(family, prompt) -> dict:
@@ -140,21 +156,36 @@ def hf_inputs(family, prompt) -> dict:
         image_seq_len=4,
         fake_image_token="<fake_token_around_image>",
         global_image_token="<global-img>",
+        patch_size=7,
+        spatial_merge_size=2,
+        effective_patch_size=14,
+        image_break_token="[IMG_BREAK]",
+        image_end_token="[IMG_END]",
     )
     if family.kind == "internvl":
         options["crop_to_patches"] = True
     elif family.kind == "smolvlm":
         options["return_row_col_info"] = True
+    elif family.kind in ("mistral3", "ministral3"):
+        options["patch_size"] = 14  # as their processor says
     if pictures:
         batch = dict(
             make_image_processor(family.kind)(images=pictures, return_tensors="pt", **options)
         )
-    maker = {"internvl": "InternVL", "smolvlm": "SmolVLM"}.get(family.kind, "Qwen2VL")
-    words = getattr(transformers, f"{maker}Processor").replace_image_token
+    maker = {
+        "internvl": "InternVL",
+        "smolvlm": "SmolVLM",
+        "lighton_ocr": "LightOnOcr",
+        "exaone4_5": "Exaone4_5_",
+    }.get(family.kind, "Glm4v" if family.kind in GLM else "Qwen2VL")
+    if family.kind in ("mistral3", "ministral3"):
+        words = rows_of_pixtral
+    else:
+        words = getattr(transformers, f"{maker}Processor").replace_image_token
     first, *rest = text.split(token)
     text = first + "".join(words(stand_in, batch, i) + part for i, part in enumerate(rest))
     inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False)) | batch
-    if family.kind.startswith("qwen"):
+    if family.kind.startswith(("qwen", "glm")):
         inputs["mm_token_type_ids"] = (
             inputs["input_ids"] == family.oracle.config.image_token_id
         ).int()
@@ -220,9 +251,9 @@ class Wide(TorchFunctionMode):
         )
 
 
-def in_float64(family) -> SimpleNamespace:
+def in_float64(family, *flags: str) -> SimpleNamespace:
     """Policy and oracle anew, with weights in float64."""
-    env = start(family.folder, family.data)
+    env = start(family.folder, family.data, *flags)
     oracle = type(family.oracle).from_pretrained(family.folder, attn_implementation="eager").eval()
     for model in (env.actor.model, oracle):
         # the products of all experts in one are float32's
@@ -237,7 +268,7 @@ def test_prompt_ids_equal_those_of_the_familys_processor(family):
         assert torch.equal(prompt.input_ids, hf_inputs(family, prompt)["input_ids"][0])
 
 
-@pytest.mark.parametrize("family", list(TOKENS), indirect=True)
+@pytest.mark.parametrize("family", marked(TOKENS), indirect=True)
 def test_sizes_alone_tell_how_many_features_a_picture_gets(family):
     ours, rng = family.env.processor.family, random.Random(0)
     sizes = [(56, 28), (300, 31), (31, 300), (57, 56), (1, 30), (150, 20)] + [
@@ -253,6 +284,46 @@ def test_sizes_alone_tell_how_many_features_a_picture_gets(family):
 
 def test_packed_logprobs_equal_one_forward_per_sample(family):
     check_logprobs(family, [3, 2, 2, 3], hf_inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NEWER, indirect=True)
+def test_gradients_equal_those_of_one_forward_per_sample(family):
+    """Of every parameter in float64, those of Qwen's kind of tower too."""
+    trained = isinstance(family.env.processor.family, Qwen)
+    exact = in_float64(family, *["--train_vision"] * trained)
+    env, counts = exact.env, [3, 2, 2, 3]
+    with Wide():
+        batch = responses_to(env, counts, exact.oracle.config.get_text_config().vocab_size)
+        banned = torch.tensor(env.processor.banned_ids)
+        is_counted = ~torch.isin(batch.tokens, banned)
+        weights = torch.randn(len(batch.tokens), generator=seeded(3)).double() * is_counted
+        for pack in make_packs(env.actor.model, batch):
+            logp = env.actor(pack, env.sampling)[0]
+            logp.backward(weights[pack.flat].to(logp))
+        start_at = 0
+        for group, tokens in responses_of(batch):
+            inputs = hf_inputs(exact, env.prompts[group])
+            row = inputs["input_ids"].shape[1] - 1
+            inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens[None]], dim=1)
+            inputs.pop("attention_mask", None)
+            if "mm_token_type_ids" in inputs:
+                types = torch.zeros_like(tokens)[None].to(inputs["mm_token_type_ids"])
+                inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], types], dim=1)
+            logits = exact.oracle(**inputs, use_cache=False).logits[0, row:-1]
+            logits = logits.index_fill(1, banned, -torch.inf)
+            mine = slice(start_at, start_at := start_at + len(tokens))
+            chosen = token_logprobs(logits, tokens).masked_fill(~is_counted[mine], 0)
+            (chosen * weights[mine]).sum().backward()
+    expected = {our_name(name): p.grad for name, p in exact.oracle.named_parameters()}
+    compared = 0
+    for name, parameter in env.actor.model.named_parameters():
+        if parameter.requires_grad:
+            gradient = expected[name]
+            error = (parameter.grad.full_tensor() - gradient).norm() / gradient.norm()
+            assert error < 1e-10, (name, float(error))
+            compared += 1
+    assert compared > (40 if trained else 15)
 
 
 def test_greedy_rollouts_equal_generate(family):
@@ -327,7 +398,7 @@ def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
 @pytest.mark.slow
 def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
     """Uneven shares, windows and pictures, tiles, experts and their balance."""
-    kinds, plan = ["qwen2", "gemma3", "smolvlm", "qwen3_vl_moe", "qwen3_5"], []
+    kinds, plan = ["qwen2", "gemma3", "smolvlm", "qwen3_vl_moe", "qwen3_5", *NEWER], []
     try:
         make_image_processor("smolvlm")
     except ImportError:  # transformers 5.17 wants torchvision for it
@@ -632,7 +703,7 @@ class MaskedIndices(TorchDispatchMode):
 WAITS = ("aten.nonzero", "aten.masked_select", "aten.unique", "aten._unique", "aten.bincount")
 
 
-@pytest.mark.parametrize("family", list(TOKENS), indirect=True)
+@pytest.mark.parametrize("family", marked(TOKENS), indirect=True)
 def test_no_pack_with_images_waits_for_the_device(family):
     """Forward and backward of an update."""
     samples = without_advantage(family.env)

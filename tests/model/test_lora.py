@@ -364,11 +364,13 @@ OF_FAMILY = {
     "qwen3_vl_moe": TARGETS - {"gate_proj", "up_proj", "down_proj"},
     "qwen3_5": TARGETS | {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"},
 }
+OF_FAMILY["glm4v"] = TARGETS - {"gate_proj", "up_proj"} | {"gate_up_proj"}
 OF_FAMILY["qwen3_5_moe"] = OF_FAMILY["qwen3_5"] | {"shared_expert_gate"}
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "idefics3", "llama"]
+    "kind",
+    ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "idefics3", "llama", "glm4v", "mistral3"],
 )
 def test_other_families(kind, picture_rows, tmp_path, capfd):
     """Experts, linear attention, windows, another name of the decoder, text only with tied
