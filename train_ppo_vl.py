@@ -620,8 +620,8 @@ def load_rows(args: Args) -> Rows:
                 if args.rows.row_kind == "prompts":
                     rows = load_prompts(path, processor, args.data, columns, system)
                 else:
-                    examples = load_judgements(path, processor, settings, args.data)
-                    rows = [example.prompt for example in examples]
+                    judgements = load_judgements(path, processor, settings, args.data)
+                    rows = [judgement.prompt for judgement in judgements]
                 sets.append([replace(row, index=next(number)) for row in rows])
             return sets
 
@@ -1915,6 +1915,9 @@ def report(
     )
     by_sum = args.algorithm.advantage not in ("none", "gdpo")
     log.warn("spread", by_sum and flat > 0.9 * prompts, text)
+    idle = metrics["train/advantages_min"] == metrics["train/advantages_max"] == 0
+    text = f"step {step}: all advantages are 0, though rewards differ: the estimator tells nothing apart"
+    log.warn("advantages", by_sum and idle and flat < prompts, text)
 
 
 def check_sampler(log: logging.RunLogger, state: TrainState, actor: Policy, args: Args) -> None:
@@ -2139,8 +2142,9 @@ class RolloutEngine:
             slots, ids = [slot for slot, _ in samples], batch.prompts[index].input_ids
             parts.append(Prefill(slots, 0, ids, vlm.positions_of(self.actor.model, batch, index)))
         slots, prompt_ids, numbers = torch.tensor(started, device=self.setup.device).T  # (b,) each
-        keys = logprobs.sequence_keys(sampling.seed, sampling.stream, prompt_ids, numbers)
-        self.noise_keys[slots] = keys
+        self.noise_keys[slots] = logprobs.sequence_keys(
+            sampling.seed, sampling.stream, prompt_ids, numbers
+        )
         features = [batch.features[index] for index, _ in members if index in batch.features]
         self.begin(parts, features)
         begun = [slot for slot, *_ in started]

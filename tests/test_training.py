@@ -781,6 +781,29 @@ def test_most_prompts_without_spread_are_enough(env, tmp_path, capsys):
     log.close(5, 5)
 
 
+def test_advantages_of_0_where_rewards_differ_are_told(env, tmp_path, capsys):
+    """As of pass@k with k samples. Not again while they stay, nor where no prompt's rewards differ."""
+    args = with_flags(env.args, prompts_per_step=32, out=tmp_path, log_samples=0)
+    state, log = ppo.TrainState(args.algorithm.kl_coef), ppo.open_log(args, env.rows, 0)
+    for step, (largest, flat) in enumerate(
+        [(0.1, 0), (0.0, 5), (0.0, 0), (0.0, 32), (0.0, 5)], start=1
+    ):
+        state.step, state.metrics = (
+            step,
+            {
+                "rollout/rollouts": 1,
+                "rollout/reward": 0.125,
+                "rollout/groups_without_spread": flat,
+                "train/advantages_max": largest,
+                "train/advantages_min": 0.0,
+            },
+        )
+        ppo.report(log, env.batch, state, env.actor, SimpleNamespace(metrics=dict), args)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "advantages are 0" in line]
+    assert [line.split(":")[1] for line in lines] == [" step 2", " step 5"]
+    log.close(5, 5)
+
+
 def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer(env, tmp_path, capsys):
     """Of the former every time, of the latter once until it changes."""
     args = with_flags(env.args, out=tmp_path)

@@ -40,8 +40,10 @@ def unchanged(images: Images, key: NoiseKey) -> Images:
 
 def blank(images: Images, key: NoiseKey) -> Images:
     """Images of the same sizes in their mean colours."""
-    means = (tuple(map(round, ImageStat.Stat(image).mean)) for image in images)
-    return [Image.new(image.mode, image.size, mean) for image, mean in zip(images, means)]
+    return [
+        Image.new(image.mode, image.size, tuple(map(round, ImageStat.Stat(image).mean)))
+        for image in images
+    ]
 
 
 def masked_images(share: float, seed: int) -> Callable:
@@ -129,17 +131,17 @@ def with_images(
         if not conversation.images:  # none, or on another rank
             continue
         key = batch.prompt_ids[index], 1 + int(batch.sample_number[i])
-        pixels = list(map(processor.family.patches, change(conversation.images, key)))
+        changed = map(processor.family.patches, change(conversation.images, key))
+        pixels = [(patched, torch.tensor([grid])) for patched, grid in changed]
         in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)
         if in_prompt and batch.sample_number[i] == 0:
-            patched, grids = zip(*pixels[:in_prompt])
             parts = [patches[index]] if index in patches else []
-            patches[index] = join_pixels([*parts, (torch.cat(patched), torch.tensor(grids))])
+            patches[index] = join_pixels([*parts, *pixels[:in_prompt]])
         later = [patched for patched, _ in pixels[in_prompt:]]
         conversations[i] = with_patches(model, conversation, later)
-    changed = replace(batch, patches=patches, features={}, conversations=conversations)
-    compute_features_unless_trained(model, changed)
-    return changed
+    others = replace(batch, patches=patches, features={}, conversations=conversations)
+    compute_features_unless_trained(model, others)
+    return others
 
 
 def vision_gaps(policy: Policy, batch: Batch) -> Tensor:
