@@ -121,6 +121,7 @@ def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict]:
         resumes=newest,
     )
     yield load_export(out / "export" / f"step-{last}")
+    yield check_model(flags)
 
 
 def plan_runs(gpus: int) -> list[tuple[str, list[str]]]:
@@ -205,6 +206,22 @@ def judge_steps(steps: list[dict], bound: float) -> list[str]:
 def newest_checkpoint(out: Path) -> int:
     """The step of the newest checkpoint; 0: there is none."""
     return max((step for step, _ in step_folders(out / "checkpoints")), default=0)
+
+
+def check_model(flags: list[str]) -> dict:
+    """Whether the model of the flags computes here what it does in transformers, on the rows of the
+    flags."""
+    words = argparse.ArgumentParser(allow_abbrev=False)
+    words.add_argument("--model")
+    words.add_argument("--data")
+    task, _ = words.parse_known_args(flags)
+    command = [sys.executable, str(ROOT / "launch" / "check_model.py"), task.model]
+    command += ["--data", task.data] if task.data else []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_RUN)
+    problems = [line for line in done.stdout.splitlines() if line.startswith("FAIL ")]
+    if done.returncode and not problems:
+        problems.append(f"exit code {done.returncode}: {done.stderr[-300:]}")
+    return {"name": "transformers", "problems": problems, "metrics": {}, "tail": done.stdout}
 
 
 def load_export(folder: Path) -> dict:

@@ -404,6 +404,11 @@ def save_processor(kind: str, folder, tokenizer) -> None:
     if kind not in PLAIN:
         tokenizer.save_pretrained(folder)
         images.save_pretrained(folder)
+        if kind in ("mistral3", "ministral3", "lighton_ocr"):
+            name = "LightOnOcr" if kind == "lighton_ocr" else "Pixtral"
+            settings = {"processor_class": f"{name}Processor", "spatial_merge_size": 2}
+            text = json.dumps(settings | {"patch_size": 7})
+            (folder / "processor_config.json").write_text(text)
         return
     options = {
         "image_processor": images,

@@ -10,7 +10,7 @@ A grid is what the tokens of an image depend on: (1, h, w) patches, (height, wid
 resized, tiles, or (rows, columns) of tiles. That of a clip has further entries: (t, h, w) patches,
 seconds per temporal patch, and the second at the middle of each.
 
-A new family is a new class here, one entry in CLASSES, and a test.
+A new family is a new class here, one entry in CLASSES, and a test: common/README.md.
 """
 
 import math
@@ -529,5 +529,18 @@ FAMILIES = {model_type: family for family in CLASSES for model_type in family.mo
 def family_of(config) -> Family:
     """The family of a model's config. Raises ValueError: one that is not supported."""
     if config.model_type not in FAMILIES:
-        raise ValueError(f"family {config.model_type!r} is not one of {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"family {config.model_type!r} is not one of {', '.join(FAMILIES)}; to add it, begin with "
+            f"the class {nearest(config).__name__} of common/data/families.py: see common/README.md"
+        )
     return FAMILIES[config.model_type](config)
+
+
+def nearest(config) -> type[Family]:
+    """The class from which a new family would begin, by its vision tower."""
+    tower = getattr(config, "vision_config", None)
+    if tower is None:
+        return TextOnly
+    if tower.model_type == "pixtral":
+        return Mistral3
+    return Qwen if hasattr(tower, "temporal_patch_size") else Measured

@@ -39,8 +39,10 @@ def test_it_passes_here(tmp_path):
         "2 ranks, killed",
         "2 ranks, resumed",
         "export loaded",
+        "transformers",
     ]
-    assert [run.get("exit_code") for run in report["runs"]] == [None, 0, -9, 0, None]
+    assert [run.get("exit_code") for run in report["runs"]] == [None, 0, -9, 0, None, None]
+    assert "ok   log-probs of packs" in report["runs"][5]["tail"]
     assert report["passed"]
     for run in report["runs"][1:4]:
         assert run["metrics"]["train/sampler_gap"] < 1e-4
@@ -80,6 +82,8 @@ def test_kernels_that_fail_alone_are_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         smoke, "load_export", lambda folder: {"name": "export", "problems": [], "metrics": {}}
     )
+    compared = {"name": "transformers", "problems": [], "metrics": {}}
+    monkeypatch.setattr(smoke, "check_model", lambda flags: compared)
     assert smoke.main(words("--out", tmp_path / "out")) == 1
     assert "\nFAIL; " in capsys.readouterr().out
     report = read_json(tmp_path / "out" / "smoke.json")
@@ -88,6 +92,7 @@ def test_kernels_that_fail_alone_are_reported(tmp_path, monkeypatch, capsys):
         ("2 ranks, killed", []),
         ("2 ranks, resumed", []),
         ("export", []),
+        ("transformers", []),
     ]
 
 

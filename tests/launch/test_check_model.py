@@ -1,0 +1,52 @@
+"""launch/check_model.py on tiny checkpoints, and on one with a module that computes something else."""
+
+import pytest
+
+import check_model as program
+from common.model import layers
+from conftest import words
+from families import KINDS, TEXT_ONLY, write_family
+
+
+def marked(kinds) -> list:
+    """A few kinds for every day."""
+    daily = ("qwen3_5", "gemma3", "llama")
+    return [k if k in daily else pytest.param(k, marks=pytest.mark.slow) for k in kinds]
+
+
+@pytest.mark.parametrize("kind", marked(KINDS))
+def test_every_comparison_of_a_sound_checkpoint_passes(kind, tmp_path, picture_rows, capfd):
+    try:
+        write_family(kind, tmp_path, picture_rows)
+    except ImportError:
+        pytest.skip(f"this transformers wants torchvision for {kind}")
+    assert program.main(words(tmp_path)) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[-1] == "PASS"
+    names = ("prompt ids", "replaced modules", "log-probs of packs", "log-probs of the sampler")
+    for name in (*names, "greedy tokens", "export"):
+        assert sum(line.startswith(f"ok   {name}") for line in lines) == 1, name
+    # a prompt with one drawn picture and one with two
+    features = sum(line.startswith("ok   image features") for line in lines)
+    assert features == (0 if kind in TEXT_ONLY else 2)
+    assert ("not for this family: images, clips" in lines[-2]) == (kind in TEXT_ONLY)
+
+
+def test_rows_of_a_user_are_read(tmp_path, picture_rows, capfd):
+    write_family("gemma3", tmp_path, picture_rows)
+    assert program.main(words(tmp_path, "--data", tmp_path / "rows.jsonl")) == 0
+    with pytest.raises(SystemExit):
+        program.main(words(tmp_path, "--data", tmp_path / "config.json"))
+    assert "error" in capfd.readouterr().err
+
+
+def test_a_wrong_module_is_named(tmp_path, picture_rows, monkeypatch, capfd):
+    """As if one norm had been taken for another: the model computes on, without an error."""
+    write_family("gemma3", tmp_path, picture_rows)
+    monkeypatch.setattr(layers, "agree", lambda *_: True)
+    assert program.main(words(tmp_path)) == 1
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[-1] == "FAIL"
+    (worst,) = [line for line in lines if "replaced modules" in line]
+    assert worst.startswith("FAIL") and "norm" in worst
+    assert any(line.startswith("FAIL log-probs of packs") for line in lines)
