@@ -41,6 +41,7 @@ import itertools
 import math
 import os
 import time
+from collections import ChainMap
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,6 +73,7 @@ from common.data.loader import (
 )
 from common.data.processor import Processor
 from common.data.rows import Prompt, user_text
+from common.distributed import ALONE, Team
 from common.files import read_json, read_text
 from common.flags import flag
 from common.model import budget, build, checkpoint, fsdp, memory, shards, vlm, weights
@@ -85,7 +87,7 @@ from common.rewards.judge import Example
 def main(argv: list[str] | None = None) -> logging.Metrics:
     """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
     args = parse_args(argv)
-    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    ranks = distributed.start(args.run.timeout, args.run.hsdp, args.model.rollout_shards)
     distributed.check_same_flags(flags.as_flags(args))
     rows = load_rows(args)
     listed = run_flags(args, rows)
@@ -399,11 +401,12 @@ class Judge(vlm.Wrapper):
         )[0]
 
 
-def build_judge(args: Args, device: torch.device) -> Judge:
-    """The model on meta; it will compute on ``device``. Raises UserError on every rank: bad files."""
+def build_judge(args: Args, device: torch.device, team: Team = ALONE) -> Judge:
+    """The model on meta; it will compute on ``device``, and generate with a ``team``. Raises UserError
+    on every rank: bad files."""
     longest = args.data.max_prompt_tokens + args.eval.eval_max_new_tokens  # with its judgement
     with distributed.raise_on_all_ranks():
-        return Judge(build.Builder(args.model, device, longest).actor())
+        return Judge(build.Builder(args.model, device, longest, team).actor())
 
 
 def plan_memory(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.MemoryPlan:
@@ -426,14 +429,16 @@ def plan_memory(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.Memo
     )
     if rows.held_out:
         prefill = batch * prompt * memory.layer_activations(judge)
-        plan.fixed["evaluate"] = plan.decoding("judge", length, batch) | {"forward": prefill}
+        plan.fixed["evaluate"] = lambda: (
+            plan.decoding("judge", length, batch) | {"forward": prefill}
+        )
     return plan
 
 
 def load_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
     """The model, sharded and loaded. Raises UserError on every rank: bad files, or too little
     memory."""
-    judge = build_judge(args, ranks.device)
+    judge = build_judge(args, ranks.device, ranks.team)
     if not args.run.export_only:
         budget.fit(plan_memory(args, judge, rows, ranks.world), ranks)
     with distributed.raise_on_all_ranks():
@@ -627,8 +632,12 @@ def generate(
     judge: Judge, processor: Processor, batch: Batch, args: EvalArgs
 ) -> dict[int, tuple[str, bool]]:
     """Generated judgements by index of the prompt, from all ranks, and whether they were cut off. Each
-    rank answers its own prompts by Hugging Face's `generate`, in batches that are padded on the left."""
-    model, mine = judge.model, batch.own_prompts()
+    rank or team answers its own prompts by Hugging Face's `generate`, in batches that are padded on the
+    left."""
+    model, team = judge.model, judge.model.setup.team
+    mine = batch.own_prompts(team.size)
+    patches = dict(ChainMap(*team.gather_objects(batch.patches)))
+    batch = replace(batch, patches=patches)
     options = generation_options(processor, args)
     stop_ids = set(processor.stop_ids)
     written = []

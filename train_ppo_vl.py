@@ -39,6 +39,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from common import standins
@@ -65,6 +66,7 @@ from common.data.loader import (
 )
 from common.data.processor import Processor
 from common.data.rows import Prompt, load_prompts, parse_columns
+from common.distributed import ALONE, Team
 from common.envs import dialogue, environments
 from common.flags import flag
 from common.logprobs import Sampling
@@ -84,7 +86,7 @@ from common.model import (
     vlm,
     weights,
 )
-from common.model.packs import Prefill, make_packs, prefill_pack, run_forward
+from common.model.packs import Prefill, make_packs, prefill_pack, run_forward, share_features
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.ptx import PtxLoss
 from common.model.teacher import Teacher, check_template, follow_average
@@ -106,14 +108,14 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
     args = parse_args(argv)
     reward, environment = load_programs(args)  # runs the user's code before a GPU is touched
-    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    ranks = distributed.start(args.run.timeout, args.run.hsdp, args.model.rollout_shards)
     distributed.check_same_flags(flags.as_flags(args))
     rows = load_rows(args)
     check_rows(args, rows, reward, environment)
     args = choose_folder(args, rows)
     checkpoints = checkpoint.Checkpoints(args.run, args.checkpoint)
-    models = build_models(args, rows.processor, ranks.device)  # on meta: no weights are read yet
-    modules = models.by_role()
+    models = build_models(args, rows.processor, ranks.device, ranks.team)
+    modules = models.by_role()  # on meta: no weights are read yet
     if not args.run.export_only:
         modules |= build_reward_models(args, reward, rows, models.actor)
         prepare_teacher(args, rows, models.teacher)
@@ -281,8 +283,8 @@ class RolloutArgs:
     )
     slots: int = flag(
         0,
-        "sequences decoded together per rank; 0: as many as fit into memory, at most "
-        f"{attention.MOST_SLOTS}",
+        "sequences decoded together per rank, or team of --rollout_shards; 0: as many as fit into "
+        f"memory, at most {attention.most_slots(1)}, of a team {attention.most_slots(2)}",
         low=0,
     )
     cuda_graphs: str = flag(
@@ -847,9 +849,11 @@ class Models(NamedTuple):
         return modules
 
 
-def build_models(args: Args, processor: Processor, device: torch.device) -> Models:
+def build_models(
+    args: Args, processor: Processor, device: torch.device, team: Team = ALONE
+) -> Models:
     """Actor, critic (with gae), reference (with a KL) and teacher, on meta; they will compute on
-    ``device``.
+    ``device``, and decode with a ``team``.
 
     Raises:
         UserError: on every rank; a checkpoint is missing, or cannot serve in its role.
@@ -858,12 +862,12 @@ def build_models(args: Args, processor: Processor, device: torch.device) -> Mode
     if args.rollout.cuda_graphs == "on" and device.type == "cpu":
         raise UserError("--cuda_graphs on needs a GPU, and torch sees none; leave it at auto")
     with distributed.raise_on_all_ranks():
-        builder = build.Builder(args.model, device, args.longest)
+        builder = build.Builder(args.model, device, args.longest, team)
         actor = Policy(builder.actor(), processor)
-        if args.update.aux_loss_coef and not vlm.balances_by_loss(actor.model):
+        if args.update.aux_loss_coef and not vlm.routers(actor.model):
             raise ValueError(
                 f"--aux_loss_coef {args.update.aux_loss_coef}: {builder.folder} has no experts "
-                "to balance, or balances them by a bias"
+                "to balance"
             )
         critic = None
         if ESTIMATORS[algorithm.advantage].has_critic:
@@ -941,15 +945,15 @@ def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> bud
     if args.teacher.in_loss:
         plan.asked.append("teacher")
     slots = args.rollout.slots or 1
-    plan.fixed["rollout"] = plan.decoding("actor", longest, slots)
+    plan.fixed["rollout"] = partial(plan.decoding, "actor", longest, slots)
     for role in modules:
         if role.startswith("grm") and args.reward.grm_mode == "critique":
             length = longest + args.reward.grm_max_new_tokens
-            plan.fixed[f"{role} writes"] = plan.decoding(role, length, slots, role)
+            plan.fixed[f"{role} writes"] = partial(plan.decoding, role, length, slots, role)
         elif role == "teacher" and args.data.eval_data:
-            plan.fixed["teacher answers"] = plan.decoding(role, longest, slots, role)
+            plan.fixed["teacher answers"] = partial(plan.decoding, role, longest, slots, role)
         elif role not in plan.trained:
-            plan.fixed[f"{role} scores"] = plan.scoring(role)
+            plan.fixed[f"{role} scores"] = partial(plan.scoring, role)
     return plan
 
 
@@ -1166,27 +1170,25 @@ def rollout(
 ) -> Batch:
     """Sample responses to every prompt; returns the batch with the samples of all ranks.
 
-    The actor is unsharded once, and until all ranks have sampled no collective runs: they may finish
-    at different times.
+    The actor is unsharded once, and until all ranks have sampled no collective runs but those of
+    teams, which may finish at different times.
 
     Args:
         beginnings: with what responses begin: fewer than --max_new_tokens tokens, and their log-probs,
-            NaN for tokens that are `Batch.foreign`. The policy goes on as if it had drawn them.
+            NaN for tokens that are `Batch.foreign`. The policy goes on as if it had drawn them. All
+            ranks of a team give the same.
     """
     actor.eval()
     mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}
     if sampling.environment is not None:
-        envs = dialogue.EnvRollout(
-            sampling.environment,
-            actor.model,
-            actor.processor,
-            sampling.max_new_tokens,
-            seed=(sampling.seed, sampling.stream),
-        )
+        seed, most = (sampling.seed, sampling.stream), sampling.max_new_tokens
+        envs = dialogue.EnvRollout(sampling.environment, actor.model, actor.processor, most, seed)
         batch = envs.open(batch, mine, samples_per_prompt)
     with torch.no_grad(), fsdp.unsharded(actor):
         vlm.compute_features(actor.model, batch)
-        engine = RolloutEngine(actor, batch, sampling, mine, samples_per_prompt, envs, beginnings)
+        shared = share_features(actor.model, batch)
+        ours = batch.own_prompts(actor.model.setup.team.size)
+        engine = RolloutEngine(actor, shared, sampling, ours, samples_per_prompt, envs, beginnings)
         bare = fsdp.bare_forwards(vlm.decoder(actor.model))
         with torch.inference_mode(), bare:
             results = engine.generate()
@@ -1751,7 +1753,9 @@ def evaluate_teacher(
 def prompts_together(args: Args, samples: int) -> int:
     """The held-out prompts of a rollout, as many as fill all slots, as each rollout waits for its
     slowest answer; an even number, for both orders of a pair."""
-    slots = distributed.world_size() * (args.rollout.slots or attention.MOST_SLOTS)
+    size = args.model.rollout_shards
+    teams = distributed.world_size() // size
+    slots = teams * (args.rollout.slots or attention.most_slots(size))
     return max(2, slots // samples // 2 * 2)
 
 
@@ -1986,7 +1990,7 @@ def performance(
 
 
 # batch sizes that get a CUDA graph, besides the number of slots
-GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 # the slots in which a rollout's first graph is compared with an eager step, and their largest median
 # difference of log-probs
 CHECKED_SLOTS, GRAPH_GAP = 8, 0.1
@@ -2018,7 +2022,7 @@ class RolloutEngine:
     actor: Policy
     batch: Batch
     sampling: Sampling
-    indices: list[int]  # of the prompts of this rank
+    indices: list[int]  # of the prompts of this rank or its team
     count: int  # samples per prompt
     envs: dialogue.EnvRollout | None = None
     beginnings: Beginnings = field(default_factory=dict)
@@ -2041,6 +2045,7 @@ class RolloutEngine:
             self.setup.dtype,
             device,
             self.setup.backend,
+            self.setup.team.size,
         )
         self.make_slots(slots)
         if envs is not None and self.cache.linear is not None:
@@ -2079,13 +2084,15 @@ class RolloutEngine:
 
     def slot_count(self, capacity: int, wanted: int) -> int:
         """--slots, or else as many as fit into memory beside a prefill and a margin, at most
-        `attention.MOST_SLOTS`."""
-        wanted = min(wanted, self.sampling.slots or attention.MOST_SLOTS)
+        `attention.most_slots`. A team has the fewest of its ranks."""
+        team = self.setup.team
+        wanted = min(wanted, self.sampling.slots or attention.most_slots(team.size))
         if self.sampling.slots or self.setup.device.type != "cuda":
             return wanted
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        return memory.fitting_slots(self.actor, capacity, wanted, free)
+        fitting = memory.fitting_slots(self.actor, capacity, wanted, free)
+        return min(team.gather_objects(fitting))
 
     def generate(self) -> dict[dialogue.Key, dialogue.Response]:
         """Sample all responses; returns them by (index of the prompt, sample number)."""
@@ -2231,7 +2238,10 @@ class RolloutEngine:
         step = self.response_tokens[slots]  # (b,) position of the token in its response
         # (b, V)
         logits = logprobs.logits_fp32(
-            hidden, self.actor.model.lm_head.weight, **sampling.logits_options(step)
+            hidden,
+            self.actor.model.lm_head.weight,
+            join=self.setup.team.join,
+            **sampling.logits_options(step),
         )
         if sampling.greedy:
             ids = logits.argmax(dim=-1)
@@ -2240,6 +2250,7 @@ class RolloutEngine:
             ids = logprobs.gumbel_race(
                 candidates, logprobs.token_keys(self.noise_keys[slots], step)
             )
+        ids = self.setup.team.agree(ids)
         cells = self.slot_ids[slots], step
         self.out_tokens[cells] = ids
         # under the full distribution, without top-k and top-p, as in training

@@ -222,10 +222,14 @@ class Batch:
         prompts = torch.tensor(self.prompt_lengths)[self.prompt_index.unique()]
         return int(self.sizes.sum() + prompts.sum())
 
-    def own_prompts(self) -> list[int]:
-        """Indices of the prompts that this rank samples responses to."""
-        rank = dist.get_rank()
-        return [g for g, owner in enumerate(self.owners) if owner == rank and g not in self.dropped]
+    def own_prompts(self, team: int = 1) -> list[int]:
+        """Indices of the prompts that this rank, or its team of so many, samples responses to."""
+        return self.prompts_of(dist.get_rank(), team)
+
+    def prompts_of(self, rank: int, team: int) -> list[int]:
+        members = range(rank // team * team, (rank // team + 1) * team)
+        owned = [g for g, owner in enumerate(self.owners) if owner in members]
+        return [g for g in owned if g not in self.dropped]
 
     def minibatches(self, count: int, seed: tuple[int, ...]) -> list[np.ndarray]:
         """The indices of all prompts, shuffled by ``seed``, in ``count`` minibatches of equal size, or

@@ -1,6 +1,7 @@
 """Ranks: joining the process group, gathering, failing and stopping together.
 
     start                 join the process group -> Ranks: where this process stands in it
+    Team                  ranks that decode the same samples
     to_device             a tensor goes to the GPU while the host goes on
     gather_objects        what every rank has, on every rank
     raise_on_all_ranks    one message from rank 0, raised on all ranks
@@ -18,11 +19,51 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.process import STOP_SIGNALS, UserError
 
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+@dataclass(frozen=True)
+class Team:
+    """Neighbouring ranks of a machine that decode the same samples, each with its pieces of the
+    weights; alone, a rank decodes by itself."""
+
+    size: int = 1
+    rank: int = 0  # the place of this process among them
+    group: Any = None
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the team, in place."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def join(self, x: Tensor) -> Tensor:
+        """(..., n) -> (..., size * n), the same on every rank in every bit."""
+        if self.size == 1:
+            return x
+        joined = x.new_empty(self.size * len(x), *x.shape[1:])  # one after the other
+        dist.all_gather_into_tensor(joined, x.contiguous(), group=self.group)
+        return joined.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
+
+    def agree(self, x: Tensor) -> Tensor:
+        """What the first rank has, in place: rounding must not lead them to different tokens."""
+        if self.size > 1:
+            dist.broadcast(x, group=self.group, group_src=0)
+        return x
+
+    def gather_objects(self, value: Any) -> list:
+        """As `gather_objects`, from the team."""
+        gathered = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+
+ALONE = Team()  # a rank that decodes by itself
 
 
 @dataclass(frozen=True)
@@ -32,16 +73,19 @@ class Ranks:
     world: int
     device: torch.device
     mesh: DeviceMesh
+    team: Team
 
 
-def start(timeout: float, hsdp: int) -> Ranks:
+def start(timeout: float, hsdp: int, rollout_shards: int = 1) -> Ranks:
     """Join the process group; without torchrun this process is the only rank.
 
     Args:
         timeout: longest wait of a rank for the others, seconds.
         hsdp: ranks that share one copy of weights and optimizer; 0: all of them.
+        rollout_shards: ranks of a team.
     Raises:
-        UserError: more processes on this machine than GPUs, or ranks that hsdp does not divide.
+        UserError: more processes on this machine than GPUs, or ranks that hsdp or the team does not
+            divide.
     """
     for name, value in ONE_PROCESS.items():
         os.environ.setdefault(name, value)
@@ -57,11 +101,24 @@ def start(timeout: float, hsdp: int) -> Ranks:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo",
             timeout=timedelta(seconds=timeout),
-            # NCCL connects now. Not with two dimensions: torch would then make their groups by
-            # splitting the communicators of both back-ends, which not every version can.
-            device_id=device if gpu and not hsdp else None,
+            # NCCL connects now. Not with several groups: torch would then make them by splitting
+            # the communicators of both back-ends, which not every version can.
+            device_id=device if gpu and not hsdp and rollout_shards == 1 else None,
         )
-    return Ranks(world, device, init_device_mesh(device.type, shape, mesh_dim_names=names))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return Ranks(world, device, mesh, join_team(rollout_shards, timeout))
+
+
+def join_team(size: int, timeout: float) -> Team:
+    """This rank's team, of so many neighbours: a collective. Raises UserError: teams would span
+    machines."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if local % size:
+        raise UserError(f"--rollout_shards {size} must divide the ranks of a machine, {local}")
+    if size == 1:
+        return ALONE
+    group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=timeout))
+    return Team(size, dist.get_rank() % size, group)
 
 
 def choose_device() -> torch.device:
@@ -83,7 +140,7 @@ def choose_device() -> torch.device:
     return device
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on ``device``. The host does not wait for a GPU, which fetches pinned memory by
     itself; of other memory it would wait for what has more than 64 KiB."""
     pinned = tensor.pin_memory() if device.type == "cuda" else tensor
@@ -103,7 +160,8 @@ def refuse_idle_gpus() -> None:
 
 
 def warm_up(ranks: Ranks, size: int) -> None:
-    """Run every collective of FSDP2 once on ``size`` bytes, in each group of ranks.
+    """Run every collective of FSDP2 once on ``size`` bytes, in each group of ranks, and those of a
+    team.
 
     NCCL connects and allocates its buffers at the first call of each kind. Left to the first
     update, that would be beside a cache that torch has filled.
@@ -116,6 +174,8 @@ def warm_up(ranks: Ranks, size: int) -> None:
         dist.all_gather_into_tensor(whole, shard, group=group)
         dist.reduce_scatter_tensor(shard, whole, group=group)
         dist.all_reduce(shard, group=group)
+    if ranks.team.size > 1:
+        ranks.team.agree(ranks.team.join(ranks.team.sum(torch.zeros(1, 1, device=ranks.device))))
 
 
 def world_size() -> int:

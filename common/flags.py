@@ -460,6 +460,12 @@ class ModelArgs:
         "tokens per pack and per prefill; determines the memory of an update",
         low=1,
     )
+    rollout_shards: int = flag(
+        1,
+        "neighbouring ranks that decode the same samples, each with its part of every layer (tensor "
+        "parallelism), for models that one GPU cannot hold; the smallest number that fits is the fastest",
+        low=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ def logits_fp32(
     banned: Tensor | None = None,
     early: Tensor | None = None,
     early_banned: Tensor | None = None,
+    join: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Tensor:
     """(n, H) hidden states -> (n, V) logits of the distribution that is sampled from and trained, in
     float32: rounding them to bf16 would change log-probs by up to 0.1 nats.
@@ -81,8 +82,9 @@ def logits_fp32(
             ids; those from V on are -inf as well.
         early: (n,) bool, positions at which the ids ``early_banned`` (k,) are -inf as well: of
             responses that must not end yet.
+        join: makes the logits whole where ``weight`` has some of the ids.
     """
-    logits = _product(hidden, weight.t())
+    logits = join(_product(hidden, weight.t()))
     if temperature != 1.0:
         logits /= temperature
     if banned is not None:

@@ -18,6 +18,7 @@ import torch
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
+from common.distributed import Team
 from common.flags import Parser
 from common.model import budget
 from common.process import run_main
@@ -76,7 +77,8 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     reward = scoring.load(args.reward)
     rows = ppo.load_rows(args)
     reward.check_rows(rows.train + rows.held_out)
-    models = ppo.build_models(args, rows.processor, META)
+    team = Team(args.model.rollout_shards)
+    models = ppo.build_models(args, rows.processor, META, team)
     modules = models.by_role() | ppo.build_reward_models(args, reward, rows, models.actor)
     ppo.prepare_teacher(args, rows, models.teacher)
     return ppo.plan_memory(args, modules, rows, gpus)
@@ -85,7 +87,8 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
 def plan_grm(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = grm.parse_args(flags)
     rows = grm.load_rows(args)
-    return grm.plan_memory(args, grm.build_judge(args, META), rows, gpus)
+    judge = grm.build_judge(args, META, Team(args.model.rollout_shards))
+    return grm.plan_memory(args, judge, rows, gpus)
 
 
 if __name__ == "__main__":

@@ -149,9 +149,9 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
 
     common = "--max_prompt_tokens 512 --max_new_tokens 12 --prompts_per_step 4"
     args = ppo.parse_args(words("--model", checkpoint, "--data", data, common, *flags))
-    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    ranks = distributed.start(args.run.timeout, args.run.hsdp, args.model.rollout_shards)
     rows = ppo.load_rows(args)
-    models = ppo.build_models(args, rows.processor, ranks.device)
+    models = ppo.build_models(args, rows.processor, ranks.device, ranks.team)
     ppo.prepare_teacher(args, rows, models.teacher)
     ppo.load_models(args, models.by_role(), ranks)
     return SimpleNamespace(

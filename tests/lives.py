@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import ranks
 import train_ppo_vl as ppo
 from common.model import checkpoint, storage
-from conftest import assert_same_records, words, write_image, write_rows
+from conftest import assert_same_records, reproducible, words, write_image, write_rows
 
 REWARD = '''
 def letters(prompts, responses, references, labels, images):
@@ -182,3 +183,22 @@ def undisturbed_runs(flags: Callable, tmp_path_factory) -> Callable:
         return folders[name, world]
 
     return run
+
+
+def stop_at(function: str, call: int, only: int, number: int) -> None:
+    """A signal that reaches one rank (-1: all) at the given call (1-based) of a function of the script."""
+    original, calls = getattr(ppo, function), []
+
+    def counted(*arguments, **named):
+        calls.append(function)
+        if len(calls) == call and only in (-1, rank()):
+            os.kill(os.getpid(), number)
+        return original(*arguments, **named)
+
+    setattr(ppo, function, counted)
+
+
+def assert_close_records(ours: list[dict], theirs: list[dict]) -> None:
+    """The same but for the order of additions, which is another on another number of ranks."""
+    for first, second in zip(ours, theirs, strict=True):
+        assert reproducible(first) == pytest.approx(reproducible(second), abs=1e-4, rel=1e-4)

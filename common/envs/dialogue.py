@@ -10,6 +10,8 @@ done. A waiting slot still decodes, and nothing that it writes survives the repl
 states of linear attention stay as they are, and its cache entries are overwritten.
 """
 
+import concurrent.futures
+import itertools
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -59,6 +61,7 @@ class Episode:
     length: int = 0  # tokens of the stream
     position: int = 0  # after its last token
     own_tokens: int = 0  # of them the policy's own
+    is_ours: bool = True  # False: a copy of a teammate's, whose environment is there
 
     def extend(self, ids: Tensor, positions: Tensor, is_own: bool) -> None:
         """Add a turn or a reply (n,); its rotary positions (3, n) begin at 0."""
@@ -104,7 +107,7 @@ class EnvRollout:
     seed: tuple[int, ...]
 
     def __post_init__(self):
-        self.args = self.environment.args
+        self.args, self.team = self.environment.args, self.model.setup.team
         threads = max(1, self.args.env_workers)
         self.workers = Workers(threads, self.args.env_timeout, "--env_timeout")
         self.episodes: dict[Key, Episode] = {}
@@ -156,6 +159,7 @@ class EnvRollout:
                 changed[index] = share(batch, index, episodes)
         changed = ChainMap(*distributed.gather_objects(changed))
         prompts = [changed.get(index, prompt) for index, prompt in enumerate(batch.prompts)]
+        self.copy_teammates(prompts)
         patches = batch.patches | self.shared_pixels
         return replace(batch, prompts=prompts, patches=patches, features={}, positions={})
 
@@ -196,6 +200,14 @@ class EnvRollout:
             )
         encoded = replace(prompt, text=text, input_ids=ids, image_tokens=image_tokens, grids=grids)
         return opening, encoded
+
+    def copy_teammates(self, prompts: list[Prompt]) -> None:
+        """Add the episodes of the team's other ranks, which decode together with ours."""
+        ours = [(each.key, each.reply, each.conversation.error) for each in self.episodes.values()]
+        for key, reply, error in itertools.chain(*self.team.gather_objects(ours)):
+            conversation = Conversation(self.environment.role, error=error)
+            copied = Episode(key, prompts[key[0]], conversation, reply=reply, is_ours=False)
+            self.episodes.setdefault(key, copied)
 
     def share_opening(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
         """The prompt with the first observation that all its samples share."""
@@ -248,7 +260,8 @@ class EnvRollout:
             self.end(episode, "error" if episode.conversation.error else "token_limit")
             return False
         (text,) = self.processor.decode([response.tokens[episode.own_tokens :]])
-        self.submit(episode, self.step, episode, text, by_string)
+        if episode.is_ours:
+            self.submit(episode, self.step, episode, text, by_string)
         self.waiting[key] = episode
         return True
 
@@ -265,15 +278,31 @@ class EnvRollout:
 
     def poll(self, wait: bool) -> list[Episode]:
         """The episodes whose environments have answered since the last call: with a reply that the
-        policy is to read, or without one and ended. ``wait`` until there is one."""
-        if wait:
-            self.workers.wait_for_any([episode.call for episode in self.waiting.values()])
-        self.workers.give_up_late()
-        answered = [episode for episode in self.waiting.values() if episode.call.done()]
-        for episode in answered:
-            del self.waiting[episode.key]
-            self.take_reply(episode)
+        policy is to read, or without one and ended. ``wait`` until there is one. All ranks of a
+        team are told the same."""
+        told = []
+        while not told:
+            ours = [episode.call for episode in self.waiting.values() if episode.is_ours]
+            if wait:
+                concurrent.futures.wait(ours, 0.1, concurrent.futures.FIRST_COMPLETED)
+            self.workers.give_up_late()
+            told = list(itertools.chain(*self.team.gather_objects(self.answers())))
+            if not wait:
+                break
+        answered = [self.waiting.pop(key) for key, *_ in told]
+        for episode, (_, reply, truncated) in zip(answered, told):
+            episode.reply = reply
+            episode.response = episode.response._replace(truncated=truncated)
         return answered
+
+    def answers(self) -> list[tuple[Key, Reply | None, bool]]:
+        """What the environments of this rank have answered, and whether a limit ends the sample."""
+        answers = []
+        for episode in self.waiting.values():
+            if episode.is_ours and episode.call.done():
+                self.take_reply(episode)
+                answers.append((episode.key, episode.reply, episode.response.truncated))
+        return answers
 
     def take_reply(self, episode: Episode) -> None:
         """Set the reply to the last turn, or how the sample has ended."""
@@ -317,6 +346,8 @@ class EnvRollout:
         """A sample is over: let its environment go, unless it is still busy with a late call."""
         episode.conversation.ended = ended
         episode.response = episode.response._replace(truncated=ended.endswith("_limit"))
+        if not episode.is_ours:
+            return
         is_busy = isinstance(episode.call.exception(), LateError)
         if callable(getattr(episode.env, "close", None)) and not is_busy:
             self.submit(episode, episode.env.close)

@@ -85,9 +85,15 @@ def head_dim(text_config) -> int:
 MOST_SLOTS = 256  # sequences that decode together on a rank, where --slots is 0
 
 
+def most_slots(ranks: int) -> int:
+    """Sequences that so many ranks decode together, where --slots is 0. The sums of a team take as long
+    for twice so many."""
+    return MOST_SLOTS if ranks == 1 else 2 * MOST_SLOTS
+
+
 class SlotCache:
     """Keys and values of the sequences being generated: (layers, slots, capacity, Hkv, D). Of
-    layers with linear attention it holds the states, ``linear``, instead.
+    layers with linear attention it holds the states, ``linear``, instead. ``ranks`` share the heads.
 
     A plain object, not a tensor in a dict: FSDP's input hooks would cast or copy the latter.
     """
@@ -100,9 +106,10 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
         backend: str,
+        ranks: int = 1,
     ):
         layers = text_config.num_hidden_layers - linear_layers(text_config)
-        heads = text_config.num_key_value_heads
+        heads = -(-text_config.num_key_value_heads // ranks)
         shape = (layers, slots, capacity, heads, head_dim(text_config))
         # For sdpa the tokens of a head lie side by side, as matrix products want them.
         order = (0, 1, 3, 2, 4) if backend == "sdpa" else (0, 1, 2, 3, 4)

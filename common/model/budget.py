@@ -17,10 +17,11 @@ import torch
 
 from common import distributed
 from common.data.rows import Prompt
+from common.distributed import Team
 from common.files import say
 from common.flags import ModelArgs
 from common.model import memory
-from common.model.attention import MOST_SLOTS
+from common.model.attention import most_slots
 from common.model.vlm import Modules
 from common.process import UserError
 
@@ -62,7 +63,7 @@ class MemoryPlan:
                     self.held[role, part] = size
         self.trained = [role for role, part in self.held if part == "Adam"]
         self.asked: list[str] = []  # frozen roles that an update asks
-        self.fixed: dict[str, Parts] = {}  # phases that no pack changes
+        self.fixed: dict[str, Callable[[], Parts]] = {}  # phases that no pack changes
 
     @property
     def setting(self) -> tuple[int, bool]:
@@ -71,7 +72,7 @@ class MemoryPlan:
 
     def phases(self, tokens: int, recompute: bool) -> dict[str, Parts]:
         """With updates by packs of so many tokens."""
-        phases = dict(self.fixed)
+        phases = {name: parts() for name, parts in self.fixed.items()}
         if self.updates:
             for role in self.trained:
                 phases[f"update {role}"] = self.update(role, tokens, recompute)
@@ -114,12 +115,11 @@ class MemoryPlan:
         return self.resident(role) | {"gathered weights": root + 2 * layer, "forward": forward}
 
     def decoding(self, role: str, length: int, slots: int, *busy: str) -> Parts:
-        """All weights gathered, and a cache for so many sequences of so many tokens."""
+        """All weights gathered, or their pieces, and a cache for so many sequences of so many tokens."""
         module = self.models[role]
-        root, _, layers = memory.gathered_bytes(module)
         slot = memory.slot_bytes(module, length)
         return self.resident(*busy) | {
-            "gathered weights": root + layers,
+            "gathered weights": memory.decoding_bytes(module),
             "KV cache": slot,  # of one sequence, the least that a run can do with
             "further slots": (slots - 1) * slot,
             "forward": memory.forward_bytes(module, slots),
@@ -129,7 +129,9 @@ class MemoryPlan:
         """Samples that a rollout can decode together on a GPU with ``gib``."""
         parts = self.decoding("actor", self.longest, slots=0)
         free = gib * GIB - total(parts) + parts["forward"]
-        return memory.fitting_slots(self.models["actor"], self.longest, MOST_SLOTS, free)
+        actor = self.models["actor"]
+        most = most_slots(actor.model.setup.team.size)
+        return memory.fitting_slots(actor, self.longest, most, free)
 
 
 def longest_prompt(prompts: Iterable[Prompt]) -> int:
@@ -179,6 +181,29 @@ def fastest(plan: MemoryPlan, most: int, gib: float) -> str:
     return "no pack is small enough: use --offload, more or larger GPUs, or --lora_rank"
 
 
+def least_team(plan: MemoryPlan, gib: float) -> str:
+    """The flag of the smallest teams whose rollouts leave a share `SPARE` of ``gib`` free; "" if none
+    do."""
+    setups = [module.model.setup for module in plan.models.values()]
+    team = setups[0].team
+    for size in (2, 4, 8):
+        if plan.shards % size:
+            continue
+        for setup in setups:
+            setup.team = Team(size)
+        try:
+            fits = peak_of(plan, *plan.setting)[0] <= (1 - SPARE) * gib
+        except UserError:  # so many cannot share a layer
+            fits = False
+        for setup in setups:
+            setup.team = team
+        if fits:
+            return (
+                f"--rollout_shards {size} lets it fit: {size} ranks share the weights of a rollout"
+            )
+    return ""
+
+
 def require_fit(plan: MemoryPlan, gib: float, needed: Callable) -> str:
     """A line about the peak of a run on GPUs with ``gib``; a warning, with what would help, where
     that leaves less than a share `SPARE` free. Raises UserError: what is ``needed`` of a phase
@@ -188,7 +213,7 @@ def require_fit(plan: MemoryPlan, gib: float, needed: Callable) -> str:
     line = f"memory per GPU: {peak:.1f} of {gib:.1f} GiB, in {phase}"
     if peak <= (1 - SPARE) * gib:
         return line
-    advice = fastest(plan, tokens, gib)
+    advice = least_team(plan, gib) or fastest(plan, tokens, gib)
     if peak_of(plan, tokens, recompute, needed)[0] > gib:
         raise UserError(f"{line}, does not fit; {advice}")
     return f"warning: {line}, may not fit; {advice}"
@@ -214,6 +239,7 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
     """Before weights are read: say that sequences are too long for a model; on GPUs, hold the plan
     against the memory that is free on the fullest of them, and say its peak. What is certain not to
     fit raises a UserError on all ranks; an estimate only warns."""
+    plan.phases(*plan.setting)  # refuses layers that a team cannot share
     warning = new_positions(plan)
     if warning and distributed.is_main():
         say(warning)

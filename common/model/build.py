@@ -21,6 +21,7 @@ from common import distributed
 from common.data.families import Family, Qwen, family_of
 from common.data.folder import read_model_config
 from common.data.processor import Processor
+from common.distributed import ALONE, Team
 from common.files import say
 from common.flags import DataArgs, ModelArgs
 from common.model.adapters import add_adapters, freeze
@@ -51,7 +52,9 @@ from common.model.weights import VISION_KEYS, Tensors, open_weights, resolve_fol
 # -------------------------------------------------------------------------------------------------
 
 
-def choose_compute(args: ModelArgs, device: torch.device, longest: int) -> Compute:
+def choose_compute(
+    args: ModelArgs, device: torch.device, longest: int, team: Team = ALONE
+) -> Compute:
     """What the flags mean on this device; the main rank prints it. On the meta device, where models
     are only planned, they mean what they do on a GPU. Raises ValueError: an attention back-end that
     cannot run here.
@@ -73,7 +76,7 @@ def choose_compute(args: ModelArgs, device: torch.device, longest: int) -> Compu
     # Every chunk costs a pass over the gradient of the head's weight: on a GPU this is expensive, on
     # a CPU it is not, and memory decides.
     head_chunk = 256 if small else 4096
-    return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk, longest)
+    return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk, longest, team)
 
 
 class Builder:
@@ -81,10 +84,11 @@ class Builder:
 
     Args:
         longest: tokens of the longest sequence.
+        team: the ranks that decode together.
     """
 
-    def __init__(self, args: ModelArgs, device: torch.device, longest: int):
-        self.args, self.compute = args, choose_compute(args, device, longest)
+    def __init__(self, args: ModelArgs, device: torch.device, longest: int, team: Team = ALONE):
+        self.args, self.compute = args, choose_compute(args, device, longest, team)
         self.folder = resolve_folder(args.model, weights=not self.compute.planned)
 
     def actor(self) -> Model:

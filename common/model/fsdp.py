@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from common.flags import OptimArgs
 from common.model import vlm
 from common.model.shards import shard_of
+from common.model.teams import cut
 from common.process import UserError
 
 HOST = torch.device("cpu")
@@ -170,19 +171,27 @@ def fsdp_parts(module: nn.Module) -> list:
 
 
 @contextmanager
-def unsharded(module: nn.Module):
+def unsharded(module: vlm.Wrapper):
     """Gather all weights once; inside, forwards run no collective, so ranks may do different
-    amounts of work."""
-    parts = fsdp_parts(module)
+    amounts of work. In a team, each rank has its pieces of the decoder, and its ranks work alike."""
+    parts, pieces = fsdp_parts(module), []
     # a first unshard() below would otherwise initialise each part as a root
     parts[0]._get_fsdp_state()._lazy_init()
-    for part in parts:  # one after the other: what is gathered exists twice until it is in place
+    if module.model.setup.team.size > 1:
+        inside = {module, *vlm.decoder(module.model).modules()}
+        pieces = [part for part in parts if part in inside]
+    whole = [part for part in parts if part not in pieces]
+    for part in whole:  # one after the other: what is gathered exists twice until it is in place
         part.unshard()
         part.set_reshard_after_forward(False, recurse=False)
     try:
-        yield
+        if pieces:
+            with cut(module.model, pieces), unhooked(pieces):
+                yield
+        else:
+            yield
     finally:
-        for part in parts:
+        for part in whole:
             part.reshard()
             part.set_reshard_after_forward(part is not module, recurse=False)
         forget_forwards(module)
@@ -214,17 +223,26 @@ def bare_forwards(decoder: nn.Module):
     but take a quarter of a toy's decoding step; and FSDP2's waits for its own streams could not be
     captured in a CUDA graph.
     """
-    hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in fsdp_parts(decoder)]
-    for part, pre_hooks, hooks in hooked:  # those of users stay
+    decoder.forward = inspect.unwrap(type(decoder).forward).__get__(decoder)
+    try:
+        with unhooked(fsdp_parts(decoder)):
+            yield
+    finally:
+        del decoder.forward
+
+
+@contextmanager
+def unhooked(parts: list):
+    """Inside, forwards of these modules gather nothing. The hooks of users stay."""
+    hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in parts]
+    for part, pre_hooks, hooks in hooked:
         state = part._get_fsdp_state()
         part._forward_pre_hooks, part._forward_hooks = OrderedDict(pre_hooks), OrderedDict(hooks)
-        del part._forward_pre_hooks[state._pre_forward_hook_handle.id]
-        del part._forward_hooks[state._post_forward_hook_handle.id]
-    decoder.forward = inspect.unwrap(type(decoder).forward).__get__(decoder)
+        part._forward_pre_hooks.pop(state._pre_forward_hook_handle.id, None)
+        part._forward_hooks.pop(state._post_forward_hook_handle.id, None)
     try:
         yield
     finally:
-        del decoder.forward
         for part, pre_hooks, hooks in hooked:
             part._forward_pre_hooks, part._forward_hooks = pre_hooks, hooks
 

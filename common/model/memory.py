@@ -15,6 +15,7 @@ from common import distributed
 from common.logging import Metrics
 from common.model.attention import SlotCache, head_dim
 from common.model.linear_attention import activation_bytes
+from common.model.teams import piece_bytes
 from common.model.vlm import Wrapper, decoder, routers, tower_parameters
 
 MARGIN = 2 * 2**30  # bytes of a GPU, the least that is kept free
@@ -33,8 +34,8 @@ def update_flops(policy: Wrapper, tokens: float, responses: float) -> float:
     inputs, and as many for that of the weight unless it is frozen."""
     text = policy.model.config.get_text_config()
     used = 1.0  # of stacked experts
-    if mixtures := routers(policy.model):
-        used = text.num_experts_per_tok / mixtures[0].get_parameter("weight").shape[0]
+    if routers(policy.model):
+        used = text.num_experts_per_tok / text.num_experts
     weights = sum(
         p.numel() * (used if ".experts." in name else 1)
         for name, p in decoder(policy.model).layers.named_parameters()
@@ -105,6 +106,15 @@ def gathered_bytes(module: Wrapper) -> tuple[int, int, int]:
     return width * root, width * max(layers), width * sum(layers)
 
 
+def decoding_bytes(module: Wrapper) -> int:
+    """Gathered weights in a rollout: all of them, or the pieces of a rank of a team, while the last
+    layer is gathered."""
+    root, layer, layers = gathered_bytes(module)
+    if module.model.setup.team.size == 1:
+        return root + layers
+    return max(root, layer) + piece_bytes(module.model)
+
+
 def layer_activations(module: Wrapper, keys: float = 1.0) -> float:
     """Bytes per token that a decoder layer keeps for its backward: of every norm its input in
     float32 and its output before the scale (less on a GPU, where a norm is one kernel); what the
@@ -131,7 +141,6 @@ def layer_activations(module: Wrapper, keys: float = 1.0) -> float:
         experts = text.num_experts_per_tok
         inner = experts * text.moe_intermediate_size
         inner += getattr(text, "shared_expert_intermediate_size", 0)
-        inner += getattr(text, "n_shared_experts", 0) * text.moe_intermediate_size
     heads = text.num_attention_heads + keys * text.num_key_value_heads
     mixing = max(2 * width * head_dim(text) * heads, activation_bytes(text, width))
     products = width * ((2 + experts) * text.hidden_size + 4 * inner)
@@ -156,7 +165,7 @@ def slot_bytes(module: Wrapper, length: int) -> int:
     """Bytes of the cache of one sequence of up to ``length`` tokens, counted on meta."""
     text, setup = module.model.config.get_text_config(), module.model.setup
     meta = torch.device("meta")
-    return SlotCache(text, 1, length, setup.dtype, meta, setup.backend).nbytes
+    return SlotCache(text, 1, length, setup.dtype, meta, setup.backend, setup.team.size).nbytes
 
 
 def fitting_slots(policy: Wrapper, length: int, most: int, free: float) -> int:

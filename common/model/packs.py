@@ -150,6 +150,15 @@ def exchange_features(local: Features, needed: list[set[int]], dtype: torch.dtyp
     return {key: piece.view(shape) for (key, shape), piece in zip(arriving, pieces)}
 
 
+def share_features(model: Model, batch: Batch) -> Batch:
+    """The batch with the image features of all prompts of this rank's team. A collective."""
+    size = model.setup.team.size
+    if size == 1:
+        return batch
+    needed = [set(batch.prompts_of(rank, size)) for rank in range(dist.get_world_size())]
+    return replace(batch, features=exchange_features(batch.features, needed, model.setup.dtype))
+
+
 def with_grids(model: Model, pack: Pack, grids: list[tuple]) -> Pack:
     """The pack with the grids of its images and clips. If it has none, it gets one image of zeros
     that belongs to no token, so that this rank runs the tower, too."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from common.buffers import Batch, Pack, fill_packs
 from common.data.families import Family
+from common.distributed import ALONE, Team
 from common.model.linear_attention import Decay
 
 # -------------------------------------------------------------------------------------------------
@@ -41,6 +42,7 @@ class Compute:
     max_tokens_per_pack: int
     head_chunk: int  # tokens whose logits exist at the same time
     longest: int  # tokens of the longest sequence
+    team: Team = ALONE  # the ranks that decode together
 
     @property
     def planned(self) -> bool:
@@ -55,14 +57,11 @@ class StoredWeight:
     Attributes:
         name: of the parameter or buffer; "": of multi-token prediction, or of a tower left out.
         like: on meta, its shape and type in the files, which exports keep.
-        part: which expert, which part of its rows and of how many, where the parameter holds all
-            experts of a layer and the files each matrix alone; None: all of it.
     """
 
     name: str
     path: Path
     like: Tensor
-    part: tuple[int, int, int] | None = None
 
 
 @dataclass(kw_only=True)
@@ -188,13 +187,8 @@ def routers(model: Model) -> list[nn.Module]:
     return [
         module
         for module in decoder(model).modules()
-        if type(module).__name__.lower().endswith("topkrouter")
+        if type(module).__name__.endswith("TopKRouter")
     ]
-
-
-def balances_by_loss(model: Model) -> bool:
-    """Whether it has routers, and they choose by their logits alone: GLM's add a bias to each expert."""
-    return any(not hasattr(router, "e_score_correction_bias") for router in routers(model))
 
 
 @contextmanager

@@ -232,7 +232,7 @@ def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypa
     engine = SimpleNamespace(
         actor=actor,
         sampling=SimpleNamespace(slots=0),
-        setup=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16),
+        setup=SimpleNamespace(device=torch.device("cuda"), team=distributed.ALONE),
     )
     slots = ppo.RolloutEngine.slot_count(engine, capacity, 512)
     assert dry.needed.slots(60.0) == slots < 256

@@ -38,7 +38,6 @@ from conftest import (
     assert_same_records,
     read_json,
     read_rows,
-    reproducible,
     rounding,
     same_tensors,
     save_weights,
@@ -52,6 +51,7 @@ from lives import (
     ALGORITHMS,
     REWARD,
     assert_bitwise,
+    assert_close_records,
     clean_environment,
     die_at,
     flags_of,
@@ -59,6 +59,7 @@ from lives import (
     rank,
     records,
     steps,
+    stop_at,
     time_saves,
     undisturbed_runs,
     write_task,
@@ -70,19 +71,6 @@ def fill(disk: Path) -> None:
     """A file, ballast, of all the space that is left."""
     free = os.statvfs(disk)
     (disk / "ballast").write_bytes(bytes(free.f_bavail * free.f_frsize))
-
-
-def stop_at(function: str, call: int, only: int, number: int) -> None:
-    """A signal that reaches one rank (-1: all) at the given call (1-based) of a function of the script."""
-    original, calls = getattr(ppo, function), []
-
-    def counted(*arguments, **named):
-        calls.append(function)
-        if len(calls) == call and only in (-1, rank()):
-            os.kill(os.getpid(), number)
-        return original(*arguments, **named)
-
-    setattr(ppo, function, counted)
 
 
 def die_before(owner: str, method: str, step: int) -> None:
@@ -207,12 +195,6 @@ def assert_equal_tensors(ours: Path, theirs: Path) -> None:
     assert len(files) == len(list(theirs.glob("*.safetensors")))
     for file in files:
         assert same_tensors(load_file(file), load_file(theirs / file.name))
-
-
-def assert_close_records(ours: list[dict], theirs: list[dict]) -> None:
-    """The same but for the order of additions, which is another on another number of ranks."""
-    for first, second in zip(ours, theirs, strict=True):
-        assert reproducible(first) == pytest.approx(reproducible(second), abs=1e-4, rel=1e-4)
 
 
 def recorded(out: Path) -> list[int]:

@@ -1,0 +1,179 @@
+"""Ranks that decode together, each with its piece of every layer: samples, memory and judgements are
+those of whole models."""
+
+import dataclasses
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+import ranks
+import train_grm_vl as grm
+import train_ppo_vl as ppo
+from common import distributed
+from common.data.loader import PromptLoader
+from common.envs import environments
+from common.model import memory, teams, vlm
+from conftest import ROUNDING, start, user_error, write_checkpoint
+from families import EXPERTS, write_family
+from helpers import judge_flags
+from lives import assert_close_records, flags_of, live, records, stop_at, write_task
+
+TALKERS = Path(__file__).parents[1] / "talkers.py"
+
+
+def dealt(env):
+    """All prompts of the file, dealt to the ranks."""
+    with PromptLoader(env.processor, env.args.data) as loader:
+        return loader.collect(*loader.submit(env.prompts, list(range(len(env.prompts)))))
+
+
+def whole_bytes(module) -> int:
+    """Of the parameters that are no shards now, once each, without the vision tower."""
+    tower = set(vlm.tower_parameters(module.model))
+    parts = {p for p in module.parameters() if not isinstance(p, DTensor) and p not in tower}
+    return sum(p.nbytes for p in parts)
+
+
+def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None:
+    """On every rank: a rollout in teams draws what every rank would draw by itself, with a share of
+    the weights."""
+    env = start(folder, rows, *flags)
+    setup, results, held = env.actor.model.setup, [], []
+    if talker:
+        args = dataclasses.replace(
+            env.args.env,
+            env=f"{TALKERS}:{talker}",
+            env_workers=2,
+            max_turns=3,
+            max_reply_tokens=400,
+        )
+        environment = environments.load(args, 512)
+        env.sampling = dataclasses.replace(env.sampling, environment=environment)
+    generate = ppo.RolloutEngine.generate
+
+    def watched(engine):
+        heads = engine.cache.keys.shape[3]
+        held.append((whole_bytes(env.actor), memory.decoding_bytes(env.actor), heads))
+        return generate(engine)
+
+    ppo.RolloutEngine.generate = watched
+    for setup.team in (distributed.ALONE, distributed.join_team(size, 60.0)):
+        results.append(ppo.rollout(env.actor, dealt(env), env.sampling, 4))
+    ppo.RolloutEngine.generate = generate
+    alone, together = results
+    assert torch.equal(alone.tokens, together.tokens)
+    assert (alone.logprobs - together.logprobs).abs().max() < ROUNDING
+    trained = ppo.logprobs_of(env.actor, together)
+    assert (trained - together.logprobs).abs().max() < ROUNDING
+    if talker:
+        assert torch.equal(alone.stream, together.stream)
+        spoken = [[talk.rewards for talk in batch.conversations] for batch in results]
+        assert spoken[0] == spoken[1]
+    (whole, planned, heads), (pieces, _, fewer) = held
+    assert whole == planned
+    assert pieces == teams.piece_bytes(env.actor.model) < whole
+    text = env.actor.model.config.get_text_config()
+    if not text.to_dict().get("linear_num_key_heads"):  # whose layers are whole
+        # a tied head is there twice, cut each way
+        assert pieces < 1.5 * whole / size
+    assert fewer == -(-heads // size)
+    layers = vlm.layers(env.actor.model)
+    assert all(isinstance(p, DTensor) for layer in layers for p in layer.parameters())
+
+
+@pytest.mark.parametrize("world, size", [(2, 2), (4, 4)])
+def test_teams_sample_what_whole_models_do(checkpoint, picture_rows, world, size):
+    """With four ranks, two of them have the same key head."""
+    flags = ("--lora_rank", "4") if size == 2 else ()
+    ranks.run(sample_alike, checkpoint, picture_rows, size, *flags, world=world)
+
+
+@pytest.mark.slow
+def test_teams_of_tied_heads_experts_and_windows(tmp_path, picture_rows, monkeypatch):
+    monkeypatch.setitem(EXPERTS, "moe_intermediate_size", 32)
+    calls = []
+    for kind in ("llava", "gemma3", "qwen3_vl_moe", "smolvlm"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        write_family(kind, folder, picture_rows)
+        calls.append((sample_alike, folder, folder / "rows.jsonl", 2))
+    # 5 spare ids: two do not divide them
+    tied = write_checkpoint(tmp_path / "tied", "qwen2_5_vl", tie=True, spare_ids=5)
+    calls.append((sample_alike, tied, picture_rows, 2, "--train_vision"))
+    ranks.run(ranks.in_turn, *calls, world=4)
+
+
+def talk_alike(folder, rows, talker: str) -> None:
+    sample_alike(folder, rows, 2, talker=talker)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("talker", ["Slow", "Bad", "Absent"])
+def test_environments_answer_teams_as_single_ranks(qwen25, picture_rows, talker):
+    ranks.run(talk_alike, qwen25, picture_rows, talker, world=2)
+
+
+def judge_alike(folder, task, out) -> None:
+    """Also where two ranks have the same key head, which transformers' own attention repeats."""
+    args = grm.parse_args(judge_flags(folder, task, out))
+    loaded = distributed.start(args.run.timeout, args.run.hsdp)
+    rows = grm.load_rows(args)
+    judge, texts = grm.load_judge(args, rows, loaded), []
+    with PromptLoader(rows.processor, args.data) as loader:
+        batch = loader.collect(*loader.submit(rows.held_out, list(range(len(rows.held_out)))))
+    for size in (1, 2, 4):
+        judge.model.setup.team = distributed.join_team(size, 60.0)
+        texts.append(grm.generate(judge, rows.processor, batch, args.eval))
+    assert len(texts[0]) == len(rows.held_out)
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.slow
+def test_judges_write_in_teams_what_they_write_alone(qwen25, judgements, tmp_path):
+    ranks.run(judge_alike, qwen25, judgements, tmp_path, world=4)
+
+
+ADVANTAGES = "--steps 4 --advantage grpo --kl_coef 0.1 --on_bad_row skip --data damaged.jsonl "
+ADVANTAGES += "--lora_rank 4 --save_every 2 --eval_every 2"
+
+
+@pytest.mark.slow
+def test_a_run_in_teams_is_the_run_of_single_ranks(qwen25, tmp_path):
+    """All its metrics, a dropped prompt in them; after SIGKILL of all ranks; and from a checkpoint of
+    teams, which does not know of them, by single ranks."""
+    task = tmp_path / "task"
+    task.mkdir()
+    flags, folders = flags_of(qwen25, write_task(task)), {}
+    for name in ("alone", "together", "after"):
+        folders[name] = tmp_path / name
+    alone, together, after = folders.values()
+    live(flags(alone, ADVANTAGES), 2)
+    argv = flags(together, ADVANTAGES + " --rollout_shards 2")
+    kill = stop_at, "update_actor", 3, -1, signal.SIGKILL
+    live([*argv, "--save_blocking"], 2, [kill], codes=[-signal.SIGKILL] * 2)
+    assert "resuming from" in live(argv, 2)
+    assert_close_records(records(together), records(alone))
+    assert records(together)[-1]["rollout/dropped_prompts"] > 0
+    live(flags(after, ADVANTAGES + f" --resume {together}/checkpoints/step-2"), 2)
+    assert_close_records(records(after)[-2:], records(alone)[-2:])  # the first only evaluates
+    weights = [
+        load_file(out / "export" / "step-4" / "model.safetensors") for out in folders.values()
+    ]
+    for part in weights[1:]:
+        assert part.keys() == weights[0].keys()
+        for key in part:
+            assert torch.allclose(part[key], weights[0][key], atol=1e-4)
+
+
+def test_what_cannot_be_shared_is_refused(qwen25, picture_rows, monkeypatch):
+    env = start(qwen25, picture_rows)
+    env.actor.model.setup.team = distributed.Team(8)
+    with user_error("--rollout_shards 8: 8 must divide the 4 heads of q_proj"):
+        teams.piece_bytes(env.actor.model)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with user_error("--rollout_shards 3 must divide the ranks of a machine, 8"):
+        distributed.join_team(3, 60.0)
