@@ -46,6 +46,7 @@ from common import standins
 
 standins.for_help()  # which does not wait for what is imported below
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -57,6 +58,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from common import distributed, flags, logging, logprobs, losses, ppo_flags, process
 from common.buffers import EMPTY, Batch, Pack, fill_packs
 from common.data.loader import (
+    Drawn,
     PromptLoader,
     batches_in_order,
     digest_data,
@@ -95,6 +97,7 @@ from common.reports.records import conversation_metrics, sample_cards, sample_re
 from common.rewards import models as reward_models
 from common.rewards import scoring
 from common.rewards.judge import JudgeSettings, load_judgements, load_responses
+from common.user_code import load_object
 
 # with what responses begin: tokens (n,) and their log-probs (n,)
 Beginnings = dict[dialogue.Key, tuple[Tensor, Tensor]]
@@ -681,6 +684,8 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
     together = 2 if args.reward.in_pairs else 1  # both orders of a pair
     shares, size = shares_of(args.data.data, rows.train_sets), args.prompts_per_rollout
     batches = draw_batches(rows.train_sets, shares, size, args.run.seed, together, state.rows_drawn)
+    if args.rows.curriculum:
+        batches = draw_by_history(args, rows.train, state)
     return PromptLoader(
         rows.processor,
         args.data,
@@ -688,6 +693,23 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
         together,
         image_changes.damage(args.teacher.student_images, args.run.seed),
     )
+
+
+def draw_by_history(args: Args, rows: list[Prompt], state: "TrainState") -> Iterator[Drawn]:
+    """Batches of rows by the weights of --curriculum, without end. A batch is drawn while the step before
+    it runs; a resumed run begins with the one that was. Raises UserError."""
+    spec, size = args.rows.curriculum, args.prompts_per_rollout
+    weigh = load_object("--curriculum", spec, "an existing path.py:function")
+    for start in itertools.count(state.rows_drawn, size):
+        if not state.ahead:
+            history, columns = state.history.clone().numpy(), [row.row for row in rows]
+            rng = np.random.default_rng([args.run.seed, start])
+            with distributed.raise_on_all_ranks(f"--curriculum {spec}: "):
+                weights = np.array(weigh(columns, *history), np.float64)
+                drawn = rng.choice(len(rows), size, False, weights / weights.sum())
+            state.ahead = drawn.tolist()
+        yield [rows[k] for k in state.ahead], list(range(start, start + size))
+        state.ahead = []
 
 
 @dataclass
@@ -706,6 +728,7 @@ class TrainState:
     metrics: logging.Metrics = field(default_factory=dict)  # of the last step
     # (2, rows of --data): the samples of each row, and the sum of their rewards
     history: Tensor = EMPTY
+    ahead: list[int] = field(default_factory=list)  # the rows of the next batch, by --curriculum
 
     def state_dict(self) -> dict:
         history = self.history.numpy().tobytes().hex()  # numbers of all rows would take seconds
@@ -776,6 +799,7 @@ BEGIN_ANEW = {
     "kl_coef": ("kl_coef", "kl_target"),
     "moments": (*OF_REWARDS, "grm_question", "grm_opponents", "grm_mode"),
     "history": (*OF_REWARDS, "data", "data (rows)"),
+    "ahead": ("prompts_per_step", "rollouts_per_step", "data", "data (rows)"),
     "ptx_rows": ("ptx_data",),
 }
 

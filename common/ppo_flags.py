@@ -24,6 +24,14 @@ class RowArgs:
         "system message put before every prompt; empty: none",
         needs="row_kind=prompts: judgements have a judge's system_instruction",
     )
+    curriculum: str = flag(
+        "",
+        "file.py:function of (rows, samples, rewards) to weights, by which the rows of a batch are drawn; "
+        "of each row of --data they are its columns, how many samples it had, and the sum of their "
+        "rewards; empty: every row once in a pass",
+        paths=True,
+        excludes="consistency_coef: both orders of a pair are drawn together",
+    )
     ptx_data: str = flag(
         "",
         "JSONL with prompt, images, response for a next-token loss besides the RL loss; empty: none",

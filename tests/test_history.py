@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import train_ppo_vl as ppo
-from conftest import read_json, read_rows, words, write_rows
-from helpers import flags, train
+from conftest import read_json, read_rows, user_error, words, write_rows
+from helpers import assert_same_run, flags, launch, resumed, samples_of_steps, train
 
 FLAGS = "--advantage grpo --samples_per_prompt 3 --save_every 1 --keep_last 9 --export_every 0 --log_samples 99"
 
@@ -79,3 +79,84 @@ def test_what_600_000_rows_earned_is_a_short_text():
         other = ppo.TrainState(0.0, history=torch.zeros(2, 4))
         other.load_state_dict(state.state_dict(), {flag})
         assert other.history.tolist() == [[0.0] * 4] * 2
+
+
+CURRICULUM = """
+import numpy as np
+
+def least_seen(rows, samples, rewards):
+    assert len(rows) == len(samples) == len(rewards) == 8 and all("prompt" in row for row in rows)
+    return 10.0 ** (-3 * samples.astype(float))
+
+def solved(rows, samples, rewards):
+    return np.where(rewards > 0.5 * np.maximum(samples, 1), 0.01, 1.0)
+
+def unlike(rows, samples, rewards):
+    return [1.0] * 7 + [-1.0]
+
+def nothing(rows, samples, rewards):
+    return [1.0, 1.0] + [0.0] * 6
+
+def changes(rows, samples, rewards):
+    weights = solved(rows, samples, rewards)
+    samples[:], rewards[:] = 7, 7
+    return weights
+"""
+
+
+@pytest.fixture
+def curriculum(tmp_path):
+    (tmp_path / "curriculum.py").write_text(CURRICULUM)
+    return lambda name: f"--curriculum {tmp_path / 'curriculum.py'}:{name}"
+
+
+def test_weights_decide_which_rows_are_drawn(qwen25, task, tmp_path, seen, curriculum):
+    """By what earlier steps but the last have earned: a batch is drawn while the step before it runs."""
+    train(qwen25, task, tmp_path / "run", FLAGS, curriculum("least_seen"), "--steps 4")
+    assert_remembered(seen)
+    rows = [{row for row, *_ in step} for step in seen]
+    for step, drawn in enumerate(rows):
+        assert len(drawn) == 4
+        known = {
+            row: sum(row in before for before in rows[: max(0, step - 1)])
+            for row in set().union(*rows)
+        }
+        fewest = sorted(known.values())[:4]
+        assert sorted(known[row] for row in drawn) == fewest
+    # a row's draws have noise of their own
+    tokens = [tuple(row["response"]) for row in samples_of_steps(tmp_path / "run")]
+    assert len(set(tokens)) > len(tokens) // 2
+
+
+@pytest.mark.parametrize("more", ["", "--rollouts_per_step 2", "--dynamic_sampling 3"])
+def test_a_resumed_run_draws_the_same_rows(qwen25, task, tmp_path, curriculum, more):
+    """The next batch was drawn before the checkpoint, by what was known then."""
+    flags = [FLAGS, curriculum("least_seen"), *filter(None, [more])]
+    resumed(qwen25, task, tmp_path, *flags)
+
+
+def test_a_function_may_change_what_it_gets(qwen25, task, tmp_path, seen, curriculum):
+    for name in ("solved", "changes"):
+        train(qwen25, task, tmp_path / name, FLAGS, curriculum(name), "--steps 3")
+    assert seen[:3] == seen[3:]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("unlike", "--curriculum .*:unlike: .*non-negative"),
+        ("nothing", "--curriculum .*:nothing: .*[Ff]ewer non-zero"),
+        ("absent", "--curriculum .*:absent"),
+    ],
+)
+def test_weights_that_cannot_be_drawn_by(qwen25, task, tmp_path, curriculum, name, problem):
+    with user_error(problem):
+        train(qwen25, task, tmp_path / "run", FLAGS, curriculum(name))
+
+
+@pytest.mark.slow
+def test_a_curriculum_is_the_same_on_two_ranks(qwen25, task, tmp_path, curriculum):
+    for world in (1, 2):
+        argv = flags(qwen25, task, tmp_path / str(world), FLAGS, curriculum("least_seen"), "--steps 4")
+        launch(world, argv)
+    assert_same_run(tmp_path / "1", tmp_path / "2")
