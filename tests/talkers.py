@@ -98,6 +98,18 @@ class Bad(Words):
         return super().step(text)
 
 
+class Grading(Words):
+    """Rewards every turn by its length."""
+
+    def step(self, text):
+        reply, _, done = super().step(text)
+        return reply, float(len(text)), done
+
+
+class GradingCutTurns(Grading):
+    cut_turns = True
+
+
 class Slow(Talk):
     running = most = 0
     lock = threading.Lock()

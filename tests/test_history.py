@@ -157,6 +157,8 @@ def test_weights_that_cannot_be_drawn_by(qwen25, task, tmp_path, curriculum, nam
 @pytest.mark.slow
 def test_a_curriculum_is_the_same_on_two_ranks(qwen25, task, tmp_path, curriculum):
     for world in (1, 2):
-        argv = flags(qwen25, task, tmp_path / str(world), FLAGS, curriculum("least_seen"), "--steps 4")
+        argv = flags(
+            qwen25, task, tmp_path / str(world), FLAGS, curriculum("least_seen"), "--steps 4"
+        )
         launch(world, argv)
     assert_same_run(tmp_path / "1", tmp_path / "2")

@@ -256,7 +256,8 @@ class EnvRollout:
         """
         episode = self.episodes[key]
         episode.response = response
-        if episode.conversation.error or response.truncated:
+        is_cut = response.truncated and not self.environment.sees_cut_turns
+        if episode.conversation.error or is_cut:
             self.end(episode, "error" if episode.conversation.error else "token_limit")
             return False
         (text,) = self.processor.decode([response.tokens[episode.own_tokens :]])
@@ -316,7 +317,9 @@ class EnvRollout:
         conversation.ends.append(own_tokens)
         if step.accuracy is not None:
             conversation.accuracy = step.accuracy
-        if reply is None:
+        if episode.response.truncated:
+            self.end(episode, "token_limit")
+        elif reply is None:
             self.end(episode, "answered")
         elif len(conversation.ends) >= self.args.max_turns:
             self.end(episode, "turn_limit")

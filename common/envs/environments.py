@@ -36,6 +36,7 @@ class Environment:
     shows_images: bool  # whether what it says may hold images
     args: EnvArgs
     max_prompt_tokens: int  # with a first observation
+    sees_cut_turns: bool = False  # whether it is asked about a turn that a limit of tokens has cut
 
     def check_model(self, processor: Processor) -> None:
         """Raises UserError: the checkpoint's chat template cannot express its messages."""
@@ -74,7 +75,10 @@ def load(args: EnvArgs, max_prompt_tokens: int) -> Environment | None:
     if role not in ROLES:
         raise UserError(f"--env {args.env}: role is {role!r}, not one of {', '.join(ROLES)}")
     shared, shows_images = getattr(made, "shared", False), getattr(made, "pictures", True)
-    return Environment(made, role, bool(shared), bool(shows_images), args, max_prompt_tokens)
+    sees_cut = bool(getattr(made, "cut_turns", False))
+    return Environment(
+        made, role, bool(shared), bool(shows_images), args, max_prompt_tokens, sees_cut
+    )
 
 
 def env_row(row: Prompt, seed: tuple[int, ...], number: int) -> dict:

@@ -390,6 +390,26 @@ def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeyp
         talk(env, "Bad", 2)
 
 
+def test_an_environment_may_ask_for_turns_that_are_cut(qwen25, picture_rows):
+    """It rewards them, and the sample ends by the limit all the same; all else is as without."""
+    env = start(qwen25, picture_rows, "--max_new_tokens 16 --stop_strings", '["a","e"]')
+    without, batch = (talk(env, name, 4) for name in ("Grading", "GradingCutTurns"))
+    assert torch.equal(batch.tokens, without.tokens)
+    assert torch.equal(batch.truncated, without.truncated)
+    cut = 0
+    for tokens, one, other in zip(
+        batch.split(batch.tokens), without.conversations, batch.conversations
+    ):
+        assert one.ended == other.ended
+        turns = env.processor.decode(other.turn_tokens(tokens))
+        rewarded = len(turns) if one.ended != "token_limit" else len(one.rewards)
+        assert one.rewards == [float(len(text)) for text in turns[:rewarded]]
+        assert other.rewards == [float(len(text)) for text in turns]
+        assert other.ends[-1] == len(tokens)
+        cut += len(turns) > rewarded
+    assert 0 < cut < len(batch)
+
+
 def test_a_late_call_gives_its_place_to_another_thread():
     """Also one that nobody waits for, such as a `close` that hangs; and what it returns later is ignored."""
     workers, release = Workers(2, 0.2, "--limit"), threading.Event()
