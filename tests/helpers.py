@@ -335,6 +335,7 @@ def random_batch(
         judgements=[str(i) for i in range(samples)],
         components={"accuracy": noise(samples)},
         weights=noise(2 * samples).reshape(-1, 2),
+        history=torch.arange(2.0 * samples).reshape(-1, 2),
     )
     # all but the tokens themselves
     for name in FIELDS["token"][1:]:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import toy
 import train_ppo_vl as ppo
+from common import distributed
 from common.buffers import Batch
 from common.data.rows import Prompt
 from common.model import attention, build, fsdp, linear_attention, vlm
@@ -686,7 +687,7 @@ def test_slots_are_counted_with_their_states(decoding, monkeypatch):
     engine = SimpleNamespace(
         actor=decoding.actor,
         sampling=decoding.sampling,
-        setup=SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32),
+        setup=SimpleNamespace(device=torch.device("cuda"), team=distributed.ALONE),
     )
     slots = attention.SlotCache(text, 2, 100, torch.float32, CPU, "sdpa")
     room = 3.5 / 2 * slots.nbytes + ppo.memory.forward_bytes(decoding.actor, 50) + ppo.memory.MARGIN
