@@ -114,7 +114,7 @@ class Check:
                 reason = " ".join(str(error).split())[:150]
                 say(f"prompt ids are not compared, as its own processor fails here: {reason}")
                 return 0.0, 0.0
-            others += torch.tensor(ids).flatten().tolist() != prompt.input_ids.tolist()
+            others += torch.as_tensor(ids).flatten().tolist() != prompt.input_ids.tolist()
         return float(others), 0.0
 
     def worst_module(self) -> tuple[str, float]:

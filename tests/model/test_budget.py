@@ -320,3 +320,20 @@ def test_every_group_is_warmed_up_by_every_collective(tmp_path):
     assert one == of(2)
     assert all(call in two for call in of(2))
     assert all(call in two for call in of(1))
+
+
+def test_the_smallest_team_that_fits_is_named(qwen25, picture_rows):
+    """Where the update fits and a rollout does not; eight ranks cannot share four heads."""
+    plan, peaks = planned(qwen25, picture_rows, "--slots", "1").needed, {}
+    plan.updates = False
+    setups = [module.model.setup for module in plan.models.values()]
+    for size in (4, 2, 1):
+        for setup in setups:
+            setup.team = distributed.Team(size)
+        peaks[size], _ = budget.peak_of(plan, *plan.setting)
+    assert peaks[4] < peaks[2] < peaks[1]
+    for size in (2, 4):
+        gib = peaks[size] / (1 - budget.SPARE) + 1e-6
+        assert budget.least_team(plan, gib).startswith(f"--rollout_shards {size} ")
+    assert budget.least_team(plan, peaks[4]) == ""
+    assert {setup.team.size for setup in setups} == {1}

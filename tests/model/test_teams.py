@@ -174,6 +174,10 @@ def test_what_cannot_be_shared_is_refused(qwen25, picture_rows, monkeypatch):
     env.actor.model.setup.team = distributed.Team(8)
     with user_error("--rollout_shards 8: 8 must divide the 4 heads of q_proj"):
         teams.piece_bytes(env.actor.model)
+    env.actor.model.setup.team = distributed.Team(2)
+    del vlm.decoder(env.actor.model).layers[0].self_attn.v_proj  # as where keys are values
+    with user_error("--rollout_shards 2: layer 0.self_attn has no v_proj"):
+        teams.piece_bytes(env.actor.model)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with user_error("--rollout_shards 3 must divide the ranks of a machine, 8"):
         distributed.join_team(3, 60.0)
