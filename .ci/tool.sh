@@ -1,0 +1,9 @@
+# `source .ci/tool.sh PACKAGE==VERSION` installs a tool that checks this code into an environment of its own, .ci/.venv. Where that
+# cannot be, it says so and ends the script well: nothing is checked, and the run goes on.
+source launch/setup.sh pytest pytest-xdist
+if ! has_packages .ci/.venv/bin/python "$1"; then
+    if ! { python -m venv .ci/.venv && .ci/.venv/bin/python -m pip install --quiet --disable-pip-version-check "$1"; }; then
+        echo "$(basename "$0"): nothing checked, as $1 could not be installed (see above)"
+        exit 0
+    fi
+fi
