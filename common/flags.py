@@ -31,6 +31,8 @@ LONGEST_WAIT = 1e7
 # its content, and "data (rows)" by the number of rows, too
 MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
 IDENTITY = (*MODEL_IDENTITY, "data", "data (rows)", "template_options")
+# flags of other systems, and those that earlier versions of this one had, with their defaults
+FOREIGN = Path(__file__).with_name("foreign_flags.json")
 # that most runs touch: --help alone shows these
 OFTEN = """
 model train_vision lora_rank gradient_checkpointing max_tokens_per_pack
@@ -249,11 +251,14 @@ def read_config(path: str | Path, parser: "Parser") -> dict:
         config = read_json(path)
     except ValueError as error:
         raise UserError(f"--config {error}") from error
+    left = read_json(FOREIGN)["left"]
     try:
         if config.keys() & {"config", "help"}:
             raise ValueError("expected a JSON object of flags, --config and --help not among them")
         words = []
         for name, value in config.items():
+            if name in left and value == left[name]:
+                continue  # of a run of an earlier version, which did not use it
             if isinstance(value, bool):
                 words.append(f"--{name}" if value else f"--no-{name}")
             else:
@@ -271,7 +276,7 @@ def read_config(path: str | Path, parser: "Parser") -> dict:
 def suggest(unknown: str, known: list[str]) -> str:
     """What to do in place of an unknown flag, which is another system's, the beginning of a ``known`` one,
     or misspelled; "" where nothing is like it."""
-    foreign = read_json(Path(__file__).with_name("foreign_flags.json"))
+    foreign = read_json(FOREIGN)
     name = unknown.lower().replace("-", "_")
     ours = [name] if name in known else []  # it was written --actor-lr
     for word in (name, name.rpartition(".")[2]):  # verl's are paths: actor_rollout_ref.rollout.n
@@ -434,12 +439,6 @@ class ModelArgs:
         "recompute layers in the backward pass: less memory, about 30 % more time. auto: on a GPU, "
         "never on a CPU (launch/plan.py says what is fastest)",
         choices=("auto", "on", "off"),
-    )
-    compile: str = flag(
-        "off",
-        "layers: torch.compile fuses norms, rotary positions, gates and sums of the decoder's "
-        "layers in updates and scoring, which takes a while in the first step",
-        choices=("off", "layers"),
     )
     train_vision: bool = flag(
         False,

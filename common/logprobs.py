@@ -346,10 +346,9 @@ def _race(logits: Tensor, keys: Tensor, hashes: Tensor) -> Tensor:
 def fuse(function: Callable, *arguments: Any, **named: Any) -> Any:
     """``function(*arguments, **named)``, the first of which is a tensor; on a GPU by one compiled
     kernel for each result, rounded as the function itself rounds. It runs uncompiled where gradients
-    are wanted, inside other compiled code, and where nothing compiles."""
+    are wanted, and where nothing compiles."""
     tensor = next(iter((*arguments, *named.values())))
-    eager = torch.is_grad_enabled() or torch.compiler.is_compiling() or not tensor.is_cuda
-    if eager or not _compiles(tensor.device):
+    if torch.is_grad_enabled() or not tensor.is_cuda or not _compiles(tensor.device):
         return function(*arguments, **named)
     return _compiled(function)(*arguments, **named)
 

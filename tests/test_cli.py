@@ -293,7 +293,9 @@ def test_suggested_flags_exist():
         for script in (ppo, grm)
     }
     foreign = read_json(ROOT / "common" / "foreign_flags.json")
-    assert not foreign["without"].keys() & {name for known in flags_of.values() for name in known}
+    without = {*foreign["without"], *foreign["left"]}
+    assert not without & {name for known in flags_of.values() for name in known}
+    assert foreign["left"].keys() <= foreign["without"].keys()  # what to do instead
     for ours, others in foreign["ours"].items():
         with_ours = [known for known in flags_of.values() if ours in known]
         assert with_ours, ours
@@ -513,6 +515,15 @@ def test_flags_override_config_override_defaults(tmp_path):
     assert isinstance(args.algorithm.gamma, float)
     assert args.rollout.top_k == 0
     assert ppo.parse_args(words("--config", config, "--out there")).run.out == Path("there")
+
+
+def test_a_flag_that_has_left_may_stand_in_an_old_config_at_its_default(tmp_path):
+    config = tmp_path / "args.json"
+    config.write_text('{"model": "m", "data": "d.jsonl", "compile": "off"}')
+    assert ppo.parse_args(words("--config", config)).model.model == "m"
+    config.write_text('{"model": "m", "data": "d.jsonl", "compile": "layers"}')
+    with user_error("unrecognized arguments: --compile=layers; layers are not compiled"):
+        ppo.parse_args(words("--config", config))
 
 
 def test_a_config_may_hold_critic_flags_that_the_command_line_may_not(tmp_path):

@@ -31,7 +31,6 @@ from common.model.attention import (
     choose_backend,
     flash_attn_problem,
 )
-from common.model.compilation import compile_layers
 from common.model.layers import use_fewer_kernels
 from common.model.linear_attention import HF_LAYERS, DeltaNet, choose_rule
 from common.model.vlm import (
@@ -132,7 +131,7 @@ class Builder:
             )
 
     def build(self, folder: Path, vision: bool, head: bool = True, frozen: bool = False) -> Model:
-        """With adapters, gradient checkpointing and compiled layers, as the flags say."""
+        """With adapters and gradient checkpointing, as the flags say."""
         args = self.args
         model = build_model(
             read_model_config(folder),  # each its own: same shapes do not make the same model
@@ -149,8 +148,6 @@ class Builder:
         by_default = args.gradient_checkpointing == "auto" and self.compute.device.type == "cuda"
         if by_default or args.gradient_checkpointing == "on":
             recompute_layers(model)
-        if args.compile == "layers":
-            compile_layers(model)
         return model
 
 

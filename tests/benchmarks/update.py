@@ -2,7 +2,6 @@
 seconds, one thread, alternated.
 
     python tests/benchmarks/update.py [--model qwen3_5] [--size tiny|20m] [--prompt_tokens 298] [--response_tokens 64] [--samples 8]
-    python tests/benchmarks/update.py --compiled              # the trainer's own with --compile layers against it without
     python tests/benchmarks/update.py --linear                # seconds per token of the same shape, 1 to 16 prompts
     python tests/benchmarks/update.py --sweep                 # sharing against no sharing over many shapes
 
@@ -21,7 +20,6 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ratios of CPU seconds hold on one thread only
@@ -288,37 +286,6 @@ def compare(flags, args, processor, actor, oracle) -> None:
         )
 
 
-def compare_compiled(flags, args, processor, actor) -> None:
-    """The trainer's own update and its scoring, eager and through torch.compile."""
-    batch, _ = make_task(
-        args,
-        processor,
-        actor,
-        flags.prompt_tokens,
-        flags.image_tokens,
-        flags.response_tokens,
-        flags.prompts,
-        flags.samples,
-    )
-    began = time.process_time()
-    other = load_actor(replace(args, model=replace(args.model, compile="layers")), processor)
-    update = lambda module: (ours(args, module, batch, True), gradients(module.train()))[1]  # noqa: E731
-    score = lambda module: ppo.logprobs_of(module, batch)  # noqa: E731
-    error = max(float((a - b).norm() / b.norm()) for a, b in zip(update(other), update(actor)))
-    assert error < 1e-4, f"gradients differ by {error:.1e}"
-    print(
-        f"gradients agree to {error:.0e}; compiled, with a first update of each, in {time.process_time() - began:.0f} CPU seconds"
-    )
-    for name, program in (("update", update), ("score", score)):
-        seconds = alternate(
-            {"eager": lambda: program(actor), "compiled": lambda: program(other)}, flags.repeats
-        )
-        ratio = seconds["eager"] / seconds["compiled"]
-        print(
-            f"  {name:7s} eager {seconds['eager']:.3f}  compiled {seconds['compiled']:.3f} CPU seconds  {ratio:.2f} times as fast"
-        )
-
-
 def linear(flags, args, processor, actor) -> None:
     """CPU seconds of an update per 1,000 tokens of its packed rows, for more and more prompts."""
     for prompts in (1, 2, 4, 8, 16):
@@ -383,7 +350,6 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--pack", type=int, default=4096, help="tokens per packed row")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--linear", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument(
@@ -396,9 +362,7 @@ def main() -> None:
         args, processor, actor, oracle = start(
             Path(folder), flags.model, flags.size, longest, max(flags.pack, longest + 1)
         )
-        if flags.compiled:
-            compare_compiled(flags, args, processor, actor)
-        elif flags.linear:
+        if flags.linear:
             linear(flags, args, processor, actor)
         elif flags.sweep:
             sweep(flags, args, processor, actor, SHAPES[: flags.shapes])
