@@ -231,8 +231,8 @@ class Check:
             num_hidden_layers=1, num_key_value_heads=self.args.kv_heads, head_dim=self.args.head_dim
         )
         cache = SlotCache(text, 2, FULL + 1, self.dtype, self.device, self.backend)
-        cache.keys.fill_(1e3)
-        cache.values.fill_(1e3)
+        for part in (*cache.keys, *cache.values):
+            part.fill_(1e3)
         places = torch.tensor([*range(SHORT), *range(SECOND, SECOND + FULL)], device=self.device)
         slots = (places >= SECOND).long()
         plan = places, slots, places - SECOND * slots

@@ -533,7 +533,7 @@ def graphs_of(monkeypatch):
             engine = step.__self__
 
             def addresses():
-                tensors = [*engine.state, engine.cache.keys, engine.cache.values]
+                tensors = [*engine.state, *engine.cache.keys, *engine.cache.values]
                 if engine.cache.linear is not None:
                     tensors += [engine.cache.linear.inputs, engine.cache.linear.states]
                 return [tensor.data_ptr() for tensor in tensors]

@@ -316,7 +316,8 @@ def decode_error(
         values.masked_fill_((torch.arange(300) > lengths.max()).view(1, 1, -1, 1, 1), 1e3)
         for slot, length in enumerate(lengths):
             values[:, slot, length:] = 1e3
-        column.copy_(values)
+        for part, value in zip(column, values):
+            part.copy_(value)
     q, k, v = (
         torch.randn(1, heads, size, DIM, generator=generator).to(dtype)
         for heads in (HEADS, KV_HEADS, KV_HEADS)

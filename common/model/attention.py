@@ -74,12 +74,29 @@ def flash_attn_problem() -> str:
     return ""
 
 
-def head_dim(text_config) -> int:
+def head_dim(layer_config) -> int:
     """D, the dimension of an attention head."""
     return (
-        getattr(text_config, "head_dim", None)
-        or text_config.hidden_size // text_config.num_attention_heads
+        getattr(layer_config, "head_dim", None)
+        or layer_config.hidden_size // layer_config.num_attention_heads
     )
+
+
+def layer_configs(text_config) -> list:
+    """The config of each layer: heads may differ between layers."""
+    layers = range(text_config.num_hidden_layers)
+    if getattr(text_config, "is_heterogeneous", False):
+        return [text_config.per_layer_config[layer] for layer in layers]
+    return [text_config for _ in layers]
+
+
+def cached_heads(text_config) -> list[tuple[int, int]]:
+    """(Hkv, D) of each layer that stores keys and values: not those with linear attention, nor the
+    last ones that read what earlier layers store."""
+    layers = layer_configs(text_config)
+    stored = len(layers) - linear_layers(text_config)
+    stored -= getattr(text_config, "num_kv_shared_layers", 0)
+    return [(layer.num_key_value_heads, head_dim(layer)) for layer in layers[:stored]]
 
 
 MOST_SLOTS = 256  # sequences that decode together on a rank, where --slots is 0
@@ -92,7 +109,7 @@ def most_slots(ranks: int) -> int:
 
 
 class SlotCache:
-    """Keys and values of the sequences being generated: (layers, slots, capacity, Hkv, D). Of
+    """Keys and values of the sequences being generated, of each layer (slots, capacity, Hkv, D). Of
     layers with linear attention it holds the states, ``linear``, instead. ``ranks`` share the heads.
 
     A plain object, not a tensor in a dict: FSDP's input hooks would cast or copy the latter.
@@ -108,14 +125,15 @@ class SlotCache:
         backend: str,
         ranks: int = 1,
     ):
-        layers = text_config.num_hidden_layers - linear_layers(text_config)
-        heads = -(-text_config.num_key_value_heads // ranks)
-        shape = (layers, slots, capacity, heads, head_dim(text_config))
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
         # For sdpa the tokens of a head lie side by side, as matrix products want them.
-        order = (0, 1, 3, 2, 4) if backend == "sdpa" else (0, 1, 2, 3, 4)
-        self.keys = torch.empty_permuted(shape, order, dtype=dtype, device=device).zero_()
-        self.values = torch.empty_permuted(shape, order, dtype=dtype, device=device).zero_()
-        self.slots, self.capacity = slots, capacity
+        order = (0, 2, 1, 3) if backend == "sdpa" else (0, 1, 2, 3)
+        for heads, dim in cached_heads(text_config):
+            shape = (slots, capacity, -(-heads // ranks), dim)
+            for part in (self.keys, self.values):
+                part.append(torch.empty_permuted(shape, order, dtype=dtype, device=device).zero_())
+        self.slots, self.capacity, self.device = slots, capacity, device
         self.linear = None
         if linear_layers(text_config):
             self.linear = SlotStates(text_config, slots, dtype, device)
@@ -123,13 +141,13 @@ class SlotCache:
     @property
     def nbytes(self) -> int:
         states = [] if self.linear is None else [self.linear.inputs, self.linear.states]
-        return sum(part.nbytes for part in (self.keys, self.values, *states))
+        return sum(part.nbytes for part in (*self.keys, *self.values, *states))
 
     def move(self, source: list[int], target: list[int], longest: int) -> None:
         """Copy the first ``longest`` tokens of slots ``source`` over slots ``target`` (disjoint
         lists). Layer by layer: there would be no room for a copy of half the cache."""
-        sources = torch.tensor(source, device=self.keys.device)
-        targets = torch.tensor(target, device=self.keys.device)
+        sources = torch.tensor(source, device=self.device)
+        targets = torch.tensor(target, device=self.device)
         for cache in (*self.keys, *self.values):  # (slots, capacity, Hkv, D)
             cache[targets, :longest] = cache[sources, :longest]
         if self.linear is not None:
@@ -443,7 +461,8 @@ class DecodeAttention:
         self.linear = cache.linear
         # What all layers share is computed here, once: on a GPU each line is a launch.
         self.slots = torch.arange(len(lengths), device=lengths.device)
-        self.masks: dict[int | None, Tensor] = {}  # by window, made for the first layer that has it
+        # by window and heads, made for the first layer that has them
+        self.masks: dict[tuple[int | None, int], Tensor] = {}
         if backend != "sdpa":
             self.stored = (lengths + 1).int()  # (B,) with the new token
             self.q_bounds = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
@@ -509,7 +528,7 @@ class DecodeAttention:
         queries = q.reshape(len(q) * keys.shape[2], -1, q.shape[-1])  # (B * Hkv, G, D)
         # (B * Hkv, M, D)
         k, v = (x[:, : self.longest].transpose(1, 2).flatten(0, 1) for x in (keys, values))
-        mask = self.mask(window)
+        mask = self.mask(window, keys.shape[2])
         if q.dtype == torch.float32:  # SDPA costs up to twice as much for so few queries
             scores = torch.baddbmm(mask, queries, k.transpose(1, 2), alpha=scale)  # (B * Hkv, G, M)
             return torch.bmm(scores.softmax(-1), v).view(q.shape)
@@ -519,15 +538,16 @@ class DecodeAttention:
         # scores and sums in float32
         return F.scaled_dot_product_attention(*batch, scale=scale).reshape(q.shape)
 
-    def mask(self, window: int | None) -> Tensor:
-        """(B * Hkv, 1, longest): 0 at the keys that the new tokens see, else -inf."""
-        if window not in self.masks:
+    def mask(self, window: int | None, heads: int) -> Tensor:
+        """(B * Hkv, 1, longest), of Hkv ``heads``: 0 at the keys that the new tokens see, else
+        -inf."""
+        if (window, heads) not in self.masks:
             # (B, longest)
             age = self.lengths[:, None] - torch.arange(self.longest, device=self.lengths.device)
-            mask = torch.zeros(age.shape, dtype=self.cache.keys.dtype, device=age.device)
+            mask = torch.zeros(age.shape, dtype=self.cache.keys[0].dtype, device=age.device)
             mask.masked_fill_((age < 0) | (age >= (window or self.longest)), -torch.inf)
-            self.masks[window] = mask.repeat_interleave(self.cache.keys.shape[3], dim=0)[:, None]
-        return self.masks[window]
+            self.masks[window, heads] = mask.repeat_interleave(heads, dim=0)[:, None]
+        return self.masks[window, heads]
 
 
 # -------------------------------------------------------------------------------------------------

@@ -675,7 +675,7 @@ def test_bytes_of_a_slot():
     small = AutoConfig.for_model("qwen3_5_text", **TEXT | LINEAR)
     for dtype in (torch.float32, torch.bfloat16):
         cache = attention.SlotCache(small, 3, 50, dtype, CPU, "sdpa")
-        held = (cache.keys, cache.values, cache.linear.inputs, cache.linear.states)
+        held = (*cache.keys, *cache.values, cache.linear.inputs, cache.linear.states)
         assert sum(part.nbytes for part in held) == cache.nbytes
         assert cache.linear.states.dtype == torch.float32
         assert cache.linear.inputs.dtype == dtype

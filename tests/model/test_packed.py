@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from common.buffers import Batch, assign_blocks, build_pack, make_blocks
 from common.data.loader import load_pixels
@@ -240,9 +241,26 @@ def test_what_reaches_sdpa(monkeypatch, device, dtype):
     step = DecodeAttention(cache, torch.zeros(3, dtype=torch.int64, device=device), 32, "sdpa")
     assert step(0, *(x[:, :, :3] for x in (q, k, v)), 1.0).shape == (1, 3, 4, 16)
     ((queries, keys, _, gqa),) = reached
-    assert keys._base is cache.keys and not gqa
+    assert keys._base is cache.keys[0] and not gqa
     four = device == "meta" and dtype == torch.bfloat16
     assert queries.shape == ((3, 2, 2, 16) if four else (6, 2, 16)) and keys.shape[-2] == 32
+
+
+def test_a_slot_has_the_heads_of_each_layer():
+    """Gemma 4 E2B: of 35 layers the last 20 read what the first 15 store, every fifth of which has
+    heads of 512, the others of 256; one head for keys, and for values."""
+    text = AutoConfig.for_model(
+        "gemma4_text",
+        num_hidden_layers=35,
+        num_kv_shared_layers=20,
+        num_key_value_heads=1,
+        global_head_dim=512,
+        head_dim=256,
+        layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    )
+    cache = SlotCache(text, 2, 100, torch.bfloat16, torch.device("meta"), "sdpa")
+    assert cache.nbytes == 2 * 100 * 2 * (12 * 256 + 3 * 512) * 2
+    assert [part.shape for part in cache.keys[3:5]] == [(2, 100, 1, 256), (2, 100, 1, 512)]
 
 
 def test_fsdp_does_not_walk_through_segments():

@@ -56,7 +56,7 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
     generate = ppo.RolloutEngine.generate
 
     def watched(engine):
-        heads = engine.cache.keys.shape[3]
+        heads = engine.cache.keys[0].shape[2]
         held.append((whole_bytes(env.actor), memory.decoding_bytes(env.actor), heads))
         return generate(engine)
 
