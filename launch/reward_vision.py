@@ -1,0 +1,162 @@
+r"""Rewards of perception, to use or to copy: --reward launch/reward_vision.py:NAME
+
+    choice    one letter, or the text of one of the row's "options"
+    number    one number, within 5 % of the truth as in ChartQA, or within the row's "tolerance" (0 for
+              years: 5 % are a century); where the truth is not just a number, words
+    count     one number, in digits or as zero to twenty
+    words     the same words
+    anls      1 - edits / length where that is above 1/2, as in DocVQA
+    ocr       1 - edits / length, and case counts
+    items     F1 of a list, in any order
+    order     the same list
+
+The truth is the row's "answer", for words and anls any of its "answers" if it has them.
+
+An answer is what stands behind the thought: the last <answer>, <|begin_of_box|> or \boxed{}, if
+there is one, and of that the last fence. Everything in it counts: of several letters or numbers none
+is the answer, and a copy is a wrong item. An unfinished thought or <answer> is no answer. So
+whoever guesses everything earns no more than by one guess."""
+
+import json
+import re
+from collections import Counter
+from fractions import Fraction
+from string import ascii_uppercase
+
+import numpy as np
+
+from common.rewards import rules
+
+BOX = re.compile(r"<\|begin_of_box\|>([^<]*)<\|end_of_box\|>")
+FENCE = re.compile(r"```\w{0,20}\n(.*?)```", re.DOTALL)
+# b)   B, but neither "I" nor the article of "A dog"
+LETTER = re.compile(r"(?<![\w'’])(?:[A-Za-z](?=\))|(?:A(?! (?!is|or)[a-z])|[B-HJ-Z])(?![\w'’]))")
+NUMBER = re.compile(r"(?<![\w.])[+-]?(?:\d{1,15}(?!\d)\.?\d{0,15}|\.\d{1,15})(?:[eE][+-]?\d{1,2})?")
+NO_DIGITS = re.compile(r"[$€£¥]| ?%|(?<=\d),(?=\d{3}(?!\d))")  # $5   1,234
+WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+fifteen sixteen seventeen eighteen nineteen twenty""".split()
+DIGITS = {word: str(number) for number, word in enumerate(WORDS)}
+OUTER = " .,;:!?\"'`()[]{}*•"  # punctuation around a word
+
+
+def read_answer(response: str) -> str:
+    """What a response answers; empty if it ends within its thought or its <answer>."""
+    _, _, answer = response.rpartition("</think>")
+    if "<think>" in answer:
+        return ""
+    if "<answer>" in answer:
+        answer = rules.extract_answer(answer, "answer") or ""
+    answer = (BOX.findall(answer) or [answer])[-1]
+    answer = rules.extract_answer(answer, "boxed") or answer
+    return (FENCE.findall(answer) or [answer])[-1].strip()
+
+
+def per_sample(grade):
+    """A reward function from the grade of one answer, by its truth and row; no answer earns 0."""
+
+    def score(prompts, responses, references, labels, images, rows):
+        responses = map(rules.with_opened_thought, prompts, responses)
+        samples = zip(map(read_answer, responses), references, rows)
+        grades = [grade(*sample) if sample[0] else 0.0 for sample in samples]
+        return {"reward": grades, "accuracy": [float(share == 1) for share in grades]}
+
+    return score
+
+
+def plain(text) -> str:
+    """A text or number without case, white space, punctuation around it, and the dash of a list."""
+    return " ".join(str(text).lower().split()).strip(OUTER).removeprefix("- ")
+
+
+@per_sample
+def choice(answer, truth, row):
+    letters = dict(zip(map(plain, row.get("options", [])), ascii_uppercase))
+    right = chosen(truth, letters)
+    if len(right) != 1:
+        raise ValueError(f"the answer {truth!r} is neither a letter nor one of the row's options")
+    return float(chosen(answer, letters) == right)
+
+
+def chosen(text: str, letters: dict) -> set:
+    """The letters of all options that a text names: by all its words, by letters, or by both."""
+    whole = plain(text)
+    if whole in letters:
+        return {letters[whole]}
+    if len(whole) == 1:
+        text = f"{whole})"
+    rest = plain(LETTER.sub("", text))  # of "B. dog"
+    return {letters.get(rest)} - {None} | set(map(str.upper, LETTER.findall(text)))
+
+
+@per_sample
+def number(answer, truth, row):
+    if not NUMBER.fullmatch(NO_DIGITS.sub("", truth)):
+        return float(plain(answer) == plain(truth))
+    values, (right,) = numbers(answer), numbers(truth)
+    tolerance = Fraction(str(row.get("tolerance", 0.05)))
+    return float(len(values) == 1 and abs(values.pop() - right) <= tolerance * abs(right))
+
+
+def numbers(text: str) -> set:
+    digits = NO_DIGITS.sub("", text.replace("−", "-"))
+    return set(map(Fraction, NUMBER.findall(digits)))
+
+
+@per_sample
+def count(answer, truth, row):
+    answer = re.sub("[a-z]+", lambda word: DIGITS.get(word[0], word[0]), answer.lower())
+    return float(numbers(answer) == {Fraction(truth)})
+
+
+@per_sample
+def words(answer, truth, row):
+    return float(plain(answer) in map(plain, row.get("answers", [truth])))
+
+
+@per_sample
+def anls(answer, truth, row):
+    texts = row.get("answers", [truth])
+    best = max(likeness(answer.lower(), text.lower()) for text in texts)
+    return best if best > 0.5 else 0.0
+
+
+@per_sample
+def ocr(answer, truth, row):
+    return likeness(answer, truth)
+
+
+def likeness(a: str, b: str) -> float:
+    """1 - edits / the longer length. An edit inserts, deletes or replaces a character; white space
+    is single spaces."""
+    shorter, longer = sorted((" ".join(text.split()) for text in (a, b)), key=len)
+    letters = np.array([*longer])
+    # edits from what was read of the shorter text to the first k letters of the longer, minus k
+    costs = np.zeros(len(longer) + 1)
+    for letter in shorter:
+        replaced = costs[:-1] - (letters == letter)
+        costs += 1
+        costs[1:] = np.minimum(costs[1:], replaced)
+        costs = np.minimum.accumulate(costs)
+    return -float(costs[-1]) / len(longer)
+
+
+@per_sample
+def items(answer, truth, row):
+    answered, expected = Counter(read_items(answer)), Counter(read_items(truth))
+    return 2 * (answered & expected).total() / (answered + expected).total()
+
+
+@per_sample
+def order(answer, truth, row):
+    return float(read_items(answer) == read_items(truth))
+
+
+def read_items(text: str) -> list:
+    """The elements of a list in JSON, or of what commas, semicolons and lines separate."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, list):
+        values = re.split(r"[,;\n]|(?<=\d)-(?=\d)", text)
+    return [item for item in map(plain, values) if item]
