@@ -49,8 +49,8 @@ def mask_with(change):
     def fault(patch):
         real = DecodeAttention.mask
 
-        def wrong(step, window):
-            mask = real(step, window).clone()  # (B * Hkv, 1, longest)
+        def wrong(step, *key):
+            mask = real(step, *key).clone()  # (B * Hkv, 1, longest)
             change(mask.unflatten(0, (len(step.lengths), -1)))
             return mask
 
