@@ -888,10 +888,10 @@ def build_models(
     with distributed.raise_on_all_ranks():
         builder = build.Builder(args.model, device, args.longest, team)
         actor = Policy(builder.actor(), processor)
-        if args.update.aux_loss_coef and not vlm.routers(actor.model):
+        if args.update.aux_loss_coef and not vlm.balances_by_loss(actor.model):
             raise ValueError(
                 f"--aux_loss_coef {args.update.aux_loss_coef}: {builder.folder} has no experts "
-                "to balance"
+                "to balance, or balances them by a bias"
             )
         critic = None
         if ESTIMATORS[algorithm.advantage].has_critic:

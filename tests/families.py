@@ -119,7 +119,7 @@ GLM_TOKENS = dict(
     video_start_token="<|begin_of_video|>",
     video_end_token="<|end_of_video|>",
 )
-GLM = ("glm4v", "glm46v", "glm_ocr")
+GLM = ("glm4v", "glm46v", "glm_ocr", "glm4v_moe")
 TOKENS |= {kind: ("<|begin_of_image|><|image|><|end_of_image|>", GLM_TOKENS) for kind in GLM}
 TOKENS["exaone4_5"] = (
     "<vision><|image_pad|></vision>",
@@ -139,10 +139,11 @@ TOKENS["lighton_ocr"] = (
     ),
 )
 # Their model_type, where a kind here is named after its text model.
-MODEL_TYPES = {"ministral3": "mistral3"}
-NEWER = (*GLM, "exaone4_5", "mistral3", "ministral3", "lighton_ocr")
+MODEL_TYPES = {"ministral3": "mistral3", "internvl_moe": "internvl"}
+TOKENS["internvl_moe"] = TOKENS["internvl"]
+NEWER = (*GLM, "internvl_moe", "exaone4_5", "mistral3", "ministral3", "lighton_ocr")
 # Those that only `all` tests.
-SLOW = ("glm46v", "glm_ocr", "exaone4_5", "ministral3", "lighton_ocr")
+SLOW = ("internvl_moe", "glm4v_moe", "glm46v", "glm_ocr", "exaone4_5", "ministral3", "lighton_ocr")
 PLAIN = ("llava", "gemma3", "idefics3")  # whose own processors work without torchvision
 TEXT_ONLY = dict(
     qwen2={},
@@ -231,6 +232,16 @@ def glm_config(kind: str, vocabulary: dict, ids: dict):
     # GLM-4.1V has no head_dim: hidden_size / heads
     text = {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     text["rope_parameters"] = rope | {"partial_rotary_factor": 0.5}
+    if kind == "glm4v_moe":
+        text |= dict(
+            n_routed_experts=6,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+        )
     return AutoConfig.for_model(
         kind,
         text_config=TEXT | vocabulary | text,
@@ -331,11 +342,14 @@ def make_config(kind: str, tokenizer):
                 num_position_embeddings=64,
             ),
         )
-    if kind == "internvl":
+    if kind.startswith("internvl"):
+        text = {"model_type": "qwen2"}
+        if kind == "internvl_moe":
+            text = EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True}
         vision = VISION | {"image_size": [28, 28], "patch_size": [7, 7]}
         return AutoConfig.for_model(
-            kind,
-            text_config=TEXT | vocabulary | {"model_type": "qwen2"},
+            "internvl",
+            text_config=TEXT | vocabulary | text,
             vision_config=vision,
             image_token_id=ids["context_image_token_id"],
         )
@@ -389,7 +403,7 @@ def make_image_processor(kind: str):
         return transformers.CLIPImageProcessorPil(size=shortest, crop_size=square)
     if kind == "gemma3":
         return transformers.Gemma3ImageProcessorPil(size=square)
-    if kind == "internvl":
+    if kind.startswith("internvl"):
         return transformers.GotOcr2ImageProcessorPil(size=square, max_patches=6)
     name = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[kind]
     return getattr(transformers, f"{name}ImageProcessorPil")(

@@ -406,7 +406,7 @@ class Glm(Qwen):
     """GLM-4.1V to GLM-4.6V, GLM-OCR: Qwen-VL's patches, in sizes by another rule. Their clips, whose
     frames are images with their times, are not read."""
 
-    model_types = ("glm4v", "glm46v", "glm_ocr")
+    model_types = ("glm4v", "glm46v", "glm_ocr", "glm4v_moe")
     media = ("image",)
     image_processors = ("Glm4v", "Glm46V")
     unnamed_tokens = r"<\|(begin|end)_of_(image|video)\|>"

@@ -34,8 +34,8 @@ def update_flops(policy: Wrapper, tokens: float, responses: float) -> float:
     inputs, and as many for that of the weight unless it is frozen."""
     text = policy.model.config.get_text_config()
     used = 1.0  # of stacked experts
-    if routers(policy.model):
-        used = text.num_experts_per_tok / text.num_experts
+    if mixtures := routers(policy.model):
+        used = text.num_experts_per_tok / mixtures[0].get_parameter("weight").shape[0]
     weights = sum(
         p.numel() * (used if ".experts." in name else 1)
         for name, p in decoder(policy.model).layers.named_parameters()
@@ -141,6 +141,7 @@ def layer_activations(module: Wrapper, keys: float = 1.0) -> float:
         experts = text.num_experts_per_tok
         inner = experts * text.moe_intermediate_size
         inner += getattr(text, "shared_expert_intermediate_size", 0)
+        inner += getattr(text, "n_shared_experts", 0) * text.moe_intermediate_size
     heads = text.num_attention_heads + keys * text.num_key_value_heads
     mixing = max(2 * width * head_dim(text) * heads, activation_bytes(text, width))
     products = width * ((2 + experts) * text.hidden_size + 4 * inner)

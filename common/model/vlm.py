@@ -57,11 +57,14 @@ class StoredWeight:
     Attributes:
         name: of the parameter or buffer; "": of multi-token prediction, or of a tower left out.
         like: on meta, its shape and type in the files, which exports keep.
+        part: which expert, which part of its rows and of how many, where the parameter holds all
+            experts of a layer and the files each matrix alone; None: all of it.
     """
 
     name: str
     path: Path
     like: Tensor
+    part: tuple[int, int, int] | None = None
 
 
 @dataclass(kw_only=True)
@@ -187,8 +190,13 @@ def routers(model: Model) -> list[nn.Module]:
     return [
         module
         for module in decoder(model).modules()
-        if type(module).__name__.endswith("TopKRouter")
+        if type(module).__name__.lower().endswith("topkrouter")
     ]
+
+
+def balances_by_loss(model: Model) -> bool:
+    """Whether it has routers, and they choose by their logits alone: GLM's add a bias to each expert."""
+    return any(not hasattr(router, "e_score_correction_bias") for router in routers(model))
 
 
 @contextmanager

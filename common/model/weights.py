@@ -14,6 +14,7 @@ import json
 import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from common import distributed
 from common.data.folder import read_model_config
@@ -55,6 +57,8 @@ NOT_READ = (
     r"\.(inv_freq|position_ids|masked_bias)$",  # written by older versions of transformers
     r"(^|\.)lm_head\.",  # in a critic and in a scalar model; elsewhere it is a parameter
 )
+# one matrix of one expert, where the files hold each alone
+EXPERT_KEY = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 # heads of scalar models that are not read: v_head.summary.weight, reward_head.weight, score.0.weight
 OTHER_HEAD = re.compile(r"(?!lm_)\w*(head|score|reward|value|classifier)")
 # What to do about checkpoints that are not read as they are.
@@ -202,27 +206,31 @@ def load(model: Model, folder: Path, value_head: nn.Linear | None = None) -> Non
     parameters = named_weights(model, value_head)
     stored = model.setup.stored = {}
     read, unknown = set(), []  # tied ones are one; keys
+    counts = Counter()  # numbers read of each parameter: experts may stand alone
     for path in weight_files(folder):
         with open_weights(path) as tensors:
             for key in tensors.keys():
-                name = parameter_name(key, parameters)
+                merged, part = expert_part(key)
+                name = parameter_name(merged, parameters)
                 if not name and not is_copied(key, model):
                     unknown.append(key)
                     continue
                 value = tensors.get_tensor(key)  # in mapped memory: read when it is copied
                 like = torch.empty_like(value, device="meta")
-                stored[key] = StoredWeight(name, path, like)
+                stored[key] = StoredWeight(name, path, like, part)
                 if not name:
                     continue
                 target = parameters[name]
                 tied = shard_of(target).clone() if target in read else None
-                read_weight(f"{path}: {key}", target, value)
+                read_weight(f"{path}: {key}", target, value, part)
                 if tied is not None and not torch.equal(tied, shard_of(target)):
                     raise ValueError(
                         f"{path}: {key} differs from the weight that config.json ties it to; to "
                         "keep both, set tie_word_embeddings to false there"
                     )
-                read.add(target)
+                counts[name] += value.numel()
+                if counts[name] == target.numel():
+                    read.add(target)
     if value_head is not None and value_head.weight not in read:
         check_heads(folder, unknown)
         like = torch.empty(value_head.weight.shape, device="meta")
@@ -285,10 +293,34 @@ def parameter_name(key: str, parameters: Tensors) -> str:
     return ""
 
 
-def read_weight(source: str, target: Tensor, value: Tensor) -> None:
-    """Copy a tensor of a file into a parameter; ``source`` names it in a message."""
+def expert_part(key: str) -> tuple[str, tuple[int, int, int] | None]:
+    """For the key of one matrix of one expert that of all experts of a layer, and the part that it is,
+    as of `StoredWeight`; for other keys (key, None)."""
+    match = EXPERT_KEY.fullmatch(key)
+    if match is None:
+        return key, None
+    stem, expert, kind = match.groups()
+    if kind == "down":
+        return f"{stem}.down_proj", (int(expert), 0, 1)
+    return f"{stem}.gate_up_proj", (int(expert), int(kind == "up"), 2)
+
+
+@torch.no_grad()
+def read_weight(
+    source: str, target: Tensor, value: Tensor, part: tuple[int, int, int] | None = None
+) -> None:
+    """Copy a tensor of a file into a parameter, or into the ``part`` of it, as of `StoredWeight`;
+    ``source`` names it in a message."""
     if value.dtype not in WEIGHT_TYPES:
         raise ValueError(f"{source} is of type {value.dtype}; quantized weights are not supported")
+    if part:
+        expert, index, count = part
+        local = shard_of(target)
+        if isinstance(target, DTensor) and local.numel():
+            expert -= target.__create_chunk_list__()[0].offsets[0]
+        if expert in range(len(local)):  # this rank has it
+            read_weight(source, local[expert].chunk(count)[index], value)
+        return
     # those of Qwen3-VL-MoE have the matrices of the experts (E, I, O) transposed
     is_transposed = value.ndim == 3 and value.shape != target.shape
     weight = value.mT if is_transposed else value
@@ -365,7 +397,7 @@ def gather_files(module: Wrapper, files: dict[str, list[str]]) -> Iterator[tuple
     parameters = named_weights(model, getattr(module, "value_head", None))
     adapted = {layer.weight: layer for layer in adapted_layers(model)}
     for file, keys in files.items():
-        tensors = {}
+        tensors, recent = {}, {}
         for key in keys:  # in one order on all ranks
             weight = model.setup.stored[key]
             parameter = parameters.get(weight.name)
@@ -375,7 +407,7 @@ def gather_files(module: Wrapper, files: dict[str, list[str]]) -> Iterator[tuple
             if layer:
                 full = whole(layer.lora_B) @ whole(layer.lora_A) * layer.scale
             elif parameter.requires_grad:
-                full = whole(parameter)
+                full = gathered(parameter, weight, recent)
             else:
                 continue
             if distributed.is_main():
@@ -394,6 +426,18 @@ def gather_files(module: Wrapper, files: dict[str, list[str]]) -> Iterator[tuple
             if ".lora_" in name
         }
         yield "adapter/adapter_model.safetensors", tensors
+
+
+def gathered(parameter: Tensor, weight: StoredWeight, recent: dict[Tensor, Tensor]) -> Tensor:
+    """What the files hold as one weight; ``recent`` are gathered parameters of whole layers. A collective."""
+    if weight.part is None:
+        return whole(parameter)
+    if parameter not in recent:
+        if len(recent) == 2:  # the experts of a layer are in two, in turns
+            recent.clear()
+        recent[parameter] = whole(parameter)
+    expert, index, count = weight.part
+    return recent[parameter][expert].chunk(count)[index]
 
 
 def read_stored(key: str, weight: StoredWeight) -> Tensor:

@@ -5,6 +5,7 @@ greedy rollouts = `generate`, and one PPO step whose export `from_pretrained` lo
 import functools
 import json
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,7 @@ from conftest import (
     read_rows,
     responses_of,
     rounding,
+    same_tensors,
     save_weights,
     seeded,
     start,
@@ -144,7 +146,7 @@ def hf_inputs(family, prompt) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(family.folder)
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     token = TOKENS[family.kind][1][
-        "context_image_token" if family.kind == "internvl" else "image_token"
+        "context_image_token" if family.kind.startswith("internvl") else "image_token"
     ]
     batch, options = {}, {}
     stand_in = SimpleNamespace(
@@ -162,7 +164,7 @@ def hf_inputs(family, prompt) -> dict:
         image_break_token="[IMG_BREAK]",
         image_end_token="[IMG_END]",
     )
-    if family.kind == "internvl":
+    if family.kind.startswith("internvl"):
         options["crop_to_patches"] = True
     elif family.kind == "smolvlm":
         options["return_row_col_info"] = True
@@ -174,6 +176,7 @@ def hf_inputs(family, prompt) -> dict:
         )
     maker = {
         "internvl": "InternVL",
+        "internvl_moe": "InternVL",
         "smolvlm": "SmolVLM",
         "lighton_ocr": "LightOnOcr",
         "exaone4_5": "Exaone4_5_",
@@ -803,6 +806,13 @@ def test_a_dense_model_has_no_experts_to_balance(family):
         start(family.folder, family.data, "--aux_loss_coef 0.1")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["glm4v_moe"], indirect=True)
+def test_experts_that_a_bias_balances_have_no_loss(family):
+    with user_error("--aux_loss_coef 0.1: .* balances them by a bias"):
+        start(family.folder, family.data, "--aux_loss_coef 0.1")
+
+
 def test_square_matrices_of_experts_come_back_as_they_were(tmp_path, picture_rows, monkeypatch):
     """Readers tell a transposed matrix by its shape: a square one is never transposed."""
     monkeypatch.setitem(EXPERTS, "moe_intermediate_size", TEXT["hidden_size"] // 2)
@@ -818,13 +828,24 @@ def test_square_matrices_of_experts_come_back_as_they_were(tmp_path, picture_row
         assert torch.equal(weight, again[name]), name
 
 
-def test_experts_one_by_one_are_refused(tmp_path, picture_rows):
-    kind = "qwen3_5_moe"
-    AutoModelForImageTextToText.from_config(
-        make_config(kind, make_tokenizer(kind))
-    ).save_pretrained(tmp_path)
+@pytest.mark.parametrize("kind", ["qwen3_5_moe", "internvl_moe", "glm4v_moe"])
+def test_experts_one_by_one_are_read_and_written_so(kind, tmp_path, picture_rows):
+    """Each rank reads its own; an incomplete one is in no file."""
+    auto = AutoModelForImageTextToText.from_config(make_config(kind, make_tokenizer(kind)))
+    auto.save_pretrained(tmp_path)
     save_processor(kind, tmp_path, make_tokenizer(kind))
-    with user_error(r"weights are in no file, the first: .*mlp\.experts\.gate_up_proj"):
+    weights = load_file(tmp_path / "model.safetensors")
+    alone = [name for name in weights if re.search(r"experts\.\d+\.(gate|up|down)_proj", name)]
+    assert alone
+    env = start(tmp_path, picture_rows)
+    mine, theirs = env.actor.model.state_dict(), auto.state_dict()
+    for name in theirs:
+        if ".experts." in name:
+            assert torch.equal(mine[name].full_tensor(), theirs[name]), name
+    assert vlm_weights.export(env.actor, env.processor, tmp_path / "export") is None
+    assert same_tensors(load_file(tmp_path / "export" / "model.safetensors"), weights)
+    save_weights(tmp_path, {name: value for name, value in weights.items() if name != alone[-1]})
+    with user_error(r"weights are in no file, the first: .*mlp\.experts\."):
         start(tmp_path, picture_rows)
 
 
