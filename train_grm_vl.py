@@ -30,7 +30,7 @@ Pairs are shown in both orders (--orders); in each of them, {A} and {B} in a cri
 names that the two have there. A template turns a row into a question. The judge.json of an export
 contains all templates, so that a judge is always asked in the way it was trained.
 
-Shapes: N target tokens in a step, L tokens in a pack, T of them targets, H hidden size.
+Shapes: N target tokens in a step, L tokens in a pack, T of them targets.
 
 Invariants, each with a test: the labels are what the chat template writes before the answer (an
 empty thought, a space), the answer's tokens and its first end token, and nothing else; packs and
@@ -58,8 +58,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 
-from common import distributed, flags, logging, logprobs, process
-from common.buffers import Batch, Pack
+from common import distributed, flags, logging, process
+from common.buffers import Batch
 from common.cards import sample_card
 from common.data.images import read_frames
 from common.data.loader import (
@@ -77,7 +77,8 @@ from common.distributed import ALONE, Team
 from common.files import read_json, read_text
 from common.flags import flag
 from common.model import budget, build, checkpoint, fsdp, memory, shards, vlm, weights
-from common.model.packs import join_packs, make_packs, run_forward
+from common.model.packs import join_packs, make_packs
+from common.model.policy import Policy, logprobs_of
 from common.process import UserError
 from common.reports import accuracy
 from common.rewards import judge as judgements
@@ -385,31 +386,17 @@ def advance(
 # -------------------------------------------------------------------------------------------------
 
 
-class Judge(vlm.Wrapper):
-    """Maps a pack to the log-probs of its target tokens. The full logits are never materialized."""
-
-    def __init__(self, model: vlm.Model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, pack: Pack) -> Tensor:
-        """Returns logp (T,) float32."""
-        hidden = vlm.hidden_states(self.model, pack)[pack.predict]  # (T, H)
-        chunk = self.model.setup.head_chunk
-        return logprobs.linear_logprobs(
-            hidden, self.model.lm_head.weight, pack.targets, chunk=chunk
-        )[0]
-
-
-def build_judge(args: Args, device: torch.device, team: Team = ALONE) -> Judge:
+def build_judge(
+    args: Args, processor: Processor, device: torch.device, team: Team = ALONE
+) -> Policy:
     """The model on meta; it will compute on ``device``, and generate with a ``team``. Raises UserError
     on every rank: bad files."""
     longest = args.data.max_prompt_tokens + args.eval.eval_max_new_tokens  # with its judgement
     with distributed.raise_on_all_ranks():
-        return Judge(build.Builder(args.model, device, longest, team).actor())
+        return Policy(build.Builder(args.model, device, longest, team).actor(), processor)
 
 
-def plan_memory(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.MemoryPlan:
+def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.MemoryPlan:
     """What a step takes on so many ranks, and the evaluation, which prefills padded questions, all at
     once; they are assumed to be as long as those of training."""
     prompt = budget.longest_prompt(row.prompt for row in (*rows.held_out, *rows.train))
@@ -435,10 +422,10 @@ def plan_memory(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.Memo
     return plan
 
 
-def load_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
+def load_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Policy:
     """The model, sharded and loaded. Raises UserError on every rank: bad files, or too little
     memory."""
-    judge = build_judge(args, ranks.device, ranks.team)
+    judge = build_judge(args, rows.processor, ranks.device, ranks.team)
     if not args.run.export_only:
         budget.fit(plan_memory(args, judge, rows, ranks.world), ranks)
     with distributed.raise_on_all_ranks():
@@ -521,7 +508,7 @@ def update(
     vlm.compute_features_unless_trained(judge.model, batch)
     done = []
     for pack in make_packs(judge.model, batch):
-        logp = judge(pack)  # (T,)
+        logp, *_ = judge(pack)  # (T,)
         backward(-logp.sum() / tokens)
         done.append((pack.flat, logp.detach()))
     target_logprobs = join_packs(done, tokens)
@@ -563,7 +550,7 @@ STEP_COLUMNS = {
 
 
 def evaluate(
-    judge: Judge, rows: Rows, state: TrainState, log: logging.RunLogger, args: Args
+    judge: Policy, rows: Rows, state: TrainState, log: logging.RunLogger, args: Args
 ) -> logging.Metrics:
     """Judge every held-out example, spread over the ranks: by a generated judgement, and by the
     likelihood of every verdict. Log the judgements, and return the eval/ metrics."""
@@ -598,7 +585,7 @@ def evaluate(
 
 
 @torch.no_grad()
-def judge_all(judge: Judge, rows: Rows, args: Args) -> tuple[list[dict], int]:
+def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
     """The records of all held-out examples, in order, and the number of those that were dropped
     because an image does not decode.
 
@@ -615,7 +602,7 @@ def judge_all(judge: Judge, rows: Rows, args: Args) -> tuple[list[dict], int]:
         for _ in batches:
             batch = loader.take(least=0)
             dropped += len(batch.dropped)
-            written = generate(judge, rows.processor, batch, args.eval)
+            written = generate(judge, batch, args.eval)
             likelihoods = weigh_verdicts(judge, rows, loader.rows, batch)
             for k, example in enumerate(loader.rows):
                 index = next(waiting)
@@ -628,13 +615,11 @@ def judge_all(judge: Judge, rows: Rows, args: Args) -> tuple[list[dict], int]:
     return records, dropped
 
 
-def generate(
-    judge: Judge, processor: Processor, batch: Batch, args: EvalArgs
-) -> dict[int, tuple[str, bool]]:
+def generate(judge: Policy, batch: Batch, args: EvalArgs) -> dict[int, tuple[str, bool]]:
     """Generated judgements by index of the prompt, from all ranks, and whether they were cut off. Each
     rank or team answers its own prompts by Hugging Face's `generate`, in batches that are padded on the
     left."""
-    model, team = judge.model, judge.model.setup.team
+    model, processor, team = judge.model, judge.processor, judge.model.setup.team
     mine = batch.own_prompts(team.size)
     patches = dict(ChainMap(*team.gather_objects(batch.patches)))
     batch = replace(batch, patches=patches)
@@ -696,7 +681,7 @@ def plain_attention(model: vlm.Model):
 
 
 def weigh_verdicts(
-    judge: Judge, rows: Rows, examples: list[Example], batch: Batch
+    judge: Policy, rows: Rows, examples: list[Example], batch: Batch
 ) -> dict[int, dict]:
     """For every example whose images decode: its loss, summed over the target's tokens, and the
     probability of each verdict, a softmax over the verdicts' log-probs right after the prompt. One
@@ -710,7 +695,7 @@ def weigh_verdicts(
     if not len(batch):
         return {}  # no image decodes
     vlm.compute_features_unless_trained(judge.model, batch)
-    totals = batch.per_sample_sum(run_forward(judge, batch, judge).double())  # (S,)
+    totals = batch.per_sample_sum(logprobs_of(judge, batch).double())  # (S,)
     likelihoods = {}
     for index in set(batch.prompt_index.tolist()):
         logps = totals[batch.prompt_index == index]  # of the target, and of each verdict

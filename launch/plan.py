@@ -87,7 +87,7 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
 def plan_grm(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = grm.parse_args(flags)
     rows = grm.load_rows(args)
-    judge = grm.build_judge(args, META, Team(args.model.rollout_shards))
+    judge = grm.build_judge(args, rows.processor, META, Team(args.model.rollout_shards))
     return grm.plan_memory(args, judge, rows, gpus)
 
 

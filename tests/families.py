@@ -585,7 +585,7 @@ def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
     with PromptLoader(
         processor, args.data, batches_in_order(rows.held_out, len(rows.held_out))
     ) as loader:
-        written = grm.generate(judge, processor, loader.take(), args.eval)
+        written = grm.generate(judge, loader.take(), args.eval)
     silent = {*processor.stop_ids, processor.tokenizer.pad_token_id}
     for i, example in enumerate(rows.held_out):
         response = generated(family, example.prompt, inputs_of, 5)

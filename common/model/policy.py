@@ -1,6 +1,7 @@
 """The models of the algorithm: a transformers model with what the loss reads from it.
 
-    Policy       log-probs of response tokens; actor, reference, teacher and judge
+    Policy       log-probs of response tokens; actor, reference, teacher and judge, which
+                 train_grm_vl.py trains
     Critic       values; the scalar reward model, too
     logprobs_of, values_of   of all samples of a batch
 

@@ -131,8 +131,7 @@ class Model(nn.Module):
 
 
 class Wrapper(nn.Module):
-    """A model with what is read from its hidden states: `policy.Policy`, `policy.Critic`, and the
-    judge that train_grm_vl.py trains."""
+    """A model with what is read from its hidden states: `policy.Policy`, `policy.Critic`."""
 
     model: Model
 

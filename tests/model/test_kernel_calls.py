@@ -209,7 +209,7 @@ def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, cas
         with grm.open_loader(args, loaded, grm.TrainState()) as loader:
             batch = grm.next_batch(loader)
         kernels.calls.clear()
-        texts = grm.generate(judge, loaded.processor, batch, args.eval)
+        texts = grm.generate(judge, batch, args.eval)
         assert sorted(texts) == [0, 1, 2, 3]
         # of the tower
         assert kernels.names() == (set() if attention == "sdpa" else {PACKED[backend]})

@@ -127,7 +127,7 @@ def judge_alike(folder, task, out) -> None:
         batch = loader.collect(*loader.submit(rows.held_out, list(range(len(rows.held_out)))))
     for size in (1, 2, 4):
         judge.model.setup.team = distributed.join_team(size, 60.0)
-        texts.append(grm.generate(judge, rows.processor, batch, args.eval))
+        texts.append(grm.generate(judge, batch, args.eval))
     assert len(texts[0]) == len(rows.held_out)
     assert texts[0] == texts[1] == texts[2]
 
