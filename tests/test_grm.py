@@ -359,7 +359,7 @@ def test_likelihood_is_that_of_single_samples(env, oracle):
 
 
 def test_generation_does_not_depend_on_batches(env, oracle):
-    written = grm.generate(env.judge, env.processor, take(env, env.held_out), env.args.eval)
+    written = grm.generate(env.judge, take(env, env.held_out), env.args.eval)
     for i, example in enumerate(env.held_out):
         inputs = inputs_of(example.prompt, torch.zeros(0, dtype=torch.int64), env.processor)
         tokens = oracle.generate(
@@ -382,7 +382,7 @@ def test_a_judgement_that_was_cut_off_has_no_verdict(env, monkeypatch, tmp_path)
     texts = [
         json.loads(text)
         for text, _ in map(
-            grm.generate(env.judge, env.processor, batch, env.args.eval).get,
+            grm.generate(env.judge, batch, env.args.eval).get,
             range(len(env.held_out)),
         )
     ]
@@ -407,11 +407,11 @@ def test_a_judgement_that_was_cut_off_has_no_verdict(env, monkeypatch, tmp_path)
 def test_generation_needs_no_pad_token(env):
     """Batches are filled up with a stop token then, and say the same."""
     batch, tokenizer = take(env, env.held_out), env.processor.tokenizer
-    texts, pad = grm.generate(env.judge, env.processor, batch, env.args.eval), tokenizer.pad_token
+    texts, pad = grm.generate(env.judge, batch, env.args.eval), tokenizer.pad_token
     tokenizer.pad_token = None
     try:
         assert tokenizer.pad_token_id is None
-        assert grm.generate(env.judge, env.processor, batch, env.args.eval) == texts
+        assert grm.generate(env.judge, batch, env.args.eval) == texts
     finally:
         tokenizer.pad_token = pad
 
@@ -467,7 +467,7 @@ def test_evaluation_asks_so_many_questions_together(env, tmp_path, monkeypatch):
     before the one before is judged."""
     events, generate, submit = [], grm.generate, PromptLoader.submit
     monkeypatch.setattr(
-        grm, "generate", lambda *args: events.append(len(args[2].prompts)) or generate(*args)
+        grm, "generate", lambda *args: events.append(len(args[1].prompts)) or generate(*args)
     )
     monkeypatch.setattr(
         PromptLoader,
