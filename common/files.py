@@ -35,17 +35,21 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
 
+LFS = b"version https://git-lfs."  # how a pointer begins
 DEEPEST = 100  # lists and objects inside each other; Python's recursion ends at a few hundred
 
 
 def open_regular(path: str | Path) -> BufferedReader:
     """Open a file for reading. Raises OSError: it cannot be opened; ValueError: it is no regular file,
-    but a folder, a FIFO or a device, whose reading might never end."""
+    but a folder, a FIFO or a device, whose reading might never end, or only names what Git LFS has."""
     # a FIFO without a writer blocks otherwise
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise ValueError(f"{path} is not a regular file")
+    if os.pread(descriptor, len(LFS), 0) == LFS:
+        os.close(descriptor)
+        raise ValueError(f"{path} is a pointer of git-lfs; `git lfs pull` fetches the file itself")
     return os.fdopen(descriptor, "rb")
 
 

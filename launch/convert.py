@@ -10,8 +10,8 @@ for example (https://huggingface.co/datasets/hiyouga/geometry3k: 2,101 / 300 / 6
     .venv-convert/bin/hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     .venv-convert/bin/python launch/convert.py geometry3k/data --label geo3k --out data/geo3k
 
-Sources are .parquet, .jsonl and .json files, or folders of the first two; JSON may be one list, or
-in UTF-16. The shards train-00000-of-00002 and train-00001-of-00002 become train.jsonl. Images are
+Sources are .parquet, .jsonl, .csv, .tsv and .json files, or folders of all but the last; JSON may be one
+list, objects over several lines, or in UTF-16. The shards train-00000-of-00002 and train-00001-of-00002 become train.jsonl. Images are
 written as they are, as images/<split>-<row>-<place>.jpeg and so on; their paths are relative to the
 file or, where there is no such file, to
 --image_root, outside of which none is read.
@@ -23,9 +23,10 @@ file or, where there is no such file, to
     videos       videos or video: paths, which become absolute, or lists of frames
     answer       answer, verl's reward_model.ground_truth, TRL's solution, ground_truth, or else the response; of a
                  worked solution the last <answer> or \\boxed{}, or the last line's end behind ####
-    response     completion or output, or a last message by the assistant
+    response     completion, output or response, or a last message by the assistant
     label        label, source, data_source, query_source, or else --label; it is called source in pairs
-    responses    chosen and rejected, as text or conversations, or the two of response (VL-RewardBench)
+    responses    chosen and rejected, as text or conversations, or the two of response (VL-RewardBench); ms-swift's
+                 rejected_response or rejected_messages beside the chosen one
     preferred    A or B, the response that was chosen, or as human_ranking says, which may be a tie
 
     form                  system                             read as
@@ -35,6 +36,7 @@ file or, where there is no such file, to
     <img>path</img>       Qwen-VL                            not: give the path in images, and write <image> in its place
     image_1, image_2      MMMU                               not: make one column of them, images, and write <image> for
                                                              <image 1>
+    <bbox>, <ref-object>  ms-swift's objects                 not: write the numbers and names in their places
 
 With --benchmark NAME the files are those of a benchmark of judges (launch/benchmarks.py). Its rows
 get "source" (the official group) and "pair" (what counts together, as in ACC+). Rows without their
@@ -46,11 +48,13 @@ first."""
 
 import argparse
 import base64
+import csv
 import hashlib
 import io
 import json
 import os
 import re
+import sys
 import tempfile
 import textwrap
 from collections import defaultdict
@@ -65,22 +69,27 @@ import benchmarks
 from tool import one_message  # puts common/ on the path
 
 # isort: split
-from files import number_as_text, open_regular, read_bytes, say
+from files import number_as_text, open_regular, parse_json, read_bytes, say
 
 PROMPTS = "prompt messages query question problem conversations conversation message input".split()
 LABELS = ("label", "source", "data_source", "query_source")
+# What --columns can rename.
+COLUMNS = "image images videos answer response chosen rejected preferred".split()
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "value")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # that the trainers read
 
 # How columns of images or bytes look in Python's spelling.
 IMAGE_COLUMN = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)|(^|[ \[(])b'"
 MESSAGES = r'\s*\[\s*\{\s*"(role|content|from|value)"'  # as text
-ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "developer": "system"}
+ROLES |= {"function_call": "assistant", "observation": "tool"}
 BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # with up to two pairs in each other inside
 FINAL_ANSWERS = (
     r"(?s)<answer>(.*?)</answer>",
     r"(?m)^####(.*)\s*\Z",
-    rf"\\boxed\s*\{{((?:[^{{}}]|{BRACES})*)\}}",
+    rf"\\f?box(?:ed)?\s*\{{((?:[^{{}}]|{BRACES})*)\}}",
+    r"\\boxed +([^\s{}$]+)\$",  # MATH has a few
 )
 
 # What a row of an unknown form raises.
@@ -104,6 +113,7 @@ def convert(row: dict, images: "Images", label: str = "") -> dict:
         raise ValueError(
             "a column for each image (image_1): make one list of them, images, with <image> in its places"
         )
+    rename_pair(rest)
     is_pair = (
         bool(rest.keys() & {"human_ranking", "preferred"}) or {"chosen", "rejected"} <= rest.keys()
     )
@@ -121,10 +131,23 @@ def convert(row: dict, images: "Images", label: str = "") -> dict:
     return converted
 
 
+def rename_pair(rest: dict) -> None:
+    """Give the two responses of a pair of ms-swift's the names chosen and rejected."""
+    if "rejected_messages" in rest:
+        rest["chosen"], rest["rejected"] = rest.pop("messages"), rest.pop("rejected_messages")
+    if "rejected_response" in rest:
+        rest["rejected"] = rest.pop("rejected_response")
+        messages = read_messages(rest.get("messages"))
+        if messages:
+            rest["messages"], rest["chosen"] = messages[:-1], messages[-1]
+        else:
+            rest["chosen"] = rest.pop("response")
+
+
 def convert_prompt(rest: dict, images: "Images") -> dict:
     """The prompt, images, videos, answer and response of a row."""
     prompt = take_prompt(rest, images)
-    response = take(rest, "completion", "output")
+    response = take(rest, "completion", "output", "response")
     if response is not None:
         response = last_text(read_messages(response))
     elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
@@ -193,6 +216,8 @@ def take_prompt(rest: dict, images: "Images") -> str | list:
         raise ValueError(
             "<img>path</img> in a text: give the path in images, and write <image> in its place"
         )
+    if "objects" in rest and re.search("<(bbox|ref-object)>", f"{prompt}"):
+        raise ValueError("<bbox> or <ref-object> in a text: write what objects has in its place")
     turns = [("system", rest.pop("system", ""))]
     for pair in rest.pop("history", []):
         turns += [("user", pair[0]), ("assistant", pair[1])]
@@ -212,7 +237,7 @@ def take_prompt(rest: dict, images: "Images") -> str | list:
 def read_messages(value: Any) -> Any:
     """A message, a list or JSON of them, as messages with role and content; anything else as it is."""
     if isinstance(value, str) and re.match(MESSAGES, value):
-        value = json.loads(value)
+        value = parse_json(value, "messages")
     if not isinstance(value, dict | list):
         return value
     messages = []
@@ -223,7 +248,9 @@ def read_messages(value: Any) -> Any:
             raise ValueError(
                 f"a message has role and content, or from and value, unlike {turn!r:.80}"
             )
-        messages.append({"role": ROLES.get(role, role), "content": content or ""} | message)
+        if role not in ROLES:
+            raise ValueError(f"role {role!r:.80} is not one of {', '.join(ROLES)}")
+        messages.append({"role": ROLES[role], "content": content or ""} | message)
     return messages
 
 
@@ -408,11 +435,21 @@ def read_rows(path: Path) -> Iterator[str | bytes | dict]:
             yield from read_parquet(file, path)
             return
         first = file.readline()
-        if re.match(rb"(\xef\xbb\xbf)?\s*\{.*\}\s*$", first):
+        if path.suffix in (".csv", ".tsv"):
+            yield from read_table(first + file.read(), path)
+        elif re.match(rb"(\xef\xbb\xbf)?\s*\{.*\}\s*$", first):
             yield first
             yield from file
         else:
             yield from read_json(first + file.read())
+
+
+def read_table(data: bytes, path: Path) -> Iterator[dict]:
+    """The rows of a table as text, without empty fields. Raises ValueError: it is no text in UTF-8."""
+    csv.field_size_limit(sys.maxsize)  # images in base64
+    text = io.StringIO(data.decode("utf-8-sig"), newline="")
+    for row in csv.DictReader(text, delimiter="\t" if path.suffix == ".tsv" else ","):
+        yield {column: value for column, value in row.items() if value}
 
 
 def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
@@ -429,14 +466,16 @@ def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
 
 
 def read_json(data: bytes) -> list:
-    """The elements of a list, or a single object; else it must be JSONL, perhaps in UTF-16, or with
-    blank lines first."""
+    """The elements of a list, or objects over several lines; else it must be JSONL, perhaps in UTF-16,
+    or with blank lines first."""
     text = data.decode(json.detect_encoding(data), "backslashreplace")
     try:
-        rows = json.loads(text)
+        # no string of JSON holds the end of a line
+        objects = re.sub(r"\}\s*\n\s*\{", "},{", text)
+        rows = json.loads(f"[{objects}]")
     except (ValueError, RecursionError):
         return text.split("\n")
-    return rows if isinstance(rows, list) else [rows]
+    return rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
 
 
 def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Namespace) -> None:
@@ -450,7 +489,7 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
                 if isinstance(row, str | bytes) and not row.strip():
                     continue
                 try:
-                    row = json.loads(row) if isinstance(row, str | bytes) else row
+                    row = parse_json(row, "the row") if isinstance(row, str | bytes) else row
                     for ours, theirs in args.columns.items():
                         if theirs not in row:
                             raise ValueError(
@@ -503,23 +542,38 @@ def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
         if not source.exists():
             raise ValueError(f"{source}: no such file or folder")
         for path in sorted(source.iterdir()) if source.is_dir() else [source]:
-            if path.suffix in (".parquet", ".jsonl") or path == source and path.suffix == ".json":
+            is_named = path == source and path.suffix == ".json"  # folders have other .json files
+            if path.suffix in (".parquet", ".jsonl", ".csv", ".tsv") or is_named:
                 split = re.sub(r"-\d+-of-\d+$", "", path.stem)
                 splits.setdefault(split, []).append(path)
     if not splits:
-        raise ValueError(f"no .parquet, .jsonl or .json files in {', '.join(map(str, sources))}")
+        raise ValueError(
+            f"no .parquet, .jsonl, .csv, .tsv or .json files in {', '.join(map(str, sources))}"
+        )
     return splits
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    return dict(item.split("=") for item in text.split(","))
+    columns = {}
+    for item in text.split(","):
+        ours, _, theirs = (part.strip() for part in item.partition("="))
+        if ours not in (*PROMPTS, *LABELS, *COLUMNS) or not theirs:
+            names = ", ".join(COLUMNS)
+            raise argparse.ArgumentTypeError(
+                f"{item!r} is not prompt, label, {names}, = and a column"
+            )
+        columns[ours] = theirs
+    return columns
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument(
-        "sources", type=Path, nargs="+", help=".parquet, .jsonl and .json files, or folders"
+        "sources",
+        type=Path,
+        nargs="+",
+        help=".parquet, .jsonl, .csv, .tsv and .json files, or folders",
     )
     parser.add_argument("--out", type=Path, required=True, help="new folder to write")
     parser.add_argument(

@@ -29,6 +29,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from common.data.images import sample_frames
+from common.files import check_form
 from common.flags import DataArgs
 
 Grid = tuple  # see above
@@ -231,6 +232,7 @@ class Qwen(Family):
         """Settings with the fewest and most pixels by the flags or else by the settings, which
         spell them in three ways. Given min_pixels without a size, transformers 5.17 would write it
         into the default of the class, for every later checkpoint."""
+        check_form(settings, {"size?": dict}, "preprocessor_config.json")
         values = (settings.get("size") or {}) | {key: v for key, v in settings.items() if v}
         low = flags[0] or values.get("min_pixels") or values.get("shortest_edge") or defaults[0]
         high = flags[1] or values.get("max_pixels") or values.get("longest_edge") or defaults[1]
@@ -541,6 +543,6 @@ def nearest(config) -> type[Family]:
     tower = getattr(config, "vision_config", None)
     if tower is None:
         return TextOnly
-    if tower.model_type == "pixtral":
+    if getattr(tower, "model_type", "") == "pixtral":
         return Mistral3
     return Qwen if hasattr(tower, "temporal_patch_size") else Measured

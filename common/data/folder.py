@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
 
-from common.files import read_json
+from common.files import open_regular, read_json
 
 # Entries of config.json by which memory and time grow, in the model or a part of it, and ids. Other
 # mistakes transformers finds by itself.
@@ -31,7 +31,7 @@ SETTINGS_FILES = {
     "chat_template": {"chat_template?": str},
     "generation_config": {"eos_token_id?": int | list},
     "judge": dict,
-    "processor_config": dict,
+    "processor_config": {"chat_template?": str},
     "preprocessor_config": dict,
     "video_preprocessor_config": dict,
 }
@@ -76,6 +76,8 @@ def read_settings(folder: str | Path) -> dict[str, dict]:
 
 def read_tokenizer(folder: str | Path):
     """The tokenizer of a checkpoint. Raises ValueError: its files are missing or damaged."""
+    for file in Path(folder).glob("tokenizer*"):
+        open_regular(file).close()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the library behind it raises bare exceptions

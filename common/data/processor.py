@@ -58,9 +58,10 @@ class Processor:
             self.tokenizer = read_tokenizer(folder)
             self.files = read_settings(folder)
             self.vocab_size = self.config.get_text_config().vocab_size
-            # Older checkpoints keep the template that knows images in a file of its own, which only
-            # AutoProcessor reads.
-            template = self.files["chat_template"].get("chat_template")
+            # Older checkpoints keep the template that knows images where only AutoProcessor reads it,
+            # which prefers the first.
+            template = self.files["processor_config"].get("chat_template")
+            template = template or self.files["chat_template"].get("chat_template")
             self.tokenizer.chat_template = template or self.tokenizer.chat_template
             if not self.tokenizer.chat_template:
                 raise ValueError("no chat template; take that of the instruction-tuned checkpoint")

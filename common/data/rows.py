@@ -38,15 +38,17 @@ OTHER_FILES = {
     rb"\xff\xfe|\xfe\xff|.?\0": "text in UTF-16",
     rb"\s*\[": "a JSON list",
     rb"\s*\{\s*\n": "JSON with its objects on several lines each",
-    rb"\x1f\x8b|PK\x03\x04": "compressed, to be unpacked first",
+    rb"\x1f\x8b|PK\x03\x04|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd": "compressed, to be unpacked first",
+    rb"ARROW1|\xff{4}": "an Arrow table, of which Dataset.to_parquet makes one that can be read",
+    rb'"?\w[\w ]*"?[,\t]': "a table of text (.csv or .tsv)",
 }
 # Columns that other systems read as part of the prompt or as answer.
-FOREIGN = "conversations history input instruction reward_model system".split()
+FOREIGN = "conversations history input instruction objects reward_model system tools".split()
 # What is no path: addresses, PNG, JPEG, GIF and WebP in base64, and what no file can be called.
 NO_PATH = r"(?s)(https?|data|file):|iVBORw0KGgo|/9j/|R0lGOD|UklGR|.*\0|.{4097}|$"
 # How columns of images look in Python's spelling.
 IMAGES = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)"
-MESSAGES = r'\s*\[\s*\{\s*"(role|content)"'  # as text
+MESSAGES = r"""\s*(\[\s*\{\s*["'](content|value)|\[?\s*\{\s*["'](role|from))["']\s*:"""  # as text
 WORKED_SOLUTION = r"(?m)^####.*\s*\Z|.\\boxed|<answer>"
 Media = str | tuple[str, ...]  # the path of an image; of a clip its file, or those of its frames
 

@@ -149,10 +149,7 @@ def open_weights(path: Path):
         open_regular(path).close()
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{path} cannot be read as safetensors: {error} (a clone without git-lfs has small "
-            "text files in its place)"
-        ) from error
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
 
 
 # -------------------------------------------------------------------------------------------------

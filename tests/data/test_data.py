@@ -21,6 +21,7 @@ from common.data.images import image_size, read_image
 from common.data.loader import load_pixels
 from common.data.processor import Processor, answer_frame
 from common.data.rows import load_prompts, parse_columns
+from common.files import LFS
 from common.flags import DataArgs
 from common.model.build import build_model
 from common.model.weights import materialize, resolve_folder
@@ -397,15 +398,16 @@ def test_the_config_has_the_last_word_on_patches(tmp_path):
 
 
 def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
-    """The template in chat_template.json, where there is one, takes precedence over the tokenizer's."""
+    """AutoProcessor's order: the template in processor_config.json, in chat_template.json, the
+    tokenizer's."""
     source, target = write_processor(tmp_path / "source", template="text only"), tmp_path / "target"
     nested = {
         "image_processor": {"min_pixels": 1, "patch_size": 14},
         "processor_class": "Qwen2_5_VLProcessor",
     }
     for name, settings in [
-        ("chat_template", {"chat_template": TEMPLATE}),
-        ("processor_config", nested),
+        ("chat_template", {"chat_template": "stale"}),
+        ("processor_config", nested | {"chat_template": TEMPLATE}),
         ("video_preprocessor_config", {"fps": 2}),
     ]:
         (source / f"{name}.json").write_text(json.dumps(settings))
@@ -416,7 +418,8 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
     assert (size["shortest_edge"], size["longest_edge"]) == (4000, 5000)
     assert again.stop_ids == (IM_END, EOT)
     assert again.tokenizer.chat_template == TEMPLATE
-    assert again.files["processor_config"] == {"processor_class": "Qwen2_5_VLProcessor"}
+    nested.pop("image_processor")
+    assert again.files["processor_config"] == nested | {"chat_template": TEMPLATE}
     assert again.files["video_preprocessor_config"] == {"fps": 2}
 
 
@@ -429,6 +432,14 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
             "no vocabulary: tokenizer.json",
         ),
         (lambda f: (f / "chat_template.jinja").unlink(), "no chat template"),
+        (
+            lambda f: (f / "tokenizer.json").write_bytes(LFS),
+            "tokenizer.json is a pointer of git-lfs",
+        ),
+        (
+            lambda f: edit(f / "preprocessor_config.json", size=448),
+            "preprocessor_config.json: size must be dict, not 448",
+        ),
         (lambda f: (f / "preprocessor_config.json").unlink(), "no preprocessor_config.json"),
         (
             lambda f: edit(f / "preprocessor_config.json", min_pixels=900, max_pixels=800),
@@ -843,6 +854,7 @@ def test_rows_of_other_systems_that_need_no_conversion(load, tmp_path, capsys, r
         ({"images": ["a.png"], "image": "b.jpg"}, "image"),
         ({"input": "2 + 2", "system": "", "history": []}, "input"),
         ({"conversations": [{"from": "human", "value": "x"}]}, "conversations"),
+        ({"objects": {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}}, "objects"),
     ],
 )
 def test_an_unread_column_that_matters_is_said(load, capsys, row, names):
@@ -891,6 +903,10 @@ def test_a_named_column_is_in_every_row(load, columns, name):
         ('{"prompt": "x"}\n'.encode("utf-16-le"), "text in UTF-16"),
         (b"PAR1\x15\x04", "a Parquet table"),
         (b"\x1f\x8b\x08\x00", "compressed"),
+        (b"BZh91AY&SY", "compressed"),
+        (b"\xff\xff\xff\xff\x10\x02\x00\x00", "an Arrow table"),
+        (b"index\tquestion\timage\n", "a table of text"),
+        (b"id,prompt,answer\n0,x,y\n", "a table of text"),
         (None, "no file .data of the hub: hf download"),
     ],
 )
@@ -942,6 +958,9 @@ message of null           | {"prompt": [{"role": "user", "content": null}]} | pr
 no message                | {"prompt": ["x"]} | prompt must be .* not 'x'
 messages of LLaVA         | {"prompt": [{"from": "human", "value": "x"}]} | prompt must be .*convert.py
 messages cut off          | {"prompt": "[{\\"role\\": "} | prompt: not JSON
+messages of LLaVA as text | {"prompt": "[{\\"from\\": \\"human\\", \\"value\\": \\"x\\"}]"} | prompt must be .*convert.py
+messages by Python's repr | {"prompt": "[{'role': 'user', 'content': 'x'}]"} | prompt: not JSON
+one message as text       | {"prompt": "{\\"role\\": \\"user\\", \\"content\\": \\"x\\"}"} | prompt must be a string or messages
 no part                   | USER [5]}]} | a part of a message must be .* not 5
 unknown role              | {"prompt": [{"role": "robot", "content": "x"}]} | roles system, user, assistant, tool.*robot
 assistant last            | {"prompt": [{"role": "assistant", "content": "x"}]} | the last not by the assistant

@@ -299,6 +299,7 @@ CALLED = [
         (
             {"query": "2?", "response": "3", "history": [["1?", "2"]], "images": ["a.png"]},
             {
+                "answer": "3",
                 "response": "3",
                 "prompt": [
                     {"role": "user", "content": "1?"},
@@ -342,6 +343,18 @@ CALLED = [
                 "solution": r"So $\boxed{7}$, no, $\boxed{\frac{1}{2}}$.",
             },
         ),
+        (
+            {"problem": "2?", "solution": r"So $\boxed 2$."},
+            {"answer": "2", "prompt": "2?", "solution": r"So $\boxed 2$."},
+        ),
+        (
+            {"problem": "2?", "solution": r"\fbox{2}."},
+            {"answer": "2", "prompt": "2?", "solution": r"\fbox{2}."},
+        ),
+        (
+            {"messages": [{"role": "developer", "content": "Be brief."}, *CALLED[:1]]},
+            {"prompt": [{"role": "system", "content": "Be brief."}, *CALLED[:1]]},
+        ),
         # what no form knows is kept, but for bytes
         ({"prompt": "x", "image": "a.png", "by": {"who": 1}}, {"prompt": "x", "by": {"who": 1}}),
     ],
@@ -349,7 +362,7 @@ CALLED = [
 def test_rows_of_other_systems(tmp_path, row, expected):
     noise(1).save(tmp_path / "a.png")
     (converted,) = run(tmp_path, [row])
-    images = ["images/rows-00000-0.png"] if "messages" not in row or "image" in row else []
+    images = ["images/rows-00000-0.png"] if {"image", "images", "image_urls"} & row.keys() else []
     assert converted == {"images": images} | expected
 
 
@@ -377,6 +390,7 @@ def test_bytes_are_never_text(tmp_path, capsys):
         ("rows.jsonl", json.dumps([{"prompt": "x"}, {"prompt": "y"}])),
         ("rows.json", '{"prompt": "x"}\n{"prompt": "y"}\n'),
         ("rows.jsonl", '\n{"prompt": "x"}\n\n{"prompt": "y"}\n'),
+        ("rows.jsonl", '{\n  "prompt": "x"\n}\n{\n  "prompt": "y"\n}\n'),
     ],
 )
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
@@ -384,6 +398,22 @@ def test_json_in_other_layouts(tmp_path, name, content, encoding):
     (tmp_path / name).write_text(content, encoding=encoding)
     convert.main(words(tmp_path / name, "--out", tmp_path / "out"))
     assert [row["prompt"] for row in read_rows(tmp_path / "out" / "rows.jsonl")] == ["x", "y"]
+
+
+@pytest.mark.parametrize("suffix, comma", [("csv", ","), ("tsv", "\t")])
+def test_tables_of_text(tmp_path, suffix, comma):
+    """As VLMEvalKit's: a picture in base64 is longer than the fields that Python's csv reads by default."""
+    picture = base64_of(noise(1, size=(300, 200)))
+    assert len(picture) > 131_072
+    fields = ["question", "image", "answer"], ['"two\nlines"', picture, "3"], ["text", "", "4"]
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text("\n".join(comma.join(row) for row in fields), "utf-8-sig")
+    convert.main(words(path, "--out", tmp_path / "out"))
+    rows = read_rows(tmp_path / "out" / "rows.jsonl")
+    assert [(row["prompt"], len(row["images"]), row["answer"]) for row in rows] == [
+        ("two\nlines", 1, "3"),
+        ("text", 0, "4"),
+    ]
 
 
 def test_the_root_is_that_of_the_trainers(tmp_path, qwen25, capsys):
@@ -450,7 +480,20 @@ def pairs() -> list[dict]:
     bench = ranked | dict(response=["good 3", "bad"], human_ranking=[0, 1], query_source="bench")
     second = ranked | {"response": ["bad", "good 4"], "human_ranking": [1, 0]}
     tie = ranked | {"response": ["good 5", "bad"], "human_ranking": [0, 0]}
-    return [plain, trl, whole, bench, second, tie]
+    swift = {
+        "images": [picture],
+        "messages": question + answered("good 6"),
+        "rejected_messages": question + answered("bad"),
+    }
+    swift_2 = swift | {"messages": question + answered("good 7"), "rejected_response": "bad"}
+    swift_2.pop("rejected_messages")
+    swift_3 = {
+        "images": [picture],
+        "query": "which?",
+        "response": "good 8",
+        "rejected_response": "bad",
+    }
+    return [plain, trl, whole, bench, second, tie, swift, swift_2, swift_3]
 
 
 def test_pairs_are_judgements(tmp_path, qwen25):
@@ -459,8 +502,8 @@ def test_pairs_are_judgements(tmp_path, qwen25):
         better = {"A": 0, "B": 1, "tie": row["responses"].index(f"good {number}")}[row["preferred"]]
         assert row["responses"][better] == f"good {number}"
         assert row["responses"][1 - better] == "bad"
-    assert [row["preferred"] == "tie" for row in rows] == [False] * 5 + [True]
-    assert [row.get("source") for row in rows] == ["plain", None, None, "bench", None, None]
+    assert [row["preferred"] == "tie" for row in rows] == [k == 5 for k in range(9)]
+    assert [row.get("source") for row in rows] == ["plain", None, None, "bench", *[None] * 5]
 
     processor = Processor(str(qwen25))
     loaded = load_judgements(
@@ -600,6 +643,14 @@ CUT_IMAGE = base64.b64encode(encode(noise(1))[:900]).decode()
             {"prompt": "Picture 1: <img>a.png</img>what?"},
             "<img>path</img> in a text: give the path in images",
         ),
+        (
+            {
+                "messages": asked("Find <ref-object>") + answered("<bbox>"),
+                "objects": {"ref": ["cat"]},
+            },
+            "<bbox> or <ref-object> in a text: write what objects has in its place",
+        ),
+        ({"conversations": [{"from": "robot", "value": "x"}]}, "role 'robot' is not one of system"),
         (3, "no row as in the tables of --help: 3"),
     ],
 )
@@ -653,8 +704,19 @@ def test_odd_rows_are_refused_in_our_words(tmp_path, capsys):
 @pytest.mark.parametrize(
     "name, content, flags, message",
     [
-        ("rows.jsonl", "\n{]\n", [], "rows.jsonl, row 2: no row as in the tables of --help: '{]'"),
-        ("rows.csv", "a,b", [], "no .parquet, .jsonl or .json files in"),
+        (
+            "rows.jsonl",
+            "\n{]\n",
+            [],
+            "rows.jsonl, row 2: the row: not JSON: Expecting property name",
+        ),
+        ("rows.txt", "a,b", [], "no .parquet, .jsonl, .csv, .tsv or .json files in"),
+        (
+            "rows.jsonl",
+            '{"prompt": "x"}',
+            ["--columns", "anwser=prompt"],
+            "'anwser=prompt' is not prompt, label, ",
+        ),
         (
             "rows.jsonl",
             '{"prompt": "x"}',
