@@ -10,8 +10,8 @@ for example (https://huggingface.co/datasets/hiyouga/geometry3k: 2,101 / 300 / 6
     .venv-convert/bin/hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     .venv-convert/bin/python launch/convert.py geometry3k/data --label geo3k --out data/geo3k
 
-Sources are .parquet, .jsonl, .csv, .tsv and .json files, or folders of all but the last; JSON may be one
-list, objects over several lines, or in UTF-16. The shards train-00000-of-00002 and train-00001-of-00002 become train.jsonl. Images are
+Sources are .parquet, .jsonl and .json files, or folders of the first two; JSON may be one list, objects
+over several lines, or in UTF-16. The shards train-00000-of-00002 and train-00001-of-00002 become train.jsonl. Images are
 written as they are, as images/<split>-<row>-<place>.jpeg and so on; their paths are relative to the
 file or, where there is no such file, to
 --image_root, outside of which none is read.
@@ -48,13 +48,11 @@ first."""
 
 import argparse
 import base64
-import csv
 import hashlib
 import io
 import json
 import os
 import re
-import sys
 import tempfile
 import textwrap
 from collections import defaultdict
@@ -113,7 +111,8 @@ def convert(row: dict, images: "Images", label: str = "") -> dict:
         raise ValueError(
             "a column for each image (image_1): make one list of them, images, with <image> in its places"
         )
-    rename_pair(rest)
+    for column in {"rejected_response", "rejected_messages"} & rest.keys():  # ms-swift
+        rest |= {"rejected": rest.pop(column), "chosen": take(rest, "response", "messages")}
     is_pair = (
         bool(rest.keys() & {"human_ranking", "preferred"}) or {"chosen", "rejected"} <= rest.keys()
     )
@@ -129,19 +128,6 @@ def convert(row: dict, images: "Images", label: str = "") -> dict:
             column = f"original_{column}"
         converted[column] = value
     return converted
-
-
-def rename_pair(rest: dict) -> None:
-    """Give the two responses of a pair of ms-swift's the names chosen and rejected."""
-    if "rejected_messages" in rest:
-        rest["chosen"], rest["rejected"] = rest.pop("messages"), rest.pop("rejected_messages")
-    if "rejected_response" in rest:
-        rest["rejected"] = rest.pop("rejected_response")
-        messages = read_messages(rest.get("messages"))
-        if messages:
-            rest["messages"], rest["chosen"] = messages[:-1], messages[-1]
-        else:
-            rest["chosen"] = rest.pop("response")
 
 
 def convert_prompt(rest: dict, images: "Images") -> dict:
@@ -196,7 +182,7 @@ def take_chosen(rest: dict, images: "Images") -> tuple[str | list, list[str]]:
     chosen, rejected = read_messages(rest.pop("chosen")), read_messages(rest.pop("rejected"))
     responses = [last_text(chosen), last_text(rejected)]
     if not (set(PROMPTS) & rest.keys() or isinstance(chosen, str)):
-        if chosen[:-1] != rejected[:-1]:
+        if isinstance(rejected, list) and chosen[:-1] != rejected[:-1]:
             raise ValueError(
                 "without a prompt, 'chosen' and 'rejected' must begin with the same messages"
             )
@@ -435,21 +421,11 @@ def read_rows(path: Path) -> Iterator[str | bytes | dict]:
             yield from read_parquet(file, path)
             return
         first = file.readline()
-        if path.suffix in (".csv", ".tsv"):
-            yield from read_table(first + file.read(), path)
-        elif re.match(rb"(\xef\xbb\xbf)?\s*\{.*\}\s*$", first):
+        if re.match(rb"(\xef\xbb\xbf)?\s*\{.*\}\s*$", first):
             yield first
             yield from file
         else:
             yield from read_json(first + file.read())
-
-
-def read_table(data: bytes, path: Path) -> Iterator[dict]:
-    """The rows of a table as text, without empty fields. Raises ValueError: it is no text in UTF-8."""
-    csv.field_size_limit(sys.maxsize)  # images in base64
-    text = io.StringIO(data.decode("utf-8-sig"), newline="")
-    for row in csv.DictReader(text, delimiter="\t" if path.suffix == ".tsv" else ","):
-        yield {column: value for column, value in row.items() if value}
 
 
 def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
@@ -542,27 +518,20 @@ def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
         if not source.exists():
             raise ValueError(f"{source}: no such file or folder")
         for path in sorted(source.iterdir()) if source.is_dir() else [source]:
-            is_named = path == source and path.suffix == ".json"  # folders have other .json files
-            if path.suffix in (".parquet", ".jsonl", ".csv", ".tsv") or is_named:
+            if path.suffix in (".parquet", ".jsonl") or path == source and path.suffix == ".json":
                 split = re.sub(r"-\d+-of-\d+$", "", path.stem)
                 splits.setdefault(split, []).append(path)
     if not splits:
-        raise ValueError(
-            f"no .parquet, .jsonl, .csv, .tsv or .json files in {', '.join(map(str, sources))}"
-        )
+        raise ValueError(f"no .parquet, .jsonl or .json files in {', '.join(map(str, sources))}")
     return splits
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    columns = {}
-    for item in text.split(","):
-        ours, _, theirs = (part.strip() for part in item.partition("="))
-        if ours not in (*PROMPTS, *LABELS, *COLUMNS) or not theirs:
-            names = ", ".join(COLUMNS)
-            raise argparse.ArgumentTypeError(
-                f"{item!r} is not prompt, label, {names}, = and a column"
-            )
-        columns[ours] = theirs
+    columns = dict(item.split("=") for item in text.split(","))
+    unknown = columns.keys() - {*PROMPTS, *LABELS, *COLUMNS}
+    if unknown:
+        names = ", ".join(COLUMNS)
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is not one of prompt, label, {names}")
     return columns
 
 
@@ -573,7 +542,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "sources",
         type=Path,
         nargs="+",
-        help=".parquet, .jsonl, .csv, .tsv and .json files, or folders",
+        help=".parquet, .jsonl and .json files, or folders",
     )
     parser.add_argument("--out", type=Path, required=True, help="new folder to write")
     parser.add_argument(
