@@ -40,7 +40,7 @@ OTHER_FILES = {
     rb"\s*\{\s*\n": "JSON with its objects on several lines each",
     rb"\x1f\x8b|PK\x03\x04|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd": "compressed, to be unpacked first",
     rb"ARROW1|\xff{4}": "an Arrow table, of which Dataset.to_parquet makes one that can be read",
-    rb'"?\w[\w ]*"?[,\t]': "a table of text; pandas writes JSONL by to_json(FILE, orient='records', lines=True)",
+    rb'"?\w[\w ]*"?[,\t]': "a table of text, of which pandas' to_json makes JSONL",
 }
 # Columns that other systems read as part of the prompt or as answer.
 FOREIGN = "conversations history input instruction objects reward_model system tools".split()
