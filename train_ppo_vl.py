@@ -1296,13 +1296,13 @@ def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator:
 
 
 @torch.no_grad()
-def reference_outputs(reference: Policy, pack: Pack) -> tuple[Tensor, Tensor]:
-    """A frozen model's hidden states (T, H) and LM head (V, H), which is still unsharded after the
-    forward."""
+def reference_outputs(reference: Policy, pack: Pack) -> tuple[Tensor, Tensor, float | None]:
+    """A frozen model's hidden states (T, H), LM head (V, H), which is still unsharded after the
+    forward, and softcap."""
     with adapters.without_adapters(reference.model):
         hidden = reference(pack, None, hidden_only=True)
     fsdp.forget_forwards(reference)
-    return hidden, reference.model.lm_head.weight
+    return hidden, reference.model.lm_head.weight, vlm.softcap(reference.model)
 
 
 def shape_rewards(reward: Tensor, lengths: Tensor, state: TrainState, args: Args) -> Tensor:
@@ -2212,7 +2212,7 @@ class RolloutEngine:
         if self.graphs is None:
             self.decode_on_device(size, longest)
             return
-        if self.setup.backend == "sdpa":  # it reads what it masks, too: keep that short
+        if self.cache.reads_masked:  # keep that short
             capacity = min(1 << (longest - 1).bit_length(), capacity)
         if self.graphs.is_first(size, capacity):
             self.check_first_graph(self.graphs, size, capacity)
@@ -2265,6 +2265,7 @@ class RolloutEngine:
             hidden,
             self.actor.model.lm_head.weight,
             join=self.setup.team.join,
+            softcap=vlm.softcap(self.actor.model),
             **sampling.logits_options(step),
         )
         if sampling.greedy:

@@ -71,6 +71,7 @@ def logits_fp32(
     early: Tensor | None = None,
     early_banned: Tensor | None = None,
     join: Callable[[Tensor], Tensor] = lambda logits: logits,
+    softcap: float | None = None,
 ) -> Tensor:
     """(n, H) hidden states -> (n, V) logits of the distribution that is sampled from and trained, in
     float32: rounding them to bf16 would change log-probs by up to 0.1 nats.
@@ -83,8 +84,11 @@ def logits_fp32(
         early: (n,) bool, positions at which the ids ``early_banned`` (k,) are -inf as well: of
             responses that must not end yet.
         join: makes the logits whole where ``weight`` has some of the ids.
+        softcap: the model squeezes its logits into (-softcap, softcap) (Gemma 2, 2408.00118).
     """
     logits = join(_product(hidden, weight.t()))
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1.0:
         logits /= temperature
     if banned is not None:
@@ -140,6 +144,7 @@ def full_kl(
     ref_weight: Tensor,
     *,
     chunk: int,
+    ref_softcap: float | None = None,
     **head,
 ) -> Tensor:
     """(N,) exact KL(policy | reference), a sum over the vocabulary, with gradients for hidden (N, H)
@@ -148,9 +153,10 @@ def full_kl(
 
     Args:
         chunk: as for `linear_logprobs`.
-        head: further arguments of `logits_fp32`, the same for both models.
+        head: further arguments of `logits_fp32`, but for ``softcap`` the same for both models.
     """
-    return _ChunkedHead.apply(hidden, weight, head, chunk, _FullKL(ref_hidden, ref_weight, head))[0]
+    reference = _FullKL(ref_hidden, ref_weight, head | {"softcap": ref_softcap})
+    return _ChunkedHead.apply(hidden, weight, head, chunk, reference)[0]
 
 
 @dataclass
@@ -218,7 +224,7 @@ class _FullKL:
 
     ref_hidden: Tensor
     ref_weight: Tensor
-    head: dict
+    head: dict  # of the reference
 
     def log_ratio(self, logits: Tensor, span: slice) -> tuple[Tensor, Tensor]:
         """(n, V) log-probs of the policy, and their difference from the reference's: 0 for banned
@@ -303,7 +309,13 @@ class _ChunkedHead(torch.autograd.Function):
         own_outputs = [output[span] for output in outputs]
         temperature = ctx.head.get("temperature", 1.0)  # which divides the product
         own_grads = [None if grad is None else grad[span] / temperature for grad in grads]
-        return ctx.function.dlogits(logits, span, own_outputs, own_grads, hidden.dtype)
+        softcap = ctx.head.get("softcap")
+        if softcap is None:
+            return ctx.function.dlogits(logits, span, own_outputs, own_grads, hidden.dtype)
+        # the derivative of c tanh(x / c) is 1 - tanh^2; 0 for banned ids, which are at -inf
+        slope = 1 - (logits * (temperature / softcap)).clamp_(min=-1).square_()
+        dlogits = ctx.function.dlogits(logits, span, own_outputs, own_grads, logits.dtype)
+        return dlogits.mul_(slope).to(hidden.dtype)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -138,12 +138,25 @@ TOKENS["lighton_ocr"] = (
         image_end_token="<|vision_end|>",
     ),
 )
+GEMMA4_TOKENS = dict(
+    image_token="<|image|>",
+    boi_token="<|image>",
+    eoi_token="<image|>",
+    video_token="<|video|>",
+    audio_token="<|audio|>",
+    boa_token="<|audio>",
+    eoa_token="<audio|>",
+)
+# By size: E2B has inputs per layer, shared keys and a clipped tower; 31B k = v and two-way images.
+GEMMA4 = ("gemma4_e2b", "gemma4_31b", "gemma4_26b_a4b")
+TOKENS |= {kind: ("\n\n<|image|>\n\n", GEMMA4_TOKENS) for kind in GEMMA4}
 # Their model_type, where a kind here is named after its text model.
 MODEL_TYPES = {"ministral3": "mistral3", "internvl_moe": "internvl"}
 TOKENS["internvl_moe"] = TOKENS["internvl"]
-NEWER = (*GLM, "internvl_moe", "exaone4_5", "mistral3", "ministral3", "lighton_ocr")
+NEWER = (*GLM, "internvl_moe", "exaone4_5", "mistral3", "ministral3", "lighton_ocr", *GEMMA4)
 # Those that only `all` tests.
 SLOW = ("internvl_moe", "glm4v_moe", "glm46v", "glm_ocr", "exaone4_5", "ministral3", "lighton_ocr")
+SLOW += GEMMA4[1:]
 PLAIN = ("llava", "gemma3", "idefics3")  # whose own processors work without torchvision
 TEXT_ONLY = dict(
     qwen2={},
@@ -188,7 +201,7 @@ def make_tokenizer(kind: str):
         )
     # A template for text writes its BOS and knows strings only; one for pictures may know parts only.
     tokenizer.chat_template = TEMPLATE.format(
-        bos="<s>" if kind in (*TEXT_ONLY, "gemma3") else "",
+        bos="<s>" if kind in (*TEXT_ONLY, "gemma3", *GEMMA4) else "",
         image=image,
         strings="{{ message.content }}" if kind in TEXT_ONLY else "",
     )
@@ -281,6 +294,78 @@ def exaone_config(vocabulary: dict, ids: dict):
     )
 
 
+def gemma4_config(kind: str, vocabulary: dict, ids: dict):
+    text = dict(
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=24,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        final_logit_softcapping=30.0,
+        vocab_size_per_layer_input=vocabulary["vocab_size"],
+        hidden_size_per_layer_input=0,
+        pad_token_id=0,
+        attention_k_eq_v=True,
+        use_bidirectional_attention="vision",
+    )
+    if kind == "gemma4_e2b":
+        text |= dict(
+            attention_k_eq_v=False,
+            use_bidirectional_attention=None,
+            num_kv_shared_layers=2,
+            num_key_value_heads=1,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=6,
+        )
+    if kind == "gemma4_26b_a4b":
+        text |= dict(
+            enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=32
+        )
+    sound = dict(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        subsampling_conv_channels=[4, 2],
+        output_proj_dims=32,
+    )
+    return AutoConfig.for_model(
+        "gemma4",
+        text_config=TEXT | vocabulary | text,
+        vision_config=dict(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+            patch_size=4,
+            position_embedding_size=256,
+            rope_parameters={"rope_theta": 100.0, "rope_type": "default"},
+            standardize=kind != "gemma4_e2b",
+            use_clipped_linears=kind != "gemma4_31b",
+        ),
+        audio_config=sound if kind == "gemma4_e2b" else None,
+        **{name: token for name, token in ids.items() if name != "eoa_token_id"},
+        eoa_token_index=ids["eoa_token_id"],
+    )
+
+
+def as_gemma4_is_published(folder: Path, generator: torch.Generator) -> None:
+    """Heads of full layers by two names of their own, and weights of layers that never use them."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    text = config["text_config"]
+    assert text.pop("per_layer_config")
+    text |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    path.write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(4 - text["num_kv_shared_layers"], 4):
+        stem = f"model.language_model.layers.{layer}.self_attn"
+        for name, size in (("k_proj.weight", (8, 32)), ("k_norm.weight", (8,))):
+            weights[f"{stem}.{name}"] = torch.randn(size, generator=generator)
+    save_weights(folder, weights)
+
+
 def make_config(kind: str, tokenizer):
     """A model of 2 + 2 layers with the family's own config class."""
     vocabulary = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
@@ -290,6 +375,8 @@ def make_config(kind: str, tokenizer):
     ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in special.items()}
     if kind in GLM:
         return glm_config(kind, vocabulary, ids)
+    if kind in GEMMA4:
+        return gemma4_config(kind, vocabulary, ids)
     if kind == "exaone4_5":
         return exaone_config(vocabulary, ids)
     if kind in ("mistral3", "ministral3", "lighton_ocr"):
@@ -398,6 +485,8 @@ def make_image_processor(kind: str):
         return transformers.PixtralImageProcessorPil(
             size={"longest_edge": 70}, patch_size={"height": patch, "width": patch}
         )
+    if kind in GEMMA4:
+        return transformers.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
     square, shortest = {"height": 28, "width": 28}, {"shortest_edge": 28}
     if kind == "llava":
         return transformers.CLIPImageProcessorPil(size=shortest, crop_size=square)
@@ -415,6 +504,15 @@ def save_processor(kind: str, folder, tokenizer) -> None:
     """Tokenizer, template and image processor in the files that the family's processor writes,
     where it works here."""
     images = make_image_processor(kind)
+    if kind in GEMMA4:
+        tokenizer.save_pretrained(folder)
+        settings = {"processor_class": "Gemma4Processor", "image_seq_length": 280}
+        sound = {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}
+        clips = {"video_processor_type": "Gemma4VideoProcessor", "max_soft_tokens": 70}
+        parts = {"image_processor": images.to_dict(), "feature_extractor": sound}
+        text = json.dumps(settings | parts | {"video_processor": clips})
+        (folder / "processor_config.json").write_text(text)
+        return
     if kind not in PLAIN:
         tokenizer.save_pretrained(folder)
         images.save_pretrained(folder)
@@ -458,6 +556,11 @@ def write_family(kind: str, folder: Path, picture_rows: str):
             # as they are made, states would be forgotten within a token or two
             if name.endswith("A_log"):
                 parameter.uniform_(0.005, 0.3, generator=generator).log_()
+        # clip bounds, scales
+        for name, buffer in model.state_dict().items():
+            if kind in GEMMA4 and name not in dict(model.named_parameters()):
+                low = {"min": -1.5, "max": 1.0}.get(name[-3:], 0.5)
+                buffer.uniform_(low, low + 0.5, generator=generator)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -478,6 +581,8 @@ def write_family(kind: str, folder: Path, picture_rows: str):
     if kind.startswith("qwen3_5_moe"):
         weights = {name: value.contiguous() for name, value in model.state_dict().items()}
         save_weights(folder, weights)
+    if kind in GEMMA4:
+        as_gemma4_is_published(folder, generator)
     if kind in TEXT_ONLY:
         tokenizer.save_pretrained(folder)
     else:
@@ -537,6 +642,7 @@ def check_logprobs(
     # a drawn token may be a banned one
     finite = expected.isfinite()
     assert finite.sum() > 0.9 * len(finite)
+
     assert (ours - expected)[finite].abs().max() < (
         bound or ROUNDING * expected[finite].abs().max()
     )

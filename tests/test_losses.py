@@ -672,8 +672,9 @@ def head_case(n=13, vocab=17, dim=5, dtype=torch.float64, seed=0):
     )
 
 
-def naive_distribution(hidden, weight, temperature, banned, early, ids):
-    logits = hidden.double() @ weight.double().t() / temperature
+def naive_distribution(hidden, weight, temperature, banned, early, ids, softcap=None):
+    logits = hidden.double() @ weight.double().t()
+    logits = (logits if softcap is None else softcap * (logits / softcap).tanh()) / temperature
     out = (
         torch.zeros_like(logits, dtype=torch.bool)
         if banned is None
@@ -694,6 +695,7 @@ def naive_distribution(hidden, weight, temperature, banned, early, ids):
         {"banned": True},
         {"early": True},
         {"temperature": 1.3, "banned": True, "early": True},
+        {"temperature": 1.3, "banned": True, "early": True, "softcap": 2.0},
     ],
 )
 @pytest.mark.parametrize("chunk", [5, 100])
@@ -701,11 +703,12 @@ def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
     hidden, weight, targets, banned, early = head_case()
     banned = banned if "banned" in options else None
     early, ids = (early, torch.tensor([1, 2])) if "early" in options else (None, None)
-    temperature = options.get("temperature", 1.0)
-    logp, out = naive_distribution(hidden, weight, temperature, banned, early, ids)
+    temperature, softcap = options.get("temperature", 1.0), options.get("softcap")
+    logp, out = naive_distribution(hidden, weight, temperature, banned, early, ids, softcap)
     entropy = -torch.where(out, 0.0, logp.exp() * logp.masked_fill(out, 0)).sum(-1)
     expected = logp.gather(1, targets[:, None])[:, 0], entropy
     head = dict(temperature=temperature, banned=banned, early=early, early_banned=ids, chunk=chunk)
+    head["softcap"] = softcap
     actual = logprobs.linear_logprobs(hidden, weight, targets, entropy=True, **head)
     only, no_entropy = logprobs.linear_logprobs(hidden, weight, targets, **head)
     assert no_entropy is None
@@ -785,13 +788,14 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(function):
     assert peaks[1] - peaks[0] < 192 * 100
 
 
+@pytest.mark.parametrize("softcap, ref_softcap", [(None, None), (2.0, 3.0), (None, 2.0)])
 @pytest.mark.parametrize("chunk", [3, 100])
-def test_full_kl_equals_naive(chunk):
+def test_full_kl_equals_naive(chunk, softcap, ref_softcap):
     hidden, weight, _, banned, early = head_case()
     ref_hidden, ref_weight, *_ = head_case(seed=1)
     ids = torch.tensor([1, 2])
-    logp, out = naive_distribution(hidden, weight, 0.7, banned, early, ids)
-    ref, _ = naive_distribution(ref_hidden, ref_weight, 0.7, banned, early, ids)
+    logp, out = naive_distribution(hidden, weight, 0.7, banned, early, ids, softcap)
+    ref, _ = naive_distribution(ref_hidden, ref_weight, 0.7, banned, early, ids, ref_softcap)
     expected = (logp.exp() * (logp.masked_fill(out, 0) - ref.masked_fill(out, 0).detach())).sum(-1)
     actual = logprobs.full_kl(
         hidden,
@@ -802,6 +806,8 @@ def test_full_kl_equals_naive(chunk):
         banned=banned,
         early=early,
         early_banned=ids,
+        softcap=softcap,
+        ref_softcap=ref_softcap,
         chunk=chunk,
     )
     close(actual, expected, 1e-12)

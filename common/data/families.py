@@ -40,6 +40,8 @@ Expansion = tuple[str, list[int]]  # a text, and how often each image token in i
 Segment = tuple  # (start, end, prefix_start, prefix_end[, whether its tokens all see each other])
 
 
+# They do in every layer, or in those with a sliding window.
+BOTH_WAYS, IN_WINDOWS = 1, 2
 MOST_GRIDS = 1 << 16  # that are kept of one family
 
 
@@ -60,6 +62,7 @@ class Family:
     # A pattern of the special tokens around images that no config names: never to be sampled.
     unnamed_tokens = ""
     begins_image = "image_token_id"  # config key of the token that the chat template writes
+    sees_both_ways = ""  # what use_bidirectional_attention may be in its decoder's config
     types_input = ""  # by which transformers is told what each token is
     image_processor: Any  # transformers' own, of images and of the frames of clips
     frame_processor: Any
@@ -318,6 +321,7 @@ class Gemma3(Family):
     image_processors = ("Gemma3", "Siglip")
     processor_options = {"do_pan_and_scan": False}  # no crops beside the image
     begins_image = "boi_token_id"
+    both_ways = BOTH_WAYS
     types_input = "token_type_ids"
 
     def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
@@ -332,7 +336,8 @@ class Gemma3(Family):
             at = start
             for first, after in images:
                 if start <= first < end:
-                    pieces += [(at, first, start, at), (first, after, start, first, True)]
+                    image = first, after, start, first, self.both_ways
+                    pieces += [(at, first, start, at), image]
                     at = after
             if at > start:
                 prefix = start, at
@@ -513,12 +518,49 @@ class LightOn(Mistral3):
         return self.placeholder, [(grid[0] // self.side) * (grid[1] // self.side)]
 
 
+class Gemma4(Measured, Gemma3):
+    """Gemma 4: images of any shape. In the large models the tokens of an image see each other, in
+    layers with a window. A grid is (tokens,). Clips and sound are not read."""
+
+    model_types = ("gemma4",)
+    image_processors = ("Gemma4",)
+    processor_options: dict = {}
+    unnamed_tokens = r"<\|?(image|audio|video)\|?>"
+    begins_image = "image_token_id"
+    both_ways = IN_WINDOWS
+    sees_both_ways = "vision"
+    types_input = "mm_token_type_ids"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.replies_show_images = not config.get_text_config().use_bidirectional_attention
+
+    def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
+        is_causal = self.replies_show_images
+        return segments if is_causal else super().attention_segments(segments, image_index)
+
+    def patches(self, image: Image.Image) -> Patches:
+        """(1, P, 3 * side**2 + 2): behind the numbers of a patch its column and row, -1 where the
+        processor pads. It fills its budget of patches, so that it seldom pads much."""
+        batch = self.prepared(image)
+        pixels = torch.cat([batch["pixel_values"], batch["image_position_ids"]], dim=2)
+        return pixels, tuple(batch["num_soft_tokens_per_image"].tolist())
+
+    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+        return {"pixel_values": patches[..., :-2], "image_position_ids": patches[..., -2:].long()}
+
+    def expand(self, grid: Grid) -> Expansion:
+        begin, end = self.token(self.config.boi_token_id), self.token(self.config.eoi_token_id)
+        return f"{begin}{self.placeholder}{end}", [*grid]
+
+
 CLASSES = (
     Qwen,
     Glm,
     Exaone,
     Llava,
     Gemma3,
+    Gemma4,
     InternVL,
     Mistral3,
     LightOn,

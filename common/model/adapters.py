@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.model.shards import copy_shard
-from common.model.vlm import Model, decoder, float32_parts
+from common.model.vlm import Model, decoder, float32_parts, routers
 
 
 def freeze(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
@@ -43,13 +43,14 @@ class LoRALinear(nn.Linear):
 
 def add_adapters(model: Model, base: str, rank: int, alpha: int) -> None:
     """Freeze a model on meta, in the compute type, and give every linear layer of its decoder,
-    attention and MLP, an adapter in float32, scaled by alpha / rank. Experts are stacked in single
-    parameters, no linear layers, and get none. ``base``: the checkpoint that the adapters belong to.
+    attention and MLP, an adapter in float32, scaled by alpha / rank. Routers get none, nor do experts,
+    which are stacked in single parameters, no linear layers. ``base``: the checkpoint that the adapters
+    belong to.
     """
     freeze(model.parameters(), model.setup.dtype)
     for part in float32_parts(model):
         freeze(part.parameters(), torch.float32)
-    inside = set(decoder(model).layers.modules())
+    inside = set(decoder(model).layers.modules()) - set(routers(model))
     layers = {
         name: layer
         for name, layer in model.named_modules()

@@ -23,6 +23,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from common import distributed
 from common.buffers import ragged_index
+from common.data.families import BOTH_WAYS, IN_WINDOWS
 from common.model.linear_attention import PackedDelta, SlotStates, linear_layers
 
 ATTENTION_NAME = "packs"  # registered for the language model
@@ -30,6 +31,7 @@ ATTENTION_NAME = "packs"  # registered for the language model
 # "flash".
 VISION_ATTENTION_NAME = "packed_flash_"
 BACKENDS = ("flash_attn", "varlen", "sdpa")
+LARGEST_HEAD = 256  # numbers of a head, for the first two; sdpa takes any
 FLASH_ATTN_INSTALL = "pip install flash-attn --no-build-isolation"
 
 
@@ -74,6 +76,11 @@ def flash_attn_problem() -> str:
     return ""
 
 
+def backend_of(backend: str, dim: int) -> str:
+    """The back-end of layers whose heads have ``dim`` numbers, in a model with a ``backend``."""
+    return "sdpa" if dim > LARGEST_HEAD else backend
+
+
 def head_dim(layer_config) -> int:
     """D, the dimension of an attention head."""
     return (
@@ -88,6 +95,11 @@ def layer_configs(text_config) -> list:
     if getattr(text_config, "is_heterogeneous", False):
         return [text_config.per_layer_config[layer] for layer in layers]
     return [text_config for _ in layers]
+
+
+def largest_head(text_config) -> int:
+    """D of the layers where it is largest."""
+    return max(map(head_dim, layer_configs(text_config)))
 
 
 def cached_heads(text_config) -> list[tuple[int, int]]:
@@ -127,13 +139,15 @@ class SlotCache:
     ):
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        # For sdpa the tokens of a head lie side by side, as matrix products want them.
-        order = (0, 2, 1, 3) if backend == "sdpa" else (0, 1, 2, 3)
         for heads, dim in cached_heads(text_config):
+            # For sdpa the tokens of a head lie side by side, as matrix products want them.
+            order = (0, 2, 1, 3) if backend_of(backend, dim) == "sdpa" else (0, 1, 2, 3)
             shape = (slots, capacity, -(-heads // ranks), dim)
             for part in (self.keys, self.values):
                 part.append(torch.empty_permuted(shape, order, dtype=dtype, device=device).zero_())
         self.slots, self.capacity, self.device = slots, capacity, device
+        # whether sdpa reads a layer, which reads what it masks, too
+        self.reads_masked = backend_of(backend, largest_head(text_config)) == "sdpa"
         self.linear = None
         if linear_layers(text_config):
             self.linear = SlotStates(text_config, slots, dtype, device)
@@ -167,6 +181,7 @@ class VarlenCall:
         q_tokens, k_tokens: tokens of the pack to gather first; None: all, as they lie.
         cu_q, cu_k: (S + 1,) int32, where each segment starts and ends.
         max_q, max_k: tokens of the longest segment, of queries and of keys.
+        causal, in_windows: whether tokens see none behind them; not in layers with a window.
     """
 
     cu_q: Tensor
@@ -174,6 +189,7 @@ class VarlenCall:
     max_q: int
     max_k: int
     causal: bool
+    in_windows: bool = False
     q_tokens: Tensor | None = None
     k_tokens: Tensor | None = None
 
@@ -194,19 +210,20 @@ def varlen_attention(
     many keys a query sees at most.
     """
     left = -1 if window is None else window - 1
+    causal = call.causal and not (call.in_windows and window)
     lengths = (call.cu_q, call.cu_k, call.max_q, call.max_k)
     if backend == "flash_attn":
         from flash_attn import flash_attn_varlen_func
 
         return flash_attn_varlen_func(
-            q, k, v, *lengths, softmax_scale=scale, causal=call.causal, window_size=(left, -1)
+            q, k, v, *lengths, softmax_scale=scale, causal=causal, window_size=(left, -1)
         )
     from torch.nn.attention.varlen import varlen_attn  # a second of import
 
     attend: Any = varlen_attn  # may also return the logarithms of its sums, if asked
     # Not -1: torch 2.14 would leave a backward without grouped heads to cuDNN, whatever computed the
     # forward. No key is further away than max_k, so FlashAttention knows that this is no limit.
-    right = 0 if call.causal else call.max_k
+    right = 0 if causal else call.max_k
     options = {}
     # torch 2.11 has no such flag, and does not compare the heads
     if "enable_gqa" in attend.__kwdefaults__:
@@ -227,8 +244,8 @@ class PackedAttention:
 
     Args:
         segments: (start, end, prefix_start, prefix_end) in order, covering the pack; a fifth entry
-            True where the segment's tokens see each other in both directions
-            (`Family.attention_segments`).
+            says where the segment's tokens see each other in both directions, too: BOTH_WAYS or
+            IN_WINDOWS (`Family.attention_segments`).
         cache, plan: prefill. Keys and values of token ``plan[0][i]`` of the pack are stored at slot
             ``plan[1][i]``, position ``plan[2][i]``: one prompt may go to many slots.
         earlier: (slots, positions) of the cache, whose keys and values are appended to the pack's,
@@ -252,6 +269,12 @@ class PackedAttention:
             self.make_buckets(table)
         else:
             self.make_calls(table)
+
+    @functools.cached_property
+    def by_sdpa(self) -> "PackedAttention":
+        """The same pack for layers whose heads are too large for the back-end."""
+        rest = self.cache, self.plan, self.earlier
+        return PackedAttention(self.segments, "sdpa", self.device, *rest)
 
     @functools.cached_property
     def linear(self) -> PackedDelta:
@@ -301,7 +324,8 @@ class PackedAttention:
                     cu_k=self.cumulated(len_q + prefix),
                     max_q=int(len_q.max()),
                     max_k=int((len_q + prefix).max()),
-                    causal=not both,
+                    causal=both != BOTH_WAYS,
+                    in_windows=both == IN_WINDOWS,
                     q_tokens=self.unless_all(queries[-1]),
                     k_tokens=self.unless_all(ragged_index(starts, lengths)),
                 )
@@ -322,6 +346,8 @@ class PackedAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
         """q (1, Hq, N, D), k and v (1, Hkv, N, D) -> (1, N, Hq, D)."""
+        if backend_of(self.backend, q.shape[-1]) != self.backend:
+            return self.by_sdpa(layer, q, k, v, scale, window)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, H, D)
         if self.cache is not None:
             tokens, slots, positions = self.plan
@@ -425,7 +451,7 @@ def bucket_mask(table: np.ndarray, window: int | None) -> np.ndarray | None:
     length, prefix, both = (
         table[:, 1:2] - table[:, :1],
         table[:, 3:4] - table[:, 2:3],
-        table[:, 4:] > 0,
+        (table[:, 4:] == BOTH_WAYS) if window is None else table[:, 4:] > 0,
     )
     equal = (prefix == 0).all() and (length == length[0]).all() and not both.any()
     if equal and (window is None or length[0] <= window):
@@ -478,7 +504,7 @@ class DecodeAttention:
         keys[self.slots, self.lengths] = k[0].transpose(0, 1)
         values[self.slots, self.lengths] = v[0].transpose(0, 1)
         q = q[0].transpose(0, 1)  # (B, Hq, D)
-        attend = getattr(self, f"attend_{self.backend}")
+        attend = getattr(self, f"attend_{backend_of(self.backend, q.shape[-1])}")
         return attend(q, keys[:size], values[:size], scale, window)[None]
 
     def attend_flash_attn(

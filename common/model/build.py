@@ -7,6 +7,7 @@ build_model     a model of transformers whose layers mix tokens as packs need it
 
 import copy
 import inspect
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,12 +25,15 @@ from common.data.processor import Processor
 from common.distributed import ALONE, Team
 from common.files import say
 from common.flags import DataArgs, ModelArgs
+from common.logprobs import logits_fp32
 from common.model.adapters import add_adapters, freeze
 from common.model.attention import (
     ATTENTION_NAME,
+    LARGEST_HEAD,
     VISION_ATTENTION_NAME,
     choose_backend,
     flash_attn_problem,
+    largest_head,
 )
 from common.model.layers import use_fewer_kernels
 from common.model.linear_attention import HF_LAYERS, DeltaNet, choose_rule
@@ -40,11 +44,19 @@ from common.model.vlm import (
     decoder,
     float32_parts,
     routers,
+    softcap,
     tower_parameters,
     trained_parts,
     vision_parts,
 )
-from common.model.weights import VISION_KEYS, Tensors, open_weights, resolve_folder, weight_files
+from common.model.weights import (
+    COPIED_KEYS,
+    VISION_KEYS,
+    Tensors,
+    open_weights,
+    resolve_folder,
+    weight_files,
+)
 
 # -------------------------------------------------------------------------------------------------
 # The models of a run
@@ -91,8 +103,14 @@ class Builder:
         self.folder = resolve_folder(args.model, weights=not self.compute.planned)
 
     def actor(self) -> Model:
-        """The model to train, with its vision tower. The main rank says what adapters leave out."""
+        """The model to train, with its vision tower. The main rank says what adapters leave out, and
+        which layers have another attention."""
         model = self.build(self.folder, vision=True)
+        largest = largest_head(model.config.get_text_config())
+        if largest > LARGEST_HEAD and distributed.is_main():
+            say(
+                f"attention of layers with heads of {largest}: sdpa, as others end at {LARGEST_HEAD}"
+            )
         mixtures = len(routers(model))
         if self.args.lora_rank and mixtures and distributed.is_main():
             say(
@@ -229,6 +247,8 @@ def build_model(
         raise ValueError(problem) from error
     how = {part.name: getattr(compute, part.name) for part in fields(Compute)}
     model.setup = Setup(**how, family=family, folder=folder, trains_vision=trains_vision)
+    for key in COPIED_KEYS:  # no part of any model here, as a tower for sound
+        model.model._modules.pop(key.removesuffix("."), None)
     use_ours(model)
     # EOS may serve as padding, and learns like any token
     decoder(model).get_input_embeddings().padding_idx = None
@@ -237,11 +257,20 @@ def build_model(
             delattr(model.model, name)
     if not head:
         del model.lm_head
-    if not trains_vision:
-        freeze(tower_parameters(model), compute.dtype)
+    freeze(untrained(model), compute.dtype)
     if float32_parts(model) and not compute.planned:
         choose_rule(compute.device.type, compute.dtype)  # which names a missing package
     return model
+
+
+def untrained(model: Model) -> Iterator[nn.Parameter]:
+    """What is frozen by default: a tower, and the table of the inputs that each layer of Gemma 4 E2B
+    looks up, half of all weights, of which a step would move a few rows."""
+    if not model.setup.trains_vision:
+        yield from tower_parameters(model)
+    for name, parameter in decoder(model).named_parameters():
+        if "embed_tokens_per_layer" in name:
+            yield parameter
 
 
 @contextmanager
@@ -332,6 +361,7 @@ def use_mixers(model: Model) -> None:
     """
     text = model.config.get_text_config()
     counts = {True: 0, False: 0}  # layers with linear attention, and without
+    last = {}  # that stores keys, by its kind
     for layer in decoder(model).layers:
         for name, part in layer.named_children():
             if type(part) in HF_LAYERS:
@@ -344,13 +374,17 @@ def use_mixers(model: Model) -> None:
                 f"the text model {text.model_type} mixes tokens by {', '.join(names)}, which is "
                 "not supported"
             )
-        is_linear = isinstance(mixers[0], DeltaNet)
-        mixers[0].slot_layer = counts[is_linear]
-        counts[is_linear] += 1
+        (mixer,) = mixers
+        is_linear, kind = isinstance(mixer, DeltaNet), getattr(mixer, "layer_type", "")
+        # Some read what the last layer of their kind has stored.
+        if not getattr(mixer, "is_kv_shared_layer", False):
+            last[kind] = counts[is_linear]
+            counts[is_linear] += 1
+        mixer.slot_layer = last[kind]
 
 
 # All that attention in a decoder may consist of. An indexer, say, would choose keys, and ours ignore it.
-MIXER_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+MIXER_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "v_norm"}
 
 
 def is_ours(mixer: nn.Module) -> bool:
@@ -364,7 +398,6 @@ def is_ours(mixer: nn.Module) -> bool:
 
 UNSUPPORTED = (
     "attn_logit_softcapping",
-    "final_logit_softcapping",
     "use_bidirectional_attention",
     "attention_chunk_size",
 )
@@ -388,8 +421,9 @@ class Fixed(nn.Module):
 
 
 def check_head(model: Model) -> None:
-    """Refuse a model whose logits are not the product of hidden states and lm_head, by its own forward
-    on a small random one: they may be scaled, squeezed or shifted. Raises ValueError."""
+    """Refuse a model whose logits are not the product of hidden states and lm_head, squeezed as
+    `softcap` says, by its own forward on a small random one: they may be scaled or shifted. Raises
+    ValueError."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*size, 4, generator=generator) for size in ((1, 3), (5,)))
     probe = copy.copy(model)
@@ -397,7 +431,8 @@ def check_head(model: Model) -> None:
     head.weight = nn.Parameter(weight)
     probe._modules = {"model": Fixed(hidden), "lm_head": head}
     logits = probe(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits
-    if not torch.allclose(logits, hidden @ weight.T, atol=1e-5):
+    expected = logits_fp32(hidden[0], weight, softcap=softcap(model))
+    if not torch.allclose(logits[0], expected, atol=1e-5):
         raise ValueError(
             f"{type(model).__name__} of transformers changes the product of hidden states and lm_head, "
             "which is not supported"
@@ -415,7 +450,8 @@ def check_decoder(model: Model) -> None:
     """Refuse kinds of attention and rotary positions that do not work in packs. Raises ValueError."""
     language, text = decoder(model), model.config.get_text_config()
     for name in UNSUPPORTED:
-        if getattr(text, name, None):
+        value = getattr(text, name, None)
+        if value and value != model.setup.family.sees_both_ways:
             raise ValueError(f"the checkpoint's text model has {name}, which is not supported")
     # beyond the causal ones, as of image tokens that see each other
     family = type(model.setup.family)

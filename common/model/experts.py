@@ -21,7 +21,9 @@ def count_experts(module: vlm.Wrapper, batch: Batch, indices=None) -> Tensor:
     for pack in make_packs(model, batch, indices):
         with vlm.router_logits(model) as routed:
             module(pack)
-        load += losses.expert_load(routed, pack.copies.to(load.device), text.num_experts_per_tok)
+        load += losses.expert_load(
+            routed, pack.copies.to(load.device), vlm.experts_per_token(model)
+        )
     fsdp.forget_forwards(module)
     dist.all_reduce(load)
     return load
@@ -34,5 +36,5 @@ def pack_balance_loss(
     forward; 0 where the experts were not counted."""
     if load is None:
         return torch.zeros(())
-    top_k = model.config.get_text_config().num_experts_per_tok
+    top_k = vlm.experts_per_token(model)
     return losses.balance_loss(routed, pack.copies.to(load.device), load, top_k)

@@ -149,7 +149,7 @@ def use_fewer_kernels(model: nn.Module) -> None:
                 model.set_submodule(name, ours)
         elif kind.endswith("Attention"):
             fuse_rotary(sys.modules[type(module).__module__])
-        elif module._modules.keys() == SWIGLU:
+        elif module._modules.keys() == SWIGLU and isinstance(module.gate_proj, nn.Linear):
             ours = SwiGLU(module)
             if agree(module, ours, module.gate_proj.weight.shape[1]):
                 model.set_submodule(name, ours)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from common import distributed
 from common.logging import Metrics
-from common.model.attention import SlotCache, head_dim
+from common.model.attention import LARGEST_HEAD, SlotCache, head_dim, layer_configs
 from common.model.linear_attention import activation_bytes
 from common.model.teams import piece_bytes
-from common.model.vlm import Wrapper, decoder, routers, tower_parameters
+from common.model.vlm import Wrapper, decoder, experts_per_token, routers, tower_parameters
 
 MARGIN = 2 * 2**30  # bytes of a GPU, the least that is kept free
 # dense bfloat16, from data sheets
@@ -32,10 +32,10 @@ def update_flops(policy: Wrapper, tokens: float, responses: float) -> float:
     """Operations of an update by so many tokens, those of responses going through the output head:
     per weight a multiplication and an addition in the forward, as many for the gradient of the
     inputs, and as many for that of the weight unless it is frozen."""
-    text = policy.model.config.get_text_config()
     used = 1.0  # of stacked experts
     if mixtures := routers(policy.model):
-        used = text.num_experts_per_tok / mixtures[0].get_parameter("weight").shape[0]
+        experts = mixtures[0].get_parameter("weight").shape[0]
+        used = experts_per_token(policy.model) / experts
     weights = sum(
         p.numel() * (used if ".experts." in name else 1)
         for name, p in decoder(policy.model).layers.named_parameters()
@@ -115,35 +115,34 @@ def decoding_bytes(module: Wrapper) -> int:
     return max(root, layer) + piece_bytes(module.model)
 
 
-def layer_activations(module: Wrapper, keys: float = 1.0) -> float:
+def layer_activations(module: Wrapper, keys: float = 1.0, index: int = -1) -> float:
     """Bytes per token that a decoder layer keeps for its backward: of every norm its input in
     float32 and its output before the scale (less on a GPU, where a norm is one kernel); what the
     products read; queries, keys, values and output of the attention, or what linear attention
     keeps if that is more; four tensors of the MLP
     (gate, its activation, up, their product), in MoE for each expert of the token, with its input.
-    ``keys``: that are gathered for each token of a pack, as responses attend to their prompts too.
+    ``keys``: that are gathered for each token of a pack, as responses attend to their prompts too;
+    sdpa on a GPU repeats them for each query head.
     """
-    text = module.model.config.get_text_config()
-    layer = decoder(module.model).layers[-1]
+    text, layer = module.model.config.get_text_config(), decoder(module.model).layers[index]
     width = module.model.setup.dtype.itemsize
-    # one scale for all heads
-    repeats = {
-        "q_norm": text.num_attention_heads,
-        "k_norm": text.num_key_value_heads,
-    }
-    norms = 0
+    config = layer_configs(text)[index]
+    queries, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    repeats = {"q_norm": queries, "k_norm": kv_heads}  # one scale for all heads
+    norms = gates = experts = 0
     for name, p in layer.named_parameters():
         if "norm" in name:
             norms += p.numel() * repeats.get(name.split(".")[-2], 1)
-    experts = 0
-    inner = getattr(text, "intermediate_size", 0)
+        if name.endswith("gate_proj.weight"):
+            gates += len(p)
+    inner = gates or getattr(text, "intermediate_size", 0)
     if routers(module.model):
-        experts = text.num_experts_per_tok
-        inner = experts * text.moe_intermediate_size
-        inner += getattr(text, "shared_expert_intermediate_size", 0)
-        inner += getattr(text, "n_shared_experts", 0) * text.moe_intermediate_size
-    heads = text.num_attention_heads + keys * text.num_key_value_heads
-    mixing = max(2 * width * head_dim(text) * heads, activation_bytes(text, width))
+        experts = experts_per_token(module.model)
+        inner = gates + experts * text.moe_intermediate_size
+    if head_dim(config) > LARGEST_HEAD:
+        kv_heads = queries
+    heads = queries + keys * kv_heads
+    mixing = max(2 * width * head_dim(config) * heads, activation_bytes(text, width))
     products = width * ((2 + experts) * text.hidden_size + 4 * inner)
     return (4 + width) * norms + mixing + products
 
@@ -189,15 +188,17 @@ def backward_bytes(
     model = module.model
     layers = decoder(model).layers
     width = model.setup.dtype.itemsize
-    activations = tokens * layer_activations(module, keys)
-    hidden = tokens * model.config.get_text_config().hidden_size
+    text = model.config.get_text_config()
+    indices = range(len(layers)) if getattr(text, "is_heterogeneous", False) else [-1] * len(layers)
+    activations = [tokens * layer_activations(module, keys, index) for index in indices]
+    hidden = tokens * text.hidden_size
     saved = hidden * (4 + 4 * width)  # embeddings, with images, and the last norm
-    saved += len(layers) * (width * hidden if recompute else activations)
+    saved += len(layers) * width * hidden if recompute else sum(activations)
 
     head = count_trained([model.lm_head.weight]) if hasattr(model, "lm_head") else 0
     at_head = logits_bytes(module, model.setup.head_chunk) + 4 * head
     largest = max(count_trained(layer.parameters()) for layer in layers)
-    in_layer = activations // 3 + 2 * largest * (4 + width) + width * head
+    in_layer = max(activations) // 3 + 2 * largest * (4 + width) + width * head
     if recompute:
-        in_layer += activations
+        in_layer += max(activations)
     return {"activations": saved, "backward": max(at_head, in_layer)}

@@ -38,7 +38,7 @@ class Policy(vlm.Wrapper):
         pack: Pack,
         sampling: Sampling | None = None,
         entropy: bool = False,
-        references: Sequence[tuple[Tensor, Tensor]] = (),
+        references: Sequence[tuple[Tensor, Tensor, float | None]] = (),
         hidden_only: bool = False,
     ):
         """Returns logp (T,) float32, entropy (T,) or None, and the exact KL (T,) to each reference.
@@ -46,14 +46,14 @@ class Policy(vlm.Wrapper):
         Args:
             sampling: how the tokens were drawn; None for text that was not sampled: temperature 1,
                 and no banned ids.
-            references: hidden states (T, H) and head (V, H) of each, from `reference_outputs`.
+            references: hidden states (T, H), head (V, H) and softcap of each, from `reference_outputs`.
             hidden_only: return only the hidden states (T, H) that predict the response tokens. (A
                 flag, not a method: FSDP gathers weights only in `forward`.)
         """
         hidden = vlm.hidden_states(self.model, pack)[pack.predict]  # (T, H)
         if hidden_only:
             return hidden
-        options = {"chunk": self.model.setup.head_chunk}
+        options = {"chunk": self.model.setup.head_chunk, "softcap": vlm.softcap(self.model)}
         if sampling is not None:
             options |= sampling.logits_options(pack.step)
         weight = self.model.lm_head.weight  # (V, H)
@@ -61,8 +61,9 @@ class Policy(vlm.Wrapper):
             hidden, weight, pack.targets, entropy=entropy, **options
         )
         kls = []
-        for ref_hidden, ref_weight in references:
-            kls.append(logprobs.full_kl(hidden, ref_hidden, weight, ref_weight, **options))
+        for ref_hidden, ref_weight, ref_softcap in references:
+            models = hidden, ref_hidden, weight, ref_weight
+            kls.append(logprobs.full_kl(*models, ref_softcap=ref_softcap, **options))
         return logp, entropies, kls
 
 

@@ -11,12 +11,14 @@ Shapes: E experts, I their inner numbers, H hidden size.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.distributed import Team
+from common.model.attention import layer_configs
 from common.model.vlm import Model, decoder
 from common.process import UserError
 
@@ -35,12 +37,13 @@ CUTS = {
     "down_proj": (INPUTS, ""),
     "experts": ({"gate_up_proj": 2, "down_proj": 2}, ""),  # (E, 2, I, H), (E, H, I)
     "embed_tokens": ({"weight": 1}, ""),
+    "embed_tokens_per_layer": ({"weight": 1}, ""),
     "lm_head": ({"weight": 0}, ""),
 }
 SUMMED = ("o_proj", "down_proj", "experts")  # whose outputs are terms of a sum
-JOINED = ("embed_tokens", "lm_head")  # whose outputs stand side by side
+JOINED = ("embed_tokens", "embed_tokens_per_layer", "lm_head")  # whose outputs stand side by side
 # layers that are cut together: a module that has one of them has all
-TOGETHER = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"})
+TOGETHER = ({"q_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"})
 
 
 # -------------------------------------------------------------------------------------------------
@@ -54,9 +57,15 @@ def names_of(model: Model) -> dict[nn.Module, str]:
     return {part: name.rpartition(".")[2] for name, part in modules}
 
 
-def piece_of(value: Tensor, module: str, kind: str, text_config, team: Team) -> Tensor:
-    """A copy of this rank's piece of a parameter, by the names of its module and its own. Raises
-    UserError: it cannot be shared equally."""
+def configs_of(model: Model) -> dict[nn.Module, Any]:
+    """The config of each layer, by its modules: heads may differ between layers."""
+    pairs = zip(layer_configs(model.config.get_text_config()), decoder(model).layers)
+    return {part: config for config, layer in pairs for part in layer.modules()}
+
+
+def piece_of(value: Tensor, module: str, kind: str, config: Any, team: Team) -> Tensor:
+    """A copy of this rank's piece of a parameter, by the names of its module and its own, and the
+    config of its layer. Raises UserError: it cannot be shared equally."""
     dims, heads = CUTS.get(module, ({}, ""))
     if kind not in dims:
         # what is added to a sum is added once
@@ -67,7 +76,7 @@ def piece_of(value: Tensor, module: str, kind: str, text_config, team: Team) -> 
     if kind == "gate_up_proj":  # all gates of an expert, then what they open
         value = value.unflatten(1, (2, -1))
     length, size = value.shape[dims[kind]], team.size
-    units = getattr(text_config, heads) if heads else length
+    units = getattr(config, heads) if heads else length
     least = size * 8 if module == "experts" else size  # whose kernel reads 16 bytes at a time
     if units % least and (heads != KEYS or size % units):  # a key head may be on several ranks
         raise UserError(
@@ -83,11 +92,12 @@ def piece_of(value: Tensor, module: str, kind: str, text_config, team: Team) -> 
 def piece_bytes(model: Model) -> int:
     """Of this rank's pieces of decoder and head, in the compute type; counted on meta. Raises
     UserError: the model cannot be shared by so many ranks."""
-    text, team, numbers = model.config.get_text_config(), model.setup.team, 0
+    configs, team, numbers = configs_of(model), model.setup.team, 0
     check_cuts(model)
     for owner, name in names_of(model).items():
         for kind, value in owner.named_parameters(recurse=False):
-            numbers += piece_of(value.detach().to("meta"), name, kind, text, team).numel()
+            piece = piece_of(value.detach().to("meta"), name, kind, configs.get(owner), team)
+            numbers += piece.numel()
     return numbers * model.setup.dtype.itemsize
 
 
@@ -113,7 +123,7 @@ def check_cuts(model: Model) -> None:
 def cut(model: Model, parts: list) -> Iterator[None]:
     """Inside, the weights of ``parts``, which FSDP gathers one by one, are this rank's pieces, and
     their outputs are summed or joined over the team. A collective."""
-    team, text, names = model.setup.team, model.config.get_text_config(), names_of(model)
+    team, configs, names = model.setup.team, configs_of(model), names_of(model)
     shards, pieces = {}, {}  # by module and name
     for part in parts:
         part.reshard()  # a forward may have left it gathered
@@ -127,7 +137,8 @@ def cut(model: Model, parts: list) -> Iterator[None]:
             value = owner._parameters[kind]
             if value is not shard:  # FSDP gathers it with this part; tied ones have several places
                 shards[owner, kind] = shard
-                piece = piece_of(value.detach(), names.get(owner, ""), kind, text, team)
+                name, config = names.get(owner, ""), configs.get(owner)
+                piece = piece_of(value.detach(), name, kind, config, team)
                 pieces[owner, kind] = nn.Parameter(piece, requires_grad=False)
         part.reshard()
     set_parameters(pieces)
@@ -143,9 +154,10 @@ def cut(model: Model, parts: list) -> Iterator[None]:
         if name in (*SUMMED, *JOINED):
             hooks.append(owner.register_forward_hook(make_whole))
         # transformers' own attention repeats each key head so often
-        if text.num_key_value_heads < team.size and hasattr(owner, "num_key_value_groups"):
+        config: Any = configs.get(owner)
+        if hasattr(owner, "num_key_value_groups") and config.num_key_value_heads < team.size:
             groups[owner] = owner.num_key_value_groups
-            owner.num_key_value_groups = text.num_attention_heads // team.size
+            owner.num_key_value_groups = config.num_attention_heads // team.size
     try:
         yield
     finally:

@@ -101,6 +101,7 @@ class Decoder(Part):
     layers: nn.ModuleList
     rotary_emb: Rotary
     get_input_embeddings: Callable[..., nn.Embedding]
+    get_per_layer_inputs: Callable[..., Tensor]  # of Gemma 4's small models
 
 
 class Tower(Part):
@@ -178,18 +179,23 @@ def layers(model: Model) -> list[nn.Module]:
     return [*decoder(model).layers, *blocks]
 
 
+def softcap(model: Model) -> float | None:
+    """The bound into which a model squeezes its logits, if it does."""
+    return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+
+
 def float32_parts(model: Model) -> list[nn.Module]:
     """The modules whose weights stay float32 in any compute type; FSDP gathers them separately."""
     return [module for module in decoder(model).modules() if isinstance(module, Decay)]
 
 
 def routers(model: Model) -> list[nn.Module]:
-    """The modules that choose the experts of each MoE layer and return (router logits, ...); none
-    in a dense model."""
+    """The modules that give the router logits of each MoE layer, or (these, ...); none in a dense
+    model."""
     return [
         module
-        for module in decoder(model).modules()
-        if type(module).__name__.lower().endswith("topkrouter")
+        for name, module in decoder(model).named_modules()
+        if type(module).__name__.lower().endswith("topkrouter") or name.endswith("router.proj")
     ]
 
 
@@ -198,14 +204,23 @@ def balances_by_loss(model: Model) -> bool:
     return any(not hasattr(router, "e_score_correction_bias") for router in routers(model))
 
 
+def experts_per_token(model: Model) -> int:
+    text = model.config.get_text_config()
+    return getattr(text, "top_k_experts", 0) or text.num_experts_per_tok
+
+
 @contextmanager
 def router_logits(model: Model):
     """Yields a list, to which each forward of the decoder appends the router logits (L, E) of its MoE
     layers."""
     logits = []
     hooks = []
+
+    def keep(router: nn.Module, _, out: Any) -> None:
+        logits.append(out if torch.is_tensor(out) else out[0])
+
     for router in routers(model):
-        hooks.append(router.register_forward_hook(lambda module, args, out: logits.append(out[0])))
+        hooks.append(router.register_forward_hook(keep))
     try:
         yield logits
     finally:
@@ -314,16 +329,19 @@ def hidden_states(model: Model, pack: Pack) -> Tensor:
         # the image of zeros of `packs.with_grids`: every rank takes part in the tower's collectives
         if not len(pack.image_index):
             embeds, features = embeds + 0.0 * features.sum(), None
-    deepstack = {}
+    further = {}
+    if getattr(language, "hidden_size_per_layer_input", 0):
+        ids = pack.input_ids
+        if len(pack.image_index):  # whose features have no such inputs
+            ids = ids.index_fill(1, pack.image_index, language.config.pad_token_id)
+        further["per_layer_inputs"] = language.get_per_layer_inputs(ids)
     if features is not None:
         features = features.to(embeds.dtype)
         embeds = embeds.index_copy(1, pack.image_index, features[:1])
         if len(features) > 1:
             # indices instead of a mask: see `layers.add_images`
-            deepstack = {
-                "visual_pos_masks": pack.image_index,
-                "deepstack_visual_embeds": list(features[1:]),
-            }
+            further["visual_pos_masks"] = pack.image_index
+            further["deepstack_visual_embeds"] = list(features[1:])
     positions = pack.positions[0]  # (1, L)
     if hasattr(model.model, "get_rope_index"):
         positions = torch.cat([torch.zeros_like(pack.positions[:1]), pack.positions])  # (4, 1, L)
@@ -332,6 +350,6 @@ def hidden_states(model: Model, pack: Pack) -> Tensor:
         position_ids=positions,
         use_cache=False,
         attention=pack.attention,
-        **deepstack,
+        **further,
     )
     return out.last_hidden_state[0]

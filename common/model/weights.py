@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from common import distributed
-from common.data.folder import read_model_config
 from common.data.processor import Processor
 from common.files import follow_pointer, open_regular, read_json
 from common.logging import sync_folder, write_link
@@ -48,10 +47,10 @@ KEY_SPELLINGS = (
     (r"^score\.", "value_head."),  # of AutoModelForSequenceClassification
 )
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
-VISION_KEYS += ("vision_encoder.", "vision_projection.")
-# What exports copy from the files if the model has no such part: multi-token prediction, which none
-# here has, and the tower of a critic that reads the actor's features.
-COPIED_KEYS = ("mtp.", *VISION_KEYS)
+VISION_KEYS += ("vision_encoder.", "vision_projection.", "embed_vision.")
+# What exports copy from the files, as no model here has such a part: multi-token prediction, sound. And
+# the tower of a critic that reads the actor's features.
+COPIED_KEYS = ("mtp.", "audio_tower.", "embed_audio.")
 # What files may hold that no model has, and why that is no loss: it is computed, or a head.
 NOT_READ = (
     r"\.(inv_freq|position_ids|masked_bias)$",  # written by older versions of transformers
@@ -246,7 +245,7 @@ def is_copied(key: str, model: Model) -> bool:
     prediction, whatever transformers leaves out of this model, or a tower that this role lacks."""
     if any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_unexpected):
         return True
-    copied = COPIED_KEYS[:1] if vision_parts(model) else COPIED_KEYS
+    copied = COPIED_KEYS if vision_parts(model) else COPIED_KEYS + VISION_KEYS
     return key.removeprefix("model.").startswith(copied)
 
 
@@ -460,7 +459,10 @@ def write_settings(aside: Path, setup: Setup, processor: Processor) -> None:
     """The small files of an export, and everything durable."""
     if setup.adapter:
         (aside / "adapter" / "adapter_config.json").write_text(json.dumps(setup.adapter, indent=2))
-    read_model_config(setup.folder).save_pretrained(aside)
+    # As it came: transformers writes names that other readers do not know, as of Gemma 4's heads.
+    config = read_json(setup.folder / "config.json")
+    config.pop("transformers_weights", None)
+    (aside / "config.json").write_text(json.dumps(config, indent=2))
     processor.save(str(aside))
     for path in aside.rglob("*.safetensors"):  # safetensors 0.8 writes them for their owner alone
         shutil.copymode(aside / "config.json", path)

@@ -32,7 +32,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.buffers import Batch
-from common.data.families import FAMILIES, Qwen, family_of
+from common.data.families import BOTH_WAYS, FAMILIES, IN_WINDOWS, Qwen, family_of
 from common.data.loader import PromptLoader
 from common.data.processor import Processor
 from common.model import attention as vlm_attention
@@ -60,6 +60,7 @@ from conftest import (
 )
 from families import (
     EXPERTS,
+    GEMMA4,
     GLM,
     KINDS,
     NEWER,
@@ -161,6 +162,8 @@ def hf_inputs(family, prompt) -> dict:
         patch_size=7,
         spatial_merge_size=2,
         effective_patch_size=14,
+        boi_token="<|image>",
+        eoi_token="<image|>",
         image_break_token="[IMG_BREAK]",
         image_end_token="[IMG_END]",
     )
@@ -180,6 +183,7 @@ def hf_inputs(family, prompt) -> dict:
         "smolvlm": "SmolVLM",
         "lighton_ocr": "LightOnOcr",
         "exaone4_5": "Exaone4_5_",
+        **dict.fromkeys(GEMMA4, "Gemma4"),
     }.get(family.kind, "Glm4v" if family.kind in GLM else "Qwen2VL")
     if family.kind in ("mistral3", "ministral3"):
         words = rows_of_pixtral
@@ -187,14 +191,14 @@ def hf_inputs(family, prompt) -> dict:
         words = getattr(transformers, f"{maker}Processor").replace_image_token
     first, *rest = text.split(token)
     text = first + "".join(words(stand_in, batch, i) + part for i, part in enumerate(rest))
-    inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False)) | batch
-    if family.kind.startswith(("qwen", "glm")):
+    options = {"return_token_type_ids": False, "add_special_tokens": not text.startswith("<s>")}
+    inputs = dict(tokenizer(text, return_tensors="pt", **options)) | batch
+    if family.kind.startswith(("qwen", "glm", "gemma4")):
         inputs["mm_token_type_ids"] = (
             inputs["input_ids"] == family.oracle.config.image_token_id
         ).int()
-    return {
-        name: value for name, value in inputs.items() if name not in ("rows", "cols", "num_patches")
-    }
+    unused = ("rows", "cols", "num_patches", "num_soft_tokens_per_image")
+    return {name: value for name, value in inputs.items() if name not in unused}
 
 
 def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path):
@@ -358,6 +362,9 @@ def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
     )
 
 
+FROZEN = ("visual", "vision", "projector", "connector", "audio", "embed_tokens_per_layer")
+
+
 def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
     metrics = ppo.main(ppo_flags(family.kind, family.folder, tmp_path))
     if family.kind in ("qwen3_vl_moe", "qwen3_5_moe"):
@@ -373,8 +380,9 @@ def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
         }
         for folder in (family.folder, exported)
     ]
-    # names and shapes as the checkpoint came
+    # names and shapes as the checkpoint came, and the config
     assert shapes[0] == shapes[1]
+    assert read_json(exported / "config.json") == read_json(family.folder / "config.json")
     model, report = type(family.oracle).from_pretrained(exported, output_loading_info=True)
     assert not any(
         report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -385,11 +393,7 @@ def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
         for name, parameter in model.named_parameters()
         if not torch.equal(parameter, before[name])
     }
-    frozen = {
-        name
-        for name, _ in model.named_parameters()
-        if any(part in name for part in ("visual", "vision", "projector", "connector"))
-    }
+    frozen = {name for name, _ in model.named_parameters() if any(part in name for part in FROZEN)}
     assert moved
     assert not moved & frozen
     again = start(exported, family.data)
@@ -868,44 +872,49 @@ def naive_attention(q, k, v, segments, window, scale):
     return out
 
 
+@pytest.mark.parametrize("dim", [8, 12])
 @pytest.mark.parametrize("window", [None, 1, 3, 7])
-def test_windows_and_pictures_in_both_forms_of_attention(window, monkeypatch):
-    """SDPA over buckets, and the calls that a GPU would make, with a loop in the kernel's place."""
+def test_windows_and_pictures_in_both_forms_of_attention(window, dim, monkeypatch):
+    """SDPA over buckets, and the calls that a GPU would make, with a loop in the kernel's place, which
+    takes heads up to 8."""
     generator = seeded(0)
+    monkeypatch.setattr(vlm_attention, "LARGEST_HEAD", 8)
     segments = [(0, 14, 0, 0), (14, 19, 0, 14), (19, 20, 0, 14), (20, 26, 20, 20), (26, 30, 20, 26)]
     pictures = torch.tensor([2, 3, 4, 9, 10, 11, 12, 20, 21])
     gemma, llama = (family_of(SimpleNamespace(model_type=name)) for name in ("gemma3", "llama"))
+    text = SimpleNamespace(use_bidirectional_attention="vision")
+    newer = family_of(SimpleNamespace(model_type="gemma4", get_text_config=lambda: text))
     pieces = gemma.attention_segments(segments, pictures)
-    assert pieces[:3] == [(0, 2, 0, 0), (2, 5, 0, 2, True), (5, 9, 0, 5)]
+    assert pieces[:3] == [(0, 2, 0, 0), (2, 5, 0, 2, BOTH_WAYS), (5, 9, 0, 5)]
     assert len(pieces) == 10
+    in_windows = newer.attention_segments(segments, pictures)
+    assert in_windows[1] == (2, 5, 0, 2, IN_WINDOWS)
     assert (
         llama.attention_segments(segments, pictures)
         == segments
         == gemma.attention_segments(segments, pictures[:0])
     )
-    q, k, v = (torch.randn(30, heads, 8, generator=generator) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(30, heads, dim, generator=generator) for heads in (4, 2, 2))
 
     def kernel(q, k, v, call, scale, backend, window):
+        assert q.shape[-1] <= 8
+        causal = call.causal and not (call.in_windows and window)
         out = []
         for a, b, c, d in zip(call.cu_q, call.cu_q[1:], call.cu_k, call.cu_k[1:]):
             assert b - a <= call.max_q
             assert d - c <= call.max_k
             stretch = torch.cat([torch.zeros(int((d - c) - (b - a)), *q.shape[1:]), q[a:b]])
             length, prefix = int(d - c), int((d - c) - (b - a))
-            part = naive_attention(
-                stretch,
-                k[c:d],
-                v[c:d],
-                [(prefix, length, 0, prefix, not call.causal)],
-                window,
-                scale,
-            )
+            parts = [(prefix, length, 0, prefix, not causal)]
+            part = naive_attention(stretch, k[c:d], v[c:d], parts, window, scale)
             out.append(part[prefix:])
         return torch.cat(out)
 
     monkeypatch.setattr(vlm_attention, "varlen_attention", kernel)
-    for parts in (segments, pieces):
-        expected = naive_attention(q, k, v, parts, window, 0.3)
+    for parts in (segments, pieces, in_windows):
+        # without a window, those of Gemma 4 are as if there were no pictures
+        seen = segments if parts is in_windows and window is None else parts
+        expected = naive_attention(q, k, v, seen, window, 0.3)
         for backend in ("sdpa", "varlen"):
             attention = vlm_attention.PackedAttention(parts, backend, torch.device("cpu"))
             ours = attention(0, *(x.transpose(0, 1)[None] for x in (q, k, v)), 0.3, window)[0]

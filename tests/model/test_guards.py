@@ -157,6 +157,25 @@ def test_a_mask_or_an_argument_that_attention_would_ignore_is_an_error():
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("kind, value", [("gemma4_31b", "all"), ("gemma3", True)])
+def test_decoders_that_see_ahead_in_text_are_refused(kind, value):
+    config = make_config(kind, make_tokenizer(kind))
+    build.build_model(config, COMPUTE)
+    config.text_config.use_bidirectional_attention = value
+    with value_error("text model has use_bidirectional_attention, which is not supported"):
+        build.build_model(config, COMPUTE)
+
+
+def test_heads_too_large_for_a_back_end_are_said(tmp_path, picture_rows, monkeypatch, capfd):
+    """At the start: these layers attend by sdpa."""
+    write_family("gemma4_31b", tmp_path, picture_rows)
+    for limit in (16, 8):
+        monkeypatch.setattr(build, "LARGEST_HEAD", limit)
+        start(tmp_path, tmp_path / "rows.jsonl")
+        line = f"attention of layers with heads of 16: sdpa, as others end at {limit}"
+        assert (line in capfd.readouterr().out) == (limit == 8)
+
+
 @pytest.mark.parametrize(
     "kind, setting", [("granite", {"logits_scaling": 8.0}), ("cohere2", {"logit_scale": 0.5})]
 )

@@ -33,7 +33,7 @@ from conftest import (
     with_flags,
     write_checkpoint,
 )
-from families import write_family
+from families import GEMMA4, write_family
 from helpers import (
     assert_same_run,
     distance,
@@ -365,12 +365,15 @@ OF_FAMILY = {
     "qwen3_5": TARGETS | {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"},
 }
 OF_FAMILY["glm4v"] = TARGETS - {"gate_proj", "up_proj"} | {"gate_up_proj"}
+PER_LAYER = {"per_layer_input_gate", "per_layer_projection"}
+OF_FAMILY["gemma4_e2b"] = TARGETS | PER_LAYER
 OF_FAMILY["qwen3_5_moe"] = OF_FAMILY["qwen3_5"] | {"shared_expert_gate"}
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "idefics3", "llama", "glm4v", "mistral3"],
+    ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "idefics3", "llama", "glm4v", "mistral3"]
+    + [pytest.param(kind, marks=pytest.mark.slow) for kind in GEMMA4],
 )
 def test_other_families(kind, picture_rows, tmp_path, capfd):
     """Experts, linear attention, windows, another name of the decoder, text only with tied
@@ -381,8 +384,9 @@ def test_other_families(kind, picture_rows, tmp_path, capfd):
         pytest.skip(f"transformers {transformers.__version__} wants torchvision for {kind}")
     env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", LORA)
     printed = capfd.readouterr().out
-    line = "--lora_rank leaves the experts and routers of 2 layers as they are"
-    assert printed.count(line) == printed.count("warning") == (1 if kind.endswith("_moe") else 0)
+    experts = {"gemma4_26b_a4b": 4}.get(kind, 2 * kind.endswith("_moe"))
+    line = f"--lora_rank leaves the experts and routers of {experts} layers as they are"
+    assert printed.count(line) == printed.count("warning") == bool(experts)
     stir(env.actor)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     assert (score(env.actor, batch) - batch.logprobs).abs().max() < ROUNDING

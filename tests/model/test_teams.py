@@ -18,7 +18,7 @@ from common.data.loader import PromptLoader
 from common.envs import environments
 from common.model import memory, teams, vlm
 from conftest import ROUNDING, start, user_error, write_checkpoint
-from families import EXPERTS, write_family
+from families import EXPERTS, GEMMA4, write_family
 from helpers import judge_flags
 from lives import assert_close_records, flags_of, live, records, stop_at, write_task
 
@@ -96,7 +96,7 @@ def test_teams_sample_what_whole_models_do(checkpoint, picture_rows, world, size
 def test_teams_of_tied_heads_experts_and_windows(tmp_path, picture_rows, monkeypatch):
     monkeypatch.setitem(EXPERTS, "moe_intermediate_size", 32)
     calls = []
-    for kind in ("llava", "gemma3", "qwen3_vl_moe", "smolvlm"):
+    for kind in ("llava", "gemma3", "qwen3_vl_moe", "smolvlm", *GEMMA4):
         folder = tmp_path / kind
         folder.mkdir()
         write_family(kind, folder, picture_rows)
@@ -175,8 +175,8 @@ def test_what_cannot_be_shared_is_refused(qwen25, picture_rows, monkeypatch):
     with user_error("--rollout_shards 8: 8 must divide the 4 heads of q_proj"):
         teams.piece_bytes(env.actor.model)
     env.actor.model.setup.team = distributed.Team(2)
-    del vlm.decoder(env.actor.model).layers[0].self_attn.v_proj  # as where keys are values
-    with user_error("--rollout_shards 2: layer 0.self_attn has no v_proj"):
+    del vlm.decoder(env.actor.model).layers[0].self_attn.q_proj  # as where products are joined
+    with user_error("--rollout_shards 2: layer 0.self_attn has no q_proj"):
         teams.piece_bytes(env.actor.model)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with user_error("--rollout_shards 3 must divide the ranks of a machine, 8"):
