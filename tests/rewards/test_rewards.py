@@ -538,8 +538,9 @@ def test_spans_of_another_form_are_refused(spans, message):
 
 def test_programs_import_what_lies_beside_them(tmp_path):
     """Two folders with a helper of the same name; imports at the start, in a call, in a circle, of
-    a package and of its module. Python's modules and ours keep their names, and a file that is
-    named after what it uses does not import itself."""
+    packages with and without __init__.py, whose modules import them by name. Python's modules and ours
+    keep their names, as installed ones do before a mere folder, and a file that is named after what it
+    uses does not import itself."""
     for folder, worth in ((tmp_path / "a", 1), (tmp_path / "b", 2)):
         (folder / "parts").mkdir(parents=True)
         (folder / "my_helper.py").write_text(
@@ -550,7 +551,13 @@ def test_programs_import_what_lies_beside_them(tmp_path):
         )
         (folder / "parts" / "__init__.py").write_text("")
         (folder / "parts" / "more.py").write_text("from . import two\nN = 10 * two.N\n")
-        (folder / "parts" / "two.py").write_text("N = 2\n")
+        (folder / "parts" / "two.py").write_text("import bare.deep.two as it\nN = it.N\n")
+        for name in ("bare/deep", "torch"):
+            (folder / name).mkdir(parents=True)
+        (folder / "bare" / "deep" / "two.py").write_text(
+            "import torch.nn\nfrom bare.zero import N\nN += 2\n"
+        )
+        (folder / "bare" / "zero.py").write_text("N = 0\n")
         (folder / "late.py").write_text(f"value = {worth} / 4\n")
         for name in ("math.py", "common.py"):
             (folder / name).write_text("raise RuntimeError('not this one')\n")
@@ -565,7 +572,7 @@ def test_programs_import_what_lies_beside_them(tmp_path):
     assert score(load_source(f"{tmp_path}/a/PIL.py:score").function)[0] == [23.25] * 4
     mix = scoring.load(RewardArgs(reward="exact", reward_combiner=f"{tmp_path}/b/PIL.py:best"))
     assert mix.combiner({"exact": [0.0]}) == [2]
-    assert not {"my_helper", "late", "parts"} & sys.modules.keys()
+    assert not {"my_helper", "late", "parts", "bare"} & sys.modules.keys()
     assert not [folder for folder in sys.path if folder.startswith(str(tmp_path))]
 
 
