@@ -797,7 +797,7 @@ IDENTITY = {
 # What a resumed run does not take over from a checkpoint that was saved with other values of flags.
 BEGIN_ANEW = {
     "kl_coef": ("kl_coef", "kl_target"),
-    "moments": (*OF_REWARDS, "grm_question", "grm_opponents", "grm_mode"),
+    "moments": (*OF_REWARDS, "grm_question", "grm_mode"),
     "history": (*OF_REWARDS, "data", "data (rows)"),
     "ahead": ("prompts_per_step", "rollouts_per_step", "data", "data (rows)"),
     "ptx_rows": ("ptx_data",),
@@ -1884,11 +1884,6 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     )
     for line in repeated_rows(args.data, rows.train_sets):
         log.line(line)
-    if args.reward.grm_question == "group" and rows.held_out and args.rollout.eval_samples < 2:
-        log.line(
-            "--grm_question group: evaluations have one sample per prompt (--eval_samples), compare none, "
-            "and add 0 to eval/reward_mean"
-        )
     for problem in learning_problems(args):
         log.line(f"warning: {problem}")
     return log
@@ -2440,10 +2435,10 @@ def check_args(args: Args, typed: set[str]) -> None:
         f"--max_prompt_tokens + --max_new_tokens{' + --max_reply_tokens' if values.env else ''} = "
         f"{args.longest}",
     )
-    for name in ("reward_timeout", "env_timeout") if values.env else ("reward_timeout",):
+    for name, is_used in {"reward_timeout": True, "env_timeout": values.env}.items():
         wait = getattr(values, name)
         refuse(
-            wait >= values.timeout,
+            is_used and wait >= values.timeout,
             f"--{name} {wait:g} must be below --timeout {values.timeout:g}: a rank that waits so long "
             "would be given up by the others",
         )
@@ -2452,7 +2447,6 @@ def check_args(args: Args, typed: set[str]) -> None:
         f"--prompts_per_step {values.prompts_per_step} must be a multiple of 2 x --rollouts_per_step: "
         "--reward judgement draws both orders of a pair together",
     )
-    refuse(values.grm_opponents % 2, f"--grm_opponents {values.grm_opponents} must be even")
     check_advantages(refuse)
     is_new = not any(args.run.out.glob("checkpoints/step-*"))  # an old run goes on, with a warning
     refuse(args.has_idle_kl and "kl_estimator" in typed and is_new, IDLE_KL)
@@ -2466,14 +2460,10 @@ def check_advantages(refuse: flags.Refusals) -> None:
     """Refuse what advantages and the KL cannot be computed with."""
     values = refuse.values
     estimator = ESTIMATORS[values.advantage]
-    comparing = {
-        "advantage": estimator.compares,
-        "dynamic_sampling": values.dynamic_sampling,
-        "grm_question": values.grm_question == "group",
-    }
-    for name in filter(comparing.get, comparing):
+    compares = {"advantage": estimator.compares, "dynamic_sampling": values.dynamic_sampling}
+    for name, does in compares.items():
         refuse(
-            values.samples_per_prompt < 2,
+            does and values.samples_per_prompt < 2,
             f"--{name} {getattr(values, name)} compares the samples of a prompt: "
             f"--samples_per_prompt {values.samples_per_prompt} must be at least 2",
         )

@@ -122,22 +122,10 @@ class RewardArgs:
     )
     grm_question: str = flag(
         "auto",
-        "what a judge is asked; answers: whether the response or the reference is better; group: which "
-        "of two responses to a prompt is better, for every pair of them; rubric: whether the "
-        "response meets each criterion of the row's rubric; auto: correct or, for a judge that was "
-        "not trained on it, score",
-        choices=("auto", "correct", "score", "answers", "group", "rubric"),
-        excludes={
-            "group": "env reward_combiner advantage=remax: it compares the samples of a prompt, of which "
-            "remax scores one alone (--reward_recipe has weights)"
-        },
-    )
-    grm_opponents: int = flag(
-        0,
-        "with --grm_question group: how many neighbours a response is compared with, half of them "
-        "before it and half after it, in a circle; 0: all others",
-        low=0,
-        needs="grm_question=group",
+        "what a judge is asked; answers: whether the response or the reference is better; rubric: "
+        "whether the response meets each criterion of the row's rubric; auto: correct or, for a judge "
+        "that was not trained on it, score",
+        choices=("auto", "correct", "score", "answers", "rubric"),
     )
     grm_mode: str = flag(
         "probability",

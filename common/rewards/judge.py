@@ -228,7 +228,7 @@ class JudgeSettings:
     def question_to_ask(self, wanted: str) -> str:
         """The kind of question to ask: the wanted one or, for auto, the pointwise one that the
         judge was trained on. Raises ValueError: the judge was not trained on it."""
-        kind = "answers" if wanted == "group" else wanted
+        kind = wanted
         if wanted == "auto":
             kind = "correct" if "correct" in self.trained_on else "score"
         if kind not in self.trained_on:

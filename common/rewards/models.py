@@ -8,7 +8,6 @@ Every rank has all responses, and all ranks together ask a model about them.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -92,8 +91,6 @@ def build(
             check_rows(scored, processor, has_rubrics)
             module = Policy(model, processor) if is_judge else Critic(model)
             kind: Any = JudgeModel if is_judge else ScalarModel
-            if is_judge and reward.args.grm_question == "group":
-                kind = GroupJudge
             source.ask = kind(
                 spec=source.spec,
                 module=module.requires_grad_(False),
@@ -131,7 +128,6 @@ class Answer(NamedTuple):
     prompt_index: int
     sample: int | None  # the sample whose images from an environment the text has marks of
     text: str
-    other: str | None = None  # the answer it is compared with; None: the reference, if any
 
 
 @dataclass
@@ -147,27 +143,23 @@ class RewardModel:
     write: Write
 
     def __call__(self, batch: Batch, used: list[int], texts: list[str]) -> Scored:
-        """Columns (n,) for the n samples ``used`` with these ``texts``, and what a judge says of each."""
+        """Columns (n,) for the n samples ``used`` with these ``texts``, and what a judge says of each.
+        Equal answers share a result: asked separately, they would differ by rounding."""
         answers = []
         for index, i, text in zip(batch.prompt_index[used].tolist(), used, texts):
             answers.append(Answer(index, i if IMAGE_MARK in text else None, text))
-        return self.ask_once(batch, answers)
-
-    def ask_once(self, batch: Batch, keys: list[Answer]) -> Scored:
-        """What `ask` returns, of which equal answers share a result: asked separately, they would
-        differ by rounding."""
-        index_of = {key: k for k, key in enumerate(dict.fromkeys(keys))}  # K answers
+        index_of = {answer: k for k, answer in enumerate(dict.fromkeys(answers))}  # K answers
         with onloaded(self.module, self.offload):
             columns, notes = self.ask(batch, list(index_of))
-        index = [index_of[key] for key in keys]
-        columns = {name: column[index] for name, column in columns.items()}
-        return columns, [notes[k] for k in index if notes]
+        picks = [index_of[answer] for answer in answers]
+        columns = {name: column[picks] for name, column in columns.items()}
+        return columns, [notes[k] for k in picks if notes]
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
         """Columns (K,) of answers in the order of their prompts, and what a judge says of each."""
         raise NotImplementedError
 
-    def with_images(self, batch: Batch, about: list[ImagesOf], asked: list[Prompt]) -> Batch:
+    def with_their_images(self, batch: Batch, about: list[ImagesOf], asked: list[Prompt]) -> Batch:
         """Questions ``asked`` with their images. The same images are read and encoded once, by the rank
         that has them."""
         owners = [batch.owners[index] for index, _ in about]
@@ -226,6 +218,15 @@ def place_replies(ask: dict, row: Prompt, count: int) -> dict:
     return ask | {"question": in_front + text.replace(IMAGE_MARK, PLACES[0]), "images": images}
 
 
+class Asked(NamedTuple):
+    """A question about one of several answers."""
+
+    answer: int  # its index
+    prompt: Prompt
+    weight: float  # among the questions about that answer
+    worth: Tensor  # (V,) of each verdict
+
+
 @dataclass
 class JudgeModel(RewardModel):
     """A generative judge (train_grm_vl.py). It is asked about each distinct response once, with a
@@ -250,46 +251,49 @@ class JudgeModel(RewardModel):
         worth = torch.tensor([values], dtype=torch.float64)
         # (orders, verdicts); where the orders are swapped the response stands in place B
         self.worth = torch.cat([worth, 1 - worth]) if self.kind == "answers" else worth
-        self.unread = 0.5 if self.args.grm_question == "group" else float(worth.min())
+        self.unread = float(worth.min())
         doubt = doubtful_accuracy(self.settings, self.kind)
         if doubt and distributed.is_main():
             say(f"warning: --reward {self.spec}: {doubt}; its rewards may mean nothing")
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
-        prompts, asked_about, weights = [], [], []  # of Q questions; indices of their answers
+        asked = []  # Q questions
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
             for k, answer in enumerate(answers):
-                for further, weight in self.questions_about(batch.prompts[answer.prompt_index]):
-                    prompts.append(self.question(batch, answer, further))
-                    asked_about.append(k)
-                    weights.append(weight)
-        about = [answers[k][:2] for k in asked_about]
-        chances, notes = self.judge(batch, about, prompts)
-        worth = self.worth[torch.arange(len(prompts)) % len(self.worth)]  # (Q, V)
+                asked += self.questions_about(batch, k, answer)
+        about = [answers[one.answer][:2] for one in asked]
+        chances, notes = self.judge(batch, about, [one.prompt for one in asked])
         parsed = chances.sum(dim=1)  # (Q,)
+        worth = torch.stack([one.worth for one in asked])  # (Q, V)
         values = (chances * worth).sum(dim=1) + (1 - parsed) * self.unread
-        index, weight = torch.tensor(asked_about), torch.tensor(weights, dtype=torch.float64)
+        index = torch.tensor([one.answer for one in asked])
+        weight = torch.tensor([one.weight for one in asked], dtype=torch.float64)
         columns = {"reward": index.bincount(weight * values) / index.bincount(weight)}
         if self.args.grm_mode == "critique":
             columns["parsed"] = index.bincount(parsed) / index.bincount()
         remarks = [[] for _ in answers]
-        for k, note, value in zip(asked_about, notes, values):
+        for (k, *_), note, value in zip(asked, notes, values):
             remarks[k].append(note)
             if self.kind == "rubric":
                 nothing = torch.full_like(columns["reward"], math.nan)
                 columns.setdefault(f"criterion_{len(remarks[k])}", nothing)[k] = value
         return columns, list(map(" | ".join, remarks))
 
-    def questions_about(self, row: Prompt) -> list[tuple[dict[str, str], float]]:
-        """What differs between the questions about one response, as arguments of
-        `JudgeSettings.ask`, and their weights: criteria, or the orders."""
+    def questions_about(self, batch: Batch, number: int, answer: Answer) -> list["Asked"]:
+        """The questions about an answer: one for each criterion or, of a pair, each order."""
         if self.kind == "rubric":
-            rubric = read_rubric(row.row)
-            return [({"criterion": self.without_markup(text)}, weight) for text, weight in rubric]
-        return [({"order": order}, 1.0) for order in ORDERS[: len(self.worth)]]
+            questions = []
+            for text, weight in read_rubric(batch.prompts[answer.prompt_index].row):
+                prompt = self.question(batch, answer, criterion=self.without_markup(text))
+                questions.append(Asked(number, prompt, weight, self.worth[0]))
+            return questions
+        return [
+            Asked(number, self.question(batch, answer, order=order), 1.0, worth)
+            for order, worth in zip(ORDERS, self.worth)
+        ]
 
-    def question(self, batch: Batch, answer: Answer, further: dict[str, str]) -> Prompt:
-        """A question about an answer and, for a pair, about the answer it is compared with."""
+    def question(self, batch: Batch, answer: Answer, **further: str) -> Prompt:
+        """A question about an answer and, for a pair, about the reference."""
         row, sizes = batch.prompts[answer.prompt_index], []
         if answer.sample is not None:
             sizes = image_sizes(batch.conversations[answer.sample])
@@ -298,8 +302,7 @@ class JudgeModel(RewardModel):
         prompt = user_text(row.messages, len(row.images), self.without_markup)
         responses = [self.without_markup(answer.text)]
         if self.kind == "answers":
-            other = row.reference if answer.other is None else answer.other
-            responses.append(self.without_markup(other))
+            responses.append(self.without_markup(row.reference))
         ask = self.settings.ask(self.kind, prompt, responses, list(row.images), **further)
         if sizes:
             ask = place_replies(ask, row, len(sizes))
@@ -311,7 +314,7 @@ class JudgeModel(RewardModel):
     ) -> tuple[Tensor, list[str]]:
         """(Q, V) the probability of each verdict on each question, or 1 for the one that the mode
         picks; and a note on it."""
-        questions = self.with_images(batch, about, prompts)
+        questions = self.with_their_images(batch, about, prompts)
         if self.args.grm_mode == "critique":
             return self.read_critiques(questions)
         chances = self.verdict_logprobs(questions).softmax(dim=1)
@@ -354,39 +357,6 @@ class JudgeModel(RewardModel):
 
 
 @dataclass
-class GroupJudge(JudgeModel):
-    """A judge of pairs that compares the samples of a prompt with each other: a sample earns its mean
-    probability of beating its opponents, over both orders; a tie counts one half, and so does a
-    critique without a verdict. This is the win rate of Pref-GRPO (Wang et al. 2025) without
-    hard verdicts."""
-
-    def __call__(self, batch: Batch, used: list[int], texts: list[str]) -> Scored:
-        indices, answers = batch.prompt_index[used].tolist(), []
-        games = list_games(indices, self.args.grm_opponents)
-        games = [sorted(game, key=texts.__getitem__) for game in games]  # equal texts: one question
-        for i, j in games:
-            answers.append(Answer(indices[i], None, texts[i], texts[j]))
-        columns, _ = self.ask_once(batch, answers)
-        players, joined = torch.tensor(games).T.flatten(), {}
-        for name, first in columns.items():
-            second = 1 - first if name == "reward" else first
-            joined[name] = players.bincount(torch.cat([first, second])) / players.bincount()
-        return joined, []
-
-
-def list_games(indices: list[int], opponents: int) -> list[tuple[int, int]]:
-    """The pairs of samples to compare: all of a prompt or, with ``opponents`` above 0, each sample and
-    half as many neighbours on each side, in a circle. ``indices``: (n,) their prompts, ascending."""
-    games = []
-    for _, members in itertools.groupby(range(len(indices)), key=indices.__getitem__):
-        group = list(members)
-        for a, b in itertools.combinations(range(len(group)), 2):
-            if not opponents or 2 * min(b - a, len(group) - b + a) <= opponents:
-                games.append((group[a], group[b]))
-    return games
-
-
-@dataclass
 class ScalarModel(RewardModel):
     """A scalar reward model: what its head says at the end of the chat as the template writes it, where
     AutoModelForSequenceClassification reads it: at the last token that is not the padding."""
@@ -397,7 +367,7 @@ class ScalarModel(RewardModel):
         frame = answer_frame(self.processor)
         padding = self.processor.config.get_text_config().pad_token_id
         targets = {}  # by prompt
-        for index, _, text, _ in answers:
+        for index, _, text in answers:
             rest = answer_text(self.processor, frame, self.without_markup(text)) + frame.after
             target = self.processor.ids_behind(frame.head, rest).tolist()
             while target and target[-1] == padding:
@@ -410,7 +380,7 @@ class ScalarModel(RewardModel):
             for index in targets:
                 row = batch.prompts[index]
                 prompts.append(make_prompt(self.processor, row.messages, row.images))
-        questions = self.with_images(batch, about, prompts)
+        questions = self.with_their_images(batch, about, prompts)
         candidates = questions.with_targets(list(targets.values()))
         values = values_of(self.module, candidates)
         ends = values[candidates.offsets[1:] - 1].double()  # (K,)

@@ -152,11 +152,8 @@ class RewardMix:
         return torch.tensor(shares, dtype=torch.float64)[batch.prompt_index]
 
     def samples_of(self, source: Source, batch: Batch) -> list[int]:
-        """The samples that a source scores; a judge that compares skips the only sample of a prompt."""
-        scored = ~self.share_of(source, batch).isnan()
-        if source.kind == "grm" and self.args.grm_question == "group":
-            scored &= batch.prompt_index.bincount()[batch.prompt_index] > 1
-        return scored.nonzero()[:, 0].tolist()
+        """The samples that a source scores."""
+        return (~self.share_of(source, batch).isnan()).nonzero()[:, 0].tolist()
 
     def begin(self, batch: Batch, processor: Processor, step: int) -> Calls:
         """Start what functions, rules and servers compute for this rank's samples, one after the

@@ -172,10 +172,10 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
     model = reward.sources[0].ask
     batch, processor, settings, asked = take(env), model.processor, model.settings, []
     vlm.compute_features(env.actor.model, batch)
-    with_images = reward_models.JudgeModel.with_images
+    with_images = reward_models.JudgeModel.with_their_images
     monkeypatch.setattr(
         reward_models.JudgeModel,
-        "with_images",
+        "with_their_images",
         lambda *arguments: asked.extend(arguments[-1]) or with_images(*arguments),
     )
     scored = score(env, reward, batch.with_targets([[torch.tensor([40, 41])]] * len(rows)))

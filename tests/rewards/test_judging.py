@@ -1,4 +1,4 @@
-"""Judges that are compared and trained by RL: votes, both orders of a pair, judges inside a group, rubrics.
+"""Judges that are compared and trained by RL: votes, both orders of a pair, rubrics.
 
 The references are plain loops over texts, and Hugging Face's own model that is asked one question at a time.
 """
@@ -21,7 +21,6 @@ from common.data.processor import Processor
 from common.model import vlm
 from common.reports import accuracy
 from common.rewards import judge as judgements
-from common.rewards import models as reward_models
 from common.rewards import rules, scoring
 from common.rewards.judge import JudgeSettings, load_judgements
 from conftest import (
@@ -35,7 +34,6 @@ from conftest import (
     write_judge,
     write_rows,
 )
-from conftest import records as records_of
 from judging import PAIRS, ask, build, chances, judge_by_a_policy, score, whole_judgements
 
 
@@ -353,8 +351,7 @@ def test_an_evaluation_keeps_both_orders_together(qwen25, pairs):
         assert ppo.prompts_together(args, samples) == expected
 
 
-# ------------------------------------------------------------------------------------------------ a
-# judge inside a group
+# ------------------------------------------------------------------------------------------------ what is read
 @pytest.mark.parametrize(
     "rule, text, gains",
     [
@@ -417,88 +414,6 @@ def answered(qwen25, rows, *flags: str):
     )
     batch.truncated = torch.zeros(len(batch), dtype=torch.bool)
     return env, reward, batch
-
-
-def plain_win_rates(folder: Path, prompt, texts: list[str], opponents: int) -> list[float]:
-    """Asking one question at a time: every answer as A and as B against each of its opponents."""
-    n, rates = len(texts), []
-    for i in range(n):
-        wins = []
-        for j in range(n):
-            if i == j or (opponents and min((i - j) % n, (j - i) % n) > opponents / 2):
-                continue
-            if texts[i] == texts[j]:
-                wins += [0.5, 0.5]
-                continue
-            as_a = chances(
-                folder,
-                prompt,
-                ask(prompt, "answers", response_a=texts[i], response_b=texts[j]),
-                ["A", "B", "tie"],
-            )
-            as_b = chances(
-                folder,
-                prompt,
-                ask(prompt, "answers", response_a=texts[j], response_b=texts[i]),
-                ["A", "B", "tie"],
-            )
-            wins += [as_a[0] + as_a[2] / 2, as_b[1] + as_b[2] / 2]
-        rates.append(sum(wins) / len(wins))
-    return rates
-
-
-@pytest.mark.parametrize("which, opponents", [("near", 0), ("far", 0), ("near", 2)])
-def test_a_win_rate_is_that_of_pairs_asked_alone(qwen25, picture_rows, judges, which, opponents):
-    env, reward, batch = answered(
-        qwen25,
-        picture_rows,
-        "--reward",
-        f"grm:{judges[which]}",
-        "--grm_question group",
-        "--grm_opponents",
-        str(opponents),
-    )
-    scored = score(env, reward, batch)
-    expected = plain_win_rates(judges[which], env.prompts[0], SAID[0], opponents)
-    # alone: left out
-    expected += plain_win_rates(judges[which], env.prompts[1], SAID[1], opponents) + [0]
-    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
-    assert len({round(reward, 3) for reward in expected}) >= 5
-    if not opponents:
-        # each game has one point
-        assert scored.rewards[:4].sum() == pytest.approx(4 / 2)
-        assert scored.rewards[0] == scored.rewards[2]
-
-
-def test_all_pairs_are_compared():
-    """Of 8 samples 28, in both orders 56 questions; neighbours in a circle, so that all are
-    compared equally often."""
-    assert reward_models.list_games([0] * 8, 0) == [
-        (i, j) for i in range(8) for j in range(i + 1, 8)
-    ]
-    games = reward_models.list_games([0] * 8 + [5] * 3 + [7], 4)
-    assert len(set(games)) == len(games) == 8 * 4 / 2 + 3
-    assert sorted(sum(game) - 7 for game in games if 7 in game) == [0, 1, 5, 6]
-    assert reward_models.list_games([0, 0, 0], 2) == reward_models.list_games([0, 0, 0], 0)
-    assert len(reward_models.list_games([0] * 4, 2)) == 4
-
-
-def test_verdicts_inside_a_group_may_be_hard_or_written(qwen25, picture_rows, judges, monkeypatch):
-    flags = ("--reward", f"grm:{judges['near']}", "--grm_question group")
-    env, reward, batch = answered(qwen25, picture_rows, *flags, "--grm_mode verdict")
-    rewards = score(env, reward, batch).rewards
-    # 3 games of 2 questions
-    assert [float(reward) * 12 % 1 for reward in rewards] == pytest.approx([0] * 7, abs=1e-5)
-    assert rewards[:4].sum() == pytest.approx(2)
-    env, reward, batch = answered(
-        qwen25, picture_rows, *flags, "--grm_mode critique --grm_max_new_tokens 4"
-    )
-    # always A; not to be read
-    for verdict in ("A", None):
-        monkeypatch.setattr(reward_models, "parse_verdict", lambda *_: verdict)
-        scored = score(env, reward, batch)
-        assert scored.rewards.tolist() == pytest.approx([1 / 2] * 6 + [0])
-        assert scored.components["parsed"][:6].tolist() == [float(verdict is not None)] * 6
 
 
 # ------------------------------------------------------------------------------------------------ rubrics
@@ -591,7 +506,7 @@ def test_a_judge_learns_criteria(qwen25, tmp_path):
     settings.note_training([SimpleNamespace(label="rubric", reference="no")])
     assert settings.question_to_ask("rubric") == "rubric"
     with pytest.raises(ValueError, match="not trained on questions of the kind answers"):
-        settings.question_to_ask("group")
+        settings.question_to_ask("answers")
 
 
 # ------------------------------------------------------------------------------------------------ both
@@ -607,9 +522,8 @@ def save_rewards(qwen25: str, rows: str, out: str, *flags: str) -> None:
         Path(out).write_text(json.dumps(columns))
 
 
-@pytest.mark.parametrize("question", ["group", "rubric"])
-def test_two_ranks_judge_as_one(qwen25, rubric_rows, judges, tmp_path, question):
-    flags = ("--reward", f"grm:{judges['far']}", "--grm_question", question)
+def test_two_ranks_judge_as_one(qwen25, rubric_rows, judges, tmp_path):
+    flags = ("--reward", f"grm:{judges['far']}", "--grm_question rubric")
     save_rewards(qwen25, rubric_rows, str(tmp_path / "one"), *flags)
     ranks.run(
         save_rewards, str(qwen25), rubric_rows, str(tmp_path / "two"), *map(str, flags), world=2
@@ -618,51 +532,3 @@ def test_two_ranks_judge_as_one(qwen25, rubric_rows, judges, tmp_path, question)
     assert one.keys() == two.keys()
     for name, values in one.items():
         assert two[name] == pytest.approx(values, abs=ROUNDING)
-
-
-def test_a_group_needs_others(qwen25, picture_rows, judges, tmp_path, capsys):
-    line = words(
-        "--model",
-        qwen25,
-        "--data",
-        picture_rows,
-        "--eval_data",
-        picture_rows,
-        "--reward",
-        f"grm:{judges['near']}",
-        "--grm_question group --advantage grpo --samples_per_prompt 2 --max_new_tokens 4 --max_prompt_tokens 256 "
-        "--prompts_per_step 4",
-    )
-    for more, message in [
-        (
-            "--samples_per_prompt 1 --advantage reinforce",
-            "--samples_per_prompt 1 must be at least 2",
-        ),
-        ("--advantage remax", "of which remax scores one alone"),
-        ("--grm_opponents 3", "--grm_opponents 3 must be even"),
-        (
-            "--grm_question correct --grm_opponents 2",
-            "--grm_opponents 2 needs --grm_question group",
-        ),
-        ("--reward_combiner x.py:f", "--grm_question group excludes --reward_combiner"),
-        ("--env x.py:E", "group excludes --env: it compares"),
-    ]:
-        with user_error(message):
-            ppo.parse_args(line + words(more))
-    ppo.main(line + words("--out", tmp_path / "run", "--steps 1 --export_every 0 --save_every 0"))
-    assert (
-        "--grm_question group: evaluations have one sample per prompt (--eval_samples), compare none"
-        in capsys.readouterr().out
-    )
-    first, step, last = records_of(tmp_path / "run")
-    assert first["eval/reward_mean"] == last["eval/reward_mean"] == 0
-    # each game has one point
-    assert step["rollout/reward"] == pytest.approx(0.5)
-    ppo.main(
-        line
-        + words(
-            "--out", tmp_path / "two", "--steps 1 --export_every 0 --save_every 0 --eval_samples 2"
-        )
-    )
-    assert "compares none" not in capsys.readouterr().out
-    assert records_of(tmp_path / "two")[-1]["eval/reward_mean"] == pytest.approx(0.5)
