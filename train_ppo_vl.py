@@ -63,7 +63,6 @@ from common.data.loader import (
     batches_in_order,
     digest_data,
     draw_batches,
-    repeated_rows,
     shares_of,
 )
 from common.data.processor import Processor
@@ -616,25 +615,28 @@ def load_rows(args: Args) -> Rows:
         processor.check_options()
         # a judge that is trained further loses its recorded accuracy
         settings = JudgeSettings.to_train(processor)
-        columns, system = parse_columns(args.rows.columns), args.rows.system_prompt
-
-        def load(spec: str) -> list[list[Prompt]]:
-            """The rows of each file, numbered across all files."""
-            sets, number = [], itertools.count()
-            for path, _ in flags.parse_datasets(spec):
-                if args.rows.row_kind == "prompts":
-                    rows = load_prompts(path, processor, args.data, columns, system)
-                else:
-                    judgements = load_judgements(path, processor, settings, args.data)
-                    rows = [judgement.prompt for judgement in judgements]
-                sets.append([replace(row, index=next(number)) for row in rows])
-            return sets
-
-        train_sets, held_out = load(args.data.data), load(args.data.eval_data)
+        train_sets = load_files(args.data.data, args, processor, settings)
+        held_out = load_files(args.data.eval_data, args, processor, settings)
         if args.rows.row_kind == "judgements":
             settings.note_training(row for rows in train_sets for row in rows)
     held_out = list(itertools.chain(*held_out))
     return Rows(processor, train_sets, held_out, load_ptx(args, processor))
+
+
+def load_files(
+    spec: str, args: Args, processor: Processor, settings: JudgeSettings
+) -> list[list[Prompt]]:
+    """The rows of each file of --data or --eval_data, numbered across all files. Raises ValueError with
+    file and line."""
+    columns, system = parse_columns(args.rows.columns), args.rows.system_prompt
+    sets, number = [], itertools.count()
+    for path, _ in flags.parse_datasets(spec):
+        if args.rows.row_kind == "prompts":
+            rows = load_prompts(path, processor, args.data, columns, system)
+        else:
+            rows = [each.prompt for each in load_judgements(path, processor, settings, args.data)]
+        sets.append([replace(row, index=next(number)) for row in rows])
+    return sets
 
 
 def check_rows(
@@ -922,14 +924,14 @@ def build_reward_models(
 ) -> vlm.Modules:
     """The reward models by the name of their source, on meta. Raises UserError: see
     `reward_models.build`."""
-
-    def write(judge: Policy, questions: Batch) -> Batch:
-        return write_critiques(judge, questions, args)
-
-    # the features of an actor that sees damaged images are no judge's
-    shares_features = not args.teacher.student_images
     return reward_models.build(
-        reward, rows.train + rows.held_out, actor, write, args.update.offload, shares_features
+        reward,
+        rows.train + rows.held_out,
+        actor,
+        write=partial(write_critiques, args=args),
+        offload=args.update.offload,
+        # the features of an actor that sees damaged images are no judge's
+        shares_features=not args.teacher.student_images,
     )
 
 
@@ -1282,12 +1284,13 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
 def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator: str) -> None:
     """Fill kl and, unless it is exact, ref_logprobs."""
     if estimator == "full":
-
-        def exact_kl(pack: Pack) -> Tensor:
-            references = [reference_outputs(reference, pack)]
-            return actor(pack, batch.sampling, references=references)[2][0]
-
-        batch.kl = run_forward(actor, batch, exact_kl)
+        batch.kl = run_forward(
+            actor,
+            batch,
+            lambda pack: actor(
+                pack, batch.sampling, references=[reference_outputs(reference, pack)]
+            )[2][0],
+        )
         fsdp.rest_after_scoring(reference)
         return
     with adapters.without_adapters(reference.model):
@@ -1882,8 +1885,6 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
-    for line in repeated_rows(args.data, rows.train_sets):
-        log.line(line)
     for problem in learning_problems(args):
         log.line(f"warning: {problem}")
     return log

@@ -238,41 +238,43 @@ def _subtract_kl(x: AdvantageInputs, standard: Tensor) -> AdvantagesAndReturns:
 # Below, samples are compared if they have the same number in ``compared`` (S,) int64.
 
 
+def among(values: Tensor, compared: Tensor, reduce: str) -> Tensor:
+    """(S,) float64, at each sample the ``reduce`` (sum, amax or amin) of the values (S,) of those that
+    it is compared with, its own among them."""
+    ids, group = compared.unique(return_inverse=True)
+    reduced = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
+    reduced.scatter_reduce_(0, group, values.double(), reduce, include_self=False)
+    return reduced[group]
+
+
 def centre(rewards: Tensor, compared: Tensor, weight: Tensor | None = None) -> Tensor:
     """(S,) float64 rewards minus the mean of those compared, weighted by ``weight`` (S,) if given;
     exactly 0 where all compared rewards are equal, and where there is only one."""
-    ids, group = compared.unique(return_inverse=True)
     x = rewards.double()
     if weight is None:
         weight = torch.ones_like(x)
-    empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
-    total = empty.index_add(0, group, weight)
-    baseline = empty.index_add(0, group, weight * x) / total.clamp(min=1)
+    total = among(weight, compared, "sum")
+    baseline = among(weight * x, compared, "sum") / total.clamp(min=1)
     # Equal rewards must give exactly 0: the rounding error of their mean, divided by a standard
     # deviation just as small, would be of order 1.
-    return torch.where(has_spread(x, compared), x - baseline[group], 0.0)
+    return torch.where(has_spread(x, compared), x - baseline, 0.0)
 
 
 def standardize(rewards: Tensor, compared: Tensor) -> Tensor:
     """(S,) float64 rewards minus the mean of those compared, divided by their unbiased standard
     deviation."""
     centred = centre(rewards, compared)
-    ids, group, count = compared.unique(return_inverse=True, return_counts=True)
-    empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
-    squares = empty.index_add(0, group, centred.square())
+    count = among(torch.ones_like(centred), compared, "sum")
+    squares = among(centred.square(), compared, "sum")
     # 0 for a single sample, as is its reward
     deviation = (squares / (count - 1).clamp(min=1)).sqrt()
-    return centred / (deviation[group] + 1e-6)
+    return centred / (deviation + 1e-6)
 
 
 def has_spread(rewards: Tensor, compared: Tensor) -> Tensor:
     """(S,) bool: whether the compared rewards, a sample's own among them, differ by more than rounding."""
-    ids, group = compared.unique(return_inverse=True)
-    x = rewards.double()
-    empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
-    highest = empty.scatter_reduce(0, group, x, "amax", include_self=False)
-    lowest = empty.scatter_reduce(0, group, x, "amin", include_self=False)
-    return (highest - lowest)[group] >= ROUNDING
+    highest, lowest = among(rewards, compared, "amax"), among(rewards, compared, "amin")
+    return highest - lowest >= ROUNDING
 
 
 def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, kl_coef: float) -> Tensor:

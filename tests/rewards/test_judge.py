@@ -261,7 +261,7 @@ def test_a_critique_without_an_end_has_no_verdict(
     )
     if opened:
         monkeypatch.setattr(
-            model, "question", lambda *arguments: replace(question(*arguments), text="<think>\n")
+            model, "question", lambda *a, **named: replace(question(*a, **named), text="<think>\n")
         )
     scored = score(env, reward, batch)
     # the first and the third are one answer
