@@ -25,6 +25,7 @@ file or, where there is no such file, to
                  worked solution the last <answer> or \\boxed{}, or the last line's end behind ####
     response     completion, output or response, or a last message by the assistant
     label        label, source, data_source, query_source, or else --label; it is called source in pairs
+    regions      objects or, with --boxes, boxes, bbox, gt_bbox or solution; or an answer of objects with bbox_2d, point_2d, ...
     responses    chosen and rejected, as text or conversations, or the two of response (VL-RewardBench); ms-swift's
                  rejected_response or rejected_messages beside the chosen one
     preferred    A or B, the response that was chosen, or as human_ranking says, which may be a tie
@@ -36,7 +37,14 @@ file or, where there is no such file, to
     <img>path</img>       Qwen-VL                            not: give the path in images, and write <image> in its place
     image_1, image_2      MMMU                               not: make one column of them, images, and write <image> for
                                                              <image 1>
-    <bbox>, <ref-object>  ms-swift's objects                 not: write the numbers and names in their places
+    objects               ms-swift                           regions; <ref-object> becomes the name, <bbox> in a response <box>
+    bbox_2d; Position     Vero; Visual-RFT                   regions
+    [x1, y1, x2, y2]      VLM-R1, GUI-R1, ScreenSpot-Pro     regions, with --boxes corners
+    [x, y, w, h]          COCO, RefCOCO, ScreenSpot          regions, with --boxes sizes
+    extra_info            Vero                               its reward_type is the label; its tolerance
+
+Boxes are in pixels of the file, if --space does not say else; ms-swift's norm1 is 0 to 1, Visual-RFT's
+Position 0 to 1000. VLM-R1's boxes of RefCOCO end at x + w + 1, and stay as they are.
 
 With --benchmark NAME the files are those of a benchmark of judges (launch/benchmarks.py). Its rows
 get "source" (the official group) and "pair" (what counts together, as in ACC+). Rows without their
@@ -47,6 +55,7 @@ such as score, becomes original_score. A hash of the texts decides which respons
 first."""
 
 import argparse
+import ast
 import base64
 import hashlib
 import io
@@ -72,7 +81,13 @@ from files import number_as_text, open_regular, parse_json, read_bytes, say
 PROMPTS = "prompt messages query question problem conversations conversation message input".split()
 LABELS = ("label", "source", "data_source", "query_source")
 # What --columns can rename.
-COLUMNS = "image images videos answer response chosen rejected preferred".split()
+COLUMNS = "image images videos answer response chosen rejected preferred boxes".split()
+EXTRA = {"label": "reward_type", "tolerance": "tolerance"}  # of Vero's extra_info
+BOX_COLUMNS = ("objects", "boxes", "bbox", "gt_bbox", "solution")
+# Under which a region stands, and its name. With --boxes, it may stand under none.
+KEYS = ("bbox_2d", "bbox", "box", "Position", "point_2d", "point", "corners", "sizes")
+NAMES = ("label", "ref", "caption", "name", "category")
+SPACES = {"norm1": "1", "Position": "1000"}  # by ms-swift's bbox_type, by a key
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "value")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # that the trainers read
 
@@ -100,13 +115,23 @@ NOT_IN_PAIRS = ("question", "messages", "response", "critique", "correct", "scor
 # ---- One row. Each function takes what it reads out of `rest`, the columns that are left.
 
 
-def convert(row: dict, images: "Images", label: str = "") -> dict:
+def convert(
+    row: dict, images: "Images", label: str = "", boxes: str = "", space: str = "file"
+) -> dict:
     """One row of the trainers from one of another system.
 
-    label: for rows that have none.
+    label: for rows that have none. boxes, space: see --help.
     Raises one of BAD_ROW; its words are ours if it is a plain ValueError or a FileNotFoundError.
     """
     rest = {column: value for column, value in row.items() if value is not None}
+    extra = rest.get("extra_info")
+    if isinstance(extra, dict):
+        further = {ours: extra.get(theirs) for ours, theirs in EXTRA.items()}
+        rest = {name: value for name, value in further.items() if value not in (None, "")} | rest
+    column = next((name for name in BOX_COLUMNS if name in rest), "")
+    regions = read_regions(rest.get(column), boxes, space)
+    if regions:
+        del rest[column]
     if "image_1" in rest:
         raise ValueError(
             "a column for each image (image_1): make one list of them, images, with <image> in its places"
@@ -117,6 +142,13 @@ def convert(row: dict, images: "Images", label: str = "") -> dict:
         bool(rest.keys() & {"human_ranking", "preferred"}) or {"chosen", "rejected"} <= rest.keys()
     )
     converted = convert_pair(rest, images) if is_pair else convert_prompt(rest, images)
+    regions = regions or read_regions(converted.get("answer"), boxes, space)
+    if regions:
+        converted["regions"] = regions
+        fill_marks(converted)
+    texts = f"{converted.get('prompt')}{converted.get('response')}"
+    if "objects" in row and re.search("<(bbox|ref-object)>", texts):
+        raise ValueError("<bbox> in a prompt, where models differ, or more marks than objects has")
     value = take(rest, *LABELS)
     value = label if value is None else as_text(value)
     if value:
@@ -202,8 +234,6 @@ def take_prompt(rest: dict, images: "Images") -> str | list:
         raise ValueError(
             "<img>path</img> in a text: give the path in images, and write <image> in its place"
         )
-    if "objects" in rest and re.search("<(bbox|ref-object)>", f"{prompt}"):
-        raise ValueError("<bbox> or <ref-object> in a text: write what objects has in its place")
     turns = [("system", rest.pop("system", ""))]
     for pair in rest.pop("history", []):
         turns += [("user", pair[0]), ("assistant", pair[1])]
@@ -255,6 +285,52 @@ def take_answer(rest: dict) -> str | None:
                 rest.setdefault("solution", text)
             return final_answer(text)
     return None
+
+
+def read_regions(value: Any, boxes: str, space: str) -> dict | None:
+    """Our column of this name from regions of another system or their text; None from anything else."""
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        try:  # Visual-RFT writes Python
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+    parts = list(parts_of(value))
+    places = [part for key, part in parts if isinstance(part, list) and (key or boxes) in KEYS]
+    if not places:
+        return None
+    if any(key == "image_id" and {*part} - {0} for key, part in parts):
+        raise ValueError("objects of another image than the first (image_id)")
+    for key, part in parts:
+        space = SPACES.get(key) or SPACES.get(str(part)) or space
+    if boxes == "sizes":
+        places = [[x, y, x + width, y + height] for x, y, width, height in places]
+    regions = {"boxes" if len(places[0]) == 4 else "points": places, "space": space}
+    names = [part for key, part in parts if key in NAMES]
+    return regions | {"labels": names} if len(names) == len(places) else regions
+
+
+def parts_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The texts and lists of numbers in a value, each with the innermost key that it stands under."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from parts_of(part, key)
+    elif isinstance(value, list) and not all(isinstance(item, int | float) for item in value):
+        for part in value:
+            yield from parts_of(part, key)
+    else:
+        yield key, value
+
+
+def fill_marks(converted: dict) -> None:
+    """Write our marks in the response for numbers, as models differ in their coordinates, and for
+    ms-swift's <bbox>; and the names of objects for its <ref-object>."""
+    texts = {name: converted[name] for name in ("prompt", "response") if name in converted}
+    if "response" in texts:
+        mark = "<point>" if "points" in converted["regions"] else "<box>"
+        texts["response"] = re.sub(r"<bbox>|\[[-+.\d\s,]+\]", mark, texts["response"])
+    names = iter(converted["regions"].get("labels", []))
+    name = lambda mark: json.dumps(next(names, mark[0]))[1:-1]
+    converted |= json.loads(re.sub("<ref-object>", name, json.dumps(texts)))
 
 
 def final_answer(solution: str) -> str:
@@ -478,7 +554,7 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
                         images = Images(
                             folder / "images", f"{split}-{total:05d}", path.parent, args.image_root
                         )
-                        converted = convert(pair, images, args.label)
+                        converted = convert(pair, images, args.label, args.boxes, args.space)
                         file.write(json.dumps(converted, default=plain) + "\n")
                         total += 1
                         unread |= images.unread
@@ -556,6 +632,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="columns under other names: prompt=Text,images=Image",
     )
     parser.add_argument("--label", default="", help="label of the rows that have none")
+    parser.add_argument(
+        "--boxes",
+        choices=("corners", "sizes"),
+        default="",
+        help="lists of numbers, in a column boxes, bbox, gt_bbox or solution or else in the answer, are boxes: "
+        "x1, y1, x2, y2, or x, y, width, height",
+    )
+    parser.add_argument(
+        "--space",
+        choices=("file", "1", "100", "1000"),
+        default="file",
+        help="pixels of the file, or 0 to this number on both axes",
+    )
     parser.add_argument(
         "--image_root",
         type=Path,

@@ -366,6 +366,112 @@ def test_rows_of_other_systems(tmp_path, row, expected):
     assert converted == {"images": images} | expected
 
 
+CAT = {"role": "user", "content": "<image>Find <ref-object>."}
+VERO_ROW = dict(
+    data_source="refcocog",
+    prompt=[{"role": "user", "content": "<image>Find the cup."}],
+    ability="counting_grounding_search",
+    reward_model={"style": "rule", "ground_truth": '[{"bbox_2d": [1, 2, 3.5, 4], "label": "cup"}]'},
+    extra_info={"reward_type": "grounding", "tolerance": None},
+)
+
+
+@pytest.mark.parametrize(
+    "row, flags, expected",
+    [
+        # ms-swift, as of version 3 and before
+        (
+            {
+                "messages": [
+                    CAT,
+                    {"role": "assistant", "content": "<ref-object> at <bbox>, <bbox>"},
+                ],
+                "objects": {"ref": ['a "cat"', "a"], "bbox": [[1, 2, 3, 4], [5, 6, 7, 8]]},
+            },
+            "",
+            {
+                "prompt": [CAT | {"content": '<image>Find a "cat".'}],
+                "response": "a at <box>, <box>",
+                "regions": {"boxes": [[1, 2, 3, 4], [5, 6, 7, 8]], "labels": ['a "cat"', "a"]},
+            },
+        ),
+        (
+            {"query": "Where?", "objects": {"bbox": [[0.1, 0.2]], "bbox_type": "norm1"}},
+            "",
+            {"regions": {"points": [[0.1, 0.2]], "space": "1"}},
+        ),
+        (
+            {
+                "query": "Where?",
+                "objects": '[{"caption": "a cat", "bbox": [1, 2, 3, 4], "bbox_type": "real", "image": 0}]',
+            },
+            "",
+            {"regions": {"boxes": [[1, 2, 3, 4]], "labels": ["a cat"]}},
+        ),
+        # VLM-R1: two forms of its files
+        (
+            {"conversations": CONVERSATION[:1] + [{"from": "gpt", "value": "[1, 2.5, 3, 4]"}]},
+            "--boxes corners",
+            {"regions": {"boxes": [[1, 2.5, 3, 4]]}, "response": "<box>"},
+        ),
+        (
+            {"problem": "Where?", "solution": [1, 2, 3, 4], "normalized_solution": [9, 9, 9, 9]},
+            "--boxes corners",
+            {"regions": {"boxes": [[1, 2, 3, 4]]}, "normalized_solution": [9, 9, 9, 9]},
+        ),
+        # Vero
+        (
+            VERO_ROW,
+            "",
+            {
+                "regions": {"boxes": [[1, 2, 3.5, 4]], "labels": ["cup"]},
+                "label": "grounding",
+                "data_source": "refcocog",
+            },
+        ),
+        (
+            VERO_ROW
+            | {
+                "reward_model": {"ground_truth": "95"},
+                "extra_info": {"reward_type": "numeric", "tolerance": 0.0},
+            },
+            "",
+            {"label": "numeric", "tolerance": 0.0, "answer": "95"},
+        ),
+        # Visual-RFT
+        (
+            {
+                "problem": "Where?",
+                "solution": "<answer>[{'Position': [1, 2, 3, 4], 'Confidence': 1}]</answer>",
+            },
+            "",
+            {"regions": {"boxes": [[1, 2, 3, 4]], "space": "1000"}},
+        ),
+        # RefCOCO as COCO has it, ScreenSpot
+        (
+            {"question": "Where?", "bbox": [10, 20, 30, 40], "image_id": 7},
+            "--boxes sizes",
+            {"regions": {"boxes": [[10, 20, 40, 60]]}, "image_id": 7},
+        ),
+        (
+            {"instruction": "Close.", "bbox": [0.1, 0.2, 0.3, 0.4]},
+            "--boxes corners --space 1",
+            {"regions": {"boxes": [[0.1, 0.2, 0.3, 0.4]], "space": "1"}},
+        ),
+        # no regions
+        ({"query": "Sort.", "answer": "[1, 2, 3, 4]"}, "", {"answer": "[1, 2, 3, 4]"}),
+        ({"query": "Do.", "answer": '{"ACTION": "CLICK", "MARK": [3, 4]}'}, "", {}),
+        ({"query": "Name.", "objects": ["cat", "dog"]}, "", {"objects": ["cat", "dog"]}),
+    ],
+)
+def test_regions_of_other_systems(tmp_path, row, flags, expected):
+    (converted,) = run(tmp_path, [row], *([flags] if flags else []))
+    expected = dict(expected)
+    regions = expected.pop("regions", None)
+    assert converted.get("regions") == (regions and {"space": "file"} | regions)
+    assert converted | expected == converted
+
+
 def test_bytes_are_never_text(tmp_path, capsys):
     """In a column that is only kept. What may have been images is said."""
     images = convert.Images(tmp_path, "row", tmp_path)
@@ -632,9 +738,17 @@ CUT_IMAGE = base64.b64encode(encode(noise(1))[:900]).decode()
                 "messages": asked("Find <ref-object>") + answered("<bbox>"),
                 "objects": {"ref": ["cat"]},
             },
-            "<bbox> or <ref-object> in a text: write what objects has in its place",
+            "<bbox> in a prompt, where models differ, or more marks than objects has",
         ),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "role 'robot' is not one of system"),
+        (
+            {"query": "<bbox>?", "objects": {"bbox": [[1, 2, 3, 4]]}},
+            "<bbox> in a prompt, where models differ",
+        ),
+        (
+            {"query": "Where?", "objects": {"bbox": [[1, 2]], "image_id": [1]}},
+            "objects of another image than the first",
+        ),
         (3, "no row as in the tables of --help: 3"),
     ],
 )
@@ -671,6 +785,8 @@ def test_odd_rows_are_refused_in_our_words(tmp_path, capsys):
         "response",
         "human_ranking",
         "preferred",
+        "objects",
+        "extra_info",
     ]
     for k in range(600):
         row = {name: odd_value(rng, 3) for name in rng.sample(names, rng.randrange(1, 6))}
