@@ -561,6 +561,8 @@ def write_family(kind: str, folder: Path, picture_rows: str):
             if kind in GEMMA4 and name not in dict(model.named_parameters()):
                 low = {"min": -1.5, "max": 1.0}.get(name[-3:], 0.5)
                 buffer.uniform_(low, low + 0.5, generator=generator)
+            if name.endswith("up_proj.output_max"):
+                buffer.fill_(torch.inf)  # not clipped there
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

@@ -25,7 +25,7 @@ from common.files import read_json, sha256
 from common.model.fsdp import Trainable
 from common.model.shards import shard_of
 from common.model.vlm import Wrapper
-from common.model.weights import Tensors, save_tensors
+from common.model.weights import Tensors, check_finite, save_tensors
 from common.process import UserError
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
@@ -109,6 +109,7 @@ def write_shards(folder: Path, shards: Tensors, offsets: dict[str, list[int]]) -
     """
     if not shards:
         return {}
+    check_finite(shards)
     metadata = {name: {SAVED_OFFSETS_KEY: start} for name, start in offsets.items()}
     path = folder / f"shard-{dist.get_rank() + 1:05d}.safetensors"
     save_tensors(path, shards, {CUSTOM_METADATA_KEY: json.dumps(metadata)})

@@ -334,7 +334,7 @@ def hidden_states(model: Model, pack: Pack) -> Tensor:
         ids = pack.input_ids
         if len(pack.image_index):  # whose features have no such inputs
             ids = ids.index_fill(1, pack.image_index, language.config.pad_token_id)
-        further["per_layer_inputs"] = language.get_per_layer_inputs(ids)
+        further["per_layer_inputs"] = language.get_per_layer_inputs(ids, None)
     if features is not None:
         features = features.to(embeds.dtype)
         embeds = embeds.index_copy(1, pack.image_index, features[:1])

@@ -333,13 +333,16 @@ def read_weight(
 # -------------------------------------------------------------------------------------------------
 
 
-def save_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
-    """Write a safetensors file that survives a power cut. Raises ValueError: a number is not
-    finite; OSError: a full disk, say."""
+def check_finite(tensors: Tensors) -> None:
+    """Raises ValueError: a number of what was trained is not finite."""
     for name, tensor in tensors.items():
         # in one pass, without a copy: both bounds are NaN if one number is
         if not all(math.isfinite(bound) for bound in tensor.aminmax()):
             raise ValueError(f"{name} is not finite")
+
+
+def save_tensors(path: Path, tensors: Tensors, metadata: dict[str, str]) -> None:
+    """Write a safetensors file that survives a power cut. Raises OSError: a full disk, say."""
     try:
         save_file(tensors, path, metadata | {"format": "pt"})
     except SafetensorError as error:
@@ -446,8 +449,9 @@ def write_file(
     path: Path, keys: Iterable[str], tensors: Tensors, stored: dict[str, StoredWeight]
 ) -> None:
     """One of the safetensors files of an export; what ``tensors`` lacks of its keys, because it was
-    not trained, is copied from the checkpoint's files. Raises ValueError: a weight that is not
-    finite, or whose file is gone."""
+    not trained, is copied from the checkpoint's files, infinite bounds too. Raises ValueError: a
+    trained weight that is not finite, or one whose file is gone."""
+    check_finite(tensors)
     for key in keys:
         if key not in tensors:
             tensors[key] = read_stored(key, stored[key])

@@ -113,6 +113,12 @@ def rows_of_pixtral(processor, batch: dict, i: int) -> str:
     return (row * height).removesuffix(processor.image_break_token) + processor.image_end_token
 
 
+def tokens_of_gemma4(processor, batch: dict, i: int) -> str:
+    """`Gemma4Processor.replace_image_token`, which transformers 5.17 cannot import without torchvision."""
+    tokens = processor.image_token * int(batch["num_soft_tokens_per_image"][i])
+    return f"{processor.boi_token}{tokens}{processor.eoi_token}"
+
+
 def hf_inputs(family, prompt) -> dict:
     """What the family's own processor makes of a prompt's messages and pictures."""
     messages = [
@@ -188,7 +194,10 @@ def hf_inputs(family, prompt) -> dict:
     if family.kind in ("mistral3", "ministral3"):
         words = rows_of_pixtral
     else:
-        words = getattr(transformers, f"{maker}Processor").replace_image_token
+        try:
+            words = getattr(transformers, f"{maker}Processor").replace_image_token
+        except ImportError:
+            words = tokens_of_gemma4
     first, *rest = text.split(token)
     text = first + "".join(words(stand_in, batch, i) + part for i, part in enumerate(rest))
     options = {"return_token_type_ids": False, "add_special_tokens": not text.startswith("<s>")}
