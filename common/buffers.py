@@ -227,8 +227,8 @@ class Batch:
         return self.prompts_of(dist.get_rank(), team)
 
     def prompts_of(self, rank: int, team: int) -> list[int]:
-        members = range(rank // team * team, (rank // team + 1) * team)
-        owned = [g for g, owner in enumerate(self.owners) if owner in members]
+        ours = rank // team
+        owned = [g for g, owner in enumerate(self.owners) if owner // team == ours]
         return [g for g in owned if g not in self.dropped]
 
     def minibatches(self, count: int, seed: tuple[int, ...]) -> list[np.ndarray]:

@@ -24,6 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.process import STOP_SIGNALS, UserError
 
+# by their names since torch 2.13, or those before
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
@@ -46,7 +49,7 @@ class Team:
         if self.size == 1:
             return x
         joined = x.new_empty(self.size * len(x), *x.shape[1:])  # one after the other
-        dist.all_gather_into_tensor(joined, x.contiguous(), group=self.group)
+        all_gather(joined, x.contiguous(), group=self.group)
         return joined.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
 
     def agree(self, x: Tensor) -> Tensor:
@@ -161,7 +164,7 @@ def refuse_idle_gpus() -> None:
 
 def warm_up(ranks: Ranks, size: int) -> None:
     """Run every collective of FSDP2 once on ``size`` bytes, in each group of ranks, and those of a
-    team.
+    team, on one number as well.
 
     NCCL connects and allocates its buffers at the first call of each kind. Left to the first
     update, that would be beside a cache that torch has filled.
@@ -171,11 +174,12 @@ def warm_up(ranks: Ranks, size: int) -> None:
         count = -(-size // 4 // members)
         shard = torch.zeros(count, device=ranks.device)
         whole = torch.zeros(count * members, device=ranks.device)
-        dist.all_gather_into_tensor(whole, shard, group=group)
-        dist.reduce_scatter_tensor(shard, whole, group=group)
+        all_gather(whole, shard, group=group)
+        reduce_scatter(shard, whole, group=group)
         dist.all_reduce(shard, group=group)
-    if ranks.team.size > 1:
-        ranks.team.agree(ranks.team.join(ranks.team.sum(torch.zeros(1, 1, device=ranks.device))))
+    team = ranks.team
+    for count in (-(-size // 4 // team.size), 1) if team.size > 1 else ():
+        team.agree(team.join(team.sum(torch.zeros(1, count, device=ranks.device))))
 
 
 def world_size() -> int:

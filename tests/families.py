@@ -68,7 +68,7 @@ LINEAR = dict(
         rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1]
     ),
 )
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 QWEN_TOKENS = dict(
     image_token="<|image_pad|>",
     video_token="<|video_pad|>",
@@ -250,7 +250,7 @@ def glm_config(kind: str, vocabulary: dict, ids: dict):
             n_routed_experts=6,
             n_shared_experts=1,
             num_experts_per_tok=2,
-            moe_intermediate_size=24,
+            moe_intermediate_size=EXPERTS["moe_intermediate_size"],
             first_k_dense_replace=1,
             n_group=1,
             topk_group=1,

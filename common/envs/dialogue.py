@@ -159,7 +159,7 @@ class EnvRollout:
                 changed[index] = share(batch, index, episodes)
         changed = ChainMap(*distributed.gather_objects(changed))
         prompts = [changed.get(index, prompt) for index, prompt in enumerate(batch.prompts)]
-        self.copy_teammates(prompts)
+        self.copy_teammates()
         patches = batch.patches | self.shared_pixels
         return replace(batch, prompts=prompts, patches=patches, features={}, positions={})
 
@@ -201,13 +201,11 @@ class EnvRollout:
         encoded = replace(prompt, text=text, input_ids=ids, image_tokens=image_tokens, grids=grids)
         return opening, encoded
 
-    def copy_teammates(self, prompts: list[Prompt]) -> None:
+    def copy_teammates(self) -> None:
         """Add the episodes of the team's other ranks, which decode together with ours."""
-        ours = [(each.key, each.reply, each.conversation.error) for each in self.episodes.values()]
-        for key, reply, error in itertools.chain(*self.team.gather_objects(ours)):
-            conversation = Conversation(self.environment.role, error=error)
-            copied = Episode(key, prompts[key[0]], conversation, reply=reply, is_ours=False)
-            self.episodes.setdefault(key, copied)
+        copies = [replace(each, env=None, is_ours=False) for each in self.episodes.values()]
+        for copied in itertools.chain(*self.team.gather_objects(copies)):
+            self.episodes.setdefault(copied.key, copied)
 
     def share_opening(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
         """The prompt with the first observation that all its samples share."""
@@ -281,29 +279,25 @@ class EnvRollout:
         """The episodes whose environments have answered since the last call: with a reply that the
         policy is to read, or without one and ended. ``wait`` until there is one. All ranks of a
         team are told the same."""
-        told = []
-        while not told:
-            ours = [episode.call for episode in self.waiting.values() if episode.is_ours]
+        while True:
+            ours = {each.call: each for each in self.waiting.values() if each.is_ours}
             if wait:
                 concurrent.futures.wait(ours, 0.1, concurrent.futures.FIRST_COMPLETED)
             self.workers.give_up_late()
-            told = list(itertools.chain(*self.team.gather_objects(self.answers())))
-            if not wait:
+            told = []
+            for call, episode in ours.items():
+                if call.done():
+                    self.take_reply(episode)
+                    told.append((episode.key, episode.reply, episode.response))
+            told = list(itertools.chain(*self.team.gather_objects(told)))
+            if told or not wait:
                 break
-        answered = [self.waiting.pop(key) for key, *_ in told]
-        for episode, (_, reply, truncated) in zip(answered, told):
-            episode.reply = reply
-            episode.response = episode.response._replace(truncated=truncated)
+        answered = []
+        for key, reply, response in told:
+            episode = self.waiting.pop(key)
+            episode.reply, episode.response = reply, response
+            answered.append(episode)
         return answered
-
-    def answers(self) -> list[tuple[Key, Reply | None, bool]]:
-        """What the environments of this rank have answered, and whether a limit ends the sample."""
-        answers = []
-        for episode in self.waiting.values():
-            if episode.is_ours and episode.call.done():
-                self.take_reply(episode)
-                answers.append((episode.key, episode.reply, episode.response.truncated))
-        return answers
 
     def take_reply(self, episode: Episode) -> None:
         """Set the reply to the last turn, or how the sample has ended."""

@@ -111,13 +111,10 @@ def cached_heads(text_config) -> list[tuple[int, int]]:
     return [(layer.num_key_value_heads, head_dim(layer)) for layer in layers[:stored]]
 
 
-MOST_SLOTS = 256  # sequences that decode together on a rank, where --slots is 0
-
-
 def most_slots(ranks: int) -> int:
     """Sequences that so many ranks decode together, where --slots is 0. The sums of a team take as long
     for twice so many."""
-    return MOST_SLOTS if ranks == 1 else 2 * MOST_SLOTS
+    return 256 if ranks == 1 else 512
 
 
 class SlotCache:

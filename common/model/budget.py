@@ -10,6 +10,7 @@ The formulas of each part are in `common.model.memory`; launch/plan.py prints th
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,26 +183,20 @@ def fastest(plan: MemoryPlan, most: int, gib: float) -> str:
 
 
 def least_team(plan: MemoryPlan, gib: float) -> str:
-    """The flag of the smallest teams whose rollouts leave a share `SPARE` of ``gib`` free; "" if none
-    do."""
+    """The flag of the smallest teams, the fastest, whose rollouts leave a share `SPARE` of ``gib``
+    free; "" if none do."""
     setups = [module.model.setup for module in plan.models.values()]
-    team = setups[0].team
-    for size in (2, 4, 8):
-        if plan.shards % size:
-            continue
+    team, advice = setups[0].team, ""
+    for size in (8, 4, 2):  # the smallest has the last word
         for setup in setups:
             setup.team = Team(size)
-        try:
-            fits = peak_of(plan, *plan.setting)[0] <= (1 - SPARE) * gib
-        except UserError:  # so many cannot share a layer
-            fits = False
-        for setup in setups:
-            setup.team = team
-        if fits:
-            return (
-                f"--rollout_shards {size} lets it fit: {size} ranks share the weights of a rollout"
-            )
-    return ""
+        with suppress(UserError):  # so many cannot share a layer
+            peak, _ = peak_of(plan, *plan.setting)
+            if plan.shards % size == 0 and peak <= (1 - SPARE) * gib:
+                advice = f"--rollout_shards {size} is the smallest, and so the fastest, that fits"
+    for setup in setups:
+        setup.team = team
+    return advice
 
 
 def require_fit(plan: MemoryPlan, gib: float, needed: Callable) -> str:

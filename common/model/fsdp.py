@@ -11,7 +11,7 @@ import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, TypeGuard, TypeVar
 
@@ -185,10 +185,7 @@ def unsharded(module: vlm.Wrapper):
         part.unshard()
         part.set_reshard_after_forward(False, recurse=False)
     try:
-        if pieces:
-            with cut(module.model, pieces), unhooked(pieces):
-                yield
-        else:
+        with cut(module.model, pieces) if pieces else nullcontext(), unhooked(pieces):
             yield
     finally:
         for part in whole:

@@ -10,9 +10,10 @@ Shapes: E experts, I their inner numbers, H hidden size.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,28 +23,39 @@ from common.model.attention import layer_configs
 from common.model.vlm import Model, decoder
 from common.process import UserError
 
-# By the names of a module and of its parameter: the dimension that is cut, and the heads that it
-# consists of. Whatever else a decoder has is whole on every rank: norms, routers, linear attention.
+# The dimension of a module's parameters that is cut, by the last words of their names. Whatever else a
+# decoder has is whole on every rank: norms, routers, linear attention.
 OUTPUTS = {"weight": 0, "bias": 0, "lora_B": 0}
 INPUTS = {"weight": 1, "lora_A": 1}
-QUERIES, KEYS = "num_attention_heads", "num_key_value_heads"
 CUTS = {
-    "q_proj": (OUTPUTS, QUERIES),
-    "k_proj": (OUTPUTS, KEYS),
-    "v_proj": (OUTPUTS, KEYS),
-    "o_proj": (INPUTS, QUERIES),
-    "gate_proj": (OUTPUTS, ""),
-    "up_proj": (OUTPUTS, ""),
-    "down_proj": (INPUTS, ""),
-    "experts": ({"gate_up_proj": 2, "down_proj": 2}, ""),  # (E, 2, I, H), (E, H, I)
-    "embed_tokens": ({"weight": 1}, ""),
-    "embed_tokens_per_layer": ({"weight": 1}, ""),
-    "lm_head": ({"weight": 0}, ""),
+    "q_proj": OUTPUTS,
+    "k_proj": OUTPUTS,
+    "v_proj": OUTPUTS,
+    "o_proj": INPUTS,
+    "gate_proj": OUTPUTS,
+    "up_proj": OUTPUTS,
+    "gate_up_proj": OUTPUTS,
+    "down_proj": INPUTS,
+    "experts": {"gate_up_proj": 1, "down_proj": 2},  # (E, 2 I, H), (E, H, I)
+    "embed_tokens": {"weight": 1},
+    "embed_tokens_per_layer": {"weight": 1},
+    "lm_head": {"weight": 0},
 }
+QUERIES, KEYS = "num_attention_heads", "num_key_value_heads"
+HEADS = {"q_proj": QUERIES, "k_proj": KEYS, "v_proj": KEYS, "o_proj": QUERIES}  # never within one
 SUMMED = ("o_proj", "down_proj", "experts")  # whose outputs are terms of a sum
 JOINED = ("embed_tokens", "embed_tokens_per_layer", "lm_head")  # whose outputs stand side by side
-# layers that are cut together: a module that has one of them has all
-TOGETHER = ({"q_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"})
+# What a module may have of these: all that makes one computation. Keys may be values, or another
+# layer's.
+TOGETHER = (
+    set(),
+    {"q_proj", "k_proj", "v_proj", "o_proj"},
+    {"q_proj", "k_proj", "o_proj"},
+    {"q_proj", "o_proj"},
+    {"gate_proj", "up_proj", "down_proj"},
+    {"gate_up_proj", "down_proj"},
+    {"experts"},
+)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -66,16 +78,16 @@ def configs_of(model: Model) -> dict[nn.Module, Any]:
 def piece_of(value: Tensor, module: str, kind: str, config: Any, team: Team) -> Tensor:
     """A copy of this rank's piece of a parameter, by the names of its module and its own, and the
     config of its layer. Raises UserError: it cannot be shared equally."""
-    dims, heads = CUTS.get(module, ({}, ""))
-    if kind not in dims:
+    dim, size = CUTS.get(module, {}).get(kind), team.size
+    if dim is None:
         # what is added to a sum is added once
-        once = module in SUMMED and kind == "bias" and team.rank > 0
-        return value.new_zeros(value.shape) if once else value.clone()
+        is_added_again = module in SUMMED and kind == "bias" and team.rank > 0
+        return torch.zeros_like(value) if is_added_again else value.clone()
     if module == "lm_head":  # with rows for ids that do not exist, and are banned
-        value = F.pad(value, (0, 0, 0, -len(value) % team.size))
-    if kind == "gate_up_proj":  # all gates of an expert, then what they open
-        value = value.unflatten(1, (2, -1))
-    length, size = value.shape[dims[kind]], team.size
+        value = F.pad(value, (0, 0, 0, -len(value) % size))
+    # all gates, then what they open: of each a piece
+    value = value.unflatten(dim, (2 if "gate_up_proj" in (module, kind) else 1, -1))
+    length, heads = value.shape[dim + 1], HEADS.get(module)
     units = getattr(config, heads) if heads else length
     least = size * 8 if module == "experts" else size  # whose kernel reads 16 bytes at a time
     if units % least and (heads != KEYS or size % units):  # a key head may be on several ranks
@@ -85,8 +97,8 @@ def piece_of(value: Tensor, module: str, kind: str, config: Any, team: Team) -> 
         )
     first, last = team.rank * units // size, -(-(team.rank + 1) * units // size)
     width = length // units
-    piece = value.narrow(dims[kind], first * width, (last - first) * width)
-    return piece.flatten(1, 2).clone() if kind == "gate_up_proj" else piece.contiguous().clone()
+    piece = value.narrow(dim + 1, first * width, (last - first) * width)
+    return piece.flatten(dim, dim + 1).clone()
 
 
 def piece_bytes(model: Model) -> int:
@@ -102,16 +114,14 @@ def piece_bytes(model: Model) -> int:
 
 
 def check_cuts(model: Model) -> None:
-    """Raises UserError: a layer joins or shares what is cut here, so that its pieces would not fit
-    together."""
+    """Raises UserError: a layer has only part of what is cut together, the rest by other names."""
     for name, part in decoder(model).layers.named_modules():
-        parts = part._modules.keys()
-        for group in TOGETHER:
-            if parts & group and not group <= parts:
-                raise UserError(
-                    f"--rollout_shards {model.setup.team.size}: layer {name} has no "
-                    f"{', '.join(sorted(group - parts))}, so it cannot be shared by several ranks"
-                )
+        parts = part._modules.keys() & CUTS.keys()
+        if parts not in TOGETHER:
+            raise UserError(
+                f"--rollout_shards {model.setup.team.size}: layer {name} has {', '.join(sorted(parts))} "
+                "alone, so ranks cannot share it"
+            )
 
 
 # -------------------------------------------------------------------------------------------------
@@ -124,25 +134,20 @@ def cut(model: Model, parts: list) -> Iterator[None]:
     """Inside, the weights of ``parts``, which FSDP gathers one by one, are this rank's pieces, and
     their outputs are summed or joined over the team. A collective."""
     team, configs, names = model.setup.team, configs_of(model), names_of(model)
-    shards, pieces = {}, {}  # by module and name
     for part in parts:
         part.reshard()  # a forward may have left it gathered
-        sharded = {
-            (owner, kind): shard
-            for owner in part.modules()
-            for kind, shard in owner._parameters.items()
-        }
+    owners = {owner for part in parts for owner in part.modules()}
+    shards = {(owner, kind): p for owner in owners for kind, p in owner._parameters.items()}
+    pieces = {}
+    for part in parts:
         part.unshard()
-        for (owner, kind), shard in sharded.items():
+        for (owner, kind), shard in shards.items():
             value = owner._parameters[kind]
-            if value is not shard:  # FSDP gathers it with this part; tied ones have several places
-                shards[owner, kind] = shard
+            if value is not shard:  # gathered with this part; a tied one has several places
                 name, config = names.get(owner, ""), configs.get(owner)
                 piece = piece_of(value.detach(), name, kind, config, team)
                 pieces[owner, kind] = nn.Parameter(piece, requires_grad=False)
         part.reshard()
-    set_parameters(pieces)
-    hooks, groups = [], {}  # of heads, by module
 
     def make_whole(owner: nn.Module, _, out: Tensor) -> Tensor:
         if names[owner] in SUMMED:
@@ -150,22 +155,18 @@ def cut(model: Model, parts: list) -> Iterator[None]:
         # of a head, without ids that do not exist
         return team.join(out)[..., : getattr(owner, "out_features", None)]
 
-    for owner, name in names.items():
-        if name in (*SUMMED, *JOINED):
-            hooks.append(owner.register_forward_hook(make_whole))
-        # transformers' own attention repeats each key head so often
-        config: Any = configs.get(owner)
-        if hasattr(owner, "num_key_value_groups") and config.num_key_value_heads < team.size:
-            groups[owner] = owner.num_key_value_groups
-            owner.num_key_value_groups = config.num_attention_heads // team.size
-    try:
+    with ExitStack() as undo:
+        undo.callback(set_parameters, shards)
+        set_parameters(pieces)
+        for owner, name in names.items():
+            if name in (*SUMMED, *JOINED):
+                undo.callback(owner.register_forward_hook(make_whole).remove)
+            groups = getattr(owner, "num_key_value_groups", None)
+            if groups:  # transformers' own attention repeats each key head so often
+                undo.callback(setattr, owner, "num_key_value_groups", groups)
+                queries = configs[owner].num_attention_heads // team.size
+                owner.num_key_value_groups = min(groups, queries)
         yield
-    finally:
-        set_parameters(shards)
-        for hook in hooks:
-            hook.remove()
-        for owner, number in groups.items():
-            owner.num_key_value_groups = number
 
 
 def set_parameters(parameters: dict[tuple[nn.Module, str], nn.Parameter]) -> None:

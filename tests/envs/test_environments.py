@@ -47,7 +47,7 @@ from conftest import (
     write_checkpoint,
     write_rows,
 )
-from families import KINDS, TEXT_ONLY, write_family
+from families import GEMMA4, KINDS, TEXT_ONLY, write_family
 from helpers import samples_of
 from judging import build
 from talkers import PROGRAMS, expected_logprobs, talk, whole
@@ -153,7 +153,7 @@ def test_every_family_talks_exactly(kind, tmp_path, picture_rows):
     env = start(tmp_path, tmp_path / "rows.jsonl", '--max_new_tokens 24 --stop_strings ["e","a"]')
     if kind in ("llava", "qwen2"):
         end_often(env)
-    name = "Words" if kind in (*TEXT_ONLY, "gemma3") else "Talk"
+    name = "Words" if kind in (*TEXT_ONLY, "gemma3", *GEMMA4) else "Talk"
     batch = talk(env, name, 2)
     assert sum(len(conversation.replies) for conversation in batch.conversations) >= 4
     check_exact(env, model.from_pretrained(tmp_path, attn_implementation="eager").eval(), batch)

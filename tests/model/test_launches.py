@@ -8,20 +8,25 @@ operator in place of each fused kernel of a GPU."""
 import collections
 import functools
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
+import ranks
 import train_ppo_vl as ppo
 from common.data.folder import read_model_config
-from common.model import build, layers, vlm
+from common.distributed import ALONE, Team
+from common.model import build, layers, teams, vlm
 from conftest import write_checkpoint
+from families import write_family
 from helpers import DEVICE, HAS_CUDA, WAITS, filled
 
 SLOTS = 8
@@ -62,9 +67,9 @@ class Launches(TorchDispatchMode):
         return results
 
 
-def launches(folder, count_layers: int, **sampling) -> Launches:
+def launches(folder, count_layers: int, team: Team = ALONE, **sampling) -> Launches:
     """A second decoding step of a model with so many layers, in bfloat16 with varlen."""
-    compute = vlm.Compute("varlen", torch.bfloat16, DEVICE, 512, 256, 64)
+    compute = vlm.Compute("varlen", torch.bfloat16, DEVICE, 512, 256, 64, team)
     model = build.build_model(read_model_config(folder), compute, vision=False).requires_grad_(
         False
     )
@@ -77,7 +82,7 @@ def launches(folder, count_layers: int, **sampling) -> Launches:
     # fakes of another trace
     ppo.logprobs._id_hashes.cache_clear()
     # not inference_mode, in which casts and products are operators of several kernels
-    with FakeTensorMode() if HAS_CUDA else nullcontext(), torch.no_grad():
+    with FakeTensorMode() if HAS_CUDA else nullcontext(), torch.no_grad(), ExitStack() as pieces:
         settings = ppo.Sampling(
             max_new_tokens=16,
             banned=torch.zeros(vocabulary, dtype=torch.bool, device=DEVICE),
@@ -87,6 +92,10 @@ def launches(folder, count_layers: int, **sampling) -> Launches:
             **sampling,
         )
         actor = SimpleNamespace(model=filled(model, torch.bfloat16))
+        if team.size > 1:
+            gather = functools.partial(filled, model, torch.bfloat16)
+            part = SimpleNamespace(modules=model.modules, unshard=gather, reshard=lambda: None)
+            pieces.enter_context(teams.cut(model, [part]))
         batch = SimpleNamespace(prompt_lengths=[8] * SLOTS)
         engine = ppo.RolloutEngine(actor, batch, settings, list(range(SLOTS)), 1)
         with Launches() as counted, pytest.MonkeyPatch.context() as patch:
@@ -162,3 +171,28 @@ def test_nothing_in_a_decoding_step_waits_for_the_device(name, tmp_path, kernels
     """Or depends on its numbers: it could not be captured."""
     launched = launches(write_checkpoint(tmp_path, "qwen2_5_vl"), 1, **SAMPLING[name])
     assert not launched.waits
+
+
+def step_of_a_team(folder) -> None:
+    """As the second of two ranks, the other of which is a stand-in."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # of an H100: a broadcast asks
+    ppo.logprobs._compiles = lambda device: False
+    launched = launches(folder, 2, Team(2, 1, dist.group.WORLD))
+    assert not launched.waits
+    collectives = {name: n for name, n in launched.count.items() if name.startswith("c10d")}
+    # two of each layer; embeddings and logits; tokens
+    assert collectives == {
+        "c10d.allreduce_.default": 4,
+        "c10d._allgather_base_.default": 2,
+        "c10d.broadcast_.default": 1,
+    }
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_nothing_in_the_step_of_a_team_waits_for_the_device(kind, tmp_path, picture_rows):
+    if kind == "qwen3_vl_moe":
+        write_family(kind, tmp_path, picture_rows)
+    else:
+        write_checkpoint(tmp_path, kind)
+    ranks.run(step_of_a_team, tmp_path)

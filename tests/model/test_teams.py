@@ -18,7 +18,7 @@ from common.data.loader import PromptLoader
 from common.envs import environments
 from common.model import memory, teams, vlm
 from conftest import ROUNDING, start, user_error, write_checkpoint
-from families import EXPERTS, GEMMA4, write_family
+from families import GEMMA4, write_family
 from helpers import judge_flags
 from lives import assert_close_records, flags_of, live, records, stop_at, write_task
 
@@ -43,6 +43,7 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
     the weights."""
     env = start(folder, rows, *flags)
     setup, results, held = env.actor.model.setup, [], []
+    planned = memory.decoding_bytes(env.actor)
     if talker:
         args = dataclasses.replace(
             env.args.env,
@@ -57,7 +58,7 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
 
     def watched(engine):
         heads = engine.cache.keys[0].shape[2]
-        held.append((whole_bytes(env.actor), memory.decoding_bytes(env.actor), heads))
+        held.append((whole_bytes(env.actor), heads))
         return generate(engine)
 
     ppo.RolloutEngine.generate = watched
@@ -73,7 +74,7 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
         assert torch.equal(alone.stream, together.stream)
         spoken = [[talk.rewards for talk in batch.conversations] for batch in results]
         assert spoken[0] == spoken[1]
-    (whole, planned, heads), (pieces, _, fewer) = held
+    (whole, heads), (pieces, fewer) = held
     assert whole == planned
     assert pieces == teams.piece_bytes(env.actor.model) < whole
     text = env.actor.model.config.get_text_config()
@@ -92,19 +93,25 @@ def test_teams_sample_what_whole_models_do(checkpoint, picture_rows, world, size
     ranks.run(sample_alike, checkpoint, picture_rows, size, *flags, world=world)
 
 
+# experts, windows, gates and what they open in one product; without those that have the same layers
+DECODERS = ("llava", "gemma3", "qwen3_vl_moe", "qwen3_5_moe", "glm4v", "glm4v_moe", "internvl_moe")
+DECODERS += ("exaone4_5", "ministral3", *GEMMA4)
+
+
 @pytest.mark.slow
-def test_teams_of_tied_heads_experts_and_windows(tmp_path, picture_rows, monkeypatch):
-    monkeypatch.setitem(EXPERTS, "moe_intermediate_size", 32)
+def test_teams_of_every_decoder(tmp_path, picture_rows):
+    """In two teams, tied heads."""
     calls = []
-    for kind in ("llava", "gemma3", "qwen3_vl_moe", "smolvlm", *GEMMA4):
+    for kind in DECODERS:
         folder = tmp_path / kind
         folder.mkdir()
         write_family(kind, folder, picture_rows)
-        calls.append((sample_alike, folder, folder / "rows.jsonl", 2))
+        lora = ("--lora_rank", "4") if kind == "glm4v" else ()
+        calls.append((sample_alike, folder, folder / "rows.jsonl", 2, *lora))
+    ranks.run(ranks.in_turn, *calls, world=2)
     # 5 spare ids: two do not divide them
     tied = write_checkpoint(tmp_path / "tied", "qwen2_5_vl", tie=True, spare_ids=5)
-    calls.append((sample_alike, tied, picture_rows, 2, "--train_vision"))
-    ranks.run(ranks.in_turn, *calls, world=4)
+    ranks.run(sample_alike, tied, picture_rows, 2, "--train_vision", world=4)
 
 
 def talk_alike(folder, rows, talker: str) -> None:
@@ -176,7 +183,7 @@ def test_what_cannot_be_shared_is_refused(qwen25, picture_rows, monkeypatch):
         teams.piece_bytes(env.actor.model)
     env.actor.model.setup.team = distributed.Team(2)
     del vlm.decoder(env.actor.model).layers[0].self_attn.q_proj  # as where products are joined
-    with user_error("--rollout_shards 2: layer 0.self_attn has no q_proj"):
+    with user_error("--rollout_shards 2: layer 0.self_attn has k_proj, o_proj, v_proj alone"):
         teams.piece_bytes(env.actor.model)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with user_error("--rollout_shards 3 must divide the ranks of a machine, 8"):
