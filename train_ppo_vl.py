@@ -967,9 +967,9 @@ def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> bud
     if args.update.ema_beta:
         plan.held["actor", "average"] = plan.held["actor", "Adam"] // 2
     if args.exact_kl_in_loss:
-        plan.asked.append("reference")
+        plan.in_use.append("reference")
     if args.teacher.in_loss:
-        plan.asked.append("teacher")
+        plan.in_use.append("teacher")
     slots = args.rollout.slots or 1
     plan.fixed["rollout"] = partial(plan.decoding, "actor", longest, slots)
     for role in modules:
@@ -1140,7 +1140,7 @@ def collect(
         batch = batch.select_prompts(sorted(with_spread + fillers)[:size])
         fill_logprobs_and_values(batch, models, args)
     prompt_lengths = torch.tensor(batch.prompt_lengths)[batch.prompt_index]  # (S,)
-    metrics["rollout/total_length"] = float((prompt_lengths + batch.sizes).double().mean())
+    metrics["rollout/total_length"] = float((prompt_lengths + batch.pack_lengths).double().mean())
     return batch, metrics
 
 
@@ -2422,7 +2422,9 @@ class RolloutEngine:
 
 def load_programs(args: Args) -> tuple[scoring.RewardMix, environments.Environment | None]:
     """The sources of rewards and the environment; runs the user's code. Raises UserError."""
-    return scoring.load(args.reward), environments.load(args.env, args.data.max_prompt_tokens)
+    return scoring.load_rewards(args.reward), environments.load_environment(
+        args.env, args.data.max_prompt_tokens
+    )
 
 
 def check_args(args: Args, typed: set[str]) -> None:

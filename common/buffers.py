@@ -138,7 +138,7 @@ class Batch:
     sampling: OfBatch[Any] = None  # how they were drawn; training uses the same
 
     # Conversations, if there is an environment.
-    spans: PerSample = EMPTY  # tokens of a sample's stream
+    stream_lengths: PerSample = EMPTY  # tokens of a sample's stream
     stream: PerStreamToken = EMPTY  # (R,) token ids of the streams, one after the other
     is_own: PerStreamToken = EMPTY  # (R,) bool: a token of the policy
     # (R, 3) rotary positions, counted from the prompt's end
@@ -187,9 +187,9 @@ class Batch:
         return F.pad(self.lengths.cumsum(0), (1, 0))
 
     @property
-    def sizes(self) -> Tensor:
+    def pack_lengths(self) -> Tensor:
         """(S,) tokens that each sample takes in a pack."""
-        return self.spans if len(self.spans) else self.lengths
+        return self.stream_lengths if len(self.stream_lengths) else self.lengths
 
     def flat_index(self, order: Tensor) -> Tensor:
         """Indices of the tokens of the samples ``order`` in the flat tensors."""
@@ -197,14 +197,14 @@ class Batch:
 
     def stream_index(self, order: Tensor) -> Tensor:
         """Indices of the streams of the samples ``order`` in `stream`."""
-        starts = self.sizes.cumsum(0) - self.sizes  # (S,)
-        return ragged_index(starts[order], self.sizes[order])
+        starts = self.pack_lengths.cumsum(0) - self.pack_lengths  # (S,)
+        return ragged_index(starts[order], self.pack_lengths[order])
 
     def in_pack(self, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the samples ``order`` put into a pack: token ids (R,), rotary positions counted from
         the prompt's end (R, 3), and which tokens are the policy's own (R,) bool."""
         lengths = self.lengths[order]
-        if not len(self.spans):
+        if not len(self.stream_lengths):
             flat = self.flat_index(order)
             step = ragged_index(torch.zeros_like(lengths), lengths)
             return self.tokens[flat], step[:, None].expand(-1, 3), torch.ones_like(step).bool()
@@ -220,7 +220,7 @@ class Batch:
     def total_tokens(self) -> int:
         """Number of tokens of all samples and their prompts, each prompt counted once."""
         prompts = torch.tensor(self.prompt_lengths)[self.prompt_index.unique()]
-        return int(self.sizes.sum() + prompts.sum())
+        return int(self.pack_lengths.sum() + prompts.sum())
 
     def own_prompts(self, team: int = 1) -> list[int]:
         """Indices of the prompts that this rank, or its team of so many, samples responses to."""
@@ -437,7 +437,7 @@ def make_blocks(
             sdpa); 0 for kernels that skip it. A response that is alone with its prompt never pays
             for that half, so long responses to short prompts are better kept apart.
     """
-    lengths = batch.sizes.tolist()
+    lengths = batch.pack_lengths.tolist()
     members: dict[int, list[int]] = {}
     for i, index in enumerate(batch.prompt_index.tolist()):
         members.setdefault(index, []).append(i)
@@ -512,7 +512,7 @@ def _sizes_and_costs(
 ) -> tuple[list[int], list[float]]:
     """Tokens of each block, and its cost in units of tokens, that is, of the 24 H^2 operations that
     one token takes in one layer besides attention."""
-    lengths = batch.sizes.tolist()
+    lengths = batch.pack_lengths.tolist()
     sizes, costs = [], []
     for index, members in blocks:
         prompt = batch.prompt_lengths[index]
@@ -605,7 +605,7 @@ def build_pack(
     that its rank takes part in the collectives, with a gradient of 0.
     """
     order = torch.tensor([i for _, members in blocks for i in members], dtype=torch.int64)
-    counts, lengths = batch.sizes[order], batch.lengths[order]  # (k,) with replies, without
+    counts, lengths = batch.pack_lengths[order], batch.lengths[order]  # (k,) with replies, without
     segments, samples, size = _lay_out(batch, blocks, prompt_positions)
     starts, ends, following = torch.tensor(samples, dtype=torch.int64).reshape(-1, 3).T  # (k,) each
     index = ragged_index(starts, counts)  # (R,)
@@ -649,7 +649,7 @@ def _lay_out(
     for index, members in blocks:
         start, end = size, size + batch.prompt_lengths[index]
         following = int(prompt_positions[index].max()) + 1
-        lengths = [int(batch.sizes[i]) for i in members]
+        lengths = [int(batch.pack_lengths[i]) for i in members]
         alone = len(members) == 1  # one causal segment, cheaper than a prompt and a response
         segments.append((start, end + lengths[0] if alone else end, start, start))
         size = end

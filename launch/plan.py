@@ -74,7 +74,7 @@ def table_line(name: str, cells: Iterable[str]) -> str:
 
 def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = ppo.parse_args(flags)
-    reward = scoring.load(args.reward)
+    reward = scoring.load_rewards(args.reward)
     rows = ppo.load_rows(args)
     reward.check_rows(rows.train + rows.held_out)
     team = Team(args.model.rollout_shards)

@@ -33,7 +33,7 @@ from common.model import fsdp, shards, vlm
 from common.model.build import build_model
 from common.model.packs import make_packs
 from common.model.vlm import Compute
-from common.model.weights import load, materialize
+from common.model.weights import load_weights, materialize
 from common.rewards import scoring
 from conftest import (
     Tensors,
@@ -419,7 +419,7 @@ def load_model(folder, loaded: bool = True):
     model = build_model(Processor(folder, DataArgs()).config, COMPUTE).requires_grad_(False)
     if loaded:
         materialize(model, CPU)
-        load(model, folder)
+        load_weights(model, folder)
     return model
 
 
@@ -430,7 +430,7 @@ def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
     loaded = ppo.load_rows(args)
     models = ppo.build_models(args, loaded.processor, plan.META)
     modules = models.by_role() | ppo.build_reward_models(
-        args, scoring.load(args.reward), loaded, models.actor
+        args, scoring.load_rewards(args.reward), loaded, models.actor
     )
     needed = ppo.plan_memory(args, modules, loaded, 8)
     return SimpleNamespace(args=args, models=modules, prompts=loaded.train, needed=needed)

@@ -186,21 +186,21 @@ def talk(env, name: str, count: int, batch=None, **changes):
         dict(env=f"{PROGRAMS}:{name}", env_workers=0, max_turns=4, max_reply_tokens=400) | changes
     )
     slots = flags.pop("slots", env.sampling.slots)
-    answering = environments.load(dataclasses.replace(env.args.env, **flags), 512)
+    answering = environments.load_environment(dataclasses.replace(env.args.env, **flags), 512)
     sampling = dataclasses.replace(env.sampling, environment=answering, slots=slots)
     return ppo.rollout(env.actor, take(env) if batch is None else batch, sampling, count)
 
 
 def whole(batch, i: int) -> torch.Tensor:
     """The tokens of a sample's conversation, from the prompt on."""
-    streams = batch.stream.split(batch.spans.tolist())
+    streams = batch.stream.split(batch.stream_lengths.tolist())
     return torch.cat([batch.prompts[int(batch.prompt_index[i])].input_ids, streams[i]])
 
 
 def expected_logprobs(env, oracle, batch, gradient: bool = False) -> torch.Tensor:
     """(N,) of the policy's own tokens, by one forward of each conversation with all its pictures."""
     family, logprobs = env.processor.family, []
-    for i, is_own in enumerate(batch.is_own.split(batch.spans.tolist())):
+    for i, is_own in enumerate(batch.is_own.split(batch.stream_lengths.tolist())):
         ids, group, conversation = (
             whole(batch, i)[None],
             int(batch.prompt_index[i]),

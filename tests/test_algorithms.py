@@ -766,7 +766,7 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     args = with_flags(
         env.args, advantage="remax", dynamic_sampling=limit, prompts_per_step=4 * rollouts
     )
-    reward = scoring.load(ppo_flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
+    reward = scoring.load_rewards(ppo_flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
     batches = [(env.prompts, list(range(4 * k, 4 * k + 4))) for k in range(rollouts)]
     with PromptLoader(env.processor, args.data, batches) as loader:
         samples, metrics = ppo.collect(
@@ -807,7 +807,7 @@ def test_functions_score_while_the_models_do(env, ruled, monkeypatch):
         return [float(len(response)) for response in responses]
 
     monkeypatch.setattr(ppo, "fill_logprobs_and_values", noted)
-    mix = scoring.load(ppo_flags.RewardArgs(reward="exact"))
+    mix = scoring.load_rewards(ppo_flags.RewardArgs(reward="exact"))
     mix.sources[0].function = reward
     for dynamic, expected in ((0, ["log-probs", "rewards"]), (1, ["rewards", "log-probs"])):
         args = with_flags(env.args, dynamic_sampling=dynamic, prompts_per_step=4)

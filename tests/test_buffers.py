@@ -44,7 +44,7 @@ def with_replies(batch: Batch, rng: np.random.Generator) -> Batch:
         spans.append(len(stream) - before)
     return dataclasses.replace(
         batch,
-        spans=torch.tensor(spans),
+        stream_lengths=torch.tensor(spans),
         stream=torch.tensor(stream),
         is_own=torch.tensor(is_own),
         stream_positions=torch.from_numpy(rng.integers(0, 99, (len(stream), 3))),
@@ -123,7 +123,7 @@ def test_select_takes_every_field_along(seed):
     samples = with_replies(random_batch(rng), rng)
     # repeats and gaps
     order = rng.integers(0, len(samples), rng.integers(0, 2 * len(samples))).tolist()
-    ends = samples.spans.cumsum(0).tolist()
+    ends = samples.stream_lengths.cumsum(0).tolist()
     chosen = samples.select(torch.tensor(order, dtype=torch.int64))
     for field in dataclasses.fields(Batch):
         name = field.name
@@ -134,7 +134,9 @@ def test_select_takes_every_field_along(seed):
             assert new == [old[i] for i in order]
         elif name in ("stream", "is_own", "stream_positions"):
             assert new.tolist() == [
-                x for i in order for x in old.tolist()[ends[i] - int(samples.spans[i]) : ends[i]]
+                x
+                for i in order
+                for x in old.tolist()[ends[i] - int(samples.stream_lengths[i]) : ends[i]]
             ], name
         elif name == "components":
             assert new["accuracy"].tolist() == [old["accuracy"].tolist()[i] for i in order]
@@ -470,7 +472,7 @@ def test_many_packs_are_found_in_few_tries(monkeypatch):
 def naive_pack(samples: Batch, blocks, positions, image: int) -> dict[str, list]:
     """The pack, token by token; a sample is a list of (token, is it the policy's, offset of its position)."""
     talks, starts = [], samples.offsets.tolist()
-    if not len(samples.spans):
+    if not len(samples.stream_lengths):
         for tokens in pieces(samples, samples.tokens):
             talks.append([(token, True, [t] * 3) for t, token in enumerate(tokens)])
     else:
@@ -480,7 +482,7 @@ def naive_pack(samples: Batch, blocks, positions, image: int) -> dict[str, list]
             samples.stream_positions.tolist(),
         )
         tokens = iter(zip(*columns))
-        talks = [[next(tokens) for _ in range(span)] for span in samples.spans.tolist()]
+        talks = [[next(tokens) for _ in range(span)] for span in samples.stream_lengths.tolist()]
     names = (
         "input_ids",
         "positions",

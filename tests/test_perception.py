@@ -103,7 +103,12 @@ def sampled(folder: Path, rows: Path, *flags: str):
     env.state = ppo.TrainState(env.args.algorithm.kl_coef, rows_drawn=4, history=history)
     with ppo.open_loader(env.args, env.rows, env.state) as loader:
         env.batch, _ = ppo.collect(
-            env.models, loader, scoring.load(env.args.reward), env.sampling, env.state, env.args
+            env.models,
+            loader,
+            scoring.load_rewards(env.args.reward),
+            env.sampling,
+            env.state,
+            env.args,
         )
     # draws of the run, which seed the masks, are no indices of prompts
     assert env.batch.prompt_ids == [4, 5, 6, 7]
@@ -300,11 +305,11 @@ def test_gdpo_compares_parts_of_a_reward(qwen25, rows):
         [[torch.tensor(env.processor.token_ids(text)) for text in texts]] * 4
     )
     batch.truncated = torch.zeros(len(batch)).bool()
-    scoring.load(with_flags(env.args, reward="boxed").reward).score(batch, env.processor, 0)
+    scoring.load_rewards(with_flags(env.args, reward="boxed").reward).score(batch, env.processor, 0)
     assert batch.compared == ["accuracy", "format"]
     assert batch.components.keys() == {"accuracy", "format", "parsed"}
     batch = talk(env, "Noise", 4)
-    scoring.load(with_flags(env.args, reward="env").reward).score(batch, env.processor, 0)
+    scoring.load_rewards(with_flags(env.args, reward="env").reward).score(batch, env.processor, 0)
     assert not torch.equal(batch.components["accuracy"], batch.rewards)
     batch.old_logprobs = batch.logprobs
     advantages = []

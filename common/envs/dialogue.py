@@ -369,5 +369,7 @@ class EnvRollout:
             episode.add_turn(tokens)
             parts += episode.stream
         batch.stream, batch.is_own, batch.stream_positions = map(torch.cat, zip(*parts))
-        batch.spans = torch.tensor([episode.length for episode in episodes], dtype=torch.int64)
+        batch.stream_lengths = torch.tensor(
+            [episode.length for episode in episodes], dtype=torch.int64
+        )
         batch.conversations = [episode.conversation for episode in episodes]

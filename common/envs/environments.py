@@ -60,7 +60,7 @@ class Step(NamedTuple):
     done: bool
 
 
-def load(args: EnvArgs, max_prompt_tokens: int) -> Environment | None:
+def load_environment(args: EnvArgs, max_prompt_tokens: int) -> Environment | None:
     """The environment of --env; None without. Raises UserError: no class, or one that lacks what it
     needs."""
     if not args.env:

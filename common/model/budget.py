@@ -63,7 +63,7 @@ class MemoryPlan:
                 if size:
                     self.held[role, part] = size
         self.trained = [role for role, part in self.held if part == "Adam"]
-        self.asked: list[str] = []  # frozen roles that an update asks
+        self.in_use: list[str] = []  # frozen roles that an update asks
         self.fixed: dict[str, Callable[[], Parts]] = {}  # phases that no pack changes
 
     @property
@@ -81,7 +81,7 @@ class MemoryPlan:
 
     def resident(self, *busy: str) -> Parts:
         """What lies on the GPU; of what is offloaded, the parts of the roles that are ``busy``: in
-        training, or frozen and asked."""
+        training, or frozen and in use."""
         parts: Parts = {"reserved": RESERVED}
         for (role, part), size in self.held.items():
             if part == "weights":
@@ -101,11 +101,11 @@ class MemoryPlan:
             "gradient shards": self.held[role, "Adam"] / 2,
         }
         parts |= memory.backward_bytes(module, tokens, recompute, self.keys)
-        for asked in self.asked:  # with adapters, the reference is this module
-            root, _, _ = memory.gathered_bytes(self.models.get(asked, module))
+        for other in self.in_use:  # with adapters, the reference is this module
+            root, _, _ = memory.gathered_bytes(self.models.get(other, module))
             logits = memory.logits_bytes(module, module.model.setup.head_chunk)
-            parts[f"KL to the {asked}"] = root + logits
-        return self.resident(role, *self.asked) | parts
+            parts[f"KL to the {other}"] = root + logits
+        return self.resident(role, *self.in_use) | parts
 
     def scoring(self, role: str) -> Parts:
         """Of a frozen model. Scoring by those in training, be it with masked or blank images, needs less

@@ -74,7 +74,7 @@ class Setup(Compute):
     family: Family
     folder: Path  # its checkpoint
     trains_vision: bool = False  # its own forward computes image features
-    # the weights of the checkpoint's files by their keys there, set by `weights.load`
+    # the weights of the checkpoint's files by their keys there, set by `weights.load_weights`
     stored: dict[str, StoredWeight] = field(default_factory=dict)
     # what PEFT's adapter_config.json says of its adapters, if it has any
     adapter: dict[str, Any] | None = None

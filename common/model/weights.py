@@ -1,6 +1,6 @@
 """Checkpoints in and out.
 
-    folder -> model on meta (`build`) -> sharded -> weights streamed       load
+    folder -> model on meta (`build`) -> sharded -> weights streamed       load_weights
     shards -> safetensors under the checkpoint's names, whole on rank 0    export
 
 A user's mistake is a ValueError that names the file and the numbers. Models are of the type `vlm.Model`.
@@ -159,13 +159,13 @@ def open_weights(path: Path):
 def fill(module: Wrapper, device: torch.device, seed: int) -> None:
     """Allocate a module that is on meta, or this rank's shards of it, on ``device`` and stream its
     checkpoint into them. Fresh adapters depend on ``seed``; a critic's value head that the files lack
-    is zero. Raises ValueError: see `load`."""
+    is zero. Raises ValueError: see `load_weights`."""
     materialize(module, device)
     init_adapters(module.model, seed)
     head = getattr(module, "value_head", None)
     if head is not None:
         nn.init.zeros_(head.weight)
-    load(module.model, module.model.setup.folder, value_head=head)
+    load_weights(module.model, module.model.setup.folder, value_head=head)
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
@@ -178,7 +178,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def named_weights(model: Model, value_head: nn.Linear | None) -> Tensors:
-    """What `load` reads and `export` writes, by name: all parameters, tied ones by each name, and the
+    """What `load_weights` reads and `export` writes, by name: all parameters, tied ones by each name, and the
     buffers that checkpoints hold: scales, bounds, biases of routers."""
     weights: Tensors = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules():
@@ -191,7 +191,7 @@ def named_weights(model: Model, value_head: nn.Linear | None) -> Tensors:
     return weights
 
 
-def load(model: Model, folder: Path, value_head: nn.Linear | None = None) -> None:
+def load_weights(model: Model, folder: Path, value_head: nn.Linear | None = None) -> None:
     """Stream safetensors into a materialised, possibly sharded model; each rank reads only its own
     rows. A value head that is trained is read where the files have one.
 

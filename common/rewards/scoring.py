@@ -1,6 +1,6 @@
 """What responses earn: sources of rewards by label, combined.
 
-    load                --reward, --reward_recipe -> RewardMix
+    load_rewards        --reward, --reward_recipe -> RewardMix
     RewardMix.score     responses of a batch -> rewards, components, judgements
     prompts_with_spread the prompts whose samples can be compared
 
@@ -46,7 +46,7 @@ Calls = dict[str, tuple[list[int], Call]]  # by source: which samples it scores,
 # --------------------------------------------------------------------------------------------------
 
 
-def load(args: RewardArgs) -> "RewardMix":
+def load_rewards(args: RewardArgs) -> "RewardMix":
     """The sources of --reward or --reward_recipe and how they are combined. Raises UserError."""
     recipe = {"*": dict.fromkeys(split_specs(args.reward), 1.0)}
     if args.reward_recipe:

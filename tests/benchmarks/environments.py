@@ -122,7 +122,7 @@ def main() -> None:
     sampling = ppo.sampling_of(args, loaded.processor, ranks.device)
     sampling.banned[list(loaded.processor.stop_ids)] = True
     answering = dataclasses.replace(
-        sampling, environment=environments.load(args.env, args.data.max_prompt_tokens)
+        sampling, environment=environments.load_environment(args.env, args.data.max_prompt_tokens)
     )
     asks = answering.environment.make
     lengths = (
@@ -145,7 +145,7 @@ def main() -> None:
         assert samples.lengths.tolist() == lengths.sum(axis=2).flatten().tolist()
         assert all(len(talk.replies) == TURNS - 1 for talk in samples.conversations)
         if samples.conversations:
-            replied.append(float((samples.spans - samples.lengths).double().mean()))
+            replied.append(float((samples.stream_lengths - samples.lengths).double().mean()))
         return seconds
 
     replied: list[float] = []

@@ -143,7 +143,7 @@ def write_checkpoint(folder: Path, size: str) -> Path:
 
 @torch.no_grad()
 def random_weights(model, folder=None, value_head=None) -> set[str]:
-    """In place of `weights.load`: every rank draws its own rows; the value head keeps its zeros."""
+    """In place of `weights.load_weights`: every rank draws its own rows; the value head keeps its zeros."""
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local.normal_(0, 0.02) if parameter.ndim > 1 else local.fill_(0.5)
@@ -396,7 +396,7 @@ def main() -> None:
     settings = parser.parse_args()
     tiny, short = settings.tiny, settings.short
     begun, folder = time.perf_counter(), Path(tempfile.mkdtemp())
-    weights.load = random_weights
+    weights.load_weights = random_weights
     checkpoint.contents = lambda flags: {}  # of weights that no file has
     sizes, batches, contexts, steps = ("3b", "7b"), (1, 16, 64, 128, 256), (512, 1500, 4000), 16
     totals, budgets, prompts = (4096, 16384), (8192, 16384, 32768), "64"

@@ -25,8 +25,7 @@ from common.data.rows import load_prompts
 from common.flags import DataArgs
 from common.model import storage
 from common.model.build import build_model
-from common.model.weights import load as load_weights
-from common.model.weights import open_weights, resolve_folder
+from common.model.weights import load_weights, open_weights, resolve_folder
 from common.rewards.judge import JUDGEMENTS, JudgeSettings
 from conftest import read_json, same_tensors, start, user_error, value_error, words
 from helpers import COMPUTE, RED, edit, load_model, write_processor

@@ -77,7 +77,7 @@ def check_exact(env, oracle, batch) -> None:
 def as_told(env, batch, i: int) -> str:
     """The text of a conversation's tokens, a picture as one token and each turn of the policy as a sign."""
     prompt = batch.prompts[int(batch.prompt_index[i])].input_ids
-    owns = [False] * len(prompt) + batch.is_own.split(batch.spans.tolist())[i].tolist()
+    owns = [False] * len(prompt) + batch.is_own.split(batch.stream_lengths.tolist())[i].tolist()
     text = ""
     for is_own, part in itertools.groupby(
         zip(owns, whole(batch, i).tolist()), key=lambda pair: pair[0]
@@ -334,11 +334,11 @@ def test_limits_of_turns_tokens_and_replies(qwen25, picture_rows):
             whole.append(any(end in last for end in ends))
             assert finished_text(batch, i, last) == (last if whole[-1] else "")
     assert {True, False} == set(whole)
-    replied = [int((~is_own).sum()) for is_own in few.is_own.split(few.spans.tolist())]
+    replied = [int((~is_own).sum()) for is_own in few.is_own.split(few.stream_lengths.tolist())]
     openings = [
         replied[i] for i, conversation in enumerate(few.conversations) if not conversation.replies
     ]
-    assert few.spans.max() <= 60 + 30 + max(openings, default=0) + 12
+    assert few.stream_lengths.max() <= 60 + 30 + max(openings, default=0) + 12
     assert all(conversation.ended != "answered" for conversation in few.conversations)
     assert {conversation.ended for conversation in free.conversations} == {"answered"}
     assert not free.truncated.any()
@@ -503,7 +503,7 @@ def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
         qwen25, picture_rows, '--max_new_tokens 32 --stop_strings ["a","e","r"]', "--reward env"
     )
     batch = talk(env, "Right" if names else "Costly", 2)
-    scoring.load(env.args.reward).score(batch, env.processor, 0)
+    scoring.load_rewards(env.args.reward).score(batch, env.processor, 0)
     answered = torch.tensor(
         [conversation.ended == "answered" for conversation in batch.conversations]
     )
@@ -540,7 +540,7 @@ def test_an_environment_whose_methods_must_be_awaited_is_refused(tmp_path, name)
     )
     (tmp_path / "mine.py").write_text(f"class Mine:\n{methods}")
     with user_error(f"{name} is async, and nothing awaits it"):
-        environments.load(EnvArgs(env=f"{tmp_path}/mine.py:Mine"), 512)
+        environments.load_environment(EnvArgs(env=f"{tmp_path}/mine.py:Mine"), 512)
 
 
 @pytest.mark.parametrize(
@@ -569,7 +569,7 @@ def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25,
         "--reward_recipe",
         recipe,
     )
-    reward, prompts = scoring.load(env.args.reward), take(env)
+    reward, prompts = scoring.load_rewards(env.args.reward), take(env)
     labels = ("game", "quiz", "quiz", "quiz")
     prompts.prompts = [
         dataclasses.replace(p, label=label, reference="1")
@@ -717,7 +717,7 @@ def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, j
         f"grm:{judges[which]}",
         "--grm_question correct",
     )
-    reward = scoring.load(env.args.reward)
+    reward = scoring.load_rewards(env.args.reward)
     build(env, reward)
     assert reward.sources[0].ask.shares_tower == (which == "near")
     batch = talk(env, name, 2, batch=take(env).select_prompts([1, 2]))

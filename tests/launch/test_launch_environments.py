@@ -29,7 +29,7 @@ def program(name: str, folder: Path = FOLDER):
     "spec", ["grid_world.py:Game", "tools.py:Calculator", "zoom.py:Zoom", "hidden_picture.py:Look"]
 )
 def test_examples_are_environments(spec):
-    environment = environments.load(EnvArgs(env=f"{FOLDER}/{spec}"), 512)
+    environment = environments.load_environment(EnvArgs(env=f"{FOLDER}/{spec}"), 512)
     assert environment.role == ("tool" if "tools" in spec else "user")
     assert environment.shows_images == ("tools" not in spec)
 
@@ -270,7 +270,7 @@ def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
         f"{FOLDER / 'hidden_picture.py'}:Look",
         "--max_reply_tokens 40",
     )
-    answering = environments.load(env.args.env, 512)
+    answering = environments.load_environment(env.args.env, 512)
     answering.check_model(env.processor)
     batch = ppo.rollout(env.actor, take(env, 4), replace(env.sampling, environment=answering), 2)
     assert [talk.ended for talk in batch.conversations].count("error") == 0

@@ -118,7 +118,7 @@ def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatc
     if script is ppo:
         package = SimpleNamespace(LatexExtractionConfig=dict, parse=None, verify=None)
         monkeypatch.setitem(sys.modules, "math_verify", package)
-        scoring.load(args.reward)
+        scoring.load_rewards(args.reward)
         # The gradient of k3 as such vanishes where its value is clamped, which is where it is needed.
         algorithm = args.algorithm
         if algorithm.kl_coef and algorithm.kl_in == "loss":
@@ -154,7 +154,7 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
         args = parsed(call, monkeypatch, project)[1]
         assert args.algorithm.advantage == advantage
         assert args.model.model == "real/fashion/model"
-        mix = scoring.load(args.reward)
+        mix = scoring.load_rewards(args.reward)
         rules = [
             (label, spec.rpartition(":")[2], weight)
             for label, weights in mix.recipe.items()
@@ -168,7 +168,7 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
     for call in calls:
         args = parsed(call, monkeypatch, project)[1]
         rules.append((args.reward.reward, args.algorithm.advantage, args.optim.steps == 2))
-        scoring.load(args.reward)
+        scoring.load_rewards(args.reward)
         assert args.model.model == str(project / "real/smollm2")
     naive, strict = (
         f"{project}/launch/real_rewards.py:{rule}_count" for rule in ("naive", "strict")

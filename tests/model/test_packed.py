@@ -23,7 +23,7 @@ from common.model.fsdp import unsharded
 from common.model.linear_attention import PackedDelta
 from common.model.packs import Prefill, prefill_pack
 from common.model.vlm import decoder, hidden_states, image_features, prompt_positions
-from common.model.weights import load, materialize, resolve_folder
+from common.model.weights import load_weights, materialize, resolve_folder
 from conftest import (
     ROUNDING,
     hugging_face,
@@ -118,10 +118,10 @@ def test_files_that_are_no_weights_are_told(qwen25, tmp_path):
     ):
         (tmp_path / "model.safetensors").write_bytes(data)
         with value_error(f"model.safetensors {message}"):
-            load(model, tmp_path)
+            load_weights(model, tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with value_error("model.safetensors cannot be read as safetensors: No such file"):
-        load(model, tmp_path)
+        load_weights(model, tmp_path)
 
 
 def test_quantized_weights_are_refused(qwen25, tmp_path):
@@ -135,7 +135,7 @@ def test_quantized_weights_are_refused(qwen25, tmp_path):
         weights | {key: weights[key].to(torch.float8_e4m3fn), f"{key}_scale": torch.ones(1)},
     )
     with value_error(f"{key} is of type torch.float8_e4m3fn; quantized weights are not supported"):
-        load(model, tmp_path)
+        load_weights(model, tmp_path)
 
 
 @pytest.mark.parametrize("weights", [True, False])

@@ -52,7 +52,7 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
             max_turns=3,
             max_reply_tokens=400,
         )
-        environment = environments.load(args, 512)
+        environment = environments.load_environment(args, 512)
         env.sampling = dataclasses.replace(env.sampling, environment=environment)
     generate = ppo.RolloutEngine.generate
 

@@ -59,7 +59,7 @@ def prepare(qwen25, picture_rows, *flags: str):
     env = start(
         qwen25, picture_rows, "--advantage grpo --temperature 0.5 --min_new_tokens 3", *flags
     )
-    reward = scoring.load(env.args.reward)
+    reward = scoring.load_rewards(env.args.reward)
     build(env, reward)
     batch = take(env, 3)
     vlm.compute_features(env.actor.model, batch)
@@ -166,7 +166,7 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
         f"grm:{judges['near']}",
         "--grm_question correct",
     )
-    reward = scoring.load(env.args.reward)
+    reward = scoring.load_rewards(env.args.reward)
     build(env, reward)
     rows[4]["prompt"] = "what?"
     model = reward.sources[0].ask
@@ -309,13 +309,13 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     assert max(expected) - min(expected) > 0.01
     save_weights(folder, tensors)
     with user_error("1 weights are in no file, the first: value_head.weight"):
-        build(env, scoring.load(env.args.reward))
+        build(env, scoring.load_rewards(env.args.reward))
     for other in ("v_head.summary.weight", "v_head.weight", "reward_head.weight", "score.0.weight"):
         save_weights(folder, tensors | {other: head})
         with user_error(
             f"{folder}: {other}: a value head is read from score.weight or value_head.weight"
         ):
-            build(env, scoring.load(env.args.reward))
+            build(env, scoring.load_rewards(env.args.reward))
     # not silently begun at zero
     with user_error("score.0.weight: a value head is read from"):
         start(qwen25, picture_rows, "--critic_model", folder)
@@ -337,10 +337,10 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     object.__setattr__(batch.prompts[0], "label", "math")
     object.__setattr__(batch.prompts[0], "reference", "a circle")
     scored = score(env, reward, batch)
-    alone_reward = scoring.load(
+    alone_reward = scoring.load_rewards(
         replace(env.args.reward, reward_recipe="", reward=f"grm:{judges['near']}")
     )
-    measured = scoring.load(
+    measured = scoring.load_rewards(
         replace(env.args.reward, reward_recipe='{"math": [["exact", 0]], "*": [["exact", 1]]}')
     )
     assert [measured.can_earn(label) for label in ("math", "other", None)] == [False, True, True]
@@ -404,7 +404,7 @@ def test_spans_fall_on_the_tokens_that_end_them(qwen25, picture_rows, tmp_path, 
     at_ends = torch.zeros(len(earned)).index_fill(0, batch.lengths.cumsum(0) - 1, at_end)
     assert torch.allclose(inputs.token_rewards, torch.tensor(earned) + at_ends)
     assert torch.equal(score(env, reward, scored).turn_rewards, scored.turn_rewards)
-    reward = scoring.load(replace(env.args.reward, reward=f"{tmp_path}/mine.py:beyond"))
+    reward = scoring.load_rewards(replace(env.args.reward, reward=f"{tmp_path}/mine.py:beyond"))
     with user_error("--reward: a span ends at character .* of "):
         score(env, reward, batch)
 
@@ -503,7 +503,7 @@ def test_what_a_function_does_to_its_rows_stays_with_it(qwen25, picture_rows, tm
 
 
 def rewards_of(*flags: str) -> scoring.RewardMix:
-    return scoring.load(ppo.parse_args(words("--model m --data d.jsonl", *flags)).reward)
+    return scoring.load_rewards(ppo.parse_args(words("--model m --data d.jsonl", *flags)).reward)
 
 
 BAD_RECIPES = """\
@@ -541,7 +541,7 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
     env = start(
         qwen25, picture_rows, "--advantage grpo --reward_recipe", '{"math": [["exact", 1]]}'
     )
-    reward = scoring.load(env.args.reward)
+    reward = scoring.load_rewards(env.args.reward)
     with user_error(r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
         reward.check_rows(env.prompts)
     row = Prompt([], "", (), (), torch.zeros(0), 0, source="x.jsonl:7")
@@ -555,7 +555,7 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
 def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges):
     env = start(qwen25, picture_rows, "--advantage grpo --reward", f"grm:{qwen25}")
     with user_error("judge.json names none"):
-        build(env, scoring.load(env.args.reward))
+        build(env, scoring.load_rewards(env.args.reward))
     for trained, asked in ((["correct", "score"], "correct"), (["score"], "score")):
         assert judgements.JudgeSettings(trained_on=trained).question_to_ask("auto") == asked
     with value_error("not trained on questions of the kind answers"):
@@ -659,8 +659,8 @@ def test_rows_that_a_model_cannot_see_are_refused_at_the_start(
     specs = {kind: f"{kind}:{tmp_path / 'text'}" for kind in ("grm", "rm")}
     for kind, spec in specs.items():
         with user_error(f"{kind}:.*rows.jsonl:2: qwen2 takes no images"):
-            build(env, scoring.load(RewardArgs(reward=spec)), env.prompts)
-    reward = scoring.load(RewardArgs(reward=specs["grm"]))
+            build(env, scoring.load_rewards(RewardArgs(reward=spec)), env.prompts)
+    reward = scoring.load_rewards(RewardArgs(reward=specs["grm"]))
     build(env, reward, env.prompts[:1])
     few = batch.select(torch.arange(3))
     assert score(env, reward, few).rewards.isfinite().all()
@@ -758,7 +758,7 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path, newline
         "--advantage grpo --reward",
         f"rm:{tmp_path / 'rm'}",
     )
-    reward = scoring.load(env.args.reward)
+    reward = scoring.load_rewards(env.args.reward)
     build(env, reward)
     answers, end = (["a circle", "3"], ["no idea"]), answer_end(env.processor)
     batch = take(env, 2).with_targets(

@@ -328,7 +328,7 @@ def test_what_has_no_other_order_is_refused(qwen25, pairs, tmp_path):
         with user_error(
             "--consistency_coef needs the reward judgement, and judgement beside others needs"
         ):
-            scoring.load(
+            scoring.load_rewards(
                 replace(
                     ppo.parse_args(words(*coef)).reward,
                     reward_recipe=recipe,
@@ -342,7 +342,7 @@ def test_what_has_no_other_order_is_refused(qwen25, pairs, tmp_path):
     args = ppo.parse_args(words(*coef, "--data", rows))
     distributed.start(args.run.timeout, args.run.hsdp)
     with user_error("rows.jsonl:1: correct has no other order"):
-        scoring.load(args.reward).check_rows(ppo.load_rows(args).train)
+        scoring.load_rewards(args.reward).check_rows(ppo.load_rows(args).train)
 
 
 def test_an_evaluation_keeps_both_orders_together(qwen25, pairs):
@@ -368,7 +368,7 @@ def test_a_response_that_was_cut_off_earns_no_answer(qwen25, picture_rows, rule,
         [[torch.tensor(env.processor.tokenizer.encode(text, add_special_tokens=False))] * 2]
     )
     batch.truncated = torch.tensor([False, True])
-    scoring.load(env.args.reward).score(batch, env.processor, 0)
+    scoring.load_rewards(env.args.reward).score(batch, env.processor, 0)
     assert batch.rewards.tolist() == [1, gains]
 
 
@@ -398,7 +398,7 @@ def answered(qwen25, rows, *flags: str):
     """What rewards get: an actor, a reward, and SAID as the responses to the first prompts. On any
     number of ranks."""
     env = start(qwen25, rows, "--advantage grpo --temperature 0.5", *flags)
-    reward = scoring.load(env.args.reward)
+    reward = scoring.load_rewards(env.args.reward)
     build(env, reward, env.prompts)
     batch = take(env, 3)
     vlm.compute_features(env.actor.model, batch)

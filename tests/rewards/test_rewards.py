@@ -570,7 +570,9 @@ def test_programs_import_what_lies_beside_them(tmp_path):
     assert score(load_source(f"{tmp_path}/a/PIL.py:score").function)[0] == [23.25] * 4
     assert score(load_source(f"{tmp_path}/b/PIL.py:score").function)[0] == [24.5] * 4
     assert score(load_source(f"{tmp_path}/a/PIL.py:score").function)[0] == [23.25] * 4
-    mix = scoring.load(RewardArgs(reward="exact", reward_combiner=f"{tmp_path}/b/PIL.py:best"))
+    mix = scoring.load_rewards(
+        RewardArgs(reward="exact", reward_combiner=f"{tmp_path}/b/PIL.py:best")
+    )
     assert mix.combiner({"exact": [0.0]}) == [2]
     assert not {"my_helper", "late", "parts", "bare"} & sys.modules.keys()
     assert not [folder for folder in sys.path if folder.startswith(str(tmp_path))]
@@ -718,6 +720,6 @@ def test_where_nobody_says_what_is_right_a_line_says_how(capsys, components, rat
 def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\ndef f(rewards):\n    sys.exit(0)\n")
     spec = f"{tmp_path / 'leaves.py'}:f"
-    mix = scoring.load(RewardArgs(reward="exact", reward_combiner=spec))
+    mix = scoring.load_rewards(RewardArgs(reward="exact", reward_combiner=spec))
     with user_error(r"SystemExit: 0 \(leaves.py:3\b"):
         mix.combine({"a": torch.zeros(2)})
