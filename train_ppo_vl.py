@@ -651,6 +651,7 @@ def check_rows(
     if imageless and environment is None and args.perception.masks_images:
         raise UserError("--perception_*: no row of --data has an image that could be masked")
     reward.check_rows(rows.train + rows.held_out)
+    reward.report_lazy_answers(rows.train or rows.held_out)
     kinds = {source.kind for source in reward.sources}
     if environment is None and "env" in kinds:
         raise UserError("--reward env needs an environment that gives rewards: --env file.py:Class")
@@ -1871,7 +1872,12 @@ def accuracy_columns(metrics: logging.Metrics) -> dict[str, str]:
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record, and print what the run will do."""
-    log = logging.RunLogger(args.run, flags.as_flags(args), args.optim.steps, first_step)
+    used = {"coordinates": rows.processor.space or "auto"}
+    log = logging.RunLogger(args.run, flags.as_flags(args) | used, args.optim.steps, first_step)
+    if any(row.regions for row in rows.train + rows.held_out):
+        log.line(
+            f"boxes and points of answers are read in the coordinates {rows.processor.space!r}"
+        )
     if args.run.eval_only:
         log.line(f"{len(rows.held_out)} held-out rows; output: {log.out}")
         return log

@@ -499,6 +499,12 @@ class DataArgs:
     video_fps: float = flag(
         2.0, "frames per second of videos that do not state it: lists of images", low=1e-3
     )
+    coordinates: str = flag(
+        "auto",
+        "in which the model answers with boxes and points: pixels of the file, or of the image as seen; "
+        "0 to a number; 0 to 1 of the image in a square; auto: as the family's makers say",
+        choices=("auto", "file", "seen", "1000", "100", "1", "square"),
+    )
     image_root: str = flag(
         "",
         "folder of images and videos: paths are relative to the rows' file, or to this folder; what "

@@ -683,5 +683,7 @@ def reward_samples(
         [len(text) for text in responses],
         [False] * n,
         groups or list(range(n)),
+        [[] for _ in range(n)],
+        [None] * n,
         step,
     )

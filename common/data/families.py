@@ -144,6 +144,10 @@ class Family:
         side = self.config.vision_config.image_size
         return side, side
 
+    def seen_size(self, grid: Grid) -> tuple[int, int] | None:
+        """(width, height) in pixels of an image as the model sees it; None: in squares or tiles."""
+        return None
+
     def expand(self, grid: Grid) -> Expansion:
         """What stands in the prompt for an image or clip. The counts are those of the features that the
         model makes, by its config; the texts those of the families' processors."""
@@ -256,6 +260,9 @@ class Qwen(Family):
         side = self.patch_size * self.merge_size
         h, w = smart_resize(height, width, side, bounds["shortest_edge"], bounds["longest_edge"])
         return 1, h // self.patch_size, w // self.patch_size
+
+    def seen_size(self, grid: Grid) -> tuple[int, int]:
+        return grid[2] * self.patch_size, grid[1] * self.patch_size
 
     def clip_grid(self, size: tuple[int, int], times: list[float], rate: float) -> Grid:
         """(t, h, w) patches of a clip's sampled frames, seconds per temporal patch, and the second
@@ -488,6 +495,9 @@ class Mistral3(Measured):
         settings = super().processor_settings(settings, files, args)
         # the files have the side of the tower's patches
         return settings | {"patch_size": self.side} if self.in_whole_tokens else settings
+
+    def seen_size(self, grid: Grid) -> tuple[int, int]:
+        return grid[1], grid[0]
 
     def expand(self, grid: Grid) -> Expansion:
         rows, columns = (size // self.side for size in grid)

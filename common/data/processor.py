@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from common import distributed
+from common.data.coordinates import SPACES
 from common.data.families import Expansion, family_of, is_clip
 from common.data.folder import read_model_config, read_settings, read_tokenizer
 from common.files import check_form, say
@@ -41,6 +42,7 @@ class Processor:
 
     Attributes:
         args, config, tokenizer, family (a `families.Family`), vocab_size, files (JSON by name).
+        space: in which it answers with boxes and points (see `coordinates`), "" where that is not known;
         stop_ids end a response; banned_ids are never sampled; reserved_tokens are in no row;
         silent_ids are no part of a response's text; template_options are variables of the template;
         token_characters: most characters of a text that one token can stand for.
@@ -55,6 +57,9 @@ class Processor:
         try:
             self.config = read_model_config(folder)
             self.family = family_of(self.config)
+            self.space = SPACES.get(self.config.model_type, "")
+            if args.coordinates != "auto":
+                self.space = args.coordinates
             self.tokenizer = read_tokenizer(folder)
             self.files = read_settings(folder)
             self.vocab_size = self.config.get_text_config().vocab_size

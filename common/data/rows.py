@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from common import distributed
-from common.data.families import Family
+from common.data.coordinates import Place, Regions, read_regions
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor
 from common.files import number_as_text, open_regular, parse_json, printable, say
@@ -73,6 +73,9 @@ class Prompt:
     # All columns as the file has them, for reward functions, and the folder of the file.
     row: dict = field(default_factory=dict)
     folder: str = ""
+    # Of each image; None of a clip. Empty where the headers were not read.
+    places: tuple[Place | None, ...] = ()
+    regions: Regions | None = None
 
 
 # -------------------------------------------------------------------------------------------------
@@ -129,7 +132,7 @@ def load_prompts(
             **fields,
         )
 
-    prompts = read_rows(path, build, args, known={*columns.values(), "videos", "rubric"})
+    prompts = read_rows(path, build, args, known={*columns.values(), "videos", "rubric", "regions"})
     worked = any(re.search(WORKED_SOLUTION, prompt.reference or "") for prompt in prompts)
     if worked and distributed.is_main():
         say(
@@ -435,8 +438,11 @@ def make_prompt(
     root = args.image_root if args else ""
     paths = tuple(locate(item, fields.get("folder", ""), root) for item in items)
     check_media(processor, paths)
+    places, regions = (), None
     if grids is None:
-        grids = tuple(media_grid(processor.family, path) for path in paths)
+        measured = [measure(processor, path) for path in paths]
+        grids, places = (tuple(column) for column in zip(*measured)) if measured else ((), ())
+        regions = read_regions(fields.get("row", {}).get("regions"), places)
     limit = args.max_prompt_tokens if args else math.inf
     text, input_ids, image_tokens = processor.encode(messages, grids, limit)
     if len(input_ids) > limit:
@@ -444,6 +450,7 @@ def make_prompt(
             f"prompt too long: {len(input_ids)} tokens, {image_tokens} of them of images; "
             f"the limit is {limit}"
         )
+    fields |= {"places": places, "regions": regions}
     return Prompt(messages, text, paths, grids, input_ids, image_tokens, **fields)
 
 
@@ -469,8 +476,11 @@ def check_media(processor: Processor, items: tuple[Media, ...]) -> None:
             raise ValueError(f"{processor.config.model_type} takes no {kind}s")
 
 
-def media_grid(family: Family, item: Media) -> tuple:
-    """The grid of an image or clip, by its header."""
-    if isinstance(item, str):
-        return family.grid(*image_size(item))
-    return family.clip_grid(*clip_times(item, family.video_fps))
+def measure(processor: Processor, item: Media) -> tuple[tuple, Place | None]:
+    """The grid of an image or clip, and the place of an image, by its header."""
+    family = processor.family
+    if not isinstance(item, str):
+        return family.clip_grid(*clip_times(item, family.video_fps)), None
+    size = image_size(item)
+    grid = family.grid(*size)
+    return grid, Place(size, family.seen_size(grid), processor.space)

@@ -82,10 +82,12 @@ def load_environment(args: EnvArgs, max_prompt_tokens: int) -> Environment | Non
 
 
 def env_row(row: Prompt, seed: tuple[int, ...], number: int) -> dict:
-    """What `reset` gets, and may change: all columns of the row, its folder, a seed that the samples
-    of a prompt share, and the sample's number among them."""
+    """What `reset` gets, and may change: all columns of the row, its folder, the places of its images
+    (see `coordinates.Place`), a seed that the samples of a prompt share, and the sample's number among
+    them."""
     (word,) = np.random.SeedSequence(seed).generate_state(1)
-    return copy.deepcopy(row.row) | {"folder": row.folder, "seed": int(word), "number": number}
+    further = {"folder": row.folder, "places": [*row.places], "seed": int(word), "number": number}
+    return copy.deepcopy(row.row) | further
 
 
 def read_step(returned: Any) -> Step:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common.ppo_flags import RewardArgs
 from common.process import UserError
+from common.rewards import regions
 from common.rewards.remote import Server
 from common.rewards.rules import RULES, Columns, rule_reward
 from common.threads import Workers, describe
@@ -61,6 +62,9 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     kind, _, rest = spec.partition(":")
     if spec in RULES:
         return Source(spec, spec, "rule", function=functools.partial(rule_reward, spec))
+    if spec in regions.RULES:
+        rule = functools.partial(regions.region_reward, spec)
+        return Source(spec, spec, "rule", function=rule, asks=["regions"])
     if spec == "none":
         return Source(spec, spec, "function", function=no_reward)
     if spec == "env":
@@ -69,7 +73,9 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
         return Source(spec, kind, kind, folder=rest)
     if kind in ("http", "https"):
         server = Server(spec, args)
-        return Source(spec, "remote", "remote", function=server, batch=args.remote_batch)
+        return Source(
+            spec, "remote", "remote", function=server, batch=args.remote_batch, asks=["places"]
+        )
     takes = "prompts, responses, references, labels, images"
     function, asks = load_function("--reward", spec, takes, OFFERED)
     return Source(spec, spec.rpartition(":")[2], "function", function=function, asks=asks)
@@ -81,8 +87,8 @@ def load_function(
     """The function of ``path.py:function``, which is called with what it ``takes``, and those names
     of ``offered`` that its parameters ask for. Raises UserError."""
     expected = (
-        f"one of {', '.join(RULES)}, env, grm:FOLDER, rm:FOLDER, http://host:port/path, or an "
-        "existing path.py:function"
+        f"one of {', '.join((*RULES, *regions.RULES))}, env, grm:FOLDER, rm:FOLDER, "
+        "http://host:port/path, or an existing path.py:function"
     )
     function = load_object(flag_name, spec, expected)
     refuse_async(flag_name, spec, function)
@@ -109,6 +115,8 @@ class Samples(NamedTuple):
     lengths: list[int]  # response tokens, a sampled end included
     truncated: list[bool]
     groups: list[int]  # the same number for all samples of a prompt
+    places: list[list]  # `coordinates.Place` of each image of the prompt, None of a clip
+    regions: list  # `coordinates.Regions` of the row, or None
     step: int  # steps of the run that are done
 
 

@@ -28,7 +28,7 @@ from common.data.rows import (
     check_media,
     kind_of,
     make_prompt,
-    media_grid,
+    measure,
     user_text,
 )
 from common.data.transcripts import IMAGE_MARK, finished_text, image_sizes
@@ -241,7 +241,7 @@ class JudgeModel(RewardModel):
     def __post_init__(self):
         """Raises ValueError: the judge was not trained on what it shall be asked."""
         # headers are read once
-        self.read_grid = functools.cache(functools.partial(media_grid, self.processor.family))
+        self.measure = functools.cache(functools.partial(measure, self.processor))
         self.settings = JudgeSettings.of(self.processor)
         self.kind = self.settings.question_to_ask(self.args.grm_question)
         self.verdicts = self.settings.verdicts(self.kind)
@@ -297,7 +297,7 @@ class JudgeModel(RewardModel):
         row, sizes = batch.prompts[answer.prompt_index], []
         if answer.sample is not None:
             sizes = image_sizes(batch.conversations[answer.sample])
-        grids = list(map(self.read_grid, row.images))
+        grids = [self.measure(item)[0] for item in row.images]
         grids += [self.processor.family.grid(*size) for size in sizes]
         prompt = user_text(row.messages, len(row.images), self.without_markup)
         responses = [self.without_markup(answer.text)]

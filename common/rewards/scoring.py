@@ -11,7 +11,8 @@ import copy
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,10 @@ from common.buffers import EMPTY, Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.data.transcripts import finished_text, messages, turn_texts, whole_texts
-from common.files import check_form, parse_json, read_bytes
+from common.files import check_form, parse_json, read_bytes, say
 from common.ppo_flags import RewardArgs
 from common.process import UserError
+from common.rewards import regions
 from common.rewards.functions import (
     CALLED,
     Samples,
@@ -39,6 +41,7 @@ from common.rewards.rules import ACCURACY
 from common.threads import Call, Workers, describe
 
 MEASURED = "parsed"  # a component that is no part of a reward
+LAZY_ROWS = 1000  # that are asked what lazy answers earn
 Calls = dict[str, tuple[list[int], Call]]  # by source: which samples it scores, and its call
 
 # --------------------------------------------------------------------------------------------------
@@ -70,6 +73,13 @@ def load_rewards(args: RewardArgs) -> "RewardMix":
     if args.reward_combiner:
         combiner, _ = load_function("--reward_combiner", args.reward_combiner, "rewards")
     return RewardMix(sources, recipe, args, combiner)
+
+
+def lack_of(source: Source, row: Prompt) -> str:
+    """What a row lacks for a source that compares; "" if nothing."""
+    if source.spec in regions.RULES:
+        return regions.problem_of(source.spec, row.regions)
+    return "no reference answer" if row.reference is None else ""
 
 
 def name_apart(sources: list[Source]) -> None:
@@ -141,10 +151,29 @@ class RewardMix:
                     + ", ".join(self.recipe)
                 )
                 continue
-            names = [source.name for source in comparing if source.spec in self.weights(row.label)]
-            if names and row.reference is None:
-                bad.append(f"{row.source}: no reference answer, which {names[0]} compares with")
+            used = [source for source in comparing if source.spec in self.weights(row.label)]
+            lacks = [(lack_of(source, row), source.name) for source in used]
+            bad += [
+                f"{row.source}: {lack}, which {name} compares with" for lack, name in lacks if lack
+            ]
         report_bad("--reward", bad, len(rows), is_error=True)
+
+    def report_lazy_answers(self, rows: Sequence[Prompt]) -> None:
+        """Say what the rules pay on average, over the first rows, for the best answer without a look at
+        images: a policy that earns no more has learned nothing."""
+        for source in self.sources:
+            scored = [row for row in rows[:LAZY_ROWS] if source.spec in self.weights(row.label)]
+            if source.kind != "rule" or not scored or not distributed.is_main():
+                continue
+            if source.spec in regions.RULES:
+                answer, earned = regions.earned_by_lazy(
+                    source.spec, [row.regions for row in scored]
+                )
+            else:
+                counts = Counter(row.reference for row in scored)
+                word, count = counts.most_common(1)[0]
+                answer, earned = f"{word!r:.80}", count / len(scored)
+            say(f"--reward {source.spec}: always to answer {answer} earns {earned:.3f}")
 
     def share_of(self, source: Source, batch: Batch) -> Tensor:
         """(S,) float64, the weight of a source in each sample; NaN where it does not score it."""
@@ -318,6 +347,8 @@ def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int
         lengths=batch.lengths[picks].tolist(),
         truncated=batch.truncated[picks].tolist(),
         groups=batch.prompt_index[picks].tolist(),
+        places=[list(prompt.places) for prompt in prompts],
+        regions=[prompt.regions for prompt in prompts],
         step=step,
     )
 

@@ -19,6 +19,7 @@ from PIL import Image
 import train_ppo_vl as ppo
 from common.data import images as vlm_images
 from common.data.images import read_image
+from common.data.coordinates import Place
 from common.ppo_flags import RewardArgs
 from common.rewards import remote
 from common.rewards.functions import load_source, score_samples
@@ -78,9 +79,8 @@ def test_samples_arrive_once_and_in_order(server, workers, batch, requests):
     assert components == {"pictures": [0.0] * 7}
     assert server.requests == requests
     assert all(len(asked["responses"]) <= batch for asked in server.batches)
-    asked = {
-        name: [] for name in ("queries", "prompts", "responses", "references", "labels", "images")
-    }
+    names = "queries prompts responses references labels images places"
+    asked = {name: [] for name in names.split()}
     for part in sorted(server.batches, key=lambda part: part["prompts"][0]):
         assert part.keys() == asked.keys()
         for name, values in part.items():
@@ -93,7 +93,16 @@ def test_samples_arrive_once_and_in_order(server, workers, batch, requests):
         references=references,
         labels=labels,
         images=images,
+        places=[[]] * 7,
     )
+
+
+def test_places_arrive_as_objects(server):
+    """The sizes of an image and the space of answers about it; null for a clip."""
+    place = Place((50, 30), (56, 28), "seen")
+    load_source(server.url("exact")).function(["p"], ["r"], ["a"], [None], [[]], [[place, None]])
+    sizes = {"file": [50, 30], "seen": [56, 28], "space": "seen"}
+    assert server.batches[0]["places"] == [[sizes, None]]
 
 
 def test_pictures_arrive_pixel_identical(server, tmp_path, monkeypatch):
@@ -148,7 +157,7 @@ def test_text_survives_json(server):
     """Quotes, other alphabets, control characters, half a surrogate pair: what a policy may well sample."""
     texts = ['"}\\', "Würfel 骰子 🎲", "\x00\u2028\n", "\ud83c"]
     reward = load_source(server.url("exact")).function
-    assert reward(texts, texts, texts, [None] * 4, [[]] * 4)["reward"] == [1.0] * 4
+    assert reward(texts, texts, texts, [None] * 4, [[]] * 4, [[]] * 4)["reward"] == [1.0] * 4
     assert server.batches[0]["queries"] == [2 * text for text in texts[:3]] + ["\ud83c\ud83c"]
 
 

@@ -497,6 +497,7 @@ def test_what_a_function_may_ask_for(tmp_path):
     }
     with user_error(
         r"must take \(prompts, responses, references, labels, images\), and may ask for rows, lengths, truncated, groups, "
+        r"places, regions, "
         "step: .*'entropy'"
     ):
         load_source(f"{tmp_path}/mine.py:unknown")

@@ -1,0 +1,178 @@
+"""Places in an image: what rows say of them, and in which coordinates a model answers.
+
+    Place          an image's sizes and the space of its model's answers; to and from its file's pixels
+    read_regions   the column `regions` of a row, in pixels of the file
+
+Families were trained to count in different spaces: pixels of the image as they saw it, thousandths,
+fractions. Which one is never guessed from the size of numbers. Pixels of the file are those of the
+upright image, as EXIF turns it.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common.files import check_form
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+Point = tuple[float, float]  # x, y
+NUMBERS = [int | float]
+# Of the column `regions`.
+FORM = {
+    "boxes?": [NUMBERS],
+    "points?": [NUMBERS],
+    "labels?": [str],
+    "space?": ("file", "seen", "1000", "100", "1", "square"),
+    "image?": int,
+}
+
+# The space in which a family's published checkpoints answer, by model type. Where its makers say
+# nothing, there is no entry, and --coordinates is needed.
+SPACES = {
+    "qwen2_vl": "1000",  # Qwen3-VL's repository, the notebook of process_bbox
+    "qwen2_5_vl": "seen",  # the same
+    "qwen3_vl": "1000",  # Qwen3-VL's README and its issue 1486
+    "qwen3_vl_moe": "1000",
+    "qwen3_5": "1000",  # ms-swift's template, which is Qwen3-VL's
+    "qwen3_5_moe": "1000",
+    "internvl": "1000",  # the pattern of InternVL's demo
+    "glm4v": "1000",  # GLM-V's README, of 4.1V, 4.5V and 4.6V
+    "glm4v_moe": "1000",
+    "glm46v": "1000",
+}
+# How a family writes a box and a point where that is not Qwen2.5-VL's JSON; sources as above.
+LITERALS = {
+    "qwen2_vl": (
+        "<|box_start|>({0},{1}),({2},{3})<|box_end|>",
+        "<|box_start|>({0},{1})<|box_end|>",
+    ),
+    "internvl": ("<box>[[{0}, {1}, {2}, {3}]]</box>", "<box>[[{0}, {1}]]</box>"),
+    "glm4v": (
+        "<|begin_of_box|>[[{0},{1},{2},{3}]]<|end_of_box|>",
+        "<|begin_of_box|>[[{0},{1}]]<|end_of_box|>",
+    ),
+}
+LITERALS |= {"glm4v_moe": LITERALS["glm4v"], "glm46v": LITERALS["glm4v"]}
+
+
+@dataclass(frozen=True)
+class Place:
+    """An image, and the space in which a model answers about it.
+
+    Spaces: `file` and `seen`, pixels; a number: 0 to that number on both axes; `square`: 0 to 1 of the
+    image padded to a square (LLaVA 1.5); "": unknown.
+    """
+
+    file: tuple[int, int]  # (width, height) in pixels of the upright file
+    seen: tuple[int, int] | None  # as the model saw it; None: it saw squares, or tiles
+    space: str
+
+    def to_file(self, x: float, y: float) -> Point:
+        """A point of an answer in pixels of the file; nothing is rounded or clipped."""
+        left, top, width, height, across, down = self._frame()
+        return x * width / across - left, y * height / down - top
+
+    def from_file(self, x: float, y: float) -> Point:
+        """The other way round."""
+        left, top, width, height, across, down = self._frame()
+        return (x + left) * across / width, (y + top) * down / height
+
+    def _frame(self) -> tuple[float, ...]:
+        """What the space covers: margins at the left and the top, width and height in pixels of the file;
+        and its extent in its own units. Raises ValueError: see `check_space`."""
+        check_space(self.space, self.seen)
+        width, height = self.file
+        if self.space == "square":
+            side = max(self.file)
+            return (side - width) // 2, (side - height) // 2, side, side, 1, 1
+        extents = {"file": self.file, "seen": self.seen}
+        across, down = extents.get(self.space) or (float(self.space), float(self.space))
+        return 0, 0, width, height, across, down
+
+
+def check_space(space: str, seen: tuple[int, int] | None) -> None:
+    """Raises ValueError: answers in that space cannot be placed in an image."""
+    if not space:
+        raise ValueError(
+            "in which coordinates this model answers is not known: --coordinates SPACE"
+        )
+    if space == "seen" and seen is None:
+        raise ValueError("--coordinates seen: this model sees no image as a whole")
+
+
+@dataclass(frozen=True)
+class Regions:
+    """What a row says of places in one of its images, in pixels of the file."""
+
+    boxes: tuple[Box, ...]
+    points: tuple[Point, ...]
+    labels: tuple[str, ...]  # of the boxes, or else of the points; empty: none
+    place: Place
+
+
+def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None:
+    """The column `regions` of a row with images at these places: {"boxes": [[x1, y1, x2, y2], ...],
+    "points": [[x, y], ...], "labels": [...]}, in pixels of the file or in the "space" that it names, of
+    the first image or of that with the number "image".
+
+    Raises ValueError: another form, a space that is not known, or a region that is not in the image.
+    """
+    if entry is None:
+        return None
+    check_form(entry, FORM, "regions")
+    known = {name: value for name, value in entry.items() if value is not None}
+    entry = {"boxes": [], "points": [], "labels": [], "space": "file", "image": 0} | known
+    if len(entry) > len(FORM):
+        raise ValueError(
+            f"regions has {', '.join(known)}; known are boxes, points, labels, space, image"
+        )
+    place = dict(enumerate(places)).get(entry["image"])
+    if place is None:
+        raise ValueError(f"regions: the row has no image {entry['image']} (counted from 0)")
+    check_space(place.space, place.seen)
+    source, labels = replace(place, space=entry["space"]), tuple(entry["labels"])
+    boxes = [read_region(box, 4, source) for box in entry["boxes"]]
+    points = [read_region(point, 2, source) for point in entry["points"]]
+    if labels and len(labels) != len(boxes or points):
+        raise ValueError(f"regions: {len(labels)} labels for {len(boxes or points)} regions")
+    corners = tuple((*first, *last) for first, last in boxes)
+    return Regions(corners, tuple(point for (point,) in points), labels, place)
+
+
+def read_region(numbers: list[float], size: int, source: Place) -> list[Point]:
+    """The two corners of a box (``size`` 4), or a point (2), in pixels of the file. Raises ValueError: it
+    is not in the image; up to a pixel beyond its edge is cut off: it may be
+    rounding."""
+    if len(numbers) != size or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"regions: {numbers} are not {size} finite numbers")
+    corners, file = points_in(source, numbers), source.file
+    if is_region(corners, file):
+        return [(min(max(x, 0), file[0]), min(max(y, 0), file[1])) for x, y in corners]
+    fitting = [
+        f'with "space": "{space}"'
+        for space in ("1", "1000")
+        if is_region(points_in(replace(source, space=space), numbers), file)
+    ]
+    (left, top), (width, height) = corners[0], corners[-1]
+    if is_region([(left, top), (left + width, top + height)], file):
+        fitting.append("as x, y, width and height")
+    if is_region(corners, file[::-1]):
+        fitting.append("before EXIF turns the image")
+    raise ValueError(
+        f"regions: {numbers} is no {'box' if size == 4 else 'point'} in an image of {file[0]} x {file[1]} "
+        f"pixels{'; it would be one ' if fitting else ''}{', or '.join(fitting)}"
+    )
+
+
+def points_in(place: Place, numbers: list[float]) -> list[Point]:
+    return [place.to_file(*numbers[k : k + 2]) for k in range(0, len(numbers), 2)]
+
+
+def is_region(corners: list[Point], size: tuple[int, ...]) -> bool:
+    """Whether a point is in an image of that size, or two corners are those of a box in it. No box is
+    smaller than a pixel: fractions are not taken for pixels."""
+    if not all(-1 <= x <= size[0] + 1 and -1 <= y <= size[1] + 1 for x, y in corners):
+        return False
+    (left, top), (right, bottom) = corners[0], corners[-1]
+    is_box = left < right and top < bottom and max(right - left, bottom - top) >= 1
+    return is_box or len(corners) == 1
