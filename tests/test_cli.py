@@ -702,6 +702,8 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
         picture_rows,
         "--out",
         tmp_path / "out",
+        "--coordinates",
+        "seen",
     )
     planned = run(words(ROOT / "launch" / "plan.py", "ppo", "--gpus 1 --", *flags))
     assert planned.returncode == 0 and "GiB per GPU" in planned.stdout, planned.stderr
