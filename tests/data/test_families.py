@@ -342,6 +342,19 @@ def test_gradients_equal_those_of_one_forward_per_sample(family):
     assert compared > (40 if trained else 15)
 
 
+@pytest.mark.parametrize("family", ["gemma4_e2b"], indirect=True)
+def test_layers_that_are_computed_again_read_the_same_shared_keys(family):
+    gradients = []
+    for flag in ("off", "on"):
+        env = start(family.folder, family.data, "--gradient_checkpointing", flag)
+        env.actor.train()
+        for pack in make_packs(env.actor.model, responses_to(env, [3, 2, 2, 3], 64)):
+            env.actor(pack, env.sampling)[0].nan_to_num(neginf=0.0).sum().backward()
+        gradients.append([p.grad.full_tensor() for p in env.actor.parameters() if p.requires_grad])
+    for stored, again in zip(*gradients, strict=True):
+        assert torch.equal(stored, again)
+
+
 def test_greedy_rollouts_equal_generate(family):
     check_rollouts(family, hf_inputs)
 
@@ -355,6 +368,8 @@ def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
         qwen3_5="--gradient_checkpointing",
         qwen3_5_moe="--aux_loss_coef 0.01 --max_tokens_per_pack 524",
         gemma3="--gradient_checkpointing --advantage grpo",
+        gemma4_e2b="--gradient_checkpointing",
+        gemma4_26b_a4b="--aux_loss_coef 0.01 --max_tokens_per_pack 700",
     ).get(kind, "")
     return words(
         "--model",
@@ -376,7 +391,7 @@ FROZEN = ("visual", "vision", "projector", "connector", "audio", "embed_tokens_p
 
 def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
     metrics = ppo.main(ppo_flags(family.kind, family.folder, tmp_path))
-    if family.kind in ("qwen3_vl_moe", "qwen3_5_moe"):
+    if family.kind in ("qwen3_vl_moe", "qwen3_5_moe", "gemma4_26b_a4b"):
         # coefficient x (2: even; 6: all alike)
         assert 0.01 < metrics["train/aux_loss"] < 0.06
     assert metrics["train/sampler_gap"] < ROUNDING

@@ -46,6 +46,7 @@ CASES = {
     "gemma3": (),
     "mistral": (),
     "gemma4_31b": (),
+    "gemma4_e2b": (),
 }
 
 
@@ -88,7 +89,7 @@ def logprobs_by_sdpa(folders, case: str, batch) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_through_the_kernels(folders, kernels, case, backend, monkeypatch):
     """Sampled, scored and trained by the same calls; the log-probs are those of the reference back-end."""
-    monkeypatch.setattr(attention, "LARGEST_HEAD", 8 if case == "gemma4_31b" else 256)
+    monkeypatch.setattr(attention, "LARGEST_HEAD", 8 if case.startswith("gemma4") else 256)
     env = env_of(folders, case, backend)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 3)
     assert DECODING[backend] in kernels.names()
