@@ -18,8 +18,8 @@ from PIL import Image
 
 import train_ppo_vl as ppo
 from common.data import images as vlm_images
-from common.data.images import read_image
 from common.data.coordinates import Place
+from common.data.images import read_image
 from common.ppo_flags import RewardArgs
 from common.rewards import remote
 from common.rewards.functions import load_source, score_samples
