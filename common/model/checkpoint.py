@@ -244,7 +244,7 @@ class Checkpoints:
             # a step of this --out, a folder, or a pointer `latest`
             step = self.folder / f"step-{choice}"
             asked = from_main((step if choice.isdecimal() else follow_pointer(choice)).resolve())
-            there = [asked] if from_main(asked.exists()) else []
+            there = [asked] if from_main((asked / "COMMITTED.json").exists()) else []
             if asked.parent != self.folder.resolve():
                 candidates = candidates or there  # a requeued job goes on from its own
             elif self.read_only:

@@ -1319,6 +1319,9 @@ def test_a_path_of_another_run_is_only_a_start(flags, copy, finished, tmp_path, 
         flags(tmp_path / "other", f"--resume {copy}/checkpoints/latest"),
         "no complete checkpoint in",
     )
+    # the run itself, which is no checkpoint, and no damaged one
+    refused(flags(tmp_path / "other", f"--resume {copy}"), f"no complete checkpoint in {copy}")
+    assert "not resumed from" not in capfd.readouterr().out
 
 
 @pytest.mark.slow
