@@ -595,6 +595,8 @@ BAD_ROWS = table("""
 {"prompt": "a", "response": "b", "score": true} | a finite number
 {"prompt": "a", "response": "b", "score": 1e400} | a finite number
 {"prompt": "a", "responses": ["b", "c"], "preferred": "A", "critique": "answer A is right"} | write {A} and {B}
+{"prompt": "a", "response": "b", "correct": true, "critique": "b. <answer>yes</answer>"} | has no <answer>
+{"prompt": "a", "response": "b", "correct": true, "critique": "<think>b?"} | a critique ends its thought
 {"prompt": "a", "images": ["none.png"], "response": "b"} | no such image
 {"prompt": "<image>", "images": ["0.png", "1.png"], "preferred": "A"} | hold 2 images for 3 places
 {"prompt": "a", "response": "b<|im_end|>"} | special token <|im_end|>

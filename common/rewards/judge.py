@@ -347,7 +347,8 @@ def in_order(verdict: str, order: str) -> str:
 
 def judgement_text(critique: str, verdict: str, ask: dict, both: bool) -> str:
     """A critique, in which {A} and {B} name the sides of a pair, and how a judgement ends. Raises
-    ValueError: it names them as one of ``both`` orders does."""
+    ValueError: it names them as one of ``both`` orders does, or has a verdict or an open thought of its
+    own."""
     if not critique:
         return with_verdict(verdict)
     kind, order = ask["kind"], ask["order"]
@@ -359,7 +360,13 @@ def judgement_text(critique: str, verdict: str, ask: dict, both: bool) -> str:
             )
         names = {side: in_order(side, order) for side in SWAPPED}
         critique = format_template(critique, **names)
-    return f"{critique}\n{with_verdict(verdict)}"
+    text = f"{critique}\n{with_verdict(verdict)}"
+    if "<answer>" in critique or parse_verdict(text) is None:
+        raise ValueError(
+            "a critique ends its thought, and has no <answer>, which is added to it: "
+            f"{critique!r:.120}"
+        )
+    return text
 
 
 def with_verdict(verdict: str) -> str:
@@ -372,8 +379,8 @@ def find_mark(row: dict) -> str:
     mark = next((field for field in ROW_KINDS if field in row), None)
     if mark is None:
         raise ValueError(
-            "a row needs a target: one of the fields response, preferred, correct and score; "
-            + columns_of(row)
+            "a row needs a target: one of the fields response, preferred, correct and score "
+            f"(launch/convert.py reads rows of other systems); {columns_of(row)}"
         )
     misplaced = row.keys() & {*ROW_KINDS, "critique"} - ROW_KINDS[mark].beside - {mark}
     if misplaced:
