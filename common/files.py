@@ -133,7 +133,10 @@ def check_form(value: Any, form: Any, name: str) -> None:
     else:
         fits = isinstance(value, kind)
     if not fits:
-        raise ValueError(f"{name} must be {getattr(kind, '__name__', kind)}, not {value!r:.80}")
+        wanted = getattr(kind, "__name__", kind)
+        if isinstance(form, range):
+            wanted = f"an integer from {form[0]} to {form[-1]}"
+        raise ValueError(f"{name} must be {wanted}, not {value!r:.80}")
     if isinstance(form, list):
         for item in value:
             check_form(item, form[0], name)
