@@ -150,14 +150,31 @@ GEMMA4_TOKENS = dict(
 # By size: E2B has inputs per layer, shared keys and a clipped tower; 31B k = v and two-way images.
 GEMMA4 = ("gemma4_e2b", "gemma4_31b", "gemma4_26b_a4b")
 TOKENS |= {kind: ("\n\n<|image|>\n\n", GEMMA4_TOKENS) for kind in GEMMA4}
+TOKENS["llava_next"] = TOKENS["llava"]
+TOKENS["llava_onevision"] = ("<image>\n", {"image_token": "<image>", "video_token": "<video>"})
+# The template writes another token than that which is repeated.
+TOKENS["aya_vision"] = (
+    "<image>",
+    dict(
+        placeholder="<image>",
+        image_token="<|IMG_PATCH|>",
+        start="<|START_OF_IMG|>",
+        end="<|END_OF_IMG|>",
+        line_break="<|IMG_LINE_BREAK|>",
+        tile_global="TILE_GLOBAL",
+    ),
+)
+DESCRIBED = ("llava_next", "llava_onevision", "aya_vision")
 # Their model_type, where a kind here is named after its text model.
 MODEL_TYPES = {"ministral3": "mistral3", "internvl_moe": "internvl"}
 TOKENS["internvl_moe"] = TOKENS["internvl"]
-NEWER = (*GLM, "internvl_moe", "exaone4_5", "mistral3", "ministral3", "lighton_ocr", *GEMMA4)
+NEWER = (*GLM, "internvl_moe", "exaone4_5", "mistral3", "ministral3", "lighton_ocr")
+NEWER += GEMMA4 + DESCRIBED
 # Those that only `all` tests.
 SLOW = ("internvl_moe", "glm4v_moe", "glm46v", "glm_ocr", "exaone4_5", "ministral3", "lighton_ocr")
-SLOW += GEMMA4[1:]
-PLAIN = ("llava", "gemma3", "idefics3")  # whose own processors work without torchvision
+SLOW += (*GEMMA4[1:], "llava_next", "aya_vision")
+# whose own processors work without torchvision
+PLAIN = ("llava", "gemma3", "idefics3", "llava_next", "aya_vision")
 TEXT_ONLY = dict(
     qwen2={},
     qwen3={},
@@ -236,6 +253,50 @@ def pixtral_config(kind: str, vocabulary: dict, ids: dict):
         spatial_merge_size=2,
         tie_word_embeddings=False,
         **{name: ids["image_token_id"]},
+    )
+
+
+# Sizes of LLaVA's canvases: one tile and up to three by three.
+PINPOINTS = [[28 * rows, 28 * columns] for rows in range(1, 4) for columns in range(1, 4)]
+
+
+def described_config(kind: str, vocabulary: dict, ids: dict):
+    """LLaVA-NeXT, LLaVA-OneVision, Aya Vision."""
+    text, tower, more = {
+        "llava_next": ("mistral", "clip_vision_model", {"image_grid_pinpoints": PINPOINTS}),
+        "llava_onevision": (
+            "qwen2",
+            "siglip_vision_model",
+            dict(
+                image_grid_pinpoints=PINPOINTS,
+                vision_aspect_ratio="anyres_max_4",  # more tiles than that are made smaller
+                vision_feature_layer=-1,
+                vision_feature_select_strategy="full",
+                video_token_index=ids.get("video_token_id"),
+            ),
+        ),
+        "aya_vision": (
+            "cohere2",
+            "siglip_vision_model",
+            dict(
+                downsample_factor=2,
+                alignment_intermediate_size=64,
+                vision_feature_layer=-1,
+                vision_feature_select_strategy="full",
+                tie_word_embeddings=True,
+            ),
+        ),
+    }[kind]
+    windows = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+    return AutoConfig.for_model(
+        kind,
+        text_config=TEXT
+        | vocabulary
+        | {"model_type": text, "sliding_window": None}
+        | (windows if kind == "aya_vision" else {}),
+        vision_config=VISION | {"model_type": tower, "vision_use_head": False},
+        image_token_index=ids["image_token_id"],
+        **{"tie_word_embeddings": False} | more,
     )
 
 
@@ -379,6 +440,8 @@ def make_config(kind: str, tokenizer):
         return gemma4_config(kind, vocabulary, ids)
     if kind == "exaone4_5":
         return exaone_config(vocabulary, ids)
+    if kind in DESCRIBED:
+        return described_config(kind, vocabulary, ids)
     if kind in ("mistral3", "ministral3", "lighton_ocr"):
         return pixtral_config(kind, vocabulary, ids)
     if kind == "qwen2_vl":
@@ -494,10 +557,57 @@ def make_image_processor(kind: str):
         return transformers.Gemma3ImageProcessorPil(size=square)
     if kind.startswith("internvl"):
         return transformers.GotOcr2ImageProcessorPil(size=square, max_patches=6)
+    if kind == "aya_vision":
+        options = {"size": square, "max_patches": 6, "crop_to_patches": True}
+        return transformers.GotOcr2ImageProcessorPil(**options)
+    if kind == "llava_next":
+        return transformers.LlavaNextImageProcessorPil(
+            size=shortest, crop_size=square, image_grid_pinpoints=PINPOINTS
+        )
+    if kind == "llava_onevision":
+        return transformers.LlavaOnevisionImageProcessorPil(
+            size=square, image_grid_pinpoints=PINPOINTS
+        )
     name = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[kind]
     return getattr(transformers, f"{name}ImageProcessorPil")(
         size={"longest_edge": 84}, max_image_size={"longest_edge": 28}
     )
+
+
+# What their published processor_config.json say.
+WRITERS = dict(
+    internvl={"image_seq_length": 4, "processor_class": "InternVLProcessor"},
+    smolvlm={"image_seq_len": 4, "processor_class": "SmolVLMProcessor"},
+    llava_next=dict(
+        image_token="<image>",
+        num_additional_image_tokens=1,
+        patch_size=7,
+        processor_class="LlavaNextProcessor",
+        vision_feature_select_strategy="default",
+    ),
+    llava_onevision=dict(
+        image_token="<image>",
+        num_image_tokens=16,
+        processor_class="LlavaOnevisionProcessor",
+        video_token="<video>",
+        vision_aspect_ratio="anyres_max_4",
+        vision_feature_select_strategy="full",
+    ),
+    aya_vision=dict(
+        downsample_factor=2,
+        end_of_img_token="<|END_OF_IMG|>",
+        image_token="<image>",
+        img_line_break_token="<|IMG_LINE_BREAK|>",
+        img_patch_token="<|IMG_PATCH|>",
+        img_size=28,
+        patch_size=7,
+        processor_class="AyaVisionProcessor",
+        start_of_img_token="<|START_OF_IMG|>",
+        tile_global_token="TILE_GLOBAL",
+        tile_token="TILE",
+    ),
+)
+WRITERS["internvl_moe"] = WRITERS["internvl"]
 
 
 def save_processor(kind: str, folder, tokenizer) -> None:
@@ -513,9 +623,11 @@ def save_processor(kind: str, folder, tokenizer) -> None:
         text = json.dumps(settings | parts | {"video_processor": clips})
         (folder / "processor_config.json").write_text(text)
         return
-    if kind not in PLAIN:
+    if kind not in PLAIN or kind in WRITERS:
         tokenizer.save_pretrained(folder)
         images.save_pretrained(folder)
+        if kind in WRITERS:
+            (folder / "processor_config.json").write_text(json.dumps(WRITERS[kind]))
         if kind in ("mistral3", "ministral3", "lighton_ocr"):
             name = "LightOnOcr" if kind == "lighton_ocr" else "Pixtral"
             settings = {"processor_class": f"{name}Processor", "spatial_merge_size": 2}
@@ -568,7 +680,7 @@ def write_family(kind: str, folder: Path, picture_rows: str):
     )
     model.save_pretrained(folder)
     # the files on the hub are older than the modules
-    if kind in ("llava", "gemma3", "qwen3_vl_moe"):
+    if kind in ("llava", "gemma3", "qwen3_vl_moe", *DESCRIBED):
         weights = load_file(folder / "model.safetensors")
         weights = {
             name.replace("vision_tower.", "vision_tower.vision_model."): value.transpose(

@@ -13,7 +13,9 @@ seconds per temporal patch, and the second at the middle of each.
 A new family is a new class here, one entry in CLASSES, and a test: common/README.md.
 """
 
+import copy
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +28,6 @@ from PIL import Image
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_clip
-from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from common.data.images import sample_frames
 from common.files import check_form
@@ -103,6 +104,10 @@ class Family:
         return {"pixel_values": patches}
 
     # What the reading of rows needs
+
+    def among(self, count: int) -> "Family":
+        """The family as it treats each of the ``count`` images of a prompt."""
+        return self
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
         """Read from the files of a checkpoint how images are prepared. Raises ValueError: they are
@@ -356,22 +361,6 @@ class Gemma3(Family):
         return f"\n\n{self.placeholder}{token}{end}\n\n", [self.config.mm_tokens_per_image]
 
 
-class InternVL(Family):
-    """An image as a number of square tiles, by its shape."""
-
-    model_types = ("internvl",)
-    image_processors = ("GotOcr2",)
-    unnamed_tokens = r"</?img>|<video>|<IMG_CONTEXT>"
-    processor_options = {"crop_to_patches": True}  # as its processor does, whatever the file says
-
-    def grid(self, width: int, height: int) -> Grid:
-        return (self.image_processor.get_number_of_image_patches(height, width),)
-
-    def expand(self, grid: Grid) -> Expansion:
-        tokens_of_tile = int(self.tile_side() * self.config.downsample_ratio) ** 2
-        return f"<img>{self.placeholder}</img>", [grid[0] * tokens_of_tile]
-
-
 class Llava(Family):
     """LLaVA 1.5: a square image by CLIP or SigLIP."""
 
@@ -385,35 +374,6 @@ class Llava(Family):
         if self.config.vision_feature_select_strategy == "default":
             count -= 1  # this strategy drops the first token, whatever it is
         return self.placeholder, [count]
-
-
-class SmolVLM(Family):
-    """Idefics3 and SmolVLM: (rows, columns) of tiles and the whole image, or, (0, 0), the whole
-    image alone."""
-
-    model_types = ("idefics3", "smolvlm")
-    image_processors = ("Idefics3", "SmolVLM")
-    unnamed_tokens = r"<fake_token_around_image>|<global-img>|<image>|<row_\d_col_\d>"
-    processor_options = {"return_row_col_info": True}
-
-    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
-        return {"pixel_values": patches[None]}
-
-    def grid(self, width: int, height: int) -> Grid:
-        # exact where max_image_size divides the longest edge, as in every checkpoint of these
-        _, *tiles = self.image_processor.get_number_of_image_patches(height, width)
-        return tuple(tiles)
-
-    def expand(self, grid: Grid) -> Expansion:
-        rows, columns = grid
-        around, whole = "<fake_token_around_image>", "<global-img>"
-        text = get_image_prompt_string(rows, columns, 1, around, self.placeholder, whole)
-        tokens_of_tile = self.tile_side() ** 2 // self.config.scale_factor**2
-        return text, [tokens_of_tile] * (rows * columns + 1)
-
-    def patches(self, image: Image.Image) -> Patches:
-        batch = self.prepared(image)
-        return batch["pixel_values"][0], (int(batch["rows"][0][0]), int(batch["cols"][0][0]))
 
 
 class Glm(Qwen):
@@ -564,6 +524,144 @@ class Gemma4(Measured, Gemma3):
         return f"{begin}{self.placeholder}{end}", [*grid]
 
 
+class Described(Family):
+    """Families whose processor in transformers writes the text that stands for an image."""
+
+    processor: str  # its class
+
+    def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
+        super().prepare(files, tokenizer, args)
+        # Its part for clips is not used, and may be None.
+        unchecked = {"check_argument_for_proper_class": lambda *_: None}
+        theirs = type(self.processor, (getattr(transformers, self.processor),), unchecked)
+        parts = {"image_processor": self.image_processor}
+        parts["tokenizer"] = copy.deepcopy(tokenizer)  # to which some add tokens
+        try:
+            self.writer = theirs.from_args_and_dict([], files["processor_config"], **parts)
+            self.expand(self.grid(64, 64))
+        except Exception as error:  # settings of a wrong type raise anything
+            raise ValueError(f"processor_config.json cannot be used: {error!r}") from error
+        self.placeholder = self.writer.image_token
+
+    def described(self, grid: Grid) -> dict[str, Any]:
+        """What the image processor says of an image of this grid, as far as the text depends on it."""
+        raise NotImplementedError
+
+    def expand(self, grid: Grid) -> Expansion:
+        text = self.writer.replace_image_token(self.described(grid), 0)
+        token = self.token(self.image_token_id)
+        runs = f"(?:{re.escape(token)})+"
+        counts = [len(run) // len(token) for run in re.findall(runs, text)]
+        return re.sub(runs, token, text), counts
+
+    def patches(self, image: Image.Image) -> Patches:
+        pixels, grid = super().patches(image)
+        return pixels.flatten(0, -4), grid  # (T, 3, h, w) of its tiles
+
+
+class InternVL(Described):
+    """An image as a number of square tiles, by its shape."""
+
+    model_types = ("internvl",)
+    image_processors = ("GotOcr2",)
+    processor = "InternVLProcessor"
+    unnamed_tokens = r"</?img>|<video>|<IMG_CONTEXT>"
+    processor_options = {"crop_to_patches": True}  # as its processor does, whatever the file says
+
+    def grid(self, width: int, height: int) -> Grid:
+        return (self.image_processor.get_number_of_image_patches(height, width),)
+
+    def described(self, grid: Grid) -> dict[str, Any]:
+        return {"num_patches": grid}
+
+
+class Aya(InternVL):
+    """Aya Vision: InternVL's tiles, each of which has a number."""
+
+    model_types = ("aya_vision",)
+    processor = "AyaVisionProcessor"
+    unnamed_tokens = r"<image>|<\|(START_OF_IMG|END_OF_IMG|IMG_PATCH|IMG_LINE_BREAK)\|>|TILE\w*"
+
+
+class SmolVLM(Described):
+    """Idefics3 and SmolVLM: (rows, columns) of tiles and the whole image, or, (0, 0), the whole
+    image alone."""
+
+    model_types = ("idefics3", "smolvlm")
+    image_processors = ("Idefics3", "SmolVLM")
+    processor = "Idefics3Processor"  # SmolVLM's writes the same, and needs a package for clips
+    unnamed_tokens = r"<fake_token_around_image>|<global-img>|<image>|<row_\d_col_\d>"
+    processor_options = {"return_row_col_info": True}
+
+    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+        return {"pixel_values": patches[None]}
+
+    def grid(self, width: int, height: int) -> Grid:
+        # exact where max_image_size divides the longest edge, as in every checkpoint of these
+        _, *tiles = self.image_processor.get_number_of_image_patches(height, width)
+        return tuple(tiles)
+
+    def described(self, grid: Grid) -> dict[str, Any]:
+        rows, columns = grid
+        return {"rows": [[rows]], "cols": [[columns]]}
+
+
+class LlavaNext(Described):
+    """LLaVA-NeXT (1.6): the whole image, and tiles of it whose margins are cut off again. A grid is its
+    (height, width)."""
+
+    model_types = ("llava_next",)
+    image_processors = ("LlavaNext",)
+    processor = "LlavaNextProcessor"
+
+    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+        return {"pixel_values": patches, "image_sizes": grids[:, :2]}
+
+    def grid(self, width: int, height: int) -> Grid:
+        return height, width
+
+    def described(self, grid: Grid) -> dict[str, Any]:
+        side = self.config.vision_config.image_size
+        pixels = torch.empty(1, 1, side, side, device="meta")  # for its size
+        return {"image_sizes": [grid[:2]], "pixel_values": pixels}
+
+
+class OneVision(LlavaNext):
+    """LLaVA-OneVision: the same, but several images in a prompt become one square each. A grid is
+    (height, width, images in the prompt). Its clips are not read."""
+
+    model_types = ("llava_onevision",)
+    # a second image would change what the first one is
+    replies_show_images = False
+    image_processors = ("LlavaOnevision",)
+    processor = "LlavaOnevisionProcessor"
+    count = 1  # images in the prompt
+
+    def among(self, count: int) -> Family:
+        family = copy.copy(self)
+        family.count = count
+        return family
+
+    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+        counts, first = [], 0  # of images in each prompt
+        while first < len(grids):
+            counts.append(int(grids[first, 2]))
+            first += counts[-1]
+        inputs = super().vision_inputs(patches, grids)
+        return inputs | {"batch_num_images": torch.tensor(counts)}
+
+    def grid(self, width: int, height: int) -> Grid:
+        return height, width, self.count
+
+    def described(self, grid: Grid) -> dict[str, Any]:
+        return super().described(grid) | {"batch_num_images": [grid[2]]}
+
+    def prepared(self, image: Image.Image) -> Inputs:
+        together = [image] * min(self.count, 2)  # in a prompt; more are treated as two are
+        pixels = self.image_processor(images=[together], return_tensors="pt")["pixel_values"]
+        return {"pixel_values": pixels[:1]}
+
+
 CLASSES = (
     Qwen,
     Glm,
@@ -571,10 +669,13 @@ CLASSES = (
     Llava,
     Gemma3,
     Gemma4,
-    InternVL,
     Mistral3,
     LightOn,
+    InternVL,
+    Aya,
     SmolVLM,
+    LlavaNext,
+    OneVision,
     TextOnly,
 )
 FAMILIES = {model_type: family for family in CLASSES for model_type in family.model_types}

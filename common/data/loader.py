@@ -207,14 +207,15 @@ def load_pixels(
     """
     if not prompt.images:
         return None
-    family = processor.family
+    family = processor.family.among(len(prompt.grids))
     parts = [read_frames([item], family.video_frames) for item in prompt.images]
     if change is not None:
         changed = iter(change(list(itertools.chain(*parts)), key))
         parts = [list(itertools.islice(changed, len(frames))) for frames in parts]
     pixels = [family.patches(*frames) for frames in parts]
     patches, grids = zip(*pixels)
-    expected = tuple(grid[:3] for grid in prompt.grids)
+    # behind the grids of its own images a prompt may have those of an environment
+    expected = tuple(grid[:3] for grid in prompt.grids[: len(grids)])
     if grids != expected:
         raise ValueError(
             f"{prompt.images}: patch grids {expected} by the headers, but {grids} decoded: changed "

@@ -440,7 +440,7 @@ def make_prompt(
     check_media(processor, paths)
     places, regions = (), None
     if grids is None:
-        measured = [measure(processor, path) for path in paths]
+        measured = [measure(processor, path, len(paths)) for path in paths]
         grids, places = (tuple(column) for column in zip(*measured)) if measured else ((), ())
         regions = read_regions(fields.get("row", {}).get("regions"), places)
     limit = args.max_prompt_tokens if args else math.inf
@@ -476,9 +476,10 @@ def check_media(processor: Processor, items: tuple[Media, ...]) -> None:
             raise ValueError(f"{processor.config.model_type} takes no {kind}s")
 
 
-def measure(processor: Processor, item: Media) -> tuple[tuple, Place | None]:
-    """The grid of an image or clip, and the place of an image, by its header."""
-    family = processor.family
+def measure(processor: Processor, item: Media, count: int) -> tuple[tuple, Place | None]:
+    """The grid of an image or clip, and the place of an image, by its header, in a prompt that has
+    ``count`` of them."""
+    family = processor.family.among(count)
     if not isinstance(item, str):
         return family.clip_grid(*clip_times(item, family.video_fps)), None
     size = image_size(item)

@@ -119,10 +119,8 @@ def with_images(
     patches = {}
     with distributed.raise_on_all_ranks():
         for index in batch.own_prompts():
-            prompt = batch.prompts[index]
-            # a first observation shared by all samples of a prompt adds grids to it, but no file
-            files = replace(prompt, grids=prompt.grids[: len(prompt.images)])
-            pixels = load_pixels(files, processor, change, (batch.prompt_ids[index], 0))
+            key = batch.prompt_ids[index], 0
+            pixels = load_pixels(batch.prompts[index], processor, change, key)
             if pixels is not None:
                 patches[index] = pixels
     conversations = list(batch.conversations)

@@ -270,6 +270,11 @@ def compute_features(model: Model, batch: Batch) -> None:
         pixels, grids = zip(*(batch.patches[index] for index in part))
         features = image_features(model, torch.cat(pixels), torch.cat(grids)).cpu()  # (K, M, H)
         counts = [batch.prompts[index].image_tokens for index in part]
+        if sum(counts) != features.shape[1]:
+            raise ValueError(
+                f"{model.setup.folder}: {features.shape[1]} image features for {sum(counts)} image "
+                "tokens; processor_config.json or preprocessor_config.json do not fit config.json"
+            )
         batch.features.update(zip(part, features.split(counts, dim=1)))
         if not model.setup.trains_vision:
             for index in part:

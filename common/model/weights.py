@@ -43,11 +43,11 @@ KEY_SPELLINGS = (
     (r"^language_model\.model\.", "model.language_model."),
     (r"^language_model\.", ""),
     (r"^(?:model\.)?vision_tower\.(?:vision_model\.)?", "model.vision_tower."),
-    (r"^(multi_modal_projector)", r"model.\1"),
+    (r"^(multi_modal_projector|image_newline)", r"model.\1"),
     (r"^score\.", "value_head."),  # of AutoModelForSequenceClassification
 )
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
-VISION_KEYS += ("vision_encoder.", "vision_projection.", "embed_vision.")
+VISION_KEYS += ("vision_encoder.", "vision_projection.", "embed_vision.", "image_newline")
 # What exports copy from the files, as no model here has such a part: multi-token prediction, sound. And
 # the tower of a critic that reads the actor's features.
 COPIED_KEYS = ("mtp.", "audio_tower.", "embed_audio.")

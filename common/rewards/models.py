@@ -187,12 +187,12 @@ class RewardModel:
             if parts:
                 questions.features[k] = torch.cat(parts, dim=1)
             return
-        row = batch.prompts[index]
-        grids = questions.prompts[k].grids[: len(row.images)]  # as this model sees them
-        pixels = load_pixels(replace(row, grids=grids), self.processor)
+        grids = questions.prompts[k].grids  # as this model sees them
+        pixels = load_pixels(replace(batch.prompts[index], grids=grids), self.processor)
         parts = [] if pixels is None else [pixels]
+        family = self.processor.family.among(len(grids))
         for image in episode.images:
-            patches, grid = self.processor.family.patches(image)
+            patches, grid = family.patches(image)
             parts.append((patches, torch.tensor([grid])))
         if parts:
             questions.patches[k] = join_pixels(parts)
@@ -297,8 +297,10 @@ class JudgeModel(RewardModel):
         row, sizes = batch.prompts[answer.prompt_index], []
         if answer.sample is not None:
             sizes = image_sizes(batch.conversations[answer.sample])
-        grids = [self.measure(item)[0] for item in row.images]
-        grids += [self.processor.family.grid(*size) for size in sizes]
+        count = len(row.images) + len(sizes)
+        family = self.processor.family.among(count)
+        grids = [self.measure(item, count)[0] for item in row.images]
+        grids += [family.grid(*size) for size in sizes]
         prompt = user_text(row.messages, len(row.images), self.without_markup)
         responses = [self.without_markup(answer.text)]
         if self.kind == "answers":

@@ -32,9 +32,12 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.buffers import Batch
+from common.data import families
 from common.data.families import BOTH_WAYS, FAMILIES, IN_WINDOWS, Qwen, family_of
-from common.data.loader import PromptLoader
+from common.data.loader import PromptLoader, load_pixels
 from common.data.processor import Processor
+from common.data.rows import measure
+from common.envs.replies import read_parts
 from common.model import attention as vlm_attention
 from common.model import build, experts, image_changes, vlm
 from common.model import weights as vlm_weights
@@ -119,6 +122,24 @@ def tokens_of_gemma4(processor, batch: dict, i: int) -> str:
     return f"{processor.boi_token}{tokens}{processor.eoi_token}"
 
 
+def onevision_inputs(family, messages: list[dict], pictures: list[Image.Image]) -> dict:
+    """By a processor without the part for clips, which wants torchvision."""
+
+    class WithoutClips(transformers.LlavaOnevisionProcessor):
+        def check_argument_for_proper_class(self, *_):
+            pass
+
+    tokenizer = AutoTokenizer.from_pretrained(family.folder)
+    settings = read_json(family.folder / "processor_config.json")
+    settings.pop("processor_class")
+    images = make_image_processor(family.kind)
+    processor = WithoutClips(images, tokenizer, None, **settings)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return dict(
+        processor(text=[text], images=[pictures] if pictures else None, return_tensors="pt")
+    )
+
+
 def hf_inputs(family, prompt) -> dict:
     """What the family's own processor makes of a prompt's messages and pictures."""
     messages = [
@@ -149,6 +170,8 @@ def hf_inputs(family, prompt) -> dict:
                 return_tensors="pt",
             )
         )
+    if family.kind == "llava_onevision":
+        return onevision_inputs(family, messages, pictures)
     # The others want torchvision or more for their videos: their own words for a picture, put in by hand.
     tokenizer = AutoTokenizer.from_pretrained(family.folder)
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -484,6 +507,44 @@ def test_unknown_families_are_refused_by_name(tmp_path):
     for name, tower in towers.items():
         with value_error(f"begin with the class {name} of common/data/families.py"):
             family_of(SimpleNamespace(model_type="new", vision_config=tower))
+
+
+def test_onevision_treats_an_image_alone_in_another_way(tmp_path, picture_rows):
+    """So that a judge has to know of the pictures in replies, and a policy gets none."""
+    write_family("llava_onevision", tmp_path, picture_rows)
+    env = start(tmp_path, tmp_path / "rows.jsonl")
+    processor, family, prompt = env.processor, env.processor.family, env.prompts[1]
+    assert prompt.grids == ((56, 56, 1),)
+    assert len(load_pixels(prompt, processor)[0]) == 5  # the whole and four tiles
+    together, _ = measure(processor, prompt.images[0], 2)
+    assert together == (56, 56, 2)
+    assert family.expand(together)[1] == [17]  # 4 x 4 and a newline
+    beside = replace(prompt, grids=(together, family.among(2).grid(30, 40)))
+    assert len(load_pixels(beside, processor)[0]) == 1
+    with value_error("images in replies are not supported for llava_onevision"):
+        read_parts(Image.new("RGB", (30, 40)), processor, 100)
+
+
+def test_a_processor_that_does_not_fit_its_model_is_named(tmp_path, picture_rows):
+    write_family("llava_next", tmp_path, picture_rows)
+    file = tmp_path / "processor_config.json"
+    settings = read_json(file)
+    file.write_text(json.dumps(settings | {"patch_size": 14}))
+    env = start(tmp_path, tmp_path / "rows.jsonl")
+    with value_error("image features for .* image tokens; processor_config.json"):
+        responses_to(env, [1, 1, 1, 1], 64)
+    file.write_text(json.dumps(settings | {"patch_size": "large"}))
+    with value_error("processor_config.json cannot be used"):
+        Processor(tmp_path)
+
+
+def test_the_grids_of_few_sizes_are_kept(tmp_path, picture_rows, monkeypatch):
+    monkeypatch.setattr(families, "MOST_GRIDS", 2)
+    write_family("mistral3", tmp_path, picture_rows)
+    family = Processor(tmp_path).family
+    for width in (28, 56, 84, 28):
+        assert family.grid(width, 28) == family.patches(Image.new("RGB", (width, 28)))[1]
+        assert len(family.grids) <= 2
 
 
 def edit_config(folder: Path, part: str | None, **changes) -> None:

@@ -33,7 +33,7 @@ from conftest import (
     with_flags,
     write_checkpoint,
 )
-from families import GEMMA4, write_family
+from families import DESCRIBED, GEMMA4, write_family
 from helpers import (
     assert_same_run,
     distance,
@@ -373,7 +373,7 @@ OF_FAMILY["qwen3_5_moe"] = OF_FAMILY["qwen3_5"] | {"shared_expert_gate"}
 @pytest.mark.parametrize(
     "kind",
     ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "idefics3", "llama", "glm4v", "mistral3"]
-    + [pytest.param(kind, marks=pytest.mark.slow) for kind in GEMMA4],
+    + [pytest.param(kind, marks=pytest.mark.slow) for kind in GEMMA4 + DESCRIBED],
 )
 def test_other_families(kind, picture_rows, tmp_path, capfd):
     """Experts, linear attention, windows, another name of the decoder, text only with tied
