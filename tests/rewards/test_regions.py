@@ -1,0 +1,387 @@
+"""Boxes and points: golden values, the pairing against all permutations, and answers that hackers write.
+
+Golden values come from formulas by hand, IoU by shapely, pairings by scipy."""
+
+import itertools
+import json
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from common.data.coordinates import Place, Regions
+from common.rewards.regions import (
+    iou,
+    match,
+    read_boxes,
+    region_record,
+    region_reward,
+    score_boxes,
+    score_point,
+)
+
+WIDE = (1000, 500)  # pixels of the file, 1008 x 504 as Qwen2.5-VL sees it
+CUP = [250, 125, 500, 250]
+TEN = [0, 0, 100, 100]
+SPACES = ["file", "seen", "1000", "100", "1", "square"]
+
+
+def truth(boxes, labels=(), space="file", file=WIDE, seen=(1008, 504), points=()):
+    return Regions(tuple(map(tuple, boxes)), tuple(points), tuple(labels), Place(file, seen, space))
+
+
+def scores(response, boxes, space="file", labels=(), **more):
+    return score_boxes(response, truth(boxes, labels, space, **more))
+
+
+def as_json(*boxes, labels=None):
+    objects = [{"bbox_2d": box} for box in boxes]
+    for entry, label in zip(objects, labels or []):
+        entry["label"] = label
+    return json.dumps(objects)
+
+
+# ------------------------------------------------------------------------------------------------- golden values
+@pytest.mark.parametrize(
+    "space, response, value",
+    [
+        ("seen", '[{"bbox_2d": [252, 126, 504, 252], "label": "cup"}]', 1),
+        (
+            "seen",
+            as_json(CUP),
+            0.95355,
+        ),  # pixels of the file, where those of the seen image are meant
+        ("1000", as_json([250, 250, 500, 500]), 1),
+        (
+            "1000",
+            "<|object_ref_start|>cup<|object_ref_end|><|box_start|>(250,250),(500,500)<|box_end|>",
+            1,
+        ),
+        ("1000", "<ref>cup</ref><box>[[250, 250, 500, 500]]</box>", 1),
+        (
+            "1000",
+            "<think>x</think><answer><|begin_of_box|>[[250,250,500,500]]<|end_of_box|></answer>",
+            1,
+        ),
+        ("1000", "<|begin_of_box|>[250,250,500,500]<|end_of_box|>", 1),
+        ("1000", "<|begin_of_box|>(250,250,500,500)<|end_of_box|>", 1),
+        ("1000", "<|begin_of_box|><250,250,500,500><|end_of_box|>", 1),
+        ("square", "[0.25, 0.375, 0.5, 0.5]", 1),  # y: 0.375 * 1000 - 250
+        (
+            "1000",
+            '<think>[9,9,10,10]</think>The cup:\n```json\n[{"bbox_2d": [250.0, 250, 5e2, 500]}]\n```',
+            1,
+        ),
+        ("1000", "[{'bbox_2d': [250, 250, 500, 500], 'label': 'cup'}]", 1),
+        ("1000", "[{'bbox_2d': [250, 250, 500, 500], 'label': \"the man's cup\"}]", 1),
+        ("1000", '[{"bbox_2d": [250, 250, 500, 500], "label": "the man\'s cup"}]', 1),
+        ("1000", '<answer>{"bbox_2d": [500, 500, 250, 250]}</answer>', 1),  # corners are sorted
+        ("1000", "<answer>[1,1,2,2]</answer> no: <answer>[250,250,500,500]</answer>", 1),
+        ("1000", "[1,1,2,2] no: [250,250,500,500]", 0.5),  # all that is written counts
+        ("1000", "[[1,1,2,2]] no: [[250,250,500,500]]", 1),  # of lists the last
+        ("1000", "<answer>[250,250,500,500]", 0),  # not closed
+        ("1000", "<think>[250,250,500,500]", 0),  # an unfinished thought
+        ("1000", as_json([250, 250, 500, 500])[:-1] + ', {"bbox_2d": [1, 2', 0),  # cut off
+        ("1000", '{"box_2d": [250, 250, 500, 500]}', 1),
+        ("1000", '{"box_2d": [250, 125, 500, 250]}', 0),  # y first: x 125 to 250, y 125 to 250
+        ("1000", "250, 250, 500, 500", 1),  # bare numbers that are the whole answer
+        ("1000", "It is at 250, 250, 500, 500", 0),
+        ("1000", "(250, 250), (500, 500)", 1),
+        ("1000", r"\boxed{[250, 250, 500, 500]}", 1),
+        ("1000", "\n[{'Position': [250, 250, 500, 500], 'Confidence': 0.9}]", 1),  # Visual-RFT's
+        ("1000", "I see nothing.", 0),
+        ("1000", "", 0),
+    ],
+)
+def test_answers_are_read_in_the_space_and_literal_of_each_family(space, response, value):
+    assert scores(response, [CUP], space)["box_iou"] == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "response, boxes, value",
+    [
+        ('[{"bbox_2d": [-50, 0, 500, 1000]}]', [[0, 0, 500, 500]], 1),  # clipped to the image
+        ('[{"bbox_2d": [NaN, 0, 500, 1000]}]', [[0, 0, 500, 500]], 0),
+        ('[{"bbox_2d": [Infinity, 0, 500, 1000]}]', [[0, 0, 500, 500]], 0),
+        ('[{"bbox_2d": [0, 0, 1e999, 1000]}]', [[0, 0, 500, 500]], 0),
+        ('[{"bbox_2d": ["0", "0", "500", "1000"]}]', [[0, 0, 500, 500]], 0),
+        ('[{"bbox_2d": [true, 0, 500, 1000]}]', [[0, 0, 500, 500]], 0),
+        ("[[250, 250, 250, 500]]", [CUP], 0),  # no area
+        ("[[2000, 1500, 2500, 2000]]", [CUP], 0),  # nothing left
+    ],
+)
+def test_malformed_boxes_match_nothing(response, boxes, value):
+    result = scores(response, boxes, "1000")
+    assert result["box_iou"] == value and result["parsed"] == 1
+
+
+@pytest.mark.parametrize(
+    "predicted, boxes, value",
+    [
+        ([[0, 0, 100, 60]], [TEN], 0.6),
+        ([[50, 50, 150, 150]], [TEN], 0.142857),  # 2500 / 17500
+        ([[0, 0, 1000, 500]], [TEN], 0.02),  # its share of the area
+        ([TEN, [500, 0, 600, 100]], [TEN], 0.5),
+        ([TEN], [TEN, [500, 0, 600, 100]], 0.5),
+        ([TEN, [0, 0, 100, 60]], [[0, 0, 100, 80], [0, 0, 100, 125]], 0.775),  # greedy: .64
+        ([[0, 0, 10, 10], [0, 0, 10, 19.9]], [[0, 0, 10, 10], [0, 0, 10, 5]], 0.625628),
+        ([TEN, TEN], [TEN], 0.5),  # copies
+        ([TEN, [1, 2], [1, 2, 3]], [TEN], 1 / 3),  # malformed ones are wrong predictions
+        ([TEN] + [[1, 1, 2, 2]] * 99, [TEN], 0.01),
+        ([TEN] + [[1, 1, 2, 2]] * 100, [TEN], 0),  # refused
+        ([TEN] + [[1, 1, 2, 2]] * 499, [TEN], 0),
+        ([], [], 1),
+        ([TEN], [], 0),
+        ([], [TEN], 0),
+    ],
+)
+def test_box_iou(predicted, boxes, value):
+    assert scores(as_json(*predicted), boxes)["box_iou"] == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "predicted, boxes, value",
+    [
+        ([[0, 0, 100, 50]], [TEN], 1),  # exactly .5
+        ([[0, 0, 100, 49]], [TEN], 0),
+        ([TEN, [500, 0, 600, 100]], [TEN], 0.666667),
+        ([TEN] + [[1, 1, 2, 2]] * 99, [TEN], 0.019802),  # 2 / 101
+        ([TEN] + [[1, 1, 2, 2]] * 499, [TEN], 0),
+        ([TEN, [0, 0, 100, 60]], [[0, 0, 100, 80], [0, 0, 100, 125]], 1),  # greedy: .5
+        ([[0, 0, 10, 10], [0, 0, 10, 19.9]], [[0, 0, 10, 10], [0, 0, 10, 5]], 1),
+        ([], [], 1),
+    ],
+)
+def test_f1_of_pairs_at_one_half(predicted, boxes, value):
+    assert scores(as_json(*predicted), boxes)["f1"] == pytest.approx(value, abs=1e-6)
+
+
+def test_labels_are_compared_without_case_and_outer_blanks():
+    other = [200, 0, 300, 100]
+    answer = as_json(TEN, other, labels=["dog", "Cat "])
+    assert scores(answer, [TEN, other], labels=["cat", "cat"])["f1_class"] == 0.5
+    assert scores(as_json(TEN), [TEN], labels=["cat"])["f1_class"] == 0  # a missing label
+    tagged = "<ref>Cat</ref><box>[[0, 0, 100, 100], [200, 0, 300, 100]]</box>"
+    assert scores(tagged, [TEN, other], labels=["cat", "cat"])["f1_class"] == 1
+
+
+@pytest.mark.parametrize(
+    "predicted, boxes, value",
+    [("AB", "AB", 1), ("BA", "AB", 1), ("AC", "A", 0), ("A", "AB", 0), ("AC", "AB", 0)],
+)
+def test_accuracy_at_one_half(predicted, boxes, value):
+    """Of V-Triune's inputs, of which "BA" of "AB" pays it .5 and "AC" of "AB" 1.0."""
+    known = {"A": [0, 0, 10, 10], "B": [20, 20, 30, 30], "C": [50, 50, 60, 60]}
+    answer = as_json(*(known[name] for name in predicted))
+    result = scores(answer, [known[name] for name in boxes])
+    assert result["accuracy"] == value
+    share = len({*predicted} & {*boxes}) / max(len(predicted), len(boxes))
+    assert result["box_iou"] == share
+
+
+@pytest.mark.parametrize("answer", ["none", "None.", "no objects", "[]", "<answer>none</answer>"])
+def test_there_may_be_nothing(answer):
+    assert scores(answer, [])["box_iou"] == 1
+    assert scores(answer, [TEN])["box_iou"] == 0
+
+
+def test_prose_does_not_say_that_there_is_nothing():
+    assert set(scores("I see nothing.", []).values()) == {0}
+
+
+@pytest.mark.parametrize(
+    "response, value",
+    [
+        ('[{"point_2d": [300, 400], "label": "cup"}]', 1),
+        ("(250, 250)", 1),  # edges belong to the box
+        ("250, 250", 1),
+        (as_json([250, 250, 350, 450]), 1),  # a box stands for its centre
+        ("[[300, 400], [800, 800]]", 0),
+        ("[300, 900]", 0),
+        ("null", 0),  # UI-R1 takes what it cannot read for the corner
+        ("[-3, 5]", 0),
+        ("[NaN, 400]", 0),
+        ("[300.5, 400.25]", 1),
+        ("300 400", 0),
+    ],
+)
+def test_point(response, value):
+    assert score_point(response, truth([CUP], space="1000"))["accuracy"] == value
+
+
+def test_molmo_points():
+    answer = '<point x="30.0" y="40.0" alt="cup">cup</point>'
+    assert score_point(answer, truth([CUP], space="100"))["accuracy"] == 1
+
+
+@pytest.mark.parametrize(
+    "space, numbers, value",
+    [
+        ("seen", [101, 98, 504, 392], 0.999504),
+        ("seen", [100, 100, 500, 400], 0.955663),
+        ("1000", [100, 167, 500, 667], 0.998668),
+        ("1000", [100, 100, 500, 400], 0.411765),
+        ("square", [0.1, 0.3, 0.5, 0.6], 1),
+        ("1", [0.1, 0.3, 0.5, 0.6], 0.6),
+    ],
+)
+def test_the_space_matters(space, numbers, value):
+    result = scores(str(numbers), [[100, 100, 500, 400]], space, file=(1000, 600), seen=(1008, 588))
+    assert result["box_iou"] == pytest.approx(value, abs=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- properties
+def some_boxes(rng, count, size=WIDE):
+    boxes = []
+    for _ in range(count):
+        x, y = (sorted(rng.sample(range(side), 2)) for side in size)
+        boxes.append([x[0], y[0], x[1], y[1]])
+    return boxes
+
+
+def by_all_permutations(gains):
+    if len(gains) > len(gains[0]):
+        gains = [*zip(*gains)]
+    ways = itertools.permutations(range(len(gains[0])), len(gains))
+    return max(sum(row[j] for row, j in zip(gains, way)) for way in ways)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_pairing_is_the_best_of_all(seed):
+    rng = random.Random(seed)
+    rows, columns = rng.randint(1, 6), rng.randint(1, 6)
+    levels = rng.choice([2, 5, 10**9])  # ties too
+    gains = [[rng.randrange(levels) / levels for _ in range(columns)] for _ in range(rows)]
+    pairs = match(gains)
+    assert (
+        len({i for i, _ in pairs}) == len({j for _, j in pairs}) == len(pairs) == min(rows, columns)
+    )
+    assert sum(gains[i][j] for i, j in pairs) == pytest.approx(by_all_permutations(gains))
+
+
+def test_no_boxes_are_no_pairs():
+    assert match([]) == match([[]]) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_order_of_boxes_does_not_matter(seed):
+    rng = random.Random(seed)
+    boxes, predicted = some_boxes(rng, 4), some_boxes(rng, 3)
+    once = scores(as_json(*predicted), boxes)
+    again = scores(as_json(*rng.sample(predicted, 3)), rng.sample(boxes, 4))
+    assert once == pytest.approx(again)
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("seen", [(1008, 504), (56, 84)])
+def test_every_family_earns_the_same(space, seen):
+    """... for the same boxes, however the image was resized."""
+    rng = random.Random(0)
+    boxes, predicted = some_boxes(rng, 4), some_boxes(rng, 4)
+    place = Place(WIDE, seen, space)
+    written = [[*place.from_file(*box[:2]), *place.from_file(*box[2:])] for box in predicted]
+    result = scores(json.dumps(written), boxes, space, seen=seen)
+    assert result == pytest.approx(scores(as_json(*predicted), boxes))
+
+
+def test_scaling_both_axes_keeps_the_iou():
+    rng = random.Random(1)
+    for a, b in zip(some_boxes(rng, 50), some_boxes(rng, 50)):
+        larger = [[x * k for x, k in zip(box, [3, 7] * 2)] for box in (a, b)]
+        assert iou(*larger) == pytest.approx(iou(a, b))
+
+
+# ------------------------------------------------------------------------------------------------- hackers
+HOSTILE = [
+    "[" * 100_000,
+    "[[" * 2_000 + "]]" * 2_000,
+    "{" * 100_000,
+    "1" * 100_000,
+    "1," * 50_000,
+    "(1,2)," * 30_000,
+    "(1,1," * 30_000,
+    "[1,2,3,4]" * 20_000,
+    "[1,2,3,4" * 20_000 + "]" * 20_000,
+    " " * 100_000,
+    "'" * 100_000,
+    "['" * 50_000,
+    "<box>" * 20_000,
+    "<ref>" * 20_000,
+    "<box>[[1,2,3,4]]</box>" * 5_000,
+    "<answer>" * 20_000,
+    "<answer></answer>" * 10_000,
+    r"\boxed{" * 20_000,
+    "```" * 30_000,
+    "<think>" * 20_000,
+    "<|begin_of_box|>" * 10_000,
+    "[" + "9" * 5_000 + ", 1, 2, 3]",
+    "[1e99999, 1, 2, 3]",
+    '{"bbox_2d": {"bbox_2d": [1, 2, 3, 4]}}',
+    '{"bbox_2d": null}',
+    "[null]",
+    "[[]]",
+    "[{}]",
+    "\x00\ud800",
+    '<point x="' * 10_000,
+    "-" * 100_000,
+    "1 " * 50_000,
+    "(" + " " * 100_000,
+    "[1, 2" + " " * 100_000,
+]
+
+
+@pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_answers_earn_nothing_in_little_time(response):
+    started = time.process_time()
+    for score in (score_boxes, score_point):
+        result = score(response, truth([CUP], ["cup"]))
+        assert result.get("box_iou", 0) <= 0.01 and result["accuracy"] == 0
+    assert time.process_time() - started < 2
+
+
+# ------------------------------------------------------------------------------------------------- use
+def test_an_opened_thought_of_the_prompt_counts():
+    answers = ["[0, 0, 100, 100]", "no</think>[0, 0, 100, 100]"]
+    columns = region_reward(
+        "box",
+        ["Where?<think>"] * 2,
+        answers,
+        [None] * 2,
+        [None] * 2,
+        [[]] * 2,
+        regions=[truth([TEN])] * 2,
+    )
+    assert columns["reward"] == columns["box_iou"] == [0, 1]
+
+
+def test_read_boxes_says_what_is_no_box():
+    place = Place(WIDE, None, "1000")
+    answer = '[{"bbox_2d": [0, 0, 100, 200], "label": "cup"}, {"bbox_2d": [1, 2, 3]}]'
+    assert read_boxes(answer, place) == [((0, 0, 100, 100), "cup"), (None, "")]
+    assert read_boxes("a cup", place) is None
+
+
+# ------------------------------------------------------------------------------------------------- records
+def record(response, regions, prompt="p"):
+    return region_record(SimpleNamespace(text=prompt, regions=regions), response)
+
+
+def test_the_record_of_a_sample_scores_each_region():
+    row = truth([TEN, [500, 0, 600, 100]], ["cup", "dog"], space="1000")
+    answer = as_json([0, 0, 100, 100], [0, 0, 50, 50], [1, 2, 3])
+    assert record(answer, row)["regions"] == {
+        "image": 0,
+        "true": [
+            {"region": [0, 0, 100, 100], "label": "cup", "score": 0.5},
+            {"region": [500, 0, 600, 100], "label": "dog", "score": 0},
+        ],
+        "predicted": [
+            {"region": [0, 0, 100, 50], "label": "", "score": 0.5},
+            {"region": [0, 0, 50, 25], "label": "", "score": 0},
+        ],
+    }
+    clicks = record("[[50, 50], [1e300, -1e300]]", truth([TEN]))["regions"]["predicted"]
+    assert clicks == [{"region": [50, 50], "label": "", "score": 1}]
+    assert record(answer, None) == {}
+    assert record(answer, row, "p<think>")["regions"]["predicted"] == []
