@@ -61,7 +61,6 @@ from torch.nn.utils.rnn import pad_sequence
 from common import distributed, flags, logging, process
 from common.buffers import Batch
 from common.cards import sample_card
-from common.data.images import read_frames
 from common.data.loader import (
     PromptLoader,
     batches_in_order,
@@ -80,8 +79,10 @@ from common.model.packs import join_packs, make_packs
 from common.model.policy import Policy, logprobs_of
 from common.process import UserError
 from common.reports import accuracy
+from common.reports.records import picture
 from common.rewards import judge as judgements
 from common.rewards.judge import Example
+from common.rewards.regions import region_record
 
 
 def main(argv: list[str] | None = None) -> logging.Metrics:
@@ -716,7 +717,7 @@ def judgement_record(
         "predicted_answer": verdict,
         "index": index,
     }
-    return example_record(example) | answer
+    return example_record(example) | answer | region_record(example.prompt, text)
 
 
 def example_record(example: Example) -> dict:
@@ -756,7 +757,10 @@ def newest_evaluation(out: Path, step: int) -> dict | None:
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record, and print what the run will do."""
-    log = logging.RunLogger(args.run, flags.as_flags(args), args.optim.steps, first_step)
+    used = {"coordinates": rows.processor.space}
+    log = logging.RunLogger(args.run, flags.as_flags(args) | used, args.optim.steps, first_step)
+    if any(question.prompt.regions for question in rows.train):
+        log.line(f"boxes and points of responses are in the coordinates {rows.processor.space!r}")
     prompts, count = args.data.prompts_per_step, len(rows.train)
     passes = args.optim.steps * prompts / max(1, count)
     log.line(
@@ -818,7 +822,7 @@ def log_samples(
     if distributed.is_main():
         for record in records[::every][:count]:
             info, line = record["info"], caption.format(**record)
-            frames = read_frames(info["images"], 6)
+            frames = picture(info["images"], record.get("regions"))
             spoken = f"PROMPT\n{info['question']}\n\nANSWER\n{record[text]}"
             cards.append(sample_card(frames, spoken, line))
     log.samples(step, records, cards, stem)

@@ -1872,7 +1872,7 @@ def accuracy_columns(metrics: logging.Metrics) -> dict[str, str]:
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record, and print what the run will do."""
-    used = {"coordinates": rows.processor.space or "auto"}
+    used = {"coordinates": rows.processor.space}
     log = logging.RunLogger(args.run, flags.as_flags(args) | used, args.optim.steps, first_step)
     if any(row.regions for row in rows.train + rows.held_out):
         log.line(

@@ -6,6 +6,7 @@ import textwrap
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 INK, PAPER, BLUE = "#1f2933", "#ffffff", "#1d4ed8"
+GREEN, RED = "#16a34a", "#dc2626"
 WIDTH, MARGIN = 480, 18  # of a card
 IMAGE_HEIGHT = 224  # at most
 SIZE, LINE_HEIGHT = 14, 19  # of the text
@@ -44,6 +45,25 @@ def fit_images(images: list[Image.Image]) -> list[Image.Image]:
         tiny = max(image.width / share, image.height / IMAGE_HEIGHT) < 1
         method = Image.Resampling.NEAREST if tiny else Image.Resampling.BICUBIC
         fitted.append(ImageOps.contain(image.convert("RGB"), (share, IMAGE_HEIGHT), method))
+    return fitted
+
+
+def draw_regions(image: Image.Image, true: list[dict], predicted: list[dict]) -> Image.Image:
+    """An image in the size of a card with the true regions green, and those of an answer blue, or red where
+    they score nothing, with their scores: see `rewards.regions.region_record`."""
+    (fitted,) = fit_images([image])
+    x, y = fitted.width / image.width, fitted.height / image.height
+    draw, font = ImageDraw.Draw(fitted), ImageFont.load_default(SIZE)
+    marks = [(one["region"], GREEN, "") for one in true]
+    for one in predicted:
+        marks.append((one["region"], BLUE if one["score"] else RED, f"{one['score']:.2f}"))
+    for region, colour, text in marks:
+        place = [value * scale for value, scale in zip(region, (x, y, x, y))]
+        if len(place) == 2:
+            draw.circle(place, 5, outline=colour, width=2)
+        else:
+            draw.rectangle(place, outline=colour, width=2)
+        draw.text((place[0] + 4, place[1] + 2), text, colour, font)
     return fitted
 
 

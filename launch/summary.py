@@ -7,6 +7,7 @@ python launch/summary.py RUN train/kl train/entropy    draws these metrics
 import sys
 from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -26,7 +27,16 @@ LEFT, RIGHT, TOP, BOTTOM = 192, 2328, 216, 1164  # of its axes, as it is drawn
 
 # What is read of records.
 METRICS = {"step?": range(2**53)}
-SAMPLE = {"question": str, "response": str, "reward": int | float, "reference?": str}
+SAMPLE = {
+    "question": str,
+    "response": str,
+    "reward": int | float,
+    "reference?": str,
+    "label?": str,
+    "components?": dict,
+    "regions?": {"true": [{"label": str, "score": float}]},
+}
+MOST_LABELS = 20  # the most frequent
 
 Curves = dict[str, list[tuple[int, float]]]  # metric -> (step, value)
 
@@ -85,6 +95,20 @@ def draw_curves(curves: Curves, path: Path, title: str) -> None:
     image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS).save(path)
 
 
+def iou_by_label(records: list[dict]) -> list[str]:
+    """Where boxes were rewarded: the mean IoU of the true ones with their partners in the answers, by their
+    label or that of the row."""
+    values = defaultdict(list)
+    for record in records:
+        if any(name.endswith("box_iou") for name in record.get("components", ())):
+            for one in record["regions"]["true"]:
+                values[one["label"] or record.get("label") or "(no label)"].append(one["score"])
+    frequent = sorted(values, key=lambda label: -len(values[label]))[:MOST_LABELS]
+    return [
+        f"  {label:34.34}{fmean(values[label]):.3f}   {len(values[label])}" for label in frequent
+    ]
+
+
 @one_message()
 def main(argv: list[str]) -> None:
     if not argv:
@@ -96,12 +120,18 @@ def main(argv: list[str]) -> None:
     answers = max(run.glob("samples/eval-*.jsonl"), default=None)
     if answers:
         print("\nheld-out answers of the last evaluation:")
-        for record in read_records(answers, SAMPLE)[:3]:
+        records = read_records(answers, SAMPLE)
+        for record in records[:3]:
             say(f"  {record['question'].strip()[-90:]}")
             answer = record["response"].strip()[:90]
             print(
                 f"    {answer!r}   reward {record['reward']:.2f}, right: {record.get('reference')!r}"
             )
+        lines = iou_by_label(records)
+        if lines:
+            print("\nIoU by label, and how many true boxes have it:")
+        for line in lines:
+            say(line)
     draw_curves(curves, run / "curve.png", run.name)
     cards = max(run.glob("samples/*.png"), default="none were written")
     print()

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import torch
+from PIL import Image, ImageColor
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
@@ -908,6 +909,25 @@ def test_evaluation_has_every_example_once(one_rank, env):
     assert steps[-1]["train/loss"] > 0
     assert (one_rank / "samples" / "eval-000004.png").exists()
     assert (one_rank / "samples" / "step-000004.png").exists()
+
+
+def test_responses_with_boxes(qwen25, tmp_path, capsys):
+    """The marks of a response become numbers in the model's coordinates; held-out answers are shown beside
+    the true boxes."""
+    Image.new("RGB", (50, 30), "white").save(tmp_path / "a.png")
+    regions = {"boxes": [[0, 0, 25, 30]], "labels": ["cup"]}
+    row = {"prompt": "where?", "images": ["a.png"], "response": "At <box>.", "regions": regions}
+    write_rows(tmp_path / "rows.jsonl", [row] * 4)
+    write_rows(tmp_path / "eval.jsonl", [row])
+    out = tmp_path / "run"
+    grm.main(judge_flags(qwen25, tmp_path, out, "--steps 1 --max_pixels 4704"))
+    assert "responses are in the coordinates 'seen'" in capsys.readouterr().out
+    assert read_json(out / "args.json")["coordinates"] == "seen"
+    (record,) = evaluation(out, 1)["records"]
+    assert record["response_text"] == "At [0, 0, 28, 28]."
+    assert record["regions"]["true"] == [{"region": [0, 0, 25, 30], "label": "cup", "score": 0}]
+    card = Image.open(out / "samples" / "eval-000001.png")
+    assert ImageColor.getrgb("#16a34a") in {colour for _, colour in card.getcolors(1 << 20)}
 
 
 def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):

@@ -12,13 +12,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from PIL import Image
+from PIL import Image, ImageColor
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
 import ranks
 from common import distributed, files, logging, process
-from common.cards import CHARACTERS, contact_sheet, sample_card, wrap
+from common.cards import (
+    BLUE,
+    CHARACTERS,
+    GREEN,
+    RED,
+    contact_sheet,
+    draw_regions,
+    sample_card,
+    wrap,
+)
 from common.flags import RunArgs
 from common.logging import (
     Largest,
@@ -370,6 +379,21 @@ def test_a_card_is_bounded(modes):
     assert card.height < 1200
     assert card.mode == "RGB"
     assert sample_card(images, "", "").height < card.height
+
+
+def test_regions_are_drawn_in_pixels_of_the_file():
+    """In the card's scale: true ones green, predicted ones blue, or red where they hit nothing."""
+    one = {"region": [0, 0, 20, 10], "label": "", "score": 0.5}
+    image = draw_regions(
+        Image.new("RGB", (40, 20), "white"),
+        [one],
+        [one | {"region": [20, 10, 40, 20]}, one | {"region": [30, 5], "score": 0.0}],
+    )
+    assert image.size == (444, 222)  # 11.1 times
+    assert image.getpixel((0, 60)) == image.getpixel((221, 60)) == ImageColor.getrgb(GREEN)
+    assert image.getpixel((222, 150)) == image.getpixel((443, 150)) == ImageColor.getrgb(BLUE)
+    assert image.getpixel((333 + 5, 56)) == ImageColor.getrgb(RED)
+    assert image.getpixel((110, 180)) == (255, 255, 255)
 
 
 def test_tiny_pictures_are_enlarged_by_whole_pixels():

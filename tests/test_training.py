@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
@@ -1465,3 +1466,43 @@ def check_exchange() -> None:
     rows = [{"approx_kl": logging.Mean(torch.tensor(float(rank == 0)), 1)}]
     assert ppo.exceeds(rows, 0.9 / world)
     assert not ppo.exceeds(rows, 1.1 / world)
+
+
+def test_boxes_are_rewarded_in_the_models_coordinates(qwen25, tmp_path, capsys):
+    """From rows in pixels of the file to the reward, its components, args.json, records and cards; and what
+    lazy answers earn."""
+    Image.new("RGB", (50, 30), "white").save(tmp_path / "a.png")
+    row = {
+        "prompt": "where?",
+        "images": ["a.png"],
+        "regions": {"boxes": [[0, 0, 25, 30]], "labels": ["cup"]},
+    }
+    rows = write_rows(tmp_path / "rows.jsonl", [row] * 4)
+    (tmp_path / "mine.py").write_text(
+        "from common.data.coordinates import Place\n"
+        "def score(prompts, responses, references, labels, images, places):\n"
+        "    assert places == [[Place((50, 30), (56, 28), 'seen')]] * len(prompts), places\n"
+        "    return [float(i) for i in range(len(prompts))]\n"
+    )
+    more = words("--data", rows, "--eval_data", rows, "--max_pixels 4704 --reward box")
+    _, step, _ = train(qwen25, tmp_path, tmp_path / "a", *more)
+    text = capsys.readouterr().out
+    assert "always to answer the whole image earns 0.500" in text
+    assert "coordinates 'seen'" in text
+    assert read_json(tmp_path / "a" / "args.json")["coordinates"] == "seen"
+    assert step["rollout/box_iou_reward"] == step["rollout/reward"]
+    answer = samples_of(tmp_path / "a", "step-000001")[0]
+    assert answer["regions"]["true"] == [{"region": [0, 0, 25, 30], "label": "cup", "score": 0}]
+    # a function gets the same places
+    train(qwen25, tmp_path, tmp_path / "b", *more, "--reward", f"{tmp_path / 'mine.py'}:score")
+    train(qwen25, tmp_path, tmp_path / "c", *more, "--coordinates 1000")
+    assert read_json(tmp_path / "c" / "args.json")["coordinates"] == "1000"
+    with user_error("no regions, which box compares with"):
+        train(
+            qwen25,
+            tmp_path,
+            tmp_path / "d",
+            *more,
+            "--data",
+            write_rows(tmp_path / "no.jsonl", [{"prompt": "p"}]),
+        )

@@ -2,6 +2,7 @@
 
     Place          an image's sizes and the space of its model's answers; to and from its file's pixels
     read_regions   the column `regions` of a row, in pixels of the file
+    write_marks    <box> and <point> in a response to learn, as a family writes them
 
 Families were trained to count in different spaces: pixels of the image as they saw it, thousandths,
 fractions. Which one is never guessed from the size of numbers. Pixels of the file are those of the
@@ -9,6 +10,7 @@ upright image, as EXIF turns it.
 """
 
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,7 +62,7 @@ class Place:
     """An image, and the space in which a model answers about it.
 
     Spaces: `file` and `seen`, pixels; a number: 0 to that number on both axes; `square`: 0 to 1 of the
-    image padded to a square (LLaVA 1.5); "": unknown.
+    image padded to a square (LLaVA 1.5); `auto`: unknown.
     """
 
     file: tuple[int, int]  # (width, height) in pixels of the upright file
@@ -92,7 +94,7 @@ class Place:
 
 def check_space(space: str, seen: tuple[int, int] | None) -> None:
     """Raises ValueError: answers in that space cannot be placed in an image."""
-    if not space:
+    if space == "auto":
         raise ValueError(
             "in which coordinates this model answers is not known: --coordinates SPACE"
         )
@@ -108,6 +110,7 @@ class Regions:
     points: tuple[Point, ...]
     labels: tuple[str, ...]  # of the boxes, or else of the points; empty: none
     place: Place
+    image: int = 0  # its number among those of the row
 
 
 def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None:
@@ -136,7 +139,8 @@ def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None
     if labels and len(labels) != len(boxes or points):
         raise ValueError(f"regions: {len(labels)} labels for {len(boxes or points)} regions")
     corners = tuple((*first, *last) for first, last in boxes)
-    return Regions(corners, tuple(point for (point,) in points), labels, place)
+    points = tuple(point for (point,) in points)
+    return Regions(corners, points, labels, place, entry["image"])
 
 
 def read_region(numbers: list[float], size: int, source: Place) -> list[Point]:
@@ -176,3 +180,38 @@ def is_region(corners: list[Point], size: tuple[int, ...]) -> bool:
     (left, top), (right, bottom) = corners[0], corners[-1]
     is_box = left < right and top < bottom and max(right - left, bottom - top) >= 1
     return is_box or len(corners) == 1
+
+
+MARK = re.compile("<(box|point)>")
+# Whole numbers, but for decimals where a unit is a large part of the image.
+DECIMALS = {"1": 3, "square": 3, "100": 1}
+
+
+def write_marks(response: str, regions: Regions | None, model_type: str) -> str:
+    """A response to learn, with each <box> and <point> the row's next one, as the family writes it. A closing
+    tag tells that these are no marks: InternVL's literal, written by hand.
+
+    Raises ValueError: not one mark for each region.
+    """
+    marks = MARK.findall(response)
+    if not marks or re.search("</(box|point)>", response):
+        return response
+    if regions is None:
+        raise ValueError(f"<{marks[0]}> in the response, but no regions in the row")
+    written = {}
+    literals = LITERALS.get(model_type, ("[{0}, {1}, {2}, {3}]", "[{0}, {1}]"))
+    shapes = {"box": regions.boxes, "point": regions.points}
+    for literal, (kind, known) in zip(literals, shapes.items()):
+        count = marks.count(kind)
+        if count not in (0, len(known)):
+            raise ValueError(f"{count} <{kind}> in the response for {len(known)} of the regions")
+        written[kind] = iter([literal.format(*numerals(one, regions.place)) for one in known])
+    return MARK.sub(lambda mark: next(written[mark[1]]), response)
+
+
+def numerals(region: Box | Point, place: Place) -> list[str]:
+    """The numbers of a box or point in the space of a place, rounded half up."""
+    unit = 10 ** DECIMALS.get(place.space, 0)
+    corners = zip(region[0::2], region[1::2])
+    numbers = [number for corner in corners for number in place.from_file(*corner)]
+    return [f"{math.floor(number * unit + 0.5) / unit:g}" for number in numbers]

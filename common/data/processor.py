@@ -42,7 +42,7 @@ class Processor:
 
     Attributes:
         args, config, tokenizer, family (a `families.Family`), vocab_size, files (JSON by name).
-        space: in which it answers with boxes and points (see `coordinates`), "" where that is not known;
+        space: in which it answers with boxes and points (see `coordinates`), "auto" where that is not known;
         stop_ids end a response; banned_ids are never sampled; reserved_tokens are in no row;
         silent_ids are no part of a response's text; template_options are variables of the template;
         token_characters: most characters of a text that one token can stand for.
@@ -57,9 +57,9 @@ class Processor:
         try:
             self.config = read_model_config(folder)
             self.family = family_of(self.config)
-            self.space = SPACES.get(self.config.model_type, "")
-            if args.coordinates != "auto":
-                self.space = args.coordinates
+            self.space = args.coordinates
+            if self.space == "auto":
+                self.space = SPACES.get(self.config.model_type, "auto")
             self.tokenizer = read_tokenizer(folder)
             self.files = read_settings(folder)
             self.vocab_size = self.config.get_text_config().vocab_size

@@ -8,7 +8,7 @@ from PIL import Image
 
 from common import distributed
 from common.buffers import ENDINGS, Batch, Conversation
-from common.cards import sample_card
+from common.cards import draw_regions, sample_card
 from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import Prompt, user_text
@@ -16,6 +16,7 @@ from common.data.transcripts import finished_text, messages, plain_text, turn_te
 from common.files import say
 from common.reports.accuracy import vote_rates
 from common.rewards.judge import JudgeSettings, row_record
+from common.rewards.regions import region_record
 
 
 def sample_records(batch: Batch, processor: Processor) -> list[dict]:
@@ -25,7 +26,8 @@ def sample_records(batch: Batch, processor: Processor) -> list[dict]:
         row = batch.prompts[batch.prompt_index[i]]
         text = finished_text(batch, i, turns[-1])
         judgement = judgement_record(row, text, settings) if row.order else {}
-        records.append(sample_record(batch, i, turns) | judgement)
+        regions = region_record(row, text)
+        records.append(sample_record(batch, i, turns) | judgement | regions)
     return records
 
 
@@ -86,7 +88,7 @@ def sample_cards(batch: Batch, records: list[dict], picks: list[int]) -> list[Im
         return cards
     for i, images in zip(picks, images_shown):
         record = records[i]
-        frames = read_frames(record["images"], 6)
+        frames = picture(record["images"], record.get("regions"))
         caption = f"reward {record['reward']:.2f}"
         if "advantage" in record:
             caption += f"   advantage {record['advantage']:+.2f}"
@@ -95,6 +97,15 @@ def sample_cards(batch: Batch, records: list[dict], picks: list[int]) -> list[Im
             caption += f"\n{record['judgement']}"
         cards.append(sample_card(frames + images, spoken_text(record), caption))
     return cards
+
+
+def picture(items: list, regions: dict | None) -> list[Image.Image]:
+    """The images of a record and frames of its clips, one of them with what `region_record` says of it."""
+    frames = [read_frames([item], 6) for item in items]
+    if regions:
+        of_image = frames[regions["image"]]
+        of_image[0] = draw_regions(of_image[0], regions["true"], regions["predicted"])
+    return list(itertools.chain(*frames))
 
 
 def spoken_text(record: dict) -> str:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from common.buffers import EMPTY
+from common.data.coordinates import write_marks
 from common.data.processor import AnswerFrame, Processor, answer_frame
 from common.data.rows import (
     PLACES,
@@ -282,7 +283,11 @@ ROW_KINDS = {
     "response": RowKind("response", set(), "one prompt, and a text that is not empty as response"),
 }
 PROMPT_FIELDS = ("prompt", "question", "messages")
-JUDGEMENT_COLUMNS = {*PROMPT_FIELDS, *ROW_KINDS, "critique", "images", "videos", "source", "pair"}
+JUDGEMENT_COLUMNS = {
+    *PROMPT_FIELDS,
+    *ROW_KINDS,
+    *"critique images videos source pair regions".split(),
+}
 ORDERS = ("given", "swapped")
 # Names of the two sides in a critique that is shown in both orders.
 FIXED_NAMES = re.compile(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b")
@@ -456,17 +461,18 @@ def load_judgements(
             further = {"reference": ask["verdict"], "label": ask["kind"], "order": ask["order"]}
             further |= fields | {"index": 2 * fields["index"] + k}
             prompt = judge_prompt(processor, settings, ask, args, **further)
+            text = write_marks(ask["text"], prompt.regions, processor.config.model_type)
             target = EMPTY
             if frame is not None:
-                processor.check_length("example", ask["text"], limit)
-                target = encode_target(processor, frame, ask["text"])
+                processor.check_length("example", text, limit)
+                target = encode_target(processor, frame, text)
                 size = len(prompt.input_ids) + len(target)
                 if size > limit:
                     raise ValueError(
                         f"example too long: {size} tokens, {len(target)} of them target; the limit"
                         f" is {limit}"
                     )
-            examples.append(Example(prompt, target, ask["text"]))
+            examples.append(Example(prompt, target, text))
         return examples
 
     return list(itertools.chain(*read_rows(path, build, args, JUDGEMENT_COLUMNS)))

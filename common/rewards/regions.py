@@ -4,18 +4,21 @@
     read_boxes         ... as boxes of the file, None for one that is no box
     match              the best one-to-one pairing
     region_reward      box, boxes and point as reward functions
+    region_record      the true and predicted regions of a sample, for pictures and tables
 
 Everything that is written counts: copies and malformed boxes are wrong predictions, an unfinished
 thought or answer leaves nothing, and so many boxes that one must be right earn nothing.
 """
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.data.coordinates import Box, Place, Point, Regions
+from common.data.coordinates import Box, Place, Point, Regions, is_region
+from common.data.rows import Prompt
 from common.rewards.rules import Columns, extract_answer, with_opened_thought
 
 RULES = ("box", "boxes", "point")
@@ -312,3 +315,36 @@ def problem_of(rule: str, truth: Regions | None) -> str:
     if rule == "box" and len(truth.boxes) != 1:
         return f"{len(truth.boxes)} boxes in its regions, not one"
     return "" if rule == "boxes" or truth.boxes or truth.points else "no region to point at"
+
+
+# --------------------------------------------------------------------------------------------------
+# Records
+# --------------------------------------------------------------------------------------------------
+
+
+def region_record(row: Prompt, response: str) -> dict:
+    """What the record of a response says of regions, if its row has some: the true ones and those of the
+    response that are in the image, in pixels of the file. The score of a box is its IoU with its partner
+    in the best pairing, that of a predicted point 1 if it hits."""
+    truth = row.regions
+    if truth is None:
+        return {}
+    names = itertools.chain(truth.labels, itertools.repeat(""))
+    true = [one_region(*pair) for pair in zip(truth.boxes + truth.points, names)]
+    predicted = []
+    for numbers, label in (read_predictions(with_opened_thought(row.text, response)) or [])[:MOST]:
+        box = as_box(numbers, truth.place)
+        point = as_point(numbers, truth.place) if numbers and len(numbers) == 2 else None
+        if box:
+            predicted.append(one_region(box, label))
+        elif point and is_region([point], truth.place.file):
+            predicted.append(one_region(point, label, is_hit(point, truth)))
+    boxes = [one for one in predicted if len(one["region"]) == 4]
+    ious = [[iou(one["region"], box) for box in truth.boxes] for one in boxes]
+    for i, j in match(ious):
+        boxes[i]["score"] = true[j]["score"] = ious[i][j]
+    return {"regions": {"image": truth.image, "true": true, "predicted": predicted}}
+
+
+def one_region(numbers: Box | Point, label: str, score: float = 0.0) -> dict:
+    return {"region": list(numbers), "label": label, "score": float(score)}

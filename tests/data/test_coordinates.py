@@ -1,0 +1,176 @@
+"""Places in images: what rows say of them, and in which coordinates models answer.
+
+Seen sizes and rounded marks are those of transformers 5.24's smart resize."""
+
+import pytest
+from PIL import Image
+
+from common.data.coordinates import Place, read_regions, write_marks
+from common.data.processor import Processor
+from common.flags import DataArgs
+from common.rewards.judge import load_responses
+from conftest import value_error, write_rows
+from helpers import write_processor
+
+BOX = [[100.2, 100, 500, 400]]
+POINT = [[300, 200]]
+
+
+def regions_of(row, space="seen", file=(1000, 600), seen=(1008, 588)):
+    return read_regions(row, (Place(file, seen, space),))
+
+
+@pytest.mark.parametrize(
+    "file, seen",
+    [
+        ((1000, 500), (1008, 504)),
+        ((640, 428), (644, 420)),
+        ((4000, 3000), (1148, 840)),
+        ((50, 30), (84, 56)),
+        ((1920, 1080), (1316, 728)),
+        ((42, 70), (56, 56)),
+    ],
+)
+def test_what_qwen_sees_is_its_grid(tmp_path, file, seen):
+    folder = write_processor(tmp_path, "qwen2_5_vl")
+    family = Processor(folder, DataArgs(min_pixels=3136, max_pixels=1003520)).family
+    assert family.seen_size(family.grid(*file)) == seen
+    pixels = family.patches(Image.new("RGB", file))[0]
+    assert len(pixels) == seen[0] * seen[1] // family.patch_size**2
+
+
+def test_a_row_is_read_in_pixels_of_its_upright_file(load, tmp_path):
+    turned = Image.new("RGB", (90, 30))
+    exif = turned.getexif()
+    exif[0x0112] = 6  # upright it is 30 x 90
+    turned.save(tmp_path / "turned.jpg", exif=exif)
+    rows = [
+        {"prompt": "p", "images": ["a.png"], "regions": {"boxes": [[1, 2, 64, 40]]}},
+        {
+            "prompt": "p",
+            "images": ["a.png", "turned.jpg"],
+            "regions": {"points": [[30, 90]], "image": 1},
+        },
+        {
+            "prompt": "p",
+            "images": ["a.png"],
+            "regions": {"boxes": [[0, 0, 500, 1000]], "space": "1000"},
+        },
+        {"prompt": "p", "images": ["a.png"], "regions": {"boxes": []}},
+        {"prompt": "p", "images": ["a.png"]},
+    ]
+    first, second, third, empty, none = load(rows)
+    assert first.regions.boxes == ((1, 2, 64, 40),)
+    assert first.places[0].file == (64, 40)
+    assert second.regions.points == ((30, 90),)
+    assert second.regions.place == second.places[1]
+    assert second.regions.place.file == (30, 90)
+    assert third.regions.boxes == ((0, 0, 32, 40),)
+    assert empty.regions.boxes == ()
+    assert none.regions is None
+
+
+@pytest.mark.parametrize(
+    "regions, problem",
+    [
+        ({"boxes": [[500, 100, 400, 200]]}, "width"),
+        ({"boxes": [[0, 0, 1001.5, 10]]}, "1000 x 600 pixels"),
+        ({"boxes": [[10, 10, 10, 20]]}, "no box in"),
+        ({"boxes": [[0.1, 0.2, 0.5, 0.6]]}, '"space": "1"'),
+        ({"boxes": [[500, 600, 900, 900]]}, '"space": "1000"'),
+        ({"boxes": [[100, 600, 500, 900]]}, "EXIF"),
+        ({"boxes": [[1, 2, 3]]}, "not 4 finite numbers"),
+        ({"points": [[1, 2, 3, 4]]}, "not 2 finite numbers"),
+        ({"points": [[1, 700]]}, "no point in"),
+        ({"boxes": [[1, 2, 3, float("nan")]]}, "finite"),
+        ({"boxes": [1, 2, 3, 4]}, "boxes must be list"),
+        ({"boxes": [[1, 2, 3, "4"]]}, "boxes must be"),
+        ({"boxes": [[1, 2, 3, 4]], "labels": []}, None),
+        ({"boxes": [[1, 2, 3, 4]], "labels": ["a", "b"]}, "2 labels for 1"),
+        ({"box": [[1, 2, 3, 4]]}, "box"),
+        ({"boxes": [], "image": 1}, "no image 1"),
+        ({"boxes": [[1, 2, 3, 4]], "space": "2048!"}, "space"),
+        ([[1, 2, 3, 4]], "must be dict"),
+    ],
+)
+def test_bad_regions_are_bad_rows(regions, problem):
+    if problem is None:
+        regions_of(regions)
+    else:
+        with value_error(f"regions.*{problem}"):
+            regions_of(regions)
+
+
+@pytest.mark.parametrize("space", ["auto", "seen"])
+def test_an_unknown_space_needs_a_flag(space):
+    with value_error("--coordinates"):
+        regions_of({"boxes": BOX}, space, seen=None)
+
+
+@pytest.mark.parametrize(
+    "space, family, text",
+    [
+        ("seen", "qwen2_5_vl", "at [101, 98, 504, 392], [302, 196]"),
+        ("1000", "qwen3_vl", "at [100, 167, 500, 667], [300, 333]"),
+        (
+            "1000",
+            "qwen2_vl",
+            "at <|box_start|>(100,167),(500,667)<|box_end|>, <|box_start|>(300,333)<|box_end|>",
+        ),
+        ("1000", "internvl", "at <box>[[100, 167, 500, 667]]</box>, <box>[[300, 333]]</box>"),
+        (
+            "1000",
+            "glm4v",
+            "at <|begin_of_box|>[[100,167,500,667]]<|end_of_box|>, <|begin_of_box|>[[300,333]]<|end_of_box|>",
+        ),
+        ("square", "llava", "at [0.1, 0.3, 0.5, 0.6], [0.3, 0.4]"),
+        ("1", "llava", "at [0.1, 0.167, 0.5, 0.667], [0.3, 0.333]"),
+        ("file", "llava", "at [100, 100, 500, 400], [300, 200]"),
+    ],
+)
+def test_marks_become_the_familys_literal(space, family, text):
+    regions = regions_of({"boxes": BOX, "points": POINT}, space)
+    assert write_marks("at <box>, <point>", regions, family) == text
+
+
+def test_marks_are_rounded_half_up_and_stay_in_the_image():
+    at = regions_of({"boxes": [[90.9, 160.8, 135, 212.8]]}, file=(640, 480), seen=(644, 476))
+    assert write_marks("<box>", at, "qwen2_5_vl") == "[91, 159, 136, 211]"
+    beyond = regions_of({"boxes": [[-0.9, -1, 1000.6, 601]]}, "1000")
+    assert write_marks("<box>", beyond, "qwen3_vl") == "[0, 0, 1000, 1000]"
+
+
+def test_marks_and_regions_are_as_many():
+    regions = regions_of({"boxes": BOX + [[1, 2, 3, 4]]}, "1000")
+    assert (
+        write_marks("<box> and <box>", regions, "qwen3_vl")
+        == "[100, 167, 500, 667] and [1, 3, 3, 7]"
+    )
+    for text in ("no marks", "<box>[[1, 2, 3, 4]]</box>", '<point x="1">'):
+        assert write_marks(text, regions, "internvl") == text
+    for text, problem in {"<box>": "1 <box> in the response for 2", "<point>": "1 <point>"}.items():
+        with value_error(problem):
+            write_marks(text, regions, "qwen3_vl")
+    with value_error("no regions in the row"):
+        write_marks("<box>", None, "qwen3_vl")
+
+
+@pytest.mark.parametrize(
+    "family, target",
+    [("qwen2_5_vl", "[84, 56]: [0, 0, 84, 28]"), ("qwen3_vl", "[1000, 1000]: [0, 0, 1000, 500]")],
+)
+def test_one_file_trains_all_families(tmp_path, family, target):
+    """50 x 30 pixels are 84 x 56 as both see them."""
+    folder = write_processor(tmp_path, family)
+    Image.new("RGB", (50, 30)).save(tmp_path / "a.png")
+    regions = {"boxes": [[0, 0, 50, 15]], "points": [[50, 30]]}
+    row = {
+        "prompt": "where?",
+        "images": ["a.png"],
+        "response": "<point>: <box>",
+        "regions": regions,
+    }
+    path, processor = write_rows(tmp_path / "rows.jsonl", [row]), Processor(folder)
+    (example,) = load_responses(path, processor, DataArgs(), 500)
+    assert example.text == target
+    assert processor.decode([example.target]) == [target]
