@@ -44,6 +44,7 @@ import time
 from collections import ChainMap
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from common import standins
@@ -416,9 +417,7 @@ def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.Mem
     )
     if rows.held_out:
         prefill = batch * prompt * memory.layer_activations(judge)
-        plan.fixed["evaluate"] = lambda: (
-            plan.decoding("judge", length, batch) | {"forward": prefill}
-        )
+        plan.fixed["evaluate"] = partial(plan.decoding, "judge", length, batch, prefill=prefill)
     return plan
 
 

@@ -2482,11 +2482,6 @@ def check_advantages(refuse: flags.Refusals) -> None:
     )
     samples = values.prompts_per_step * values.samples_per_prompt
     refuse(
-        values.advantage == "cpgd" and samples < 2,
-        "--advantage cpgd compares the samples of a step: --prompts_per_step x --samples_per_prompt "
-        "must be at least 2",
-    )
-    refuse(
         values.kl_target and 5 * values.kl_horizon <= samples,
         f"--kl_horizon {values.kl_horizon} must exceed a fifth of the {samples} samples per step",
     )

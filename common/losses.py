@@ -158,7 +158,8 @@ def turn_grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
     first = (turns.cumsum(0) - turns).repeat_interleave(turns)  # (T,) the first turn of its sample
     number = torch.arange(len(lengths)) - first
     compared = x.prompt_index.repeat_interleave(turns) * len(lengths) + number
-    return _subtract_kl(x, rewards_to_go(standardize(rewards, compared), turns, 1.0)[turn])
+    to_go = rewards_to_go(standardize(rewards, compared), turns, 1.0)  # (T,)
+    return _subtract_kl(x, to_go[turn])
 
 
 def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:
@@ -188,7 +189,8 @@ def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:
 
 def cpgd(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The reward standardized among all samples of the step (Liu et al. 2025)."""
-    return _subtract_kl(x, x.per_token(standardize(x.rewards, torch.zeros_like(x.prompt_index))))
+    all_alike = torch.zeros_like(x.prompt_index)
+    return _subtract_kl(x, x.per_token(standardize(x.rewards, all_alike)))
 
 
 def dr_grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
@@ -201,12 +203,14 @@ def rloo(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The reward minus the mean of the prompt's other samples (Ahmadian et al. 2024)."""
     _, group, count = x.prompt_index.unique(return_inverse=True, return_counts=True)
     scale = (count / (count - 1).clamp(min=1))[group]  # (S,)
-    return _for_all_tokens(x, centre(x.rewards_after_kl, x.prompt_index) * scale)
+    centred = centre(x.rewards_after_kl, x.prompt_index)
+    return _for_all_tokens(x, centred * scale)
 
 
 def opo(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The reward minus the length-weighted mean of its prompt (Hao et al. 2025)."""
-    return _for_all_tokens(x, centre(x.rewards_after_kl, x.prompt_index, weight=x.lengths.double()))
+    weight = x.lengths.double()
+    return _for_all_tokens(x, centre(x.rewards_after_kl, x.prompt_index, weight))
 
 
 def gpg(x: AdvantageInputs) -> AdvantagesAndReturns:
@@ -273,8 +277,7 @@ def standardize(rewards: Tensor, compared: Tensor) -> Tensor:
 
 def has_spread(rewards: Tensor, compared: Tensor) -> Tensor:
     """(S,) bool: whether the compared rewards, a sample's own among them, differ by more than rounding."""
-    highest, lowest = among(rewards, compared, "amax"), among(rewards, compared, "amin")
-    return highest - lowest >= ROUNDING
+    return among(rewards, compared, "amax") - among(rewards, compared, "amin") >= ROUNDING
 
 
 def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, kl_coef: float) -> Tensor:
@@ -314,7 +317,8 @@ def gae(
 
 def rewards_to_go(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor:
     """(N,) discounted sum of the rewards from each token on: GAE with lambda 1 and values of 0."""
-    return gae(rewards, torch.zeros_like(rewards), lengths, gamma, 1.0)[0]
+    no_values = torch.zeros_like(rewards)
+    return gae(rewards, no_values, lengths, gamma, 1.0)[0]
 
 
 def whiten(x: Tensor) -> Tensor:
@@ -342,7 +346,8 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, factor: float) -> Tensor:
     """(S,) length penalty (DAPO, Yu et al. 2025, eq. 13): 0 up to ``buffer`` tokens below the limit,
     then falling linearly to -factor at the limit."""
-    return (-(lengths - (max_new_tokens - buffer)) / buffer * factor).clamp(max=0.0)
+    over = lengths - (max_new_tokens - buffer)
+    return (-over / buffer * factor).clamp(max=0.0)
 
 
 @dataclass

@@ -219,7 +219,6 @@ stray                                         | unrecognized arguments: stray
 --kl_target 0.1                               | --kl_target 0.1 needs --kl_coef
 --kl_coef 0.1 --kl_target 0.1 --kl_horizon 20 | --kl_horizon
 --kl_coef 0.1 --kl_in loss --kl_estimator k1  | the gradient of k1 averages to zero
---advantage cpgd --samples_per_prompt 1 --prompts_per_step 1 | must be at least 2
 --timeout 60                                  | --reward_timeout 60 must be below --timeout 60
 --reward_timeout 1800                         | --reward_timeout 1800 must be below --timeout 1800
 --min_new_tokens 9 --max_new_tokens 8         | --min_new_tokens 9 exceeds --max_new_tokens 8

@@ -115,15 +115,18 @@ class MemoryPlan:
         forward = memory.forward_bytes(module, module.model.setup.head_chunk)
         return self.resident(role) | {"gathered weights": root + 2 * layer, "forward": forward}
 
-    def decoding(self, role: str, length: int, slots: int, *busy: str) -> Parts:
-        """All weights gathered, or their pieces, and a cache for so many sequences of so many tokens."""
+    def decoding(
+        self, role: str, length: int, slots: int, *busy: str, prefill: float = 0.0
+    ) -> Parts:
+        """All weights gathered, or their pieces, and a cache for so many sequences of so many tokens.
+        ``prefill``: bytes of a forward of all prompts at once; 0: they are read pack by pack."""
         module = self.models[role]
         slot = memory.slot_bytes(module, length)
         return self.resident(*busy) | {
             "gathered weights": memory.decoding_bytes(module),
             "KV cache": slot,  # of one sequence, the least that a run can do with
             "further slots": (slots - 1) * slot,
-            "forward": memory.forward_bytes(module, slots),
+            "forward": prefill or memory.forward_bytes(module, slots),
         }
 
     def slots(self, gib: float) -> int:
