@@ -9,15 +9,17 @@ r"""Rewards of perception, to use or to copy: --reward launch/reward_vision.py:N
     ocr       1 - edits / length, and case counts
     items     F1 of a list, in any order
     order     the same list
+    form      one thought, then one <answer>; for a part of a --reward_recipe
 
-The truth is the row's "answer", for words and anls any of its "answers" if it has them.
+The truth is the row's "answer"; for words and anls any of its "answers", or of the list that the
+answer is.
 
 An answer is what stands behind the thought: the last <answer>, <|begin_of_box|> or \boxed{}, if
 there is one, and of that the last fence. Everything in it counts: of several letters or numbers none
 is the answer, and a copy is a wrong item. An unfinished thought or <answer> is no answer. So
 whoever guesses everything earns no more than by one guess."""
 
-import json
+import ast
 import re
 from collections import Counter
 from fractions import Fraction
@@ -110,13 +112,16 @@ def count(answer, truth, row):
 
 @per_sample
 def words(answer, truth, row):
-    return float(plain(answer) in map(plain, row.get("answers", [truth])))
+    return float(plain(answer) in map(plain, truths(truth, row)))
+
+
+def truths(truth: str, row: dict) -> list:
+    return list(map(str, row.get("answers") or read_list(truth) or [truth]))
 
 
 @per_sample
 def anls(answer, truth, row):
-    texts = row.get("answers", [truth])
-    best = max(likeness(answer.lower(), text.lower()) for text in texts)
+    best = max(likeness(answer.lower(), text.lower()) for text in truths(truth, row))
     return best if best > 0.5 else 0.0
 
 
@@ -151,12 +156,22 @@ def order(answer, truth, row):
     return float(read_items(answer) == read_items(truth))
 
 
-def read_items(text: str) -> list:
-    """The elements of a list in JSON, or of what commas, semicolons and lines separate."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, list):
+def read_items(text: str) -> list[str]:
+    """The elements of a list, or of what commas, semicolons, lines or, between digits, dashes separate."""
+    values = read_list(text)
+    if values is None:
         values = re.split(r"[,;\n]|(?<=\d)-(?=\d)", text)
     return [item for item in map(plain, values) if item]
+
+
+def read_list(text: str) -> list | None:
+    """A list in JSON or Python, if the text is one."""
+    try:
+        return ast.literal_eval(text) if text.startswith("[") else None
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def form(prompts, responses, references, labels, images):
+    texts = map(rules.with_opened_thought, prompts, responses)
+    return [rules.format_score(text, "answer") for text in texts]

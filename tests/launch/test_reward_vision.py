@@ -74,7 +74,9 @@ def grade(name: str, response: str, truth, row: dict, prompt: str = "") -> float
         ("words", "light  Blue", "blue", {}, 0),
         ("words", "-5", "5", {}, 0),
         ("words", "navy", None, {"answers": ["blue", "Navy"]}, 1),
-        ("anls", "Helo", None, {"answers": ["hello"]}, 0.8),
+        ("words", "Paris, France", "['Paris', 'Paris, France']", {}, 1),
+        ("words", "France", "['Paris', 'Paris, France']", {}, 0),
+        ("anls", "Helo", '["hello"]', {}, 0.8),
         ("anls", "hell", None, {"answers": ["help me", "HELL"]}, 1),
         ("anls", "abcd", "abxy", {}, 0),
         ("anls", "hello hello hello", "hello", {}, 0),
@@ -183,3 +185,15 @@ def test_likeness_is_that_of_the_definition():
         a, b = ("".join(rng.choices("abA", k=rng.randint(1, 9))) for _ in "ab")
         expected = 1 - plain_edits(a, b) / max(len(a), len(b))
         assert reward_vision.likeness(a, b) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_form_is_a_thought_and_then_an_answer():
+    responses = [
+        "<think>a</think><answer>b</answer>",
+        "<think>a</think> so <answer>b</answer>",
+        "<answer>b</answer>",
+        "<think>a</think> b",
+        "a</think><answer>b</answer>",
+    ]
+    prompts = [""] * 4 + ["<think>"]
+    assert reward_vision.form(prompts, responses, *[[]] * 3) == [1, 1, 0, 0, 1]
