@@ -27,10 +27,9 @@ from string import ascii_uppercase
 
 import numpy as np
 
-from common.rewards import rules
+from common.rewards.regions import answer_text
+from common.rewards.rules import format_score, with_opened_thought
 
-BOX = re.compile(r"<\|begin_of_box\|>([^<]*)<\|end_of_box\|>")
-FENCE = re.compile(r"```\w{0,20}\n(.*?)```", re.DOTALL)
 # b)   B, but neither "I" nor the article of "A dog"
 LETTER = re.compile(r"(?<![\w'’])(?:[A-Za-z](?=\))|(?:A(?! (?!is|or)[a-z])|[B-HJ-Z])(?![\w'’]))")
 NUMBER = re.compile(r"(?<![\w.])[+-]?(?:\d{1,15}(?!\d)\.?\d{0,15}|\.\d{1,15})(?:[eE][+-]?\d{1,2})?")
@@ -41,24 +40,13 @@ DIGITS = {word: str(number) for number, word in enumerate(WORDS)}
 OUTER = " .,;:!?\"'`()[]{}*•"  # punctuation around a word
 
 
-def read_answer(response: str) -> str:
-    """What a response answers; empty if it ends within its thought or its <answer>."""
-    _, _, answer = response.rpartition("</think>")
-    if "<think>" in answer:
-        return ""
-    if "<answer>" in answer:
-        answer = rules.extract_answer(answer, "answer") or ""
-    answer = (BOX.findall(answer) or [answer])[-1]
-    answer = rules.extract_answer(answer, "boxed") or answer
-    return (FENCE.findall(answer) or [answer])[-1].strip()
-
-
 def per_sample(grade):
     """A reward function from the grade of one answer, by its truth and row; no answer earns 0."""
 
     def score(prompts, responses, references, labels, images, rows):
-        responses = map(rules.with_opened_thought, prompts, responses)
-        samples = zip(map(read_answer, responses), references, rows)
+        texts = map(with_opened_thought, prompts, responses)
+        texts = map(answer_text, map(answer_text, texts))  # <answer>It is \boxed{B}.</answer>
+        samples = zip(map(str.strip, texts), references, rows)
         grades = [grade(*sample) if sample[0] else 0.0 for sample in samples]
         return {"reward": grades, "accuracy": [float(share == 1) for share in grades]}
 
@@ -173,5 +161,5 @@ def read_list(text: str) -> list | None:
 
 
 def form(prompts, responses, references, labels, images):
-    texts = map(rules.with_opened_thought, prompts, responses)
-    return [rules.format_score(text, "answer") for text in texts]
+    texts = map(with_opened_thought, prompts, responses)
+    return [format_score(text, "answer") for text in texts]

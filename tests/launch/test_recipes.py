@@ -17,11 +17,13 @@ import pytest
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.rewards import scoring
-from conftest import ROOT, words
+from conftest import ROOT, read_rows, words
+from helpers import noise
 
 RECIPES = sorted(
     path.name for path in (ROOT / "launch").glob("*.s*") if path.suffix in (".sh", ".slurm")
 )
+ABILITIES = "chart_ocr knowledge_recognition spatial_action counting_grounding_search stem visual_alignment".split()
 NOTE = f"""#!{sys.executable}
 import json, os, sys
 with open(os.environ["NOTED"], "a") as file:
@@ -45,10 +47,14 @@ def launch(tmp_path):
     # makes no data and no summary
     (project / "bin" / "python").write_text("#!/bin/sh\n")
     (project / "bin" / "python").chmod(0o755)
+    (project / "data" / "vero").mkdir(parents=True)
+    (project / "data/vero/vero_600k_train.verl.jsonl").write_text(
+        "".join(json.dumps({"ability": ability}) + "\n" for ability in ABILITIES)
+    )
     made = "toy/train.jsonl toy/eval.jsonl real/smollm2/config.json real/fashion/eval.jsonl real/words/train.jsonl"
     for path in made.split():
         (project / path).touch()
-    for name in (*RECIPES, "reward_math.py", "real_rewards.py"):
+    for name in (*RECIPES, "reward_math.py", "real_rewards.py", "reward_vision.py"):
         (project / "launch" / name).write_text((ROOT / "launch" / name).read_text())
     for script in ("train_ppo_vl.py", "train_grm_vl.py"):
         (project / script).touch()
@@ -99,6 +105,8 @@ def parsed(call: list[str], monkeypatch, folder: Path):
 )
 def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatch, tmp_path, name):
     environment = {}
+    if name == "vero.sh":
+        environment = {"JUDGE": "http://127.0.0.1:1/judge"}
     if name.startswith("grm"):
         environment = {
             "DATA": "pairs.jsonl:2,more.jsonl:1",
@@ -253,6 +261,57 @@ def test_a_recipe_for_another_model_under_slurm(launch, monkeypatch, tmp_path, n
     assert args.optim.steps == 3
     assert args.model.model == "small model"
     assert str(args.run.out) == "runs/small"
+
+
+CUP = {"boxes": [[2, 2, 40, 30]]}
+PERCEPTION = {
+    "grounding.sh": (
+        "refcoco_train refcocop_train refcocog_train refcoco_val",
+        [{"prompt": "the cup", "regions": CUP}],
+    ),
+    "vero.sh": (
+        "vero_600k_train.verl vero_600k_val.verl",
+        [
+            {"prompt": "where?", "label": "grounding", "regions": CUP},
+            {"prompt": "click", "label": "clicking", "regions": CUP},
+            {"prompt": "which?", "label": "multiple_choice", "answer": "B"},
+            {"prompt": "how much?", "label": "numeric", "answer": "5", "tolerance": 0.0},
+            {"prompt": "how many?", "label": "counting", "answer": "7"},
+            {"prompt": "who?", "label": "list_string_match", "answer": "['a', 'b']"},
+        ],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PERCEPTION)
+def test_recipes_of_perception_take_two_steps(tmp_path, qwen25, name):
+    """On a tiny model, with rows as convert.py writes them."""
+    files, rows = PERCEPTION[name]
+    noise(1).save(tmp_path / "a.png")
+    rows = [
+        row | {"images": ["a.png"], "ability": ability} for row, ability in zip(rows * 6, ABILITIES)
+    ]
+    for split in files.split():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{split}.jsonl").write_text(text)
+    flags = """--steps 2 --prompts_per_step 6 --samples_per_prompt 2 --max_prompt_tokens 1024 --max_new_tokens 8
+        --max_tokens_per_pack 4096 --overlong_buffer 4 --eval_every 2 --save_every 0"""
+    environment = {
+        "MODEL": str(qwen25),
+        "DATA": str(tmp_path),
+        "OUT": str(tmp_path / "out"),
+        "LAUNCH": f"{sys.executable} train_ppo_vl.py",
+        "JUDGE": "http://127.0.0.1:1/never_asked",
+    }
+    command = ["bash", str(ROOT / "launch" / name), *flags.split()]
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = read_rows(tmp_path / "out" / "metrics.jsonl")
+    steps = [record["step"] for record in records if "rollout/reward" in record]
+    assert steps == [1, 2]
 
 
 def test_a_job_needs_its_script(tmp_path):

@@ -43,6 +43,7 @@ def grade(name: str, response: str, truth, row: dict, prompt: str = "") -> float
         ("choice", "Vitamin C", "A", {"options": ["vitamin C", "B12", "iron"]}, 1),
         ("choice", "5", "B", {"options": [4, 5]}, 1),
         ("choice", r"So it is \boxed{B}, not A.", "B", ANIMALS, 1),
+        ("choice", r"<answer>It is \boxed{B}, not A.</answer>", "B", ANIMALS, 1),
         ("number", "95", "100", {}, 1),
         ("number", "94.9", "100", {}, 0),
         ("number", "0.95", "1", {}, 1),
