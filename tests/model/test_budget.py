@@ -273,14 +273,15 @@ COLLECTIVES = """
 import json, os, sys
 sys.path.insert(0, sys.argv[1])
 from common import distributed
-for hsdp in (0, 1):
-    ranks = distributed.start(60.0, hsdp)
+for hsdp, shards in ((0, 1), (1, 1), (0, 2)):
+    ranks = distributed.start(60.0, hsdp, shards)
     called = []
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
-        def call(*given, name=name, real=getattr(distributed.dist, name), **more):
+    places = {"all_gather": distributed, "reduce_scatter": distributed, "all_reduce": distributed.dist}
+    for name, place in (places | {"broadcast": distributed.dist}).items():
+        def call(*given, name=name, real=getattr(place, name), **more):
             called.append((name, more["group"].size(), max(x.numel() for x in given)))
             return real(*given, **more)
-        setattr(distributed.dist, name, call)
+        setattr(place, name, call)
     distributed.warm_up(ranks, 4000)
     if distributed.dist.get_rank() == 1:
         with open(sys.argv[2], "a") as file:
@@ -292,7 +293,7 @@ os._exit(0)  # at an ordinary exit a thread of gloo may end the process with SIG
 
 @pytest.mark.slow
 def test_every_group_is_warmed_up_by_every_collective(tmp_path):
-    """Two ranks, as one group, and as copies of one shard each."""
+    """Two ranks, as one group, as copies of one shard each, and as a team."""
     (tmp_path / "program.py").write_text(COLLECTIVES)
     clean = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
     done = subprocess.run(
@@ -311,15 +312,20 @@ def test_every_group_is_warmed_up_by_every_collective(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (_, one), (_, two) = read_rows(tmp_path / "calls")
+    (_, one), (_, two), (_, team) = read_rows(tmp_path / "calls")
     of = lambda size: [
-        ["all_gather_into_tensor", size, 1000],
-        ["reduce_scatter_tensor", size, 1000],  # noqa: E731
+        ["all_gather", size, 1000],
+        ["reduce_scatter", size, 1000],  # noqa: E731
         ["all_reduce", size, 1000 // size],
     ]
     assert one == of(2)
     assert all(call in two for call in of(2))
     assert all(call in two for call in of(1))
+    # of a layer, and of one number
+    for count in (500, 1):
+        assert ["all_reduce", 2, count] in team[3:]
+        assert ["all_gather", 2, 2 * count] in team[3:]
+        assert ["broadcast", 2, 2 * count] in team[3:]
 
 
 def test_the_smallest_team_that_fits_is_named(qwen25, picture_rows):
