@@ -454,20 +454,25 @@ def task(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def seven_b(qwen25, tmp_path_factory) -> Path:
-    """config.json of Qwen2.5-VL-7B-Instruct, but for the token ids, beside the toy's tokenizer; no
-    weights."""
+def published(source: Path, folder: Path, kind: type, text: dict, vision: dict) -> Path:
+    """A published config.json of a ``kind``, but for the token ids, beside the other files of a toy's
+    checkpoint; no weights."""
     import shutil
 
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    small = read_json(source / "config.json")
+    ids = {name: value for name, value in small.items() if name.endswith("token_id")}
+    text = {"tie_word_embeddings": False} | text
+    config = kind(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seven_b(qwen25, tmp_path_factory) -> Path:
+    """Qwen2.5-VL-7B-Instruct."""
     from transformers import Qwen2_5_VLConfig
 
-    folder = tmp_path_factory.mktemp("7b")
-    small = read_json(qwen25 / "config.json")
-    for path in qwen25.iterdir():
-        if path.suffix != ".safetensors":
-            shutil.copy(path, folder)
-    ids = {name: value for name, value in small.items() if name.endswith("token_id")}
     text = dict(
         vocab_size=152064,
         hidden_size=3584,
@@ -475,7 +480,6 @@ def seven_b(qwen25, tmp_path_factory) -> Path:
         num_hidden_layers=28,
         num_attention_heads=28,
         num_key_value_heads=4,
-        tie_word_embeddings=False,
         rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
     )
     vision = dict(
@@ -489,10 +493,8 @@ def seven_b(qwen25, tmp_path_factory) -> Path:
         window_size=112,
         fullatt_block_indexes=[7, 15, 23, 31],
     )
-    Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, tie_word_embeddings=False, **ids
-    ).save_pretrained(folder)
-    return folder
+    folder = tmp_path_factory.mktemp("7b") / "model"
+    return published(qwen25, folder, Qwen2_5_VLConfig, text, vision)
 
 
 @pytest.fixture

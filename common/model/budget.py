@@ -186,31 +186,31 @@ def fastest(plan: MemoryPlan, most: int, gib: float) -> str:
 
 
 def least_team(plan: MemoryPlan, gib: float) -> str:
-    """The flag of the smallest teams, the fastest, whose rollouts leave a share `SPARE` of ``gib``
-    free; "" if none do."""
+    """The flag of the smallest teams whose rollouts leave a share `SPARE` of ``gib`` free; "" if none
+    do."""
     setups = [module.model.setup for module in plan.models.values()]
     team, advice = setups[0].team, ""
-    for size in (8, 4, 2):  # the smallest has the last word
+    for size in range(8, 0, -1):  # the smallest has the last word
         for setup in setups:
             setup.team = Team(size)
         with suppress(UserError):  # so many cannot share a layer
             peak, _ = peak_of(plan, *plan.setting)
             if plan.shards % size == 0 and peak <= (1 - SPARE) * gib:
-                advice = f"--rollout_shards {size} is the smallest, and so the fastest, that fits"
+                advice = f"--rollout_shards {size} fits: the smallest that does is the fastest"
     for setup in setups:
         setup.team = team
     return advice
 
 
 def require_fit(plan: MemoryPlan, gib: float, needed: Callable) -> str:
-    """A line about the peak of a run on GPUs with ``gib``; a warning, with what would help, where
-    that leaves less than a share `SPARE` free. Raises UserError: what is ``needed`` of a phase
+    """A line about the peak of a run on GPUs with ``gib``, with the smallest teams that fit if it has
+    teams; a warning, with what would help, where that leaves less than a share `SPARE` free. Raises UserError: what is ``needed`` of a phase
     (`total` or `certain`) does not fit."""
     tokens, recompute = plan.setting
     peak, phase = peak_of(plan, tokens, recompute)
     line = f"memory per GPU: {peak:.1f} of {gib:.1f} GiB, in {phase}"
     if peak <= (1 - SPARE) * gib:
-        return line
+        return f"{line}; {least_team(plan, gib)}" if plan.args.rollout_shards > 1 else line
     advice = least_team(plan, gib) or fastest(plan, tokens, gib)
     if peak_of(plan, tokens, recompute, needed)[0] > gib:
         raise UserError(f"{line}, does not fit; {advice}")

@@ -12,7 +12,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+)
 
 import plan
 import train_ppo_vl as ppo
@@ -22,7 +28,7 @@ from common.flags import DataArgs
 from common.model import attention as vlm_attention
 from common.model import fsdp, memory, vlm
 from common.model.packs import make_packs
-from conftest import start, take, user_error, words
+from conftest import published, start, take, user_error, words, write_checkpoint
 from helpers import LiveBytes, planned, trainable
 
 ROLES = ("actor", "critic", "reference")
@@ -247,6 +253,116 @@ def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
         table_of(8, "--gradient_checkpointing off")
     assert max(table_of(16, "")["total"]) < peak - 10
     assert max(table_of(16, "--hsdp 8")["total"]) == pytest.approx(peak)
+
+
+TOWER_3 = dict(
+    depth=27,
+    hidden_size=1152,
+    intermediate_size=4304,
+    num_heads=16,
+    patch_size=16,
+    spatial_merge_size=2,
+    num_position_embeddings=2304,
+    deepstack_visual_indexes=[8, 16, 24],
+)
+TOWER_25 = dict(
+    depth=32,
+    hidden_size=1280,
+    intermediate_size=3456,
+    num_heads=16,
+    patch_size=14,
+    spatial_merge_size=2,
+    window_size=112,
+    fullatt_block_indexes=[7, 15, 23, 31],
+)
+# of Qwen3-VL-30B-A3B-Instruct, Qwen3-VL-32B-Instruct and Qwen2.5-VL-72B-Instruct
+LARGE = {
+    "30b_a3b": dict(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
+    "32b": dict(
+        vocab_size=151936,
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+    ),
+    "72b": dict(
+        vocab_size=152064,
+        hidden_size=8192,
+        intermediate_size=29568,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ),
+}
+
+
+def write_large(name: str, qwen25, tmp_path):
+    text = LARGE[name]
+    if name == "72b":
+        kind, source, tower = Qwen2_5_VLConfig, qwen25, TOWER_25
+        rope = {"mrope_section": [16, 24, 24]}
+    else:
+        kind = Qwen3VLMoeConfig if name == "30b_a3b" else Qwen3VLConfig
+        source, tower = write_checkpoint(tmp_path / "qwen3", "qwen3_vl"), TOWER_3
+        rope = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text = text | {"rope_parameters": rope | {"rope_type": "default", "rope_theta": 1e6}}
+    tower = tower | {"out_hidden_size": text["hidden_size"]}
+    return published(source, tmp_path / "model", kind, text, tower)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, gpus, flags, team, alone, rollout, update",
+    [
+        ("30b_a3b", 8, "", 4, 139.1, 70.7, 72.6),
+        ("32b", 8, "--lora_rank 64", 4, 171.0, 55.5, 26.2),
+        ("32b", 8, "", 8, 207.3, 72.9, 81.4),  # which does not fit
+        ("32b", 16, "", 4, 184.5, 69.6, 50.9),
+        ("72b", 8, "--lora_rank 64", 8, 280.0, 60.2, 42.1),
+    ],
+)
+def test_teams_of_large_models(
+    name, gpus, flags, team, alone, rollout, update, qwen25, tmp_path, capsys
+):
+    """launch/README.md has these figures: GiB on each GPU, with packs of 4,096 tokens and 128 samples
+    of 3,072."""
+    folder, rows = write_large(name, qwen25, tmp_path), tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "how many?", "answer": "1"}))
+    (row,) = planned(qwen25, rows, "--prompts_per_step 1").prompts
+    line = f"-- --model {folder} --data {rows} --advantage grpo --reward exact {flags}"
+    line += f" --max_new_tokens {3072 - len(row.input_ids)} --slots 128 --max_tokens_per_pack 4096"
+    line += " --prompts_per_step 1 --max_prompt_tokens 512 --attention flash_attn --rollout_shards"
+    advice = f"--rollout_shards {team} fits: the smallest that does is the fastest"
+    for size in (1, team):
+        argv = words("ppo", "--gpus", gpus, *line.split(), size)
+        if size == team and max(rollout, update) < 80:
+            plan.main(argv)
+        else:
+            with user_error(
+                "does not fit; " + (advice if update < 80 else "no pack is small enough")
+            ):
+                plan.main(argv)
+        text = capsys.readouterr().out
+        peaks = alone if size == 1 else rollout, update
+        assert cells(text)["total"] == pytest.approx(peaks, abs=0.06)
+    assert (f"; {advice}\n" in text) == (update < 80)
+    heads = -(-LARGE[name]["num_key_value_heads"] // team)
+    cache = 2 * LARGE[name]["num_hidden_layers"] * heads * 128 * 2 * 3072 * 128
+    parts = cells(text)["KV cache"] + cells(text)["further slots"]
+    assert sum(parts) == pytest.approx(cache / GIB, abs=0.011)
 
 
 def test_a_plan_compares_no_towers(qwen25, picture_rows, tmp_path):

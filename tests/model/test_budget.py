@@ -338,7 +338,7 @@ def test_the_smallest_team_that_fits_is_named(qwen25, picture_rows):
             setup.team = distributed.Team(size)
         peaks[size], _ = budget.peak_of(plan, *plan.setting)
     assert peaks[4] < peaks[2] < peaks[1]
-    for size in (2, 4):
+    for size in (1, 2, 4):
         gib = peaks[size] / (1 - budget.SPARE) + 1e-6
         assert budget.least_team(plan, gib).startswith(f"--rollout_shards {size} ")
     assert budget.least_team(plan, peaks[4]) == ""
