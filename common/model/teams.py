@@ -63,21 +63,23 @@ TOGETHER = (
 # -------------------------------------------------------------------------------------------------
 
 
-def names_of(model: Model) -> dict[nn.Module, str]:
-    """The modules of decoder and head, by the last word of their names."""
-    modules = [*decoder(model).named_modules(), ("lm_head", model.lm_head)]
-    return {part: name.rpartition(".")[2] for name, part in modules}
+def places_of(model: Model) -> dict[nn.Module, tuple[str, Any]]:
+    """Of each module of decoder and head the last word of its name, and the config of its layer: heads
+    may differ between layers."""
+    body, config, places = decoder(model), None, {}
+    configs = dict(zip(body.layers, layer_configs(model.config.get_text_config())))
+    for name, part in (
+        *body.named_modules(),
+        ("lm_head", model.lm_head),
+    ):  # layers, then their parts
+        config = configs.get(part, config)
+        places[part] = name.rpartition(".")[2], config
+    return places
 
 
-def configs_of(model: Model) -> dict[nn.Module, Any]:
-    """The config of each layer, by its modules: heads may differ between layers."""
-    pairs = zip(layer_configs(model.config.get_text_config()), decoder(model).layers)
-    return {part: config for config, layer in pairs for part in layer.modules()}
-
-
-def piece_of(value: Tensor, module: str, kind: str, config: Any, team: Team) -> Tensor:
-    """A copy of this rank's piece of a parameter, by the names of its module and its own, and the
-    config of its layer. Raises UserError: it cannot be shared equally."""
+def piece_of(value: Tensor, module: str, config: Any, kind: str, team: Team) -> Tensor:
+    """A copy of this rank's piece of a parameter, by the name of its module, the config of its layer
+    and its own name. Raises UserError: it cannot be shared equally."""
     dim, size = CUTS.get(module, {}).get(kind), team.size
     if dim is None:
         # what is added to a sum is added once
@@ -104,11 +106,11 @@ def piece_of(value: Tensor, module: str, kind: str, config: Any, team: Team) -> 
 def piece_bytes(model: Model) -> int:
     """Of this rank's pieces of decoder and head, in the compute type; counted on meta. Raises
     UserError: the model cannot be shared by so many ranks."""
-    configs, team, numbers = configs_of(model), model.setup.team, 0
+    numbers = 0
     check_cuts(model)
-    for owner, name in names_of(model).items():
+    for owner, place in places_of(model).items():
         for kind, value in owner.named_parameters(recurse=False):
-            piece = piece_of(value.detach().to("meta"), name, kind, configs.get(owner), team)
+            piece = piece_of(value.detach().to("meta"), *place, kind, model.setup.team)
             numbers += piece.numel()
     return numbers * model.setup.dtype.itemsize
 
@@ -133,7 +135,7 @@ def check_cuts(model: Model) -> None:
 def cut(model: Model, parts: list) -> Iterator[None]:
     """Inside, the weights of ``parts``, which FSDP gathers one by one, are this rank's pieces, and
     their outputs are summed or joined over the team. A collective."""
-    team, configs, names = model.setup.team, configs_of(model), names_of(model)
+    team, places = model.setup.team, places_of(model)
     for part in parts:
         part.reshard()  # a forward may have left it gathered
     owners = {owner for part in parts for owner in part.modules()}
@@ -144,13 +146,12 @@ def cut(model: Model, parts: list) -> Iterator[None]:
         for (owner, kind), shard in shards.items():
             value = owner._parameters[kind]
             if value is not shard:  # gathered with this part; a tied one has several places
-                name, config = names.get(owner, ""), configs.get(owner)
-                piece = piece_of(value.detach(), name, kind, config, team)
+                piece = piece_of(value.detach(), *places.get(owner, ("", None)), kind, team)
                 pieces[owner, kind] = nn.Parameter(piece, requires_grad=False)
         part.reshard()
 
     def make_whole(owner: nn.Module, _, out: Tensor) -> Tensor:
-        if names[owner] in SUMMED:
+        if places[owner][0] in SUMMED:
             return team.sum(out)
         # of a head, without ids that do not exist
         return team.join(out)[..., : getattr(owner, "out_features", None)]
@@ -158,17 +159,17 @@ def cut(model: Model, parts: list) -> Iterator[None]:
     with ExitStack() as undo:
         undo.callback(set_parameters, shards)
         set_parameters(pieces)
-        for owner, name in names.items():
+        for owner, (name, config) in places.items():
             if name in (*SUMMED, *JOINED):
                 undo.callback(owner.register_forward_hook(make_whole).remove)
             groups = getattr(owner, "num_key_value_groups", None)
             if groups:  # transformers' own attention repeats each key head so often
                 undo.callback(setattr, owner, "num_key_value_groups", groups)
-                queries = configs[owner].num_attention_heads // team.size
-                owner.num_key_value_groups = min(groups, queries)
+                owner.num_key_value_groups = min(groups, config.num_attention_heads // team.size)
         yield
 
 
-def set_parameters(parameters: dict[tuple[nn.Module, str], nn.Parameter]) -> None:
+def set_parameters(parameters: dict) -> None:
+    """By module and name."""
     for (owner, kind), parameter in parameters.items():
         owner._parameters[kind] = parameter
