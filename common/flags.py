@@ -402,10 +402,14 @@ def check_eval_data(spec: str) -> None:
 
 
 def parse_template_options(text: str) -> dict:
-    """The variables of --template_options. Raises ValueError: it is no JSON object."""
+    """The variables of --template_options. Raises ValueError: it is no JSON object, or has "false" as a
+    text, which templates take for true."""
     options = parse_json(text or "{}", text)
     if not isinstance(options, dict):
         raise ValueError(f"{text}: expected an object of JSON, such as {{}}")
+    for name, value in options.items():
+        if value in ("true", "false", "True", "False"):
+            raise ValueError(f"{text}: {name} is a text; true and false have no quotation marks")
     return options
 
 

@@ -232,6 +232,7 @@ stray                                         | unrecognized arguments: stray
 --stop_strings end                            | --stop_strings end: not JSON
 --stop_strings [""]                           | not a JSON list of non-empty strings
 --template_options {enable_thinking:false}    | --template_options {enable_thinking:false}: not JSON
+--template_options {"thinking":"false"}       | thinking is a text; true and false have no quotation marks
 --template_options [1]                        | --template_options [1]: expected an object of JSON, such as {}
 --data a.jsonl:0.5,b.jsonl                    | --data a.jsonl:0.5,b.jsonl:
 --reward nonsense                             | --reward nonsense: expected one of
