@@ -102,14 +102,21 @@ class Processor:
 
     def _end_ids(self) -> set[int | None]:
         """The ids that end a response: those of the files, and what the template ends a turn with. Where
-        these differ, rank 0 says so, and an export's generation_config.json has both."""
+        these differ, rank 0 says so, and an export's generation_config.json has both; it also says
+        where a template does not begin the answer."""
         tokenizer, generation = self.tokenizer, self.files["generation_config"]
         eos, written = tokenizer.eos_token_id, generation.get("eos_token_id")
         ends = {eos, *(written if isinstance(written, list) else [written])}
         try:
-            end = answer_frame(self).end
+            head, before, end, _ = answer_frame(self)
         except ValueError:  # a template of prompts alone; whoever needs more of it gets the message
             return ends
+        headers = [token for token in tokenizer.all_special_tokens if token in before]
+        if any(token in head for token in headers) and distributed.is_main():
+            say(
+                f"warning: {self.folder}: the chat template ignores add_generation_prompt: prompts end "
+                f"without {before!r}, which it writes before an answer"
+            )
         if end not in ends:
             generation["eos_token_id"] = sorted({*ends, end} - {None})
         if end != eos and distributed.is_main():

@@ -126,6 +126,18 @@ def test_what_the_template_writes_behind_an_answer_ends_a_turn(
     assert written == (eos_id if eos == end else sorted({eos_id, end_id}))
 
 
+def test_a_template_that_does_not_begin_the_answer_is_said(tmp_path, capsys):
+    """Or a policy would be sampled behind the user's turn."""
+    Processor(write_processor(tmp_path / "a"))
+    assert "add_generation_prompt" not in capsys.readouterr().out
+    folder = write_processor(tmp_path / "b", template=TEMPLATE.partition("{% if add_gen")[0])
+    Processor(folder)
+    assert (
+        f"warning: {folder}: the chat template ignores add_generation_prompt: prompts end without "
+        "'<|im_start|>assistant\\n'"
+    ) in capsys.readouterr().out
+
+
 def test_a_text_lacks_only_what_ends_a_turn_pads_or_stands_for_pixels(tmp_path):
     """Other special tokens are what the model says: boxes, tags that were registered, tool calls."""
     folder = write_processor(tmp_path)
