@@ -73,7 +73,9 @@ def answer_text(response: str) -> str:
     )
     text = next((part for part in parts if part is not None), text)
     blocks = text.split("```")
-    return blocks[-1 - len(blocks) % 2] if len(blocks) > 1 else text
+    if len(blocks) == 1:
+        return text
+    return re.sub(r"\A\w{0,20}\n", "", blocks[-1 - len(blocks) % 2])  # ```json
 
 
 def read_predictions(response: str) -> list[Prediction] | None:
