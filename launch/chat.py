@@ -64,6 +64,13 @@ class Chat:
         turns = [*self.messages, {"role": "user", "content": content}]
         all_pictures = [*self.pictures, *map(os.path.abspath, pictures)]
         prompt = make_prompt(self.processor, turns, all_pictures, system_prompt=self.system_prompt)
+        answer = self.processor.decode([self.generate(prompt, max_new_tokens)])[0].strip()
+        turn = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+        self.messages, self.pictures = [*turns, turn], all_pictures
+        return answer
+
+    def generate(self, prompt, max_new_tokens: int) -> torch.Tensor:
+        """(n,) what transformers' own `generate` writes, greedily."""
         tokens = self.model.generate(
             **self.inputs(prompt),
             max_new_tokens=max_new_tokens,
@@ -72,10 +79,7 @@ class Chat:
             suppress_tokens=list(self.processor.banned_ids),
             do_sample=False,
         )
-        answer = self.processor.decode([tokens[0, len(prompt.input_ids) :]])[0].strip()
-        turn = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
-        self.messages, self.pictures = [*turns, turn], all_pictures
-        return answer
+        return tokens[0, len(prompt.input_ids) :]
 
     def inputs(self, prompt) -> dict[str, torch.Tensor]:
         """What the model's own forward takes."""

@@ -698,4 +698,4 @@ def nearest(config) -> type[Family]:
         return TextOnly
     if getattr(tower, "model_type", "") == "pixtral":
         return Mistral3
-    return Qwen if hasattr(tower, "temporal_patch_size") else Measured
+    return Qwen if hasattr(tower, "temporal_patch_size") else Described

@@ -502,7 +502,7 @@ def test_unknown_families_are_refused_by_name(tmp_path):
     with value_error("family 'mllama' is not one of " + ", ".join(FAMILIES)):
         Processor(tmp_path)
     deep = SimpleNamespace(model_type="deep", temporal_patch_size=2)
-    towers = {"Measured": AutoConfig.for_model("mllama").vision_config, "Qwen": deep}
+    towers = {"Described": AutoConfig.for_model("mllama").vision_config, "Qwen": deep}
     towers |= {"Mistral3": AutoConfig.for_model("pixtral"), "TextOnly": None}
     for name, tower in towers.items():
         with value_error(f"begin with the class {name} of common/data/families.py"):

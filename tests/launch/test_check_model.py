@@ -5,7 +5,7 @@ import pytest
 import check_model as program
 from common.model import layers
 from conftest import words
-from families import KINDS, TEXT_ONLY, write_family
+from families import KINDS, PLAIN, TEXT_ONLY, write_family
 
 
 def marked(kinds) -> list:
@@ -23,9 +23,14 @@ def test_every_comparison_of_a_sound_checkpoint_passes(kind, tmp_path, picture_r
     assert program.main(words(tmp_path)) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[-1] == "PASS"
-    names = ("prompt ids", "replaced modules", "log-probs of packs", "log-probs of the sampler")
-    for name in (*names, "greedy tokens", "export"):
+    names = ("replaced modules", "log-probs of packs", "log-probs of the sampler")
+    for name in (*names, "greedy samples", "weights of an export"):
         assert sum(line.startswith(f"ok   {name}") for line in lines) == 1, name
+    ids = [line for line in lines if "prompt ids" in line]
+    if kind in PLAIN:
+        assert ids == ["ok   prompt ids: 0, at most 0"]
+    else:
+        assert len(ids) == (kind not in TEXT_ONLY)
     # a prompt with one drawn picture and one with two
     features = sum(line.startswith("ok   image features") for line in lines)
     assert features == (0 if kind in TEXT_ONLY else 2)
