@@ -57,9 +57,13 @@ class Processor:
         try:
             self.config = read_model_config(folder)
             self.family = family_of(self.config)
-            self.space = args.coordinates
-            if self.space == "auto":
-                self.space = SPACES.get(self.config.model_type, "auto")
+            usual = SPACES.get(self.config.model_type, "auto")
+            self.space = usual if args.coordinates == "auto" else args.coordinates
+            # an args.json may come from a run of another family
+            if usual not in ("auto", self.space) and distributed.is_main():
+                say(
+                    f"--coordinates {self.space}: {self.config.model_type} usually answers in {usual}"
+                )
             self.tokenizer = read_tokenizer(folder)
             self.files = read_settings(folder)
             self.vocab_size = self.config.get_text_config().vocab_size

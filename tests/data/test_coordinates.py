@@ -39,6 +39,15 @@ def test_what_qwen_sees_is_its_grid(tmp_path, file, seen):
     assert len(pixels) == seen[0] * seen[1] // family.patch_size**2
 
 
+def test_another_space_than_the_familys_is_told(tmp_path, capsys):
+    """An args.json of Qwen2.5-VL, used for Qwen3-VL, would read answers in the wrong space."""
+    folder = write_processor(tmp_path, "qwen3_vl")
+    assert Processor(folder, DataArgs()).space == "1000"
+    assert "--coordinates" not in capsys.readouterr().out
+    assert Processor(folder, DataArgs(coordinates="seen")).space == "seen"
+    assert "--coordinates seen: qwen3_vl usually answers in 1000" in capsys.readouterr().out
+
+
 def test_a_row_is_read_in_pixels_of_its_upright_file(load, tmp_path):
     turned = Image.new("RGB", (90, 30))
     exif = turned.getexif()

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from common.data.coordinates import Place, Regions
+from common.ppo_flags import RewardArgs
+from common.rewards import scoring
 from common.rewards.regions import (
     iou,
     match,
@@ -385,3 +387,9 @@ def test_the_record_of_a_sample_scores_each_region():
     assert clicks == [{"region": [50, 50], "label": "", "score": 1}]
     assert record(answer, None) == {}
     assert record(answer, row, "p<think>")["regions"]["predicted"] == []
+
+
+def test_gdpo_compares_the_number_that_is_the_reward():
+    """Accuracy and F1 of the same boxes are no further parts of it."""
+    mix = scoring.load_rewards(RewardArgs(reward="boxes"))
+    assert mix.compared(["box_iou", "accuracy", "f1", "f1_class", "parsed"]) == ["box_iou"]
