@@ -211,7 +211,8 @@ def require_fit(plan: MemoryPlan, gib: float, needed: Callable) -> str:
     peak, phase = peak_of(plan, tokens, recompute)
     line = f"memory per GPU: {peak:.1f} of {gib:.1f} GiB, in {phase}"
     if peak <= (1 - SPARE) * gib:
-        return f"{line}; {least_team(plan, gib)}" if plan.args.rollout_shards > 1 else line
+        smallest = least_team(plan, gib) if plan.args.rollout_shards > 1 else ""
+        return "; ".join(filter(None, (line, smallest)))
     advice = least_team(plan, gib) or fastest(plan, tokens, gib)
     if peak_of(plan, tokens, recompute, needed)[0] > gib:
         raise UserError(f"{line}, does not fit; {advice}")
