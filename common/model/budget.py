@@ -205,8 +205,7 @@ def least_team(plan: MemoryPlan, gib: float) -> str:
 def require_fit(plan: MemoryPlan, gib: float, needed: Callable) -> str:
     """A line about the peak of a run on GPUs with ``gib``, and about the smallest teams that fit if it
     has teams; a warning, with what would help, where that leaves less than a share `SPARE` free.
-    Raises UserError: what is ``needed`` of a phase
-    (`total` or `certain`) does not fit."""
+    Raises UserError: what is ``needed`` of a phase (`total` or `certain`) does not fit."""
     tokens, recompute = plan.setting
     peak, phase = peak_of(plan, tokens, recompute)
     line = f"memory per GPU: {peak:.1f} of {gib:.1f} GiB, in {phase}"

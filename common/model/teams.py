@@ -89,17 +89,16 @@ def piece_of(value: Tensor, module: str, config: Any, kind: str, team: Team) -> 
         value = F.pad(value, (0, 0, 0, -len(value) % size))
     # all gates, then what they open: of each a piece
     value = value.unflatten(dim, (2 if "gate_up_proj" in (module, kind) else 1, -1))
-    length, heads = value.shape[dim + 1], HEADS.get(module)
-    units = getattr(config, heads) if heads else length
+    heads = HEADS.get(module)
+    units = getattr(config, heads) if heads else value.shape[dim + 1]
     least = size * 8 if module == "experts" else size  # whose kernel reads 16 bytes at a time
     if units % least and (heads != KEYS or size % units):  # a key head may be on several ranks
         raise UserError(
             f"--rollout_shards {size}: {least} must divide the {units} {'heads' if heads else 'numbers'} "
             f"of {module}"
         )
-    first, last = team.rank * units // size, -(-(team.rank + 1) * units // size)
-    width = length // units
-    piece = value.narrow(dim + 1, first * width, (last - first) * width)
+    count = min(units, size)
+    piece = value.chunk(count, dim + 1)[team.rank * count // size]
     return piece.flatten(dim, dim + 1).clone()
 
 
