@@ -64,7 +64,7 @@ def write_checkpoint(
     if tie:
         model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = True
         model.tie_weights()
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
@@ -196,7 +196,7 @@ def judge_settings(*verdicts: tuple[str, str], saved: dict = {}, **settings):
 
 def write_judge(folder: Path, *verdicts: tuple[str, str], **settings) -> None:
     """Make a checkpoint one of a judge that was trained on (kind, verdict)."""
-    (folder / "judge.json").write_text(json.dumps(vars(judge_settings(*verdicts, **settings))))
+    write_json(folder / "judge.json", vars(judge_settings(*verdicts, **settings)))
 
 
 def take(env, count: int | None = None):
@@ -239,6 +239,10 @@ def seeded(seed: int) -> torch.Generator:
 
 def read_json(path: Path) -> dict:
     return json.loads(path.read_text())
+
+
+def write_json(path: Path, value) -> None:
+    path.write_text(json.dumps(value))
 
 
 def table(text: str) -> list[list[str]]:
@@ -332,21 +336,22 @@ def hugging_face(folder: Path):
     return AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
 
 
-def inputs_of(prompt, response: torch.Tensor, processor) -> dict:
-    """What Hugging Face's own model takes of a prompt and the tokens of one response, unpacked."""
+def inputs_of(prompt, response: torch.Tensor, processor, pixels=None) -> dict:
+    """What Hugging Face's own model takes of a prompt and the tokens of one response, unpacked;
+    ``pixels``: patches and grids of other images than the prompt's own."""
     from common.data.loader import load_pixels
 
     ids = torch.cat([prompt.input_ids, response])[None]
     inputs = {"input_ids": ids, "mm_token_type_ids": (ids == processor.config.image_token_id).int()}
-    pixels = load_pixels(prompt, processor)
+    pixels = pixels or load_pixels(prompt, processor)
     if pixels:
         inputs["pixel_values"], inputs["image_grid_thw"] = pixels
     return inputs
 
 
-def logits_of(model, prompt, response: torch.Tensor, processor) -> torch.Tensor:
+def logits_of(model, prompt, response: torch.Tensor, processor, pixels=None) -> torch.Tensor:
     """(T, V) of Hugging Face's own model, for the T tokens of one response; -inf: banned."""
-    logits = model(**inputs_of(prompt, response, processor)).logits[
+    logits = model(**inputs_of(prompt, response, processor, pixels)).logits[
         0, len(prompt.input_ids) - 1 : -1
     ]
     return logits.index_fill(1, torch.tensor(sorted(processor.banned_ids)), -torch.inf)

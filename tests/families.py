@@ -34,6 +34,7 @@ from conftest import (
     take,
     token_logprobs,
     words,
+    write_json,
 )
 from helpers import random_responses
 
@@ -56,6 +57,17 @@ VISION = dict(
     image_size=28,
     patch_size=7,
 )
+QWEN_VISION = dict(
+    depth=2,
+    hidden_size=32,
+    intermediate_size=64,
+    num_heads=2,
+    patch_size=14,
+    out_hidden_size=32,
+    spatial_merge_size=2,
+)
+
+
 LINEAR = dict(
     layer_types=["linear_attention", "full_attention"],
     linear_num_key_heads=2,
@@ -320,16 +332,7 @@ def glm_config(kind: str, vocabulary: dict, ids: dict):
         kind,
         text_config=TEXT | vocabulary | text,
         **ids,
-        vision_config=dict(
-            depth=2,
-            hidden_size=32,
-            intermediate_size=64,
-            num_heads=2,
-            patch_size=14,
-            image_size=112,
-            out_hidden_size=32,
-            spatial_merge_size=2,
-        ),
+        vision_config=QWEN_VISION | {"image_size": 112},
     )
 
 
@@ -340,18 +343,8 @@ def exaone_config(vocabulary: dict, ids: dict):
         text_config=TEXT | vocabulary | text,
         image_token_id=ids["image_token_id"],
         video_token_id=ids["video_token_id"],
-        vision_config=dict(
-            depth=2,
-            hidden_size=32,
-            intermediate_size=64,
-            num_heads=4,
-            num_key_value_heads=2,
-            patch_size=14,
-            window_size=56,
-            fullatt_block_indexes=[1],
-            out_hidden_size=32,
-            spatial_merge_size=2,
-        ),
+        vision_config=QWEN_VISION
+        | dict(num_heads=4, num_key_value_heads=2, window_size=56, fullatt_block_indexes=[1]),
     )
 
 
@@ -418,7 +411,7 @@ def as_gemma4_is_published(folder: Path, generator: torch.Generator) -> None:
     text = config["text_config"]
     assert text.pop("per_layer_config")
     text |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
-    path.write_text(json.dumps(config))
+    write_json(path, config)
     weights = load_file(folder / "model.safetensors")
     for layer in range(4 - text["num_kv_shared_layers"], 4):
         stem = f"model.language_model.layers.{layer}.self_attn"
@@ -463,17 +456,8 @@ def make_config(kind: str, tokenizer):
             kind,
             text_config=TEXT | vocabulary | text,
             **ids,
-            vision_config=dict(
-                depth=2,
-                hidden_size=32,
-                intermediate_size=64,
-                num_heads=2,
-                patch_size=14,
-                out_hidden_size=32,
-                spatial_merge_size=2,
-                num_position_embeddings=64,
-                deepstack_visual_indexes=[0],
-            ),
+            vision_config=QWEN_VISION
+            | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         )
     if kind in ("qwen3_5", "qwen3_5_moe"):
         text = TEXT_ONLY[f"{kind}_text"]
@@ -481,16 +465,7 @@ def make_config(kind: str, tokenizer):
             kind,
             text_config=TEXT | vocabulary | text,
             **ids,
-            vision_config=dict(
-                depth=2,
-                hidden_size=32,
-                intermediate_size=64,
-                num_heads=2,
-                patch_size=14,
-                out_hidden_size=32,
-                spatial_merge_size=2,
-                num_position_embeddings=64,
-            ),
+            vision_config=QWEN_VISION | {"num_position_embeddings": 64},
         )
     if kind.startswith("internvl"):
         text = {"model_type": "qwen2"}
@@ -725,6 +700,26 @@ def logprobs(policy: ppo.Policy, batch: Batch, sampling) -> torch.Tensor:
     return run_forward(policy, batch, lambda pack: policy(pack, sampling)[0])
 
 
+def as_parts(messages: list[dict]) -> list[dict]:
+    """Messages whose content is a list of parts, as the families' own processors want them."""
+    text = lambda content: [{"type": "text", "text": content}]  # noqa: E731
+    return [
+        m | {"content": text(m["content"]) if isinstance(m["content"], str) else m["content"]}
+        for m in messages
+    ]
+
+
+def with_response(inputs: dict, tokens: torch.Tensor) -> dict:
+    """The inputs of a prompt with the tokens of a response behind it."""
+    inputs = dict(inputs)
+    further = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    further |= dict.fromkeys(("token_type_ids", "mm_token_type_ids"), torch.zeros_like(tokens))
+    for name in inputs.keys() & further.keys():
+        more = further[name][None].to(inputs[name].dtype)
+        inputs[name] = torch.cat([inputs[name], more], dim=1)
+    return inputs
+
+
 def check_logprobs(
     family, counts: list[int], inputs_of, look=lambda family, batch: batch, bound: float = 0.0
 ) -> None:
@@ -737,19 +732,9 @@ def check_logprobs(
     with torch.no_grad():
         expected = []
         for group, tokens in responses_of(batch):
-            inputs = inputs_of(family, env.prompts[group])
-            start_row = inputs["input_ids"].shape[1] - 1
-            for name in inputs.keys() & {
-                "input_ids",
-                "attention_mask",
-                "token_type_ids",
-                "mm_token_type_ids",
-            }:
-                more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}.get(
-                    name, torch.zeros_like(tokens)
-                )
-                inputs[name] = torch.cat([inputs[name], more[None].to(inputs[name].dtype)], dim=1)
-            logits = family.oracle(**inputs, use_cache=False).logits[0, start_row:-1].float()
+            inputs = with_response(inputs_of(family, env.prompts[group]), tokens)
+            logits = family.oracle(**inputs, use_cache=False).logits
+            logits = logits[0, -len(tokens) - 1 : -1].float()
             logits[:, list(env.processor.banned_ids)] = -torch.inf
             expected.append(token_logprobs(logits, tokens))
     expected, ours = torch.cat(expected), logprobs(env.actor, batch, env.sampling)

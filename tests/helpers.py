@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ import plan
 import ranks
 import train_ppo_vl as ppo
 from common import logging, losses
-from common.buffers import FIELDS, Batch
+from common.buffers import FIELDS, Batch, Pack
 from common.data.processor import Processor
 from common.flags import DataArgs
 from common.model import fsdp, shards, vlm
@@ -42,11 +43,14 @@ from conftest import (
     read_rows,
     records,
     reproducible,
+    rounding,
     same_tensors,
+    save_weights,
     seeded,
     start,
     take,
     words,
+    write_json,
 )
 
 REWARD = '''
@@ -81,6 +85,9 @@ def samples_of_every_step() -> None:
 
 
 def flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[str]:
+    """Of a run of one step; a recipe among ``more`` stands in for its reward."""
+    more = words(*more)
+    reward = [] if "--reward_recipe" in more else ["--reward", f"{task / 'reward.py'}:letters"]
     return words(
         "--model",
         checkpoint,
@@ -88,8 +95,7 @@ def flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[st
         task / "train.jsonl",
         "--out",
         out,
-        "--reward",
-        f"{task / 'reward.py'}:letters",
+        *reward,
         "--max_prompt_tokens 512 --max_new_tokens 6 --max_tokens_per_pack 600 --prompts_per_step 4 "
         "--samples_per_prompt 3 --steps 1 --actor_lr 1e-3",
         *more,
@@ -134,10 +140,21 @@ def tensors(folder: Path) -> Tensors:
     }
 
 
+def change_weight(
+    folder: Path, change: Callable, name: str = "layers.0.mlp.up_proj.weight"
+) -> torch.Tensor:
+    """Change a tensor of a checkpoint in place, the first whose name ends so; it as it is then."""
+    weights = tensors(folder)
+    weight = next(value for key, value in weights.items() if key.endswith(name))
+    change(weight)
+    save_weights(folder, weights)
+    return weight
+
+
 def hand_batch(env) -> Batch:
     """Four random responses to each of the four prompts, one of them empty; all fields that an
     update reads."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     lengths = [5, 0, 9, 1, 7, 3, 12, 2, 4, 6, 8, 1, 2, 2, 11, 10]
     tokens = sum(lengths)
 
@@ -172,14 +189,19 @@ HAND_FLAGS = (
 )
 
 
+def stir_value_head(critic: ppo.Critic) -> None:
+    """It begins at zero."""
+    with torch.no_grad():
+        weight = critic.value_head.weight.to_local()
+        weight.copy_(torch.randn(weight.shape, generator=seeded(5)) / 8)
+
+
 def hand_env(checkpoint: Path | str, rows: str, dtype: torch.dtype = torch.float32):
     """Models with a random value head, and hand-made samples."""
     env = start(checkpoint, rows, HAND_FLAGS)
     for module in (env.actor, env.critic, env.reference):
         module.to(dtype)
-    with torch.no_grad():
-        weight = env.critic.value_head.weight.to_local()
-        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)) / 8)
+    stir_value_head(env.critic)
     env.batch = hand_batch(env)
     return env
 
@@ -210,6 +232,17 @@ def take_gradients(module) -> Tensors:
     return gradients
 
 
+def signed_gradients(module, batch: Batch, signs: torch.Tensor, parts=(None,)) -> Tensors:
+    """Of the sum of signs x outputs over all tokens, accumulated over the packs of each part of the
+    prompts."""
+    for groups in parts:
+        for pack in make_packs(module.model, batch, groups):
+            is_critic = isinstance(module, ppo.Critic)
+            out = module(pack) if is_critic else module(pack, batch.sampling)[0]
+            (signs[pack.flat] * out).sum().backward()
+    return take_gradients(module)
+
+
 def trainable(module, args, lr: float) -> fsdp.Trainable:
     return fsdp.Trainable(module, ppo.adamw(module, lr, args.optim), args.optim)
 
@@ -229,6 +262,22 @@ class Caught(fsdp.Trainable):
 
     def zero_grad(self) -> None:
         self.module.zero_grad()
+
+
+def changed(before: Tensors, after: Tensors) -> set[str]:
+    """The names of those that are not the same in every bit."""
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def assert_close_weights(one: Path, other: Path) -> None:
+    """Of two exports: the same but for the order of additions."""
+    ours, theirs = tensors(one), tensors(other)
+    assert ours.keys() == theirs.keys()
+    assert len(ours) > 10
+    for key in ours:
+        bound = 1e-3 * ours[key].norm() + rounding(16)
+        assert (ours[key] - theirs[key]).norm() <= bound, key
 
 
 def distance(actual: Tensors, expected: Tensors) -> float:
@@ -453,6 +502,27 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
+def peak_of_an_update(env, module, batch: Batch) -> tuple[int, Pack]:
+    """The most bytes that are alive while a module learns from the one pack of a batch; the second
+    time, as in an update of several."""
+    n = len(batch.tokens)
+    batch.sampling, batch.in_policy_loss = env.sampling, torch.ones(n, dtype=torch.bool)
+    batch.logprobs = batch.old_logprobs = torch.zeros(n)
+    batch.advantages = batch.returns = batch.values = torch.randn(n)
+    weights = ppo.minibatch_weights(batch, range(1), batch.in_policy_loss, env.args)
+    part = ppo.Minibatch(range(1), weights, weights, None)
+    module.train()
+    for _ in range(2):
+        with LiveBytes() as live:
+            (pack,) = make_packs(module.model, batch)
+            if isinstance(module, ppo.Critic):
+                loss, _ = ppo.critic_loss(module, pack, batch, part, env.args)
+            else:
+                loss, _ = ppo.actor_loss(module, None, pack, batch, part, env.args)
+            loss.backward()
+    return live.peak, pack
+
+
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
 )
@@ -556,7 +626,7 @@ def write_processor(folder, family="qwen2_5_vl", template=TEMPLATE):
     (folder / "preprocessor_config.json").write_text(
         json.dumps({"patch_size": patch, "min_pixels": 3136, "max_pixels": 200704})
     )
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [IM_END, EOT]}))
+    write_json(folder / "generation_config.json", {"eos_token_id": [IM_END, EOT]})
     return folder
 
 

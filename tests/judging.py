@@ -1,21 +1,21 @@
 """A policy with a judge as its reward."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import train_ppo_vl as ppo
 from common.buffers import Batch
-from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import Prompt
+from common.model import vlm
 from common.rewards import judge as judgements
 from common.rewards import scoring
-from conftest import build_rewards, read_rows, words
+from conftest import build_rewards, read_rows, start, take, token_logprobs, words
 from conftest import records as records_of
 
 
@@ -33,38 +33,61 @@ def score(env, reward: scoring.RewardMix, batch: Batch) -> Batch:
     return batch
 
 
-def alone(
-    folder: Path, prompt: Prompt, question: str, answer: str | None, with_system: bool = True
-):
-    """The judge's model and the inputs of one question, rendered by its own tokenizer; with an
-    answer, its log-prob."""
+def answered(model: Path, rows: Path | str, said: list[list[str]], *flags: str):
+    """An actor, its reward, and one step of the first prompts with these responses. How the actor
+    samples is nothing to its judge."""
+    env = start(model, rows, "--advantage grpo --temperature 0.5 --min_new_tokens 3", *flags)
+    reward = scoring.load_rewards(env.args.reward)
+    build(env, reward, env.prompts)
+    batch = take(env, len(said))
+    vlm.compute_features(env.actor.model, batch)
+    batch = batch.with_targets([[tokens_of(env, text) for text in texts] for texts in said])
+    batch.truncated = torch.zeros(len(batch), dtype=torch.bool)
+    return env, reward, batch
+
+
+def tokens_of(env, text: str) -> torch.Tensor:
+    """Of a response and what ends it."""
+    end = judgements.answer_frame(env.processor).end
+    return torch.tensor([*env.processor.tokenizer.encode(text, add_special_tokens=False), end])
+
+
+PICTURE = "<|cut|>"  # in a question: the place of a picture that its prompt does not show
+
+
+def alone(folder: Path, prompt: Prompt, question: str, answer: str | None, pictures: list = []):
+    """The judge's model and the inputs of one question, rendered by its own tokenizer, with the
+    prompt's pictures and further ones; with an answer, its log-prob."""
     tokenizer, model = (
         AutoTokenizer.from_pretrained(folder),
         AutoModelForImageTextToText.from_pretrained(folder),
     )
+    before, *behind = question.split(PICTURE)
+    parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": before}]
+    for piece in behind:
+        parts += [{"type": "image"}, {"type": "text", "text": piece}]
     chat = [
-        {"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)}
-    ] * with_system
-    parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": question}]
-    text = tokenizer.apply_chat_template(
-        [*chat, {"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
-    )
-    processor, image_id = Processor(folder), model.config.image_token_id
-    pixels = load_pixels(prompt, processor)
-    counts = [t * h * w // 4 for t, h, w in prompt.grids]
-    for count in counts:
-        text = text.replace("<|image_pad|>", "<|hole|>" * count, 1)
+        {"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)},
+        {"role": "user", "content": parts},
+    ]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    pictures = [Image.open(path).convert("RGB") for path in prompt.images] + pictures
+    cut = [Processor(folder).family.patches(picture) for picture in pictures]
+    for _, (t, h, w) in cut:
+        text = text.replace("<|image_pad|>", "<|hole|>" * (t * h * w // 4), 1)
     ids = tokenizer.encode(text.replace("<|hole|>", "<|image_pad|>"), add_special_tokens=False)
     target = tokenizer.encode(f"{answer}<|im_end|>", add_special_tokens=False) if answer else []
     whole = torch.tensor([ids + target])
+    image_id = model.config.image_token_id
     inputs = {"input_ids": whole, "mm_token_type_ids": (whole == image_id).int()}
-    inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
+    if cut:
+        patches, grids = zip(*cut)
+        inputs |= {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
     if answer is None:
         return model, inputs, tokenizer
     with torch.no_grad():
-        logp = model(**inputs).logits[0].log_softmax(dim=-1)
-    rows = range(len(ids) - 1, len(ids) + len(target) - 1)
-    return sum(float(logp[row, token]) for row, token in zip(rows, target))
+        logits = model(**inputs).logits[0, len(ids) - 1 : -1]
+    return float(token_logprobs(logits, torch.tensor(target)).sum())
 
 
 def ask(prompt: Prompt, kind: str, **answers: str) -> str:
@@ -75,10 +98,11 @@ def ask(prompt: Prompt, kind: str, **answers: str) -> str:
     )
 
 
-def chances(folder: Path, prompt: Prompt, question: str, words: list[str]) -> list[float]:
-    logs = [alone(folder, prompt, question, f"<answer>{word}</answer>") for word in words]
-    total = sum(math.exp(x - max(logs)) for x in logs)
-    return [math.exp(x - max(logs)) / total for x in logs]
+def chances(
+    folder: Path, prompt: Prompt, question: str, words: list[str], pictures: list = []
+) -> list[float]:
+    logs = [alone(folder, prompt, question, f"<answer>{word}</answer>", pictures) for word in words]
+    return torch.tensor(logs, dtype=torch.float64).softmax(0).tolist()
 
 
 PAIRS = [

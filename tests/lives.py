@@ -82,11 +82,6 @@ def live(
     return ranks.run(ppo.main, argv, world=world, patches=patches, codes=codes, **environment)
 
 
-def clean_environment(**more: str) -> dict[str, str]:
-    """Without the traces of this process's own process group."""
-    return {key: value for key, value in os.environ.items() if key not in ranks.TORCHRUN} | more
-
-
 def records(out: Path) -> list[dict]:
     """One for every step, in order: that of the step with that of its evaluation. No name may be in both."""
     by_step = {}

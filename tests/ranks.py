@@ -112,6 +112,11 @@ def in_turn(*runs: tuple) -> None:
         function(*arguments)
 
 
+def clean_environment(**more: str) -> dict[str, str]:
+    """Without the traces of this process's own process group."""
+    return {name: value for name, value in os.environ.items() if name not in TORCHRUN} | more
+
+
 def start(
     function: Callable,
     *arguments: Any,
@@ -127,12 +132,8 @@ def start(
     ranks = []
     for rank in range(world):
         place = (rank, 0, world, world, "127.0.0.1", port)
-        variables = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-        variables |= (
-            dict(zip(TORCHRUN, map(str, (rank, *place))))
-            | {"GLOO_SOCKET_IFNAME": "lo"}
-            | environment
-        )
+        variables = clean_environment(**dict(zip(TORCHRUN, map(str, (rank, *place)))))
+        variables |= {"GLOO_SOCKET_IFNAME": "lo"} | environment
         call = (function, arguments, patches, variables, os.getcwd(), output)
         ranks.append(FORKED.Process(target=live, args=call, daemon=True))
         ranks[-1].start()

@@ -82,8 +82,9 @@ def attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal: bool, left: int, us
         n, m = queries.shape[1], keys.shape[1]
         assert n <= max_q and m <= max_k, "segments within the lengths that were promised"
         # aligned at the bottom right
-        age = torch.arange(n)[:, None] + (m - n) - torch.arange(m)[None]
-        hidden = torch.zeros(n, m, dtype=torch.bool)
+        place = torch.arange(max(n, m), device=q.device)
+        age = place[:n, None] + (m - n) - place[None, :m]
+        hidden = torch.zeros_like(age, dtype=torch.bool)
         if causal:
             hidden |= age < 0
         if left >= 0:

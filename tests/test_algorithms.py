@@ -15,10 +15,8 @@ import torch
 
 import train_ppo_vl as ppo
 from common import losses, ppo_flags
-from common.buffers import EMPTY, Batch
+from common.buffers import Batch
 from common.data.loader import PromptLoader
-from common.model import build, fsdp
-from common.model import weights as vlm_weights
 from common.model.packs import make_packs
 from common.rewards import scoring
 from conftest import (
@@ -31,8 +29,8 @@ from conftest import (
     read_rows,
     records,
     reproducible,
-    responses_of,
     rounding,
+    seeded,
     start,
     take,
     token_logprobs,
@@ -177,20 +175,6 @@ def test_estimators(env, name, kl_in):
     assert any(abs(x) > 0.1 for row in actual for x in row)
 
 
-@pytest.mark.parametrize("name", ["grpo", "cpgd"])
-def test_equal_scores_leave_the_kl_to_go_alone(env, name):
-    """Not the noise of the KL over its spread, which is as large as any advantage, for any weight."""
-    samples = copied(env)
-    samples.rewards = torch.full((16,), 2.0)
-    ppo.compute_advantages(
-        samples, state_of(env, 0.001), with_flags(env.args, advantage=name, kl_in="reward")
-    )
-    for kl, actual in zip(samples.split(samples.kl), samples.split(samples.advantages)):
-        wanted = [-0.001 * sum(kl.tolist()[t:]) for t in range(len(kl))]
-        assert actual.tolist() == pytest.approx(wanted, rel=ROUNDING, abs=1e-9)
-    assert 0 < samples.advantages.abs().max() < 0.1
-
-
 def test_the_scale_of_gpg_counts_groups_by_their_scores(env):
     """Without spread in any group nothing is scaled up, and a KL alone does not make a spread."""
     samples = copied(env)
@@ -215,27 +199,34 @@ def test_the_return_is_the_sum_of_a_samples_rewards(env, name):
     assert metrics["train/returns"] != pytest.approx(wanted, abs=1e-2)
 
 
-def test_gae(env):
-    """Gamma, lambda and the KL in the reward reach it; the critic's targets are those before whitening."""
-    samples, raw = copied(env), []
-    args = with_flags(env.args, advantage="gae", kl_in="reward", gamma=0.9, gae_lambda=0.8)
-    metrics = ppo.compute_advantages(samples, state_of(env), args)
+def gae_rows(samples: Batch, lambdas: list[float]) -> list[list[float]]:
+    """The recursion by sample, each with a lambda of its own; gamma 0.9, 0.1 times the KL in the reward."""
     kl, values = (
         [part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values)
     )
-    rewards = rewards_of(SCORES, kl, 0.1)
-    for reward, value in zip(rewards, values):
+    rows = []
+    for reward, value, lam in zip(rewards_of(SCORES, kl, 0.1), values, lambdas, strict=True):
         row, carry, following = [], 0.0, 0.0
         for t in reversed(range(len(reward))):
-            carry = reward[t] + 0.9 * following - value[t] + 0.9 * 0.8 * carry
+            carry = reward[t] + 0.9 * following - value[t] + 0.9 * lam * carry
             following = value[t]
             row.insert(0, carry)
-        raw.append(row)
+        rows.append(row)
+    return rows
+
+
+def test_gae(env):
+    """Gamma, lambda and the KL in the reward reach it; the critic's targets are those before whitening."""
+    samples = copied(env)
+    args = with_flags(env.args, advantage="gae", kl_in="reward", gamma=0.9, gae_lambda=0.8)
+    metrics = ppo.compute_advantages(samples, state_of(env), args)
+    raw, values = gae_rows(samples, [0.8] * 16), samples.values.double().numpy()
     assert samples.advantages.tolist() == pytest.approx(sum(whitened(raw), []), abs=ROUNDING)
-    targets = np.array(sum(raw, [])) + np.array(sum(values, []))
+    targets = np.array(sum(raw, [])) + values
     assert samples.returns.tolist() == pytest.approx(targets.tolist(), abs=ROUNDING)
-    earned = np.array(sum(to_go(rewards, 0.9), []))
-    unexplained = np.var(earned - np.array(sum(values, []))) / np.var(earned)
+    kl = [part.tolist() for part in samples.split(samples.kl)]
+    earned = np.array(sum(to_go(rewards_of(SCORES, kl, 0.1), 0.9), []))
+    unexplained = np.var(earned - values) / np.var(earned)
     assert metrics["train/explained_variance"] == pytest.approx(1 - unexplained, abs=ROUNDING)
     assert unexplained != 1
 
@@ -252,36 +243,20 @@ def test_gae(env):
 def test_two_lambdas(env, changes):
     """The critic's targets and the advantages by a loop each; one flag for all responses, the other
     by their lengths."""
-    samples, advantages, targets = copied(env), [], []
+    samples = copied(env)
     args = with_flags(
-        env.args,
-        advantage="gae",
-        kl_in="reward",
-        gamma=0.9,
-        gae_lambda=0.8,
-        advantages_norm="off",
-        **changes,
+        env.args, advantage="gae", kl_in="reward", gamma=0.9, gae_lambda=0.8, advantages_norm="off"
     )
-    ppo.compute_advantages(samples, state_of(env), args)
-    kl, values = (
-        [part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values)
-    )
-    for reward, value in zip(rewards_of(SCORES, kl, 0.1), values):
-        alpha = changes.get("gae_alpha")
-        lam_policy = (
-            max(0.0, 1 - 1 / (alpha * max(1, len(value))))
-            if alpha
-            else changes["gae_lambda_policy"]
+    ppo.compute_advantages(samples, state_of(env), with_flags(args, **changes))
+    lambdas = [
+        changes.get(
+            "gae_lambda_policy", max(0.0, 1 - 1 / (changes.get("gae_alpha", 1) * max(1, n)))
         )
-        for lam, rows, shift in ((lam_policy, advantages, 0.0), (0.8, targets, 1.0)):
-            row, carry, following = [], 0.0, 0.0
-            for t in reversed(range(len(reward))):
-                carry = reward[t] + 0.9 * following - value[t] + 0.9 * lam * carry
-                following = value[t]
-                row.insert(0, carry + shift * value[t])
-            rows += row
+        for n in samples.lengths.tolist()
+    ]
+    advantages, targets = (sum(gae_rows(samples, row), []) for row in (lambdas, [0.8] * 16))
     assert samples.advantages.tolist() == pytest.approx(advantages, abs=ROUNDING)
-    assert samples.returns.tolist() == pytest.approx(targets, abs=ROUNDING)
+    assert (samples.returns - samples.values).tolist() == pytest.approx(targets, abs=ROUNDING)
 
 
 def test_shaping_comes_before_the_group(env):
@@ -383,6 +358,10 @@ def head_gradient(
     return grad
 
 
+def flat(gradient: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.flatten() for part in gradient.values()])
+
+
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert (actual - expected).norm() < 1e-4 * expected.norm()
 
@@ -469,7 +448,7 @@ def test_truncated_responses_carry_no_policy_loss(env, qwen25, name):
 def test_both_masks_of_the_policy_loss_act_together(env):
     samples = copied(env)
     samples.truncated = torch.arange(16) % 3 == 0
-    samples.entropy = torch.rand(len(samples.tokens), generator=torch.Generator().manual_seed(0))
+    samples.entropy = torch.rand(len(samples.tokens), generator=seeded(0))
     mask = ppo.policy_loss_mask(
         samples, with_flags(env.args, mask_truncated=True, high_entropy_ratio=0.5).algorithm
     )
@@ -496,12 +475,8 @@ def test_value_kl_and_entropy_terms_keep_truncated_responses(env):
                 samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
                 ppo.update_actor(actor, None, samples, 1, None, args)
             ppo.update_critic(critic, samples, 1, args)
-            flat = [
-                torch.cat([part.flatten() for part in gradient.values()])
-                for gradient in actor.gradients
-            ]
-            plain, kl, entropy = flat
-            value = torch.cat([part.flatten() for part in critic.gradients[0].values()])
+            plain, kl, entropy = map(flat, actor.gradients)
+            value = flat(critic.gradients[0])
             by_mask.append(dict(plain=plain, kl=kl - plain, entropy=entropy - plain, value=value))
     whole, masked = by_mask
     assert (whole["plain"] - masked["plain"]).norm() > 0.1 * whole["plain"].norm()
@@ -523,9 +498,7 @@ def test_a_minibatch_of_truncated_responses_has_other_terms(env, terms):
     for batch in (samples, silent):
         batch.kl_coef, batch.in_policy_loss = 0.5, ppo.policy_loss_mask(batch, args.algorithm)
         assert ppo.update_actor(trained, None, batch, 1, None, args)["train/actor_updates"] == 1
-    weights, expected = (
-        torch.cat([part.flatten() for part in gradient.values()]) for gradient in trained.gradients
-    )
+    weights, expected = map(flat, trained.gradients)
     assert expected.norm() > 1e-2
     assert_close(weights, expected)
 
@@ -549,45 +522,6 @@ def test_statistics_are_those_of_the_tokens_in_the_policy_term(qwen25, picture_r
     assert abs(metrics["train/approx_kl"]) < rounding(16)
     # of all tokens
     assert metrics["train/entropy"] > 1
-
-
-def test_the_exact_kl(env, qwen25):
-    """Over the whole vocabulary, in the reward and in the loss, against Hugging Face's logits and
-    autograd."""
-    builder = build.Builder(env.args.model, env.ranks.device, env.args.longest)
-    reference = ppo.Policy(builder.role("", frozen=True), env.processor)
-    ppo.shard(reference, env.ranks.mesh)
-    vlm_weights.fill(reference, env.ranks.device, env.args.run.seed)
-    model, other = (hugging_face(qwen25) for _ in range(2))
-    theirs = {f"model.{name}": parameter for name, parameter in other.named_parameters()}
-    with torch.no_grad():
-        for name, parameter in reference.named_parameters():
-            parameter.to_local().add_(
-                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.03
-            )
-            theirs[name].copy_(parameter.full_tensor())
-    args = with_flags(env.args, kl_estimator="full", kl_in="loss")
-    samples = copied(env)
-    samples.kl = EMPTY
-    models = ppo.Models(env.actor, None, reference)
-    ppo.fill_logprobs_and_values(samples, models, args)
-    loss, kls = torch.zeros(()), []
-    for index, tokens in responses_of(samples):
-        logp, logq = (
-            logits_of(m, env.prompts[index], tokens, env.processor).log_softmax(-1).clamp(min=-1e9)
-            for m in (model, other)
-        )
-        kl = (logp.exp() * (logp - logq.detach())).sum(-1)
-        kls += kl.tolist()
-        loss = loss + kl.sum() / len(samples.tokens)
-    assert samples.kl.tolist() == pytest.approx(kls, abs=1e-4)
-    assert max(kls) > 0.01
-    loss.backward()
-    samples.advantages, samples.old_logprobs = torch.zeros(len(samples.tokens)), samples.logprobs
-    actual = head_gradient(env, args, samples, kl_coef=1.0, models=models)
-    fsdp.rest_after_scoring(reference)
-    assert_close(actual, model.lm_head.weight.grad)
-    assert not any(p.requires_grad for p in reference.parameters())
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_ppo_vl as ppo
-from conftest import ROUNDING, computing, responses_by_prompt, start, take, with_flags
+from conftest import ROUNDING, computing, responses_by_prompt, seeded, start, take, with_flags
 from helpers import fresh
 from talkers import talk
 
@@ -126,7 +126,7 @@ def test_foreign_tokens_stay_out_of_what_is_said_of_the_sampler(qwen25, picture_
     batch, args = env.batch, env.args
     whole = ppo.policy_loss_mask(batch, args.algorithm)
     assert whole.all()
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     batch.foreign = torch.rand(len(batch.tokens), generator=generator) < 0.3
     drawn = ~batch.foreign
     batch.in_policy_loss = ppo.policy_loss_mask(batch, args.algorithm)

@@ -298,10 +298,6 @@ def test_rows_of_a_mixture(weights):
                 assert next(batches) == (expected[at : at + size], list(range(at, at + size)))
 
 
-def test_one_set_is_in_data_order():
-    assert next(draw_batches([range(7)], [7.0], 35, 5)) == (order(range(35), 7, 5), list(range(35)))
-
-
 def test_the_draws_of_a_long_run_are_not_listed():
     """A million rows in: what is ahead is not there yet, and little is kept of what is behind."""
     tracemalloc.start()

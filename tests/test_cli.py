@@ -558,10 +558,9 @@ def test_flags_that_make_another_run():
 # ------------------------------------------------------------------------------------------------
 # real launches
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
-    inherited = {key: value for key, value in os.environ.items() if key not in ranks.TORCHRUN}
     return subprocess.run(
         [sys.executable, *command],
-        env=inherited | environment,
+        env=ranks.clean_environment(**environment),
         capture_output=True,
         text=True,
         timeout=300,

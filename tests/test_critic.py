@@ -9,7 +9,7 @@ import torch
 
 import train_ppo_vl as ppo
 from conftest import hugging_face, inputs_of, start, with_flags
-from helpers import fresh, trainable
+from helpers import fresh, stir_value_head, trainable
 
 
 class Scorer:
@@ -30,10 +30,7 @@ class Scorer:
 @pytest.fixture(scope="module")
 def env(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--eval_data", picture_rows, "--prompts_per_step 3")
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        weight = env.critic.value_head.weight.to_local()
-        weight.copy_(torch.randn(weight.shape, generator=generator) / 8)
+    stir_value_head(env.critic)
     return env
 
 

@@ -26,7 +26,6 @@ from conftest import (
     ROOT,
     ROUNDING,
     hugging_face,
-    inputs_of,
     logits_of,
     read_rows,
     readme_reward,
@@ -371,15 +370,14 @@ def test_another_kind_of_look(run, qwen25, task):
             if not prompt.images:
                 assert actual[i].isnan().all()
                 continue
-            patches = []
-            for path in prompt.images:
-                image = Image.open(path).convert("RGB")
-                blurred = image.filter(ImageFilter.GaussianBlur(0.1 * max(image.size)))
-                patches.append(env.processor.family.patches(blurred)[0])
-            inputs = inputs_of(prompt, tokens, env.processor) | {"pixel_values": torch.cat(patches)}
+            images = [Image.open(path).convert("RGB") for path in prompt.images]
+            blurred = [
+                image.filter(ImageFilter.GaussianBlur(0.1 * max(image.size))) for image in images
+            ]
+            patches, grids = zip(*map(env.processor.family.patches, blurred))
+            pixels = torch.cat(patches), torch.tensor(grids)
             with torch.no_grad():
-                logits = model(**inputs).logits[0, len(prompt.input_ids) - 1 : -1]
-            logits[:, list(env.processor.banned_ids)] = -torch.inf
+                logits = logits_of(model, prompt, tokens, env.processor, pixels)
             assert torch.allclose(actual[i], token_logprobs(logits, tokens), atol=1e-4)
         assert step["train/perception_kl"] > 0
 

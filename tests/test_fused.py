@@ -33,7 +33,7 @@ def test_the_compiled_race_draws_the_same_ids():
     """Of any number of rows without compiling anew, banned ids among them; each vocabulary has a
     kernel of its own, as Inductor takes the block sizes from the first call. The probe leaves none
     behind."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     torch._dynamo.reset()
     with torch.inference_mode():
         assert logprobs._compiles(CPU)

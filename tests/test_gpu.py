@@ -2,7 +2,6 @@
 so that no name, flag or shape rots where there is no GPU; CUDA graphs on a GPU alone."""
 
 import math
-import os
 import re
 import subprocess
 import sys
@@ -28,13 +27,14 @@ from conftest import (
     read_json,
     read_rows,
     responses_of,
+    seeded,
     start,
     take,
     user_error,
     words,
 )
 from helpers import needs_compiler, score
-from ranks import TORCHRUN
+from ranks import clean_environment
 from reference_kernels import (
     CPU,
     CUDA,
@@ -146,7 +146,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
 def head_errors(device: torch.device, dtype: torch.dtype, tokens: int) -> list[float]:
     """Relative errors of log-probs, entropy and gradients of the chunked head against float64;
     tokens are banned."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     banned = torch.arange(301) % 50 == 7
     targets = torch.randint(8, 50, (tokens,), generator=generator)
     hidden, weight = (torch.randn(n, 64, generator=generator).to(dtype) for n in (tokens, 301))
@@ -324,12 +324,13 @@ def run(device: torch.device, script, out: Path, *flags: str | Path) -> list[dic
     if device == CPU:
         script.main([*line, "--attention", "varlen"])
         return read_rows(out / "metrics.jsonl")
-    clean = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     launcher = words(
         "-m", "torch.distributed.run", "--standalone --nproc_per_node", torch.cuda.device_count()
     )
     command = [sys.executable, *launcher, script.__file__, *line]
-    program = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
+    program = subprocess.run(
+        command, env=clean_environment(), capture_output=True, text=True, timeout=300
+    )
     assert program.returncode == 0, program.stdout[-3000:] + program.stderr[-6000:]
     return read_rows(out / "metrics.jsonl")
 

@@ -194,6 +194,8 @@ def test_files_of_a_run(tmp_path, capsys):
     log.json("notes/a.json", "text")
     with user_error("samples of step 2 cannot be written.*not JSON compliant"):
         log.samples(2, [{"reward": math.nan}], [])
+    with user_error("notes/b.json cannot be written.*not JSON compliant"):
+        log.json("notes/b.json", {"loss": math.nan})
     log.line("hello")
     log.close(6, 6)
     first, *others = read_records(tmp_path / "metrics.jsonl")
@@ -420,20 +422,6 @@ def test_wrap_counts_what_it_hides(text):
     assert lines[6] == f"… {len(everything) - 9} lines left out …"
     assert lines[:6] + lines[7:] == everything[:6] + everything[-3:]
     assert "".join(everything).replace(" ", "") == "".join(text.split())
-
-
-def test_an_evaluation_is_one_line_of_what_matters(tmp_path, capsys):
-    log = open_log(tmp_path)
-    metrics = {
-        "eval/num_samples": 9,
-        "eval/source/a.jsonl": 0.5,
-        "eval/seconds": 2.0,
-        "eval/loss": 0.25,
-    }
-    log.evaluation(7, metrics, {"loss": "eval/loss", "accuracy": "eval/accuracy"})
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("eval"))
-    assert line == "eval  step     7  loss 0.250"
-    log.close(6, 6)
 
 
 @pytest.mark.parametrize("links", [True, False])

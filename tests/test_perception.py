@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 
 import train_ppo_vl as ppo
-from common import losses
 from common.data.loader import load_pixels
 from common.model import image_changes
 from common.rewards import scoring
 from conftest import (
     ROUNDING,
     hugging_face,
+    logits_of,
     read_rows,
     responses_of,
     start,
@@ -32,7 +32,7 @@ from conftest import (
     write_image,
     write_rows,
 )
-from helpers import Caught, distance
+from helpers import Caught, distance, stir_value_head
 from talkers import talk
 
 REWARD = '''
@@ -77,14 +77,7 @@ def masked_pixels(processor, prompt, draw: int):
 def forward(env, oracle, prompt, tokens: torch.Tensor, pixels) -> torch.Tensor:
     """(T, V) log-probs of the positions that predict the tokens, by Hugging Face's model at images
     with these pixels."""
-    ids = torch.cat([prompt.input_ids, tokens])[None]
-    inputs = env.processor.family.token_types(ids)
-    if pixels is not None:
-        inputs |= env.processor.family.vision_inputs(pixels[0].to(oracle.dtype), pixels[1])
-    logits = oracle(input_ids=ids, **inputs, use_cache=False).logits[0, -len(tokens) - 1 : -1]
-    return logits.index_fill(
-        1, torch.tensor(sorted(env.processor.banned_ids)), -math.inf
-    ).log_softmax(-1)
+    return logits_of(oracle, prompt, tokens, env.processor, pixels).log_softmax(-1)
 
 
 def sampled(folder: Path, rows: Path, *flags: str):
@@ -95,9 +88,7 @@ def sampled(folder: Path, rows: Path, *flags: str):
     )
     env = start(folder, rows, f"--seed {SEED} --samples_per_prompt 4 --steps 2", *reward, *flags)
     if env.critic is not None:
-        with torch.no_grad():
-            head = env.critic.value_head.weight.to_local()
-            head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(5)) / 8)
+        stir_value_head(env.critic)
     env.models = ppo.Models(env.actor, env.critic, env.reference)
     history = torch.zeros(2, len(env.prompts))
     env.state = ppo.TrainState(env.args.algorithm.kl_coef, rows_drawn=4, history=history)
@@ -345,17 +336,6 @@ def test_responses_to_no_image_keep_all_tokens_and_their_advantages(qwen25, rows
     assert torch.equal(env.batch.advantages[text], plain.advantages[text])
     assert not torch.equal(env.batch.advantages[~text], plain.advantages[~text])
     assert plain.masked_logprobs.isnan().tolist() == text.tolist()
-
-
-def test_images_of_environments_are_masked(qwen25, rows):
-    env = start(qwen25, rows, "--max_new_tokens 16 --stop_strings", '["a", "e", "r"]')
-    batch = talk(env, "Noise", 2)
-    masked = image_changes.changed_logprobs(
-        env.actor, batch, image_changes.masked_images(SHARE, SEED)
-    )
-    seeing = image_changes.has_images(batch).repeat_interleave(batch.lengths)
-    assert torch.equal(masked.isnan(), ~seeing)
-    assert (losses.perception(ppo.logprobs_of(env.actor, batch), masked)[seeing] > ROUNDING).any()
 
 
 def test_rows_without_images_cannot_be_masked(qwen25, rows, tmp_path):

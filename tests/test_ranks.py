@@ -1,48 +1,17 @@
 """Ranks of tests are as new processes: their own session, output, variables and handlers; and they end."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import ranks
-from common import distributed, process
+from common import process
 from conftest import ROOT
-
-
-def look_around(folder: str) -> None:
-    """What a rank finds when it starts, and a sum over all ranks."""
-    server = Path(f"/proc/{os.getppid()}")
-    assert len(list((server / "task").iterdir())) == 1
-    assert "forkserver" in (server / "cmdline").read_text()
-    assert threading.active_count() == 2  # one waits for signals
-    assert torch.get_num_threads() == 1
-    assert {
-        "train_ppo_vl",
-        "train_grm_vl",
-        "transformers.models.qwen3_vl.modeling_qwen3_vl",
-    } <= sys.modules.keys()
-    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL  # the server has one of its own
-    assert os.getsid(0) == os.getpid()
-    assert os.getcwd() == folder
-    distributed.start(60.0, 0)
-    total = torch.tensor(2 ** dist.get_rank())
-    dist.all_reduce(total)
-    line = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {total}, {os.environ['COLOUR']} {torch.initial_seed()}\n"
-    # at once: the ranks write to one file
-    os.write(1, line.encode())
-
-
-def seen(note: str) -> None:
-    print(f"patched: {note}", flush=True)
 
 
 def end(how: str) -> None:
@@ -53,14 +22,6 @@ def end(how: str) -> None:
     if how == "sleep":
         time.sleep(60)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_rank_is_as_a_new_process(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    told = ranks.run(look_around, str(tmp_path), world=2, patches=[(seen, "here")], COLOUR="red")
-    seeds = [re.search(f"rank {rank} of 2: 3, red (.*)", told)[1] for rank in (0, 1)]
-    assert seeds[0] != seeds[1]
-    assert told.count("patched: here") == 2
 
 
 @pytest.mark.parametrize(

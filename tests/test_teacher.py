@@ -31,13 +31,16 @@ from conftest import (
     records,
     responses_of,
     same_tensors,
+    seeded,
     start,
+    table,
     take,
     token_logprobs,
     user_error,
     with_flags,
     write_checkpoint,
     write_image,
+    write_json,
     write_rows,
 )
 from helpers import TALKING, Caught, asleep, distance, flags, hand_batch, resumed, tensors, train
@@ -51,7 +54,7 @@ def smaller_images(folder: Path) -> Path:
     path = folder / "preprocessor_config.json"
     settings = read_json(path)
     settings["size"]["longest_edge"] = settings["max_pixels"] = 56 * 56
-    path.write_text(json.dumps(settings))
+    write_json(path, settings)
     return folder
 
 
@@ -285,39 +288,6 @@ def test_the_advantage_is_the_difference_of_log_probs(qwen25, other, rows):
     assert bounded.abs().min() < 0.4
 
 
-def test_the_advantage_has_the_gradient_of_the_naive_oracle(qwen25, other, rows):
-    """Of an update with the teacher's advantages alone, by autograd of Hugging Face's models; the
-    policy has moved since the samples were drawn, though not as far as its loss is clipped."""
-    env = taught(
-        qwen25, rows, "--teacher_coef 0.3 --teacher_prompt", HINT, "--teacher_model", other
-    )
-    batch = env.batch
-    # the special tokens follow
-    batch.tokens = batch.tokens % 380
-    batch.rewards = torch.zeros(len(batch))
-    batch.logprobs = ppo.logprobs_of(env.actor, batch) + torch.linspace(
-        -0.1, 0.1, len(batch.tokens)
-    )
-    ppo.fill_logprobs_and_values(batch, env.models, env.args)
-    ppo.compute_advantages(batch, ppo.TrainState(0.0), env.args)
-    trained = Caught(env.actor, env.args)
-    ppo.update_actor(trained, env.models, batch, 1, None, env.args)
-    student, loss = oracle(qwen25), torch.zeros(())
-    with torch.no_grad():
-        theirs = distributions(env, *seen_by(other, env, rows))
-    ours = distributions(env, student, env.prompts, env.processor)
-    for policy, teacher, tokens, old in zip(
-        ours, theirs, batch.split(batch.tokens), batch.split(batch.logprobs)
-    ):
-        advantages = 0.3 * (token_logprobs(teacher, tokens) - old)
-        loss = loss - (advantages * (token_logprobs(policy, tokens) - old).exp()).sum() / len(
-            batch.tokens
-        )
-    loss.backward()
-    assert distance(trained.gradients[0], gradients_of(student)) < 1e-6
-    assert batch.advantages.abs().max() > 1
-
-
 # ------------------------------------------------------------------------------------------------ whole runs
 QUIET = "--save_every 0 --export_every 0 --steps 2 --reward none"
 
@@ -339,17 +309,6 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(qwen25, task, tmp_path):
         == none["train/teacher_kl"]
         == 0
     )
-
-
-def without_reward(line: list[str]) -> list[str]:
-    at = line.index("--reward")
-    return line[:at] + line[at + 2 :]
-
-
-def run(checkpoint: Path, task: Path, out: Path, *more) -> list[dict]:
-    """The records of a run without a reward."""
-    ppo.main(without_reward(flags(checkpoint, task, out, *more)))
-    return records(out)
 
 
 def test_an_empty_hint_gives_the_reference(qwen25, task, tmp_path):
@@ -399,7 +358,7 @@ def test_with_adapters_it_is_the_base_model(qwen25, task, tmp_path, form):
     shutil.copytree(qwen25, tmp_path / "base")
     line = f"{QUIET} --lora_rank 4 --actor_lr 1e-2 --teacher_in {form} --teacher_prompt"
     runs = [
-        run(qwen25, task, tmp_path / str(i), line, "{prompt} {answer}", "--teacher_model", name)
+        train(qwen25, task, tmp_path / str(i), line, "{prompt} {answer}", "--teacher_model", name)
         for i, name in enumerate(["self", tmp_path / "base"])
     ]
     assert_same_records(*runs)
@@ -433,9 +392,9 @@ def test_it_follows_the_average_and_is_resumed(qwen25, task, tmp_path):
 def test_offloading_changes_nothing(qwen25, other, task, tmp_path, monkeypatch, form):
     """Also where host and device are two memories, and the weights of a teacher that rests are of no use."""
     line = f"{QUIET} --teacher_in {form} --teacher_model {other}"
-    plain = run(qwen25, task, tmp_path / "none", line)
+    plain = train(qwen25, task, tmp_path / "none", line)
     monkeypatch.setattr(fsdp, "to_device", asleep)
-    assert_same_records(plain, run(qwen25, task, tmp_path / "all", line, "--offload all"))
+    assert_same_records(plain, train(qwen25, task, tmp_path / "all", line, "--offload all"))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -487,7 +446,7 @@ def test_the_student_sees_damage_and_the_teacher_does_not(qwen25, rows, tmp_path
 )
 def test_distillation_from_whole_images(qwen25, task, tmp_path, more):
     """The KL is not zero at the start, and falls."""
-    steps = run(
+    steps = train(
         qwen25,
         task,
         tmp_path,
@@ -556,74 +515,44 @@ def test_its_own_accuracy_is_measured_first(qwen25, other, task, tmp_path):
 
 # ------------------------------------------------------------------------------------------------
 # what is refused
-def test_bad_flags(qwen25, task, tmp_path):
-    for line, message in [
-        ("--reward none", "--advantage none needs --teacher_model: all learning is from a teacher"),
-        ("--reward none --advantage grpo", "--reward none needs --teacher_model"),
-        (
-            "--advantage none --teacher_model self --kl_coef 0.1",
-            "needs --kl_in loss for its --kl_coef",
-        ),
-        ("--teacher_model ema", "--teacher_model ema needs --ema_beta"),
-        (
-            "--teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo",
-            "--teacher_model ema excludes --lora_rank: adapters have no average",
-        ),
-        (
-            "--teacher_prompt {prompt}{answer}",
-            "--teacher_prompt {prompt}{answer} needs --teacher_model",
-        ),
-        ("--teacher_in loss", "--teacher_in loss needs --teacher_model"),
-        (
-            "--teacher_model self --teacher_prompt {answer}",
-            "has no {prompt}, the place of the row's prompt",
-        ),
-        *(
-            (
-                f"--teacher_model self --teacher_prompt {{prompt}}{field}",
-                "braces hold the name of a column and nothing else",
-            )
-            for field in (
-                "{answer.x}",
-                "{answer[0]}",
-                "{answer:>2000000000}",
-                "{answer!r}",
-                "{}",
-                "{0}",
-                "{answer:{label}}",
-            )
-        ),
-        *(
-            (
-                f"--teacher_model self --teacher_prompt {{prompt}}{text}",
-                "a brace of the text is written twice",
-            )
-            for text in ("{", "}", "{answer", "{answer!}")
-        ),
-        *(
-            (f"--teacher_model self --teacher_prompt {text}", "has no {prompt}, .* or several")
-            for text in ("{{prompt}}", "{prompt}{prompt}", "{{prompt}}{prompt}")
-        ),
-        (
-            "--teacher_model self --advantage none --dynamic_sampling 2",
-            "--advantage none excludes --dynamic_sampling: prompts are chosen by rewards",
-        ),
-        (
-            "--teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y",
-            "conversations are scored unchanged",
-        ),
-        ("--student_images noise:0.3 --env x.py:Y", "conversations are scored unchanged"),
-        ("--student_images blur:3", "expected one of mask, noise and an amount"),
-        ("--student_images noise:much", "expected one of mask, noise and an amount"),
-        ("--student_images noise:-1", "an amount up to 1"),
-        ("--student_images mask:nan", "an amount up to 1"),
-        (
-            "--student_images noise:0.2 --perception_coef 0.1",
-            "noise:0.2 excludes --perception_coef",
-        ),
-    ]:
-        with user_error(message):
-            ppo.parse_args(flags(qwen25, task, tmp_path, line))
+@pytest.mark.parametrize(
+    "line, message",
+    table("""
+--reward none                                        | --advantage none needs --teacher_model: all learning is from a teacher
+--reward none --advantage grpo                       | --reward none needs --teacher_model
+--advantage none --teacher_model self --kl_coef 0.1  | needs --kl_in loss for its --kl_coef
+--teacher_model ema                                  | --teacher_model ema needs --ema_beta
+--teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo | --teacher_model ema excludes --lora_rank: adapters have no average
+--teacher_prompt {prompt}{answer}                    | --teacher_prompt {prompt}{answer} needs --teacher_model
+--teacher_in loss                                    | --teacher_in loss needs --teacher_model
+--teacher_model self --teacher_prompt {answer}       | has no {prompt}, the place of the row's prompt
+--teacher_model self --teacher_prompt {prompt}{answer.x} | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{answer[0]} | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{answer:>2000000000} | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{answer!r} | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{}     | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{0}    | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{answer:{label}} | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{      | a brace of the text is written twice
+--teacher_model self --teacher_prompt {prompt}}      | a brace of the text is written twice
+--teacher_model self --teacher_prompt {prompt}{answer | a brace of the text is written twice
+--teacher_model self --teacher_prompt {prompt}{answer!} | a brace of the text is written twice
+--teacher_model self --teacher_prompt {{prompt}}     | has no {prompt}, .* or several
+--teacher_model self --teacher_prompt {prompt}{prompt} | has no {prompt}, .* or several
+--teacher_model self --teacher_prompt {{prompt}}{prompt} | has no {prompt}, .* or several
+--teacher_model self --advantage none --dynamic_sampling 2 | --advantage none excludes --dynamic_sampling: prompts are chosen by rewards
+--teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y | conversations are scored unchanged
+--student_images noise:0.3 --env x.py:Y              | conversations are scored unchanged
+--student_images blur:3                              | expected one of mask, noise and an amount
+--student_images noise:much                          | expected one of mask, noise and an amount
+--student_images noise:-1                            | an amount up to 1
+--student_images mask:nan                            | an amount up to 1
+--student_images noise:0.2 --perception_coef 0.1     | noise:0.2 excludes --perception_coef
+"""),
+)
+def test_bad_flags(qwen25, task, tmp_path, line, message):
+    with user_error(message):
+        ppo.parse_args(flags(qwen25, task, tmp_path, line))
 
 
 def refused(policy: Path, task: Path, message: str, *more) -> None:
@@ -631,7 +560,7 @@ def refused(policy: Path, task: Path, message: str, *more) -> None:
         ppo.main(flags(policy, task, task / "refused", "--eval_data", task / "eval.jsonl", *more))
 
 
-def test_bad_rows_and_folders(qwen25, other, task, tmp_path):
+def test_bad_rows_and_folders(qwen25, other, task, tmp_path, monkeypatch):
     """One message each, before weights are read."""
     from common.model import weights
 
@@ -653,7 +582,7 @@ def test_bad_rows_and_folders(qwen25, other, task, tmp_path):
     content = read_json(tokenizer / "tokenizer.json")
     ids = content["model"]["vocab"]
     ids["a"], ids["b"] = ids["b"], ids["a"]
-    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
+    write_json(tokenizer / "tokenizer.json", content)
     large = tmp_path / "large"
     shutil.copytree(other, large)
     settings = read_json(large / "preprocessor_config.json")
@@ -661,52 +590,47 @@ def test_bad_rows_and_folders(qwen25, other, task, tmp_path):
     (large / "preprocessor_config.json").write_text(
         json.dumps(settings | {"min_pixels": 448 * 448, "max_pixels": 448 * 448})
     )
-    reads, before = [], weights.read_weight
-    weights.read_weight = lambda *arguments: reads.append(arguments) or before(*arguments)
-    try:
-        for name in ("unanswered", "null"):
-            refused(
-                qwen25,
-                task,
-                f"{name}.jsonl:4: --teacher_prompt: no 'answer'; the row has 'prompt', 'images'",
-                "--teacher_model self --teacher_prompt {prompt}{answer} --data",
-                task / f"{name}.jsonl",
-            )
+    monkeypatch.setattr(weights, "read_weight", None)
+    for name in ("unanswered", "null"):
         refused(
             qwen25,
             task,
-            r"text.jsonl:1: prompt too long: \d+ tokens, 0 of them of images; the limit is 80",
-            "--teacher_model self --max_prompt_tokens 80 --teacher_prompt",
-            "{prompt}" + " word" * 80,
-            "--data",
-            task / "text.jsonl",
+            f"{name}.jsonl:4: --teacher_prompt: no 'answer'; the row has 'prompt', 'images'",
+            "--teacher_model self --teacher_prompt {prompt}{answer} --data",
+            task / f"{name}.jsonl",
         )
-        refused(
-            qwen25,
-            task,
-            "another tokenizer, which lacks 2 of the policy's 395 tokens .*'a'",
-            "--teacher_model",
-            tokenizer,
-        )
-        refused(
-            qwen25,
-            task,
-            r"train.jsonl:\d: prompt too long: .* of them of images; the limit is 128",
-            "--teacher_model",
-            large,
-            "--max_prompt_tokens 128",
-        )
-        refused(
-            qwen25,
-            task,
-            "--student_images: no row of --data has images",
-            "--student_images noise:0.3 --data",
-            task / "text.jsonl",
-        )
-        refused(qwen25, task, "no config.json", "--teacher_model", task)
-    finally:
-        weights.read_weight = before
-    assert not reads
+    refused(
+        qwen25,
+        task,
+        r"text.jsonl:1: prompt too long: \d+ tokens, 0 of them of images; the limit is 80",
+        "--teacher_model self --max_prompt_tokens 80 --teacher_prompt",
+        "{prompt}" + " word" * 80,
+        "--data",
+        task / "text.jsonl",
+    )
+    refused(
+        qwen25,
+        task,
+        "another tokenizer, which lacks 2 of the policy's 395 tokens .*'a'",
+        "--teacher_model",
+        tokenizer,
+    )
+    refused(
+        qwen25,
+        task,
+        r"train.jsonl:\d: prompt too long: .* of them of images; the limit is 128",
+        "--teacher_model",
+        large,
+        "--max_prompt_tokens 128",
+    )
+    refused(
+        qwen25,
+        task,
+        "--student_images: no row of --data has images",
+        "--student_images noise:0.3 --data",
+        task / "text.jsonl",
+    )
+    refused(qwen25, task, "no config.json", "--teacher_model", task)
 
 
 def test_with_an_environment_it_sees_as_the_policy_does(qwen25, other, task, tmp_path):
@@ -747,7 +671,7 @@ def test_conversations_are_scored_as_they_were_held(qwen25, rows):
     env = start(
         qwen25, rows, "--max_new_tokens 16 --teacher_model self --stop_strings", '["a", "e", "r"]'
     )
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     # the policy is no longer its teacher
     with torch.no_grad():
         for parameter in env.actor.parameters():
@@ -770,15 +694,13 @@ def test_a_run_of_conversations_with_a_teacher(qwen25, task, tmp_path, form):
         task,
         tmp_path,
         TALKING,
-        "--steps 2 --actor_lr 1e-2 --advantage grpo --teacher_model self --teacher_in",
+        "--steps 2 --actor_lr 1e-2 --advantage grpo --teacher_model self --reward env --teacher_in",
         form,
         "--eval_data",
         task / "eval.jsonl",
         "--env",
         f"{talkers}:Talk",
     )
-    at = line.index("--reward")
-    line[at + 1] = "env"
     ppo.main(line)
     steps = [record for record in records(tmp_path) if "train/teacher_kl" in record]
     assert abs(steps[0]["train/teacher_kl"]) < 1e-4 < abs(steps[1]["train/teacher_kl"])

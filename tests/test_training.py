@@ -45,13 +45,16 @@ from conftest import (
     responses_of,
     rounding,
     same_tensors,
+    seeded,
     start,
+    table,
     take,
     token_logprobs,
     user_error,
     with_flags,
     words,
     write_checkpoint,
+    write_json,
     write_judge,
     write_rows,
 )
@@ -59,7 +62,9 @@ from helpers import (
     HAND_FLAGS,
     TALKING,
     Caught,
+    assert_close_weights,
     assert_same_run,
+    changed,
     distance,
     flags,
     fresh,
@@ -68,6 +73,7 @@ from helpers import (
     hand_env,
     launch,
     on_a_gpu,
+    resumed,
     samples_of,
     samples_of_steps,
     score,
@@ -115,7 +121,7 @@ def test_gradient_does_not_depend_on_packing_or_order(exact, part, mode):
     expected, packs = gradient(args, module, exact.batch)
     assert packs == 1
     assert all(value.norm() > 0 for value in expected.values())
-    shuffled = exact.batch.select(torch.randperm(16, generator=torch.Generator().manual_seed(1)))
+    shuffled = exact.batch.select(torch.randperm(16, generator=seeded(1)))
     for batch, at_least, changes in (
         (exact.batch, 3, {"max_tokens_per_pack": 110}),
         # no response shares its prompt
@@ -242,31 +248,28 @@ def test_importance_weight_acts_only_with_recomputed_logprobs(exact):
 
 # ------------------------------------------------------------------------------------------------
 # optimizer, schedule
-def test_lr_schedule():
-    def factors(delay=0, **changes):
-        trained = SimpleNamespace(rates=[1.0], delay=delay, args=common_flags.OptimArgs(**changes))
-        steps = range(1 + delay, changes["steps"] + 1)
-        return [round(fsdp.Trainable.rates_at(trained, step)[0], 4) for step in steps]
-
-    assert factors(steps=3) == [1, 1, 1]
-    assert factors(steps=5, warmup_steps=3) == [0.25, 0.5, 0.75, 1, 1]
-    assert factors(steps=5, lr_schedule="linear", min_lr_ratio=0) == [1, 0.8, 0.6, 0.4, 0.2]
-    assert factors(steps=1, lr_schedule="linear", min_lr_ratio=0) == [1]
-    assert factors(steps=1, lr_schedule="cosine", min_lr_ratio=0) == [1]
-    assert factors(steps=5, lr_schedule="linear") == [0.82, 0.64, 0.46, 0.28, 0.1]
-    assert factors(steps=4, lr_schedule="cosine", min_lr_ratio=0) == [1, 0.8536, 0.5, 0.1464]
-    both = factors(steps=6, lr_schedule="cosine", min_lr_ratio=0.5, warmup_steps=2)
-    assert both == [0.3333, 0.6667, 0.9268, 0.75, 0.5732, 0.5]
-    assert factors(steps=7, delay=2, lr_schedule="linear", min_lr_ratio=0) == [
-        1,
-        0.8,
-        0.6,
-        0.4,
-        0.2,
-    ]
-    warmed = factors(steps=5, warmup_steps=2, lr_schedule="linear", min_lr_ratio=0)
-    assert warmed == [0.3333, 0.6667, 1, 0.6667, 0.3333]
-    assert factors(steps=2, warmup_steps=5) == [0.1667, 0.3333]
+@pytest.mark.parametrize(
+    "delay, line, factors",
+    table("""
+0 | --steps 3                                                                  | 1 1 1
+0 | --steps 5 --warmup_steps 3                                                 | 0.25 0.5 0.75 1 1
+0 | --steps 2 --warmup_steps 5                                                 | 0.1667 0.3333
+0 | --steps 1 --lr_schedule linear --min_lr_ratio 0                            | 1
+0 | --steps 5 --lr_schedule linear --min_lr_ratio 0                            | 1 0.8 0.6 0.4 0.2
+2 | --steps 7 --lr_schedule linear --min_lr_ratio 0                            | 1 0.8 0.6 0.4 0.2
+0 | --steps 5 --lr_schedule linear                                             | 0.82 0.64 0.46 0.28 0.1
+0 | --steps 5 --lr_schedule linear --min_lr_ratio 0 --warmup_steps 2           | 0.3333 0.6667 1 0.6667 0.3333
+0 | --steps 1 --lr_schedule cosine --min_lr_ratio 0                            | 1
+0 | --steps 4 --lr_schedule cosine --min_lr_ratio 0                            | 1 0.8536 0.5 0.1464
+0 | --steps 6 --lr_schedule cosine --min_lr_ratio 0.5 --warmup_steps 2         | 0.3333 0.6667 0.9268 0.75 0.5732 0.5
+"""),
+)
+def test_lr_schedule(delay, line, factors):
+    args = ppo.parse_args(words("--model m --data d.jsonl", line)).optim
+    trained = SimpleNamespace(rates=[1.0], delay=int(delay), args=args)
+    steps = range(1 + trained.delay, args.steps + 1)
+    rates = [round(fsdp.Trainable.rates_at(trained, step)[0], 4) for step in steps]
+    assert rates == list(map(float, factors.split()))
 
 
 def test_each_group_of_parameters_keeps_a_rate_of_its_own(qwen25, picture_rows):
@@ -328,29 +331,24 @@ def test_scoring_leaves_the_weights_sharded(qwen25, picture_rows):
 
 
 # ------------------------------------------------------------------------------------------------ updates
-def test_a_step_is_adamw_by_hand(qwen25, picture_rows):
-    """Two steps with gradients far beyond the bound on their global norm, and one below it."""
+def test_a_step_is_adamw_on_clipped_gradients(qwen25, picture_rows):
+    """As torch takes it on whole tensors: two steps with gradients far beyond the bound on their
+    global norm, and one below it."""
     env = fresh(qwen25, picture_rows, "--max_grad_norm 0.5 --weight_decay 0.1 --adam_beta2 0.7")
-    trained = {name: p for name, p in env.actor.named_parameters() if p.requires_grad}
-    value = {name: p.full_tensor().double() for name, p in trained.items()}
-    first, second = ({name: torch.zeros_like(x) for name, x in value.items()} for _ in range(2))
+    ours = {name: p for name, p in env.actor.named_parameters() if p.requires_grad}
+    whole = {name: torch.nn.Parameter(p.full_tensor()) for name, p in ours.items()}
+    groups = [{"params": [p], "weight_decay": 0.1 * (p.ndim >= 2)} for p in whole.values()]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.7))
     for step, size in enumerate((3.0, 1.0, 1e-4), 1):
-        for parameter in trained.values():
+        for parameter in (*ours.values(), *whole.values()):
             parameter.grad = (size * parameter + 0.1 * size).detach()
-        grads = {name: (p.grad.full_tensor().double()) for name, p in trained.items()}
-        norm = sum(float(g.square().sum()) for g in grads.values()) ** 0.5
+        norm = float(torch.nn.utils.clip_grad_norm_(whole.values(), 0.5))
         assert (norm > 0.5) == (step < 3)
         assert ppo.take_step(env.trained, step) == (pytest.approx(norm, rel=ROUNDING), True)
-        for name, grad in grads.items():
-            grad = grad * min(1.0, 0.5 / norm)
-            first[name] = 0.9 * first[name] + 0.1 * grad
-            second[name] = 0.7 * second[name] + 0.3 * grad**2
-            value[name] = value[name] * (1 - 0.01 * (0.1 if grad.ndim >= 2 else 0.0)) - 0.01 * (
-                first[name] / (1 - 0.9**step)
-            ) / ((second[name] / (1 - 0.7**step)).sqrt() + 1e-8)
-            assert torch.allclose(
-                trained[name].full_tensor().double(), value[name], rtol=1e-4, atol=ROUNDING
-            ), name
+        adamw.step()
+        for name, parameter in ours.items():
+            actual, expected = parameter.full_tensor(), whole[name]
+            assert torch.allclose(actual, expected, rtol=1e-4, atol=ROUNDING), name
 
 
 def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows, monkeypatch):
@@ -500,9 +498,7 @@ def test_every_estimator_trains(qwen25, task, tmp_path, advantage):
     (step,) = train(
         qwen25, task, tmp_path, "--advantage", advantage, "--kl_coef 0.05 --importance_cap 2"
     )
-    before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-1")
-    assert before.keys() == after.keys()
-    moved = {key for key in before if not torch.equal(before[key], after[key])}
+    moved = changed(tensors(qwen25), tensors(tmp_path / "export" / "step-1"))
     assert moved
     assert not any("visual" in key for key in moved)
     assert step["train/sampler_gap"] < ROUNDING
@@ -573,28 +569,20 @@ def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
     assert seen[-1] != pytest.approx(0.1)
 
 
-def test_kl_in_the_loss_needs_no_kl_in_the_reward(qwen25, task, tmp_path):
-    steps = train(
-        qwen25,
-        task,
-        tmp_path,
-        "--steps 2 --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --actor_lr 1e-2",
-    )
-    assert steps[0]["train/kl_loss"] < 1e-6 < steps[1]["train/kl_loss"]
-    assert steps[1]["rollout/return"] < 2
-    assert steps[1]["train/kl_loss"] == pytest.approx(steps[1]["train/kl"], rel=1e-3)
-
-
 def test_the_kl_of_the_loss_has_a_gradient_by_default(qwen25, task, tmp_path, capsys):
     """--kl_estimator auto is k1 in the reward and k3+ in the loss; k1 in the loss, from a file, is
-    warned about."""
+    warned about. A KL in the loss is none in the reward."""
     line = "--steps 2 --advantage grpo --kl_coef 0.1 --actor_lr 1e-2 --kl_in"
-    for place, estimator in (("loss", "k3+"), ("reward", "k1")):
-        runs = [
+    for place, estimator in (("reward", "k1"), ("loss", "k3+")):
+        auto, named = (
             train(qwen25, task, tmp_path / place / name, line, place, *more)
             for name, more in (("auto", []), ("named", ["--kl_estimator", estimator]))
-        ]
-        assert_same_records(*runs)
+        )
+        assert_same_records(auto, named)
+    first, second = named
+    assert first["train/kl_loss"] < 1e-6 < second["train/kl_loss"]
+    assert second["train/kl_loss"] == pytest.approx(second["train/kl"], rel=1e-3)
+    assert second["rollout/return"] == pytest.approx(second["rollout/reward"])
     assert "constrains nothing" not in capsys.readouterr().out
     (tmp_path / "flags.json").write_text('{"kl_estimator": "k1"}')
     train(qwen25, task, tmp_path / "idle", line, "loss", "--config", tmp_path / "flags.json")
@@ -689,23 +677,13 @@ def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
 
 def test_evaluation_changes_nothing(qwen25, task, tmp_path):
     """Training with and without evaluations: the same metrics and weights in every bit."""
-    runs = []
-    for name, more in (
-        ("without", ()),
-        ("with", ("--eval_data", str(task / "eval.jsonl"), "--eval_every", "1")),
-    ):
-        lines = train(qwen25, task, tmp_path / name, "--steps 3 --minibatches 2", *more)
-        trained = [
-            {key: value for key, value in record.items() if not key.startswith("perf/")}
-            for record in lines
-            if "rollout/reward" in record
-        ]
-        runs.append((trained, tensors(tmp_path / name / "export" / "step-3")))
-    assert [record["step"] for record in lines if "eval/index" in record] == [0, 1, 2, 3]
-    (without, ours), (evaluated, theirs) = runs
-    assert evaluated == without
-    assert len(without) == 3
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    line, more = "--steps 3 --minibatches 2", ("--eval_data", task / "eval.jsonl", "--eval_every 1")
+    without = train(qwen25, task, tmp_path / "without", line)
+    both = train(qwen25, task, tmp_path / "with", line, *more)
+    assert [record["step"] for record in both if "eval/index" in record] == [0, 1, 2, 3]
+    assert_same_records([record for record in both if "rollout/reward" in record], without)
+    exports = (tensors(tmp_path / name / "export" / "step-3") for name in ("with", "without"))
+    assert same_tensors(*exports)
 
 
 def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
@@ -752,56 +730,40 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
         for s in samples[::3]
     ]
     assert (tmp_path / "a" / "samples" / "step-000001.png").is_file()
-    train(qwen25, task, tmp_path / "b", "--advantage dr_grpo --log_samples 0")
-    text = capsys.readouterr().out
-    assert "1 updates;" in text
-    assert "warning:" not in text
-    assert " -> '" not in text
+
+
+def warnings_of(env, tmp_path, capsys, *steps: dict) -> list[str]:
+    """What is warned of in steps with such metrics."""
+    args = with_flags(env.args, prompts_per_step=32, out=tmp_path, log_samples=0)
+    state, log = ppo.TrainState(args.algorithm.kl_coef), ppo.open_log(args, env.rows, 0)
+    for state.step, metrics in enumerate(steps, start=1):
+        state.metrics = {"rollout/rollouts": 1, "rollout/reward": 0.125} | metrics
+        ppo.report(log, env.batch, state, env.actor, SimpleNamespace(metrics=dict), args)
+    log.close(5, 5)
+    return re.findall("^warning: (.*)", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_most_prompts_without_spread_are_enough(env, tmp_path, capsys):
     """Not all: 30 of 32 are told, once until it changes; 28 of 32 are not, and neither is a large
     advantage."""
-    args = with_flags(env.args, prompts_per_step=32, out=tmp_path, log_samples=0)
-    state, log = ppo.TrainState(args.algorithm.kl_coef), ppo.open_log(args, env.rows, 0)
-    metrics = {
-        "rollout/rollouts": 1,
-        "rollout/reward": 0.125,
-        "train/advantages_max": 60.0,
-        "train/advantages_min": -70.0,
-    }
-    for step, flat in enumerate((28, 30, 31, 28, 29), start=1):
-        state.step, state.metrics = step, metrics | {"rollout/groups_without_spread": flat}
-        ppo.report(log, env.batch, state, env.actor, SimpleNamespace(metrics=dict), args)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert [line.split(" prompts")[0] for line in lines] == [
-        "warning: step 2: 30 of 32",
-        "warning: step 5: 29 of 32",
-    ]
-    log.close(5, 5)
+    large = {"train/advantages_max": 60.0, "train/advantages_min": -70.0}
+    steps = [large | {"rollout/groups_without_spread": flat} for flat in (28, 30, 31, 28, 29)]
+    told = [line.split(" prompts")[0] for line in warnings_of(env, tmp_path, capsys, *steps)]
+    assert told == ["step 2: 30 of 32", "step 5: 29 of 32"]
 
 
 def test_advantages_of_0_where_rewards_differ_are_told(env, tmp_path, capsys):
     """As of pass@k with k samples. Not again while they stay, nor where no prompt's rewards differ."""
-    args = with_flags(env.args, prompts_per_step=32, out=tmp_path, log_samples=0)
-    state, log = ppo.TrainState(args.algorithm.kl_coef), ppo.open_log(args, env.rows, 0)
-    for step, (largest, flat) in enumerate(
-        [(0.1, 0), (0.0, 5), (0.0, 0), (0.0, 32), (0.0, 5)], start=1
-    ):
-        state.step, state.metrics = (
-            step,
-            {
-                "rollout/rollouts": 1,
-                "rollout/reward": 0.125,
-                "rollout/groups_without_spread": flat,
-                "train/advantages_max": largest,
-                "train/advantages_min": 0.0,
-            },
-        )
-        ppo.report(log, env.batch, state, env.actor, SimpleNamespace(metrics=dict), args)
-    lines = [line for line in capsys.readouterr().out.splitlines() if "advantages are 0" in line]
-    assert [line.split(":")[1] for line in lines] == [" step 2", " step 5"]
-    log.close(5, 5)
+    steps = [
+        {
+            "rollout/groups_without_spread": flat,
+            "train/advantages_max": largest,
+            "train/advantages_min": 0.0,
+        }
+        for largest, flat in ((0.1, 0), (0.0, 5), (0.0, 0), (0.0, 32), (0.0, 5))
+    ]
+    told = warnings_of(env, tmp_path, capsys, *steps)
+    assert [line[:6] for line in told if "advantages are 0" in line] == ["step 2", "step 5"]
 
 
 def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer(env, tmp_path, capsys):
@@ -863,34 +825,28 @@ def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
 
 
 @pytest.mark.parametrize(
-    "data, words",
+    "data, told",
     [
         ("train", "8 training prompts, 6 with images"),
         ("eval-1", "1 training prompts, none with images"),
     ],
 )
-def test_a_start_says_how_many_prompts_have_images(qwen25, task, tmp_path, capsys, data, words):
+def test_a_start_says_how_many_prompts_have_images(qwen25, task, tmp_path, capsys, data, told):
     args = ppo.parse_args(
-        ["--model", str(qwen25), "--data", f"{task}/{data}.jsonl", "--out", str(tmp_path / "run")]
+        words("--model", qwen25, "--data", task / f"{data}.jsonl", "--out", tmp_path / "run")
     )
     ppo.open_log(args, ppo.load_rows(args), 0)
-    assert words in capsys.readouterr().out
+    assert told in capsys.readouterr().out
 
 
 def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, capsys):
     """Four steps, and two and two after a restart, draw the same rows, in the shares asked for at
     every step."""
     data = f"{task / 'train.jsonl'}:0.75,{task / 'eval.jsonl'}:0.25"
-    more = f"--data {data} --advantage grpo --max_new_tokens 3 --save_every 2"
-    whole = train(qwen25, task, tmp_path / "whole", more, "--steps 4")
-    text = capsys.readouterr().out
-    assert "15 training prompts, 11 with images, " in text
-    train(qwen25, task, tmp_path / "parts", more, "--steps 2")
-    parts = train(qwen25, task, tmp_path / "parts", more, "--steps 4")
-    assert [record["rollout/reward"] for record in parts] == [
-        record["rollout/reward"] for record in whole
-    ]
-    samples = samples_of_steps(tmp_path / "whole")
+    more = f"--data {data} --advantage grpo --max_new_tokens 3"
+    whole = resumed(qwen25, task, tmp_path, more)
+    assert "15 training prompts, 11 with images, " in capsys.readouterr().out
+    samples = samples_of_steps(whole)
     assert samples == samples_of_steps(tmp_path / "parts")
     files = [sample["source"].partition(":")[0] for sample in samples if sample["sample"] == 0]
     assert all(files[k : k + 4].count("eval.jsonl") == 1 for k in range(0, 16, 4))
@@ -898,9 +854,7 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
     assert len([source for source in drawn if source.startswith("train")]) == 8
     assert len(drawn) == 12
     with user_error("it is of another run: .*--data"):
-        train(
-            qwen25, task, tmp_path / "parts", more, "--steps 4 --data", data.replace("0.75", "0.5")
-        )
+        train(qwen25, task, whole, more, "--steps 4 --data", data.replace("0.75", "0.5"))
 
 
 def test_one_dataset_is_drawn_in_the_order_of_its_seed(qwen25, task, tmp_path):
@@ -981,10 +935,8 @@ def test_export_without_a_run(tmp_path):
 
 # ------------------------------------------------------------------------------------------------
 # what goes wrong
-def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_path, capsys):
+def test_a_damaged_picture_drops_its_prompt(qwen25, task, tmp_path, capsys):
     bad = task / "bad.jsonl"
-    with user_error(r"bad\.jsonl:2.*damaged\.png"):
-        ppo.main(flags(qwen25, task, tmp_path / "a", "--data", bad))
     steps = train(
         qwen25, task, tmp_path / "b", "--data", bad, "--on_bad_row skip --steps 2 --minibatches 4"
     )
@@ -1022,24 +974,15 @@ def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_pa
 @pytest.mark.parametrize(
     "function, message",
     [
-        ("fails", r"(?s)ZeroDivisionError: the reward of row 2.*row 2.*response"),
         ("infinite", "(?s)inf, not a finite number.*response"),
         ("late", r"(?s)longer than 0\.2 s.*response"),
         ("nothing", "no attribute 'nothing'"),
     ],
 )
 def test_a_failing_reward_stops_with_the_sample(qwen25, task, tmp_path, function, message):
+    reward = f"--reward {task / 'reward.py'}:{function} --reward_timeout 0.2 --prompts_per_step 8"
     with user_error(message):
-        ppo.main(
-            flags(
-                qwen25,
-                task,
-                tmp_path,
-                "--reward",
-                f"{task / 'reward.py'}:{function}",
-                "--reward_timeout 0.2 --prompts_per_step 8",
-            )
-        )
+        train(qwen25, task, tmp_path, reward)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1201,13 +1144,34 @@ RUNS = {
         "qwen2_5_vl",
         "--steps 2 --advantage grpo --teacher_model TASK/judge --teacher_prompt {prompt}={answer}",
     ),
+    "seeing": (
+        "qwen2_5_vl",
+        "--steps 3 --train_vision --kl_coef 0.1 --critic_lr 1e-3 --minibatches 2 --eval_every 2 "
+        "--max_tokens_per_pack 524",
+    ),
+    "seeing exactly": (
+        "qwen3_vl",
+        "--steps 2 --train_vision --advantage grpo --prompts_per_step 3 --kl_coef 0.1 --kl_in loss "
+        "--kl_estimator full --gradient_checkpointing --dynamic_sampling 2 --max_tokens_per_pack 524",
+    ),
+    # the second rank holds one row of every A
+    "adapters": (
+        "qwen2_5_vl",
+        "--steps 4 --lora_rank 3 --lora_alpha 6 --minibatches 2 --kl_coef 0.1 --actor_lr 1e-2 "
+        "--critic_lr 1e-2",
+    ),
+    "adapters exactly": (
+        "qwen3_vl",
+        "--steps 2 --lora_rank 1 --lora_alpha 6 --advantage grpo --prompts_per_step 3 --kl_coef 0.1 "
+        "--kl_in loss --kl_estimator full --gradient_checkpointing --actor_lr 1e-2",
+    ),
     "looking": (
         "qwen2_5_vl",
         "--steps 2 --advantage rloo --train_vision --env TALKERS:Same --reward env "
         "--eval_samples 2 --teacher_model self --teacher_in loss " + TALKING,
     ),
 }
-SLOW = ("skip", "judged", "average", "looking", "distilled")
+SLOW = ("skip", "judged", "average", "looking", "distilled", "seeing", "adapters")
 FAILURES = {  # name -> flags, the message
     "picture": ("--data TASK/bad.jsonl", "bad.jsonl:2.*damaged.png"),
     "reward": (
@@ -1225,14 +1189,9 @@ def run_flags(
     name: str, spec: tuple[str, str], checkpoints: dict[str, Path], task: Path, out: Path
 ) -> list[str]:
     family, more = spec
-    more = more.replace("TASK", str(task)).replace(
-        "TALKERS", str(Path(__file__).with_name("talkers.py"))
-    )
-    line = flags(checkpoints[family], task, out / name, "--eval_data", task / "eval.jsonl", more)
-    if "--reward_recipe" in line:
-        at = line.index("--reward")
-        del line[at : at + 2]
-    return line
+    talkers = str(Path(__file__).with_name("talkers.py"))
+    more = more.replace("TASK", str(task)).replace("TALKERS", talkers)
+    return flags(checkpoints[family], task, out / name, "--eval_data", task / "eval.jsonl", more)
 
 
 @pytest.fixture(scope="module")
@@ -1248,7 +1207,7 @@ def checkpoints(qwen25, task, tmp_path_factory) -> dict[str, Path]:
     (task / "recipe.json").write_text(
         json.dumps({"*": [[f"grm:{task / 'judge'}", 1], ["exact", 0.5]]})
     )
-    (task / "talk.json").write_text(json.dumps({"*": [["env", 1], [f"grm:{task / 'judge'}", 0.5]]}))
+    write_json(task / "talk.json", {"*": [["env", 1], [f"grm:{task / 'judge'}", 0.5]]})
     write_rows(
         task / "judgements.jsonl",
         [
@@ -1295,38 +1254,11 @@ def both(checkpoints, task, tmp_path_factory):
     return run
 
 
-def save_gradients(model: str, rows: str, out: str) -> None:
-    """Those of the hand-made samples in small packs, on this rank."""
-    env, tensors = hand_env(model, rows), {}
-    for part in ("actor", "critic"):
-        module = getattr(env, part)
-        with computing(module, max_tokens_per_pack=110):
-            gradients, _ = gradient(env.args, module, env.batch)
-        for name, value in gradients.items():
-            tensors[f"{part}.{name}"] = value
-    save_file(tensors, f"{out}/gradients-{dist.get_rank()}.safetensors")
-
-
-def test_gradient_of_two_ranks_is_that_of_one(env, qwen25, picture_rows, tmp_path):
-    """Each rank's packs, and FSDP's mean over the ranks, against one pack on one rank."""
-    ranks.run(save_gradients, str(qwen25), picture_rows, str(tmp_path), world=2)
-    for part in ("actor", "critic"):
-        gradients, packs = gradient(env.args, getattr(env, part), env.batch)
-        assert packs == 1
-        actual = load_file(tmp_path / "gradients-1.safetensors")
-        actual = {
-            name.removeprefix(f"{part}."): value
-            for name, value in actual.items()
-            if name.startswith(part)
-        }
-        assert distance(actual, gradients) < rounding(len(env.batch.tokens)), part
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        *(name for name in RUNS if name not in SLOW),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(name for name in RUNS if not name.startswith(SLOW)),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name.startswith(SLOW)),
     ],
 )
 def test_one_rank_equals_two_ranks(both, name):
@@ -1340,15 +1272,10 @@ def test_one_rank_equals_two_ranks(both, name):
     assert gaps
     # sampled is trained, before any update of a step
     assert max(gaps) < ROUNDING
-    places = ["export", "export_ema"] if name == "average" else ["export"]
-    for place in places:
-        ours, theirs = (
-            tensors(folder / place / f"step-{records(one)[-1]['step']}") for folder in (one, two)
-        )
-        assert ours.keys() == theirs.keys()
-        assert len(ours) > 10
-        for key in ours:
-            assert (ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + rounding(16), key
+    # of weights, averages and adapters
+    exports = one.glob(f"export*/step-{records(one)[-1]['step']}/**/*.safetensors")
+    for folder in {file.parent.relative_to(one) for file in exports}:
+        assert_close_weights(one / folder, two / folder)
 
 
 def test_one_and_two_ranks_agree_as_the_readme_says(both):
@@ -1390,10 +1317,6 @@ def test_every_held_out_row_is_answered_once(both):
     _, out = both("gae")
     for step in (0, 1, 2):
         assert [row["index"] for row in samples_of(out, f"eval-{step:06d}")] == list(range(7))
-    pairs = [
-        (row["index"], row["sample"]) for row in samples_of(both("reinforce++")[1], "eval-000000")
-    ]
-    assert pairs == [(i, k) for i in range(7) for k in range(2)]
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -1408,11 +1331,6 @@ def test_failures_are_told_once_and_end_every_rank(checkpoints, task, tmp_path, 
         assert [
             record["step"] for record in records(tmp_path / "gap") if "train/policy_loss" in record
         ] == [1]
-
-
-@pytest.mark.slow
-def test_dropped_prompts_are_counted_on_two_ranks(both):
-    assert [record["rollout/dropped_prompts"] for record in records(both("skip")[1])] == [1, 2]
 
 
 @pytest.mark.slow

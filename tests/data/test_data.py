@@ -21,12 +21,11 @@ from common.data.images import image_size, read_image
 from common.data.loader import load_pixels
 from common.data.processor import Processor, answer_frame
 from common.data.rows import load_prompts, parse_columns
-from common.files import LFS
 from common.flags import DataArgs
 from common.model.build import build_model
 from common.model.weights import materialize, resolve_folder
 from common.rewards.judge import load_judgements, read_rubric
-from conftest import judge_settings, read_json, table, value_error, write_image
+from conftest import judge_settings, read_json, table, value_error, write_image, write_json
 from helpers import (
     BLUE,
     BOX,
@@ -197,24 +196,28 @@ def test_a_template_that_knows_only_strings_gets_strings(
     )
 
 
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        (
-            "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
-            "leaves out what the system says: 'Brief.'",
-        ),
-        ("<|im_start|>user\n{{ question }}<|im_end|>", "leaves out what the system says: 'Brief.'"),
-        (
-            "{{ messages[0].content }}{{ messages[-1].content | upper }}",
-            r".*leaves out what the user says: 'What\?'",
-        ),
-    ],
-)
+REFUSED_TEMPLATES = table("""
+{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %} | leaves out what the system says: 'Brief.'
+user\\n{{ question }}                                                    | leaves out what the system says: 'Brief.'
+{{ messages[0].content }}{{ messages[-1].content.upper() }}              | .*leaves out what the user says: 'What\\?'
+{{ raise_exception('no pictures here') }}                                | cannot render this .*no pictures here
+{% for m in messages %}{{ m.role + m.content }}{% endfor %}              | cannot render this .*TypeError
+""")
+
+
+@pytest.mark.parametrize("template, message", REFUSED_TEMPLATES)
 def test_a_template_that_loses_a_text_is_refused(load, processor, monkeypatch, template, message):
     monkeypatch.setattr(processor.tokenizer, "chat_template", template)
+    images = ["a.png"] * ("render" in message)
     with value_error(f"train.jsonl:1: the chat template {message}"):
-        load([{"prompt": "What?"}], system_prompt="Brief.")
+        load([{"prompt": "What?", "images": images}], system_prompt="Brief.")
+
+
+def test_a_template_without_a_place_for_pictures_is_refused(load, processor, monkeypatch):
+    template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(processor.tokenizer, "chat_template", template)
+    with value_error("train.jsonl:1: image-token mismatch: placeholders .* for 1 images"):
+        load([{"prompt": "x", "images": "a.png"}])
 
 
 def test_a_template_may_change_what_it_is_known_to_change(load, processor, monkeypatch):
@@ -226,17 +229,10 @@ def test_a_template_may_change_what_it_is_known_to_change(load, processor, monke
         HEAD + "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}"
         "{{ m.content.split('</think>')[-1].strip() }}{% endif %}" + END,
     )
-    (prompt,) = load(
-        [
-            {
-                "prompt": [
-                    {"role": "user", "content": " Hi \n"},
-                    {"role": "assistant", "content": "<think>a</think>\n\nYes"},
-                    {"role": "tool", "content": 'é "1"\n2'},
-                ]
-            }
-        ]
-    )
+    row = r"""{"prompt": [{"role": "user", "content": " Hi \n"},
+    {"role": "assistant", "content": "<think>a</think>\n\nYes"},
+    {"role": "tool", "content": "é \"1\"\n2"}]}"""
+    (prompt,) = load([json.loads(row)])
     assert prompt.text == rendered(
         ("user", "Hi"), ("assistant", "Yes"), ("tool", '"é \\"1\\"\\n2"')
     )
@@ -367,31 +363,26 @@ def test_grids_from_headers_equal_the_processors(tmp_path, family, low, high):
         )
 
 
-SMALL, LARGE = (
-    {"min_pixels": 3136, "max_pixels": 9000},
-    {"shortest_edge": 4000, "longest_edge": 8000},
-)
-
-
 @pytest.mark.parametrize(
     "settings, flags, bounds",
-    [
-        (SMALL, (0, 0), (3136, 9000)),
-        ({"min_pixels": "3136", "max_pixels": "9000"}, (0, 0), (3136, 9000)),
-        ({"size": SMALL}, (0, 0), (3136, 9000)),
-        ({"size": LARGE}, (0, 0), (4000, 8000)),
-        ({"size": LARGE} | SMALL, (5000, 6000), (5000, 6000)),
-        ({}, (0, 0), (56 * 56, 28 * 28 * 1280)),
-    ],
+    table("""
+{"min_pixels": 3136, "max_pixels": 9000}                     | [0, 0]       | [3136, 9000]
+{"min_pixels": "3136", "max_pixels": "9000"}                 | [0, 0]       | [3136, 9000]
+{"size": {"min_pixels": 3136, "max_pixels": 9000}}           | [0, 0]       | [3136, 9000]
+{"size": {"shortest_edge": 4000, "longest_edge": 8000}}      | [0, 0]       | [4000, 8000]
+{"size": {"shortest_edge": 4000, "longest_edge": 8000}, "min_pixels": 3136, "max_pixels": 9000} | [5000, 6000] | [5000, 6000]
+{}                                                           | [0, 0]       | [3136, 1003520]
+"""),
 )
 def test_spellings_of_the_bounds(tmp_path, settings, flags, bounds):
     """Last without any: those of the checkpoints before must not have become the default, as
     transformers would do."""
     folder = write_processor(tmp_path)
-    edit(folder / "preprocessor_config.json", **{"min_pixels": None, "max_pixels": None} | settings)
-    low, high = flags
+    none = {"min_pixels": None, "max_pixels": None}
+    edit(folder / "preprocessor_config.json", **none | json.loads(settings))
+    low, high = json.loads(flags)
     size = Processor(folder, DataArgs(min_pixels=low, max_pixels=high)).family.image_processor.size
-    assert (size["shortest_edge"], size["longest_edge"]) == bounds
+    assert [size["shortest_edge"], size["longest_edge"]] == json.loads(bounds)
 
 
 def test_the_config_has_the_last_word_on_patches(tmp_path):
@@ -422,7 +413,7 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
         ("processor_config", nested | {"chat_template": TEMPLATE}),
         ("video_preprocessor_config", {"fps": 2}),
     ]:
-        (source / f"{name}.json").write_text(json.dumps(settings))
+        write_json(source / f"{name}.json", settings)
     Processor(source, DataArgs(min_pixels=4000, max_pixels=5000)).save(target)
     (target / "config.json").write_text((source / "config.json").read_text())
     again = Processor(target)
@@ -433,44 +424,6 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
     nested.pop("image_processor")
     assert again.files["processor_config"] == nested | {"chat_template": TEMPLATE}
     assert again.files["video_preprocessor_config"] == {"fps": 2}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda f: (f / "config.json").unlink(), "config.json"),
-        (
-            lambda f: [path.unlink() for path in f.glob("tokenizer*")],
-            "no vocabulary: tokenizer.json",
-        ),
-        (lambda f: (f / "chat_template.jinja").unlink(), "no chat template"),
-        (
-            lambda f: (f / "tokenizer.json").write_bytes(LFS),
-            "tokenizer.json is a pointer of git-lfs",
-        ),
-        (
-            lambda f: edit(f / "preprocessor_config.json", size=448),
-            "preprocessor_config.json: size must be dict, not 448",
-        ),
-        (lambda f: (f / "preprocessor_config.json").unlink(), "no preprocessor_config.json"),
-        (
-            lambda f: edit(f / "preprocessor_config.json", min_pixels=900, max_pixels=800),
-            "min_pixels 900 is more than max_pixels 800",
-        ),
-        (
-            lambda f: edit(
-                f / "config.json",
-                model_type="their_own",
-                auto_map={"AutoConfig": "configuration.TheirConfig"},
-            ),
-            "config.json: it needs Python code of its own, which is never run here$",
-        ),
-    ],
-)
-def test_bad_checkpoint(tmp_path, change, message):
-    change(write_processor(tmp_path))
-    with value_error(f"(?s)^checkpoint {tmp_path}: .*{message}"):
-        Processor(tmp_path)
 
 
 def test_folders_that_are_no_model(tmp_path):
@@ -538,16 +491,7 @@ def test_exif_orientation(tmp_path, orientation, suffix):
     image = read_image(path)
     # Where the stored left end stands upright, by the EXIF standard: 1, 4 left; 2, 3 right; 5, 6
     # top; 7, 8 bottom.
-    first = {
-        1: (8, 8),
-        4: (8, 8),
-        2: (40, 8),
-        3: (40, 8),
-        5: (8, 8),
-        6: (8, 8),
-        7: (8, 40),
-        8: (8, 40),
-    }[orientation]
+    first = {2: (40, 8), 3: (40, 8), 7: (8, 40), 8: (8, 40)}.get(orientation, (8, 8))
     assert image.size == image_size(path) == ((48, 16) if orientation <= 4 else (16, 48))
     assert np.abs(np.subtract(image.getpixel(first), RED)).max() <= 3
 
@@ -660,36 +604,21 @@ def test_several_images_of_several_sizes_and_text_only_rows(load, processor):
 
 
 @pytest.mark.parametrize(
-    "turns, expected",
-    [
-        ("A <image> and <image>?", [("user", f"A {PICTURE} and {PICTURE}?")]),
-        ("Compare.", [("user", f"{PICTURE}{PICTURE}Compare.")]),
-        ([{"role": "user", "content": "Compare."}], [("user", f"{PICTURE}{PICTURE}Compare.")]),
-        (
-            [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image"},
-                        {"type": "text", "text": "or"},
-                        {"type": "image"},
-                    ],
-                }
-            ],
-            [("user", f"{PICTURE}or{PICTURE}")],
-        ),
-        # as text, no place
-        (
-            [
-                {"role": "system", "content": [{"type": "text", "text": "<image> is a tag."}]},
-                {"role": "user", "content": "What?"},
-            ],
-            [("system", "<image> is a tag."), ("user", PICTURE + PICTURE + "What?")],
-        ),
-    ],
+    "prompt, turns",
+    table("""
+"A <image> and <image>?"                  | user: A PICTURE and PICTURE?
+"Compare."                                | user: PICTUREPICTURECompare.
+[{"role": "user", "content": "Compare."}] | user: PICTUREPICTURECompare.
+[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]}] | user: PICTUREorPICTURE
+[{"role": "system", "content": [{"type": "text", "text": "<image> is a tag."}]}, {"role": "user", "content": "What?"}] | \
+system: <image> is a tag.; user: PICTUREPICTUREWhat?
+"""),
 )
-def test_places_of_images(load, turns, expected):
-    assert load([{"prompt": turns, "images": ["a.png", "b.jpg"]}])[0].text == rendered(*expected)
+def test_places_of_images(load, prompt, turns):
+    """In a part of a message it is text."""
+    expected = [turn.split(": ") for turn in turns.replace("PICTURE", PICTURE).split("; ")]
+    row = {"prompt": json.loads(prompt), "images": ["a.png", "b.jpg"]}
+    assert load([row])[0].text == rendered(*expected)
 
 
 def test_system_prompt_and_column_names(load):
@@ -757,33 +686,17 @@ def test_a_named_images_column_is_in_every_row(load):
         load([rows[0], {"prompt": "x", "images": "a.png"}], "images=pics")
 
 
+SEVERAL_TURNS = """{"images": ["a.png", "b.jpg"], "answer": "no", "prompt": [
+{"role": "system", "content": "Brief."}, {"role": "user", "content": "<image>What is it?"},
+{"role": "assistant", "content": "<|box_start|>"},
+{"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "image", "image": "b.jpg"}]},
+{"role": "assistant", "content": [{"type": "text", "text": "Blue."}]},
+{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " again?"}]}]}"""
+
+
 def test_prompts_of_several_turns(load, tmp_path, processor):
     """Pictures of parts, of the images column and of strings, in the order of their places."""
-    (prompt,) = load(
-        [
-            {
-                "images": ["a.png", "b.jpg"],
-                "answer": "no",
-                "prompt": [
-                    {"role": "system", "content": "Brief."},
-                    {"role": "user", "content": "<image>What is it?"},
-                    {"role": "assistant", "content": "<|box_start|>"},
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "text", "text": "And "},
-                            {"type": "image", "image": "b.jpg"},
-                        ],
-                    },
-                    {"role": "assistant", "content": [{"type": "text", "text": "Blue."}]},
-                    {
-                        "role": "user",
-                        "content": [{"type": "image"}, {"type": "text", "text": " again?"}],
-                    },
-                ],
-            }
-        ]
-    )
+    (prompt,) = load([json.loads(SEVERAL_TURNS)])
     assert prompt.text == rendered(
         ("system", "Brief."),
         ("user", PICTURE + "What is it?"),
@@ -796,84 +709,60 @@ def test_prompts_of_several_turns(load, tmp_path, processor):
     assert prompt.images == tuple(str(tmp_path / name) for name in ("a.png", "b.jpg", "b.jpg"))
     assert prompt.grids == (a, b, b)
     assert prompt.reference == "no"
-    runs = "".join("x" if i == IMAGE else " " for i in prompt.input_ids.tolist()).split()
-    assert [len(run) for run in runs] == [h * w // 4 for _, h, w in prompt.grids]
 
 
-CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-CALLED = [
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "content": "red"},
-]
-AS_TEXT = [
-    {
-        "role": "user",
-        "content": [
-            {"type": "image", "image": "file://FOLDER/a.png"},
-            {"type": "text", "text": "Hi"},
-        ],
-    }
-]
-
-
-@pytest.mark.parametrize(
-    "row, columns, turns",
-    [
-        # TRL, LLaVA
-        ({"prompt": "Hi", "image": "a.png"}, "", [("user", PICTURE + "Hi")]),
-        ({"prompt": "Hi", "image": ["a.png"], "images": None}, "", [("user", PICTURE + "Hi")]),
-        (
-            {"problem": "Hi", "image": "a.png", "solution": "red"},
-            "prompt=problem,answer=solution",
-            [("user", PICTURE + "Hi")],
-        ),
-        # lmm-r1
-        (
-            {"message": json.dumps(AS_TEXT), "answer": "red"},
-            "prompt=message",
-            [("user", PICTURE + "Hi")],
-        ),
-        # MM-EUREKA
-        (
-            {
-                "conversations": [{"role": "user", "content": "<image>Hi"}],
-                "image_urls": ["file://FOLDER/a.png"],
-            },
-            "prompt=conversations,images=image_urls",
-            [("user", PICTURE + "Hi")],
-        ),
-        # Vero
-        ({"prompt": AS_TEXT, "images": ["FOLDER/a.png"]}, "", [("user", PICTURE + "Hi")]),
-        ({"prompt": CALLED}, "", [("user", "Hi"), ("assistant", ""), ("tool", "red")]),
-    ],
+READ_AS_THEY_ARE = table(
+    r"""
+TRL, LLaVA | - | {"prompt": "Hi", "image": "a.png"}
+LLaVA      | - | {"prompt": "Hi", "image": ["a.png"], "images": null}
+EasyR1     | prompt=problem,answer=solution | {"problem": "Hi", "image": "a.png", "solution": "red"}
+lmm-r1     | prompt=message | {"message": "TEXT", "answer": "red"}
+MM-EUREKA  | prompt=conversations,images=image_urls | {"conversations": [{"role": "user", "content": "<image>Hi"}], \
+"image_urls": ["file://FOLDER/a.png"]}
+Vero       | - | {"prompt": MESSAGES, "images": ["FOLDER/a.png"]}
+""".replace("\\\n", "")
 )
-def test_rows_of_other_systems_that_need_no_conversion(load, tmp_path, capsys, row, columns, turns):
-    row = json.loads(json.dumps(row).replace("FOLDER", str(tmp_path)))
-    (prompt,) = load([row], columns)
-    assert prompt.text == rendered(*turns)
-    assert prompt.images == (str(tmp_path / "a.png"),) * prompt.text.count(PICTURE)
+MESSAGES = """[{"role": "user", "content": [{"type": "image", "image": "file://FOLDER/a.png"}, \
+{"type": "text", "text": "Hi"}]}]"""
+
+
+@pytest.mark.parametrize("system, columns, row", READ_AS_THEY_ARE)
+def test_rows_of_other_systems_that_need_no_conversion(
+    load, tmp_path, capsys, system, columns, row
+):
+    row = row.replace('"TEXT"', json.dumps(MESSAGES)).replace("MESSAGES", MESSAGES)
+    row = json.loads(row.replace("FOLDER", str(tmp_path)))
+    (prompt,) = load([row], columns.strip("-"))
+    assert prompt.text == rendered(("user", PICTURE + "Hi"))
+    assert prompt.images == (str(tmp_path / "a.png"),)
     assert prompt.row == row
     assert "columns" not in capsys.readouterr().out
 
 
+def test_calls_of_tools_in_a_prompt(load):
+    row = """{"prompt": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": null, "tool_calls":
+    [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]},
+    {"role": "tool", "content": "red"}]}"""
+    (prompt,) = load([json.loads(row)])
+    assert prompt.text == rendered(("user", "Hi"), ("assistant", ""), ("tool", "red"))
+
+
 @pytest.mark.parametrize(
-    "row, names",
-    [
-        ({"picture": "sub/x.JPG", "id": 3, "url": "http://x.org"}, "picture"),
-        ({"image_1": {"bytes": "iVBORw0KGgoAAA", "path": None}, "image_2": None}, "image_1"),
-        ({"image": None, "frames": ["data:image/png;base64,iVBOR"]}, "frames"),
-        ({"images": ["a.png"], "image": "b.jpg"}, "image"),
-        ({"input": "2 + 2", "system": "", "history": []}, "input"),
-        ({"conversations": [{"from": "human", "value": "x"}]}, "conversations"),
-        ({"objects": {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}}, "objects"),
-    ],
+    "row, name",
+    table("""
+{"picture": "sub/x.JPG", "id": 3, "url": "http://x.org"} | picture
+{"image_1": {"bytes": "iVBORw0KGgoAAA", "path": null}, "image_2": null} | image_1
+{"image": null, "frames": ["data:image/png;base64,iVBOR"]} | frames
+{"images": ["a.png"], "image": "b.jpg"} | image
+{"input": "2 + 2", "system": "", "history": []} | input
+{"conversations": [{"from": "human", "value": "x"}]} | conversations
+{"objects": {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}} | objects
+"""),
 )
-def test_an_unread_column_that_matters_is_said(load, capsys, row, names):
-    load([{"prompt": "x"} | row])
-    assert re.findall(
-        r"'(\w+)' \(images, or part of prompt or answer\?", capsys.readouterr().out
-    ) == [names]
+def test_an_unread_column_that_matters_is_said(load, capsys, row, name):
+    load([{"prompt": "x"} | json.loads(row)])
+    told = r"'(\w+)' \(images, or part of prompt or answer\?"
+    assert re.findall(told, capsys.readouterr().out) == [name]
 
 
 @pytest.mark.parametrize(
@@ -1046,24 +935,11 @@ def test_a_text_of_megabytes_is_refused_before_it_is_tokenized(load, processor, 
     assert load([{"prompt": longest * 480}])
 
 
-PROMPT_COLUMNS = ("images", "image", "videos", "answer", "label", "question")
+PROMPT_COLUMNS = "images image videos answer label question".split()
 JUDGE_COLUMNS = (
-    "images",
-    "image",
-    "videos",
-    "question",
-    "messages",
-    "response",
-    "responses",
-    "preferred",
-    "correct",
-    "score",
-    "criterion",
-    "critique",
-    "source",
-    "rubric",
-    "pair",
-)
+    "images image videos question messages response responses preferred correct score criterion "
+    "critique source rubric pair"
+).split()
 
 
 def test_odd_rows_are_refused_in_our_words(tmp_path, processor):
@@ -1107,33 +983,6 @@ def test_nothing_left(load, tmp_path, processor):
     for empty in (b"", b"\n \r\n"):
         with value_error("train.jsonl: empty file"):
             load(empty)
-
-
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        (
-            "{{ raise_exception('no pictures here') }}",
-            "the chat template cannot render this .*no pictures here",
-        ),
-        (
-            "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
-            "the chat template cannot render this .*TypeError",
-        ),
-        (
-            "{% for m in messages %}{{ m.content }}{% endfor %}",
-            "the chat template leaves out what the user says: 'x'",
-        ),
-        (
-            "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}",
-            "image-token mismatch: placeholders .* for 1 images",
-        ),
-    ],
-)
-def test_template_without_pictures(load, processor, monkeypatch, template, message):
-    monkeypatch.setattr(processor.tokenizer, "chat_template", template)
-    with value_error(f"train.jsonl:1: {message}"):
-        load([{"prompt": "x", "images": "a.png"}])
 
 
 @pytest.mark.parametrize("name", ["cut.png", "cut.jpg", "cut.webp"])

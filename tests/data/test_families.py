@@ -2,8 +2,8 @@
 ids = those of the family's processor, packed shared-prefix log-probs = one forward per sample,
 greedy rollouts = `generate`, and one PPO step whose export `from_pretrained` loads."""
 
+import copy
 import functools
-import json
 import random
 import re
 import shutil
@@ -60,6 +60,8 @@ from conftest import (
     value_error,
     with_flags,
     words,
+    write_json,
+    write_rows,
 )
 from families import (
     EXPERTS,
@@ -74,6 +76,7 @@ from families import (
     TEXT_ONLY,
     THROUGH_CHUNKS,
     TOKENS,
+    as_parts,
     check_judgements,
     check_logprobs,
     check_rollouts,
@@ -83,6 +86,7 @@ from families import (
     make_tokenizer,
     responses_to,
     save_processor,
+    with_response,
     write_family,
 )
 from helpers import COMPUTE, assert_same_run, launch, on_a_gpu, trainable
@@ -142,15 +146,7 @@ def onevision_inputs(family, messages: list[dict], pictures: list[Image.Image]) 
 
 def hf_inputs(family, prompt) -> dict:
     """What the family's own processor makes of a prompt's messages and pictures."""
-    messages = [
-        {
-            "role": m["role"],
-            "content": [{"type": "text", "text": m["content"]}]
-            if isinstance(m["content"], str)
-            else [dict(part) for part in m["content"]],
-        }
-        for m in prompt.messages
-    ]
+    messages = as_parts(copy.deepcopy(prompt.messages))
     pictures = [Image.open(path).convert("RGB") for path in prompt.images]
     if family.kind in TEXT_ONLY:
         return AutoTokenizer.from_pretrained(family.folder).apply_chat_template(
@@ -342,14 +338,9 @@ def test_gradients_equal_those_of_one_forward_per_sample(family):
             logp.backward(weights[pack.flat].to(logp))
         start_at = 0
         for group, tokens in responses_of(batch):
-            inputs = hf_inputs(exact, env.prompts[group])
-            row = inputs["input_ids"].shape[1] - 1
-            inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens[None]], dim=1)
+            inputs = with_response(hf_inputs(exact, env.prompts[group]), tokens)
             inputs.pop("attention_mask", None)
-            if "mm_token_type_ids" in inputs:
-                types = torch.zeros_like(tokens)[None].to(inputs["mm_token_type_ids"])
-                inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], types], dim=1)
-            logits = exact.oracle(**inputs, use_cache=False).logits[0, row:-1]
+            logits = exact.oracle(**inputs, use_cache=False).logits[0, -len(tokens) - 1 : -1]
             logits = logits.index_fill(1, banned, -torch.inf)
             mine = slice(start_at, start_at := start_at + len(tokens))
             chosen = token_logprobs(logits, tokens).masked_fill(~is_counted[mine], 0)
@@ -468,31 +459,15 @@ def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
         assert_same_run(tmp_path / "one" / kind, tmp_path / "two" / kind)
 
 
+def answered(family) -> list[dict]:
+    """The rows of a family with a response."""
+    rows = [{name: row[name] for name in ("prompt", "images")} for row in read_rows(family.data)]
+    return [row | {"response": "a circle"} for row in rows]
+
+
 def test_the_judge_generates_what_generate_does(family, tmp_path):
-    rows = read_rows(family.data)
-    (tmp_path / "judge.jsonl").write_text(
-        "".join(
-            json.dumps({"prompt": row["prompt"], "images": row["images"], "response": "a circle"})
-            + "\n"
-            for row in rows
-        )
-    )
-    check_judgements(family, tmp_path / "judge.jsonl", hf_inputs)
-
-
-def test_gemmas_end_of_turn_is_a_stop_token(tmp_path, picture_rows):
-    """Also where generation_config.json does not say so: its chat template does."""
-    write_family("gemma3", tmp_path, picture_rows)
-    before, tokenizer = Processor(tmp_path).stop_ids, AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer.add_tokens(["<end_of_turn>"], special_tokens=True)
-    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "<end_of_turn>")
-    tokenizer.save_pretrained(tmp_path)
-    edit_config(tmp_path, "text_config", vocab_size=len(tokenizer))
-    assert (
-        set(Processor(tmp_path).stop_ids)
-        == {*before, tokenizer.convert_tokens_to_ids("<end_of_turn>")}
-        > set(before)
-    )
+    data = write_rows(tmp_path / "judge.jsonl", answered(family))
+    check_judgements(family, Path(data), hf_inputs)
 
 
 def test_unknown_families_are_refused_by_name(tmp_path):
@@ -551,7 +526,7 @@ def edit_config(folder: Path, part: str | None, **changes) -> None:
     """Change settings in config.json, or in a part of it."""
     config = read_json(folder / "config.json")
     (config[part] if part else config).update(changes)
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
 
 
 def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
@@ -681,19 +656,15 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
 
     batch: dict[str, list] = {}
     for group, tokens in responses_of(samples):
-        inputs = hf_inputs(family, env.prompts[group])
-        more = {
-            "input_ids": tokens,
-            "attention_mask": torch.ones_like(tokens),
-            "mm_token_type_ids": torch.zeros_like(tokens),
-        }
-        for name, value in inputs.items():
-            batch.setdefault(name, []).append(
-                torch.cat([value[0], more[name].to(value.dtype)]) if name in more else value
-            )
+        for name, value in with_response(hf_inputs(family, env.prompts[group]), tokens).items():
+            batch.setdefault(name, []).append(value)
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    of_images = ("pixel_values", "image_grid_thw")
     aux = family.oracle(
-        **{name: pad(parts) if name in more else torch.cat(parts) for name, parts in batch.items()},
+        **{
+            name: torch.cat(parts) if name in of_images else pad([part[0] for part in parts])
+            for name, parts in batch.items()
+        },
         output_router_logits=True,
         use_cache=False,
     ).aux_loss
@@ -742,15 +713,8 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
 def test_a_frozen_tower_drops_nothing(family, tmp_path):
     """The dropout of its config is for who trains it: supervised losses, and those beside PPO's,
     are the ones without."""
-    rows = read_rows(family.data)
-    data = family.folder / "answered.jsonl"
-    data.write_text(
-        "\n".join(
-            json.dumps({"prompt": row["prompt"], "images": row["images"], "response": "a circle"})
-            for row in rows
-            if row["images"]
-        )
-    )
+    rows = [row for row in answered(family) if row["images"]]
+    data = write_rows(family.folder / "answered.jsonl", rows)
     config, ids, measured = read_json(family.folder / "config.json"), [0, 1], {}
     for rate in (0.0, 0.5):
         folder = tmp_path / str(rate)
@@ -759,7 +723,7 @@ def test_a_frozen_tower_drops_nothing(family, tmp_path):
             ("attention_dropout", "hidden_dropout_prob", "projection_dropout"), rate
         )
         changed = config | {"vision_config": config["vision_config"] | dropout}
-        (folder / "config.json").write_text(json.dumps(changed))
+        write_json(folder / "config.json", changed)
         args = grm.parse_args(words("--model", folder, "--data", data, "--out", tmp_path / "out"))
         judge_rows, ranks = grm.load_rows(args), distributed.start(args.run.timeout, args.run.hsdp)
         judge, questions = grm.load_judge(args, judge_rows, ranks), judge_rows.train[:2]

@@ -3,6 +3,7 @@ outside of a root."""
 
 import ast
 import copy
+import functools
 import json
 import os
 import re
@@ -27,7 +28,17 @@ from common.model import storage
 from common.model.build import build_model
 from common.model.weights import load_weights, open_weights, resolve_folder
 from common.rewards.judge import JUDGEMENTS, JudgeSettings
-from conftest import read_json, same_tensors, start, user_error, value_error, words
+from conftest import (
+    read_json,
+    same_tensors,
+    start,
+    table,
+    user_error,
+    value_error,
+    words,
+    write_json,
+    write_rows,
+)
 from helpers import COMPUTE, RED, edit, load_model, write_processor
 
 
@@ -38,46 +49,46 @@ def edit_part(folder, part: str, **changes) -> None:
     edit(folder / "config.json", **{part: config[part] | changes})
 
 
-CLIP = dict(
-    image_processor_type="CLIPImageProcessor",
-    size={"shortest_edge": 224},
-    crop_size={"height": 224, "width": 224},
-    do_center_crop=True,
-)
-DAMAGES = {
-    "config is cut": (lambda f: os.truncate(f / "config.json", 50), "config.json"),
-    "layers as text": (
-        lambda f: edit_part(f, "text_config", num_hidden_layers="1"),
-        "config.json: .*num_hidden_layers",
-    ),
-    "quantized": (
-        lambda f: edit(f / "config.json", quantization_config={"quant_method": "fp8"}),
-        "config.json: quantization_config .*fp8",
-    ),
-    "generation is a list": (
-        lambda f: (f / "generation_config.json").write_text("[]"),
-        "generation_config.json must be dict, not ",
-    ),
-    "tokenizer": (
-        lambda f: (f / "tokenizer.json").write_text("{}"),
-        "the tokenizer's files cannot be used",
-    ),
-    "images of CLIP": (
-        lambda f: (f / "preprocessor_config.json").write_text(json.dumps(CLIP)),
-        "preprocessor_config.json: image processor 'CLIP'; that of qwen2_5_vl is Qwen2VL",
-    ),
-    "mean is text": (
-        lambda f: edit(f / "preprocessor_config.json", image_mean="grey"),
-        "preprocessor_config.json",
-    ),
-}
+DAMAGES = table("""
+config.json            | cut  | config.json
+config.json            | gone | config.json
+config.json            | {"text_config": {"num_hidden_layers": "1"}} | config.json: .*num_hidden_layers
+config.json            | {"quantization_config": {"quant_method": "fp8"}} | config.json: quantization_config .*fp8
+config.json            | {"model_type": "their_own", "auto_map": {"AutoConfig": "configuration.TheirConfig"}} | \
+config.json: it needs Python code of its own, which is never run here$
+generation_config.json | []   | generation_config.json must be dict, not
+tokenizer*             | gone | no vocabulary: tokenizer.json
+tokenizer.json         | {}   | the tokenizer's files cannot be used
+tokenizer.json         | version https://git-lfs.github.com/spec/v1 | tokenizer.json is a pointer of git-lfs
+chat_template.jinja    | gone | no chat template
+preprocessor_config.json | gone | no preprocessor_config.json
+preprocessor_config.json | {"image_processor_type": "CLIPImageProcessor"} | \
+preprocessor_config.json: image processor 'CLIP'; that of qwen2_5_vl is Qwen2VL
+preprocessor_config.json | {"size": 448} | preprocessor_config.json: size must be dict, not 448
+preprocessor_config.json | {"image_mean": "grey"} | preprocessor_config.json
+preprocessor_config.json | {"min_pixels": 900, "max_pixels": 800} | min_pixels 900 is more than max_pixels 800
+""")
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoint(tmp_path, damage):
+def damage(path, change: str) -> None:
+    """Cut or delete a file, change some of its settings, or write it anew."""
+    if change == "cut":
+        os.truncate(path, 50)
+    elif change == "gone":
+        path.unlink()
+    elif change.startswith('{"text_config"'):
+        edit_part(path.parent, "text_config", **json.loads(change)["text_config"])
+    elif change.startswith('{"'):
+        edit(path, **json.loads(change))
+    else:
+        path.write_text(change)
+
+
+@pytest.mark.parametrize("names, change, message", DAMAGES)
+def test_damaged_checkpoint(tmp_path, names, change, message):
     """One message with the file, when it is opened: before any weight is read."""
-    change, message = DAMAGES[damage]
-    change(write_processor(tmp_path))
+    for path in list(write_processor(tmp_path).glob(names)):
+        damage(path, change)
     with value_error(f"(?s)^checkpoint {tmp_path}: .*{message}"):
         Processor(tmp_path)
 
@@ -117,7 +128,7 @@ WEIGHT_INDEX, SCORES = (
     ],
 )
 def test_what_json_must_be(tmp_path, form, value, problem):
-    (tmp_path / "f.json").write_text(json.dumps(value))
+    write_json(tmp_path / "f.json", value)
     if not problem:
         assert files.read_json(tmp_path / "f.json", form) == value
         return
@@ -153,78 +164,61 @@ JUDGE = {
 }
 
 
-@pytest.mark.parametrize(
-    "path, value, problem",
-    [
-        ("system_instruction", 3, "must be str"),
-        ("kinds", ["correct"], "must be dict"),
-        ("kinds.correct", None, "must be dict"),
-        ("kinds.correct.template", 3, "must be str"),
-        ("kinds.correct.template", "{prompt}?", "must hold {prompt}, {response}"),
-        ("kinds.correct.verdicts", 3, "must be list"),
-        ("kinds.correct.verdicts", [], "has the verdicts \\[\\], expected"),
-        ("kinds.correct.verdicts", ["yes", "perhaps"], "perhaps.*expected \\['yes', 'no'\\]"),
-        ("kinds.correct.verdicts", ["yes", "yes", "no"], "expected"),
-        (
-            "kinds.correct",
-            {"template": "{prompt}{response}"},
-            "trained_on 'correct', which its kinds do not",
-        ),
-        ("kinds.score.verdicts", ["1", "good"], "good.*expected numbers"),
-        (
-            "kinds.beauty",
-            {"template": "x", "verdicts": []},
-            "no kind of judgement is called 'beauty'",
-        ),
-        ("trained_on", "correct", "must be list"),
-        ("trained_on", ["beauty"], "trained_on 'beauty', which its kinds do not describe"),
-        ("held_out.step", "1", "must be int"),
-        ("held_out.kinds.correct.count", 0, "must be an integer from 1"),
-        ("held_out.kinds.correct.accuracy", "high", "must be int | float"),
-        ("held_out.kinds.correct", {"accuracy": 1.0}, "chance must be"),
-        ("taught_by", "me", "another version: taught_by"),
-    ],
-)
+EDITED_JUDGES = table(r"""
+system_instruction            | 3              | must be str
+kinds                         | ["correct"]    | must be dict
+kinds.correct                 | null           | must be dict
+kinds.correct.template        | 3              | must be str
+kinds.correct.template        | "{prompt}?"    | must hold {prompt}, {response}
+kinds.correct.verdicts        | 3              | must be list
+kinds.correct.verdicts        | []             | has the verdicts \[\], expected
+kinds.correct.verdicts        | ["yes", "perhaps"] | perhaps.*expected \['yes', 'no'\]
+kinds.correct.verdicts        | ["yes", "yes", "no"] | expected
+kinds.correct                 | {"template": "{prompt}{response}"} | trained_on 'correct', which its kinds do not
+kinds.score.verdicts          | ["1", "good"]  | good.*expected numbers
+kinds.beauty                  | {"template": "x", "verdicts": []} | no kind of judgement is called 'beauty'
+trained_on                    | "correct"      | must be list
+trained_on                    | ["beauty"]     | trained_on 'beauty', which its kinds do not describe
+held_out.step                 | "1"            | must be int
+held_out.kinds.correct.count  | 0              | must be an integer from 1
+held_out.kinds.correct.accuracy | "high"       | must be int . float
+held_out.kinds.correct        | {"accuracy": 1.0} | chance must be
+taught_by                     | "me"           | another version: taught_by
+""")
+
+
+@pytest.mark.parametrize("path, value, problem", EDITED_JUDGES)
 def test_an_edited_judge_json_is_refused(path, value, problem):
     judge = copy.deepcopy(JUDGE)
     *outer, last = path.split(".")
-    entry = judge
-    for name in outer:
-        entry = entry[name]
-    entry[last] = value
-    checkpoint = SimpleNamespace(files={"judge": judge})
+    functools.reduce(dict.get, outer, judge)[last] = json.loads(value)
     with value_error(f"judge.json.*{problem}"):
-        JudgeSettings.of(checkpoint)
+        JudgeSettings.of(SimpleNamespace(files={"judge": judge}))
     assert JudgeSettings.of(SimpleNamespace(files={"judge": JUDGE})).trained_on == ["correct"]
 
 
-SIZES = [
-    ("num_hidden_layers", 10**9),
-    ("hidden_size", 0),
-    ("hidden_size", 10**9),
-    ("intermediate_size", -1),
-    ("num_attention_heads", 0),
-    ("num_key_value_heads", 0),
-    ("vocab_size", 10**9),
-    ("hidden_size", 3),
-    ("hidden_act", "x"),
-    ("rope_parameters", {"rope_type": []}),
-    ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}),
-]
-
-
 @pytest.mark.parametrize(
-    "part, entry, value",
-    [("text_config", *size) for size in SIZES]
-    + [
-        ("vision_config", "depth", 10**9),
-        ("vision_config", "num_heads", 0),
-        ("vision_config", "hidden_size", 10**9),
-    ],
+    "part, changes",
+    table("""
+text_config   | {"num_hidden_layers": 1000000000}
+text_config   | {"hidden_size": 0}
+text_config   | {"hidden_size": 1000000000}
+text_config   | {"intermediate_size": -1}
+text_config   | {"num_attention_heads": 0}
+text_config   | {"num_key_value_heads": 0}
+text_config   | {"vocab_size": 1000000000}
+text_config   | {"hidden_size": 3}
+text_config   | {"hidden_act": "x"}
+text_config   | {"rope_parameters": {"rope_type": []}}
+text_config   | {"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}
+vision_config | {"depth": 1000000000}
+vision_config | {"num_heads": 0}
+vision_config | {"hidden_size": 1000000000}
+"""),
 )
-def test_a_config_with_sizes_that_no_model_has(tmp_path, part, entry, value):
+def test_a_config_with_sizes_that_no_model_has(tmp_path, part, changes):
     """One message, before memory is asked for."""
-    edit_part(write_processor(tmp_path), part, **{entry: value})
+    edit_part(write_processor(tmp_path), part, **json.loads(changes))
     with value_error("config.json: "):
         build_model(Processor(tmp_path).config, COMPUTE)
 
@@ -267,7 +261,7 @@ def test_only_regular_files_are_opened(load, qwen25, tmp_path, fifo):
 
 def test_index_of_weights(qwen25, tmp_path):
     index = {"weight_map": {"a": "b.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_json(tmp_path / "model.safetensors.index.json", index)
     with value_error(f"{tmp_path}/b.safetensors cannot be read as safetensors: .*No such file"):
         load_weights(build_model(Processor(str(qwen25)).config, COMPUTE), tmp_path)
 
@@ -291,7 +285,7 @@ def test_weights_are_those_that_from_pretrained_reads(qwen25, tmp_path, named, e
         "weight_map": dict.fromkeys(load_file(qwen25 / "model.safetensors"), "part.safetensors"),
     }
     for name in ("model", "index"):
-        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+        write_json(tmp_path / f"{name}.safetensors.index.json", index)
     edit(tmp_path / "config.json", transformers_weights=named)
     model, theirs = load_model(tmp_path), AutoModelForImageTextToText.from_pretrained(tmp_path)
     assert torch.equal(model.lm_head.weight, theirs.lm_head.weight)
@@ -320,7 +314,7 @@ def test_a_mistyped_folder_is_called_that(tmp_path, name, message):
 @pytest.mark.parametrize("has_config", [False, True])
 def test_an_adapter_is_refused_with_the_program_that_merges_it(tmp_path, has_config):
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen2.5-VL-3B-Instruct"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    write_json(tmp_path / "adapter_config.json", adapter)
     if has_config:
         (tmp_path / "config.json").write_text("{}")
     with value_error(f"checkpoint {tmp_path}: this is an adapter") as error:
@@ -464,7 +458,7 @@ def test_both_scripts_know_the_root(tmp_path, qwen25, picture_rows):
     with user_error("lies outside of --image_root"):
         start(qwen25, picture_rows, "--image_root", tmp_path)
     row = {"prompt": "x", "images": [os.path.join(folder, "picture-1-0.png")], "response": "y"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    write_rows(tmp_path / "rows.jsonl", [row])
     common = words("--model", qwen25, "--data", tmp_path / "rows.jsonl", "--image_root")
     assert len(grm.load_rows(grm.parse_args([*common, folder])).train) == 1
     with user_error("lies outside of --image_root"):

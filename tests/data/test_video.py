@@ -6,6 +6,7 @@ judgements by `generate`; what a clip's time is; and that every bad clip is refu
 import json
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,19 +45,24 @@ from conftest import (
     start,
     table,
     take,
+    token_logprobs,
     value_error,
     words,
     write_checkpoint,
+    write_json,
     write_judge,
+    write_rows,
 )
 from families import (
     REWARD,
+    as_parts,
     check_judgements,
     check_logprobs,
     check_rollouts,
     make_config,
     make_image_processor,
     make_tokenizer,
+    with_response,
 )
 from helpers import assert_same_run, launch, write_processor
 
@@ -224,16 +230,9 @@ def hf_inputs(family, prompt) -> dict[str, torch.Tensor]:
             inputs["second_per_grid_ts"] = torch.tensor(
                 [2 / entry.sampled_fps for entry in metadata]
             )
-    messages = [
-        {
-            **m,
-            "content": [{"type": "text", "text": m["content"]}]
-            if isinstance(m["content"], str)
-            else m["content"],
-        }
-        for m in prompt.messages
-    ]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        as_parts(prompt.messages), add_generation_prompt=True, tokenize=False
+    )
     text, _ = processor.get_text_with_replacements([text], words, clip_words)
     inputs |= dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False))
     ids, config = inputs["input_ids"], family.oracle.config
@@ -276,13 +275,10 @@ def test_greedy_rollouts_equal_generate(family):
 
 def test_the_judge_generates_what_generate_does(family, rows):
     """Batches of prompts with clips, pictures and neither."""
-    data = rows.with_name("judge.jsonl")
-    lines = [json.loads(row) | {"response": "a circle"} for row in rows.read_text().splitlines()]
-    data.write_text(
-        "".join(
-            json.dumps({k: v for k, v in line.items() if k != "answer"}) + "\n" for line in lines
-        )
-    )
+    lines = [row | {"response": "a circle"} for row in read_rows(rows)]
+    for line in lines:
+        del line["answer"]
+    data = Path(write_rows(rows.with_name("judge.jsonl"), lines))
     check_judgements(family, data, hf_inputs, "--video_frames", str(FRAMES), "--video_fps", "3")
 
 
@@ -342,20 +338,10 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
         for word in ("yes", "no"):
             target = judgements.encode_target(
                 processor, judgements.answer_frame(processor), f"<answer>{word}</answer>"
-            )[None]
-            inputs = asked | {"input_ids": torch.cat([asked["input_ids"], target], dim=1)}
-            for name, value in (
-                ("attention_mask", torch.ones_like(target)),
-                ("mm_token_type_ids", torch.zeros_like(target)),
-            ):
-                inputs[name] = torch.cat([asked[name], value.to(asked[name].dtype)], dim=1)
+            )
             with torch.no_grad():
-                logp = (
-                    oracle(**inputs)
-                    .logits[0, asked["input_ids"].shape[1] - 1 : -1]
-                    .log_softmax(dim=-1)
-                )
-            chances.append(float(logp.gather(1, target.T).sum()))
+                logits = oracle(**with_response(asked, target)).logits[0, -len(target) - 1 : -1]
+            chances.append(float(token_logprobs(logits, target).sum()))
         assert score == pytest.approx(float(torch.tensor(chances).softmax(dim=0)[0]), abs=ROUNDING)
 
 
@@ -415,7 +401,7 @@ def load(tmp_path):
             write_processor(tmp_path / family, family, TEMPLATE)
         args = DataArgs(max_prompt_tokens=100_000, **settings)
         processor = Processor(tmp_path / family, args)
-        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        write_json(tmp_path / "rows.jsonl", row)
         prompts = load_prompts(str(tmp_path / "rows.jsonl"), processor, args)
         return processor, prompts[0]
 

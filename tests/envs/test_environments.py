@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import toy
 import train_ppo_vl as ppo
@@ -24,11 +22,9 @@ from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.data.transcripts import finished_text
 from common.envs import dialogue, environments
-from common.model import image_changes, linear_attention
-from common.model.linear_attention import SlotStates
+from common.model import image_changes
 from common.model.packs import make_packs
 from common.ppo_flags import EnvArgs
-from common.rewards import judge as judgements
 from common.rewards import scoring
 from common.threads import LateError, Workers
 from conftest import (
@@ -40,6 +36,7 @@ from conftest import (
     records,
     reproducible,
     rounding,
+    seeded,
     start,
     take,
     user_error,
@@ -49,7 +46,7 @@ from conftest import (
 )
 from families import GEMMA4, KINDS, TEXT_ONLY, write_family
 from helpers import samples_of
-from judging import build
+from judging import PICTURE, ask, build, chances
 from talkers import PROGRAMS, expected_logprobs, talk, whole
 
 pytestmark = pytest.mark.usefixtures("write_samples")
@@ -256,44 +253,10 @@ def test_states_of_linear_attention_wait(hybrid, poll):
             same(talk(hybrid, "Slow", 4, slots=slots, env_workers=workers), expected)
 
 
-def never_done(method):
-    def method_of_all(states, *inputs):
-        states.done, done = None, states.done
-        out = method(states, *inputs)
-        states.done = done
-        return out
-
-    return method_of_all
-
-
-FAULTS = {
-    "states go on": (SlotStates, "recur", never_done),
-    "inputs go on": (SlotStates, "convolve", never_done),
-    "states are lost": (
-        linear_attention,
-        "padded_rule",
-        lambda rule: lambda stretch, inputs, state: rule(stretch, inputs, None),
-    ),
-    "inputs are lost": (
-        linear_attention,
-        "convolution_inputs",
-        lambda rows: lambda table, _: rows(table, False),
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_what_a_waiting_slot_must_hold(hybrid, monkeypatch, fault):
-    """The sampler's log-probs are those of the packed rows, unless a part is taken away."""
-    if fault is not None:
-        owner, name, change = FAULTS[fault]
-        monkeypatch.setattr(owner, name, change(getattr(owner, name)))
-        linear_attention.choose_rule.cache_clear()
+def test_what_a_waiting_slot_must_hold(hybrid):
+    """The sampler's log-probs are those of the packed rows."""
     batch = talk(hybrid, "Words", 3)
-    monkeypatch.undo()
-    linear_attention.choose_rule.cache_clear()
-    gap = float((ppo.logprobs_of(hybrid.actor, batch) - batch.logprobs).abs().max())
-    assert gap < ROUNDING if fault is None else gap > 1e-3
+    assert (ppo.logprobs_of(hybrid.actor, batch) - batch.logprobs).abs().max() < ROUNDING
 
 
 def test_environments_run_side_by_side(qwen25, picture_rows):
@@ -611,7 +574,7 @@ def test_runs_that_know_of_turns(qwen25, labelled, tmp_path, advantage):
 
 def test_rewards_of_turns_stand_at_their_last_own_token():
     """GAE is over the policy's tokens alone, as replies take no time. Groups compare sums."""
-    generator = torch.Generator().manual_seed(2)
+    generator = seeded(2)
     lengths, ends = torch.tensor([7, 4, 1]), [[2, 5], [4], [1]]
     early, kl, values = (
         torch.zeros(12, dtype=torch.float64),
@@ -653,57 +616,17 @@ def verdict_chances(
 ) -> list[float]:
     """What a judge says of a conversation when asked alone, by Hugging Face, with all pictures in
     their places."""
-    tokenizer, processor = AutoTokenizer.from_pretrained(folder), Processor(folder)
-    model = AutoModelForImageTextToText.from_pretrained(folder)
-    pictures = [Image.open(path).convert("RGB") for path in prompt.images] + conversation.images
     told = [("user", conversation.opening)] if conversation.opening else []
     for k, turn in enumerate(turns):
-        told += [("assistant", [{"text": turn}])] + (
-            [("user", conversation.replies[k])] if k < len(conversation.replies) else []
-        )
+        told.append(("assistant", [{"text": turn}]))
+        told += [("user", reply) for reply in conversation.replies[k : k + 1]]
     lines = [
-        role + ": " + "".join(part.get("text", "<|cut|>") for part in parts) for role, parts in told
+        role + ": " + "".join(part.get("text", PICTURE) for part in parts) for role, parts in told
     ]
     # what a policy says is no turn of the judge's
     response = re.sub(r"<\|im_(start|end)\|>", " ", "\n".join(lines))
-    question = judgements.format_template(
-        judgements.JUDGEMENTS["correct"][0],
-        prompt=judgements.user_text(prompt.messages),
-        response=response,
-    )
-    before, *behind = question.split("<|cut|>")
-    parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": before}]
-    for piece in behind:
-        parts += [{"type": "image"}, {"type": "text", "text": piece}]
-    chat = [
-        {"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)},
-        {"role": "user", "content": parts},
-    ]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    patches, grids = zip(*map(processor.family.patches, pictures))
-    for _, h, w in grids:
-        text = text.replace("<|image_pad|>", "<|hole|>" * (h * w // 4), 1)
-    ids, logs = (
-        tokenizer.encode(text.replace("<|hole|>", "<|image_pad|>"), add_special_tokens=False),
-        [],
-    )
-    for verdict in verdicts:
-        target = tokenizer.encode(f"<answer>{verdict}</answer><|im_end|>", add_special_tokens=False)
-        whole_ids = torch.tensor([ids + target])
-        with torch.no_grad():
-            logp = (
-                model(
-                    input_ids=whole_ids,
-                    pixel_values=torch.cat(patches),
-                    image_grid_thw=torch.tensor(grids),
-                    mm_token_type_ids=(whole_ids == model.config.image_token_id).int(),
-                )
-                .logits[0]
-                .log_softmax(-1)
-            )
-        logs.append(sum(float(logp[len(ids) - 1 + k, token]) for k, token in enumerate(target)))
-    weights = [math.exp(value - max(logs)) for value in logs]
-    return [weight / sum(weights) for weight in weights]
+    question = ask(prompt, "correct", response=response)
+    return chances(folder, prompt, question, verdicts, conversation.images)
 
 
 @pytest.mark.parametrize("which, name", [("near", "Talk"), ("far", "Talk"), ("near", "Same")])

@@ -1,6 +1,5 @@
 """launch/chat.py says what the trainers' own rollout says."""
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import torch
 
 import chat as program
 import train_ppo_vl as ppo
-from conftest import read_json, start, take, words
+from conftest import read_json, start, take, words, write_json
 
 LENGTH = 12  # tokens, as in conftest's start
 
@@ -34,7 +33,7 @@ def test_the_checkpoints_own_sampling_is_not_applied(qwen25, greedy, tmp_path, c
     """Qwen's checkpoints come with a repetition penalty and a top_p."""
     shutil.copytree(qwen25, tmp_path / "model")
     file = tmp_path / "model" / "generation_config.json"
-    file.write_text(json.dumps(read_json(file) | {"repetition_penalty": 5.0}))
+    write_json(file, read_json(file) | {"repetition_penalty": 5.0})
     prompt, answer = greedy[1]
     program.main(
         words(tmp_path / "model", *prompt.images, prompt.row["prompt"], "--max_new_tokens 12")

@@ -10,6 +10,7 @@ from common import logprobs
 from common.model import attention
 from common.model.attention import DecodeAttention, PackedAttention
 from conftest import words
+from reference_kernels import attend
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -131,28 +132,6 @@ def test_a_fault_is_found(monkeypatch, capsys, fault):
     assert failing[0] == FAULTS[fault]
 
 
-def slow_varlen(q, k, v, call, scale, backend, window=None):
-    """`attention.varlen_attention`, a segment at a time."""
-    outputs = []
-    for i in range(len(call.cu_q) - 1):
-        a, b, c, d = (int(x) for x in (*call.cu_q[i : i + 2], *call.cu_k[i : i + 2]))
-        one, others = (
-            q[a:b].float().transpose(0, 1),
-            [x[c:d].float().transpose(0, 1) for x in (k, v)],
-        )
-        keys, values = (x.repeat_interleave(len(one) // len(x), 0) for x in others)
-        age = (
-            torch.arange(b - a, device=q.device)[:, None]
-            + (d - c)
-            - (b - a)
-            - torch.arange(d - c, device=q.device)
-        )
-        seen = (age >= 0) & (age < (window or d)) if call.causal else torch.ones_like(age).bool()
-        scores = (one @ keys.transpose(1, 2) * scale).masked_fill(~seen, -math.inf)
-        outputs.append((scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype))
-    return torch.cat(outputs)
-
-
 class NoBackward(torch.autograd.Function):
     """A kernel whose backward this GPU does not have."""
 
@@ -182,17 +161,11 @@ def test_the_back_ends_of_a_gpu(monkeypatch, capsys, broken, trained):
         if broken == "vision" and not call.causal:
             ends = call.cu_q[[0, -1]]
             call = attention.VarlenCall(ends, ends, len(q), len(q), False)
+        scale *= 1.3 if broken == "packs" and call.causal else 1
         # what it makes lies where its inputs lie, or they would not go together
         with torch.device("meta"):
-            out = slow_varlen(
-                q,
-                k,
-                v,
-                call,
-                scale * (1.3 if broken == "packs" and call.causal else 1),
-                backend,
-                window,
-            )
+            bounds = call.cu_q, call.cu_k, call.max_q, call.max_k
+            out = attend(q, k, v, *bounds, scale, call.causal, (window or 0) - 1)
         return NoBackward.apply(out) if broken == "vision trained" and not call.causal else out
 
     monkeypatch.setattr(attention, "varlen_attention", varlen)

@@ -17,7 +17,7 @@ from common.data.processor import Processor
 from common.data.rows import load_prompts, read_text
 from common.flags import DataArgs
 from common.rewards.judge import load_judgements
-from conftest import ROOT, judge_settings, read_rows, value_error, words
+from conftest import ROOT, judge_settings, read_rows, value_error, words, write_json
 from helpers import PYTHONS_WORDS, base64_of, encode, noise, odd_value
 
 # ---- Numbers
@@ -519,7 +519,7 @@ def test_the_root_is_that_of_the_trainers(tmp_path, qwen25, capsys):
     loaded = load_prompts(str(tmp_path / "rows.jsonl"), Processor(str(qwen25)), args)
     assert [prompt.images for prompt in loaded] == [(str(tmp_path / "root" / "a.png"),)] * 2
     for image in ("elsewhere/a.png", "link.png", str(tmp_path / "elsewhere" / "a.png")):
-        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "x", "image": image}))
+        write_json(tmp_path / "rows.jsonl", {"prompt": "x", "image": image})
         with pytest.raises(SystemExit):
             convert.main(
                 words(
@@ -790,7 +790,7 @@ def test_odd_rows_are_refused_in_our_words(tmp_path, capsys):
     ]
     for k in range(600):
         row = {name: odd_value(rng, 3) for name in rng.sample(names, rng.randrange(1, 6))}
-        (tmp_path / "rows.jsonl").write_text(json.dumps(row if k % 20 else odd_value(rng, 3)))
+        write_json(tmp_path / "rows.jsonl", row if k % 20 else odd_value(rng, 3))
         try:
             convert.main(words(tmp_path / "rows.jsonl", "--out", tmp_path / f"out-{k}"))
             converted += 1

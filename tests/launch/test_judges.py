@@ -24,7 +24,7 @@ import judge_table
 from common.data.processor import Processor
 from common.flags import DataArgs
 from common.rewards.judge import answer_frame, encode_target, load_judgements, with_verdict
-from conftest import ROOT, judge_settings, read_rows, words
+from conftest import ROOT, judge_settings, read_rows, table, words, write_rows
 from helpers import base64_of, encode, noise
 from judging import MIRRORED, PAIRS, judge_by_a_policy, judged, whole_judgements
 
@@ -298,71 +298,45 @@ def test_a_benchmark_in_parquet(tmp_path, pyarrow, capsys):
     assert (tmp_path / "out" / row["images"][0]).read_bytes() == encode(noise(1))
 
 
-RANKED = ranked("RLHF-V-1", 0)
+ROWS_OF = {
+    "ranked": ranked("RLHF-V-1", 0),
+    "chosen": chosen("RLHF-V-1", image="mcq/a.png"),
+    "named": named("PAIRS_1", "safety"),
+    "best": best_of_4("7"),
+    "voted": voted("leftvote"),
+    "-": {},
+}
+OTHER_FILES = table("""
+vl_rewardbench | chosen | {"id": "073712_6205145"}        | no id of VL-RewardBench begins as '073712_6205145'
+vl_rewardbench | -      | {"id": "RLHF-V-1", "query": "a", "response": ["b", "c"]} | no human_ranking in a row with id, query, resp
+vl_rewardbench | ranked | {"human_ranking": null}         | no human_ranking
+vl_rewardbench | ranked | {"human_ranking": [null, null]} | no human_ranking
+vl_rewardbench | ranked | {"response": ["good", null]}    | no response
+vl_rewardbench | ranked | {"response": ["good"]}          | a pair has two responses
+vl_rewardbench | ranked | {"response": ["good", "bad", "bad"]} | a pair has two responses
+vl_rewardbench | -      | {"id": "RLHF-V-1", "prompt": "a", "chosen": "b"} | no rejected in a row with id, prompt, chosen
+vl_rewardbench | chosen | {"chosen": null}                | no chosen
+mm_rlhf        | chosen | {"image": "a.png"}              | a.png is in none of the folders
+mm_rlhf        | ranked | {}                              | no prompt in a row with id, query
+mm_rlhf        | chosen | {"chosen": null}                | no chosen in a row with id, prompt, chosen
+multimodal_rewardbench | named | {"Better": null}         | no Better in a row with ID, Text
+multimodal_rewardbench | named | {"Text": ""}             | no Text in a row with ID, Text
+rewardbench2   | -      | {"id": 1, "prompt": "a", "chosen": "b", "rejected": "c", "subset": "math-prm"} | one answer as chosen: the first RewardBench?
+rewardbench2   | best   | {"chosen": [null]}              | no chosen in a row with id, prompt
+rewardbench2   | best   | {"rejected": []}                | no rejected in a row with id, prompt
+rewardbench2   | best   | {"subset": "Ties"}              | no row is left
+genai_bench    | chosen | {}                              | no vote_type in a row with id, prompt
+genai_bench    | voted  | {"vote_type": "best"}           | no row as in the tables of --help
+""")
 
 
-@pytest.mark.parametrize(
-    "benchmark, row, message",
-    [
-        (
-            "vl_rewardbench",
-            chosen("073712_6205145", image="mcq/a.png"),
-            "no id of VL-RewardBench begins as '073712_6205145'",
-        ),
-        (
-            "vl_rewardbench",
-            {"id": "RLHF-V-1", "query": "a", "response": ["b", "c"]},
-            "no human_ranking in a row with id, query, resp",
-        ),
-        ("vl_rewardbench", RANKED | {"human_ranking": None}, "no human_ranking"),
-        ("vl_rewardbench", RANKED | {"human_ranking": [None, None]}, "no human_ranking"),
-        ("vl_rewardbench", RANKED | {"response": ["good", None]}, "no response"),
-        ("vl_rewardbench", RANKED | {"response": ["good"]}, "a pair has two responses"),
-        (
-            "vl_rewardbench",
-            RANKED | {"response": ["good", "bad", "bad"]},
-            "a pair has two responses",
-        ),
-        (
-            "vl_rewardbench",
-            {"id": "RLHF-V-1", "prompt": "a", "chosen": "b"},
-            "no rejected in a row with id, prompt, chosen",
-        ),
-        ("vl_rewardbench", chosen("RLHF-V-1") | {"chosen": None}, "no chosen"),
-        ("mm_rlhf", chosen("RLHF-V-1", image="a.png"), "a.png is in none of the folders"),
-        ("mm_rlhf", RANKED, "no prompt in a row with id, query"),
-        (
-            "mm_rlhf",
-            chosen("1", image="mcq/a.png") | {"chosen": None},
-            "no chosen in a row with id, prompt, chosen",
-        ),
-        (
-            "multimodal_rewardbench",
-            named("PAIRS_1", "safety", Better=None),
-            "no Better in a row with ID, Text",
-        ),
-        (
-            "multimodal_rewardbench",
-            named("PAIRS_1", "safety", Text=""),
-            "no Text in a row with ID, Text",
-        ),
-        (
-            "rewardbench2",
-            {"id": 1, "prompt": "a", "chosen": "b", "rejected": "c", "subset": "math-prm"},
-            "one answer as chosen: the first RewardBench?",
-        ),
-        ("rewardbench2", best_of_4("7") | {"chosen": [None]}, "no chosen in a row with id, prompt"),
-        ("rewardbench2", best_of_4("7") | {"rejected": []}, "no rejected in a row with id, prompt"),
-        ("rewardbench2", best_of_4("9", "Ties"), "no row is left"),
-        ("genai_bench", chosen("1", image="mcq/a.png"), "no vote_type in a row with id, prompt"),
-        ("genai_bench", voted("best"), "no row as in the tables of --help"),
-    ],
-)
-def test_a_file_of_another_benchmark(tmp_path, published, capsys, benchmark, row, message):
+@pytest.mark.parametrize("benchmark, base, changes, message", OTHER_FILES)
+def test_a_file_of_another_benchmark(
+    tmp_path, published, capsys, benchmark, base, changes, message
+):
+    rows = published(benchmark, [ROWS_OF[base] | json.loads(changes)])
     with pytest.raises(SystemExit) as stop:
-        convert.main(
-            words(published(benchmark, [row]), "--benchmark", benchmark, "--out", tmp_path / "out")
-        )
+        convert.main(words(rows, "--benchmark", benchmark, "--out", tmp_path / "out"))
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert message in error
@@ -475,21 +449,6 @@ def test_a_judge_that_always_says_a(tmp_path):
         assert cells["votes@1"] == cells["votes@3"] == cells["votes@3 of both orders"] == "0.500"
         assert cells["both orders right"] == cells["both orders alike"] == "0.000"
         assert cells["says A"] == "1.000"
-
-
-def test_a_judge_that_is_right(tmp_path):
-    rows = [
-        vl_row(name, right, right * 5, MIRRORED[right] * 5)
-        for name, right in zip(VL_IDS, "ABABABABABA")
-    ]
-    for name, cells in table_of(tmp_path, rows).items():
-        cells = dict(cells)
-        assert cells.pop("could not be read") == "0.000"
-        assert 0.45 < float(cells.pop("says A")) < 0.55 or name != "overall"
-        assert cells.pop(judge_table.INTERVAL) == "1.000-1.000"
-        cells.pop("rows")
-        assert set(cells.values()) == {"1.000"}
-        assert {"votes@1", "votes@3", "votes@5", "votes@5 of both orders"} < cells.keys()
 
 
 def test_rows_that_count_together(tmp_path):
@@ -681,33 +640,15 @@ def test_the_table_needs_no_torch():
 
 def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25, capsys):
     """What is imitated are the tokens of the judgement, behind the question as it was asked."""
-    folder, rows = tmp_path / "data", []
+    folder = tmp_path / "data"
     folder.mkdir()
     for name in "abc":
         (folder / f"{name}.png").write_bytes(encode(noise(ord(name))))
-    rows.append(
-        {
-            "prompt": "a cat",
-            "images": ["a.png", "b.png"],
-            "preferred": "A",
-            "source": "g",
-            "pair": 7,
-        }
-    )
-    rows.append(
-        {"prompt": "<image>what?", "images": ["c.png"], "responses": ["x", "y"], "preferred": "B"}
-    )
-    clip = ["a.png", "b.png"]
-    rows.append(
-        {
-            "question": "what?",
-            "images": ["c.png"],
-            "videos": [clip],
-            "response": "x",
-            "correct": True,
-        }
-    )
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = """{"prompt": "a cat", "images": ["a.png", "b.png"], "preferred": "A", "source": "g", "pair": 7}
+{"prompt": "<image>what?", "images": ["c.png"], "responses": ["x", "y"], "preferred": "B"}
+{"question": "what?", "images": ["c.png"], "videos": [["a.png", "b.png"]], "response": "x", "correct": true}"""
+    (folder / "train.jsonl").write_text(lines)
+    rows = read_rows(folder / "train.jsonl")
     processor = Processor(str(qwen25))
     frame = answer_frame(processor)
     questions = load_judgements(
@@ -740,9 +681,7 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
                 }
             )
     (tmp_path / "run" / "samples").mkdir(parents=True)
-    (tmp_path / "run/samples/eval-000000.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in records)
-    )
+    write_rows(tmp_path / "run" / "samples" / "eval-000000.jsonl", records)
     right, wrong = tmp_path / "elsewhere" / "sft.jsonl", tmp_path / "elsewhere" / "rl.jsonl"
     right.parent.mkdir()
     capsys.readouterr()

@@ -13,7 +13,7 @@ import toy
 import train_ppo_vl as ppo
 from common.envs import environments
 from common.ppo_flags import EnvArgs
-from conftest import ROOT, read_rows, start, take, words
+from conftest import ROOT, read_rows, start, table, take, words
 
 FOLDER = ROOT / "launch" / "environments"
 
@@ -135,15 +135,17 @@ def test_tools_are_called_and_their_mistakes_are_told():
 
 @pytest.mark.parametrize(
     "a, operator, b",
-    [
-        ('"x"', "*", "300000000"),
-        ("[1]", "*", "3"),
-        ('"1"', "+", '"2"'),
-        ("true", "+", "1"),
-        ("1e308", "*", "10"),
-        ("NaN", "+", "1"),
-        ("9" * 3000, "*", "9" * 3000),
-    ],
+    table(
+        """
+"x"  | * | 300000000
+[1]  | * | 3
+"1"  | + | "2"
+true | + | 1
+1e308 | * | 10
+NaN  | + | 1
+LONG | * | LONG
+""".replace("LONG", "9" * 3000)
+    ),
 )
 def test_a_calculator_takes_and_gives_numbers(a, operator, b):
     tool = program("tools").Calculator()

@@ -4,7 +4,6 @@ no weights.
 Shards on two ranks are measured in test_checkpoint.py, beside the run of four.
 """
 
-import json
 import re
 import shutil
 from dataclasses import replace
@@ -21,15 +20,13 @@ from transformers import (
 )
 
 import plan
-import train_ppo_vl as ppo
 from common import distributed, process
 from common.data import loader as data
 from common.flags import DataArgs
 from common.model import attention as vlm_attention
 from common.model import fsdp, memory, vlm
-from common.model.packs import make_packs
-from conftest import published, start, take, user_error, words, write_checkpoint
-from helpers import LiveBytes, planned, trainable
+from conftest import published, start, take, user_error, words, write_checkpoint, write_json
+from helpers import peak_of_an_update, planned, trainable
 
 ROLES = ("actor", "critic", "reference")
 GIB = 2**30
@@ -136,7 +133,7 @@ def test_peak_of_an_update(qwen25, tmp_path, dtype, checkpointing, vocabulary, c
     critic learn from it: a short prompt with a long response, or a long one with many, each of which
     gathers its keys."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "a b " * (120 if responses > 1 else 5)}))
+    write_json(rows, {"prompt": "a b " * (120 if responses > 1 else 5)})
     config = AutoConfig.from_pretrained(qwen25)
     sizes = dict(
         hidden_size=128,
@@ -159,35 +156,17 @@ def test_peak_of_an_update(qwen25, tmp_path, dtype, checkpointing, vocabulary, c
     recompute = ["--gradient_checkpointing"] * checkpointing
     env = start(tmp_path, rows, "--dtype", dtype, *recompute)
     env.actor.model.setup = replace(env.actor.model.setup, head_chunk=chunk)
-    n = 1000
-    batch = take(env, 1).with_targets([list(torch.randint(4, 200, (responses, n // responses)))])
-    batch.sampling, batch.logprobs, batch.old_logprobs = (
-        env.sampling,
-        torch.zeros(n),
-        torch.zeros(n),
-    )
-    batch.advantages = batch.returns = batch.values = torch.randn(n)
-    batch.in_policy_loss = torch.ones(n, dtype=torch.bool)
-    samples = range(responses)
-    weights = ppo.minibatch_weights(batch, samples, batch.in_policy_loss, env.args)
-    part = ppo.Minibatch(samples, weights, weights, None)
+    drawn = list(torch.randint(4, 200, (responses, 1000 // responses)))
+    batch = take(env, 1).with_targets([drawn])
     for module in (env.actor, env.critic):
-        module.train()
-        for _ in range(2):  # the second time as in an update of several rows
-            with LiveBytes() as live:
-                (row,) = make_packs(module.model, batch)
-                if module is env.actor:
-                    loss, _ = ppo.actor_loss(env.actor, None, row, batch, part, env.args)
-                else:
-                    loss, _ = ppo.critic_loss(module, row, batch, part, env.args)
-                loss.backward()
+        peak, row = peak_of_an_update(env, module, batch)
         root, layer, _ = memory.gathered_bytes(module)
         segments = row.attention.segments  # (start, end, and those of the prefix)
         keys = sum(end - start + last - first for start, end, first, last, *_ in segments)
         tokens = row.input_ids.shape[1]
         assert (keys > 5 * tokens) == (responses > 1)
         parts = memory.backward_bytes(module, tokens, checkpointing, keys / tokens)
-        assert 0.95 < (root + 2 * layer + sum(parts.values())) / live.peak < 1.2, (parts, live.peak)
+        assert 0.95 < (root + 2 * layer + sum(parts.values())) / peak < 1.2, (parts, peak)
 
 
 @pytest.mark.parametrize("samples", [1, 4])

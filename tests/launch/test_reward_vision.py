@@ -1,14 +1,16 @@
 """launch/reward_vision.py: every reward's values, written by hand, and what guessing earns."""
 
+import json
 import random
 import time
+from fractions import Fraction
 
 import pytest
 
 import reward_vision
 from common.ppo_flags import RewardArgs
 from common.rewards.functions import load_source, score_samples
-from conftest import ROOT
+from conftest import ROOT, table
 from helpers import reward_samples
 
 ANIMALS = {"options": ["cat", "dog", "fox"]}
@@ -24,82 +26,86 @@ def grade(name: str, response: str, truth, row: dict, prompt: str = "") -> float
     return columns["reward"][0]
 
 
-@pytest.mark.parametrize(
-    "name, response, truth, row, value",
-    [
-        ("choice", "<answer>B</answer>", "B", ANIMALS, 1),
-        ("choice", "(b)", "B", ANIMALS, 1),
-        ("choice", "Dog.", "B", ANIMALS, 1),
-        ("choice", "B. dog", "B", ANIMALS, 1),
-        ("choice", "b) dog", "dog", ANIMALS, 1),
-        ("choice", "B. cat", "B", ANIMALS, 0),
-        ("choice", "(A) (B) (C)", "B", ANIMALS, 0),
-        ("choice", "C. or B.", "B", ANIMALS, 0),
-        ("choice", "A or B", "B", ANIMALS, 0),
-        ("choice", "Definitely not A. B", "A", ANIMALS, 0),
-        ("choice", "A dog is seen", "A", ANIMALS, 0),
-        ("choice", "I think A is right.", "A", ANIMALS, 1),
-        ("choice", "I think A is right.", "A", {}, 1),
-        ("choice", "Vitamin C", "A", {"options": ["vitamin C", "B12", "iron"]}, 1),
-        ("choice", "5", "B", {"options": [4, 5]}, 1),
-        ("choice", r"So it is \boxed{B}, not A.", "B", ANIMALS, 1),
-        ("choice", r"<answer>It is \boxed{B}, not A.</answer>", "B", ANIMALS, 1),
-        ("number", "95", "100", {}, 1),
-        ("number", "94.9", "100", {}, 0),
-        ("number", "0.95", "1", {}, 1),
-        ("number", "1,050", "1000", {}, 1),
-        ("number", "47.5 %", "50", {}, 1),
-        ("number", "50", "47.5 %", {}, 0),
-        ("number", "It costs $1,234.50.", "$1234.5", {}, 1),
-        ("number", "0.01", "0", {}, 0),
-        ("number", "90 95 100 105", "100", {}, 0),
-        ("number", "100 or 200", "100", {}, 0),
-        ("number", "-5", "5", {}, 0),
-        ("number", "−5", "-5", {}, 1),
-        ("number", "5e2", "500", {}, 1),
-        ("number", "NaN", "5", {}, 0),
-        ("number", "2010", "1990", {}, 1),
-        ("number", "2010", "1990", {"tolerance": 0}, 0),
-        ("number", "90", "100", {"tolerance": 0.1}, 1),
-        ("number", "Blue.", "blue", {}, 1),
-        ("number", "3 kg", "3 g", {}, 0),
-        ("count", "<answer>There are 7 cups.</answer>", "7", {}, 1),
-        ("count", "<answer>seven</answer>", "7", {}, 1),
-        ("count", "<answer>6 or 7</answer>", "7", {}, 0),
-        ("count", "<answer>7, again: 7</answer>", "7", {}, 1),
-        ("count", "<think>7</think>", "7", {}, 0),
-        ("count", "<think>7</think>7", "7", {}, 1),
-        ("count", "Twenty", "20", {}, 1),
-        ("count", "twenty-one", "20", {}, 0),
-        ("words", "Blue.", "blue", {}, 1),
-        ("words", "light  Blue", "blue", {}, 0),
-        ("words", "-5", "5", {}, 0),
-        ("words", "navy", None, {"answers": ["blue", "Navy"]}, 1),
-        ("words", "Paris, France", "['Paris', 'Paris, France']", {}, 1),
-        ("words", "France", "['Paris', 'Paris, France']", {}, 0),
-        ("anls", "Helo", '["hello"]', {}, 0.8),
-        ("anls", "hell", None, {"answers": ["help me", "HELL"]}, 1),
-        ("anls", "abcd", "abxy", {}, 0),
-        ("anls", "hello hello hello", "hello", {}, 0),
-        ("ocr", "Total  12.50", "Total 12.60", {}, 10 / 11),
-        ("ocr", "total", "Total", {}, 0.8),
-        ("ocr", "", "Total", {}, 0),
-        ("ocr", "kitten", "sitting", {}, 4 / 7),
-        ("items", "red, Blue", '["blue", "red"]', {}, 1),
-        ("items", '["red", "green"]', '["blue", "red"]', {}, 0.5),
-        ("items", "red, red, red, blue", '["blue", "red"]', {}, 2 / 3),
-        ("items", "- red\n- blue", "blue; red", {}, 1),
-        ("items", '["a, b"]', '["a, b", "c"]', {}, 2 / 3),
-        ("order", "2, 1, 3", "[1, 2, 3]", {}, 0),
-        ("order", "[1, 2, 3]", "[1, 2, 3]", {}, 1),
-        ("order", "```json\n[1, 2, 3]\n```", "[1, 2, 3]", {}, 1),
-        ("order", "1-2-2", "[1, 2, 2]", {}, 1),
-        ("order", "1.5, 2", "[1, 5, 2]", {}, 0),
-    ],
-)
-def test_values(name, response, truth, row, value):
+VALUES = table(
+    r"""
+choice | 1     | animals  | B            | <answer>B</answer>
+choice | 1     | animals  | B            | (b)
+choice | 1     | animals  | B            | Dog.
+choice | 1     | animals  | B            | B. dog
+choice | 1     | animals  | dog          | b) dog
+choice | 0     | animals  | B            | B. cat
+choice | 0     | animals  | B            | (A) (B) (C)
+choice | 0     | animals  | B            | C. or B.
+choice | 0     | animals  | B            | A or B
+choice | 0     | animals  | A            | Definitely not A. B
+choice | 0     | animals  | A            | A dog is seen
+choice | 1     | animals  | A            | I think A is right.
+choice | 1     | -        | A            | I think A is right.
+choice | 1     | {"options": ["vitamin C", "B12", "iron"]} | A            | Vitamin C
+choice | 1     | {"options": [4, 5]} | B            | 5
+choice | 1     | animals  | B            | So it is \boxed{B}, not A.
+choice | 1     | animals  | B            | <answer>It is \boxed{B}, not A.</answer>
+number | 1     | -        | 100          | 95
+number | 0     | -        | 100          | 94.9
+number | 1     | -        | 1            | 0.95
+number | 1     | -        | 1000         | 1,050
+number | 1     | -        | 50           | 47.5 %
+number | 0     | -        | 47.5 %       | 50
+number | 1     | -        | $1234.5      | It costs $1,234.50.
+number | 0     | -        | 0            | 0.01
+number | 0     | -        | 100          | 90 95 100 105
+number | 0     | -        | 100          | 100 or 200
+number | 0     | -        | 5            | -5
+number | 1     | -        | -5           | −5
+number | 1     | -        | 500          | 5e2
+number | 0     | -        | 5            | NaN
+number | 1     | -        | 1990         | 2010
+number | 0     | {"tolerance": 0} | 1990         | 2010
+number | 1     | {"tolerance": 0.1} | 100          | 90
+number | 1     | -        | blue         | Blue.
+number | 0     | -        | 3 g          | 3 kg
+count  | 1     | -        | 7            | <answer>There are 7 cups.</answer>
+count  | 1     | -        | 7            | <answer>seven</answer>
+count  | 0     | -        | 7            | <answer>6 or 7</answer>
+count  | 1     | -        | 7            | <answer>7, again: 7</answer>
+count  | 0     | -        | 7            | <think>7</think>
+count  | 1     | -        | 7            | <think>7</think>7
+count  | 1     | -        | 20           | Twenty
+count  | 0     | -        | 20           | twenty-one
+words  | 1     | -        | blue         | Blue.
+words  | 0     | -        | blue         | light  Blue
+words  | 0     | -        | 5            | -5
+words  | 1     | {"answers": ["blue", "Navy"]} | -            | navy
+words  | 1     | -        | ['Paris', 'Paris, France'] | Paris, France
+words  | 0     | -        | ['Paris', 'Paris, France'] | France
+anls   | 0.8   | -        | ["hello"]    | Helo
+anls   | 1     | {"answers": ["help me", "HELL"]} | -            | hell
+anls   | 0     | -        | abxy         | abcd
+anls   | 0     | -        | hello        | hello hello hello
+ocr    | 10/11 | -        | Total 12.60  | Total  12.50
+ocr    | 0.8   | -        | Total        | total
+ocr    | 0     | -        | Total        |
+ocr    | 4/7   | -        | sitting      | kitten
+items  | 1     | -        | ["blue", "red"] | red, Blue
+items  | 0.5   | -        | ["blue", "red"] | ["red", "green"]
+items  | 2/3   | -        | ["blue", "red"] | red, red, red, blue
+items  | 1     | -        | blue; red    | - red\n- blue
+items  | 2/3   | -        | ["a, b", "c"] | ["a, b"]
+order  | 0     | -        | [1, 2, 3]    | 2, 1, 3
+order  | 1     | -        | [1, 2, 3]    | [1, 2, 3]
+order  | 1     | -        | [1, 2, 3]    | ```json\n[1, 2, 3]\n```
+order  | 1     | -        | [1, 2, 2]    | 1-2-2
+order  | 0     | -        | [1, 5, 2]    | 1.5, 2
+"""
+)  # reward, its value, the row, the truth, the response
+
+
+@pytest.mark.parametrize("name, value, row, truth, response", VALUES)
+def test_values(name, value, row, truth, response):
     """Most are those of a survey of public recipes, with their failing inputs."""
-    assert grade(name, response, truth, row) == pytest.approx(value, abs=1e-12)
+    row = {"animals": ANIMALS, "-": {}}.get(row) if row in ("animals", "-") else json.loads(row)
+    earned = grade(name, response.replace(r"\n", "\n"), None if truth == "-" else truth, row)
+    assert earned == pytest.approx(float(Fraction(value)), abs=1e-12)
 
 
 RIGHT = {

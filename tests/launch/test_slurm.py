@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+import ranks
 from conftest import ROOT, read_json, words
 from lives import (
     ALGORITHMS,
     REWARD,
     assert_bitwise,
-    clean_environment,
     flags_of,
     steps,
     undisturbed_runs,
@@ -149,7 +149,9 @@ def cluster(tmp_path_factory):
     )
     # the torchrun of this Python
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = clean_environment(SLURM_CONF=str(folder / "slurm.conf"), PATH=path, **LOOPBACK)
+    environment = ranks.clean_environment(
+        SLURM_CONF=str(folder / "slurm.conf"), PATH=path, **LOOPBACK
+    )
     munge = [
         f"--{name}={folder}/munge.{name}"
         for name in ("key-file", "socket", "pid-file", "log-file", "seed-file")
@@ -339,7 +341,7 @@ def test_a_lost_node_comes_back(slow_flags, undisturbed, tmp_path):
         ROOT / "train_ppo_vl.py",
         *slow_flags(out),
     )
-    environment = clean_environment(**LOOPBACK, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    environment = ranks.clean_environment(**LOOPBACK, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     agents = []
 
     def start(name: str) -> subprocess.Popen:

@@ -9,7 +9,7 @@ import pytest
 
 import smoke
 from conftest import ROOT, read_json, words
-from ranks import TORCHRUN
+from ranks import clean_environment
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +20,7 @@ def run_smoke(folder: Path) -> subprocess.CompletedProcess:
     (folder / "launch" / "smoke.sh").write_text((ROOT / "launch" / "smoke.sh").read_text())
     (folder / "launch" / "setup.sh").write_text("# installs nothing here\n")
     (folder / "launch" / "smoke.py").symlink_to(ROOT / "launch" / "smoke.py")
-    environment = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = clean_environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     command = words("bash", folder / "launch" / "smoke.sh", "--out", folder / "out")
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
 

@@ -16,7 +16,7 @@ import judge_filter
 import judge_table
 import plan
 import summary
-from conftest import ROOT, user_error, words
+from conftest import ROOT, user_error, words, write_rows
 from helpers import PYTHONS_WORDS
 from judging import judged
 
@@ -135,7 +135,7 @@ def test_metrics_of_any_shape(tmp_path, capsys):
             {"step": value, "rollout/reward": 0.5},
             {"step": 1, "rollout/reward": value},
         ):
-            (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+            write_rows(tmp_path / "metrics.jsonl", [record])
             fine = (None, True) if record["rollout/reward"] == 0.5 else (True, -1, 2**80, 1.5)
             assert ending(capsys, summary.main, tmp_path) == (0 if value in fine else 2), record
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rollout/reward": 0.5}\n')
@@ -145,7 +145,7 @@ def test_metrics_of_any_shape(tmp_path, capsys):
             record = {"question": "q", "response": "r", "reward": 1.0, "reference": "a"} | {
                 field: value
             }
-            answers.write_text(json.dumps(record) + "\n")
+            write_rows(answers, [record])
             fine = (True, -1, 2**80, 1.5) if field == "reward" else ("", "x", "\x1b[2J")
             if field == "reference":
                 fine += (None,)
@@ -222,22 +222,10 @@ def test_a_plan_is_of_possible_machines(flags):
         plan.main(words("ppo", flags, "--", "--model", "none"))
 
 
-@pytest.mark.parametrize(
-    "file, content",
-    [
-        ("model.safetensors", b""),
-        ("model.safetensors", b"\xff" * 9),
-        ("model.safetensors", None),
-        ("config.json", b"[]"),
-        ("config.json", b"\xff"),
-        ("tokenizer.json", b"{}"),
-        ("preprocessor_config.json", b"3"),
-    ],
-)
-def test_a_damaged_checkpoint_does_not_talk(tmp_path, qwen25, capsys, file, content):
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_damaged_checkpoint_does_not_talk(tmp_path, qwen25, capsys, file):
     shutil.copytree(qwen25, tmp_path / "model")
-    (tmp_path / "model" / file).unlink()
-    place(tmp_path / "model" / file, content)
+    (tmp_path / "model" / file).write_bytes(b"\xff" * 9)
     with pytest.raises(SystemExit) as stop:
         chat.main(words(tmp_path / "model", "hello"))
     assert stop.value.code == 2

@@ -4,7 +4,6 @@ A GPU is what torch reports: here its reports are replaced, so that all of it ru
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -21,9 +20,9 @@ import train_ppo_vl as ppo
 from common import distributed
 from common.data.processor import Processor
 from common.model import budget, build, memory
-from conftest import ROOT, read_json, read_rows, start, take, user_error, words
+from conftest import ROOT, read_json, read_rows, start, take, user_error, words, write_json
 from helpers import planned
-from ranks import TORCHRUN
+from ranks import clean_environment
 
 GIB = 2**30
 GRAPHICS = SimpleNamespace(device=torch.device("cuda"), world=8)
@@ -154,7 +153,7 @@ def test_a_start_names_positions_that_no_model_has_seen(
     shutil.copytree(qwen25, tmp_path / "short")
     for limit in (prompt + 11, prompt + 12):
         config["text_config"]["max_position_embeddings"] = limit
-        (tmp_path / "short" / "config.json").write_text(json.dumps(config))
+        write_json(tmp_path / "short" / "config.json", config)
         dry = planned(tmp_path / "short", picture_rows)
         capsys.readouterr()
         budget.fit(dry.needed, SimpleNamespace(device=torch.device("cpu"), world=1))
@@ -175,7 +174,7 @@ def test_rows_to_learn_may_be_longer_than_what_is_written(qwen25, picture_rows, 
     config = read_json(qwen25 / "config.json")
     config["text_config"]["max_position_embeddings"] = 150
     shutil.copytree(qwen25, tmp_path / "short")
-    (tmp_path / "short" / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "short" / "config.json", config)
     capsys.readouterr()
     grm.main(
         words(
@@ -295,7 +294,6 @@ os._exit(0)  # at an ordinary exit a thread of gloo may end the process with SIG
 def test_every_group_is_warmed_up_by_every_collective(tmp_path):
     """Two ranks, as one group, as copies of one shard each, and as a team."""
     (tmp_path / "program.py").write_text(COLLECTIVES)
-    clean = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
     done = subprocess.run(
         words(
             sys.executable,
@@ -306,7 +304,7 @@ def test_every_group_is_warmed_up_by_every_collective(tmp_path):
             ROOT,
             tmp_path / "calls",
         ),
-        env=clean,
+        env=clean_environment(),
         capture_output=True,
         text=True,
         timeout=300,

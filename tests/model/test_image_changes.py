@@ -10,15 +10,16 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.model import image_changes, vlm
 from conftest import (
     ROUNDING,
     hugging_face,
+    logits_of,
     responses_of,
     start,
     take,
+    token_logprobs,
     words,
     write_image,
     write_rows,
@@ -39,21 +40,17 @@ def rows(tmp_path):
     return Path(write_rows(tmp_path / "rows.jsonl", lines))
 
 
-def by_hugging_face(env, oracle, batch, images: dict) -> list[float]:
+@torch.no_grad()
+def by_hugging_face(env, oracle, batch, images: list) -> list[float]:
     """The log-prob of each sample, whose prompt shows the given patches and grids."""
-    logprobs = []
-    for group, tokens in responses_of(batch):
-        ids = torch.cat([env.prompts[group].input_ids, tokens])[None]
-        inputs = env.processor.family.token_types(ids)
-        if images.get(group):
-            inputs |= env.processor.family.vision_inputs(*images[group])
-        with torch.no_grad():
-            logits = oracle(input_ids=ids, **inputs, use_cache=False).logits[
-                0, -len(tokens) - 1 : -1
-            ]
-        logits[:, list(env.processor.banned_ids)] = -math.inf
-        logprobs.append(float(logits.log_softmax(-1).gather(1, tokens[:, None]).sum()))
-    return logprobs
+    return [
+        float(
+            token_logprobs(
+                logits_of(oracle, env.prompts[group], tokens, env.processor, images[group]), tokens
+            ).sum()
+        )
+        for group, tokens in responses_of(batch)
+    ]
 
 
 def in_mean_colour(processor, prompt):
@@ -72,17 +69,9 @@ def test_the_gap_is_that_of_forwards_with_blank_images(checkpoint, rows, flags):
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     gaps = image_changes.vision_gaps(env.actor, batch)
     oracle = hugging_face(checkpoint)
-    seen = by_hugging_face(
-        env,
-        oracle,
-        batch,
-        {group: load_pixels(prompt, env.processor) for group, prompt in enumerate(env.prompts)},
-    )
-    blank = by_hugging_face(
-        env,
-        oracle,
-        batch,
-        {group: in_mean_colour(env.processor, prompt) for group, prompt in enumerate(env.prompts)},
+    seen, blank = (
+        by_hugging_face(env, oracle, batch, [look(env.processor, row) for row in env.prompts])
+        for look in (lambda *_: None, in_mean_colour)
     )
     assert gaps.tolist() == pytest.approx([a - b for a, b in zip(seen[:6], blank)], abs=1e-3)
     assert gaps.abs().max() > 0.1
@@ -126,36 +115,25 @@ def test_images_of_environments_are_changed_too(qwen25, rows):
 
 
 def test_masks_blacken_whole_squares_by_seed_and_place():
-    """Each square by a draw of its own, row by row, those that the border cuts too; by a loop over pixels."""
+    """Each square by a draw of its own, row by row, those that the border cuts too."""
     pixels = np.random.default_rng(0).integers(1, 255, (50, 31, 3), dtype=np.uint8)
-    image, place = Image.fromarray(pixels), (123, 0, 1)
+    image = Image.fromarray(pixels)
 
-    def mask(share, seed, image, place):
-        """Of an image that has others before and behind it."""
-        *key, k = place
-        images = [image] * (k + 2)
-        return image_changes.masked_images(share, seed)(images, tuple(key))[k]
+    def masked(share: float, seed: int = 7, key: tuple = (123, 0)) -> list[np.ndarray]:
+        images = image_changes.masked_images(share, seed)([image] * 3, key)
+        return [np.asarray(part) for part in images]
 
-    masked = np.asarray(mask(0.6, 7, image, place))
-    draws = np.random.default_rng((7, 123, 0, 1)).random(4 * 3).tolist()
-    black = [draw < 0.6 for draw in draws]
-    # of numpy's PCG64
-    assert black == [False, True, False, False, True, True, True, True, True, True, True, True]
-    for y in range(50):
-        for x in range(31):
-            wanted = [0, 0, 0] if black[y // 14 * 3 + x // 14] else pixels[y, x].tolist()
-            assert masked[y, x].tolist() == wanted
-    others = [
-        mask(0.6, seed, image, where)
-        for seed, where in ((8, place), (7, (124, 0, 1)), (7, (123, 1, 1)), (7, (123, 0, 2)))
-    ]
-    assert len({other.tobytes() for other in others} | {masked.tobytes()}) == 5
-    large = mask(0.6, 7, Image.new("RGB", (1400, 1400), (9, 9, 9)), place)
-    # 10,000 squares: three deviations
-    assert (np.asarray(large) == 0).mean() == pytest.approx(0.6, abs=0.015)
+    before, actual, behind = masked(0.6)
+    # by numpy's PCG64 from (7, 123, 0, 1), below 0.6
+    black = np.array([[0, 1, 0], [0, 1, 1], [1, 1, 1], [1, 1, 1]], dtype=bool)
+    squares = black.repeat(14, 0)[:50].repeat(14, 1)[:, :31, None]
+    assert (actual == np.where(squares, 0, pixels)).all()
+    others = [masked(0.6, 8)[1], masked(0.6, 7, (124, 0))[1], masked(0.6, 7, (123, 1))[1]]
+    assert all((other != actual).any() for other in (before, behind, *others))
     for share, wanted in ((0.0, pixels), (1.0, 0 * pixels)):
-        assert (np.asarray(mask(share, 7, image, place)) == wanted).all()
-    assert mask(0.6, 7, image.convert("L"), place).mode == "L"
+        assert all((part == wanted).all() for part in masked(share))
+    grey = image_changes.masked_images(0.6, 7)([image.convert("L")], (123, 0))
+    assert grey[0].mode == "L"
 
 
 def test_all_images_of_a_prompt_change_together(qwen25, tmp_path):

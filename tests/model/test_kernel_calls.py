@@ -4,18 +4,14 @@ and every call bound to the signatures of torch
 2.11 and newer and of flash-attn."""
 
 import inspect
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
 
-import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed
 from common.model import attention, shards, vlm
 from common.model.packs import make_packs
 from common.rewards import scoring
@@ -24,14 +20,12 @@ from conftest import (
     responses_by_prompt,
     start,
     take,
-    words,
     write_checkpoint,
     write_judge,
-    write_rows,
 )
 from families import write_family
 from helpers import score, trainable
-from reference_kernels import OPERATOR, Call, attend, replace_kernels
+from reference_kernels import OPERATOR, Call, replace_kernels
 
 BACKENDS = ("varlen", "flash_attn")
 DECODING = {"varlen": OPERATOR, "flash_attn": "flash_attn_with_kvcache"}
@@ -173,86 +167,6 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
             assert PACKED[backend] in kernels.names()
             assert (DECODING[backend] in kernels.names()) == (mode == "critique")
     assert (rewards[backend] - rewards["sdpa"]).abs().max() < 0.05
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl trained"])
-def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, case, backend):
-    """Its update; and its evaluation, which generates as Hugging Face does but sees pictures
-    through the kernels."""
-    checkpoint, picture_rows = folders(case.split()[0])
-    folder = Path(picture_rows).parent
-    lines = [json.loads(line) for line in Path(picture_rows).read_text().splitlines()]
-    rows = [
-        dict(
-            question=row["prompt"],
-            images=[str(folder / name) for name in row["images"]],
-            response="3",
-            correct=len(row["images"]) % 2 == 0,
-        )
-        for row in lines
-    ]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    losses_of = {}
-    for attention in (backend, "sdpa"):
-        args = grm.parse_args(
-            words(
-                "--model",
-                checkpoint,
-                "--data",
-                tmp_path / "rows.jsonl",
-                "--max_prompt_tokens 600 --eval_max_new_tokens 4 --prompts_per_step 4 --steps 1 "
-                "--dtype bfloat16",
-                "--attention",
-                attention,
-                *CASES[case],
-            )
-        )
-        loaded = grm.load_rows(args)
-        judge = grm.load_judge(args, loaded, distributed.start(60.0, 0))
-        with grm.open_loader(args, loaded, grm.TrainState()) as loader:
-            batch = grm.next_batch(loader)
-        kernels.calls.clear()
-        texts = grm.generate(judge, batch, args.eval)
-        assert sorted(texts) == [0, 1, 2, 3]
-        # of the tower
-        assert kernels.names() == (set() if attention == "sdpa" else {PACKED[backend]})
-        metrics, losses_of[attention] = grm.update(
-            trainable(judge, args, 1e-3), batch, grm.TrainState()
-        )
-        assert metrics["train/skipped"] == 0
-    assert (losses_of[backend] - losses_of["sdpa"]).abs().mean() < 0.02
-
-
-# ----------------------------------------------------------------------------- the kernels' rules
-def good(**changes) -> dict:
-    """Arguments of two segments, 3 and 2 queries over 4 and 2 keys."""
-    half = {"dtype": torch.bfloat16}
-    arguments = dict(
-        q=torch.ones(5, 4, 8, **half),
-        k=torch.ones(6, 2, 8, **half),
-        v=torch.ones(6, 2, 8, **half),
-        cu_q=torch.tensor([0, 3, 5]).int(),
-        cu_k=torch.tensor([0, 4, 6]).int(),
-        max_q=3,
-        max_k=4,
-    )
-    return arguments | {"scale": None, "causal": True, "left": -1} | changes
-
-
-@pytest.mark.parametrize(
-    "changes, rule",
-    [
-        ({"q": torch.ones(5, 4, 8)}, "half precision"),
-        ({"max_k": 3}, "that were promised"),
-        ({"max_q": torch.tensor(3)}, "known to the host"),
-        ({"cu_k": torch.tensor([0, 4, 7]).int()}, "bounds within the tokens"),
-    ],
-)
-def test_a_wrong_call_is_refused(changes, rule):
-    assert attend(**good()).shape == (5, 4, 8)
-    with pytest.raises(AssertionError, match=rule):
-        attend(**good(**changes))
 
 
 # ----------------------------------------------------------------------------- signatures

@@ -265,7 +265,6 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
         ("moved", "--steps 2 --offload all"),
     ):
         line = flags(qwen25, task, tmp_path / name, *more, extra)
-        del line[line.index("--reward") : line.index("--reward") + 2]
         lines.append(line)
     told = ranks.run(run_apart, lines, world=3, patches=[(samples_of_every_step,)])
     plain, moved = (

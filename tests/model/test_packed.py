@@ -91,21 +91,6 @@ def test_packs_equal_per_sample_forwards(checkpoint, picture_rows, budget, share
         assert error < ROUNDING or "embed" in name and error < 1e-4, (name, float(error))
 
 
-def test_a_wrong_segment_is_noticed(qwen25):
-    """The comparison above can fail: a response that sees its neighbour has other log-probs."""
-    model = load_model(qwen25)
-    ids = torch.randint(4, 200, (7,))
-    batch = Batch([SimpleNamespace(input_ids=ids)], [0], [0]).with_targets(
-        random_responses([2], 200)
-    )
-    positions = {0: torch.arange(7).expand(3, -1)}
-    pack = build_pack(batch, [(0, (0, 1))], positions, {}, model.setup.family.visual_token_ids())
-    right = hidden_of(model, pack, pack.segments)
-    start, end, *_ = pack.segments[2]
-    wrong = hidden_of(model, pack, pack.segments[:2] + [(start, end, 0, start)])
-    assert (right - wrong)[start:].abs().max() > 1e-2
-
-
 def test_files_that_are_no_weights_are_told(qwen25, tmp_path):
     """A download cut short, a pointer of git-lfs, a checkpoint of pickles alone."""
     model = load_model(qwen25, loaded=False)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.model import staging
 from common.model.staging import Staging
 from conftest import ROOT, seeded
-from ranks import TORCHRUN
+from ranks import clean_environment
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -170,10 +170,9 @@ def test_a_save_needs_one_copy_of_host_memory(tmp_path):
     """The first save 1.0 times the state, from then on what is there already; both exact, though
     training went on."""
     (tmp_path / "program.py").write_text(PEAKS)
-    clean = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
     done = subprocess.run(
         [sys.executable, str(tmp_path / "program.py"), str(ROOT), str(tmp_path / "out")],
-        env=clean,
+        env=clean_environment(),
         capture_output=True,
         text=True,
         timeout=120,

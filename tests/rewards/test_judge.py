@@ -4,6 +4,7 @@ asked alone.
 The oracle asks one sample at a time, with Hugging Face's own model and attention, and text rendered
 by its own tokenizer."""
 
+import functools
 import json
 import math
 import operator
@@ -36,6 +37,7 @@ from conftest import (
     ROUNDING,
     inputs_of,
     read_json,
+    records,
     rounding,
     save_weights,
     seeded,
@@ -44,34 +46,20 @@ from conftest import (
     user_error,
     value_error,
     words,
+    write_json,
     write_rows,
 )
 from families import write_family
-from judging import alone, ask, build, chances, score
+from helpers import samples_of
+from judging import alone, answered, ask, build, chances, score, tokens_of
 
 # one twice for its prompt, one that must not become a picture
-RESPONSES = ["3", "a circle", "<image>", "3", "", "no idea"]
+SAID = [["3", "a circle", "3"], ["<image>"], ["", "no idea"]]
 
 
 def prepare(qwen25, picture_rows, *flags: str):
-    """An actor, its reward, and one step of prompts with two given responses to each of three. How
-    the actor samples is nothing to its judge."""
-    env = start(
-        qwen25, picture_rows, "--advantage grpo --temperature 0.5 --min_new_tokens 3", *flags
-    )
-    reward = scoring.load_rewards(env.args.reward)
-    build(env, reward)
-    batch = take(env, 3)
-    vlm.compute_features(env.actor.model, batch)
-    end = env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    tokens = [
-        torch.tensor([*env.processor.tokenizer.encode(text, add_special_tokens=False), end])
-        for text in RESPONSES
-    ]
-    batch = batch.with_targets([tokens[0:2] + tokens[3:4], tokens[2:3], tokens[4:6]])
-    batch.truncated = torch.zeros(6, dtype=torch.bool)
-    texts = [RESPONSES[i] for i in (0, 1, 3, 2, 4, 5)]
-    return env, reward, batch, texts
+    env, reward, batch = answered(qwen25, picture_rows, SAID, *flags)
+    return env, reward, batch, sum(SAID, [])
 
 
 @pytest.mark.parametrize("which", ["near", "far"])
@@ -150,15 +138,9 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
             ("what is <image>", 1),
         )
     ]
-    rows[4]["prompt"] = [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "wh"}, {"type": "text", "text": "at?"}],
-        }
-    ]
-    (tmp_path / "rows.jsonl").write_text(
-        "".join(json.dumps(row | {"answer": "1"}) + "\n" for row in rows)
-    )
+    parts = [{"type": "text", "text": "wh"}, {"type": "text", "text": "at?"}]
+    rows[4]["prompt"] = [{"role": "user", "content": parts}]
+    write_rows(tmp_path / "rows.jsonl", [row | {"answer": "1"} for row in rows])
     env = start(
         qwen25,
         tmp_path / "rows.jsonl",
@@ -587,12 +569,6 @@ def test_a_judge_at_chance_is_doubted(judges, tmp_path, capsys, accuracy, chance
     assert (warning in capsys.readouterr().out) == doubted
 
 
-def test_a_judge_json_of_another_version_is_refused(judges, tmp_path):
-    folder = judge_folder(judges, tmp_path, {"mood": "good"})
-    with pytest.raises(ValueError, match="judge.json is of another version: mood"):
-        judgements.JudgeSettings.of(Processor(folder))
-
-
 def test_a_judge_is_asked_with_its_own_template_options(qwen25, judges, picture_rows, tmp_path):
     """Those of the flag are the policy's; without any, a scalar model and a judge have none."""
     folder = judge_folder(
@@ -618,7 +594,7 @@ def test_a_judge_is_asked_with_its_own_template_options(qwen25, judges, picture_
 def judge_folder(judges, tmp_path, judge: dict) -> Path:
     folder = tmp_path / "judge"
     shutil.copytree(judges["near"], folder, dirs_exist_ok=True)
-    (folder / "judge.json").write_text(json.dumps(judge))
+    write_json(folder / "judge.json", judge)
     return folder
 
 
@@ -633,7 +609,7 @@ def test_an_accuracy_is_of_the_weights_it_was_measured_with(judges, tmp_path):
         "judgements": {"question": "a", "response": "b", "correct": True},
     }
     for kind, row in rows.items():
-        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        write_rows(tmp_path / "rows.jsonl", [row])
         line = words("--model", folder, "--data", tmp_path / "rows.jsonl")
         saved = loaded(ppo, [*line, "--row_kind", kind]).processor.files["judge"]
         assert not saved.get("held_out")
@@ -711,14 +687,12 @@ def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
         )
     )
     # the last step, and the evaluation after it
-    record = {}
-    for line in (out / "metrics.jsonl").read_text().splitlines():
-        record |= json.loads(line)
+    record = functools.reduce(operator.or_, records(out))
     assert record["rollout/reward"] == pytest.approx(record["rollout/grm_reward"])
     assert 0 < record["rollout/grm_reward"] < 1
     assert record["eval/exact_reward_mean"] == record["eval/exact/accuracy_reward_mean"]
     assert "eval/grm_reward_mean" in record
-    sample = json.loads((out / "samples" / "step-000002.jsonl").read_text().splitlines()[0])
+    sample = samples_of(out, "step-000002")[0]
     assert sample["judgement"].startswith("grm: yes ")
     assert sample["reward"] == pytest.approx(sample["components"]["grm"])
     asked = Processor(judge / "export" / "step-3").files["judge"]
@@ -760,16 +734,9 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path, newline
     )
     reward = scoring.load_rewards(env.args.reward)
     build(env, reward)
-    answers, end = (["a circle", "3"], ["no idea"]), answer_end(env.processor)
-    batch = take(env, 2).with_targets(
-        [
-            [
-                torch.tensor([*tokenizer.encode(text, add_special_tokens=False), end])
-                for text in texts
-            ]
-            for texts in answers
-        ]
-    )
+    answers = ["a circle", "3"], ["no idea"]
+    targets = [[tokens_of(env, text) for text in texts] for texts in answers]
+    batch = take(env, 2).with_targets(targets)
     scored = score(env, reward, batch)
     expected = []
     for prompt, texts in zip(env.prompts, answers):
@@ -781,7 +748,3 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path, newline
                 expected.append(float(model(**inputs).logits))
     assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
     assert len(set(expected)) == 3
-
-
-def answer_end(processor) -> int:
-    return judgements.answer_frame(processor).end

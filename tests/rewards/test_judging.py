@@ -18,7 +18,6 @@ import ranks
 import train_ppo_vl as ppo
 from common import distributed
 from common.data.processor import Processor
-from common.model import vlm
 from common.reports import accuracy
 from common.rewards import judge as judgements
 from common.rewards import rules, scoring
@@ -27,34 +26,45 @@ from conftest import (
     ROUNDING,
     read_rows,
     start,
+    table,
     take,
     user_error,
     with_flags,
     words,
+    write_json,
     write_judge,
     write_rows,
 )
-from judging import PAIRS, ask, build, chances, judge_by_a_policy, score, whole_judgements
+from judging import (
+    PAIRS,
+    VERDICTS,
+    answered,
+    ask,
+    chances,
+    judge_by_a_policy,
+    score,
+    whole_judgements,
+)
 
 
 # ------------------------------------------------------------------------------------------------ votes
 @pytest.mark.parametrize(
-    "verdicts, right, expected",
-    [
-        (["A"], "A", 1),
-        (["B"], "A", 0),
-        ([None], "A", 0),
-        ([], "A", 0),
-        (["A", None, "A", "B"], "A", 1),
-        (["A", "B"], "A", 1 / 2),
-        (["A", "B", "tie"], "tie", 1 / 2),
-        (["B", "tie"], "A", 0),
-        ([None, None, "A"], "A", 1),
-        (["A", "B", "B"], "A", 0),
-    ],
+    "letters, right, expected",
+    table("""
+A    | A   | 1
+B    | A   | 0
+-    | A   | 0
+     | A   | 0
+A-AB | A   | 1
+AB   | A   | 0.5
+ABt  | tie | 0.5
+Bt   | A   | 0
+--A  | A   | 1
+ABB  | A   | 0
+"""),
 )
-def test_a_vote_by_hand(verdicts, right, expected):
-    assert accuracy.vote(verdicts, right) == expected
+def test_a_vote_by_hand(letters, right, expected):
+    assert accuracy.vote([VERDICTS[letter] for letter in letters], right) == float(expected)
 
 
 def plain_votes(records: list[dict], k: int) -> float:
@@ -152,24 +162,24 @@ def test_a_recorded_question_is_a_row_to_learn_from(qwen25, pairs, tmp_path):
 # both orders of a pair
 @pytest.mark.parametrize(
     "text, right, formed",
-    [
-        ("so <answer>A</answer>", 1, 1),
-        ("<answer> a </answer>\n", 1, 1),
-        ("<answer>B</answer>", 0, 1),
-        ("<answer>A</answer>.", 1, 0),
-        ("<answer>B</answer> <answer>A</answer>", 1, 0),
-        ("<answer></answer>", 0, 0),
-        ("A", 0, 0),
-        ("", 0, 0),
-        ("<answer>hm <answer>A</answer>", 1, 0),
-        ("<think>x</think><answer>C</answer>", 0, 1),
-    ],
+    table("""
+so <answer>A</answer>                 | 1 | 1
+<answer> a </answer>                  | 1 | 1
+<answer>B</answer>                    | 0 | 1
+<answer>A</answer>.                   | 1 | 0
+<answer>B</answer> <answer>A</answer> | 1 | 0
+<answer></answer>                     | 0 | 0
+A                                     | 0 | 0
+                                      | 0 | 0
+<answer>hm <answer>A</answer>         | 1 | 0
+<think>x</think><answer>C</answer>    | 0 | 1
+"""),
 )
 def test_the_rule_of_judgements(text, right, formed):
     assert rules.rule_scores("judgement", text, "A") == {
-        "reward": pytest.approx(0.9 * right + 0.1 * formed),
-        "accuracy": right,
-        "format": formed,
+        "reward": pytest.approx(0.9 * int(right) + 0.1 * int(formed)),
+        "accuracy": int(right),
+        "format": int(formed),
     }
 
 
@@ -310,36 +320,34 @@ def test_a_consistent_right_judge_earns_more(qwen25, pairs, tmp_path, world):
         assert gains == {(True, True), (True, False), (False, True), (False, False)}
 
 
-def test_what_has_no_other_order_is_refused(qwen25, pairs, tmp_path):
-    coef = ("--model", qwen25, "--data", pairs, FLAGS)
-    for more, message in [
-        ("--prompts_per_step 3", "--prompts_per_step 3 must be a multiple of 2"),
-        (
-            "--prompts_per_step 4 --rollouts_per_step 4",
-            "must be a multiple of 2 x --rollouts_per_step",
-        ),
-        ("--row_kind prompts", "--reward judgement needs --row_kind judgements"),
-        ("--dynamic_sampling 2", "--reward judgement excludes --dynamic_sampling: both orders"),
-    ]:
-        with user_error(message):
-            ppo.parse_args(words(*coef, more))
-    for reward, coefficient in (({"verdict": 1}, 0.5), ({"judgement": 1, "verdict": 0}, 0.0)):
-        recipe = json.dumps({"*": list(reward.items())})
-        with user_error(
-            "--consistency_coef needs the reward judgement, and judgement beside others needs"
-        ):
-            scoring.load_rewards(
-                replace(
-                    ppo.parse_args(words(*coef)).reward,
-                    reward_recipe=recipe,
-                    reward="",
-                    consistency_coef=coefficient,
-                )
-            )
+ONE_ORDER = table("""
+--prompts_per_step 3                       | --prompts_per_step 3 must be a multiple of 2
+--prompts_per_step 4 --rollouts_per_step 4 | must be a multiple of 2 x --rollouts_per_step
+--row_kind prompts                         | --reward judgement needs --row_kind judgements
+--dynamic_sampling 2                       | --reward judgement excludes --dynamic_sampling: both orders
+""")
+
+
+@pytest.mark.parametrize("line, message", ONE_ORDER)
+def test_flags_that_tear_pairs_apart_are_refused(line, message):
+    with user_error(message):
+        ppo.parse_args(words("--model m --data d", FLAGS, line))
+
+
+def test_what_has_no_other_order_is_refused(qwen25, tmp_path):
     rows = write_rows(
         tmp_path / "rows.jsonl", [{"question": "2 + 2?", "response": "4", "correct": True}]
     )
-    args = ppo.parse_args(words(*coef, "--data", rows))
+    args = ppo.parse_args(words("--model", qwen25, "--data", rows, FLAGS))
+    for recipe, coefficient in (
+        ('{"*": [["verdict", 1]]}', 0.5),
+        ('{"*": [["judgement", 1], ["verdict", 0]]}', 0.0),
+    ):
+        changes = dict(reward_recipe=recipe, reward="", consistency_coef=coefficient)
+        with user_error(
+            "--consistency_coef needs the reward judgement, and judgement beside others needs"
+        ):
+            scoring.load_rewards(replace(args.reward, **changes))
     distributed.start(args.run.timeout, args.run.hsdp)
     with user_error("rows.jsonl:1: correct has no other order"):
         scoring.load_rewards(args.reward).check_rows(ppo.load_rows(args).train)
@@ -394,28 +402,6 @@ def test_a_thought_that_a_template_opens_hides_a_verdict():
 SAID = [["3", "a circle", "3", "a red circle <image>"], ["no idea", "3"], ["alone"]]
 
 
-def answered(qwen25, rows, *flags: str):
-    """What rewards get: an actor, a reward, and SAID as the responses to the first prompts. On any
-    number of ranks."""
-    env = start(qwen25, rows, "--advantage grpo --temperature 0.5", *flags)
-    reward = scoring.load_rewards(env.args.reward)
-    build(env, reward, env.prompts)
-    batch = take(env, 3)
-    vlm.compute_features(env.actor.model, batch)
-    end = env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    batch = batch.with_targets(
-        [
-            [
-                torch.tensor([*env.processor.tokenizer.encode(text, add_special_tokens=False), end])
-                for text in texts
-            ]
-            for texts in SAID
-        ]
-    )
-    batch.truncated = torch.zeros(len(batch), dtype=torch.bool)
-    return env, reward, batch
-
-
 # ------------------------------------------------------------------------------------------------ rubrics
 RUBRICS = [
     ["names a number", {"text": "is <image> short", "weight": 3}],
@@ -434,7 +420,7 @@ def rubric_rows(picture_rows) -> str:
 @pytest.mark.parametrize("which", ["near", "far"])
 def test_a_rubric_is_the_weighted_mean_of_its_criteria(qwen25, rubric_rows, judges, which):
     env, reward, batch = answered(
-        qwen25, rubric_rows, "--reward", f"grm:{judges[which]}", "--grm_question rubric"
+        qwen25, rubric_rows, SAID, "--reward", f"grm:{judges[which]}", "--grm_question rubric"
     )
     scored, k = score(env, reward, batch), 0
     for prompt, texts, rubric in zip(env.prompts, SAID, RUBRICS):
@@ -459,20 +445,21 @@ def test_a_rubric_is_the_weighted_mean_of_its_criteria(qwen25, rubric_rows, judg
 
 @pytest.mark.parametrize(
     "rubric, message",
-    [
-        (None, 'rows.jsonl:1: no "rubric"'),
-        ([], 'no "rubric"'),
-        ([{"text": 3}], "a text and a weight above 0"),
-        ([{"text": "a", "weight": 0}], "a weight above 0"),
-        ([{"text": "a", "weight": "2"}], "rows.jsonl:1: "),
-        ([{"weight": 1}], "rows.jsonl:1: rubric: expected a text and"),
-        (["a", 5], "rows.jsonl:1: "),
-    ],
+    table("""
+null                         | rows.jsonl:1: no "rubric"
+[]                           | no "rubric"
+[{"text": 3}]                | a text and a weight above 0
+[{"text": "a", "weight": 0}] | a weight above 0
+[{"text": "a", "weight": "2"}] | rows.jsonl:1:
+[{"weight": 1}]              | rows.jsonl:1: rubric: expected a text and
+["a", 5]                     | rows.jsonl:1:
+"""),
 )
 def test_a_row_without_a_rubric_is_refused(qwen25, judges, tmp_path, rubric, message):
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "rubric": rubric}])
+    row = {"prompt": "a", "rubric": json.loads(rubric)}
+    rows = write_rows(tmp_path / "rows.jsonl", [row])
     with user_error(re.escape(message)):
-        answered(qwen25, rows, "--reward", f"grm:{judges['near']}", "--grm_question rubric")
+        answered(qwen25, rows, SAID, "--reward", f"grm:{judges['near']}", "--grm_question rubric")
 
 
 def test_a_judge_learns_criteria(qwen25, tmp_path):
@@ -512,14 +499,14 @@ def test_a_judge_learns_criteria(qwen25, tmp_path):
 # ------------------------------------------------------------------------------------------------ both
 def save_rewards(qwen25: str, rows: str, out: str, *flags: str) -> None:
     """In every rank: what the responses earn."""
-    env, reward, batch = answered(qwen25, rows, *flags)
+    env, reward, batch = answered(qwen25, rows, SAID, *flags)
     scored = score(env, reward, batch)
     if distributed.is_main():
         columns = {"reward": scored.rewards.tolist()}
         columns |= {
             name: values.nan_to_num(-1).tolist() for name, values in scored.components.items()
         }
-        Path(out).write_text(json.dumps(columns))
+        write_json(Path(out), columns)
 
 
 def test_two_ranks_judge_as_one(qwen25, rubric_rows, judges, tmp_path):

@@ -24,8 +24,8 @@ from common.ppo_flags import RewardArgs
 from common.rewards import remote
 from common.rewards.functions import load_source, score_samples
 from common.rewards.remote import Server
-from conftest import ROOT, read_rows, user_error, words
-from helpers import reward_samples
+from conftest import ROOT, read_rows, records, user_error, words, write_rows
+from helpers import reward_samples, samples_of
 from reward_server import LIES, RewardServer, open_pictures
 
 
@@ -318,7 +318,7 @@ def test_a_try_has_half_of_the_time_of_the_step():
 def test_training_by_the_server_is_training_by_the_rule(server, qwen25, picture_rows, tmp_path):
     """The references are what the policy said in a first run, so that about half of the rewards are 1."""
     folder = Path(picture_rows).parent
-    rows = [json.loads(line) for line in Path(picture_rows).read_text().splitlines()]
+    rows = read_rows(Path(picture_rows))
 
     def train(name, reward, data, steps):
         """The records of the steps, and the samples of the last one."""
@@ -339,23 +339,13 @@ def test_training_by_the_server_is_training_by_the_rule(server, qwen25, picture_
                 "--actor_lr 1e-3 --log_samples 1 --export_every 0 --reward_workers 2 --remote_batch 3",
             )
         )
-        records = read_rows(out / "metrics.jsonl")
-        samples = (out / "samples" / f"step-{steps:06d}.jsonl").read_text().splitlines()
-        return [record for record in records if "rollout/reward" in record], [
-            json.loads(line) for line in samples
-        ]
+        of_steps = [record for record in records(out) if "rollout/reward" in record]
+        return of_steps, samples_of(out, f"step-{steps:06d}")
 
-    _, records = train("first", "exact", picture_rows, steps=1)
-    responses = {
-        (record["source"].split(":")[1], record["sample"]): record["response"] for record in records
-    }
-    data = folder / "answered.jsonl"
-    data.write_text(
-        "\n".join(
-            json.dumps(row | {"answer": responses[str(i), 0]})
-            for i, row in enumerate(rows, start=1)
-        )
-    )
+    _, samples = train("first", "exact", picture_rows, steps=1)
+    answers = {row["index"]: row["response"] for row in samples if row["sample"] == 0}
+    answered = [row | {"answer": answers[i]} for i, row in enumerate(rows)]
+    data = write_rows(folder / "answered.jsonl", answered)
     expected, by_rule = train("rule", "exact", data, steps=2)
     assert 0 < expected[0]["rollout/reward"] < 1
     steps, by_server = train("server", server.url("exact"), data, steps=2)

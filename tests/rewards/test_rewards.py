@@ -4,7 +4,6 @@ import random
 import sys
 import threading
 import time
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from common.rewards.rules import (
     answers_equal,
     extract_answer,
     format_score,
-    parse_number,
     rule_reward,
     same_words,
 )
@@ -249,41 +247,12 @@ def test_exact_match_is_text_only():
     assert not answers_equal("1" * 600 + ".0", "1" * 600)
 
 
-def test_rational_numbers_are_exact():
-    assert parse_number("-1,234") == -1234
-    assert parse_number(r"-\frac{7}{3}") == Fraction(-7, 3)
-    assert parse_number("0.5") == parse_number(".5") == Fraction(1, 2)
-    assert parse_number("9" * 301 + "/3") == int("3" * 301)
-    assert parse_number("x") is None
-
-
 def test_fuzz_never_raises_and_stays_fast():
-    pieces = list("0123456789.,+-*/^(){}[]\\%$=_ e\n٤²π√½°٫－") + [
-        "\\frac",
-        "\\sqrt",
-        "\\boxed{",
-        "\\text{",
-        "<answer>",
-        "</answer>",
-        "<think>",
-        "</think>",
-        "nan",
-        "inf",
-        "10**",
-        "\\left",
-        "\\pi",
-        " cm",
-        "\ud800",
-        "\x00",
-        "(B)",
-        "x=",
-        "1 1/2",
-        "\\{",
-        "\\}",
-        "million",
-        "9" * 299,
-        "*10^",
-    ]
+    pieces = list("0123456789.,+-*/^(){}[]\\%$=_ e\n٤²π√½°٫－\ud800\x00")
+    pieces += (
+        r"\frac|\sqrt|\boxed{|\text{|<answer>|</answer>|<think>|</think>|\left|\pi|\{|\}".split("|")
+    )
+    pieces += ["9" * 299, *"nan|inf|10**| cm|(B)|x=|1 1/2|million|*10^".split("|")]
     rng = random.Random(0)
     start = time.process_time()
     for _ in range(4000):
@@ -295,34 +264,11 @@ def test_fuzz_never_raises_and_stays_fast():
     assert time.process_time() - start < 6
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "(",
-        "{",
-        "((1,",
-        "9^(9^",
-        "\\frac",
-        "\\frac{1}{2}",
-        "1, 2, ",
-        "\\boxed{",
-        "\\boxed ",
-        "<answer>",
-        "<think>",
-        "\\text{",
-        "1 1/2 ",
-        "\\",
-        " ",
-        "(1,2),",
-        "9",
-        "x=",
-        "}",
-        "1/",
-        "{\\pi}",
-        "\\boxed{{}",
-        "1,000",
-    ],
-)
+REPEATED = r"(|{|((1,|9^(9^|\frac|\frac{1}{2}|1, 2, |\boxed{|\boxed |<answer>|<think>|\text{|1 1/2 |\| |(1,2),|9|x=|}|1/"
+REPEATED += r"|{\pi}|\boxed{{}|1,000"
+
+
+@pytest.mark.parametrize("unit", REPEATED.split("|"))
 def test_repeated_pieces_take_bounded_time(unit):
     start = time.process_time()
     # the longest answer that is parsed, and a response that is only scanned
@@ -347,19 +293,6 @@ def test_rules_score_the_response_only():
     assert load_source("exact").function(
         prompts, ["4", " 4\n", "4.0"], ["4"] * 3, [None] * 3, [[]] * 3
     )["reward"] == [1, 1, 0]
-
-
-def test_rule_weights():
-    responses = [
-        "<answer>4</answer>",
-        "<think>so</think><answer>5</answer>",
-        "<think>so</think><answer>4</answer>",
-    ]
-    result = load_source("answer").function([""] * 3, responses, ["4"] * 3, [None] * 3, [[]] * 3)
-    assert result["reward"] == pytest.approx([0.9, 0.1, 1])
-    assert result["accuracy"] == [1, 0, 1]
-    assert result["format"] == [0, 1, 1]
-    assert result["parsed"] == [1, 1, 1]
 
 
 # ------------------------------------------------------------------------------------------------
