@@ -65,21 +65,6 @@ def test_paths_become_absolute(tmp_path, monkeypatch):
     assert (args.model.model, args.data.data) == (f"{tmp_path}/judge", f"{tmp_path}/a.jsonl")
 
 
-def test_flag_names_are_unique_and_have_help():
-    names = [field.name for _, field in FIELDS]
-    assert len(set(names)) == len(names)
-    assert "config" not in names
-    for group, field in FIELDS:
-        assert len(field.metadata["help"]) > 10, field.name
-        assert field.type in (str, int, float, bool, Path) and type(field.default) in (
-            field.type,
-            type(Path()),
-        ), field.name
-        choices = field.metadata["choices"]
-        assert not choices or field.default in choices, field.name
-    assert all(kind.__doc__ and kind.__dataclass_params__.frozen for kind in GROUPS.values())
-
-
 def help_of(capsys, *stage: str) -> str:
     with pytest.raises(SystemExit) as stop:
         ppo.parse_args(["--help", *stage])
