@@ -225,248 +225,151 @@ def test_videos(tmp_path):
     ]
 
 
-WORKED = "She sold 48/2 = <<48/2=24>>24 clips.\n#### 72"
-CONVERSATION = [
-    {"from": "human", "value": "<image>How many?"},
-    {"from": "gpt", "value": "Say where."},
-    {"from": "human", "value": "On the left."},
-    {"from": "gpt", "value": "<think>2</think><answer> 3 </answer>"},
-]
-TURNS = [
-    {"role": "user", "content": "<image>How many?"},
-    {"role": "assistant", "content": "Say where."},
-    {"role": "user", "content": "On the left."},
-]
-ALPACA = {
-    "instruction": "Add.",
-    "input": "1 + 1",
-    "output": "2",
-    "system": "Be brief.",
-    "history": [["Hi", "Hello"]],
-}
-V1 = [
-    {
-        "role": "user",
-        "content": [{"type": "image_url", "value": "a.png"}, {"type": "text", "value": "what?"}],
-    }
-]
-CALLED = [
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-    {"role": "tool", "content": "red"},
-]
-
-
 @pytest.mark.parametrize(
-    "row, expected",
-    [
-        # LLaVA, Qwen-VL, InternVL, VLM-R1
-        (
-            {"image": "a.png", "conversations": CONVERSATION},
-            {"prompt": TURNS, "answer": "3", "response": "<think>2</think><answer> 3 </answer>"},
-        ),
-        (
-            {"image": "a.png", "conversations": CONVERSATION[:1] + [{"from": "gpt", "value": "0"}]},
-            {"prompt": TURNS[:1], "answer": "0", "response": "0"},
-        ),
-        # lmm-r1, MM-EUREKA
-        (
-            {"message": json.dumps(TURNS), "images": "a.png", "answer": "3"},
-            {"prompt": TURNS, "answer": "3"},
-        ),
-        (
-            {"conversations": TURNS, "image_urls": ["a.png"], "answer": "3"},
-            {"prompt": TURNS, "answer": "3"},
-        ),
-        # alpaca, LLaMA-Factory, ms-swift
-        (
-            ALPACA | {"images": ["a.png"]},
-            {
-                "answer": "2",
-                "response": "2",
-                "prompt": [
-                    {"role": "system", "content": "Be brief."},
-                    {"role": "user", "content": "Hi"},
-                    {"role": "assistant", "content": "Hello"},
-                    {"role": "user", "content": "Add.\n1 + 1"},
-                ],
-            },
-        ),
-        (
-            {"instruction": "Add.", "input": "", "output": "2", "system": "", "image": "a.png"},
-            {"prompt": "Add.", "answer": "2", "response": "2"},
-        ),
-        (
-            {"query": "2?", "response": "3", "history": [["1?", "2"]], "images": ["a.png"]},
-            {
-                "answer": "3",
-                "response": "3",
-                "prompt": [
-                    {"role": "user", "content": "1?"},
-                    {"role": "assistant", "content": "2"},
-                    {"role": "user", "content": "2?"},
-                ],
-            },
-        ),
-        (
-            {"messages": V1},
-            {
-                "prompt": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {"type": "image", "image": "images/rows-00000-0.png"},
-                            {"type": "text", "text": "what?"},
-                        ],
-                    }
-                ]
-            },
-        ),
-        (
-            {"messages": CALLED, "image": "a.png"},
-            {"prompt": [CALLED[0], CALLED[1] | {"content": ""}, CALLED[2]]},
-        ),
-        # GSM8K, MATH
-        (
-            {"question": "How many?", "answer": WORKED, "image": "a.png"},
-            {"prompt": "How many?", "answer": "72", "solution": WORKED},
-        ),
-        (
-            {
-                "problem": "How many?",
-                "solution": r"So $\boxed{7}$, no, $\boxed{\frac{1}{2}}$.",
-                "image": "a.png",
-            },
-            {
-                "prompt": "How many?",
-                "answer": r"\frac{1}{2}",
-                "solution": r"So $\boxed{7}$, no, $\boxed{\frac{1}{2}}$.",
-            },
-        ),
-        (
-            {"problem": "2?", "solution": r"So $\boxed 2$."},
-            {"answer": "2", "prompt": "2?", "solution": r"So $\boxed 2$."},
-        ),
-        (
-            {"problem": "2?", "solution": r"\fbox{2}."},
-            {"answer": "2", "prompt": "2?", "solution": r"\fbox{2}."},
-        ),
-        (
-            {"messages": [{"role": "developer", "content": "Be brief."}, *CALLED[:1]]},
-            {"prompt": [{"role": "system", "content": "Be brief."}, *CALLED[:1]]},
-        ),
-        # what no form knows is kept, but for bytes
-        ({"prompt": "x", "image": "a.png", "by": {"who": 1}}, {"prompt": "x", "by": {"who": 1}}),
-    ],
+    "system, row, expected",
+    json.loads(r"""[
+["LLaVA, Qwen-VL, InternVL, VLM-R1",
+ {"image": "a.png",
+  "conversations": [{"from": "human", "value": "<image>How many?"}, {"from": "gpt", "value": "Say where."},
+                    {"from": "human", "value": "On the left."},
+                    {"from": "gpt", "value": "<think>2</think><answer> 3 </answer>"}]},
+ {"prompt": [{"role": "user", "content": "<image>How many?"},
+             {"role": "assistant", "content": "Say where."}, {"role": "user", "content": "On the left."}],
+  "answer": "3", "response": "<think>2</think><answer> 3 </answer>"}],
+["LLaVA",
+ {"image": "a.png",
+  "conversations": [{"from": "human", "value": "<image>How many?"}, {"from": "gpt", "value": "0"}]},
+ {"prompt": [{"role": "user", "content": "<image>How many?"}], "answer": "0", "response": "0"}],
+["lmm-r1, MM-EUREKA",
+ {"message": "[{\"role\": \"user\", \"content\": \"<image>How many?\"}, {\"role\": \"assistant\", \"content\": \"Say where.\"}, {\"role\": \"user\", \"content\": \"On the left.\"}]",
+  "images": "a.png", "answer": "3"},
+ {"prompt": [{"role": "user", "content": "<image>How many?"},
+             {"role": "assistant", "content": "Say where."}, {"role": "user", "content": "On the left."}],
+  "answer": "3"}],
+["lmm-r1",
+ {"conversations": [{"role": "user", "content": "<image>How many?"},
+                    {"role": "assistant", "content": "Say where."},
+                    {"role": "user", "content": "On the left."}],
+  "image_urls": ["a.png"], "answer": "3"},
+ {"prompt": [{"role": "user", "content": "<image>How many?"},
+             {"role": "assistant", "content": "Say where."}, {"role": "user", "content": "On the left."}],
+  "answer": "3"}],
+["alpaca, LLaMA-Factory",
+ {"instruction": "Add.", "input": "1 + 1", "output": "2", "system": "Be brief.",
+  "history": [["Hi", "Hello"]], "images": ["a.png"]},
+ {"answer": "2", "response": "2",
+  "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+             {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Add.\n1 + 1"}]}],
+["alpaca",
+ {"instruction": "Add.", "input": "", "output": "2", "system": "", "image": "a.png"},
+ {"prompt": "Add.", "answer": "2", "response": "2"}],
+["ms-swift",
+ {"query": "2?", "response": "3", "history": [["1?", "2"]], "images": ["a.png"]},
+ {"answer": "3", "response": "3",
+  "prompt": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"},
+             {"role": "user", "content": "2?"}]}],
+["image_url by value",
+ {"messages": [{"role": "user",
+                "content": [{"type": "image_url", "value": "a.png"}, {"type": "text", "value": "what?"}]}]},
+ {"prompt": [{"role": "user",
+              "content": [{"type": "image", "image": "images/rows-00000-0.png"},
+                          {"type": "text", "text": "what?"}]}]}],
+["tool calls",
+ {"messages": [{"role": "user", "content": "Hi"},
+               {"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]},
+               {"role": "tool", "content": "red"}],
+  "image": "a.png"},
+ {"prompt": [{"role": "user", "content": "Hi"},
+             {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
+             {"role": "tool", "content": "red"}]}],
+["GSM8K",
+ {"question": "How many?", "answer": "She sold 48/2 = <<48/2=24>>24 clips.\n#### 72", "image": "a.png"},
+ {"prompt": "How many?", "answer": "72", "solution": "She sold 48/2 = <<48/2=24>>24 clips.\n#### 72"}],
+["MATH",
+ {"problem": "How many?", "solution": "So $\\boxed{7}$, no, $\\boxed{\\frac{1}{2}}$.", "image": "a.png"},
+ {"prompt": "How many?", "answer": "\\frac{1}{2}",
+  "solution": "So $\\boxed{7}$, no, $\\boxed{\\frac{1}{2}}$."}],
+["MATH, no braces",
+ {"problem": "2?", "solution": "So $\\boxed 2$."},
+ {"answer": "2", "prompt": "2?", "solution": "So $\\boxed 2$."}],
+["MATH, fbox",
+ {"problem": "2?", "solution": "\\fbox{2}."},
+ {"answer": "2", "prompt": "2?", "solution": "\\fbox{2}."}],
+["OpenAI's developer",
+ {"messages": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]},
+ {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}],
+["what no form knows",
+ {"prompt": "x", "image": "a.png", "by": {"who": 1}},
+ {"prompt": "x", "by": {"who": 1}}]
+]"""),
 )
-def test_rows_of_other_systems(tmp_path, row, expected):
+def test_rows_of_other_systems(tmp_path, system, row, expected):
     noise(1).save(tmp_path / "a.png")
     (converted,) = run(tmp_path, [row])
     images = ["images/rows-00000-0.png"] if {"image", "images", "image_urls"} & row.keys() else []
     assert converted == {"images": images} | expected
 
 
-CAT = {"role": "user", "content": "<image>Find <ref-object>."}
-VERO_ROW = dict(
-    data_source="refcocog",
-    prompt=[{"role": "user", "content": "<image>Find the cup."}],
-    ability="counting_grounding_search",
-    reward_model={"style": "rule", "ground_truth": '[{"bbox_2d": [1, 2, 3.5, 4], "label": "cup"}]'},
-    extra_info={"reward_type": "grounding", "tolerance": None},
-)
-
-
 @pytest.mark.parametrize(
-    "row, flags, expected",
-    [
-        # ms-swift, as of version 3 and before
-        (
-            {
-                "messages": [
-                    CAT,
-                    {"role": "assistant", "content": "<ref-object> at <bbox>, <bbox>"},
-                ],
-                "objects": {"ref": ['a "cat"', "a"], "bbox": [[1, 2, 3, 4], [5, 6, 7, 8]]},
-            },
-            "",
-            {
-                "prompt": [CAT | {"content": '<image>Find a "cat".'}],
-                "response": "a at <box>, <box>",
-                "regions": {"boxes": [[1, 2, 3, 4], [5, 6, 7, 8]], "labels": ['a "cat"', "a"]},
-            },
-        ),
-        (
-            {"query": "Where?", "objects": {"bbox": [[0.1, 0.2]], "bbox_type": "norm1"}},
-            "",
-            {"regions": {"points": [[0.1, 0.2]], "space": "1"}},
-        ),
-        (
-            {
-                "query": "Where?",
-                "objects": '[{"caption": "a cat", "bbox": [1, 2, 3, 4], "bbox_type": "real", "image": 0}]',
-            },
-            "",
-            {"regions": {"boxes": [[1, 2, 3, 4]], "labels": ["a cat"]}},
-        ),
-        # VLM-R1: two forms of its files
-        (
-            {"conversations": CONVERSATION[:1] + [{"from": "gpt", "value": "[1, 2.5, 3, 4]"}]},
-            "--boxes corners",
-            {"regions": {"boxes": [[1, 2.5, 3, 4]]}, "response": "<box>"},
-        ),
-        (
-            {"problem": "Where?", "solution": [1, 2, 3, 4], "normalized_solution": [9, 9, 9, 9]},
-            "--boxes corners",
-            {"regions": {"boxes": [[1, 2, 3, 4]]}, "normalized_solution": [9, 9, 9, 9]},
-        ),
-        # Vero
-        (
-            VERO_ROW,
-            "",
-            {
-                "regions": {"boxes": [[1, 2, 3.5, 4]], "labels": ["cup"]},
-                "label": "grounding",
-                "data_source": "refcocog",
-            },
-        ),
-        (
-            VERO_ROW
-            | {
-                "reward_model": {"ground_truth": "95"},
-                "extra_info": {"reward_type": "numeric", "tolerance": 0.0},
-            },
-            "",
-            {"label": "numeric", "tolerance": 0.0, "answer": "95"},
-        ),
-        # Visual-RFT
-        (
-            {
-                "problem": "Where?",
-                "solution": "<answer>[{'Position': [1, 2, 3, 4], 'Confidence': 1}]</answer>",
-            },
-            "",
-            {"regions": {"boxes": [[1, 2, 3, 4]], "space": "1000"}},
-        ),
-        # RefCOCO as COCO has it, ScreenSpot
-        (
-            {"question": "Where?", "bbox": [10, 20, 30, 40], "image_id": 7},
-            "--boxes sizes",
-            {"regions": {"boxes": [[10, 20, 40, 60]]}, "image_id": 7},
-        ),
-        (
-            {"instruction": "Close.", "bbox": [0.1, 0.2, 0.3, 0.4]},
-            "--boxes corners --space 1",
-            {"regions": {"boxes": [[0.1, 0.2, 0.3, 0.4]], "space": "1"}},
-        ),
-        # no regions
-        ({"query": "Sort.", "answer": "[1, 2, 3, 4]"}, "", {"answer": "[1, 2, 3, 4]"}),
-        ({"query": "Do.", "answer": '{"ACTION": "CLICK", "MARK": [3, 4]}'}, "", {}),
-        ({"query": "Name.", "objects": ["cat", "dog"]}, "", {"objects": ["cat", "dog"]}),
-    ],
+    "system, row, flags, expected",
+    json.loads(r"""[
+["ms-swift 3",
+ {"messages": [{"role": "user", "content": "<image>Find <ref-object>."},
+               {"role": "assistant", "content": "<ref-object> at <bbox>, <bbox>"}],
+  "objects": {"ref": ["a \"cat\"", "a"], "bbox": [[1, 2, 3, 4], [5, 6, 7, 8]]}},
+ "",
+ {"prompt": [{"role": "user", "content": "<image>Find a \"cat\"."}], "response": "a at <box>, <box>",
+  "regions": {"boxes": [[1, 2, 3, 4], [5, 6, 7, 8]], "labels": ["a \"cat\"", "a"]}}],
+["ms-swift, a point",
+ {"query": "Where?", "objects": {"bbox": [[0.1, 0.2]], "bbox_type": "norm1"}},
+ "",
+ {"regions": {"points": [[0.1, 0.2]], "space": "1"}}],
+["ms-swift before 3",
+ {"query": "Where?",
+  "objects": "[{\"caption\": \"a cat\", \"bbox\": [1, 2, 3, 4], \"bbox_type\": \"real\", \"image\": 0}]"},
+ "",
+ {"regions": {"boxes": [[1, 2, 3, 4]], "labels": ["a cat"]}}],
+["VLM-R1, conversations",
+ {"conversations": [{"from": "human", "value": "<image>How many?"},
+                    {"from": "gpt", "value": "[1, 2.5, 3, 4]"}]},
+ "--boxes corners",
+ {"regions": {"boxes": [[1, 2.5, 3, 4]]}, "response": "<box>"}],
+["VLM-R1, problems",
+ {"problem": "Where?", "solution": [1, 2, 3, 4], "normalized_solution": [9, 9, 9, 9]},
+ "--boxes corners",
+ {"regions": {"boxes": [[1, 2, 3, 4]]}, "normalized_solution": [9, 9, 9, 9]}],
+["Vero",
+ {"data_source": "refcocog", "prompt": [{"role": "user", "content": "<image>Find the cup."}],
+  "ability": "counting_grounding_search",
+  "reward_model": {"style": "rule", "ground_truth": "[{\"bbox_2d\": [1, 2, 3.5, 4], \"label\": \"cup\"}]"},
+  "extra_info": {"reward_type": "grounding", "tolerance": null}},
+ "",
+ {"regions": {"boxes": [[1, 2, 3.5, 4]], "labels": ["cup"]}, "label": "grounding", "data_source": "refcocog"}],
+["Vero, a number",
+ {"data_source": "refcocog", "prompt": [{"role": "user", "content": "<image>Find the cup."}],
+  "ability": "counting_grounding_search", "reward_model": {"ground_truth": "95"},
+  "extra_info": {"reward_type": "numeric", "tolerance": 0.0}},
+ "",
+ {"label": "numeric", "tolerance": 0.0, "answer": "95"}],
+["Visual-RFT",
+ {"problem": "Where?", "solution": "<answer>[{'Position': [1, 2, 3, 4], 'Confidence': 1}]</answer>"},
+ "",
+ {"regions": {"boxes": [[1, 2, 3, 4]], "space": "1000"}}],
+["RefCOCO as COCO has it",
+ {"question": "Where?", "bbox": [10, 20, 30, 40], "image_id": 7},
+ "--boxes sizes",
+ {"regions": {"boxes": [[10, 20, 40, 60]]}, "image_id": 7}],
+["ScreenSpot",
+ {"instruction": "Close.", "bbox": [0.1, 0.2, 0.3, 0.4]},
+ "--boxes corners --space 1",
+ {"regions": {"boxes": [[0.1, 0.2, 0.3, 0.4]], "space": "1"}}],
+["no regions: a list", {"query": "Sort.", "answer": "[1, 2, 3, 4]"}, "", {"answer": "[1, 2, 3, 4]"}],
+["no regions: an action", {"query": "Do.", "answer": "{\"ACTION\": \"CLICK\", \"MARK\": [3, 4]}"}, "", {}],
+["no regions: names", {"query": "Name.", "objects": ["cat", "dog"]}, "", {"objects": ["cat", "dog"]}]
+]"""),
 )
-def test_regions_of_other_systems(tmp_path, row, flags, expected):
+def test_regions_of_other_systems(tmp_path, system, row, flags, expected):
     (converted,) = run(tmp_path, [row], *([flags] if flags else []))
-    expected = dict(expected)
     regions = expected.pop("regions", None)
     assert converted.get("regions") == (regions and {"space": "file"} | regions)
     assert converted | expected == converted
@@ -692,70 +595,52 @@ def test_parquet_without_its_package(tmp_path, monkeypatch, capsys):
 
 # ---- Errors
 
-GOOD = {"prompt": "what?", "images": []}
-CUT_IMAGE = base64.b64encode(encode(noise(1))[:900]).decode()
+
+def embedded(row):
+    """ONE and TWO are pictures, CUT is a part of one."""
+    text = json.dumps(row).replace("ONE", base64_of(noise(1))).replace("TWO", base64_of(noise(2)))
+    cut = base64.b64encode(encode(noise(1))[:900]).decode()
+    return json.loads(text.replace("CUT", cut))
 
 
 @pytest.mark.parametrize(
     "row, message",
-    [
-        ({"text": "what?", "id": 1}, "no column prompt, messages, query, question, problem"),
-        (
-            {"prompt": [{"text": "x"}]},
-            "a message has role and content, or from and value, unlike {'text': 'x'}",
-        ),
-        (
-            dict(
-                query=[
-                    {"role": "user", "content": [{"type": "image", "image": base64_of(noise(1))}]}
-                ],
-                image=base64_of(noise(2)),
-                response=["a", "b"],
-                human_ranking=[0, 1],
-            ),
-            "images of a pair come with its messages or in a column",
-        ),
-        (GOOD | {"image": "a.png"}, "columns 'image' and 'images'"),
-        (GOOD | {"images": ["none.png"]}, "'none.png' is neither a file in "),
-        (GOOD | {"images": ["http://host/a.png"]}, "'http://host/a.png' is neither a file in "),
-        (GOOD | {"images": [CUT_IMAGE]}, "an image that cannot be decoded: 'iVBOR"),
-        (GOOD | {"videos": ["none.mp4"]}, "no such video: 'none.mp4'"),
-        (GOOD | {"answer": [1]}, "answer and label must be a string or a finite number, not [1]"),
-        (
-            {"chosen": asked("x") + answered("a"), "rejected": asked("y") + answered("b")},
-            "without a prompt",
-        ),
-        (
-            {"question": "<image 1>?", "image_1": "a.png"},
-            "a column for each image (image_1): make one list",
-        ),
-        (
-            {"prompt": "Picture 1: <img>a.png</img>what?"},
-            "<img>path</img> in a text: give the path in images",
-        ),
-        (
-            {
-                "messages": asked("Find <ref-object>") + answered("<bbox>"),
-                "objects": {"ref": ["cat"]},
-            },
-            "<bbox> in a prompt, where models differ, or more marks than objects has",
-        ),
-        ({"conversations": [{"from": "robot", "value": "x"}]}, "role 'robot' is not one of system"),
-        (
-            {"query": "<bbox>?", "objects": {"bbox": [[1, 2, 3, 4]]}},
-            "<bbox> in a prompt, where models differ",
-        ),
-        (
-            {"query": "Where?", "objects": {"bbox": [[1, 2]], "image_id": [1]}},
-            "objects of another image than the first",
-        ),
-        (3, "no row as in the tables of --help: 3"),
-    ],
+    json.loads(r"""[
+[{"text": "what?", "id": 1}, "no column prompt, messages, query, question, problem"],
+[{"prompt": [{"text": "x"}]}, "a message has role and content, or from and value, unlike {'text': 'x'}"],
+[{"query": [{"role": "user", "content": [{"type": "image", "image": "ONE"}]}], "image": "TWO",
+  "response": ["a", "b"], "human_ranking": [0, 1]},
+ "images of a pair come with its messages or in a column"],
+[{"prompt": "what?", "images": [], "image": "a.png"}, "columns 'image' and 'images'"],
+[{"prompt": "what?", "images": ["none.png"]}, "'none.png' is neither a file in "],
+[{"prompt": "what?", "images": ["http://host/a.png"]}, "'http://host/a.png' is neither a file in "],
+[{"prompt": "what?", "images": ["CUT"]}, "an image that cannot be decoded: 'iVBOR"],
+[{"prompt": "what?", "images": [], "videos": ["none.mp4"]}, "no such video: 'none.mp4'"],
+[{"prompt": "what?", "images": [], "answer": [1]},
+ "answer and label must be a string or a finite number, not [1]"],
+[{"chosen": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]},
+             {"role": "assistant", "content": [{"type": "text", "text": "a"}]}],
+  "rejected": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "y"}]},
+               {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]},
+ "without a prompt"],
+[{"question": "<image 1>?", "image_1": "a.png"}, "a column for each image (image_1): make one list"],
+[{"prompt": "Picture 1: <img>a.png</img>what?"}, "<img>path</img> in a text: give the path in images"],
+[{"messages": [{"role": "user",
+                "content": [{"type": "image"}, {"type": "text", "text": "Find <ref-object>"}]},
+               {"role": "assistant", "content": [{"type": "text", "text": "<bbox>"}]}],
+  "objects": {"ref": ["cat"]}},
+ "<bbox> in a prompt, where models differ, or more marks than objects has"],
+[{"conversations": [{"from": "robot", "value": "x"}]}, "role 'robot' is not one of system"],
+[{"query": "<bbox>?", "objects": {"bbox": [[1, 2, 3, 4]]}}, "<bbox> in a prompt, where models differ"],
+[{"query": "Where?", "objects": {"bbox": [[1, 2]], "image_id": [1]}},
+ "objects of another image than the first"],
+[3, "no row as in the tables of --help: 3"]
+]"""),
 )
 def test_an_error_names_file_and_row(tmp_path, capsys, row, message):
     """And nothing is left of what was written before."""
     with pytest.raises(SystemExit) as stop:
-        run(tmp_path, [GOOD, row])
+        run(tmp_path, [{"prompt": "what?"}, embedded(row)])
     error = capsys.readouterr().err
     assert stop.value.code == 2
     assert error.startswith(f"error: {tmp_path / 'rows.jsonl'}, row 2: {message}")
