@@ -31,6 +31,7 @@ right format but blindly. After the warm start the model sees, but still answers
 answer what was asked is left to reinforcement learning."""
 
 import argparse
+import itertools
 import json
 import random
 import tempfile
@@ -47,58 +48,56 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.utils import logging
 
 # Flags of train_ppo_vl.py with which this task is learned; the paths are added by `main`.
-TRAINER_ARGS = {
-    "reward": "exact",
-    "prompts_per_step": 32,
-    "samples_per_prompt": 8,
-    "minibatches": 4,
-    "steps": 40,
-    "actor_lr": 3e-4,
-    "critic_lr": 1e-3,
-    "gae_lambda": 1.0,
-    "max_prompt_tokens": 256,
-    "max_new_tokens": 4,
-    "max_tokens_per_pack": 4096,
-    "eval_every": 10,
-}
+TRAINER_ARGS = dict(
+    reward="exact",
+    prompts_per_step=32,
+    samples_per_prompt=8,
+    minibatches=4,
+    steps=40,
+    actor_lr=3e-4,
+    critic_lr=1e-3,
+    gae_lambda=1.0,
+    max_prompt_tokens=256,
+    max_new_tokens=4,
+    max_tokens_per_pack=4096,
+    eval_every=10,
+)
 
 # And for --task describe.
-DESCRIBE_ARGS = TRAINER_ARGS | {
-    "reward": f"{Path(__file__).resolve().parent / 'toy_reward.py'}:score",
-    "steps": 60,
-    "max_new_tokens": 20,
-}
+DESCRIBE_ARGS = TRAINER_ARGS | dict(
+    reward=f"{Path(__file__).resolve().parent / 'toy_reward.py'}:score", steps=60, max_new_tokens=20
+)
 
 # Flags of train_grm_vl.py with which the judgements are learned. The templates are short because
 # the tokenizer knows few words: any other takes a token per letter.
-JUDGE_ARGS = {
-    "prompts_per_step": 32,
-    "max_epochs": 0,
-    "steps": 1500,
-    "lr": 1e-3,  # of a sweep, tests/benchmarks/RESULTS.md; with --train_vision 3e-4 and 2500 steps
-    "lr_schedule": "linear",
-    "warmup_steps": 20,
-    "max_prompt_tokens": 256,
-    "max_tokens_per_pack": 4096,
-    "eval_every": 300,
-    "eval_max_new_tokens": 24,
-    "eval_batch": 128,
-    "correct_template": "{prompt}\n{response}\n",
-    "pictures_template": "A<image>B<image>\n{prompt}\n",
-}
+JUDGE_ARGS = dict(
+    prompts_per_step=32,
+    max_epochs=0,
+    steps=1500,
+    lr=1e-3,  # of a sweep, tests/benchmarks/RESULTS.md; with --train_vision 3e-4 and 2500 steps
+    lr_schedule="linear",
+    warmup_steps=20,
+    max_prompt_tokens=256,
+    max_tokens_per_pack=4096,
+    eval_every=300,
+    eval_max_new_tokens=24,
+    eval_batch=128,
+    correct_template="{prompt}\n{response}\n",
+    pictures_template="A<image>B<image>\n{prompt}\n",
+)
 
-COLOURS = {
-    "red": (220, 40, 40),
-    "green": (40, 160, 60),
-    "blue": (50, 80, 220),
-    "yellow": (240, 200, 40),
-    "purple": (150, 60, 180),
-    "grey": (130, 130, 130),
-}
-SHAPES = {"circle": "circles", "square": "squares", "triangle": "triangles", "cross": "crosses"}
+COLOURS = dict(
+    red="#dc2828",
+    green="#28a03c",
+    blue="#3250dc",
+    yellow="#f0c828",
+    purple="#963cb4",
+    grey="#828282",
+)
+SHAPES = dict(circle="circles", square="squares", triangle="triangles", cross="crosses")
 COUNTS = ("1", "2", "3", "4")
 ANSWERS = {"colour": list(COLOURS), "shape": list(SHAPES), "count": list(COUNTS)}  # by label
-CELLS = ((0, 0), (0, 1), (1, 0), (1, 1))  # (row, column) on the board
+CELLS = tuple(itertools.product((0, 1), repeat=2))  # (row, column) on the board
 Objects = dict[tuple[int, int], tuple[str, str]]  # {cell: (colour, shape)}
 Rows = list[dict]
 CAPTION_PROMPT = "describe the picture in three words."
@@ -108,12 +107,12 @@ OBJECT_COUNTS = (2, 3, 4)
 
 # pixels; a cell of the board is one merged block of 2 x 2 patches
 PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
-VISION_TOKENS = {
-    "vision_start": "<|vision_start|>",
-    "vision_end": "<|vision_end|>",
-    "image": "<|image_pad|>",
-    "video": "<|video_pad|>",
-}
+VISION_TOKENS = dict(
+    vision_start="<|vision_start|>",
+    vision_end="<|vision_end|>",
+    image="<|image_pad|>",
+    video="<|video_pad|>",
+)
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *VISION_TOKENS.values())
 # A question about a board as the chat template writes it, with one image token per cell.
 PICTURE = "<|vision_start|>" + "<|image_pad|>" * len(CELLS) + "<|vision_end|>"
@@ -153,25 +152,15 @@ def question_cells() -> list[tuple[str, str, dict[str, str]]]:
     """Every (label, question, what is known of the board); all answers to one question stand here
     once, so that cycling is balanced."""
     cells = []
-    for shape in SHAPES:
-        for colour in COLOURS:
-            cells.append(
-                ("colour", f"what colour is each {shape}?", {"shape": shape, "colour": colour})
-            )
-    for colour in COLOURS:
-        for shape in SHAPES:
-            cells.append(
-                (
-                    "shape",
-                    f"what shape is each {colour} object?",
-                    {"shape": shape, "colour": colour},
-                )
-            )
-    for shape, plural in SHAPES.items():
-        for count in COUNTS:
-            cells.append(
-                ("count", f"how many {plural} are there?", {"shape": shape, "count": count})
-            )
+    for shape, colour in itertools.product(SHAPES, COLOURS):
+        known = dict(shape=shape, colour=colour)
+        cells.append(("colour", f"what colour is each {shape}?", known))
+    for colour, shape in itertools.product(COLOURS, SHAPES):
+        known = dict(shape=shape, colour=colour)
+        cells.append(("shape", f"what shape is each {colour} object?", known))
+    for shape, count in itertools.product(SHAPES, COUNTS):
+        known = dict(shape=shape, count=count)
+        cells.append(("count", f"how many {SHAPES[shape]} are there?", known))
     return cells
 
 
@@ -181,10 +170,9 @@ def random_thing(rng: random.Random) -> tuple[str, str]:
 
 def random_copies(rng: random.Random, known: dict[str, str]) -> Objects:
     """A board of one to four copies of one object, of which some is known."""
-    colour, shape = random_thing(rng)
-    thing = known.get("colour", colour), known.get("shape", shape)
+    thing = dict(zip(("colour", "shape"), random_thing(rng))) | known
     count = known["count"] if "count" in known else rng.choice(COUNTS)
-    return dict.fromkeys(rng.sample(CELLS, int(count)), thing)
+    return dict.fromkeys(rng.sample(CELLS, int(count)), (thing["colour"], thing["shape"]))
 
 
 def random_objects(rng: random.Random, count: int) -> Objects:
@@ -201,7 +189,7 @@ def draw_objects(rng: random.Random, objects: Objects, cell: int) -> Image.Image
         size = rng.randint(cell * 4 // 7, cell * 6 // 7)
         x, y = (at * cell + rng.randint(1, cell - size - 1) for at in (column, row))
         right, bottom = x + size, y + size
-        box = (x, y, right, bottom)
+        box = x, y, right, bottom
         if shape == "circle":
             draw.ellipse(box, fill=fill)
         elif shape == "square":
@@ -236,15 +224,8 @@ def random_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
         label, question, known = cells.pop()
         objects, image = new_picture(rng, random_copies, known, cell, seen)
         sights = [*next(iter(objects.values())), str(len(objects))]
-        rows.append(
-            {
-                "prompt": question,
-                "sights": sights,
-                "images": [image],
-                "answer": known[label],
-                "label": label,
-            }
-        )
+        row = dict(prompt=question, sights=sights, images=[image], answer=known[label], label=label)
+        rows.append(row)
     return rows
 
 
@@ -258,15 +239,8 @@ def description_rows(rng: random.Random, count: int, cell: int, seen: set) -> Ro
     rows = []
     for number in range(count):
         objects, image = new_picture(rng, random_objects, OBJECT_COUNTS[number % 3], cell, seen)
-        rows.append(
-            {
-                "prompt": LIST_PROMPT,
-                "sights": list(map(" ".join, objects.values())),
-                "images": [image],
-                "answer": description(objects),
-                "label": "description",
-            }
-        )
+        row = dict(prompt=LIST_PROMPT, images=[image], answer=description(objects))
+        rows.append(row | dict(sights=list(map(" ".join, objects.values())), label="description"))
     rng.shuffle(rows)
     return rows
 
@@ -278,23 +252,12 @@ def mixed_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
         random_rows(rng, count, cell, seen), random_rows(rng, count, cell * 3 // 2, seen)
     ):
         if len(rows) % 2 == 0:
-            rows.append(
-                {
-                    **second,
-                    "prompt": second["prompt"].replace("?", " in the second picture?"),
-                    "images": first["images"] + second["images"],
-                    "label": "two_pictures",
-                }
-            )
+            prompt = second["prompt"].replace("?", " in the second picture?")
+            images = first["images"] + second["images"]
+            rows.append(second | dict(prompt=prompt, images=images, label="two_pictures"))
         else:
-            rows.append(
-                {
-                    "prompt": f"say {first['answer']}.",
-                    "images": [],
-                    "answer": first["answer"],
-                    "label": "text",
-                }
-            )
+            answer = first["answer"]
+            rows.append(dict(prompt=f"say {answer}.", images=[], answer=answer, label="text"))
     return rows
 
 
@@ -310,26 +273,17 @@ def judgement_rows(rng: random.Random, rows: Rows) -> Rows:
         if rng.random() < 0.25:
             words = [word for kind in ANSWERS if kind != label for word in ANSWERS[kind]]
             wrong = rng.choice([*words, "", f"{answer} {wrong}"])
+        asked = dict(question=row["prompt"], images=row["files"])
         for response, correct in ((answer, True), (wrong, False)):
-            judgements.append(
-                {
-                    "question": row["prompt"],
-                    "images": row["files"],
-                    "response": response,
-                    "correct": correct,
-                }
-            )
+            judgements.append(asked | dict(response=response, correct=correct))
         sample = rng.sample(boards, min(len(boards), 60))
         others = [other for other in sample if set(row["sights"]).isdisjoint(other["sights"])]
         if number % 2 and others:
-            files, order = [*row["files"], *rng.choice(others)["files"]], rng.choice((1, -1))
-            judgements.append(
-                {
-                    "prompt": " ".join(row["sights"]),
-                    "images": files[::order],
-                    "preferred": "A" if order > 0 else "B",
-                }
-            )
+            files, preferred = row["files"] + rng.choice(others)["files"], rng.choice("AB")
+            if preferred == "B":
+                files.reverse()
+            prompt = " ".join(row["sights"])
+            judgements.append(dict(prompt=prompt, images=files, preferred=preferred))
     return judgements
 
 
@@ -338,19 +292,12 @@ def write_rows(rows: Rows, folder: Path, split: str) -> None:
     rows' "files"."""
     lines = []
     for number, row in enumerate(rows):
-        row["files"] = [
-            f"images/{split}-{number:05d}{place}.png" for place in ("", "-1")[: len(row["images"])]
-        ]
-        for name, image in zip(row["files"], row["images"]):
-            image.save(folder / name)
-        lines.append(
-            {
-                "prompt": row["prompt"],
-                "images": row["files"],
-                "answer": row["answer"],
-                "label": row["label"],
-            }
-        )
+        row["files"] = []
+        for place, image in zip(("", "-1"), row["images"]):
+            row["files"].append(f"images/{split}-{number:05d}{place}.png")
+            image.save(folder / row["files"][-1])
+        line = row | {"images": row["files"]}
+        lines.append({name: line[name] for name in ("prompt", "images", "answer", "label")})
     write_lines(folder / f"{split}.jsonl", lines)
 
 
@@ -429,59 +376,55 @@ def make_model(
     # At this width the usual 0.02 would start with attention that is uniform and outputs that are
     # nearly zero.
     heads, head_dim, std = 4, hidden_size // 4, 0.08
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "max_position_embeddings": 4096,
-        "initializer_range": std,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "dtype": "float32",
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [head_dim // 4, head_dim // 8, head_dim // 8],
-        },
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "patch_size": PATCH_SIZE[kind],
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": hidden_size,
-        "initializer_range": std,
-    }
+    section = [head_dim // 4, head_dim // 8, head_dim // 8]
+    rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=section)
+    text = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_position_embeddings=4096,
+        initializer_range=std,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+        rope_parameters=rope,
+    )
+    vision = dict(
+        depth=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=2,
+        patch_size=PATCH_SIZE[kind],
+        spatial_merge_size=2,
+        temporal_patch_size=2,
+        out_hidden_size=hidden_size,
+        initializer_range=std,
+    )
     if kind == "qwen2_5_vl":
-        vision |= {"window_size": 4 * PATCH_SIZE[kind], "fullatt_block_indexes": [1]}
+        vision |= dict(window_size=4 * PATCH_SIZE[kind], fullatt_block_indexes=[1])
     else:
-        text |= {"head_dim": head_dim}
-        text["rope_parameters"]["mrope_interleaved"] = True
-        vision |= {"num_position_embeddings": 64}
+        text["head_dim"], vision["num_position_embeddings"] = head_dim, 64
+        rope["mrope_interleaved"] = True
     if kind == "qwen3_vl":
-        vision |= {"deepstack_visual_indexes": [0]}
+        vision["deepstack_visual_indexes"] = [0]
     elif kind == "qwen3_5":
         # A quarter of twice as wide heads would have no room for positions in three dimensions:
         # half of them rotates.
-        text["rope_parameters"]["partial_rotary_factor"] = 0.5
-        text |= {
-            "head_dim": 2 * head_dim,
-            "linear_num_key_heads": heads // 2,
-            "linear_num_value_heads": heads,
-            "linear_key_head_dim": head_dim,
-            "linear_value_head_dim": head_dim,
-            "mamba_ssm_dtype": "float32",
-            "layer_types": [
-                "full_attention" if i % 3 == 1 else "linear_attention" for i in range(layers)
-            ],
-        }
+        rope["partial_rotary_factor"] = 0.5
+        kinds = ["full_attention" if i % 3 == 1 else "linear_attention" for i in range(layers)]
+        text |= dict(
+            head_dim=2 * head_dim,
+            linear_num_key_heads=heads // 2,
+            linear_num_value_heads=heads,
+            linear_key_head_dim=head_dim,
+            linear_value_head_dim=head_dim,
+            mamba_ssm_dtype="float32",
+            layer_types=kinds,
+        )
     token_ids = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
         for name, token in VISION_TOKENS.items()
@@ -508,7 +451,7 @@ def make_image_processor(kind: str) -> Qwen2VLImageProcessorPil:
     cell = 2 * PATCH_SIZE[kind]
     return Qwen2VLImageProcessorPil(
         patch_size=PATCH_SIZE[kind],
-        size={"shortest_edge": cell**2, "longest_edge": (4 * cell) ** 2},
+        size=dict(shortest_edge=cell**2, longest_edge=(4 * cell) ** 2),
     )
 
 
@@ -519,12 +462,12 @@ def make_image_processor(kind: str) -> Qwen2VLImageProcessorPil:
 
 def model_inputs(model, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> dict:
     """Keyword arguments of the forward pass for ids (B, T) that show boards, and patches (boards, 16, C)."""
-    return {
-        "input_ids": input_ids,
-        "pixel_values": pixel_values.flatten(0, 1),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * len(pixel_values)),
-        "mm_token_type_ids": (input_ids == model.config.image_token_id).int(),
-    }
+    return dict(
+        input_ids=input_ids,
+        pixel_values=pixel_values.flatten(0, 1),
+        image_grid_thw=torch.tensor([[1, 4, 4]] * len(pixel_values)),
+        mm_token_type_ids=(input_ids == model.config.image_token_id).int(),
+    )
 
 
 def next_token_loss(
@@ -684,11 +627,8 @@ def write_toy(args: argparse.Namespace, folder: Path) -> None:
 
 def write_flags(path: Path, out: Path, prefix: str, flags: dict) -> None:
     """What --config reads; `prefix`: of the names of both files of rows."""
-    paths = {
-        "model": f"{out}/model",
-        "data": f"{out}/{prefix}train.jsonl",
-        "eval_data": f"{out}/{prefix}eval.jsonl",
-    }
+    rows = f"{out}/{prefix}"
+    paths = dict(model=f"{out}/model", data=f"{rows}train.jsonl", eval_data=f"{rows}eval.jsonl")
     path.write_text(json.dumps(paths | flags, indent=2) + "\n", encoding="utf-8")
 
 
