@@ -37,11 +37,10 @@ def test_it_passes_here(tmp_path):
         "sdpa",
         "2 ranks, killed",
         "2 ranks, resumed",
-        "export loaded",
-        "transformers",
+        "export",
     ]
-    assert [run.get("exit_code") for run in report["runs"]] == [None, 0, -9, 0, None, None]
-    assert "ok   log-probs of packs" in report["runs"][5]["tail"]
+    assert [run.get("exit_code") for run in report["runs"]] == [None, 0, -9, 0, None]
+    assert "ok   log-probs of packs" in report["runs"][4]["tail"]
     assert report["passed"]
     for run in report["runs"][1:4]:
         assert run["metrics"]["train/sampler_gap"] < 1e-4
@@ -62,37 +61,13 @@ def test_it_fails_with_the_reason(tmp_path, monkeypatch, capsys):
     assert smoke.main(words("--out", tmp_path / "out", "--min_new_tokens 9")) == 1
     told = capsys.readouterr().out
     assert "\nFAIL; " in told
-    assert "\nkernels: varlen fails in: head\n" in told
+    assert "\nkernels: varlen fails in: head\n" in told  # and the runs go on, as they tell more
     assert "sdpa: exit code 2; see" in told
     assert "it did not resume from step 0" in told
     report = read_json(tmp_path / "out" / "smoke.json")
     assert not report["passed"]
     assert report["runs"][0]["problems"] == ["varlen fails in: head"]
     assert "--min_new_tokens 9 exceeds --max_new_tokens 8" in report["runs"][1]["tail"]
-
-
-def test_kernels_that_fail_alone_are_reported(tmp_path, monkeypatch, capsys):
-    """The runs go on, as they tell more, and the whole fails."""
-    monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: ["varlen fails in: packs"])
-    monkeypatch.setattr(smoke, "plan_runs", lambda gpus: [])
-    monkeypatch.setattr(
-        smoke, "start", lambda name, *rest, **more: {"name": name, "problems": [], "metrics": {}}
-    )
-    monkeypatch.setattr(
-        smoke, "load_export", lambda folder: {"name": "export", "problems": [], "metrics": {}}
-    )
-    compared = {"name": "transformers", "problems": [], "metrics": {}}
-    monkeypatch.setattr(smoke, "check_model", lambda flags: compared)
-    assert smoke.main(words("--out", tmp_path / "out")) == 1
-    assert "\nFAIL; " in capsys.readouterr().out
-    report = read_json(tmp_path / "out" / "smoke.json")
-    assert [(run["name"], run["problems"]) for run in report["runs"]] == [
-        ("kernels", ["varlen fails in: packs"]),
-        ("2 ranks, killed", []),
-        ("2 ranks, resumed", []),
-        ("export", []),
-        ("transformers", []),
-    ]
 
 
 def test_gpus_that_torch_cannot_use_are_a_failure(tmp_path, monkeypatch, capsys):
@@ -138,8 +113,9 @@ def test_every_back_end_of_a_gpu_is_run(monkeypatch):
     for installed, count in ((True, 4), (False, 2)):
         runs = smoke.plan_runs(8)
         assert len(runs) == count
-        assert all(("on" if name.endswith("on") else "off") == flags[-1] for name, flags in runs)
+        assert all(name.split()[-1] == flags.split()[-1] for name, flags in runs)
 
 
 def test_an_export_that_does_not_load_is_said(tmp_path):
-    assert "from_pretrained" in smoke.load_export(tmp_path)["problems"][0]
+    (problem,) = smoke.check_export(tmp_path, [])["problems"]
+    assert str(tmp_path) in problem
