@@ -287,7 +287,7 @@ def muon_by_torch(folder: Path, argv: list[str]) -> None:
     script.load_models(args, models.by_role(), ranks)
     trained = script.make_trainables(args, models)["actor"]
     ours = {name: p for name, p in trained.module.named_parameters() if p.requires_grad}
-    whole = {name: torch.nn.Parameter(p.full_tensor()) for name, p in ours.items()}
+    whole = {name: torch.nn.Parameter(p.full_tensor().clone()) for name, p in ours.items()}
     kinds = {True: [], False: []}
     for name, p in whole.items():
         kinds["layers" in name and p.ndim == 2].append(p)

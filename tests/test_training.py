@@ -336,7 +336,7 @@ def test_a_step_is_adamw_on_clipped_gradients(qwen25, picture_rows):
     global norm, and one below it."""
     env = fresh(qwen25, picture_rows, "--max_grad_norm 0.5 --weight_decay 0.1 --adam_beta2 0.7")
     ours = {name: p for name, p in env.actor.named_parameters() if p.requires_grad}
-    whole = {name: torch.nn.Parameter(p.full_tensor()) for name, p in ours.items()}
+    whole = {name: torch.nn.Parameter(p.full_tensor().clone()) for name, p in ours.items()}
     groups = [{"params": [p], "weight_decay": 0.1 * (p.ndim >= 2)} for p in whole.values()]
     adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.7))
     for step, size in enumerate((3.0, 1.0, 1e-4), 1):
