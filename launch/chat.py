@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import transformers
 
+import tool
 from common import distributed
 from common.data.loader import load_pixels
 from common.data.processor import Processor
@@ -27,7 +28,6 @@ from common.data.rows import make_prompt
 from common.files import printable
 from common.flags import DataArgs
 from common.model.weights import resolve_folder
-from tool import between, one_message
 
 
 class Chat:
@@ -93,11 +93,10 @@ class Chat:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    summary = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=summary)
+    parser = tool.parser(__doc__)
     parser.add_argument("folder", help="checkpoint in Hugging Face format, or <out>/export/latest")
     parser.add_argument("words", nargs="*", metavar="picture or question")
-    parser.add_argument("--max_new_tokens", type=between(1, 2**20), default=512)
+    parser.add_argument("--max_new_tokens", type=tool.between(1, 2**20), default=512)
     parser.add_argument("--system_prompt", default="")
     args = parser.parse_args(argv)
     args.pictures = list(filter(os.path.isfile, args.words))
@@ -108,7 +107,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-@one_message()
+@tool.one_message()
 def main(argv: list[str] | None = None) -> None:
     """Answer the question, or questions from the terminal. What is wrong exits with 2."""
     args = parse_args(argv)

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import tool
 from common.logprobs import linear_logprobs
 from common.model import attention
 from common.model.attention import (
@@ -67,9 +68,7 @@ class Part(NamedTuple):
 
 def main(argv: list[str] | None = None) -> list[str]:
     """Print errors and bounds, and return what fails: a line for each part, with the flag that avoids it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool.parser(__doc__)
     on_gpu = torch.cuda.is_available()
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16" if on_gpu else "float32"

@@ -73,7 +73,7 @@ from typing import Any, BinaryIO
 from PIL import Image
 
 import benchmarks
-from tool import one_message  # puts common/ on the path
+import tool  # puts common/ on the path
 
 # isort: split
 from files import number_as_text, open_regular, parse_json, read_bytes, say
@@ -612,8 +612,7 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    as_written = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser = tool.parser(__doc__)
     parser.add_argument(
         "sources",
         type=Path,
@@ -654,7 +653,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@one_message()
+@tool.one_message()
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if args.out.exists():

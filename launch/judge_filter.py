@@ -8,12 +8,11 @@ becomes a row of prompt and response: what the judge was asked, and what it wrot
 wrong judgement, in either order, goes to RL as it is; so does one with a judgement that was cut
 off, which has no verdict. Paths become absolute."""
 
-import argparse
 import json
 from pathlib import Path
 
+import tool
 from judge_table import JUDGEMENT, Orders, read_judgements
-from tool import one_message
 
 FORM = JUDGEMENT | {"messages": list, "images": list, "response": str, "truncated": bool}
 
@@ -45,11 +44,9 @@ def media_of(record: dict) -> dict:
     return {name: items for name, items in columns.items() if items}
 
 
-@one_message()
+@tool.one_message()
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool.parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument(
         "--right", type=Path, required=True, help="file to write: judgements to imitate"

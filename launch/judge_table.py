@@ -1,6 +1,6 @@
 """The accuracy of a judge, by every convention in which published tables differ.
 
-    python launch/judge_table.py RUN [--markdown]
+    python launch/judge_table.py RUN
 
 RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K`, in which
 every pair was judged K times in each order; of several evaluations in it the newest is read. Rows
@@ -151,13 +151,12 @@ def read_units(run: Path) -> list[Unit]:
 
 def benchmarks_with_odd_ties(rows: list[Orders]) -> set:
     """The benchmarks of which no row is a tie although some verdict says so."""
-    verdicts, right = set(), set()  # (benchmark, side) each
-    for orders in rows:
-        for record in chain(*orders.values()):
-            benchmark = record["row"].get("benchmark")
-            verdicts.add((benchmark, record["verdict"]))
-            right.add((benchmark, record["reference"]))
-    return {benchmark for benchmark, side in verdicts - right if side == "tie"}
+    ties = {"verdict": set(), "reference": set()}  # benchmarks with a tie there
+    for record in chain(*(chain(*orders.values()) for orders in rows)):
+        for field in ties:
+            if record[field] == "tie":
+                ties[field].add(record["row"].get("benchmark"))
+    return ties["verdict"] - ties["reference"]
 
 
 # ---- Table
@@ -207,23 +206,22 @@ def column(groups: Collection[list[Unit]]) -> Column:
     return {"rows": "/".join(sizes)} | cells | {INTERVAL: f"{low:.3f}-{high:.3f}"}
 
 
-def print_table(table: dict[str, Column], markdown: bool) -> None:
+def print_table(table: dict[str, Column]) -> None:
+    """In Markdown."""
     lines = [["", *table]]
     for name in table["overall"]:
         lines.append([name, *(cells.get(name, "") for cells in table.values())])
     widths = [max(map(len, cells)) for cells in zip(*lines)]
-    if markdown:
-        lines.insert(1, ["-" * width for width in widths])
+    lines.insert(1, ["-" * width for width in widths])
     for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths)]
-        say(f"| {' | '.join(cells)} |" if markdown else "  ".join(cells))
+        say(f"| {' | '.join(map(str.ljust, line, widths))} |")
 
 
 @one_message()
 def main(argv: list[str]) -> None:
     if not argv:
         sys.exit(__doc__)
-    print_table(make_table(read_units(Path(argv[0]))), "--markdown" in argv)
+    print_table(make_table(read_units(Path(argv[0]))))
 
 
 if __name__ == "__main__":

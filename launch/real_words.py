@@ -13,7 +13,6 @@ language model is shown words it knows, a mixture where the tower is unsure, but
 that these words answer a question. That is left to reinforcement learning.
 """
 
-import argparse
 import gzip
 import importlib.util
 import random
@@ -26,6 +25,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+import tool
 import toy
 
 # The classes of Fashion-MNIST in their order, in the words of this task.
@@ -263,8 +263,7 @@ def write_words(out: Path) -> None:
 
 
 def main() -> None:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = tool.parser(__doc__)
     parser.add_argument("command", choices=("model", "pictures", "words"))
     parser.add_argument("paths", type=Path, nargs="+")
     args = parser.parse_args()

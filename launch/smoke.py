@@ -8,7 +8,6 @@ its exit code, by updates that were skipped and by the sampler gap, the mean dif
 between rollout and training, which is rounding where sampling and training agree. Prints a line for
 each, then PASS or FAIL, which is also the exit code, and writes <out>/smoke.json."""
 
-import argparse
 import json
 import os
 import signal
@@ -25,6 +24,7 @@ import torch
 import torch.utils.collect_env
 
 import check_kernels
+import tool
 import toy
 from common import distributed
 from common.logging import environment, read_records
@@ -48,11 +48,7 @@ METRICS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = tool.parser(__doc__)
     parser.add_argument(
         "--out", type=Path, default=ROOT / "runs" / time.strftime("smoke-%Y%m%d-%H%M%S")
     )

@@ -1,7 +1,7 @@
-"""The frame around the main of a tool, which ends as the scripts do, and the bounds of its flags."""
+"""The frame around the main of a tool, which ends as the scripts do, its flags and the bounds of these."""
 
 import sys
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,13 @@ def one_message():
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def parser(text: str) -> ArgumentParser:
+    """With the docstring of the tool, as it is written."""
+    return ArgumentParser(
+        description=text, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
+    )
 
 
 def between(low: int | float, high: int | float) -> Callable[[str], int | float]:
