@@ -33,15 +33,15 @@ def score(env, reward: scoring.RewardMix, batch: Batch) -> Batch:
     return batch
 
 
-def answered(model: Path, rows: Path | str, said: list[list[str]], *flags: str):
+def answered(model: Path, rows: Path | str, responses: list[list[str]], *flags: str):
     """An actor, its reward, and one step of the first prompts with these responses. How the actor
     samples is nothing to its judge."""
     env = start(model, rows, "--advantage grpo --temperature 0.5 --min_new_tokens 3", *flags)
     reward = scoring.load_rewards(env.args.reward)
     build(env, reward, env.prompts)
-    batch = take(env, len(said))
+    batch = take(env, len(responses))
     vlm.compute_features(env.actor.model, batch)
-    batch = batch.with_targets([[tokens_of(env, text) for text in texts] for texts in said])
+    batch = batch.with_targets([[tokens_of(env, text) for text in texts] for texts in responses])
     batch.truncated = torch.zeros(len(batch), dtype=torch.bool)
     return env, reward, batch
 
