@@ -504,11 +504,11 @@ def test_a_processor_that_does_not_fit_its_model_is_named(tmp_path, picture_rows
     write_family("llava_next", tmp_path, picture_rows)
     file = tmp_path / "processor_config.json"
     settings = read_json(file)
-    file.write_text(json.dumps(settings | {"patch_size": 14}))
+    write_json(file, settings | {"patch_size": 14})
     env = start(tmp_path, tmp_path / "rows.jsonl")
     with value_error("image features for .* image tokens; processor_config.json"):
         responses_to(env, [1, 1, 1, 1], 64)
-    file.write_text(json.dumps(settings | {"patch_size": "large"}))
+    write_json(file, settings | {"patch_size": "large"})
     with value_error("processor_config.json cannot be used"):
         Processor(tmp_path)
 
