@@ -319,7 +319,7 @@ def test_teams_of_large_models(
     """launch/README.md has these figures: GiB on each GPU, with packs of 4,096 tokens and 128 samples
     of 3,072."""
     folder, rows = write_large(name, qwen25, tmp_path), tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "how many?", "answer": "1"}))
+    write_json(rows, {"prompt": "how many?", "answer": "1"})
     (row,) = planned(qwen25, rows, "--prompts_per_step 1").prompts
     line = f"-- --model {folder} --data {rows} --advantage grpo --reward exact {flags}"
     line += f" --max_new_tokens {3072 - len(row.input_ids)} --slots 128 --max_tokens_per_pack 4096"
