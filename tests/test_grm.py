@@ -543,7 +543,8 @@ def test_other_rows():
         judgements.read_judgement(row, judge, "both")[0]["verdict"] for row in JUDGEMENTS[:2]
     ] == ["yes", None]
     row = JUDGEMENTS[7] | {"critique": "not <answer>no</answer>"}
-    assert judgements.read_judgement(row, judge, "both")[0]["verdict"] == "yes"
+    with pytest.raises(ValueError, match="has no <answer>"):
+        judgements.read_judgement(row, judge, "both")
 
 
 BAD_ROWS = table("""

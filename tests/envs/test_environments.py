@@ -141,7 +141,12 @@ def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(
             assert as_told(env, batch, i) == as_rendered(env, batch, i)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("qwen2_vl")])
+# OneVision's pictures in one prompt are prepared by another rule than its picture alone, which the oracle
+# here is not told.
+ALONE = ("qwen2_vl", "llava_onevision")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith(ALONE)])
 def test_every_family_talks_exactly(kind, tmp_path, picture_rows):
     try:
         model = write_family(kind, tmp_path, picture_rows)

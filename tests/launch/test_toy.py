@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageColor
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -152,7 +152,7 @@ def described(tmp_path_factory) -> Path:
 def test_descriptions_name_what_is_drawn(described):
     """The colour of each named object is that of its cell of the picture, and cells that are not
     named are empty."""
-    colours = {rgb: name for name, rgb in toy.COLOURS.items()}
+    colours = {ImageColor.getrgb(rgb): name for name, rgb in toy.COLOURS.items()}
     for row in read(described, "train") + read(described, "eval"):
         *objects, number = row["answer"].split(", ")
         image = Image.open(described / row["images"][0])
