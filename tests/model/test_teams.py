@@ -16,7 +16,7 @@ import train_ppo_vl as ppo
 from common import distributed
 from common.data.loader import PromptLoader
 from common.envs import environments
-from common.model import memory, teams, vlm
+from common.model import attention, memory, teams, vlm
 from conftest import ROUNDING, start, user_error, write_checkpoint
 from families import GEMMA4, write_family
 from helpers import judge_flags
@@ -122,6 +122,19 @@ def talk_alike(folder, rows, talker: str) -> None:
 @pytest.mark.parametrize("talker", ["Slow", "Bad", "Absent"])
 def test_environments_answer_teams_as_single_ranks(qwen25, picture_rows, talker):
     ranks.run(talk_alike, qwen25, picture_rows, talker, world=2)
+
+
+def start_with_a_team() -> None:
+    ranks = distributed.start(77.0, 0, 2)
+    assert ranks.team.rank == torch.distributed.get_rank() % 2
+    assert ranks.team.group.size() == 2
+    backend = ranks.team.group._get_backend(torch.device("cpu"))
+    assert backend.options._timeout.total_seconds() == 77
+
+
+def test_a_team_has_the_time_limit_of_the_run_and_graphs_for_its_slots():
+    ranks.run(start_with_a_team, world=4)
+    assert ppo.GRAPH_SIZES[-1] == attention.most_slots(2) == 2 * attention.most_slots(1) == 512
 
 
 def judge_alike(folder, task, out) -> None:
