@@ -30,3 +30,6 @@ def installed(package: str, module: str, folder: Path):
     sys.path.append(str(folder))
     yield
     sys.path.remove(str(folder))
+    for name, loaded in list(sys.modules.items()):  # as if it had never been there
+        if (getattr(loaded, "__file__", None) or "").startswith(str(folder)):
+            del sys.modules[name]
