@@ -92,7 +92,13 @@ from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.ptx import PtxLoss
 from common.model.teacher import Teacher, check_template, follow_average
 from common.process import UserError
-from common.reports.records import conversation_metrics, sample_cards, sample_records, summarise
+from common.reports.records import (
+    component_metric,
+    conversation_metrics,
+    sample_cards,
+    sample_records,
+    summarise,
+)
 from common.rewards import models as reward_models
 from common.rewards import scoring
 from common.rewards.judge import JudgeSettings, load_judgements, load_responses
@@ -1424,7 +1430,7 @@ def batch_metrics(batch: Batch) -> logging.Metrics:
     }
     for name, values in batch.components.items():
         if not values.isnan().all():
-            metrics[f"rollout/{name}_reward"] = values.nanmean()
+            metrics[f"rollout/{component_metric(name, '_reward')}"] = values.nanmean()
     if len(batch.kl):
         metrics["train/kl"] = batch.kl.mean()
     if len(batch.teacher_logprobs):

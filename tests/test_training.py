@@ -1403,12 +1403,13 @@ def test_boxes_are_rewarded_in_the_models_coordinates(qwen25, tmp_path, capsys):
         "    return [float(i) for i in range(len(prompts))]\n"
     )
     more = words("--data", rows, "--eval_data", rows, "--max_pixels 4704 --reward box")
-    _, step, _ = train(qwen25, tmp_path, tmp_path / "a", *more)
+    before, step, _ = train(qwen25, tmp_path, tmp_path / "a", *more)
     text = capsys.readouterr().out
     assert "always to answer the whole image earns 0.500" in text
     assert "coordinates 'seen'" in text
     assert read_json(tmp_path / "a" / "args.json")["coordinates"] == "seen"
-    assert step["rollout/box_iou_reward"] == step["rollout/reward"]
+    assert step["rollout/box_iou"] == step["rollout/reward"]
+    assert before["eval/box_iou"] == before["eval/reward_mean"]
     answer = samples_of(tmp_path / "a", "step-000001")[0]
     assert answer["regions"]["true"] == [{"region": [0, 0, 25, 30], "label": "cup", "score": 0}]
     # a function gets the same places

@@ -129,7 +129,7 @@ def summarise(records: list[dict], count: int) -> dict[str, float]:
         for name in ("reward", "response_length", "truncated"):
             columns.setdefault(f"{name}_mean", []).append(float(record[name]))
         for name, value in record["components"].items():
-            columns.setdefault(f"{name}_reward_mean", []).append(value)
+            columns.setdefault(component_metric(name, "_reward_mean"), []).append(value)
     metrics = {}
     for name, values in sorted(columns.items()):
         metrics[f"eval/{name}"] = sum(values) / len(values)
@@ -146,6 +146,12 @@ def summarise(records: list[dict], count: int) -> dict[str, float]:
         for k, rate in vote_rates(records).items():
             metrics[f"eval/votes@{k}"] = rate
     return metrics
+
+
+def component_metric(name: str, ending: str) -> str:
+    """What the metric of a component is called. An IoU has the name that it has everywhere; any other, as a
+    function may name it freely, has an ending that no other metric has."""
+    return name if name.endswith("box_iou") else name + ending
 
 
 def solved_share(records: list[dict], component: str) -> float:
