@@ -17,8 +17,7 @@ Columns = dict[str, list[float]]  # a number for each sample: "reward" and its c
 ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 RULES = ("exact", "boxed", "answer", "verdict", "judgement")
 ACCURACY, FORM = 0.9, 0.1  # weights of the rules that also pay the form
-# Not the small raised and lowered characters: 3² is not 32.
-LEVEL = re.compile("[^²³¹ªº\u2070-\u209f]+")
+RAISED, LOWERED = "[²³¹⁰-ⁿ]+", "[₀-ₜ]+"  # 3² is 3^2, not 32
 BRACES = re.compile(r"\\boxed\s*\{|\\(?:[{}]|\\(?!boxed))|[{}]")
 MAX_ANSWER = 512  # characters; longer answers compare as text, which bounds the work of patterns
 SPELLINGS = [  # applied in this order to lower-case text
@@ -29,7 +28,9 @@ SPELLINGS = [  # applied in this order to lower-case text
         ("⁄", "/"),
         ("。", "."),
         (r"(?<!\\)\\[()[\]]|(?<=\d)\\,(?=\d{3})|\\!|\\?\$", ""),  # \(12\)   12\,345   $5
-        (r"(?<=\d) ?(?:\\times|\\cdot|[×*]) ?10 ?\^ ?(?:\{([+-]?\d+)\}|([+-]?\d+))", r"e\1\2"),
+        (r" ?\^ ?\{([+-]?\w+)\}", r"^\1"),
+        (r"(?<=\d) ?(?:\\times|\\cdot|[×*]) ?10 ?\^ ?([+-]?\d+)", r"e\1"),
+        (r"(?<![\w.,^])10 ?\^ ?([+-]?\d+)", r"1e\1"),
         (r"\\(?:left|right)(?![a-z])|\\[,;: ]|~", " "),
         (r"\{,\}", ","),
         (r"^ ?\\boxed ?\{(.*)\} ?$", r"\1"),
@@ -39,14 +40,18 @@ SPELLINGS = [  # applied in this order to lower-case text
         (r"\\[dt]frac", r"\\frac"),
         (" +", " "),
         (r" (?!\w)|(?<![\w,]) ", ""),  # the other spaces have a meaning: "1 2" is not "12"
+        (r"(?<=\d)\\frac", r" \\frac"),  # 2\frac{1}{2} is 2 1/2
         (r"^\(?([a-z]+)\)?[.:]?$|\.+$", r"\1"),  # a choice is its letter: (b)   b.   b:
     )
 ]
 NUMBER = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
 EXPONENT = r"(?:e[+-]?\d{1,3})?"  # as JSON writes 1e-05; a larger one would fill the memory
-QUOTIENT = re.compile(rf"([+-]?{NUMBER}{EXPONENT})(?:/({NUMBER}{EXPONENT}))?", re.ASCII)
+QUOTIENT = re.compile(
+    rf"([+-]?)(?:(\d+) (?=\d+/))?({NUMBER}{EXPONENT})(?:/({NUMBER}{EXPONENT}))?", re.ASCII
+)
 FRACTION = re.compile(
-    rf"^([+-]?)\\frac ?(?:\{{([+-]?{NUMBER})\}}|(\d)) ?(?:\{{({NUMBER})\}}|(\d))$", re.ASCII
+    rf"^([+-]?(?:\d+ )?)\\frac ?(?:\{{([+-]?{NUMBER})\}}|(\d)) ?(?:\{{({NUMBER})\}}|(\d))$",
+    re.ASCII,
 )
 
 
@@ -113,7 +118,8 @@ def _plain(text: str) -> str:
     if len(text) > MAX_ANSWER:
         return text
     text = re.sub("(?<=\\d)(?=[¼-¾⅐-⅞])", " ", text)  # 1½ is not 11/2
-    return LEVEL.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
+    text = re.sub(LOWERED, r"_\g<0>", re.sub(RAISED, r"^\g<0>", text))
+    return unicodedata.normalize("NFKC", text)
 
 
 def _spelled(text: str) -> str:
@@ -136,12 +142,16 @@ def _equal(a: str, b: str) -> bool:
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Value of -1,234.5, 3/4, \frac{3}{4} and the like; None for any other text."""
+    r"""Value of -1,234.5, 3/4, \frac{3}{4}, 2\frac{1}{2} and the like; None for any other text."""
     match = QUOTIENT.fullmatch(FRACTION.sub(r"\1\2\3/\4\5", text))
     if not match:
         return None
-    over, under = (Fraction((side or "1").replace(",", "")) for side in match.groups())
-    return over / under if under else None
+    sign, whole, *sides = match.groups()
+    over, under = (Fraction((side or "1").replace(",", "")) for side in sides)
+    if not under:
+        return None
+    value = int(whole or 0) + over / under
+    return -value if sign == "-" else value
 
 
 def rule_reward(rule: str, prompts, responses, references, labels, images) -> Columns:
