@@ -1,7 +1,6 @@
 """Rule rewards, user reward functions and their failures."""
 
 import random
-import sys
 import threading
 import time
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from common import user_code
 from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.reports.records import summarise
@@ -483,46 +483,53 @@ def test_spans_of_another_form_are_refused(spans, message):
         score(lambda *_: {"spans": spans}, 3)
 
 
-def test_programs_import_what_lies_beside_them(tmp_path):
-    """Two folders with a helper of the same name; imports at the start, in a call, in a circle, of
-    packages with and without __init__.py, whose modules import them by name. Python's modules and ours
-    keep their names, as installed ones do before a mere folder, and a file that is named after what it
-    uses does not import itself."""
-    for folder, worth in ((tmp_path / "a", 1), (tmp_path / "b", 2)):
-        (folder / "parts").mkdir(parents=True)
-        (folder / "my_helper.py").write_text(
-            "import parts.more\nfrom my_values import worth\nright = worth()\nmore = parts.more.N\n"
-        )
-        (folder / "my_values.py").write_text(
-            f"import my_helper\ndef worth():\n    return {worth}\n"
-        )
-        (folder / "parts" / "__init__.py").write_text("")
-        (folder / "parts" / "more.py").write_text("from . import two\nN = 10 * two.N\n")
-        (folder / "parts" / "two.py").write_text("import bare.deep.two as it\nN = it.N\n")
-        for name in ("bare/deep", "torch"):
-            (folder / name).mkdir(parents=True)
-        (folder / "bare" / "deep" / "two.py").write_text(
-            "import torch.nn\nfrom bare.zero import N\nN += 2\n"
-        )
-        (folder / "bare" / "zero.py").write_text("N = 0\n")
-        (folder / "late.py").write_text(f"value = {worth} / 4\n")
-        for name in ("math.py", "common.py"):
-            (folder / name).write_text("raise RuntimeError('not this one')\n")
-        (folder / "PIL.py").write_text(
-            "import math\nfrom PIL import Image\nfrom common.rewards.rules import RULES\nfrom parts import two\n"
-            "from my_helper import more, right\n"
-            "def score(prompts, *_):\n    from late import value\n    return [right + value + more + two.N] * len(prompts)\n"
-            "def best(rewards):\n    return [right for _ in rewards['exact']]\n"
-        )
-    assert score(load_source(f"{tmp_path}/a/PIL.py:score").function)[0] == [23.25] * 4
-    assert score(load_source(f"{tmp_path}/b/PIL.py:score").function)[0] == [24.5] * 4
-    assert score(load_source(f"{tmp_path}/a/PIL.py:score").function)[0] == [23.25] * 4
-    mix = scoring.load_rewards(
-        RewardArgs(reward="exact", reward_combiner=f"{tmp_path}/b/PIL.py:best")
+def test_programs_import_what_lies_beside_them(tmp_path, monkeypatch):
+    """At the start, in a call, in a circle, of packages with and without __init__.py, whose modules
+    import them by name. What is installed comes first: a file that is named after what it uses does not
+    import itself. A name that lies beside two programs is refused, whoever imports it first."""
+
+    monkeypatch.setattr(user_code, "FOLDERS", [])
+    monkeypatch.setattr(user_code, "NEIGHBOURS", [])
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    write(
+        "a/PIL.py",
+        "from PIL import Image\nfrom parts import two\nfrom my_helper import more, right\n"
+        "def score(prompts, *_):\n    from late import value\n    return [right + value + more + two.N] * len(prompts)\n"
+        "def best(rewards):\n    return [right for _ in rewards['exact']]\n",
     )
-    assert mix.combiner({"exact": [0.0]}) == [2]
-    assert not {"my_helper", "late", "parts", "bare"} & sys.modules.keys()
-    assert not [folder for folder in sys.path if folder.startswith(str(tmp_path))]
+    write(
+        "a/my_helper.py",
+        "import parts.more\nfrom my_values import worth\nright = worth()\nmore = parts.more.N\n",
+    )
+    write("a/my_values.py", "import my_helper\ndef worth():\n    return 1\n")
+    write("a/late.py", "value = 0.25\n")
+    write("a/parts/__init__.py", "")
+    write("a/parts/more.py", "from . import two\nN = 10 * two.N\n")
+    write("a/parts/two.py", "import bare.deep.two as it\nN = it.N\n")
+    write("a/bare/deep/two.py", "import torch.nn\nfrom bare.zero import N\nN += 2\n")
+    write("a/bare/zero.py", "N = 0\n")
+    for name in ("math", "common", "torch/nn"):
+        write(f"a/{name}.py", "raise RuntimeError('not this one')\n")
+    path = f"{tmp_path}/a/PIL.py"
+    assert score(load_source(f"{path}:score").function)[0] == [23.25] * 4
+    mix = scoring.load_rewards(RewardArgs(reward="exact", reward_combiner=f"{path}:best"))
+    assert mix.combiner({"exact": [0.0]}) == [1]
+
+    calls = "def score(*_):\n    from later import N\n    return [N] * 4\n"
+    for folder in "bc":
+        write(f"{folder}/score.py", calls)
+        write(f"{folder}/later.py", "N = 1\n")
+    functions = [load_source(f"{tmp_path}/{folder}/score.py:score").function for folder in "bc"]
+    with user_error(f"later is in {tmp_path}/b and in {tmp_path}/c: rename one of them"):
+        score(functions[0])
+    write("d/my_helper.py", "")
+    write("d/score.py", calls)
+    with user_error(f"my_helper is in {tmp_path}/a and in {tmp_path}/d: rename one of them"):
+        load_source(f"{tmp_path}/d/score.py:score")
 
 
 def test_a_function_may_empty_its_lists():
