@@ -2,6 +2,7 @@
 
     python launch/toy.py --out toy                       Qwen2.5-VL; about 30 seconds on one processor core
     python launch/toy.py --out toy2 --task describe      longer answers; about a minute
+    python launch/toy.py --out toy4 --task locate --train 4096    boxes, first to be learned from written answers
     python launch/toy.py --out toy3 --model qwen3_vl     Qwen3-VL
     python launch/toy.py --out toy35 --model qwen3_5     Qwen3.5: two layers of three with linear attention
 
@@ -12,7 +13,8 @@
                         answers, pairs of pictures
     <out>/grm_args.json flags of train_grm_vl.py that suit them (JUDGE_ARGS below)
 
-With --task describe there are no judgements.
+With --task describe there are no judgements. With --task locate, grm_args.json is for the responses in
+train.jsonl, which the random weights learn first (SFT_ARGS).
 
 The task "questions". A picture is a 2 x 2 board that holds one to four copies of one coloured
 shape. Three kinds of question (the label of a row) ask for the colour, the shape or the number.
@@ -23,6 +25,10 @@ The task "describe". The first two to four cells of the board hold one object ea
 names all of them in reading order, then their number: "red circle, blue cross, 2". Of 9 to 15
 tokens each part earns its share (launch/toy_reward.py), but at the end: which token earned what is
 for the critic to find out.
+
+The task "locate". On a board of 2 x 2 to 3 x 3 cells lie one to three objects of different colours; the
+answer is the box of one of them. Pictures have many sizes, and those of 3 x 3 cells more pixels than
+--max_pixels allows. The rows, in pixels of the files, are the same for all families.
 
 The model. Policies are not trained from random weights: they start instruction-tuned. So does this
 one, by a supervised "warm start" on pictures of its own: it says what it sees (in three words, in
@@ -86,6 +92,26 @@ JUDGE_ARGS = dict(
     pictures_template="A<image>B<image>\n{prompt}\n",
 )
 
+# For --task locate: written answers first, then rewards.
+SFT_ARGS = dict(
+    prompts_per_step=64,
+    max_epochs=0,
+    steps=600,
+    lr=3e-3,
+    lr_schedule="linear",
+    warmup_steps=20,
+    train_vision=True,
+    max_prompt_tokens=256,
+    max_tokens_per_pack=4096,
+    max_pixels=10_000,  # 3 x 3 tokens of 28 or 32 pixels
+    eval_every=200,
+    eval_max_new_tokens=40,
+    eval_batch=128,
+)
+LOCATE_ARGS = TRAINER_ARGS | dict(
+    reward="box", advantage="grpo", max_new_tokens=40, max_pixels=10_000
+)
+
 COLOURS = dict(
     red="#dc2828",
     green="#28a03c",
@@ -104,6 +130,7 @@ CAPTION_PROMPT = "describe the picture in three words."
 LIST_PROMPT = "list all objects, then say how many."  # --task describe
 SIGHT_PROMPT = "what is there?"  # its warm start's
 OBJECT_COUNTS = (2, 3, 4)
+BOARDS = ((2, 2), (2, 3), (3, 2), (3, 3))  # rows and columns, for --task locate
 
 # pixels; a cell of the board is one merged block of 2 x 2 patches
 PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
@@ -180,13 +207,24 @@ def random_objects(rng: random.Random, count: int) -> Objects:
     return {place: random_thing(rng) for place in CELLS[:count]}
 
 
-def draw_objects(rng: random.Random, objects: Objects, cell: int) -> Image.Image:
-    """An RGB picture of 2 x 2 cells of `cell` pixels; the objects differ a little in size and place."""
-    image = Image.new("RGB", (2 * cell, 2 * cell), (255, 255, 255))
-    draw = ImageDraw.Draw(image)
+def scattered_objects(rng: random.Random, board: tuple[int, int]) -> Objects:
+    """One to three of different colours on a board with so many rows and columns."""
+    places = rng.sample(list(itertools.product(*map(range, board))), rng.randint(1, 3))
+    colours = rng.sample(ANSWERS["colour"], len(places))
+    return {place: (colour, random_thing(rng)[1]) for place, colour in zip(places, colours)}
+
+
+def draw_objects(
+    rng: random.Random, objects: Objects, cell: int, board: tuple[int, int] | None
+) -> tuple[Image.Image, list[tuple]]:
+    """An RGB picture of cells of `cell` pixels, and the boxes of the objects: on a board of such rows and
+    columns nearly as large as a cell, without one, on 2 x 2 cells, of several sizes and at any place."""
+    rows, columns = board or (2, 2)
+    image = Image.new("RGB", (cell * columns, cell * rows), (255, 255, 255))
+    draw, boxes = ImageDraw.Draw(image), []
     for (row, column), (colour, shape) in objects.items():
         fill = COLOURS[colour]
-        size = rng.randint(cell * 4 // 7, cell * 6 // 7)
+        size = rng.randint(cell * (6 if board else 4) // 7, cell * 6 // 7)
         x, y = (at * cell + rng.randint(1, cell - size - 1) for at in (column, row))
         right, bottom = x + size, y + size
         box = x, y, right, bottom
@@ -199,19 +237,20 @@ def draw_objects(rng: random.Random, objects: Objects, cell: int) -> Image.Image
         else:
             for line in (box, (x, bottom, right, y)):
                 draw.line(line, fill=fill, width=cell // 5)
-    return image
+        boxes.append((x, y, right + 1, bottom + 1))  # edges; right and bottom are pixels
+    return image, boxes
 
 
 def new_picture(
-    rng: random.Random, board: Callable, known, cell: int, seen: set
-) -> tuple[Objects, Image.Image]:
-    """Objects from `board(rng, known)`, and a picture of them that is not in `seen`."""
+    rng: random.Random, choose: Callable, known, cell: int, seen: set, board: tuple | None = None
+) -> tuple[Objects, Image.Image, list[tuple]]:
+    """Objects from `choose(rng, known)`, a picture of them that is not in `seen`, and their boxes."""
     while True:
-        objects = board(rng, known)
-        image = draw_objects(rng, objects, cell)
+        objects = choose(rng, known)
+        image, boxes = draw_objects(rng, objects, cell, board)
         if image.tobytes() not in seen:
             seen.add(image.tobytes())
-            return objects, image
+            return objects, image, boxes
 
 
 def random_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
@@ -222,7 +261,7 @@ def random_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
             cells = question_cells()
             rng.shuffle(cells)
         label, question, known = cells.pop()
-        objects, image = new_picture(rng, random_copies, known, cell, seen)
+        objects, image, _ = new_picture(rng, random_copies, known, cell, seen)
         sights = [*next(iter(objects.values())), str(len(objects))]
         row = dict(prompt=question, sights=sights, images=[image], answer=known[label], label=label)
         rows.append(row)
@@ -238,10 +277,26 @@ def description_rows(rng: random.Random, count: int, cell: int, seen: set) -> Ro
     """`count` rows of --task describe with new pictures; equally many with each of OBJECT_COUNTS."""
     rows = []
     for number in range(count):
-        objects, image = new_picture(rng, random_objects, OBJECT_COUNTS[number % 3], cell, seen)
+        known = OBJECT_COUNTS[number % 3]
+        objects, image, _ = new_picture(rng, random_objects, known, cell, seen)
         row = dict(prompt=LIST_PROMPT, images=[image], answer=description(objects))
         rows.append(row | dict(sights=list(map(" ".join, objects.values())), label="description"))
     rng.shuffle(rows)
+    return rows
+
+
+def location_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
+    """`count` rows of --task locate with new pictures, the same whatever the `cell`: of 28 to 32 pixels it
+    becomes one of the model's tokens, and the largest boards, with twice as many, are resized."""
+    rows = []
+    for number in range(count):
+        board = BOARDS[number % 4]
+        side = rng.randint(28, 32) * (2 if board == BOARDS[-1] else 1)
+        objects, image, boxes = new_picture(rng, scattered_objects, board, side, seen, board)
+        thing, box = rng.choice(list(zip(map(" ".join, objects.values()), boxes)))
+        response = f'[{{"bbox_2d": <box>, "label": "{thing}"}}]'
+        row = dict(prompt=f"where is the {thing}?", images=[image], response=response)
+        rows.append(row | dict(regions={"boxes": [box]}, label=f"{board[0]} x {board[1]}"))
     return rows
 
 
@@ -297,7 +352,8 @@ def write_rows(rows: Rows, folder: Path, split: str) -> None:
             row["files"].append(f"images/{split}-{number:05d}{place}.png")
             image.save(folder / row["files"][-1])
         line = row | {"images": row["files"]}
-        lines.append({name: line[name] for name in ("prompt", "images", "answer", "label")})
+        columns = ("prompt", "images", "answer", "response", "regions", "label")
+        lines.append({name: line[name] for name in columns if name in line})
     write_lines(folder / f"{split}.jsonl", lines)
 
 
@@ -314,6 +370,7 @@ class Task(NamedTuple):
     texts: list[str]  # whose words become tokens
     # flags of train_ppo_vl.py with which the task is learned; `main` adds the paths
     trainer_args: dict
+    rope: dict = {}  # of the model
 
 
 TASKS = {
@@ -331,6 +388,16 @@ TASKS = {
     ),
     "describe": Task(
         description_rows, SIGHT_PROMPT, 0.2, 500, [LIST_PROMPT, SIGHT_PROMPT], DESCRIBE_ARGS
+    ),
+    "locate": Task(
+        location_rows,
+        "",
+        0.0,
+        0,
+        ["where is the", '[{"bbox_2d": [1, 2], "label": "'],
+        LOCATE_ARGS,
+        # With the usual base, places in so small a picture differ by hardly any angle.
+        dict(rope_theta=20.0, mrope_section=[2, 3, 3]),
     ),
 }
 
@@ -370,14 +437,19 @@ def make_tokenizer(task: str = "questions") -> Qwen2Tokenizer:
 
 
 def make_model(
-    kind: str, tokenizer: Qwen2Tokenizer, seed: int, hidden_size: int = 64, layers: int = 3
+    kind: str,
+    tokenizer: Qwen2Tokenizer,
+    seed: int,
+    hidden_size: int = 64,
+    layers: int = 3,
+    rope: dict = {},
 ):
     """A model of `kind`, a key of PATCH_SIZE, with random weights: 0.4 to 0.5 million, fp32."""
     # At this width the usual 0.02 would start with attention that is uniform and outputs that are
     # nearly zero.
     heads, head_dim, std = 4, hidden_size // 4, 0.08
     section = [head_dim // 4, head_dim // 8, head_dim // 8]
-    rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=section)
+    rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=section) | rope
     text = dict(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -552,7 +624,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--task",
         choices=sorted(TASKS),
         default="questions",
-        help="one word about a picture, or a list",
+        help="one word about a picture, a list, or a box",
     )
     parser.add_argument(
         "--model", choices=sorted(PATCH_SIZE), default="qwen2_5_vl", help="model family"
@@ -572,7 +644,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--warm_start_steps",
         type=int,
-        help="supervised steps; None: 300, or 500 to describe; 0 leaves random weights",
+        help="supervised steps; None: 300, 500 to describe, 0 to locate; 0 leaves random weights",
     )
     args = parser.parse_args(argv)
     if args.warm_start_steps is None:
@@ -605,7 +677,7 @@ def write_toy(args: argparse.Namespace, folder: Path) -> None:
         print(f"toy: {split}.jsonl: {len(rows)} rows", flush=True)
 
     tokenizer, processor = make_tokenizer(args.task), make_image_processor(args.model)
-    model = make_model(args.model, tokenizer, args.seed)
+    model = make_model(args.model, tokenizer, args.seed, rope=task.rope)
     size = model.num_parameters() / 1e6
     print(
         f"toy: model: {args.model}, {size:.2f} million weights, {len(tokenizer)} tokens", flush=True
@@ -644,6 +716,8 @@ def main(argv: list[str] | None = None) -> None:
         folder = Path(scratch) / "toy"
         write_toy(args, folder)
         write_flags(folder / "args.json", out, "", TASKS[args.task].trainer_args)
+        if args.task == "locate":
+            write_flags(folder / "grm_args.json", out, "", SFT_ARGS)
         if args.task == "questions":
             write_flags(folder / "grm_args.json", out, "judge_", JUDGE_ARGS)
         folder.rename(out)

@@ -217,7 +217,7 @@ def expected_logprobs(env, oracle, batch, gradient: bool = False) -> torch.Tenso
             + conversation.images[len(shared) :]
         )
         if pictures:
-            patches, grids = zip(*map(family.patches, pictures))
+            patches, grids = zip(*map(family.among(len(pictures)).patches, pictures))
             inputs |= family.vision_inputs(torch.cat(patches), torch.tensor(grids))
         with torch.set_grad_enabled(gradient):
             logits = oracle(**inputs, use_cache=False).logits[0, :-1].float()

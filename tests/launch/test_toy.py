@@ -4,6 +4,7 @@ same bytes."""
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageColor
@@ -11,6 +12,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer,
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import toy
+from common.data.processor import Processor
+from common.data.rows import load_prompts
+from common.flags import DataArgs
 from common.rewards import functions as reward_functions
 from conftest import read_json, read_rows, words
 
@@ -201,3 +205,45 @@ def test_the_reward_counts_parts_in_their_places(described):
     rewards = source.function(None, list(wanted), [asked] * len(wanted), None, None)
     assert rewards["reward"] == pytest.approx(list(wanted.values()))
     assert rewards["accuracy"] == [float(response == asked) for response in wanted]
+
+
+# ------------------------------------------------------------------------------------------------
+# --task locate
+
+
+@pytest.fixture(scope="module")
+def located(tmp_path_factory) -> list[Path]:
+    """Of two families that count differently, one in a picture's pixels as seen, one in thousandths."""
+    folder = tmp_path_factory.mktemp("locate")
+    return [write(folder / kind, "--task locate --model", kind) for kind in KINDS[:2]]
+
+
+def test_boxes_are_those_of_what_is_asked_for(located):
+    for row in read(located[0], "train"):
+        image = Image.open(located[0] / row["images"][0])
+        (box,) = row["regions"]["boxes"]
+        colour, shape = row["prompt"].removeprefix("where is the ").rstrip("?").split()
+        fill = ImageColor.getrgb(toy.COLOURS[colour])
+        y, x = (np.asarray(image) == fill).all(axis=-1).nonzero()
+        slack = 4 if shape == "cross" else 1  # its lines are thick
+        expected = pytest.approx(box, abs=slack)
+        assert [x.min(), y.min(), x.max() + 1, y.max() + 1] == expected
+
+
+def test_families_share_the_rows_and_differ_in_their_spaces(located):
+    """A token shows a cell; the sizes of most pictures change, those of the largest by half."""
+    texts = [(folder / "train.jsonl").read_bytes() for folder in located]
+    assert texts[0] == texts[1]
+    for folder, space in zip(located, ("seen", "1000")):
+        args = read_json(folder / "args.json")
+        data = DataArgs(max_prompt_tokens=256, max_pixels=args["max_pixels"])
+        prompts = load_prompts(args["data"], Processor(args["model"], data), data)
+        cells = Counter()
+        for prompt in prompts:
+            ((_, height, width),) = prompt.grids
+            (place,) = prompt.places
+            assert place.space == space
+            assert prompt.label == f"{height // 2} x {width // 2}"
+            cells[place.file[0] * place.file[1] > args["max_pixels"], prompt.label] += 1
+        assert {label for large, label in cells if large} == {"3 x 3"}
+        assert cells[True, "3 x 3"] == 32
