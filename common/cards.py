@@ -52,19 +52,31 @@ def draw_regions(image: Image.Image, true: list[dict], predicted: list[dict]) ->
     """An image in the size of a card with the true regions green, and those of an answer blue, or red where
     they score nothing, with their scores: see `rewards.regions.region_record`."""
     (fitted,) = fit_images([image])
-    x, y = fitted.width / image.width, fitted.height / image.height
-    draw, font = ImageDraw.Draw(fitted), ImageFont.load_default(SIZE)
-    marks = [(one["region"], GREEN, "") for one in true]
+    draw = ImageDraw.Draw(fitted)
+    scale = fitted.width / image.width, fitted.height / image.height
+    for one in true:
+        draw_region(draw, one["region"], scale, GREEN)
     for one in predicted:
-        marks.append((one["region"], BLUE if one["score"] else RED, f"{one['score']:.2f}"))
-    for region, colour, text in marks:
-        place = [value * scale for value, scale in zip(region, (x, y, x, y))]
-        if len(place) == 2:
-            draw.circle(place, 5, outline=colour, width=2)
-        else:
-            draw.rectangle(place, outline=colour, width=2)
-        draw.text((place[0] + 4, place[1] + 2), text, colour, font)
+        score = one["score"]
+        draw_region(draw, one["region"], scale, BLUE if score else RED, f"{score:.2f}")
     return fitted
+
+
+def draw_region(
+    draw: ImageDraw.ImageDraw,
+    region: list[float],
+    scale: tuple[float, float],
+    colour: str,
+    text: str = "",
+) -> None:
+    """A box or a point in pixels of the file, times ``scale`` (x, y), with a text in its corner."""
+    place = [value * factor for value, factor in zip(region, scale * 2)]
+    if len(place) == 2:
+        draw.circle(place, 5, outline=colour, width=2)
+    else:
+        draw.rectangle(place, outline=colour, width=2)
+    x, y = place[:2]
+    draw.text((x + 4, y + 2), text, colour, ImageFont.load_default(SIZE))
 
 
 def wrap(text: str, most: int) -> list[str]:

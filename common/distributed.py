@@ -178,8 +178,11 @@ def warm_up(ranks: Ranks, size: int) -> None:
         reduce_scatter(shard, whole, group=group)
         dist.all_reduce(shard, group=group)
     team = ranks.team
-    for count in (-(-size // 4 // team.size), 1) if team.size > 1 else ():
-        team.agree(team.join(team.sum(torch.zeros(1, count, device=ranks.device))))
+    if team.size == 1:
+        return
+    for count in (-(-size // 4 // team.size), 1):
+        numbers = torch.zeros(1, count, device=ranks.device)
+        team.agree(team.join(team.sum(numbers)))
 
 
 def world_size() -> int:
