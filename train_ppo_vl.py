@@ -1189,7 +1189,7 @@ def sample_and_score(
             # the greedy response to each sample's prompt: one per prompt, in prompt order
             greedy_of = torch.searchsorted(greedy.prompt_index, batch.prompt_index)
             batch.greedy_rewards = greedy.rewards[greedy_of]
-            batch.greedy_lengths = greedy.lengths[greedy_of]
+            batch.greedy_lengths = greedy.own_lengths[greedy_of]
             generated += len(greedy.tokens)
     return batch, generated
 
@@ -1337,10 +1337,10 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
     algorithm = args.algorithm
     kl = batch.kl if len(batch.kl) else torch.zeros(len(batch.tokens))  # (N,)
     inputs = losses.AdvantageInputs(
-        rewards=shape_rewards(batch.rewards, batch.lengths, state, args),
+        rewards=shape_rewards(batch.rewards, batch.own_lengths, state, args),
         kl=kl,
         kl_coef=state.kl_coef if algorithm.kl_in == "reward" else 0.0,
-        lengths=batch.lengths,
+        lengths=batch.own_lengths,
         prompt_index=batch.prompt_index,
         components={name: batch.components[name] for name in batch.compared},
         weights=batch.weights,
@@ -1385,9 +1385,9 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.M
         # by how much responses depend on their images, and the tokens that do most (VPPO)
         perception = losses.perception(batch.old_logprobs, batch.masked_logprobs)  # (N,)
         scale, ratio = args.perception.perception_scale, args.perception.perception_ratio
-        factors = losses.perception_factors(perception, batch.lengths, scale)  # (S,)
-        advantages = advantages * factors.repeat_interleave(batch.lengths)
-        batch.in_policy_loss &= losses.perception_mask(perception, batch.lengths, ratio)
+        factors = losses.perception_factors(perception, batch.own_lengths, scale)  # (S,)
+        advantages = advantages * factors.repeat_interleave(batch.own_lengths)
+        batch.in_policy_loss &= losses.perception_mask(perception, batch.own_lengths, ratio)
     if len(batch.teacher_logprobs):
         apart = batch.teacher_logprobs - batch.old_logprobs
         advantages = advantages + args.teacher.teacher_coef * apart
@@ -1406,15 +1406,17 @@ def policy_loss_mask(batch: Batch, algorithm: AlgorithmArgs) -> Tensor:
     """(N,) bool: which tokens take part in the policy loss."""
     mask = ~batch.foreign
     if algorithm.high_entropy_ratio < 1:
-        mask &= losses.high_entropy_mask(batch.entropy, batch.lengths, algorithm.high_entropy_ratio)
+        mask &= losses.high_entropy_mask(
+            batch.entropy, batch.own_lengths, algorithm.high_entropy_ratio
+        )
     if algorithm.mask_truncated:
-        mask &= ~batch.truncated.repeat_interleave(batch.lengths)
+        mask &= ~batch.truncated.repeat_interleave(batch.own_lengths)
     return mask
 
 
 def batch_metrics(batch: Batch) -> logging.Metrics:
     """Metrics of responses, rewards and advantages."""
-    lengths = batch.lengths.float()
+    lengths = batch.own_lengths.float()
     metrics = {
         "rollout/reward": batch.rewards.mean(),
         "rollout/reward_std": batch.rewards.std(correction=0),
@@ -1483,7 +1485,7 @@ def minibatch_weights(batch: Batch, indices, mask: Tensor, args: Args) -> Tensor
     in_minibatch = torch.isin(batch.prompt_index, torch.as_tensor(indices))  # (S,)
     lengths = batch.per_sample_sum(mask) * in_minibatch
     per_sample = losses.token_weights(lengths, args.aggregation, args.rollout.max_new_tokens)
-    return per_sample.float().repeat_interleave(batch.lengths) * mask  # (N,)
+    return per_sample.float().repeat_interleave(batch.own_lengths) * mask  # (N,)
 
 
 def update_models(
@@ -1804,7 +1806,7 @@ def values_and_returns(
     rewarded = [
         reward.can_earn(batch.prompts[index].label) for index in batch.prompt_index.tolist()
     ]
-    mask = torch.tensor(rewarded).repeat_interleave(batch.lengths)  # (N,)
+    mask = torch.tensor(rewarded).repeat_interleave(batch.own_lengths)  # (N,)
     return torch.stack([values, returns])[:, mask]
 
 

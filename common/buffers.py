@@ -84,7 +84,9 @@ def gather_conversations(mine: list[Conversation]) -> list[Conversation]:
 
 Block = tuple[int, list[int]]  # (index of a prompt, indices of its samples)
 Segment = tuple[int, int, int, int]  # (start, end, prefix_start, prefix_end) in a pack
-Features = dict[int, Tensor]  # (K, M, H) each, by `image_keys`
+# Whose images: ("prompt", its index), or ("reply", i) of those that an environment shows in sample i
+ImageKey = tuple[str, int]
+Features = dict[ImageKey, Tensor]  # (K, M, H) each
 
 
 # -------------------------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ class Batch:
     # Samples.
     prompt_index: PerSample = EMPTY  # index of the sample's prompt
     sample_number: PerSample = EMPTY  # which of its prompt's samples this is
-    lengths: PerSample = EMPTY  # response tokens, a sampled end token included
+    own_lengths: PerSample = EMPTY  # response tokens, a sampled end token included
     truncated: PerSample = EMPTY  # bool: cut off by a limit, of tokens or of turns
     tokens: PerToken = EMPTY
     # As recorded when the tokens were sampled; of foreign ones, once they are scored, the policy's.
@@ -179,21 +181,21 @@ class Batch:
 
     def __len__(self) -> int:
         """The number of samples."""
-        return len(self.lengths)
+        return len(self.own_lengths)
 
     @functools.cached_property  # read for every pack
     def offsets(self) -> Tensor:
         """(S + 1,) where each sample starts in the flat tensors."""
-        return F.pad(self.lengths.cumsum(0), (1, 0))
+        return F.pad(self.own_lengths.cumsum(0), (1, 0))
 
     @property
     def pack_lengths(self) -> Tensor:
         """(S,) tokens that each sample takes in a pack."""
-        return self.stream_lengths if len(self.stream_lengths) else self.lengths
+        return self.stream_lengths if len(self.stream_lengths) else self.own_lengths
 
     def flat_index(self, order: Tensor) -> Tensor:
         """Indices of the tokens of the samples ``order`` in the flat tensors."""
-        return ragged_index(self.offsets[order], self.lengths[order])
+        return ragged_index(self.offsets[order], self.own_lengths[order])
 
     def stream_index(self, order: Tensor) -> Tensor:
         """Indices of the streams of the samples ``order`` in `stream`."""
@@ -203,7 +205,7 @@ class Batch:
     def in_pack(self, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the samples ``order`` put into a pack: token ids (R,), rotary positions counted from
         the prompt's end (R, 3), and which tokens are the policy's own (R,) bool."""
-        lengths = self.lengths[order]
+        lengths = self.own_lengths[order]
         if not len(self.stream_lengths):
             flat = self.flat_index(order)
             step = ragged_index(torch.zeros_like(lengths), lengths)
@@ -239,7 +241,7 @@ class Batch:
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """A flat (N,) tensor as one view per sample."""
-        return list(flat.split(self.lengths.tolist()))
+        return list(flat.split(self.own_lengths.tolist()))
 
     def per_sample_sum(self, flat: Tensor) -> Tensor:
         """(N,) -> (S,)."""
@@ -249,7 +251,7 @@ class Batch:
     def turn_ends(self) -> Tensor:
         """(N,) bool: the last token of a turn of the policy. Without an environment, a sample is a turn."""
         is_end = torch.zeros(len(self.tokens), dtype=torch.bool)
-        is_end[self.offsets[1:][self.lengths > 0] - 1] = True
+        is_end[self.offsets[1:][self.own_lengths > 0] - 1] = True
         for start, conversation in zip(self.offsets.tolist(), self.conversations):
             is_end[[start + count - 1 for count in conversation.tokens_before if count]] = True
         return is_end
@@ -259,7 +261,7 @@ class Batch:
         counts = {
             "prompt": len(self.prompts),
             "sample": len(self),
-            "token": int(self.lengths.sum()),
+            "token": int(self.own_lengths.sum()),
         }
         for role, count in counts.items():
             for name in FIELDS[role]:
@@ -279,7 +281,7 @@ class Batch:
             **{name: getattr(self, name) for name in names},
             prompt_index=torch.arange(len(targets)).repeat_interleave(counts),
             sample_number=ragged_index(torch.zeros_like(counts), counts),
-            lengths=torch.tensor([len(tokens) for tokens in responses], dtype=torch.int64),
+            own_lengths=torch.tensor([len(tokens) for tokens in responses], dtype=torch.int64),
             tokens=tokens,
             foreign=torch.zeros_like(tokens, dtype=torch.bool),
         )
@@ -407,15 +409,13 @@ def ragged_index(starts: Tensor, lengths: Tensor) -> Tensor:
     )
 
 
-def reply_key(i: int) -> int:
-    """The key of the images in an environment's replies to sample i. (The key of a prompt's images
-    is the prompt's index.)"""
-    return -1 - i
-
-
-def image_keys(blocks: list["Block"]) -> list[int]:
+def image_keys(blocks: list["Block"]) -> list[ImageKey]:
     """The keys of everything in a pack that may have images, in the order of the pack."""
-    return [key for index, members in blocks for key in (index, *map(reply_key, members))]
+    keys = []
+    for index, members in blocks:
+        keys.append(("prompt", index))
+        keys += [("reply", i) for i in members]
+    return keys
 
 
 # -------------------------------------------------------------------------------------------------
@@ -597,7 +597,7 @@ def build_pack(
     image_token_ids: Tensor,
 ) -> Pack:
     """Lay out blocks as [prompt | r1 | r2 | ...]; the positions of a response start at ``max(prompt
-    positions) + 1``. ``features`` are those of the images, by `image_keys`.
+    positions) + 1``. ``features`` are those of the images.
 
     The first token of a response is predicted by the last token of its prompt (or of a reply, if an
     environment speaks first), and the last token of a response predicts nothing. Replies of an
@@ -605,7 +605,10 @@ def build_pack(
     that its rank takes part in the collectives, with a gradient of 0.
     """
     order = torch.tensor([i for _, members in blocks for i in members], dtype=torch.int64)
-    counts, lengths = batch.pack_lengths[order], batch.lengths[order]  # (k,) with replies, without
+    counts, lengths = (
+        batch.pack_lengths[order],
+        batch.own_lengths[order],
+    )  # (k,) with replies, without
     segments, samples, size = _lay_out(batch, blocks, prompt_positions)
     starts, ends, following = torch.tensor(samples, dtype=torch.int64).reshape(-1, 3).T  # (k,) each
     index = ragged_index(starts, counts)  # (R,)

@@ -36,6 +36,7 @@ from common.model.packs import make_packs
 from common.model.vlm import Compute
 from common.model.weights import load_weights, materialize
 from common.rewards import scoring
+from common.threads import Workers
 from conftest import (
     Tensors,
     assert_same_records,
@@ -375,7 +376,7 @@ def random_batch(
         positions={g: object() for g in range(prompts)},
         prompt_index=torch.from_numpy(np.repeat(np.arange(prompts), counts)),
         sample_number=torch.from_numpy(np.concatenate([np.arange(n) for n in counts])),
-        lengths=torch.from_numpy(lengths),
+        own_lengths=torch.from_numpy(lengths),
         truncated=noise(samples) > 0,
         tokens=torch.from_numpy(rng.integers(4, 1000, tokens)),
         rewards=noise(samples),
@@ -726,6 +727,16 @@ def judge_flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> l
 
 def evaluation(out: Path, step: int) -> dict:
     return read_json(out / "eval" / f"eval_result_{step}.json")
+
+
+def score_samples(source, samples, args) -> dict[str, list]:
+    """What a source says of samples, by its calls in threads."""
+    from common.rewards.functions import begin_scoring, end_scoring
+
+    workers = Workers(args.reward_workers)
+    calls = begin_scoring(source, samples, workers)
+    workers.close()
+    return end_scoring(calls, args.reward_timeout)
 
 
 def reward_samples(

@@ -165,7 +165,7 @@ def test_estimators(env, name, kl_in):
         name,
         SCORES[:15],
         kl,
-        env.batch.lengths.tolist(),
+        env.batch.own_lengths.tolist(),
         0.1 if kl_in == "reward" else 0.0,
         0.9,
         env.batch.greedy_rewards.tolist(),
@@ -252,7 +252,7 @@ def test_two_lambdas(env, changes):
         changes.get(
             "gae_lambda_policy", max(0.0, 1 - 1 / (changes.get("gae_alpha", 1) * max(1, n)))
         )
-        for n in samples.lengths.tolist()
+        for n in samples.own_lengths.tolist()
     ]
     advantages, targets = (sum(gae_rows(samples, row), []) for row in (lambdas, [0.8] * 16))
     assert samples.advantages.tolist() == pytest.approx(advantages, abs=ROUNDING)
@@ -278,7 +278,7 @@ def test_shaping_comes_before_the_group(env):
         clipped = np.clip((np.array(scores) - np.mean(seen)) / np.std(seen, ddof=1), -0.8, 0.8)
         return clipped + [min(0.0, -(n - (12 - 6)) / 6 * 0.5) for n in lengths]
 
-    rewards = shaped(SCORES, env.batch.lengths.tolist())
+    rewards = shaped(SCORES, env.batch.own_lengths.tolist())
     baselines = {
         "dr_grpo": rewards.reshape(4, 4).mean(axis=1).repeat(4),
         # the greedy responses: 11 tokens
@@ -320,7 +320,7 @@ def oracle_gradient(
     columns = [
         samples.split(getattr(samples, key)) for key in ("tokens", "old_logprobs", "advantages")
     ]
-    keep = keep or [[True] * n for n in samples.lengths.tolist()]
+    keep = keep or [[True] * n for n in samples.own_lengths.tolist()]
     tokens, sequences, loss = sum(map(sum, keep)), sum(map(any, keep)), torch.zeros(())
     for index, ids, old, adv, mask in zip(
         samples.prompt_index.tolist(), *columns, map(torch.tensor, keep)
@@ -432,7 +432,7 @@ def test_truncated_responses_carry_no_policy_loss(env, qwen25, name):
     trained = Caught(env.actor, args)
     with computing(env.actor, max_tokens_per_pack=600):
         metrics = ppo.update_actor(trained, None, samples, 1, None, args)
-    keep = [[i % 3 != 0] * n for i, n in enumerate(samples.lengths.tolist())]
+    keep = [[i % 3 != 0] * n for i, n in enumerate(samples.own_lengths.tolist())]
     wanted = oracle_gradient(env, qwen25, name, CLIPS[name], keep, per_sequence=name == "gspo")
     assert_close(trained.gradients[0]["model.lm_head.weight"], wanted)
     assert metrics["train/masked_responses"] == 6
@@ -721,7 +721,7 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     ppo.compute_advantages(
         samples, state_of(env, 0.0), with_flags(args, kl_in="loss", advantages_norm="off")
     )
-    differences = (samples.rewards - samples.greedy_rewards).repeat_interleave(samples.lengths)
+    differences = (samples.rewards - samples.greedy_rewards).repeat_interleave(samples.own_lengths)
     assert torch.allclose(samples.advantages.double(), differences.double(), atol=rounding(16))
 
 

@@ -33,7 +33,7 @@ def rolled_out(env, prompts, count: int, beginnings=None, **changes):
 
 
 def assert_same_samples(one, other) -> None:
-    for name in ("prompt_index", "sample_number", "lengths", "tokens", "truncated"):
+    for name in ("prompt_index", "sample_number", "own_lengths", "tokens", "truncated"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     assert (one.logprobs - other.logprobs).abs().max() < ROUNDING
 
@@ -43,7 +43,7 @@ def test_a_response_goes_on_from_its_own_beginning(checkpoint, picture_rows, pol
     """It is the same response, whatever else is in the batch: a token's noise is that of its place."""
     env = start(checkpoint, picture_rows, "--max_new_tokens 24 --temperature 0.8", *stops)
     expected = rolled_out(env, take(env), 5)
-    assert len(set(expected.lengths.tolist())) > 1
+    assert len(set(expected.own_lengths.tolist())) > 1
     for share, slots, every in ((0.0, 0, 1), (0.4, 0, 1), (0.4, 3, 8), (0.99, 7, 1)):
         poll[0] = every
         begun = beginnings_of(expected, share)
@@ -86,8 +86,8 @@ def test_another_beginning_is_read_as_it_stands(checkpoint, picture_rows):
     batch = rolled_out(env, take(env), 3, begun)
     for index, responses in enumerate(responses_by_prompt(batch)):
         assert responses[2][:7].tolist() == words.tolist()
-    number = batch.sample_number.repeat_interleave(batch.lengths)
-    place = torch.cat([torch.arange(n) for n in batch.lengths.tolist()])
+    number = batch.sample_number.repeat_interleave(batch.own_lengths)
+    place = torch.cat([torch.arange(n) for n in batch.own_lengths.tolist()])
     assert torch.equal(batch.foreign, (number == 2) & (place < 7))
     expected = ppo.logprobs_of(env.actor, batch)
     untold = batch.foreign.clone()

@@ -16,6 +16,7 @@ from common.buffers import (
     assign_blocks,
     balanced_partition,
     build_pack,
+    image_keys,
     make_blocks,
 )
 from common.data.loader import data_order, draw_batches, mix
@@ -68,7 +69,7 @@ def batch_of(prompts: list[int], responses: list[int]) -> Batch:
 def pieces(samples: Batch, flat: torch.Tensor) -> list[list]:
     """A flat tensor cut into samples by a loop."""
     result, start = [], 0
-    for length in samples.lengths.tolist():
+    for length in samples.own_lengths.tolist():
         result.append(flat.tolist()[start : start + length])
         start += length
     return result
@@ -83,7 +84,7 @@ def test_views_equal_loops(seed):
     samples = random_batch(np.random.default_rng(seed))
     parts = pieces(samples, samples.logprobs)
     assert samples.offsets.tolist() == [
-        sum(samples.lengths.tolist()[:i]) for i in range(len(samples) + 1)
+        sum(samples.own_lengths.tolist()[:i]) for i in range(len(samples) + 1)
     ]
     assert [part.tolist() for part in samples.split(samples.logprobs)] == parts
     assert samples.per_sample_sum(samples.tokens).tolist() == [
@@ -106,7 +107,7 @@ def test_targets_take_the_place_of_samples():
     asked = batch.with_targets(targets)
     assert asked.prompt_index.tolist() == [1, 2, 2]
     assert asked.sample_number.tolist() == [0, 0, 1]
-    assert asked.lengths.tolist() == [2, 1, 0]
+    assert asked.own_lengths.tolist() == [2, 1, 0]
     assert asked.tokens.tolist() == [7, 8, 9]
     assert all(getattr(asked, name) is getattr(batch, name) for name in OF_PROMPTS)
     assert not len(asked.rewards)
@@ -176,12 +177,12 @@ def test_parts_are_joined_in_order(seed):
     samples = with_replies(random_batch(np.random.default_rng(seed)), np.random.default_rng(seed))
     parts = [samples.select_prompts(groups) for groups in ([0, 1], [], [2, 3, 4, 5])]
     first = len(parts[0])
-    parts[0].components["length"] = parts[0].lengths.float()
+    parts[0].components["length"] = parts[0].own_lengths.float()
     parts[0].compared, parts[2].compared = ["length"], ["vowels", "length"]
     joined = Batch.concatenate(parts)
     assert set(joined.compared) == {"length", "vowels"}
     assert_equal(dataclasses.replace(joined, compared=[]), samples)
-    assert joined.components["length"][:first].tolist() == samples.lengths[:first].tolist()
+    assert joined.components["length"][:first].tolist() == samples.own_lengths[:first].tolist()
     assert joined.components["length"][first:].isnan().all()
 
 
@@ -197,7 +198,7 @@ def test_a_field_without_a_role_is_an_error_where_it_is_declared():
 def test_a_field_has_as_many_entries_as_its_role_says():
     samples = random_batch(np.random.default_rng(0), shortest=2)
     for name, other in (
-        ("values", samples.lengths),
+        ("values", samples.own_lengths),
         ("truncated", samples.tokens),
         ("owners", [0]),
         ("judgements", ["good"]),
@@ -341,7 +342,7 @@ def test_a_minibatch_keeps_groups_whole():
 # ------------------------------------------------------------------------------------------------
 # partition, packs
 def block_size(samples: Batch, block) -> int:
-    return samples.prompt_lengths[block[0]] + sum(samples.lengths.tolist()[i] for i in block[1])
+    return samples.prompt_lengths[block[0]] + sum(samples.own_lengths.tolist()[i] for i in block[1])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -360,7 +361,7 @@ def test_blocks_respect_the_budget_and_lose_nothing(seed, share):
     # a split happens only where the next response would not have fitted
     for block, following in zip(blocks, blocks[1:]):
         if block[0] == following[0]:
-            assert block_size(samples, block) + int(samples.lengths[following[1][0]]) > budget
+            assert block_size(samples, block) + int(samples.own_lengths[following[1][0]]) > budget
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -372,7 +373,10 @@ def test_groups_share_where_it_costs_less(seed):
     samples = with_prompts(random_batch(rng, longest=40), prompts)
     blocks = make_blocks(samples, 10**6, score_cost=score_cost)
     for index in samples.prompt_index.unique().tolist():
-        prompt, lengths = prompts[index], samples.lengths[samples.prompt_index == index].tolist()
+        prompt, lengths = (
+            prompts[index],
+            samples.own_lengths[samples.prompt_index == index].tolist(),
+        )
         together = (
             prompt
             + sum(lengths)
@@ -540,7 +544,7 @@ def test_packs_equal_loops(seed, kind):
     for index in () if kind == "replies" else (0, 2, 5):
         count = int(rng.integers(1, len(ids[index])))
         ids[index][rng.permutation(len(ids[index]))[:count]] = IMAGE
-        features[index] = torch.randn(2, count, 4)
+        features["prompt", index] = torch.randn(2, count, 4)
     positions = {i: torch.from_numpy(rng.integers(0, 30, (3, len(ids[i])))) for i in range(6)}
     samples = dataclasses.replace(
         samples, prompts=[SimpleNamespace(input_ids=prompt) for prompt in ids]
@@ -556,10 +560,10 @@ def test_packs_equal_loops(seed, kind):
         assert pack.segments == expected["segments"]
         for name in ("image_index", "predict", "targets", "flat", "sample", "step"):
             assert getattr(pack, name).tolist() == expected[name], name
-        with_images = [features[index] for index, _ in part if index in features]
-        assert (pack.features is None) == (not with_images)
-        if with_images:
-            assert torch.equal(pack.features, torch.cat(with_images, dim=1))
+        pieces = [features[key] for key in image_keys(part) if key in features]
+        assert (pack.features is None) == (not pieces)
+        if pieces:
+            assert torch.equal(pack.features, torch.cat(pieces, dim=1))
             assert pack.features.shape[1] == len(pack.image_index)
 
 

@@ -20,7 +20,7 @@ class Scorer:
 
     def score(self, batch, processor, step=0):
         first = torch.stack([tokens[0] for tokens in batch.split(batch.tokens)])
-        batch.rewards = batch.lengths / 4 + (first % 5).float()
+        batch.rewards = batch.own_lengths / 4 + (first % 5).float()
         self.batches.append(batch)
 
     def can_earn(self, label):

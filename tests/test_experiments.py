@@ -232,7 +232,7 @@ def test_a_loss_term_with_a_metric_of_its_own(run):
     that earned something."""
     _, steps, batches = run("loss_term", "--imitation_coef 0.1")
     for step, batch in zip(steps, batches):
-        earned = (batch.rewards > 0).repeat_interleave(batch.lengths)
+        earned = (batch.rewards > 0).repeat_interleave(batch.own_lengths)
         assert step["train/imitation_loss"] == pytest.approx(
             float(-(earned * batch.logprobs).mean()), rel=1e-4
         )
@@ -431,11 +431,11 @@ def test_samples_of_noisy_images_are_trained_on_the_clean_ones(run, qwen25, task
     """Drawn from images whose noise fades, and scored after the clean ones."""
     script, steps, batches = run("noisy", "--noisy 2")
     batch, env = batches[0], start(qwen25, task / "train.jsonl", "--max_new_tokens 6")
-    number = batch.sample_number.repeat_interleave(batch.lengths)
+    number = batch.sample_number.repeat_interleave(batch.own_lengths)
     assert torch.equal(batch.foreign, number >= 2)
     assert batch.in_policy_loss.all()
     clean = dataclasses.replace(batch.with_targets([[] for _ in batch.prompts]))
-    images = image_changes.with_images(
+    images = image_changes.reread_images(
         clean,
         env.actor.model,
         env.processor,
@@ -505,7 +505,7 @@ def test_a_sample_is_compared_with_what_its_row_earned(run):
     for batch in batches:
         centred = []
         for prompt, reward, length in zip(
-            batch.prompts, batch.rewards.tolist(), batch.lengths.tolist()
+            batch.prompts, batch.rewards.tolist(), batch.own_lengths.tolist()
         ):
             earlier = known.setdefault(prompt.source, [])
             centred += [reward - (sum(earlier) + 0.5) / (len(earlier) + 1)] * length
@@ -529,13 +529,13 @@ def test_turns_behind_the_same_observation_are_compared(run):
         turns, samples = {}, {}
         for i, talk in enumerate(batch.conversations):
             index, rewards = int(batch.prompt_index[i]), list(talk.rewards)
-            bounds = [0, *talk.tokens_before, int(batch.lengths[i])]
+            bounds = [0, *talk.tokens_before, int(batch.own_lengths[i])]
             rewards += [0.0] * (len(bounds) - 1 - len(rewards))  # of a turn that was cut
             samples.setdefault(index, []).append((i, sum(rewards)))
             for k, content in enumerate([talk.opening, *talk.replies]):
                 seen = turns.setdefault((index, str(content)), [])
                 seen.append(((i, bounds[k], bounds[k + 1]), sum(rewards[k:])))
-        wanted = [torch.zeros(n, dtype=torch.float64) for n in batch.lengths.tolist()]
+        wanted = [torch.zeros(n, dtype=torch.float64) for n in batch.own_lengths.tolist()]
         compared = [
             [((i, 0, len(wanted[i])), reward) for i, reward in group] for group in samples.values()
         ]

@@ -184,7 +184,7 @@ def test_a_step_has_the_gradient_of_the_naive_oracle(qwen25, rows, name):
     texts = env.processor.decode([tokens for _, tokens in responses_of(batch)])
     vowels = [float(sum(c in "aeiou" for c in text)) for text in texts]
     letters = [20.0 * sum(c.isalpha() for c in text) / max(1, len(text)) for text in texts]
-    rewards, lengths = [a + b for a, b in zip(vowels, letters)], batch.lengths.tolist()
+    rewards, lengths = [a + b for a, b in zip(vowels, letters)], batch.own_lengths.tolist()
     whole, masked = [], []
     for index, tokens in responses_of(batch):
         whole.append(
@@ -282,7 +282,7 @@ def test_gdpo_pays_what_a_recipe_pays(qwen25, rows):
     sums = [value * earns for value, earns in zip(sums, paid)]
     expected = torch.tensor(sums) / (statistics.stdev(sums) + 1e-6)
     assert torch.allclose(
-        env.batch.advantages, expected.repeat_interleave(env.batch.lengths), atol=1e-5
+        env.batch.advantages, expected.repeat_interleave(env.batch.own_lengths), atol=1e-5
     )
     assert 0 < sum(paid) < 16
 
@@ -312,7 +312,7 @@ def test_gdpo_compares_parts_of_a_reward(qwen25, rows):
 
 
 def test_nothing_is_masked_without_the_flags(qwen25, rows, monkeypatch):
-    monkeypatch.setattr(image_changes, "with_images", None)
+    monkeypatch.setattr(image_changes, "reread_images", None)
     assert (
         sampled(
             qwen25, rows, "--advantage grpo --perception_mask 0.3"
@@ -329,7 +329,7 @@ def test_responses_to_no_image_keep_all_tokens_and_their_advantages(qwen25, rows
         plain, env.state, with_flags(env.args, perception_ratio=1.0, perception_scale=1.0)
     )
     assert plain.in_policy_loss.all()
-    text = ~image_changes.has_images(env.batch).repeat_interleave(env.batch.lengths)
+    text = ~image_changes.has_images(env.batch).repeat_interleave(env.batch.own_lengths)
     assert 0 < text.sum() < len(text)
     assert env.batch.in_policy_loss[text].all()
     assert not env.batch.in_policy_loss[~text].all()

@@ -57,7 +57,7 @@ def test_sampled_logprobs_equal_training_logprobs(checkpoint, picture_rows, temp
     samples, _ = generate(env, prompts, 3)
     trained = ppo.logprobs_of(env.actor, samples)
     assert (trained - samples.logprobs).abs().max() < ROUNDING
-    assert samples.lengths.min() >= 3
+    assert samples.own_lengths.min() >= 3
     assert not torch.isin(samples.tokens, torch.tensor(env.processor.banned_ids)).any()
 
 
@@ -185,7 +185,7 @@ def test_a_reused_slot_does_not_leak(qwen25, picture_rows):
     first, tokens = generate(env, both, 1)
     second, expected = generate(env, alone, 1)
     assert tokens[1] == expected[0]
-    assert torch.equal(first.logprobs[int(first.lengths[0]) :], second.logprobs)
+    assert torch.equal(first.logprobs[int(first.own_lengths[0]) :], second.logprobs)
 
 
 @pytest.mark.slow

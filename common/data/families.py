@@ -115,7 +115,7 @@ class Family:
         self.tokenizer = tokenizer
         self.video_frames, self.video_fps = args.video_frames, args.video_fps
         self.placeholder = self.token(getattr(self.config, self.begins_image))
-        settings = files["processor_config"].get("image_processor") or files["preprocessor_config"]
+        settings = image_settings(files)
         if not settings:
             raise ValueError("no preprocessor_config.json; take the base checkpoint's")
         kind = settings.get("image_processor_type", self.image_processors[0])
@@ -125,7 +125,7 @@ class Family:
                 f"preprocessor_config.json: image processor {name!r}; that of "
                 f"{self.config.model_type} is {' or '.join(self.image_processors)}"
             )
-        settings = self.processor_settings(settings, files, args) | self.processor_options
+        settings = self.processor_settings(settings, args) | self.processor_options
         try:
             maker = getattr(transformers, f"{name}ImageProcessorPil")
             self.image_processor = maker.from_dict(settings)
@@ -133,7 +133,7 @@ class Family:
         except Exception as error:  # settings of a wrong type raise anything
             raise ValueError(f"preprocessor_config.json cannot be used: {error!r}") from error
 
-    def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
+    def processor_settings(self, settings: dict, args: DataArgs) -> dict:
         """The settings of the image processor, as the flags change them."""
         if args.min_pixels or args.max_pixels:
             name = self.config.model_type
@@ -173,6 +173,11 @@ class Family:
         return int(size // patch)
 
 
+def image_settings(files: Files) -> dict:
+    """Of the image processor, as a checkpoint has them."""
+    return files["processor_config"].get("image_processor") or files["preprocessor_config"]
+
+
 class TextOnly(Family):
     """Language models without a vision tower."""
 
@@ -197,6 +202,7 @@ class Qwen(Family):
     )
     media = ("image", "video")
     image_processors = ("Qwen2VL",)
+    usual_pixels = 56 * 56, 28 * 28 * 1280  # fewest and most, where neither flags nor files say it
     types_input = "mm_token_type_ids"
 
     def __init__(self, config):
@@ -221,24 +227,28 @@ class Qwen(Family):
         return inputs
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
-        self.max_frame_pixels = args.max_pixels
         super().prepare(files, tokenizer, args)
         self.clip_placeholder = self.token(self.video_token_id)
+        if "video" in self.media:
+            self.prepare_clips(files, args)
 
-    def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
-        clips = (
-            files["processor_config"].get("video_processor") or files["video_preprocessor_config"]
-        )
-        if not clips:  # older checkpoints treat frames as they do images
-            clips = dict(settings)
-            clips.pop("image_processor_type", None)
-            files["video_preprocessor_config"] = clips
+    def prepare_clips(self, files: Files, args: DataArgs) -> None:
+        """How the frames of clips are prepared. Older checkpoints, which do not say it, treat them as
+        they do images; exports of these say so."""
+        self.max_frame_pixels = args.max_pixels
+        settings = files["processor_config"].get("video_processor")
+        settings = settings or files["video_preprocessor_config"]
+        if not settings:
+            settings = dict(image_settings(files))
+            settings.pop("image_processor_type", None)
+            files["video_preprocessor_config"] = settings
         side = self.patch_size * self.merge_size
-        frames = self.bounded(clips, (0, 0), (128 * side**2, 768 * side**2))
+        frames = self.bounded(settings, (0, 0), (128 * side**2, 768 * side**2))
         frames |= {"do_resize": False, "temporal_patch_size": 1}
         self.frame_processor = transformers.Qwen2VLImageProcessorPil.from_dict(frames)
-        flags = args.min_pixels, args.max_pixels
-        return self.bounded(settings, flags, (56 * 56, 28 * 28 * 1280))
+
+    def processor_settings(self, settings: dict, args: DataArgs) -> dict:
+        return self.bounded(settings, (args.min_pixels, args.max_pixels), self.usual_pixels)
 
     def bounded(self, settings: dict, flags: tuple, defaults: tuple) -> dict:
         """Settings with the fewest and most pixels by the flags or else by the settings, which
@@ -383,11 +393,8 @@ class Glm(Qwen):
     model_types = ("glm4v", "glm46v", "glm_ocr", "glm4v_moe")
     media = ("image",)
     image_processors = ("Glm4v", "Glm46V")
+    usual_pixels = 112 * 112, 28 * 28 * 15000
     unnamed_tokens = r"<\|(begin|end)_of_(image|video)\|>"
-
-    def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
-        flags = args.min_pixels, args.max_pixels
-        return self.bounded(settings, flags, (112 * 112, 28 * 28 * 15000))
 
     def grid(self, width: int, height: int) -> Grid:
         side = self.patch_size * self.merge_size
@@ -451,8 +458,8 @@ class Mistral3(Measured):
         """Pixels along a side of what becomes a token."""
         return self.config.vision_config.patch_size * self.config.spatial_merge_size
 
-    def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
-        settings = super().processor_settings(settings, files, args)
+    def processor_settings(self, settings: dict, args: DataArgs) -> dict:
+        settings = super().processor_settings(settings, args)
         # the files have the side of the tower's patches
         return settings | {"patch_size": self.side} if self.in_whole_tokens else settings
 

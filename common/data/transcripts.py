@@ -30,7 +30,7 @@ def finished_text(batch: Batch, i: int, text: str) -> str:
     """The ``text`` of the last turn of sample i; "" if the turn was cut off, in which an answer that it
     quotes would pass for its own."""
     # A limit may also end a conversation after a turn that is whole.
-    is_whole = batch.conversations and batch.lengths[i] in batch.conversations[i].ends
+    is_whole = batch.conversations and batch.own_lengths[i] in batch.conversations[i].ends
     return "" if batch.truncated[i] and not is_whole else text
 
 

@@ -1,8 +1,8 @@
 """The same samples with other images, to be scored like any other.
 
-with_images    every image of prompts and conversations changed, or as in its file
-blank, ...     changes: functions of images and the key of their noise
-vision_gaps    what answers lose with blank images: the vision audit
+reread_images      every image of prompts and conversations changed, or as in its file
+blank, ...         changes: functions of images and the key of their noise
+vision_gaps        what answers lose with blank images: the vision audit
 changed_logprobs   log-probs with changed images
 """
 
@@ -107,7 +107,7 @@ def has_images(batch: Batch) -> Tensor:
     return torch.tensor(seeing, dtype=torch.bool)
 
 
-def with_images(
+def reread_images(
     batch: Batch, model: Model, processor: Processor, change: Callable = unchanged
 ) -> Batch:
     """The batch with the (Pillow) images and frames of each prompt and each conversation replaced by
@@ -159,9 +159,9 @@ def changed_logprobs(policy: Policy, batch: Batch, change: Callable) -> Tensor:
     seeing = has_images(batch)
     logprobs = torch.zeros(len(batch.tokens))
     if seeing.any():
-        changed = with_images(batch, policy.model, policy.processor, change)
+        changed = reread_images(batch, policy.model, policy.processor, change)
         logprobs = logprobs_of(policy, changed)
-    return logprobs.masked_fill(~seeing.repeat_interleave(batch.lengths), math.nan)
+    return logprobs.masked_fill(~seeing.repeat_interleave(batch.own_lengths), math.nan)
 
 
 def with_patches(model: Model, conversation: Conversation, patches: list[Tensor]) -> Conversation:

@@ -11,7 +11,7 @@ tokens, N response tokens of all samples, H hidden size.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from common.buffers import (
     image_keys,
     make_blocks,
     ragged_index,
-    reply_key,
 )
 from common.logging import progress
 from common.model.attention import PackedAttention, SlotCache
@@ -102,14 +101,15 @@ def make_pack(model: Model, batch: Batch, blocks: list[Block], features: Feature
 
 
 def local_images(model: Model, batch: Batch) -> Features:
-    """What packs need of the images that this rank decoded, by `image_keys`: features (K, M, H), or
-    pixels (1, patches, patch size) if the model trains its tower."""
-    images = dict(batch.features)
+    """What packs need of the images that this rank decoded: features (K, M, H), or pixels (1,
+    patches, patch size) if the model trains its tower."""
+    of_prompts = batch.features
     if model.setup.trains_vision:
-        images = {index: patches[None] for index, (patches, _) in batch.patches.items()}
+        of_prompts = {index: patches[None] for index, (patches, _) in batch.patches.items()}
+    images: Features = {("prompt", index): image for index, image in of_prompts.items()}
     for i, conversation in enumerate(batch.conversations):
         if conversation.features is not None:
-            images[reply_key(i)] = conversation.features
+            images["reply", i] = conversation.features
     return images
 
 
@@ -123,11 +123,14 @@ def pack_grids(batch: Batch, blocks: list[Block]) -> list[tuple]:
     return [grid[:3] for grid in grids]
 
 
-def exchange_features(local: Features, needed: list[set[int]], dtype: torch.dtype) -> Features:
+def exchange_features(
+    local: dict[Any, Tensor], needed: list[set], dtype: torch.dtype
+) -> dict[Any, Tensor]:
     """Send image features from the ranks that computed them to the ranks that need them.
 
     Args:
-        local: the features that this rank computed, CPU tensors of any shape, by `image_keys`.
+        local: the features that this rank computed, CPU tensors of any shape, by any keys that can be
+            sorted.
         needed: the keys that each rank needs (the same list on all ranks); some have no images.
 
     Returns:

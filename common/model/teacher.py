@@ -18,7 +18,7 @@ from common.data.processor import Processor
 from common.data.rows import Prompt, columns_of, make_prompt
 from common.model.adapters import without_adapters
 from common.model.fsdp import Trainable, copy_weights, onloaded
-from common.model.image_changes import with_images
+from common.model.image_changes import reread_images
 from common.model.policy import Policy
 from common.model.vlm import compute_features_unless_trained, tower_parameters
 from common.ppo_flags import TeacherArgs
@@ -31,7 +31,7 @@ from common.process import UserError
 
 def with_prompts(batch: Batch, processor: Processor, template: str = "") -> Batch:
     """The batch with all prompts as `read_prompt` returns them. A processor other than the batch's own
-    may cut images into other grids: `with_images` must follow."""
+    may cut images into other grids: `reread_images` must follow."""
     prompts = [read_prompt(prompt, processor, template) for prompt in batch.prompts]
     return replace(batch, prompts=prompts, positions={})
 
@@ -105,7 +105,7 @@ class Teacher:
             batch = with_prompts(batch, processor, template)
         if self.own_tower or self.args.student_images:
             sees = self.own_tower or actor.model.setup.trains_vision
-            batch = with_images(batch, (self.policy if sees else actor).model, processor)
+            batch = reread_images(batch, (self.policy if sees else actor).model, processor)
         return batch
 
     def ban_unknown_ids(self, rows: list[Prompt], with_env: bool) -> None:

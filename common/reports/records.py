@@ -53,7 +53,7 @@ def sample_record(batch: Batch, i: int, turns: list[str]) -> dict:
         "reference": row.reference,
         "label": row.label,
         "reward": float(batch.rewards[i]),
-        "response_length": int(batch.lengths[i]),
+        "response_length": int(batch.own_lengths[i]),
         "truncated": bool(batch.truncated[i]),
         "components": {},
     }

@@ -1,7 +1,8 @@
 """Reward functions: where they come from, and how they are called in threads.
 
 load_source      the spec of a source: a rule, file.py:function, a server, a model
-score_samples    calls side by side, with a time limit; what they return is checked
+begin_scoring    calls side by side
+end_scoring      ... what they return in time, checked
 """
 
 import copy
@@ -9,7 +10,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -123,32 +124,41 @@ class Samples(NamedTuple):
 OFFERED = Samples._fields[5:]
 
 
-def score_samples(source: Source, samples: Samples, args: RewardArgs) -> Columns:
-    """Score n samples, at least one, by --reward_workers calls side by side, of at most
-    `source.batch` samples each: n rewards under "reward", n values of each component, and n lists of
-    "spans" if the function gives them. Without a limit of the batch, a call holds all samples of its
-    prompts.
+class Scoring(NamedTuple):
+    """Calls of a source in threads, each about a part of n samples."""
+
+    source: Source
+    parts: list[Samples]
+    calls: list[Future]
+
+
+def begin_scoring(source: Source, samples: Samples, workers: Workers) -> Scoring:
+    """Let the workers score n samples, at least one, by calls of at most `source.batch` samples each;
+    without that limit, a call holds all samples of its prompts."""
+    parts = split(samples, workers.threads, source.batch)
+    return Scoring(source, parts, [workers.submit(call_source, source, part) for part in parts])
+
+
+def end_scoring(scoring: Scoring, timeout: float) -> Columns:
+    """n rewards under "reward", n values of each component, and n lists of "spans" if the function gives
+    them.
 
     Raises:
-        UserError: the function raises, all of it is later than --reward_timeout, or a call
-            returns other than finite numbers.
+        UserError: the function raises, its calls have not ended after ``timeout`` seconds
+            (--reward_timeout), or one returns other than finite numbers.
     """
-    count = len(samples.responses)
-    parts = split(samples, args.reward_workers, source.batch)
-    workers = Workers(min(args.reward_workers, len(parts)))
-    calls: list = [workers.submit(call_source, source, part) for part in parts]
-    ended, late = wait(calls, args.reward_timeout, FIRST_EXCEPTION)
-    workers.close()
+    source, parts, calls = scoring
+    ended, late = wait(calls, timeout, FIRST_EXCEPTION)
     columns = {}
     for call in sorted(ended, key=calls.index):
         for name, values in call.result().items():  # or raises what the call has raised
             columns.setdefault(name, []).extend(values)
     if late:
         part = parts[min(map(calls.index, late))]
-        limit = f"{args.reward_timeout:g} s (--reward_timeout)"
-        raise failure(source, part, f"took longer than {limit}")
+        raise failure(source, part, f"took longer than {timeout:g} s (--reward_timeout)")
+    count = sum(len(part.responses) for part in parts)
     if any(len(values) != count for values in columns.values()):
-        raise failure(source, samples, f"not all calls return the components {sorted(columns)}")
+        raise failure(source, parts[0], f"not all calls return the components {sorted(columns)}")
     if "reward" not in columns:
         numbers = [values for name, values in columns.items() if name != "spans"]
         columns["reward"] = [sum(values) for values in zip(*numbers)] or [0.0] * count

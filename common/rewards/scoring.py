@@ -31,18 +31,20 @@ from common.rewards import regions
 from common.rewards.functions import (
     CALLED,
     Samples,
+    Scoring,
     Source,
+    begin_scoring,
+    end_scoring,
     load_function,
     load_source,
-    score_samples,
 )
 from common.rewards.judge import PAIRS, order_agreement
 from common.rewards.rules import ACCURACY
-from common.threads import Call, Workers, describe
+from common.threads import Workers, describe
 
 MEASURED = "parsed"  # a component that is no part of a reward
 LAZY_ROWS = 1000  # that are asked what lazy answers earn
-Calls = dict[str, tuple[list[int], Call]]  # by source: which samples it scores, and its call
+Calls = dict[str, tuple[list[int], Scoring]]  # by source: which samples it scores, and its calls
 
 # --------------------------------------------------------------------------------------------------
 # Sources and recipes
@@ -185,9 +187,9 @@ class RewardMix:
         return (~self.share_of(source, batch).isnan()).nonzero()[:, 0].tolist()
 
     def begin(self, batch: Batch, processor: Processor, step: int) -> Calls:
-        """Start what functions, rules and servers compute for this rank's samples, one after the
-        other in a thread; `score` waits for them."""
-        rank, calls, worker = dist.get_rank(), {}, Workers(1)
+        """Start what functions, rules and servers compute for this rank's samples, in --reward_workers
+        threads; `score` waits for them."""
+        rank, calls, workers = dist.get_rank(), {}, Workers(self.args.reward_workers)
         for source in self.sources:
             used = self.samples_of(source, batch)
             mine = [i for i in used if batch.owners[batch.prompt_index[i]] == rank]
@@ -197,8 +199,8 @@ class RewardMix:
                     pairs = zip(mine, samples.responses)
                     finished = [finished_text(batch, i, text) for i, text in pairs]
                     samples = samples._replace(responses=finished)
-                calls[source.name] = mine, worker.submit(score_samples, source, samples, self.args)
-        worker.close()
+                calls[source.name] = mine, begin_scoring(source, samples, workers)
+        workers.close()
         return calls
 
     def score(
@@ -218,7 +220,9 @@ class RewardMix:
         """
         calls = calls or self.begin(batch, processor, step)
         with distributed.raise_on_all_ranks():
-            scored = {name: (mine, call.result()) for name, (mine, call) in calls.items()}
+            scored = {}
+            for name, (mine, scoring) in calls.items():
+                scored[name] = mine, end_scoring(scoring, self.args.reward_timeout)
             place_spans(scored, batch, processor)
         by_rank = distributed.gather_objects(scored)
         batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
@@ -289,7 +293,9 @@ class RewardMix:
         """Add a source's share of rewards with places, if there are any. A function that combines rewards
         does not say which part of them has a place."""
         if len(at_tokens) and self.combiner is None:
-            batch.turn_rewards += share.nan_to_num().repeat_interleave(batch.lengths) * at_tokens
+            batch.turn_rewards += (
+                share.nan_to_num().repeat_interleave(batch.own_lengths) * at_tokens
+            )
 
     def reward_consistency(
         self, columns: dict[str, Tensor], batch: Batch, processor: Processor, used: list[int]
@@ -346,7 +352,7 @@ def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int
         labels=[prompt.label for prompt in prompts],
         images=[list(prompt.images) for prompt in prompts],
         rows=rows,
-        lengths=batch.lengths[picks].tolist(),
+        lengths=batch.own_lengths[picks].tolist(),
         truncated=batch.truncated[picks].tolist(),
         groups=batch.prompt_index[picks].tolist(),
         places=[list(prompt.places) for prompt in prompts],

@@ -142,10 +142,10 @@ def main() -> None:
         start = time.perf_counter(), time.process_time()
         samples = ppo.rollout(actor, batch, sampling, SAMPLES)
         seconds = time.perf_counter() - start[0], time.process_time() - start[1]
-        assert samples.lengths.tolist() == lengths.sum(axis=2).flatten().tolist()
+        assert samples.own_lengths.tolist() == lengths.sum(axis=2).flatten().tolist()
         assert all(len(talk.replies) == TURNS - 1 for talk in samples.conversations)
         if samples.conversations:
-            replied.append(float((samples.stream_lengths - samples.lengths).double().mean()))
+            replied.append(float((samples.stream_lengths - samples.own_lengths).double().mean()))
         return seconds
 
     replied: list[float] = []

@@ -169,7 +169,7 @@ def main() -> None:
     def ours(n: int) -> None:
         prompts = Batch(rows[:n], list(range(n)), [0] * n, patches=dict(enumerate(pixels[:n])))
         samples = ppo.rollout(actor, prompts, sampling, SAMPLES)
-        assert samples.lengths.tolist() == lengths[:n].flatten().tolist()
+        assert samples.own_lengths.tolist() == lengths[:n].flatten().tolist()
 
     def theirs(n: int) -> None:
         longest = int(lengths[:n].max())

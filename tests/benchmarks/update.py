@@ -167,7 +167,7 @@ def sharing(share: bool):
 def padded(oracle, processor, batch, patches, only_responses: bool, per_call: int) -> None:
     """Hugging Face's forward, ``per_call`` samples at a time, and the same loss from log_softmax of
     its logits."""
-    length = int(batch.lengths[0])
+    length = int(batch.own_lengths[0])
     banned = torch.tensor(processor.banned_ids)
     tokens, old, advantages = (
         x.unflatten(0, (-1, length)) for x in (batch.tokens, batch.old_logprobs, batch.advantages)

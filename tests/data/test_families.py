@@ -260,7 +260,7 @@ def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path)
         model, processor = family.env.actor.model, family.env.processor
         batch = with_prompts(batch, processor, "Look: {prompt} It is {answer}.")
         return (
-            image_changes.with_images(batch, model, processor, all_noisy)
+            image_changes.reread_images(batch, model, processor, all_noisy)
             if family.kind in TOKENS
             else batch
         )

@@ -197,7 +197,7 @@ def same(one, other, bits: bool = False) -> None:
         dataclasses.replace(conversation, seconds=0, images=[], features=None)
         for conversation in other.conversations
     ]
-    for name in ("tokens", "lengths", "stream", "is_own", "stream_positions", "truncated"):
+    for name in ("tokens", "own_lengths", "stream", "is_own", "stream_positions", "truncated"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     assert (
         torch.equal(one.logprobs, other.logprobs)
@@ -344,7 +344,7 @@ def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeyp
         earned = torch.tensor([sum(conversation.rewards) for conversation in batch.conversations])
         assert (earned[batch.sample_number > 0] == 0).all()
         assert (earned[batch.sample_number == 0] > 1).all()
-        assert (batch.lengths > 0).all()
+        assert (batch.own_lengths > 0).all()
         assert not batch.truncated.any()
     check_exact(env, hugging_face(qwen25), batch)
     env_row = dialogue.env_row

@@ -7,9 +7,9 @@ import pytest
 
 import extra_packages
 from common.ppo_flags import RewardArgs
-from common.rewards.functions import load_source, score_samples
+from common.rewards.functions import load_source
 from conftest import ROOT, table
-from helpers import reward_samples
+from helpers import reward_samples, score_samples
 
 PATH = ROOT / "launch" / "reward_math.py"
 

@@ -9,9 +9,9 @@ import pytest
 
 import reward_vision
 from common.ppo_flags import RewardArgs
-from common.rewards.functions import load_source, score_samples
+from common.rewards.functions import load_source
 from conftest import ROOT, table
-from helpers import reward_samples
+from helpers import reward_samples, score_samples
 
 ANIMALS = {"options": ["cat", "dog", "fox"]}
 THOUGHT = "<think>7 B red</think>"

@@ -100,8 +100,8 @@ def test_images_of_environments_are_changed_too(qwen25, rows):
         places = []
         batch = talk(env, name, 2, batch=take(env))
         batch.prompt_ids = [14, 15, 16, 17]
-        changed = image_changes.with_images(batch, env.actor.model, env.processor, change)
-        same = image_changes.with_images(
+        changed = image_changes.reread_images(batch, env.actor.model, env.processor, change)
+        same = image_changes.reread_images(
             batch, env.actor.model, env.processor, lambda images, place: images
         )
         logprobs = ppo.logprobs_of(env.actor, same)

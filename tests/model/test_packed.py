@@ -71,7 +71,8 @@ def test_packs_equal_per_sample_forwards(checkpoint, picture_rows, budget, share
     expected, expected_values = torch.cat(expected), torch.cat(expected_values)
     ((expected + expected_values) * weights).sum().backward()
 
-    features = {g: image_features(ours, *pixels[g]) for g in range(len(prompts)) if pixels[g]}
+    seeing = [g for g in range(len(prompts)) if pixels[g]]
+    features = {("prompt", g): image_features(ours, *pixels[g]) for g in seeing}
     positions = {g: prompt_positions(ours, prompt) for g, prompt in enumerate(prompts)}
     packs = assign_blocks(batch, make_blocks(batch, budget if share else 0), 1, budget, 64)[0]
     assert (len(packs) == 1) == (budget > 10**5)

@@ -379,11 +379,11 @@ def test_spans_fall_on_the_tokens_that_end_them(qwen25, picture_rows, tmp_path, 
         scored.rewards,
         torch.zeros(len(earned)),
         0.0,
-        batch.lengths,
+        batch.own_lengths,
         batch.prompt_index,
         turn_rewards=scored.turn_rewards,
     )
-    at_ends = torch.zeros(len(earned)).index_fill(0, batch.lengths.cumsum(0) - 1, at_end)
+    at_ends = torch.zeros(len(earned)).index_fill(0, batch.own_lengths.cumsum(0) - 1, at_end)
     assert torch.allclose(inputs.token_rewards, torch.tensor(earned) + at_ends)
     assert torch.equal(score(env, reward, scored).turn_rewards, scored.turn_rewards)
     reward = scoring.load_rewards(replace(env.args.reward, reward=f"{tmp_path}/mine.py:beyond"))

@@ -22,10 +22,10 @@ from common.data.coordinates import Place
 from common.data.images import read_image
 from common.ppo_flags import RewardArgs
 from common.rewards import remote
-from common.rewards.functions import load_source, score_samples
+from common.rewards.functions import load_source
 from common.rewards.remote import Server
 from conftest import ROOT, read_rows, records, user_error, words, write_rows
-from helpers import reward_samples, samples_of
+from helpers import reward_samples, samples_of, score_samples
 from reward_server import LIES, RewardServer, open_pictures
 
 

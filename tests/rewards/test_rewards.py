@@ -13,7 +13,7 @@ from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.reports.records import summarise
 from common.rewards import scoring
-from common.rewards.functions import Source, load_source, score_samples
+from common.rewards.functions import Source, load_source
 from common.rewards.rules import (
     answers_equal,
     extract_answer,
@@ -22,7 +22,7 @@ from common.rewards.rules import (
     same_words,
 )
 from conftest import readme_reward, table, user_error, value_error
-from helpers import reward_samples
+from helpers import reward_samples, score_samples
 
 
 def score(fn, n=4, workers=1, batch=0, timeout=60.0, asks=(), **more):
