@@ -605,10 +605,8 @@ def build_pack(
     that its rank takes part in the collectives, with a gradient of 0.
     """
     order = torch.tensor([i for _, members in blocks for i in members], dtype=torch.int64)
-    counts, lengths = (
-        batch.pack_lengths[order],
-        batch.own_lengths[order],
-    )  # (k,) with replies, without
+    # (k,) with replies, without
+    counts, lengths = batch.pack_lengths[order], batch.own_lengths[order]
     segments, samples, size = _lay_out(batch, blocks, prompt_positions)
     starts, ends, following = torch.tensor(samples, dtype=torch.int64).reshape(-1, 3).T  # (k,) each
     index = ragged_index(starts, counts)  # (R,)
