@@ -63,8 +63,9 @@ def load_training_state(path: Path, roles: Roles) -> None:
     except dcp.api.CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         raise UserError(
-            f"{path} cannot be loaded into the models of this run: {cause}; to start from its "
-            "weights alone, pass an export of its run as --model"
+            f"{path} cannot be loaded into the models of this run: {cause}; --config "
+            "<out>/args.json has the flags of its run; to start from its weights alone, pass an export "
+            "of its run as --model"
         ) from error
 
 

@@ -16,6 +16,8 @@ Columns = dict[str, list[float]]  # a number for each sample: "reward" and its c
 # not the possessive *+, which finds nothing here before Python 3.11.5
 ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 RULES = ("exact", "boxed", "answer", "verdict", "judgement")
+# How models that have tokens of their own for it write a thought: Ministral 3, Gemma 4.
+BEGINS_THOUGHT, ENDS_THOUGHT = r"\[THINK\]|<\|channel>thought", r"\[/THINK\]|<channel\|>"
 ACCURACY, FORM = 0.9, 0.1  # weights of the rules that also pay the form
 RAISED, LOWERED = "[²³¹⁰-ⁿ]+", "[₀-ₜ]+"  # 3² is 3^2, not 32
 BRACES = re.compile(r"\\boxed\s*\{|\\(?:[{}]|\\(?!boxed))|[{}]")
@@ -57,12 +59,17 @@ FRACTION = re.compile(
 
 def opens_thought(prompt: str) -> bool:
     """Whether a rendered prompt ends in <think>: the templates of some models write it themselves."""
-    return prompt.rstrip().endswith("<think>")
+    return with_think_tags(prompt.rstrip()).endswith("<think>")
+
+
+def with_think_tags(text: str) -> str:
+    """A text with <think> and </think> around its thoughts."""
+    return re.sub(ENDS_THOUGHT, "</think>", re.sub(BEGINS_THOUGHT, "<think>", text))
 
 
 def with_opened_thought(prompt: str, response: str) -> str:
-    """A response with the <think> at the end of its prompt, if there is one."""
-    return f"<think>{response}" if opens_thought(prompt) else response
+    """A response with the <think> at the end of its prompt, if there is one, and in this spelling."""
+    return with_think_tags(f"<think>{response}" if opens_thought(prompt) else response)
 
 
 def extract_answer(response: str, rule: str) -> str | None:
