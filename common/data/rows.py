@@ -365,16 +365,25 @@ def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
 
 
 def _find_places(messages: list[dict], media: Sequence[Media]) -> list[dict]:
-    """The parts of messages that stand for images and clips. Where a row does not say where, these
-    come before all text of its only user message, as Qwen-VL is trained."""
-    places = []
-    for message in messages:
-        places += [part for part in message["content"] if part["type"] != "text"]
+    """The parts of messages that stand for images and clips; if there is none, marks in the user's text
+    parts do. Where a row does not say where, they come before all text of its only user message, as
+    Qwen-VL is trained."""
     users = [message for message in messages if message["role"] == "user"]
+    places = media_parts(messages)
+    if media and not places:
+        for message in users:
+            texts = [part["text"] for part in message["content"]]
+            message["content"] = [part for text in texts for part in message_parts(text)]
+        places = media_parts(users)
     if not places and len(users) == 1:
         places = [{"type": kind_of(item)} for item in media]
         users[0]["content"] = places + users[0]["content"]
     return places
+
+
+def media_parts(messages: list[dict]) -> list[dict]:
+    """The parts of messages that are no text."""
+    return [part for message in messages for part in message["content"] if part["type"] != "text"]
 
 
 def kind_of(item: Media) -> str:

@@ -612,10 +612,12 @@ def test_several_images_of_several_sizes_and_text_only_rows(load, processor):
 [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]}] | user: PICTUREorPICTURE
 [{"role": "system", "content": [{"type": "text", "text": "<image> is a tag."}]}, {"role": "user", "content": "What?"}] | \
 system: <image> is a tag.; user: PICTUREPICTUREWhat?
+[{"role": "user", "content": [{"type": "text", "text": "<image>A<image>"}, {"type": "text", "text": "B"}]}] | user: PICTUREAPICTUREB
+[{"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "<image>?"}]}] | user: PICTUREPICTURE<image>?
 """),
 )
 def test_places_of_images(load, prompt, turns):
-    """In a part of a message it is text."""
+    """In a part of a message a mark is text, unless the user's parts give the images no other places."""
     expected = [turn.split(": ") for turn in turns.replace("PICTURE", PICTURE).split("; ")]
     row = {"prompt": json.loads(prompt), "images": ["a.png", "b.jpg"]}
     assert load([row])[0].text == rendered(*expected)
