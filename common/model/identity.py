@@ -11,6 +11,10 @@ NAMING = (
     "model critic_model reference_model teacher_model data ptx_data reward reward_recipe "
     "reward_combiner env"
 )
+# files of a model that say how it is asked
+ASKING = (
+    "chat_template.jinja chat_template.json processor_config.json tokenizer_config.json judge.json"
+)
 
 
 def contents(flags: dict) -> dict[str, str]:
@@ -23,21 +27,22 @@ def digest(spec: str) -> str:
     a.jsonl:0.7,b.jsonl:0.3 or grm:FOLDER,file.py:function."""
     path = Path(spec)
     if path.is_absolute() and path.exists():
-        return digest_weights(path) if path.is_dir() else sha256(path)[:12]
+        return digest_model(path) if path.is_dir() else sha256(path)[:12]
     for mark in ",:":
         if mark in spec and "://" not in spec:
             return mark.join(map(digest, spec.split(mark)))
     return spec
 
 
-def digest_weights(folder: Path) -> str:
-    """Of the names and shapes of a model's weights, and of a few numbers of each, in whatever files
-    they are: cheap for any size, and training changes it."""
-    weights = []
+def digest_model(folder: Path) -> str:
+    """Of the files that say how a model is asked, and of the names and shapes of its weights and a few
+    numbers of each, in whatever files they are: cheap for any size, and training changes it."""
+    asking = [folder / name for name in ASKING.split() if (folder / name).is_file()]
+    parts = [f"{path.name} {sha256(path)}" for path in asking]
     for path in weight_files(folder):
         with open_weights(path) as tensors:
             for key in tensors.keys():
                 value = tensors.get_tensor(key)  # in mapped memory: only what is used is read
                 numbers = value.flatten()[:: 1 + value.numel() // 8].tolist()
-                weights.append(f"{key} {value.shape} {numbers}")
-    return hashlib.sha256("\n".join(sorted(weights)).encode()).hexdigest()[:12]
+                parts.append(f"{key} {value.shape} {numbers}")
+    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:12]

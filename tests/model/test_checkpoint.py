@@ -980,9 +980,10 @@ def test_paths_are_no_identity(flags, copy, task, qwen25, tmp_path):
     for path, flag in (
         (tmp_path / "task" / "rows.jsonl", "data"),
         (tmp_path / "task" / "reward.py", "reward"),
+        (model / "chat_template.jinja", "model"),
     ):
         text = path.read_text()
-        path.write_text(text.replace("row 1", "row one").replace("aeiou", "aeio"))
+        path.write_text(text + "\n")
         refused([*flags(copy, "--steps 4"), *moved], "it is of another run: ", f"--{flag} '")
         path.write_text(text)
 

@@ -135,7 +135,11 @@ def test_a_thought_that_the_template_opens_is_part_of_the_form(prompt_end, forme
 def test_thoughts_in_tokens_of_a_models_own(begin, end):
     """As Ministral 3 and Gemma 4 write them; in the last one the template has begun it."""
     prompts = ["?", "?", f"? {begin}"]
-    responses = [f"{begin}1 + 2{end}\\boxed{{3}}", f"{begin}\\boxed{{3}}", f"1 + 2{end}\\boxed{{3}}"]
+    responses = [
+        f"{begin}1 + 2{end}\\boxed{{3}}",
+        f"{begin}\\boxed{{3}}",
+        f"1 + 2{end}\\boxed{{3}}",
+    ]
     columns = rule_reward("boxed", prompts, responses, ["3"] * 3, [None] * 3, [[]] * 3)
     assert columns["accuracy"] == columns["format"] == [1, 0, 1]
 
