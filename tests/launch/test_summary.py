@@ -1,7 +1,6 @@
-"""launch/summary.py: the screen and the curve at the end of the quickstart."""
+"""launch/summary.py: the screen at the end of the quickstart."""
 
 import pytest
-from PIL import Image, ImageColor
 
 import summary
 from conftest import write_rows
@@ -12,22 +11,6 @@ METRICS = """\
 {"step": 1, "rollout/reward": 0.5, "train/explained_variance": -9.0}
 {"step": 1, "eval/reward_mean": 0.7, "eval/accuracy_reward_mean": 0.75}
 """
-
-
-@pytest.mark.parametrize("values", [[0.1, 0.9], [3.0], [-5.0, 5.0, 1e6]])
-def test_every_value_has_its_place(tmp_path, values):
-    """Where the first curve is alone, its colour stands at each of its points."""
-    points = list(enumerate(values))
-    summary.draw_curves({"x": points}, tmp_path / "curve.png", "title")
-    image = Image.open(tmp_path / "curve.png")
-    assert image.size == (summary.WIDTH, summary.HEIGHT)
-    low, high, last = min(0.0, *values, 0.0), max(1.0, *values, 1.0), max(len(values) - 1, 1)
-    for step, value in points:
-        x = summary.LEFT + step / last * (summary.RIGHT - summary.LEFT)
-        y = summary.BOTTOM - (value - low) / (high - low) * (summary.BOTTOM - summary.TOP)
-        assert image.getpixel(
-            (round(x / summary.SCALE), round(y / summary.SCALE))
-        ) == ImageColor.getrgb(summary.COLOURS[0])
 
 
 def test_a_run_on_one_screen(tmp_path, capsys):
@@ -54,7 +37,6 @@ def test_a_run_on_one_screen(tmp_path, capsys):
     assert "question 3" not in text
     assert "at 0" not in text
     assert f"tensorboard --logdir {tmp_path}" in text
-    assert Image.open(tmp_path / "curve.png").size == (summary.WIDTH, summary.HEIGHT)
     summary.main([str(tmp_path), "train/explained_variance"])
     assert "train/explained_variance          -9.000 -> -9.000\n" in capsys.readouterr().out
     with pytest.raises(SystemExit):
