@@ -10,8 +10,7 @@ for example (https://huggingface.co/datasets/hiyouga/geometry3k: 2,101 / 300 / 6
     .venv-convert/bin/hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     .venv-convert/bin/python launch/convert.py geometry3k/data --label geo3k --out data/geo3k
 
-Sources are .parquet, .jsonl and .json files, or folders of the first two; JSON may be one list, objects
-over several lines, or in UTF-16. The shards train-00000-of-00002 and train-00001-of-00002 become train.jsonl. Images are
+Sources are .parquet, .jsonl and .json files, or folders of the first two; JSON may be one list. The shards train-00000-of-00002 and train-00001-of-00002 become train.jsonl. Images are
 written as they are, as images/<split>-<row>-<place>.jpeg and so on; their paths are relative to the
 file or, where there is no such file, to
 --image_root, outside of which none is read.
@@ -63,8 +62,7 @@ import json
 import os
 import re
 import tempfile
-import textwrap
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,8 +89,6 @@ SPACES = {"norm1": "1", "Position": "1000"}  # by ms-swift's bbox_type, by a key
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "value")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # that the trainers read
 
-# How columns of images or bytes look in Python's spelling.
-IMAGE_COLUMN = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)|(^|[ \[(])b'"
 MESSAGES = r'\s*\[\s*\{\s*"(role|content|from|value)"'  # as text
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "developer": "system"}
@@ -154,8 +150,6 @@ def convert(
     if value:
         converted["source" if is_pair else "label"] = value
     for column, value in rest.items():
-        if re.search(IMAGE_COLUMN, f"{value!r:.2000}"):
-            images.unread.add(column)
         if is_pair and column in NOT_IN_PAIRS:
             column = f"original_{column}"
         converted[column] = value
@@ -418,7 +412,6 @@ class Images:
     root: Path | None = None  # to this one, outside of which none is read
     count: int = 0
     embedded: list[str] = field(default_factory=list)  # written from messages
-    unread: set[str] = field(default_factory=set)  # columns that seem to hold images
 
     def write(self, image: Any) -> str:
         """Write an image; returns its path beside the JSONL file. Raises one of BAD_ROW."""
@@ -490,18 +483,16 @@ class Images:
 # ---- Files
 
 
-def read_rows(path: Path) -> Iterator[str | bytes | dict]:
-    """The rows of a table or of JSON, or the lines of JSONL, whatever the file is called."""
+def read_rows(path: Path) -> Iterator[bytes | dict]:
+    """The rows of a table or of a list in JSON, or the lines of JSONL, whatever the file is called."""
     with open_regular(path) as file:
         if path.suffix == ".parquet":
             yield from read_parquet(file, path)
-            return
-        first = file.readline()
-        if re.match(rb"(\xef\xbb\xbf)?\s*\{.*\}\s*$", first):
-            yield first
-            yield from file
+        elif file.read(1) == b"[":
+            yield from parse_json(b"[" + file.read(), f"{path}")
         else:
-            yield from read_json(first + file.read())
+            file.seek(0)
+            yield from file
 
 
 def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
@@ -517,62 +508,49 @@ def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
         raise ValueError(f"{path} cannot be read as parquet: {error!s:.1000}") from error
 
 
-def read_json(data: bytes) -> list:
-    """The elements of a list, or objects over several lines; else it must be JSONL, perhaps in UTF-16,
-    or with blank lines first."""
-    text = data.decode(json.detect_encoding(data), "backslashreplace")
-    try:
-        # no string of JSON holds the end of a line
-        objects = re.sub(r"\}\s*\n\s*\{", "},{", text)
-        rows = json.loads(f"[{objects}]")
-    except (ValueError, RecursionError):
-        return text.split("\n")
-    return rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
-
-
 def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Namespace) -> None:
     """Write <folder>/<split>.jsonl and its images. Raises ValueError with file and row."""
-    total, written, unread = 0, 0, set()
+    total, written, left_out = 0, 0, Counter()
     skipped = (benchmarks.LeftOut, FileNotFoundError) if args.benchmark else ()
-    left_out = defaultdict(list)  # why -> which rows
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
-        for path in paths:
-            for number, row in enumerate(read_rows(path), start=1):
-                if isinstance(row, str | bytes) and not row.strip():
-                    continue
-                try:
-                    row = parse_json(row, "the row") if isinstance(row, str | bytes) else row
-                    for ours, theirs in args.columns.items():
-                        if theirs not in row:
-                            raise ValueError(
-                                f"no column {theirs!r} (see --columns); the row has {', '.join(row):.400}"
-                            )
-                        row[ours] = row.pop(theirs)
-                    for pair in (
-                        benchmarks.rows_of(args.benchmark, row) if args.benchmark else [row]
-                    ):
-                        images = Images(
-                            folder / "images", f"{split}-{total:05d}", path.parent, args.image_root
-                        )
-                        converted = convert(pair, images, args.label, args.boxes, args.space)
-                        file.write(json.dumps(converted, default=plain) + "\n")
-                        total += 1
-                        unread |= images.unread
-                        written += images.count
-                except skipped as error:
-                    kind = str(error) if isinstance(error, benchmarks.LeftOut) else "image missing"
-                    left_out[kind].append(str(row.get("id", row.get("ID", f"row {number}"))))
-                except BAD_ROW as error:
-                    raise ValueError(f"{path}, row {number}: {describe(error, row)}") from error
+        for path, number, text in numbered_rows(paths):
+            row = text
+            try:
+                row = parse_json(text, "the row") if isinstance(text, bytes) else text
+                rename(row, args.columns)
+                parts = benchmarks.rows_of(args.benchmark, row) if args.benchmark else [row]
+                for part in parts:
+                    name = f"{split}-{total:05d}"
+                    images = Images(folder / "images", name, path.parent, args.image_root)
+                    converted = convert(part, images, args.label, args.boxes, args.space)
+                    file.write(json.dumps(converted, default=plain) + "\n")
+                    total, written = total + 1, written + images.count
+            except skipped as error:
+                left_out["image missing" if isinstance(error, OSError) else f"{error}"] += 1
+            except BAD_ROW as error:
+                raise ValueError(f"{path}, row {number}: {describe(error, row)}") from error
     say(f"{split}.jsonl: {total} rows, {written} images")
-    if unread:
-        say(
-            f"not read, but perhaps images (--columns images=NAME): {', '.join(sorted(unread)):.400}"
-        )
-    for kind, names in left_out.items():
-        say(f"left out: {len(names)} rows, {kind}: {textwrap.shorten(', '.join(names), 200)}")
+    for reason, count in left_out.items():
+        say(f"left out: {count} rows, {reason}")
     if left_out and not total:
         raise ValueError(f"{split}: no row is left (images are looked for in --image_root)")
+
+
+def numbered_rows(paths: list[Path]) -> Iterator[tuple[Path, int, bytes | dict]]:
+    """The file, the number in it, and the row or its line; blank lines only count."""
+    for path in paths:
+        for number, row in enumerate(read_rows(path), start=1):
+            if not isinstance(row, bytes) or row.strip():
+                yield path, number, row
+
+
+def rename(row: dict, columns: dict[str, str]) -> None:
+    """Give columns our names. Raises ValueError: there is no such column."""
+    for ours, theirs in columns.items():
+        if theirs not in row:
+            names = ", ".join(row)
+            raise ValueError(f"no column {theirs!r} (see --columns); the row has {names:.400}")
+        row[ours] = row.pop(theirs)
 
 
 def plain(value: Any) -> str | None:

@@ -375,21 +375,12 @@ def test_regions_of_other_systems(tmp_path, system, row, flags, expected):
     assert converted | expected == converted
 
 
-def test_bytes_are_never_text(tmp_path, capsys):
-    """In a column that is only kept. What may have been images is said."""
+def test_bytes_are_never_text(tmp_path):
+    """In a column that is only kept."""
     images = convert.Images(tmp_path, "row", tmp_path)
-    row = convert.convert(
-        {"prompt": "x", "preview": {"bytes": b"\x89PNG", "path": None}, "when": 5}, images
-    )
-    assert json.loads(json.dumps(row, default=convert.plain)) == {
-        "prompt": "x",
-        "images": [],
-        "preview": {"bytes": None, "path": None},
-        "when": 5,
-    }
-    assert images.unread == {"preview"}
-    run(tmp_path, [{"prompt": "x", "thumbnail": "a.png", "other": "a"}])
-    assert "perhaps images (--columns images=NAME): thumbnail\n" in capsys.readouterr().out
+    row = {"prompt": "x", "preview": {"bytes": b"\x89PNG", "path": None}, "when": 5}
+    written = json.dumps(convert.convert(row, images), default=convert.plain)
+    assert json.loads(written) == row | {"images": [], "preview": {"bytes": None, "path": None}}
 
 
 @pytest.mark.parametrize(
@@ -399,12 +390,11 @@ def test_bytes_are_never_text(tmp_path, capsys):
         ("rows.jsonl", json.dumps([{"prompt": "x"}, {"prompt": "y"}])),
         ("rows.json", '{"prompt": "x"}\n{"prompt": "y"}\n'),
         ("rows.jsonl", '\n{"prompt": "x"}\n\n{"prompt": "y"}\n'),
-        ("rows.jsonl", '{\n  "prompt": "x"\n}\n{\n  "prompt": "y"\n}\n'),
+        ("rows.jsonl", '\ufeff{"prompt": "x"}\n{"prompt": "y"}\n'),
     ],
 )
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
-def test_json_in_other_layouts(tmp_path, name, content, encoding):
-    (tmp_path / name).write_text(content, encoding=encoding)
+def test_json_in_other_layouts(tmp_path, name, content):
+    (tmp_path / name).write_text(content, encoding="utf-8")
     convert.main(words(tmp_path / name, "--out", tmp_path / "out"))
     assert [row["prompt"] for row in read_rows(tmp_path / "out" / "rows.jsonl")] == ["x", "y"]
 

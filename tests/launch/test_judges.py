@@ -178,11 +178,11 @@ GROUPS = {
     "genai_bench": ["image_generation"] * 4,
 }
 LEFT_OUT = {
-    "vl_rewardbench": "left out: 2 rows, image missing: RLHF-V-1, RLHF-V-2\n",
-    "mm_rlhf": "left out: 1 rows, image missing: 4\n",
-    "multimodal_rewardbench": "left out: 1 rows, image missing: hateful_1\n",
-    "rewardbench2": "left out: 1 rows, subset Ties: 9\n",
-    "genai_bench": "left out: 1 rows, two videos: row 5\nleft out: 1 rows, an image beside those of both sides: row 6\n",
+    "vl_rewardbench": "left out: 2 rows, image missing\n",
+    "mm_rlhf": "left out: 1 rows, image missing\n",
+    "multimodal_rewardbench": "left out: 1 rows, image missing\n",
+    "rewardbench2": "left out: 1 rows, subset Ties\n",
+    "genai_bench": "left out: 1 rows, two videos\nleft out: 1 rows, an image beside those of both sides\n",
 }
 
 
@@ -261,23 +261,6 @@ def test_the_copy_of_vl_rewardbench(tmp_path, published):
     ]
 
 
-def test_many_missing_images(tmp_path, published, capsys):
-    """All are counted; names that do not fit on the line are not cut in silence."""
-    rows = [named(f"hateful_{k}", "safety", Image="none.png") for k in range(400)] + [
-        named("MMBench_1", "vqa")
-    ]
-    convert.main(
-        words(
-            published("multimodal_rewardbench", rows),
-            "--benchmark multimodal_rewardbench --out",
-            tmp_path / "out",
-        )
-    )
-    line = capsys.readouterr().out.splitlines()[1]
-    assert line.startswith("left out: 400 rows, image missing: hateful_0, hateful_1, ")
-    assert line.endswith(", [...]")
-
-
 def test_a_benchmark_in_parquet(tmp_path, pyarrow, capsys):
     """Images as structs, of which one is empty."""
     empty, whole = {"bytes": None, "path": None}, {"bytes": encode(noise(1)), "path": None}
@@ -286,7 +269,7 @@ def test_a_benchmark_in_parquet(tmp_path, pyarrow, capsys):
         pyarrow.Table.from_pylist(rows), tmp_path / "test-00000-of-00001.parquet"
     )
     convert.main(words(tmp_path, "--benchmark vl_rewardbench --out", tmp_path / "out"))
-    lines = ["test.jsonl: 1 rows, 1 images", "left out: 1 rows, image missing: RLHF-V-1"]
+    lines = ["test.jsonl: 1 rows, 1 images", "left out: 1 rows, image missing"]
     assert capsys.readouterr().out.splitlines() == lines
     (row,) = read_rows(tmp_path / "out" / "test.jsonl")
     assert row["responses"]["AB".index(row["preferred"])] == "good mathverse_2"
