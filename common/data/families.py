@@ -116,7 +116,7 @@ class Family:
         self.tokenizer = tokenizer
         self.video_frames, self.video_fps = args.video_frames, args.video_fps
         self.placeholder = self.token(getattr(self.config, self.begins_image))
-        settings = image_settings(files)
+        settings = settings_of_images(files)
         if not settings:
             raise ValueError("no preprocessor_config.json; take the base checkpoint's")
         kind = settings.get("image_processor_type", self.image_processors[0])
@@ -167,7 +167,7 @@ class Family:
         return self.image_processor(images=[image], return_tensors="pt")
 
 
-def image_settings(files: Files) -> dict:
+def settings_of_images(files: Files) -> dict:
     """Of the image processor, as a checkpoint has them."""
     return files["processor_config"].get("image_processor") or files["preprocessor_config"]
 
@@ -233,7 +233,7 @@ class Qwen(Family):
         settings = files["processor_config"].get("video_processor")
         settings = settings or files["video_preprocessor_config"]
         if not settings:
-            settings = dict(image_settings(files))
+            settings = dict(settings_of_images(files))
             settings.pop("image_processor_type", None)
             files["video_preprocessor_config"] = settings
         side = self.patch_size * self.merge_size

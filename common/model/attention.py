@@ -44,21 +44,16 @@ def choose_backend(
     Raises:
         ValueError: the requested back-end cannot run here.
     """
-    if requested == "auto":
-        if device.type != "cuda" or dtype == torch.float32:
-            return "sdpa"
-        requested = "varlen" if flash_attn_problem() else "flash_attn"
-    if requested == "sdpa":
-        return requested
-    problem = ""
-    if device.type != "cuda":
-        problem = f"it needs a CUDA device and this run is on {device.type}"
-    elif dtype == torch.float32:
-        problem = "it computes in bfloat16 only, and --dtype is float32"
-    elif requested == "flash_attn":
-        problem = flash_attn_problem()
-    if problem:
+    fits = device.type == "cuda" and dtype != torch.float32
+    if requested == "sdpa" or (requested == "auto" and not fits):
+        return "sdpa"
+    if not fits:
+        raise ValueError(f"--attention {requested} computes in bfloat16 on a GPU; use auto")
+    problem = flash_attn_problem()
+    if requested == "flash_attn" and problem:
         raise ValueError(f"--attention {requested}: {problem}; use auto")
+    if requested == "auto":
+        requested = "varlen" if problem else "flash_attn"
     if requested == "varlen":
         # varlen_attn of torch 2.15 gives calls that are not causal to cuDNN, which plans for
         # 40 ms and more whenever the lengths are new.

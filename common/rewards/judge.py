@@ -508,8 +508,8 @@ def order_agreement(rows: list[Prompt], indices: list[int], texts: list[str]) ->
         by_row[index][verdict] += 1
     shares = []
     for index, verdict in zip(indices, verdicts):
-        # the pair's other order stands beside this one
-        partner = by_row[index + 1 if rows[index].order == "given" else index - 1]
+        other = index + 1 if index % 2 == 0 else index - 1  # the pair's other order
+        partner = by_row[other]
         alike = 0 if verdict is None else partner[in_order(verdict, "swapped")]
         shares.append(alike / partner.total())
     return shares
