@@ -446,7 +446,7 @@ class ModelArgs:
     )
     train_vision: bool = flag(
         False,
-        "train the vision tower and its projector too (Qwen-VL); every model then has one of its "
+        "train the vision tower and its projector too; every model then has one of its "
         "own and computes image features in every forward pass",
         excludes="lora_rank",
     )

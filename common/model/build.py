@@ -232,11 +232,8 @@ def build_model(
         ValueError: something in the config is not supported.
     """
     family = family_of(config)
-    if trains_vision and not isinstance(family, Qwen):
-        raise ValueError(
-            f"--train_vision: the checkpoint is of the family {config.model_type}; only vision "
-            "towers of Qwen-VL can be trained"
-        )
+    if trains_vision and not family.media:
+        raise ValueError(f"--train_vision: {config.model_type} has no vision tower")
     auto = AutoModelForImageTextToText if family.media else AutoModelForCausalLM
     try:
         with parameters_on_meta():  # of a copy: it is written into

@@ -22,6 +22,7 @@ from common.buffers import (
     Batch,
     Block,
     Features,
+    ImageKey,
     Pack,
     assign_blocks,
     build_pack,
@@ -67,8 +68,14 @@ def make_packs(
     mine = progress(assigned[dist.get_rank()], "packs")
 
     def packs_of(model: Model, batch: Batch, mine: Iterable[list[Block]]) -> Iterator[Pack]:
-        features = exchange_features(local_images(model, batch), needed, model.setup.dtype)
-        return (make_pack(model, batch, blocks, features) for blocks in mine)
+        images = local_images(model, batch)
+        if not model.setup.trains_vision:
+            features = exchange_features(images, needed, model.setup.dtype)
+            return (make_pack(model, batch, blocks, features) for blocks in mine)
+        spare = spare_image(batch)
+        # Pixels stay float32: some towers scale them before they cast them.
+        pixels = exchange_features(images, [keys | spare for keys in needed], torch.float32)
+        return (make_pack(model, batch, blocks, pixels, spare) for blocks in mine)
 
     if teacher is None:
         return packs_of(model, batch, mine)
@@ -87,13 +94,20 @@ def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
     return joined
 
 
-def make_pack(model: Model, batch: Batch, blocks: list[Block], features: Features) -> Pack:
-    """One pack, on the device."""
+def make_pack(
+    model: Model, batch: Batch, blocks: list[Block], features: Features, spare: set[ImageKey] = set()
+) -> Pack:
+    """One pack, on the device. ``spare`` is of models that train their tower: see `spare_image`."""
     setup = model.setup
     positions = {index: positions_of(model, batch, index) for index, _ in blocks}
     pack = build_pack(batch, blocks, positions, features, setup.family.visual_token_ids())
     if setup.trains_vision:
-        pack = with_grids(model, pack, pack_grids(batch, blocks))
+        keys = image_keys(blocks)
+        if not image_grids(batch, keys):
+            keys = list(spare)
+            pack = replace(pack, features=features[keys[0]] if keys else None)
+        grids = image_grids(batch, keys)
+        pack = replace(pack, grids=torch.tensor(grids) if grids else None)
     segments = setup.family.attention_segments(pack.segments, pack.image_index)
     pack = pack.to(setup.device)
     pack.attention = PackedAttention(segments, setup.backend, setup.device)
@@ -113,14 +127,24 @@ def local_images(model: Model, batch: Batch) -> Features:
     return images
 
 
-def pack_grids(batch: Batch, blocks: list[Block]) -> list[tuple]:
-    """(t, h, w) of the images and clips of a pack, in the order of the pack."""
+def image_grids(batch: Batch, keys: Iterable[ImageKey]) -> list[tuple]:
+    """The grids of images, those of clips (t, h, w), in the order of the keys."""
     grids = []
-    for index, members in blocks:
-        grids += batch.prompts[index].grids
-        for i in members:
-            grids += batch.conversations[i].grids if batch.conversations else []
+    for kind, i in keys:
+        if kind == "prompt":
+            grids += batch.prompts[i].grids
+        elif batch.conversations:
+            grids += batch.conversations[i].grids
     return [grid[:3] for grid in grids]
+
+
+def spare_image(batch: Batch) -> set[ImageKey]:
+    """The key of the first images of a batch, of which it may have none. Packs without images take them
+    along, for no token: every rank has to take part in the collectives of a trained tower."""
+    for key in image_keys([(index, [i]) for i, index in enumerate(batch.prompt_index.tolist())]):
+        if image_grids(batch, [key]):
+            return {key}
+    return set()
 
 
 def exchange_features(
@@ -160,18 +184,6 @@ def share_features(model: Model, batch: Batch) -> Batch:
         return batch
     needed = [set(batch.prompts_of(rank, size)) for rank in range(dist.get_world_size())]
     return replace(batch, features=exchange_features(batch.features, needed, model.setup.dtype))
-
-
-def with_grids(model: Model, pack: Pack, grids: list[tuple]) -> Pack:
-    """The pack with the grids of its images and clips. If it has none, it gets one image of zeros
-    that belongs to no token, so that this rank runs the tower, too."""
-    if grids:
-        return replace(pack, grids=torch.tensor(grids))
-    side = model.config.vision_config.spatial_merge_size
-    kernel = model.model.visual.get_parameter("patch_embed.proj.weight")
-    # The kernel covers a patch. kernel[0] would gather a sharded one, on this rank alone.
-    nothing = torch.zeros(1, side * side, kernel.shape[1:].numel())
-    return replace(pack, grids=torch.tensor([[1, side, side]]), features=nothing)
 
 
 class Prefill(NamedTuple):

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.buffers import Batch, Pack, fill_packs
 from common.data.families import Family
@@ -104,17 +106,11 @@ class Decoder(Part):
     get_per_layer_inputs: Callable[..., Tensor]  # of Gemma 4's small models
 
 
-class Tower(Part):
-    """A vision tower of Qwen-VL, the only ones that are trained."""
-
-    blocks: nn.ModuleList
-
-
 class Core(nn.Module):
     """``model.model``: the decoder, and in most families what makes image features. The decoder itself
     in a text-only model."""
 
-    visual: Tower  # of Qwen-VL
+    visual: Part  # of Qwen-VL
     get_image_features: Callable
     get_rope_index: Callable[..., tuple[Tensor, Tensor]]  # only with three-dimensional positions
 
@@ -170,12 +166,21 @@ def tower_parameters(model: Model) -> list[nn.Parameter]:
 
 def trained_parts(model: Model) -> list[Part]:
     """The decoder, and the vision tower if it is trained."""
-    return [decoder(model), model.model.visual] if model.setup.trains_vision else [decoder(model)]
+    parts: list = [decoder(model)]
+    if model.setup.trains_vision:
+        parts += [p for p in vision_parts(model).values() if isinstance(p, PreTrainedModel)]
+    return parts
 
 
 def layers(model: Model) -> list[nn.Module]:
     """The layers of `trained_parts`, which FSDP gathers one by one."""
-    blocks = model.model.visual.blocks if model.setup.trains_vision else []
+    _, *towers = trained_parts(model)
+    blocks = [
+        module
+        for tower in towers
+        for module in tower.modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    ]
     return [*decoder(model).layers, *blocks]
 
 
@@ -327,8 +332,7 @@ def hidden_states(model: Model, pack: Pack) -> Tensor:
     features = pack.features
     if features is not None and pack.grids is not None:
         features = image_features(model, features[0], pack.grids)
-        # the image of zeros of `packs.with_grids`: every rank takes part in the tower's collectives
-        if not len(pack.image_index):
+        if not len(pack.image_index):  # an image of `packs.spare_image`
             embeds, features = embeds + 0.0 * features.sum(), None
     further = {}
     if getattr(language, "hidden_size_per_layer_input", 0):

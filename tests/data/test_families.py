@@ -33,7 +33,7 @@ import train_ppo_vl as ppo
 from common import distributed
 from common.buffers import Batch
 from common.data import families
-from common.data.families import BOTH_WAYS, FAMILIES, IN_WINDOWS, Qwen, family_of
+from common.data.families import BOTH_WAYS, FAMILIES, IN_WINDOWS, family_of
 from common.data.loader import PromptLoader, load_pixels
 from common.data.processor import Processor
 from common.data.rows import measure
@@ -89,7 +89,7 @@ from families import (
     with_response,
     write_family,
 )
-from helpers import COMPUTE, assert_same_run, launch, on_a_gpu, trainable
+from helpers import COMPUTE, assert_same_run, changed, launch, on_a_gpu, tensors, trainable
 
 
 def marked(kinds) -> list:
@@ -322,11 +322,10 @@ def test_packed_logprobs_equal_one_forward_per_sample(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", NEWER, indirect=True)
+@pytest.mark.parametrize("family", sorted({*KINDS} - {*TEXT_ONLY}), indirect=True)
 def test_gradients_equal_those_of_one_forward_per_sample(family):
-    """Of every parameter in float64, those of Qwen's kind of tower too."""
-    trained = isinstance(family.env.processor.family, Qwen)
-    exact = in_float64(family, *["--train_vision"] * trained)
+    """Of every parameter in float64, the tower's too."""
+    exact = in_float64(family, "--train_vision")
     env, counts = exact.env, [3, 2, 2, 3]
     with Wide():
         batch = responses_to(env, counts, exact.oracle.config.get_text_config().vocab_size)
@@ -340,6 +339,8 @@ def test_gradients_equal_those_of_one_forward_per_sample(family):
         for group, tokens in responses_of(batch):
             inputs = with_response(hf_inputs(exact, env.prompts[group]), tokens)
             inputs.pop("attention_mask", None)
+            if "pixel_values" in inputs:
+                inputs["pixel_values"] = inputs["pixel_values"].double()
             logits = exact.oracle(**inputs, use_cache=False).logits[0, -len(tokens) - 1 : -1]
             logits = logits.index_fill(1, banned, -torch.inf)
             mine = slice(start_at, start_at := start_at + len(tokens))
@@ -350,10 +351,14 @@ def test_gradients_equal_those_of_one_forward_per_sample(family):
     for name, parameter in env.actor.model.named_parameters():
         if parameter.requires_grad:
             gradient = expected[name]
-            error = (parameter.grad.full_tensor() - gradient).norm() / gradient.norm()
-            assert error < 1e-10, (name, float(error))
+            if gradient is None or parameter.grad is None:  # a layer behind the one that is read
+                assert gradient is None and parameter.grad is None, name
+                continue
+            error = (parameter.grad.full_tensor() - gradient).norm()
+            # a bias of keys has none but rounding
+            assert error < 1e-10 * gradient.norm() + 1e-12, (name, float(error))
             compared += 1
-    assert compared > (40 if trained else 15)
+    assert compared > 40
 
 
 @pytest.mark.parametrize("family", ["gemma4_e2b"], indirect=True)
@@ -373,7 +378,7 @@ def test_greedy_rollouts_equal_generate(family):
     check_rollouts(family, hf_inputs)
 
 
-def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
+def ppo_flags(kind: str, folder: Path, out: Path, *further: str) -> list[str]:
     """One step with a critic, into out/kind."""
     (out / "reward.py").write_text(REWARD)
     more = dict(
@@ -397,6 +402,7 @@ def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
         "--out",
         out / kind,
         *more.split(),
+        *further,
     )
 
 
@@ -442,21 +448,28 @@ def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
-    """Uneven shares, windows and pictures, tiles, experts and their balance."""
-    kinds, plan = ["qwen2", "gemma3", "smolvlm", "qwen3_vl_moe", "qwen3_5", *NEWER], []
+    """Uneven shares, windows and pictures, tiles, experts and their balance; with a trained tower, which
+    moves in the export."""
+    kinds, plan = ["qwen2", "qwen3_vl_moe", "qwen3_5"], []
+    trained = ["llava", "gemma3", "internvl", "smolvlm", *NEWER]
     try:
         make_image_processor("smolvlm")
     except ImportError:  # transformers 5.17 wants torchvision for it
-        kinds.remove("smolvlm")
+        trained.remove("smolvlm")
     for ranks in ("one", "two"):
         (tmp_path / ranks).mkdir()
-    for kind in kinds:
+    further = {kind: ("--train_vision",) if kind in trained else () for kind in kinds + trained}
+    for kind, more in further.items():
         write_family(kind, tmp_path / kind, picture_rows)
-        plan.append(ppo_flags(kind, tmp_path / kind, tmp_path / "two"))
-    launch(2, *plan)
-    for kind in kinds:
-        ppo.main(ppo_flags(kind, tmp_path / kind, tmp_path / "one"))
+        plan.append(ppo_flags(kind, tmp_path / kind, tmp_path / "two", *more))
+    for half in (plan[::2], plan[1::2]):  # on a slow machine all take too long for one launch
+        launch(2, *half)
+    for kind, more in further.items():
+        ppo.main(ppo_flags(kind, tmp_path / kind, tmp_path / "one", *more))
         assert_same_run(tmp_path / "one" / kind, tmp_path / "two" / kind)
+        export = tmp_path / "two" / kind / "export" / "step-1"
+        moved = changed(tensors(tmp_path / kind), tensors(export))
+        assert any(part in key for key in moved for part in FROZEN) == (kind in trained), kind
 
 
 def answered(family) -> list[dict]:
