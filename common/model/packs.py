@@ -95,7 +95,11 @@ def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
 
 
 def make_pack(
-    model: Model, batch: Batch, blocks: list[Block], features: Features, spare: set[ImageKey] = set()
+    model: Model,
+    batch: Batch,
+    blocks: list[Block],
+    features: Features,
+    spare: set[ImageKey] = set(),
 ) -> Pack:
     """One pack, on the device. ``spare`` is of models that train their tower: see `spare_image`."""
     setup = model.setup
