@@ -34,7 +34,7 @@ nodes gpus-per-node time partition signal output open-mode job-name ntasks-per-n
 export wait nv
 quiet disable-pip-version-check no-deps dry-run no-index offline python version logdir
 force-reinstall index-url no-build-isolation shutdown-timeout
-critic teacher words fetch imitation_coef versions
+critic teacher fetch imitation_coef versions
 """
 
 Problems = Iterator[str]

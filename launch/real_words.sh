@@ -4,21 +4,18 @@
 #   bash launch/real_words.sh                 pictures, GRPO
 #   bash launch/real_words.sh --critic        pictures, PPO with a critic
 #   bash launch/real_words.sh --teacher       pictures, no reward: it learns from itself with the answer in its prompt
-#   bash launch/real_words.sh --words         text, and a reward that is hacked: the naive rule, then the strict one
-#   bash launch/real_words.sh --words naive   one of the two
 #   bash launch/real_words.sh --fetch         no training: the model as a folder, real/smollm2
 #
 # Further flags are passed to train_ppo_vl.py. What is fetched (150 MB) and made stays in real/: an environment of its own,
 # the model, the pictures. Expected and measured: launch/README.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-task=pictures advantage=grpo rules=(naive strict)
+task=pictures advantage=grpo
 while [ $# -gt 0 ]; do
     case "$1" in
         --critic) advantage=gae ;;
         --teacher) advantage=none ;;
         --fetch) task=fetch ;;
-        --words) task=words; if [[ "${2:-}" =~ ^(naive|strict)$ ]]; then rules=("$2"); shift; fi ;;
         *) break ;;
     esac
     shift
@@ -44,32 +41,6 @@ if [ ! -f real/smollm2/config.json ]; then
     mv real/smollm2.new real/smollm2
 fi
 [ "$task" != fetch ] || exit 0
-stamp="$(date +%Y%m%d-%H%M%S)"
-common=(--advantage "$advantage" --lora_rank 16 --actor_lr 5e-4 --samples_per_prompt 8 --temperature 0.7
-        --minibatches 2 --max_prompt_tokens 128 --max_tokens_per_pack 2048 --save_every 0)
-[ "$advantage" != gae ] || common+=(--critic_lr 1e-3)
-hint=$'{answer}\nAnswer with one word.\n{prompt}\n{answer}'    # of the hints tried, the one with which it answers best
-[ "$advantage" != none ] || common+=(--teacher_model self --teacher_in loss --teacher_prompt "$hint")
-folder() {    # of --out if that is among the flags, else $1
-    local i
-    for ((i = 0; i < ${#flags[@]} - 1; i++)); do
-        [ "${flags[i]}" != --out ] || set -- "${flags[i + 1]}"
-    done
-    echo "$1"
-}
-train() { torchrun --standalone --nproc_per_node 2 train_ppo_vl.py "${common[@]}" "$@" ${flags[@]+"${flags[@]}"}; }
-
-if [ "$task" = words ]; then
-    [ -f real/words/train.jsonl ] || python launch/real_words.py words real/words
-    for rule in "${rules[@]}"; do
-        out="$(folder "runs/words-$rule-$stamp")"
-        train --model real/smollm2 --data real/words/train.jsonl --eval_data real/words/eval.jsonl --reward "launch/real_rewards.py:${rule}_count" \
-            --prompts_per_step 8 --max_new_tokens 24 --steps 24 --eval_every 8 --kl_coef 0.02 --kl_in loss --kl_estimator k2 --out "$out"
-        echo
-        python launch/summary.py "$out"
-    done
-    exit
-fi
 
 if [ ! -f real/fashion/eval.jsonl ]; then
     data="${FASHION_MNIST:-real/fashion-mnist/usr/share/datasets/fashion-mnist}"
@@ -84,11 +55,21 @@ if [ ! -f real/fashion/eval.jsonl ]; then
     rm -rf real/fashion
     python launch/real_words.py pictures real/smollm2 "$data" real/fashion
 fi
-out="$(folder "runs/pictures-$advantage-$stamp")"
+out="runs/pictures-$advantage-$(date +%Y%m%d-%H%M%S)"
+for ((i = 0; i < ${#flags[@]}; i++)); do
+    [ "${flags[i]}" != --out ] || out="${flags[i + 1]}"
+done
+further=()
+[ "$advantage" != gae ] || further+=(--critic_lr 1e-3)
+hint=$'{answer}\nAnswer with one word.\n{prompt}\n{answer}'    # of the hints tried, the one with which it answers best
+[ "$advantage" != none ] || further+=(--teacher_model self --teacher_in loss --teacher_prompt "$hint")
 from=launch/real_rewards.py    # the held-out questions come with a grey picture and with another row's, too: measured, not rewarded
 recipe="{\"*\": [[\"$from:named\", 1]], \"grey\": [[\"$from:grey\", 0]], \"another\": [[\"$from:another\", 0]]}"
-train --model real/fashion/model --data real/fashion/train.jsonl --eval_data real/fashion/eval.jsonl --reward_recipe "$recipe" \
-    --prompts_per_step 16 --max_new_tokens 6 --steps 16 --eval_every 16 --out "$out"
+torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --model real/fashion/model \
+    --data real/fashion/train.jsonl --eval_data real/fashion/eval.jsonl --reward_recipe "$recipe" --out "$out" \
+    --advantage "$advantage" --lora_rank 16 --actor_lr 5e-4 --samples_per_prompt 8 --temperature 0.7 \
+    --prompts_per_step 16 --minibatches 2 --max_prompt_tokens 128 --max_new_tokens 6 --max_tokens_per_pack 2048 \
+    --steps 16 --eval_every 16 --save_every 0 ${further[@]+"${further[@]}"} ${flags[@]+"${flags[@]}"}
 echo
 echo "held-out accuracy with its picture, with a grey one, with another row's, before and after:"
 python launch/summary.py "$out" eval/named/accuracy_reward_mean eval/grey_reward_mean eval/another_reward_mean

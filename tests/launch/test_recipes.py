@@ -39,7 +39,7 @@ def launch(tmp_path):
     space in its name, and return what it called, as lists of words. Job scripts start where they
     are submitted; the others, from anywhere, in their project."""
     project = tmp_path / "a project"
-    for folder in "bin launch toy toy_describe real/smollm2 real/fashion real/words".split():
+    for folder in "bin launch toy toy_describe real/smollm2 real/fashion".split():
         (project / folder).mkdir(parents=True)
     for program in ("torchrun", "srun", "sbatch", "scontrol"):
         (project / "bin" / program).write_text(NOTE)
@@ -51,7 +51,7 @@ def launch(tmp_path):
     (project / "data/vero/vero_600k_train.verl.jsonl").write_text(
         "".join(json.dumps({"ability": ability}) + "\n" for ability in ABILITIES)
     )
-    made = "toy/train.jsonl toy/eval.jsonl real/smollm2/config.json real/fashion/eval.jsonl real/words/train.jsonl"
+    made = "toy/train.jsonl toy/eval.jsonl real/smollm2/config.json real/fashion/eval.jsonl"
     for path in made.split():
         (project / path).touch()
     for name in (*RECIPES, "reward_math.py", "real_rewards.py", "reward_vision.py"):
@@ -169,19 +169,7 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
             for spec, weight in weights.items()
         ]
         assert rules == [("*", "named", 1), ("grey", "grey", 0), ("another", "another", 0)]
-    calls = launch("real_words.sh", "--words --critic --steps 2") + launch(
-        "real_words.sh", "--words naive"
-    )
-    rules = []
-    for call in calls:
-        args = parsed(call, monkeypatch, project)[1]
-        rules.append((args.reward.reward, args.algorithm.advantage, args.optim.steps == 2))
-        scoring.load_rewards(args.reward)
-        assert args.model.model == str(project / "real/smollm2")
-    naive, strict = (
-        f"{project}/launch/real_rewards.py:{rule}_count" for rule in ("naive", "strict")
-    )
-    assert rules == [(naive, "gae", True), (strict, "gae", True), (naive, "grpo", False)]
+
 
 
 @pytest.mark.parametrize("model", ["", "a model"])
