@@ -8,7 +8,6 @@ one sample at a time. A line for each comparison, with the largest difference re
 number, and the bound for the compute type; then PASS or FAIL, which is also the exit code. The model
 is held twice, at the end three times."""
 
-import argparse
 import copy
 import sys
 import tempfile
@@ -16,23 +15,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.nn.functional as F
 import transformers
 from PIL import Image
 from torch import Tensor
 
+import tool
+from chat import Chat  # puts the project's folder on the path
+
+# isort: split
 import train_ppo_vl as ppo
-from chat import Chat
 from common import distributed
 from common.data.loader import PromptLoader, batches_in_order, load_pixels
 from common.data.rows import Prompt, load_prompts, make_prompt
 from common.files import say
 from common.model import build, fsdp, vlm, weights
 from common.model.policy import logprobs_of
-from tool import one_message
 
 # By compute type: of numbers, and of the share of greedy samples, which near ties decide in bfloat16.
 BOUNDS = {torch.float32: (1e-4, 0.0), torch.bfloat16: (0.05, 0.5)}
@@ -154,10 +153,9 @@ def lacks(family) -> str:
     return ", ".join(name for name in able if not able[name]) or "nothing"
 
 
-@one_message()
+@tool.one_message()
 def main(argv: list[str] | None = None) -> int:
-    summary = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=summary)
+    parser = tool.parser(__doc__)
     parser.add_argument("folder", help="checkpoint in Hugging Face format, or a name on the hub")
     parser.add_argument("--data", default="", help="rows as of train_ppo_vl.py")
     args = parser.parse_args(argv)
