@@ -25,45 +25,11 @@ def program(name: str, folder: Path = FOLDER):
     return module
 
 
-@pytest.mark.parametrize(
-    "spec", ["grid_world.py:Game", "tools.py:Calculator", "zoom.py:Zoom", "hidden_picture.py:Look"]
-)
+@pytest.mark.parametrize("spec", ["tools.py:Calculator", "zoom.py:Zoom", "hidden_picture.py:Look"])
 def test_examples_are_environments(spec):
     environment = environments.load_environment(EnvArgs(env=f"{FOLDER}/{spec}"), 512)
     assert environment.role == ("tool" if "tools" in spec else "user")
     assert environment.shows_images == ("tools" not in spec)
-
-
-def test_a_grid_world_is_walked_by_what_its_pictures_show():
-    grid = program("grid_world").Game()
-    for seed in range(5):
-        picture, text = grid.reset({"seed": seed})
-        assert text == "Your move: up, down, left, right."
-        # shared by a prompt's samples
-        assert grid.reset({"seed": seed})[0].tobytes() == picture.tobytes()
-        reply, reward, done = grid.step("jump")
-        assert "none of" in reply
-        assert (reward, done) == (0.0, False)
-        for _ in range(6):
-            cells = {
-                picture.getpixel((28 * c + 14, 28 * r + 14)): (r, c)
-                for r in range(4)
-                for c in range(4)
-            }
-            (row, column), (to_row, to_column) = cells[0, 0, 255], cells[0, 128, 0]
-            move = (
-                "down"
-                if to_row > row
-                else "up"
-                if to_row < row
-                else "right"
-                if to_column > column
-                else "left"
-            )
-            picture, reward, done = grid.step(f" {move}\n")
-            if done:
-                break
-        assert (picture, reward, done) == (None, 1.0, True)
 
 
 def test_gymnasium_games_are_driven_by_their_own_interface(monkeypatch):
@@ -91,11 +57,14 @@ def test_gymnasium_games_are_driven_by_their_own_interface(monkeypatch):
         "gymnasium",
         SimpleNamespace(make=lambda name, render_mode: made.append((name, render_mode)) or Lake()),
     )
-    game = program("grid_world").Game()
+    game = program("gymnasium_game").Game()
     picture, _ = game.reset({"seed": 3, "game": "FrozenLake-v1", "actions": ["left", "down"]})
     assert made == [("FrozenLake-v1", "rgb_array")]
     assert game.game.seed == 3
     assert picture.size == (8, 8)
+    reply, reward, done = game.step("jump")
+    assert "none of left, down" in reply
+    assert (reward, done) == (0.0, False)
     reply, reward, done = game.step("down")
     assert reply.getpixel((0, 0)) == (1, 1, 1)
     assert (reward, done) == (1.0, False)

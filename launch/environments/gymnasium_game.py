@@ -1,0 +1,27 @@
+"""Gymnasium environments, seen as pictures: the policy reads the rendered state and names an action.
+
+A row's columns "game" and "actions" name one, say "FrozenLake-v1" and ["left", "down", "right",
+"up"].
+"""
+
+import gymnasium
+from PIL import Image
+
+
+class Game:
+    shared = True  # the samples of a prompt have one seed, and so one start
+
+    def look(self) -> Image.Image:
+        return Image.fromarray(self.game.render())
+
+    def reset(self, row: dict) -> list:
+        self.game = gymnasium.make(row["game"], render_mode="rgb_array")
+        self.actions = [str(name) for name in row["actions"]]
+        self.game.reset(seed=row["seed"])
+        return [self.look(), f"Your move: {', '.join(self.actions)}."]
+
+    def step(self, text: str) -> tuple:
+        if text.strip() not in self.actions:
+            return f"That is none of {', '.join(self.actions)}.", 0.0, False
+        _, reward, ended, cut, _ = self.game.step(self.actions.index(text.strip()))
+        return (None if ended or cut else self.look()), float(reward), ended or cut
