@@ -12,7 +12,7 @@ from common.process import UserError
 from common.threads import describe
 
 FOLDERS: list[str] = []  # in which the programs lie
-NEIGHBOURS: list[str] = []  # modules that they have imported from there
+NEIGHBOURS: set[str] = set()  # modules that somebody has looked for, and that lie there
 
 
 def load_object(flag_name: str, spec: str, expected: str) -> Any:
@@ -49,7 +49,7 @@ class Beside:
             return None
         if len(folders) > 1:
             raise ImportError(f"{name} is in {' and in '.join(folders)}: rename one of them")
-        NEIGHBOURS.append(name)
+        NEIGHBOURS.add(name)
         return specs[folders[0]]
 
 
@@ -60,7 +60,7 @@ def run_program(file: Path) -> ModuleType:
     """Run a file of the user's, which can import what lies beside it."""
     if str(file.parent) not in FOLDERS:
         FOLDERS.append(str(file.parent))
-    for name in list(NEIGHBOURS):
+    for name in NEIGHBOURS & sys.modules.keys():
         Beside.find_spec(name)  # if this folder has one, too, the program would get the other
     # In sys.modules, a name of no installed module, nor of a file of this name in another folder; a
     # dot would stand between a package and its module.

@@ -505,7 +505,7 @@ def test_programs_import_what_lies_beside_them(tmp_path, monkeypatch):
     import itself. A name that lies beside two programs is refused, whoever imports it first."""
 
     monkeypatch.setattr(user_code, "FOLDERS", [])
-    monkeypatch.setattr(user_code, "NEIGHBOURS", [])
+    monkeypatch.setattr(user_code, "NEIGHBOURS", set())
 
     def write(name: str, text: str) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
