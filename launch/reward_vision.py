@@ -43,8 +43,8 @@ def per_sample(grade):
 
     def score(prompts, responses, references, labels, images, rows):
         texts = map(with_opened_thought, prompts, responses)
-        texts = map(answer_text, map(answer_text, texts))  # <answer>It is \boxed{B}.</answer>
-        samples = zip(map(str.strip, texts), references, rows)
+        answers = [answer_text(text).strip() for text in texts]
+        samples = zip(answers, references, rows)
         grades = [grade(*sample) if sample[0] else 0.0 for sample in samples]
         return {"reward": grades, "accuracy": [float(share == 1) for share in grades]}
 

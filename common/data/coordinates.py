@@ -9,6 +9,7 @@ fractions. Which one is never guessed from the size of numbers. Pixels of the fi
 upright image, as EXIF turns it.
 """
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -16,8 +17,8 @@ from typing import Any
 
 from common.files import check_form
 
-Box = tuple[float, float, float, float]  # left, top, right, bottom
-Point = tuple[float, float]  # x, y
+Box = tuple[float, ...]  # left, top, right, bottom
+Point = tuple[float, ...]  # x, y
 NUMBERS = [int | float]
 # Of the column `regions`.
 FORM = {
@@ -69,27 +70,27 @@ class Place:
     seen: tuple[int, int] | None  # as the model saw it; None: it saw squares, or tiles
     space: str
 
-    def to_file(self, x: float, y: float) -> Point:
-        """A point of an answer in pixels of the file; nothing is rounded or clipped."""
-        left, top, width, height, across, down = self._frame()
-        return x * width / across - left, y * height / down - top
+    def to_file(self, *numbers: float) -> tuple[float, ...]:
+        """A point x, y of an answer, or a box x1, y1, x2, y2, in pixels of the file; nothing is rounded or
+        clipped."""
+        axes = zip(numbers, itertools.cycle(self._axes()))
+        return tuple(number * pixels / units - margin for number, (pixels, units, margin) in axes)
 
-    def from_file(self, x: float, y: float) -> Point:
+    def from_file(self, *numbers: float) -> tuple[float, ...]:
         """The other way round."""
-        left, top, width, height, across, down = self._frame()
-        return (x + left) * across / width, (y + top) * down / height
+        axes = zip(numbers, itertools.cycle(self._axes()))
+        return tuple((number + margin) * units / pixels for number, (pixels, units, margin) in axes)
 
-    def _frame(self) -> tuple[float, ...]:
-        """What the space covers: margins at the left and the top, width and height in pixels of the file;
-        and its extent in its own units. Raises ValueError: see `check_space`."""
+    def _axes(self) -> list[tuple[float, float, float]]:
+        """Of x and y: how many pixels of the file the space covers, how many units these are, and how many
+        pixels it begins before the image. Raises ValueError: see `check_space`."""
         check_space(self.space, self.seen)
-        width, height = self.file
         if self.space == "square":
             side = max(self.file)
-            return (side - width) // 2, (side - height) // 2, side, side, 1, 1
-        extents = {"file": self.file, "seen": self.seen}
-        across, down = extents.get(self.space) or (float(self.space), float(self.space))
-        return 0, 0, width, height, across, down
+            return [(side, 1, (side - pixels) // 2) for pixels in self.file]
+        sizes = {"file": self.file, "seen": self.seen}
+        units = sizes.get(self.space) or (float(self.space), float(self.space))
+        return [(pixels, count, 0) for pixels, count in zip(self.file, units)]
 
 
 def check_space(space: str, seen: tuple[int, int] | None) -> None:
@@ -133,53 +134,51 @@ def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None
     if place is None:
         raise ValueError(f"regions: the row has no image {entry['image']} (counted from 0)")
     check_space(place.space, place.seen)
-    source, labels = replace(place, space=entry["space"]), tuple(entry["labels"])
-    boxes = [read_region(box, 4, source) for box in entry["boxes"]]
-    points = [read_region(point, 2, source) for point in entry["points"]]
+    source = replace(place, space=entry["space"])
+    boxes = tuple(read_region(box, 4, source) for box in entry["boxes"])
+    points = tuple(read_region(point, 2, source) for point in entry["points"])
+    labels = tuple(entry["labels"])
     if labels and len(labels) != len(boxes or points):
         raise ValueError(f"regions: {len(labels)} labels for {len(boxes or points)} regions")
-    corners = tuple((*first, *last) for first, last in boxes)
-    points = tuple(point for (point,) in points)
-    return Regions(corners, points, labels, place, entry["image"])
+    return Regions(boxes, points, labels, place, entry["image"])
 
 
-def read_region(numbers: list[float], size: int, source: Place) -> list[Point]:
-    """The two corners of a box (``size`` 4), or a point (2), in pixels of the file. Raises ValueError: it
-    is not in the image; up to a pixel beyond its edge is cut off: it may be
-    rounding."""
+def read_region(numbers: list[float], size: int, source: Place) -> Box | Point:
+    """A box (``size`` 4) or point (2) in pixels of the file. Raises ValueError: it is not in the image;
+    up to a pixel beyond its edge is cut off: it may be rounding."""
     if len(numbers) != size or not all(map(math.isfinite, numbers)):
         raise ValueError(f"regions: {numbers} are not {size} finite numbers")
-    corners, file = points_in(source, numbers), source.file
-    if is_region(corners, file):
-        return [(min(max(x, 0), file[0]), min(max(y, 0), file[1])) for x, y in corners]
-    fitting = [
-        f'with "space": "{space}"'
-        for space in ("1", "1000")
-        if is_region(points_in(replace(source, space=space), numbers), file)
-    ]
-    (left, top), (width, height) = corners[0], corners[-1]
-    if is_region([(left, top), (left + width, top + height)], file):
-        fitting.append("as x, y, width and height")
-    if is_region(corners, file[::-1]):
-        fitting.append("before EXIF turns the image")
+    region, file = source.to_file(*numbers), source.file
+    if is_region(region, file):
+        return clip(region, file)
+    (left, top), (width, height) = region[:2], region[-2:]
+    readings = {
+        'with "space": "1"': (replace(source, space="1").to_file(*numbers), file),
+        'with "space": "1000"': (replace(source, space="1000").to_file(*numbers), file),
+        "as x, y, width and height": ((left, top, left + width, top + height), file),
+        "before EXIF turns the image": (region, file[::-1]),
+    }
+    fitting = [words for words, reading in readings.items() if is_region(*reading)]
     raise ValueError(
         f"regions: {numbers} is no {'box' if size == 4 else 'point'} in an image of {file[0]} x {file[1]} "
         f"pixels{'; it would be one ' if fitting else ''}{', or '.join(fitting)}"
     )
 
 
-def points_in(place: Place, numbers: list[float]) -> list[Point]:
-    return [place.to_file(*numbers[k : k + 2]) for k in range(0, len(numbers), 2)]
-
-
-def is_region(corners: list[Point], size: tuple[int, ...]) -> bool:
-    """Whether a point is in an image of that size, or two corners are those of a box in it. No box is
-    smaller than a pixel: fractions are not taken for pixels."""
-    if not all(-1 <= x <= size[0] + 1 and -1 <= y <= size[1] + 1 for x, y in corners):
+def is_region(region: Box | Point, size: tuple[int, ...]) -> bool:
+    """Whether a point or box is in an image of that size. No box is smaller than a pixel: fractions are not
+    taken for pixels."""
+    if not all(-1 <= value <= limit + 1 for value, limit in zip(region, size * 2)):
         return False
-    (left, top), (right, bottom) = corners[0], corners[-1]
-    is_box = left < right and top < bottom and max(right - left, bottom - top) >= 1
-    return is_box or len(corners) == 1
+    if len(region) == 2:
+        return True
+    width, height = region[2] - region[0], region[3] - region[1]
+    return min(width, height) > 0 and max(width, height) >= 1
+
+
+def clip(region: Box | Point, size: tuple[int, int]) -> Box | Point:
+    """What of a point or box is in an image of that size: its numbers between 0 and those."""
+    return tuple(min(max(value, 0), limit) for value, limit in zip(region, size * 2))
 
 
 MARK = re.compile("<(box|point)>")
@@ -198,10 +197,9 @@ def write_marks(response: str, regions: Regions | None, model_type: str) -> str:
         return response
     if regions is None:
         raise ValueError(f"<{marks[0]}> in the response, but no regions in the row")
-    written = {}
     literals = LITERALS.get(model_type, ("[{0}, {1}, {2}, {3}]", "[{0}, {1}]"))
-    shapes = {"box": regions.boxes, "point": regions.points}
-    for literal, (kind, known) in zip(literals, shapes.items()):
+    written = {}
+    for kind, known, literal in zip(("box", "point"), (regions.boxes, regions.points), literals):
         count = marks.count(kind)
         if count not in (0, len(known)):
             raise ValueError(f"{count} <{kind}> in the response for {len(known)} of the regions")
@@ -212,6 +210,5 @@ def write_marks(response: str, regions: Regions | None, model_type: str) -> str:
 def numerals(region: Box | Point, place: Place) -> list[str]:
     """The numbers of a box or point in the space of a place, rounded half up."""
     unit = 10 ** DECIMALS.get(place.space, 0)
-    corners = zip(region[0::2], region[1::2])
-    numbers = [number for corner in corners for number in place.from_file(*corner)]
+    numbers = place.from_file(*region)
     return [f"{math.floor(number * unit + 0.5) / unit:g}" for number in numbers]

@@ -1,7 +1,7 @@
 """Rewards for boxes and points, in pixels of the image's file whatever the model's coordinates are.
 
-    read_predictions   an answer -> boxes and points as they are written, in the model's space
-    read_boxes         ... as boxes of the file, None for one that is no box
+    read_predictions   an answer -> its boxes and points in pixels of the file, and their labels
+    read_boxes         ... as boxes inside the image
     match              the best one-to-one pairing
     region_reward      box, boxes and point as reward functions
     region_record      the true and predicted regions of a sample, for pictures and tables
@@ -11,249 +11,221 @@ thought or answer leaves nothing, and so many boxes that one must be right earn 
 """
 
 import itertools
-import json
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from common.data.coordinates import Box, Place, Point, Regions, is_region
+import numpy as np
+
+from common.data.coordinates import Box, Place, Point, Regions, clip, is_region
 from common.data.rows import Prompt
 from common.rewards.rules import Columns, extract_answer, with_opened_thought
-
-RULES = ("box", "boxes", "point")
-# Numbers as written, in the order x, y, x, y or x, y; None if these cannot be read. And the label.
-Prediction = tuple[list[float] | None, str]
-BOX_SCORES = ("box_iou", "accuracy", "f1", "f1_class")
-MOST = 100  # predictions that may be scored, or twice the true regions if these are more
-SLACK = 1e-9  # of a threshold, against rounding
-NEAR = 0.05  # of the image's diagonal: how far from a true point a click may be
-OPENING = re.compile(r"[\[{]")
-NONE = ("none", "no objects", "no object")
-KEYS = ("bbox_2d", "bbox", "box", "point_2d", "point", "Position", "box_2d")
-LABELS = ("label", "name", "ref", "category")
-NUMBER = r"[-+]?(?:\d{1,12}(?:\.\d{0,12})?|\.\d{1,12})(?:[eE][-+]?\d{1,3})?"
-LIST = rf"\s*{NUMBER}(?:\s*,\s*{NUMBER}){{1,3}}\s*"
-POINT = rf"\(\s*({NUMBER})\s*,\s*({NUMBER})\s*\)"
-# What families write, as the JSON it means; in this order.
-SPELLINGS = [
-    (re.compile(pattern), new)
-    for pattern, new in (
-        (r"(?<=[\[{:,\s])'([^'\"\\\n]{0,200})'(?=\s*[]},:])", r'"\1"'),  # as Python writes text
-        (rf"{POINT}\s*,\s*{POINT}", r"[\1, \2, \3, \4]"),  # Qwen2-VL
-        (rf"[(<]({LIST})[)>]", r"[\1]"),
-        (rf'<point x="({NUMBER})" y="({NUMBER})"', r"[\1, \2]"),  # Molmo
-        (rf'<points coords="\d{{1,9}} \d{{1,9}} ({NUMBER}) ({NUMBER})"', r"[\1, \2]"),  # Molmo 2
-        (r"<loc0*(\d{1,4})>" * 4, r"[\2, \1, \4, \3]"),  # PaliGemma
-        (rf"\A({LIST})\Z", r"[\1]"),  # bare numbers that are the whole answer
-    )
-]
-TAGGED = re.compile(
-    r"(?:(?:<ref>|<\|object_ref_start\|>)([^<]{0,200})(?:</ref>|<\|object_ref_end\|>)\s*)?"
-    r"(?:<box>|<\|box_start\|>)([^<]*)(?:</box>|<\|box_end\|>)"
-)
 
 # --------------------------------------------------------------------------------------------------
 # Reading
 # --------------------------------------------------------------------------------------------------
 
+# In pixels of the file, but it may lie outside of the image; None: what is written is no region. And
+# its label, or "".
+Prediction = tuple[Box | Point | None, str]
+
+# The patterns take time in proportion to the text: what one part of them may hold ends where the next
+# part begins.
+FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
+NUMBER = r"\s*[-+]?[\d.]+(?:[eE][-+]?\d+)?\s*"
+LIST = rf"({NUMBER}(?:,{NUMBER})+)"
+POINT = rf"\(({NUMBER}),({NUMBER})\)"
+# What families write, and the list that it means; in this order.
+SPELLINGS = [
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (rf"{POINT}\s*,\s*{POINT}", r"[\1,\2,\3,\4]"),  # Qwen2-VL
+        (rf"[(<]{LIST}[)>]", r"[\1]"),
+        (r'<point x="([^"]*)" y="([^"]*)"', r"[\1,\2]"),  # Molmo
+        (r'<points coords="\d+ \d+ ([^" ]*) ([^" ]*)"', r"[\1,\2]"),  # Molmo 2
+        (r"<loc(\d+)>" * 4, r"[\2,\1,\4,\3]"),  # PaliGemma, y first
+        (rf"\A{LIST}\Z", r"[\1]"),  # bare numbers that are the whole answer
+        (r"(?i)\A(?:none|no objects?)\.?\Z", "[]"),
+    )
+]
+# <ref>cup</ref><box>...</box>: InternVL, Qwen2-VL
+TAGGED = re.compile(
+    r"(?:(?:<ref>|<\|object_ref_start\|>)([^<]*)(?:</ref>|<\|object_ref_end\|>)\s*)?"
+    r"(?:<box>|<\|box_start\|>)([^<]*)(?:</box>|<\|box_end\|>)"
+)
+# {"bbox_2d": [1, 2, 3, 4], "label": "cup"} or [1, 2, 3, 4]; and a list of such items
+ITEM = r"\{[^{}]*\}|\[[^][{}]*\]"
+ITEMS = re.compile(ITEM)
+LIST_OR_ITEM = re.compile(rf"(\[\s*(?:(?:{ITEM})[\s,]*)*\])|({ITEM})")
+KEYS = "bbox_2d|bbox|box|point_2d|point|Position|box_2d"
+REGION = re.compile(rf"""(?:\A|["']({KEYS})["']\s*:\s*)\[([^][]*)\]""")
+LABEL = re.compile(r"""["'](?:label|name|ref|category)["']\s*:\s*(?:"([^"]*)"|'([^']*)')""")
+
 
 def answer_text(response: str) -> str:
     r"""The part of a response that answers: of what follows the last thought the last
-    <answer>...</answer>, GLM's last box, the last `\boxed{...}`, or all; of that the last fenced
-    block, if any. "" where a thought or the answer is not finished."""
+    <answer>...</answer> or GLM's box, or all; of that the last `\boxed{...}`, and of that the last
+    fenced block, if there is one. "" where a thought or the answer is not finished."""
     text = response.rpartition("</think>")[2]
+    text = text.replace("<|begin_of_box|>", "<answer>").replace("<|end_of_box|>", "</answer>")
     if "<think>" in text or text.rfind("<answer>") > text.rfind("</answer>"):
         return ""
-    glm = text.rpartition("<|end_of_box|>")[0].rpartition("<|begin_of_box|>")
-    parts = (
-        extract_answer(text, "answer"),
-        glm[2] if glm[1] else None,
-        extract_answer(text, "boxed"),
-    )
-    text = next((part for part in parts if part is not None), text)
-    blocks = text.split("```")
-    if len(blocks) == 1:
-        return text
-    return re.sub(r"\A\w{0,20}\n", "", blocks[-1 - len(blocks) % 2])  # ```json
+    for rule in ("answer", "boxed"):
+        answer = extract_answer(text, rule)
+        text = text if answer is None else answer
+    fenced = FENCE.findall(text)
+    return fenced[-1] if fenced else text
 
 
-def read_predictions(response: str) -> list[Prediction] | None:
+def read_predictions(response: str, place: Place) -> list[Prediction] | None:
     """The boxes and points of a response. Lists of them: the last one alone; single ones: all. None:
     it says neither any, nor that there is none, or a bracket is not closed, as it was cut off."""
     text = answer_text(response).strip()
     if text.count("[") > text.count("]") or text.count("{") > text.count("}"):
         return None
+    for pattern, new in SPELLINGS:
+        text = pattern.sub(new, text)
     tagged = TAGGED.findall(text)
     if tagged:
         return [
-            (numbers, label.strip())
+            (read_region(item, place), label.strip())
             for label, content in tagged
-            for numbers, _ in read_json(content) or [(None, "")]
+            for item in ITEMS.findall(content) or [content]
         ]
-    if text.lower().strip(" .") in NONE:
-        return []
-    return read_json(text)
-
-
-def read_json(text: str) -> list[Prediction] | None:
-    """Those of a text without tags."""
-    for pattern, new in SPELLINGS:
-        text = pattern.sub(new, text)
-    single, many = [], None
-    for value in json_values(text):
-        items = value if isinstance(value, list) else [value]
-        if not items or isinstance(items[0], dict | list) and value is items:
-            many = items
-        else:
-            single.append(value)
-    predictions = [read_prediction(item) for item in (single if many is None else many)]
-    return predictions if predictions or many is not None else None
-
-
-def json_values(text: str) -> list:
-    """The JSON lists and objects in a text, the outermost that can be read."""
-    decoder, values, at, unread = json.JSONDecoder(parse_int=float), [], 0, 0
-    while start := OPENING.search(text, at):
-        try:
-            value, at = decoder.raw_decode(text, start.start())
-            values.append(value)
-        except (ValueError, RecursionError):
-            at, unread = start.end(), unread + 1
-        if unread > MOST:  # each may be as long as the text
-            return []
-    return values
-
-
-def read_prediction(item: Any) -> Prediction:
-    """One box or point of JSON."""
-    label = ""
-    if isinstance(item, dict):
-        label = str(next((item[name] for name in LABELS if name in item), ""))
-        name = next((name for name in KEYS if name in item), "")
-        item = item.get(name)
-        if name == "box_2d" and isinstance(item, list) and len(item) == 4:  # Gemini's: y first
-            item = [item[1], item[0], item[3], item[2]]
-    is_region = isinstance(item, list) and len(item) in (2, 4)
-    if not is_region or not all(isinstance(x, float) and math.isfinite(x) for x in item):
-        return None, label
-    return item, label
-
-
-def as_box(numbers: list[float] | None, place: Place) -> Box | None:
-    """Numbers of an answer as a box in pixels of the file, its corners sorted, clipped to the image;
-    None: there are not four, or nothing is left."""
-    if numbers is None or len(numbers) != 4:
+    found = LIST_OR_ITEM.findall(text)
+    if not found:
         return None
-    (x1, y1), (x2, y2) = place.to_file(*numbers[:2]), place.to_file(*numbers[2:])
-    width, height = place.file
-    left, right = max(0.0, min(x1, x2)), min(float(width), max(x1, x2))
-    top, bottom = max(0.0, min(y1, y2)), min(float(height), max(y1, y2))
-    return (left, top, right, bottom) if left < right and top < bottom else None
+    items = [item for _, item in found]
+    for content, _ in found:
+        if content:
+            items = ITEMS.findall(content[1:-1])
+    return [(read_region(item, place), read_label(item)) for item in items]
 
 
-def as_point(numbers: list[float] | None, place: Place) -> Point | None:
-    """Numbers of an answer as a point in pixels of the file; a box stands for its centre."""
-    if numbers is None:
+def read_region(item: str, place: Place) -> Box | Point | None:
+    """The region of an object, or of a list of numbers: two or four finite ones."""
+    found = REGION.search(item)
+    if found is None:
         return None
-    x, y = numbers[0::2], numbers[1::2]
-    return place.to_file(sum(x) / len(x), sum(y) / len(y))
+    try:
+        numbers = [float(number) for number in found[2].split(",")]
+    except ValueError:
+        return None
+    if len(numbers) not in (2, 4) or not all(map(math.isfinite, numbers)):
+        return None
+    if found[1] == "box_2d":  # Gemini's: y first
+        numbers[0::2], numbers[1::2] = numbers[1::2], numbers[0::2]
+    return place.to_file(*numbers)
+
+
+def read_label(item: str) -> str:
+    found = LABEL.search(item)
+    return (found[1] or found[2] or "") if found else ""
 
 
 def read_boxes(response: str, place: Place) -> list[tuple[Box | None, str]] | None:
-    """The boxes of a response in pixels of the file, and their labels; see `read_predictions`."""
-    predictions = read_predictions(response)
+    """The boxes of a response in pixels of the file, and their labels; None for what is no box, and in
+    place of all where none can be read: see `read_predictions`."""
+    predictions = read_predictions(response, place)
     if predictions is None:
         return None
-    return [(as_box(numbers, place), label) for numbers, label in predictions]
+    return [(as_box(region, place), label) for region, label in predictions]
+
+
+def as_box(region: Box | Point | None, place: Place) -> Box | None:
+    """A box with its corners sorted, clipped to the image; None: it is none, or nothing is left."""
+    if region is None or len(region) != 4:
+        return None
+    x1, y1, x2, y2 = clip(region, place.file)
+    box = (min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2))
+    return box if area(box) else None
 
 
 # --------------------------------------------------------------------------------------------------
 # Scores
 # --------------------------------------------------------------------------------------------------
 
+Table = Sequence[Sequence[float]] | np.ndarray  # (rows, columns)
+BOX_SCORES = ("reward", "box_iou", "accuracy", "f1", "f1_class", "parsed")
+MOST = 100  # predictions that may be scored, or twice the true regions if these are more
+SLACK = 1e-9  # of a threshold, against rounding
+NEAR = 0.05  # of the image's diagonal: how far from a true point a click may be
+
+
+def area(box: Box) -> float:
+    left, top, right, bottom = box
+    return max(0.0, right - left) * max(0.0, bottom - top)
+
 
 def iou(a: Box | None, b: Box | None) -> float:
     """Intersection over union of two boxes; 0 for what is no box."""
     if a is None or b is None:
         return 0.0
-    width = min(a[2], b[2]) - max(a[0], b[0])
-    height = min(a[3], b[3]) - max(a[1], b[1])
-    shared = max(0.0, width) * max(0.0, height)
-    both = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1])
-    return shared / (both - shared)
+    shared = area((max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])))
+    return shared / (area(a) + area(b) - shared)
 
 
-def match(gains: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
-    """The (row, column) pairs, each row and column at most once, with the largest sum of ``gains``: the
-    Hungarian method by shortest augmenting paths (Jonker and Volgenant 1987), O(n^2 m)."""
-    rows, columns = len(gains), len(gains[0]) if gains else 0
-    if rows > columns:
-        return [(i, j) for j, i in match([*zip(*gains)])]
-    # of column j - 1, the row that has it; column 0 is where a path begins
-    row_of = [0] * (columns + 1)
-    row_price, price = [0.0] * (rows + 1), [0.0] * (columns + 1)
-    for row in range(1, rows + 1):
-        row_of[0], column = row, 0
-        cost, before = [math.inf] * (columns + 1), [0] * (columns + 1)
-        reached = [False] * (columns + 1)
-        while row_of[column]:
-            reached[column], i = True, row_of[column]
-            for j in range(1, columns + 1):
-                reduced = -gains[i - 1][j - 1] - row_price[i] - price[j]
-                if not reached[j] and reduced < cost[j]:
-                    cost[j], before[j] = reduced, column
-            following = min(
-                (j for j in range(1, columns + 1) if not reached[j]), key=cost.__getitem__
-            )
-            step = cost[following]
-            for j in range(columns + 1):
-                if reached[j]:
-                    row_price[row_of[j]] += step
-                    price[j] -= step
-                else:
-                    cost[j] -= step
-            column = following
-        while column:
+def match(gains: Table) -> list[tuple[int, int]]:
+    """The (row, column) pairs, each row and column at most once, with the largest sum of ``gains`` (0 or
+    more): by shortest augmenting paths (Jonker and Volgenant 1987), in O(n^3)."""
+    table = np.array(gains, dtype=float, ndmin=2)
+    rows, columns = table.shape
+    size = max(rows, columns)
+    cost = np.zeros((rows, size))  # columns that gain nothing are added: each row gets one
+    cost[:, :columns] = -table
+    price, row_of = np.zeros(size), np.full(size, -1)  # -1: the column is free
+    for first in range(rows):
+        # The shortest path from a new row to a free column; the rows on it move to its next column.
+        distance, before = np.full(size, np.inf), np.full(size, -1)
+        reached = np.zeros(size, dtype=bool)
+        row, column, so_far = first, -1, 0.0
+        while row >= 0:
+            through = so_far + cost[row] - price
+            nearer = ~reached & (through < distance)
+            distance[nearer], before[nearer] = through[nearer], column
+            column = np.where(reached, np.inf, distance).argmin()
+            reached[column] = True
+            row = row_of[column]
+            so_far = distance[column] + price[column] - cost[row, column]
+        price[reached] += distance[reached] - distance[column]
+        while before[column] >= 0:
             row_of[column] = row_of[before[column]]
             column = before[column]
-    return [(row_of[j] - 1, j - 1) for j in range(1, columns + 1) if row_of[j]]
+        row_of[column] = first
+    return [(int(row), j) for j, row in enumerate(row_of[:columns]) if row >= 0]
 
 
-def best_sum(gains: Sequence[Sequence[float]]) -> float:
+def best_sum(gains: Table) -> float:
     """What the best pairing gains."""
     return sum(gains[i][j] for i, j in match(gains))
 
 
-def hits(ious: list[list[float]], threshold: float = 0.5) -> float:
-    """The most pairs whose IoU reaches a threshold."""
-    return best_sum([[float(value >= threshold - SLACK) for value in row] for row in ious])
+def hits(ious: Table) -> float:
+    """The most pairs with an IoU of 0.5."""
+    return best_sum(np.array(ious, ndmin=2) >= 0.5 - SLACK)
 
 
 def score_boxes(response: str, truth: Regions) -> dict[str, float]:
     """`box_iou`: the sum of IoU over the best pairing / the larger number of boxes; `accuracy`: all are
     paired at an IoU of 0.5; `f1` of pairs at 0.5; `f1_class`: ... with equal labels, where the row has
     some. With no true box: 1 for an answer that says so."""
-    boxes = read_boxes(response, truth.place)
-    count, most = len(truth.boxes), max(MOST, 2 * len(truth.boxes))
-    if boxes is None or len(boxes) > most:
-        return dict.fromkeys(BOX_SCORES, 0.0) | {"parsed": float(boxes is not None)}
-    if not boxes or not count:
-        return dict.fromkeys(BOX_SCORES, float(len(boxes) == count)) | {"parsed": 1.0}
+    boxes, count = read_boxes(response, truth.place), len(truth.boxes)
+    scores: dict[str, float] = dict.fromkeys(BOX_SCORES, 0.0)
+    scores["parsed"] = float(boxes is not None)
+    if boxes is None or len(boxes) > max(MOST, 2 * count):
+        return scores
+    if not boxes and not count:
+        return dict.fromkeys(scores, 1.0)
     ious = [[iou(box, true) for true in truth.boxes] for box, _ in boxes]
-    labels = [plain(label) for label in truth.labels]
-    same = [
-        [not labels or plain(label) == true for true in labels or ious[0]] for _, label in boxes
-    ]
-    of_class = [[value * equal for value, equal in zip(*rows)] for rows in zip(ious, same)]
-    right, larger = hits(ious), max(len(boxes), count)
-    scores = (
-        best_sum(ious) / larger,
-        float(right == larger),
-        2 * right / (len(boxes) + count),
-        2 * hits(of_class) / (len(boxes) + count),
-    )
-    return dict(zip(BOX_SCORES, scores)) | {"parsed": 1.0}
+    right, larger, mean = hits(ious), max(len(boxes), count), (len(boxes) + count) / 2
+    scores["reward"] = scores["box_iou"] = best_sum(ious) / larger
+    scores["accuracy"] = float(right == larger)
+    scores["f1"] = scores["f1_class"] = right / mean
+    if truth.labels:
+        names = [plain(name) for name in truth.labels]
+        alike = [[plain(label) == name for name in names] for _, label in boxes]
+        scores["f1_class"] = hits(np.multiply(ious, alike)) / mean
+    return scores
 
 
 def plain(label: str) -> str:
@@ -263,51 +235,37 @@ def plain(label: str) -> str:
 
 def score_point(response: str, truth: Regions) -> dict[str, float]:
     """`accuracy`: the one point of the answer is in a true box, edges included, or near a true point."""
-    predictions = read_predictions(response)
+    predictions = read_predictions(response, truth.place)
     right = False
     if predictions is not None and len(predictions) == 1:
-        point = as_point(predictions[0][0], truth.place)
-        right = point is not None and is_hit(point, truth)
-    return {"accuracy": float(right), "parsed": float(predictions is not None)}
+        right = is_hit(predictions[0][0], truth)
+    return {
+        "reward": float(right),
+        "accuracy": float(right),
+        "parsed": float(predictions is not None),
+    }
 
 
-def is_hit(point: Point, truth: Regions) -> bool:
-    """Whether a point is in a true box, or within 5 % of the diagonal of a true point."""
-    x, y = point
+def is_hit(region: Box | Point | None, truth: Regions) -> bool:
+    """Whether a point, or the centre of a box, is in a true box, or within 5 % of the image's diagonal of a
+    true point."""
+    if region is None:
+        return False
+    x, y = (sum(axis) / len(axis) for axis in (region[0::2], region[1::2]))
     near = NEAR * math.hypot(*truth.place.file) + SLACK
     in_box = any(x1 <= x <= x2 and y1 <= y <= y2 for x1, y1, x2, y2 in truth.boxes)
-    return in_box or any(math.dist(point, true) <= near for true in truth.points)
+    return in_box or any(math.dist((x, y), true) <= near for true in truth.points)
 
 
-def earned_by_lazy(rule: str, rows: Sequence[Regions | None]) -> tuple[str, float]:
-    """An answer for which no image need be seen, and what it earns on average."""
-    score, reward = SCORES[rule]
-    whole, earned = rule != "point", []
-    for truth in filter(None, rows):
-        width, height = truth.place.file
-        corners = [(0, 0), (width, height)] if whole else [(width / 2, height / 2)]
-        numbers = [value for point in corners for value in truth.place.from_file(*point)]
-        earned.append(score(json.dumps(numbers), truth)[reward])
-    return "the whole image" if whole else "the centre", sum(earned) / len(earned)
-
-
-# By rule: its score of a response, and the component that is the reward.
-SCORES: dict[str, tuple[Callable[[str, Regions], dict[str, float]], str]] = {
-    "box": (score_boxes, "box_iou"),
-    "boxes": (score_boxes, "box_iou"),
-    "point": (score_point, "accuracy"),
-}
+# Each with its "reward".
+RULES = {"box": score_boxes, "boxes": score_boxes, "point": score_point}
 
 
 def region_reward(rule: str, prompts, responses, *_, regions: list[Regions]) -> Columns:
     """A rule for regions as a reward function."""
-    score, reward = SCORES[rule]
-    columns = {"reward": []}
-    for prompt, response, truth in zip(prompts, responses, regions):
-        scores = score(with_opened_thought(prompt, response), truth)
-        for name, value in ({"reward": scores[reward]} | scores).items():
-            columns.setdefault(name, []).append(value)
-    return columns
+    answers = map(with_opened_thought, prompts, responses)
+    scores = [RULES[rule](answer, truth) for answer, truth in zip(answers, regions)]
+    return {name: [each[name] for each in scores] for name in scores[0]}
 
 
 def problem_of(rule: str, truth: Regions | None) -> str:
@@ -317,6 +275,17 @@ def problem_of(rule: str, truth: Regions | None) -> str:
     if rule == "box" and len(truth.boxes) != 1:
         return f"{len(truth.boxes)} boxes in its regions, not one"
     return "" if rule == "boxes" or truth.boxes or truth.points else "no region to point at"
+
+
+def earned_by_lazy(rule: str, rows: Sequence[Regions | None]) -> tuple[str, float]:
+    """An answer for which no image need be seen, and what it earns on average."""
+    earned = []
+    for truth in filter(None, rows):
+        width, height = truth.place.file
+        region = (width / 2, height / 2) if rule == "point" else (0, 0, width, height)
+        answer = str([*truth.place.from_file(*region)])
+        earned.append(RULES[rule](answer, truth)["reward"])
+    return "the centre" if rule == "point" else "the whole image", sum(earned) / len(earned)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -331,22 +300,21 @@ def region_record(row: Prompt, response: str) -> dict:
     truth = row.regions
     if truth is None:
         return {}
-    names = itertools.chain(truth.labels, itertools.repeat(""))
-    true = [one_region(*pair) for pair in zip(truth.boxes + truth.points, names)]
+    labels = itertools.chain(truth.labels, itertools.repeat(""))
+    true = list(map(one_region, truth.boxes + truth.points, labels))
+    predictions = read_predictions(with_opened_thought(row.text, response), truth.place) or []
     predicted = []
-    for numbers, label in (read_predictions(with_opened_thought(row.text, response)) or [])[:MOST]:
-        box = as_box(numbers, truth.place)
-        point = as_point(numbers, truth.place) if numbers and len(numbers) == 2 else None
-        if box:
-            predicted.append(one_region(box, label))
-        elif point and is_region([point], truth.place.file):
-            predicted.append(one_region(point, label, is_hit(point, truth)))
+    for region, label in predictions[:MOST]:
+        region = as_box(region, truth.place) or region
+        if region is not None and is_region(region, truth.place.file):
+            hit = len(region) == 2 and is_hit(region, truth)
+            predicted.append(one_region(region, label, hit))
     boxes = [one for one in predicted if len(one["region"]) == 4]
-    ious = [[iou(one["region"], box) for box in truth.boxes] for one in boxes]
+    ious = [[iou(one["region"], true_box) for true_box in truth.boxes] for one in boxes]
     for i, j in match(ious):
         boxes[i]["score"] = true[j]["score"] = ious[i][j]
     return {"regions": {"image": truth.image, "true": true, "predicted": predicted}}
 
 
-def one_region(numbers: Box | Point, label: str, score: float = 0.0) -> dict:
-    return {"region": list(numbers), "label": label, "score": float(score)}
+def one_region(region: Box | Point, label: str, score: float = 0.0) -> dict:
+    return {"region": list(region), "label": label, "score": float(score)}

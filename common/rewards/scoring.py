@@ -259,8 +259,8 @@ class RewardMix:
             return [source.name for source in self.sources]
         if self.sources[0].kind == "env" or self.args.consistency_coef:
             return []
-        if self.sources[0].spec in regions.SCORES:  # one number, seen in several ways
-            return [regions.SCORES[self.sources[0].spec][1]]
+        if self.sources[0].spec in regions.RULES:  # the first is the reward, seen in other ways too
+            return list(components)[:1]
         return [name for name in components if name != MEASURED]
 
     def ask(
