@@ -92,11 +92,11 @@ def read_predictions(response: str, place: Place) -> list[Prediction] | None:
             for label, content in tagged
             for item in ITEMS.findall(content) or [content]
         ]
-    found = LIST_OR_ITEM.findall(text)
-    if not found:
+    pieces = LIST_OR_ITEM.findall(text)
+    if not pieces:
         return None
-    items = [item for _, item in found]
-    for content, _ in found:
+    items = [item for _, item in pieces]
+    for content, _ in pieces:
         if content:
             items = ITEMS.findall(content[1:-1])
     return [(read_region(item, place), read_label(item)) for item in items]
@@ -104,23 +104,23 @@ def read_predictions(response: str, place: Place) -> list[Prediction] | None:
 
 def read_region(item: str, place: Place) -> Box | Point | None:
     """The region of an object, or of a list of numbers: two or four finite ones."""
-    found = REGION.search(item)
-    if found is None:
+    keyed = REGION.search(item)
+    if keyed is None:
         return None
     try:
-        numbers = [float(number) for number in found[2].split(",")]
+        numbers = [float(number) for number in keyed[2].split(",")]
     except ValueError:
         return None
     if len(numbers) not in (2, 4) or not all(map(math.isfinite, numbers)):
         return None
-    if found[1] == "box_2d":  # Gemini's: y first
+    if keyed[1] == "box_2d":  # Gemini's: y first
         numbers[0::2], numbers[1::2] = numbers[1::2], numbers[0::2]
     return place.to_file(*numbers)
 
 
 def read_label(item: str) -> str:
-    found = LABEL.search(item)
-    return (found[1] or found[2] or "") if found else ""
+    keyed = LABEL.search(item)
+    return (keyed[1] or keyed[2] or "") if keyed else ""
 
 
 def read_boxes(response: str, place: Place) -> list[tuple[Box | None, str]] | None:
