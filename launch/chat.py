@@ -12,15 +12,13 @@ is used where there is one.
 import argparse
 import itertools
 import os
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers
 
-import tool
+import tool  # puts the project's folder on the path
+
+# isort: split
 from common import distributed
 from common.data.loader import load_pixels
 from common.data.processor import Processor

@@ -17,17 +17,16 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tool
+import tool  # puts the project's folder on the path
+
+# isort: split
 from common.logprobs import linear_logprobs
 from common.model import attention
 from common.model.attention import (

@@ -21,8 +21,8 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
-import tool
-from chat import Chat  # puts the project's folder on the path
+import tool  # puts the project's folder on the path
+from chat import Chat
 
 # isort: split
 import train_ppo_vl as ppo

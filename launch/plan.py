@@ -10,12 +10,12 @@ states and one sample do not, and else warns.
 
 import sys
 from collections.abc import Iterable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from tool import between  # puts the project's folder on the path
+
+# isort: split
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.distributed import Team
@@ -23,7 +23,6 @@ from common.flags import Parser
 from common.model import budget
 from common.process import run_main
 from common.rewards import scoring
-from tool import between
 
 META = torch.device("meta")
 

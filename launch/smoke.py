@@ -17,15 +17,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
-
 import torch
 import torch.utils.collect_env
 
 import check_kernels
 import tool
 import toy
+from tool import ROOT  # puts the project's folder on the path
+
+# isort: split
 from common import distributed
 from common.logging import environment, read_records
 from common.model.attention import choose_backend

@@ -1,4 +1,6 @@
-"""The frame around the main of a tool, which ends as the scripts do, its flags and the bounds of these."""
+"""The frame around the main of a tool, which ends as the scripts do, its flags and the bounds of these.
+
+Importing it first puts the project's folder on the path, and common/ behind all others."""
 
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
@@ -6,8 +8,9 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 # Behind all other folders: common/ has a logging.py. As a package, it needs torch.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "common"))
+sys.path[:] = [str(ROOT), *sys.path, str(ROOT / "common")]
 from files import say
 
 
