@@ -2332,9 +2332,7 @@ class RolloutEngine:
     def collect_replies(self, envs: dialogue.EnvRollout) -> None:
         """Continue the samples whose environments have answered, and release those whose
         conversations are over. If all samples are waiting, wait for the first answer."""
-        waiting = sum(sample.waits for sample in self.slots.values())
-        all_wait = waiting > 0 and not self.speaking()
-        self.bar.set_postfix_str(f"{waiting} wait for environments", refresh=all_wait)
+        all_wait = bool(self.slots) and not self.speaking()
         answered = {episode.key: episode for episode in envs.poll(wait=all_wait)}
         going_on = []
         for slot, sample in sorted(self.slots.items()):

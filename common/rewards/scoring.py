@@ -53,7 +53,8 @@ Calls = dict[str, tuple[list[int], Scoring]]  # by source: which samples it scor
 
 def load_rewards(args: RewardArgs) -> "RewardMix":
     """The sources of --reward or --reward_recipe and how they are combined. Raises UserError."""
-    recipe = {"*": dict.fromkeys(split_specs(args.reward), 1.0)}
+    listed = [spec.strip() for spec in args.reward.split(",") if spec.strip()]
+    recipe = {"*": dict.fromkeys(listed, 1.0)}
     if args.reward_recipe:
         recipe = read_recipe(args.reward_recipe)
     specs = list(dict.fromkeys(spec for weights in recipe.values() for spec in weights))
@@ -91,10 +92,6 @@ def name_apart(sources: list[Source]) -> None:
         earlier = names[:k].count(source.name)
         if earlier:
             source.name += str(earlier + 1)
-
-
-def split_specs(text: str) -> list[str]:
-    return [spec.strip() for spec in text.split(",") if spec.strip()]
 
 
 def read_recipe(text: str) -> dict[str, dict[str, float]]:
@@ -234,7 +231,9 @@ class RewardMix:
             share, used = self.share_of(source, batch), self.samples_of(source, batch)
             weights.append(share)
             columns, notes, at_tokens = self.ask(source, batch, processor, used, by_rank)
-            self.add_turn_rewards(batch, share, at_tokens)
+            if len(at_tokens) and self.combiner is None:  # of a combined reward no part has a place
+                at_tokens = share.nan_to_num().repeat_interleave(batch.own_lengths) * at_tokens
+                batch.turn_rewards += at_tokens
             if source.spec == "judgement" and self.args.consistency_coef:
                 self.reward_consistency(columns, batch, processor, used)
             by_source[source.name] = columns.pop("reward")
@@ -288,14 +287,6 @@ class RewardMix:
             rewards = batch.per_sample_sum(at_tokens)[used]  # (n,)
             parts = [(used, {"reward": rewards, "accuracy": env_accuracy(batch, rewards, used)})]
         return join_columns(parts, len(batch)), notes, at_tokens
-
-    def add_turn_rewards(self, batch: Batch, share: Tensor, at_tokens: Tensor) -> None:
-        """Add a source's share of rewards with places, if there are any. A function that combines rewards
-        does not say which part of them has a place."""
-        if len(at_tokens) and self.combiner is None:
-            batch.turn_rewards += (
-                share.nan_to_num().repeat_interleave(batch.own_lengths) * at_tokens
-            )
 
     def reward_consistency(
         self, columns: dict[str, Tensor], batch: Batch, processor: Processor, used: list[int]
