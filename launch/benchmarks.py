@@ -4,6 +4,8 @@ name                     a row, as published
 vl_rewardbench           {id, query, response, image, human_ranking}, or {id, prompt, chosen, rejected, image}
 mm_rlhf                  {id, image or video, prompt, chosen, rejected}; all pairs of an id make ACC+
 multimodal_rewardbench   {ID, Text, Image, Output1, Output2, Better, Category}
+rewardbench2             {id, prompt, chosen, rejected, subset}, lists of answers: pairs, which make best of 4
+genai_bench              {prompt, left_image, right_image, vote_type}
 """
 
 import re
@@ -12,6 +14,8 @@ COLUMNS = {
     "vl_rewardbench": "id",
     "mm_rlhf": "id prompt chosen rejected",
     "multimodal_rewardbench": "ID Text Output1 Output2 Better Category",
+    "rewardbench2": "id prompt chosen rejected subset",
+    "genai_bench": "vote_type",
 }
 
 # VL-RewardBench: the group by what an id begins with, as in its cal.py since May 2025.
@@ -26,17 +30,30 @@ VL_GROUPS = {
     for prefix in prefixes
 }
 MM_RLHF_GROUPS = ("mcq", "long", "short", "safety", "video")  # folders of its images and videos
-PREFERRED = {"Output1": "A", "Output2": "B"}
+PREFERRED = {
+    "Output1": "A",
+    "Output2": "B",
+    "leftvote": "A",
+    "rightvote": "B",
+    "tievote": "tie",
+    "bothbad_vote": "tie",
+}
+
+Rows = list[dict]
 
 
-def as_pair(benchmark: str, row: dict) -> dict:
-    """What `convert` reads of a published row: a pair with "benchmark", "source" (the official
+class LeftOut(Exception):
+    """Judges here cannot read such rows. The text says what they are."""
+
+
+def rows_of(benchmark: str, row: dict) -> Rows:
+    """What `convert` reads of a published row: pairs with "benchmark", "source" (the official
     group) and, where pairs count together, "pair".
 
-    Raises FileNotFoundError (no image), and ValueError: a row without an answer, or of another
-    benchmark."""
+    Raises LeftOut, FileNotFoundError (no image), and ValueError: a row without an answer, or of
+    another benchmark."""
     require(row, COLUMNS[benchmark])
-    return READERS[benchmark](dict(row)) | {"benchmark": benchmark}
+    return [pair | {"benchmark": benchmark} for pair in READERS[benchmark](dict(row))]
 
 
 def require(row: dict, columns: str) -> None:
@@ -51,9 +68,9 @@ def require(row: dict, columns: str) -> None:
             )
 
 
-def vl_rewardbench(row: dict) -> dict:
+def vl_rewardbench(row: dict) -> Rows:
     require(row, "chosen rejected" if "chosen" in row else "response human_ranking")
-    return row | {"image": take_media(row, "image"), "source": vl_group(row["id"])}
+    return [row | {"image": take_media(row, "image"), "source": vl_group(row["id"])}]
 
 
 def vl_group(name: str) -> str:
@@ -64,16 +81,16 @@ def vl_group(name: str) -> str:
     return VL_GROUPS[prefix]
 
 
-def mm_rlhf(row: dict) -> dict:
+def mm_rlhf(row: dict) -> Rows:
     column = "video" if row.get("video") else "image"
     path = take_media(row, column)
     group = next((folder for folder in path.split("/") if folder in MM_RLHF_GROUPS), None)
     if group is None:
         raise ValueError(f"{path:.60} is in none of the folders {', '.join(MM_RLHF_GROUPS)}")
-    return row | {column: path, "source": group, "pair": row["id"]}
+    return [row | {column: path, "source": group, "pair": row["id"]}]
 
 
-def multimodal_rewardbench(row: dict) -> dict:
+def multimodal_rewardbench(row: dict) -> Rows:
     responses = [row["Output1"], row["Output2"]]
     group, name = row["Category"], row["ID"].lower()
     if group == "safety":
@@ -86,7 +103,30 @@ def multimodal_rewardbench(row: dict) -> dict:
         "id": row["ID"],
         "source": group,
     }
-    return pair | {"responses": responses, "preferred": PREFERRED[row["Better"]]}
+    return [pair | {"responses": responses, "preferred": PREFERRED[row["Better"]]}]
+
+
+def rewardbench2(row: dict) -> Rows:
+    if row["subset"] == "Ties":
+        raise LeftOut("subset Ties")  # its metric needs scores
+    if isinstance(row["chosen"], str):
+        raise ValueError("one answer as chosen: the first RewardBench?")
+    group = {"source": row["subset"], "pair": row["id"]}
+    return [
+        row | group | {"chosen": row["chosen"][0], "rejected": answer} for answer in row["rejected"]
+    ]
+
+
+def genai_bench(row: dict) -> Rows:
+    if "left_video" in row:
+        raise LeftOut("two videos")
+    if "source_image" in row:
+        raise LeftOut("an image beside those of both sides")
+    images = [take_media(row, "left_image"), take_media(row, "right_image")]
+    return [
+        row
+        | {"images": images, "preferred": PREFERRED[row["vote_type"]], "source": "image_generation"}
+    ]
 
 
 def take_media(row: dict, column: str):
@@ -100,4 +140,6 @@ READERS = {
     "vl_rewardbench": vl_rewardbench,
     "mm_rlhf": mm_rlhf,
     "multimodal_rewardbench": multimodal_rewardbench,
+    "rewardbench2": rewardbench2,
+    "genai_bench": genai_bench,
 }

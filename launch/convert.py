@@ -47,7 +47,7 @@ Position 0 to 1000. VLM-R1's boxes of RefCOCO end at x + w + 1, and stay as they
 
 With --benchmark NAME the files are those of a benchmark of judges (launch/benchmarks.py). Its rows
 get "source" (the official group) and "pair" (what counts together, as in ACC+). Rows without their
-image are counted and left out.
+image, or of a kind that judges here cannot read, are counted and left out.
 
 Every other column is kept under its name. In a pair, a name that would change how the row is read,
 such as score, becomes original_score. A hash of the texts decides which response of a pair stands
@@ -62,6 +62,7 @@ import json
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -509,40 +510,38 @@ def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
 
 def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Namespace) -> None:
     """Write <folder>/<split>.jsonl and its images. Raises ValueError with file and row."""
-    total, written, left_out = 0, 0, 0
-    skipped = FileNotFoundError if args.benchmark else ()
+    total, written, left_out = 0, 0, Counter()
+    skipped = (benchmarks.LeftOut, FileNotFoundError) if args.benchmark else ()
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
-        for path, where, row in numbered_rows(paths):
-            name = f"{split}-{total:05d}"
-            images = Images(folder / "images", name, path.parent, args.image_root)
+        for path, number, text in numbered_rows(paths):
+            row = text
             try:
+                row = parse_json(text, "the row") if isinstance(text, bytes) else text
                 rename(row, args.columns)
-                if args.benchmark:
-                    row = benchmarks.as_pair(args.benchmark, row)
-                converted = convert(row, images, args.label, args.boxes, args.space)
-            except skipped:
-                left_out += 1
-                continue
+                parts = benchmarks.rows_of(args.benchmark, row) if args.benchmark else [row]
+                for part in parts:
+                    name = f"{split}-{total:05d}"
+                    images = Images(folder / "images", name, path.parent, args.image_root)
+                    converted = convert(part, images, args.label, args.boxes, args.space)
+                    file.write(json.dumps(converted, default=plain) + "\n")
+                    total, written = total + 1, written + images.count
+            except skipped as error:
+                left_out["image missing" if isinstance(error, OSError) else f"{error}"] += 1
             except BAD_ROW as error:
-                raise ValueError(f"{where}: {describe(error, row)}") from error
-            file.write(json.dumps(converted, default=plain) + "\n")
-            total, written = total + 1, written + images.count
+                raise ValueError(f"{path}, row {number}: {describe(error, row)}") from error
     say(f"{split}.jsonl: {total} rows, {written} images")
-    if left_out:
-        say(f"left out: {left_out} rows, image missing")
+    for reason, count in left_out.items():
+        say(f"left out: {count} rows, {reason}")
     if left_out and not total:
         raise ValueError(f"{split}: no row is left (images are looked for in --image_root)")
 
 
-def numbered_rows(paths: list[Path]) -> Iterator[tuple[Path, str, dict]]:
-    """The file of a row, its place as a message names it, and the row; blank lines only count."""
+def numbered_rows(paths: list[Path]) -> Iterator[tuple[Path, int, bytes | dict]]:
+    """The file, the number in it, and the row or its line; blank lines only count."""
     for path in paths:
         for number, row in enumerate(read_rows(path), start=1):
-            where = f"{path}, row {number}"
-            if not isinstance(row, bytes):
-                yield path, where, row
-            elif row.strip():
-                yield path, where, parse_json(row, where)
+            if not isinstance(row, bytes) or row.strip():
+                yield path, number, row
 
 
 def rename(row: dict, columns: dict[str, str]) -> None:

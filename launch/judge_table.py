@@ -111,7 +111,7 @@ class Unit:
         self.counts = {
             line: np.add(counts, self.counts.get(line, 0)) for line, counts in lines.items()
         }
-        # ACC+
+        # ACC+, best of 4
         together = np.array([sum(map(all, zip(*self.hits))), total])
         self.counts["all that count together right"] = (first["pair"] is not None) * together
 

@@ -683,7 +683,7 @@ def test_odd_rows_are_refused_in_our_words(tmp_path, capsys):
             "rows.jsonl",
             "\n{]\n",
             [],
-            "rows.jsonl, row 2: not JSON: Expecting property name",
+            "rows.jsonl, row 2: the row: not JSON: Expecting property name",
         ),
         ("rows.csv", "a,b", [], "no .parquet, .jsonl or .json files in"),
         (

@@ -2,8 +2,9 @@
 
 Forms, groups and formulas are those of published files and scripts, written down by hand:
 VL-RewardBench (vl-rewardbench/VL_RewardBench cal.py), MM-RLHF-RewardBench (yfzhang114/r1_reward
-inference/MM-RLHF-Reward) and Multimodal RewardBench (facebookresearch/multimodal_rewardbench
-scripts/)."""
+inference/MM-RLHF-Reward), Multimodal RewardBench (facebookresearch/multimodal_rewardbench
+scripts/), RewardBench 2 (allenai/reward-bench) and GenAI-Bench (TIGER-AI-Lab/GenAI-Bench
+inference.py)."""
 
 import json
 import random
@@ -95,6 +96,28 @@ def named(name: str, category: str, better: str = "Output1", **further) -> dict:
     } | further
 
 
+def best_of_4(name: str, subset: str = "Math") -> dict:
+    """A row of RewardBench 2."""
+    answers = {"chosen": [f"good {name}"], "rejected": [f"bad {name} {k}" for k in range(3)]}
+    return {
+        "id": name,
+        "prompt": "1 + 1?",
+        "num_correct": 1,
+        "models": ["m"] * 4,
+        "subset": subset,
+        "additional_metadata": {"label": "x"},
+    } | answers
+
+
+def voted(vote: str) -> dict:
+    return {
+        "prompt": "a cat",
+        "left_image": base64_of(noise(2)),
+        "right_image": base64_of(noise(3)),
+        "vote_type": vote,
+    }
+
+
 ROWS = {
     "vl_rewardbench": [ranked(name, k % 2) for k, name in enumerate(VL_IDS)]
     + [
@@ -117,6 +140,28 @@ ROWS = {
         named("EMMA-Coding_2", "reasoning"),
         named("MMBench_1", "vqa"),
     ],
+    "rewardbench2": [best_of_4("7"), best_of_4("8", "Factuality"), best_of_4("9", "Ties")],
+    "genai_bench": [
+        voted("leftvote"),
+        voted("rightvote"),
+        voted("tievote"),
+        voted("bothbad_vote"),
+        {
+            "prompt": "a",
+            "left_video": "http://a.mp4",
+            "right_video": "http://b.mp4",
+            "vote_type": "leftvote",
+        },
+        {
+            "source_prompt": "a",
+            "target_prompt": "b",
+            "instruct_prompt": "c",
+            "source_image": "",
+            "vote_type": "leftvote",
+            "left_output_image": "",
+            "right_output_image": "",
+        },
+    ],
 }
 GROUPS = {
     "vl_rewardbench": ["hallucination"] * 3 + ["reasoning"] * 3 + ["general"] * 5,
@@ -129,11 +174,15 @@ GROUPS = {
         "reasoning/coding",
         "vqa",
     ],
+    "rewardbench2": ["Math"] * 3 + ["Factuality"] * 3,
+    "genai_bench": ["image_generation"] * 4,
 }
 LEFT_OUT = {
     "vl_rewardbench": "left out: 2 rows, image missing\n",
     "mm_rlhf": "left out: 1 rows, image missing\n",
     "multimodal_rewardbench": "left out: 1 rows, image missing\n",
+    "rewardbench2": "left out: 1 rows, subset Ties\n",
+    "genai_bench": "left out: 1 rows, two videos\nleft out: 1 rows, an image beside those of both sides\n",
 }
 
 
@@ -178,10 +227,14 @@ def test_a_benchmark_becomes_judgements(tmp_path, published, qwen25, capsys, ben
     assert [row["source"] for row in rows] == GROUPS[benchmark]
     assert {row["benchmark"] for row in rows} == {benchmark}
     for row in rows:
-        sides = dict(zip("AB", row["responses"]))
-        assert sides[row["preferred"]].startswith("good")
-        assert sides["BA"["AB".index(row["preferred"])]].startswith("bad")
-    pairs = {"mm_rlhf": ["1_2", "1_2", "3", "v"]}
+        if benchmark != "genai_bench":
+            sides = dict(zip("AB", row["responses"]))
+            assert sides[row["preferred"]].startswith("good")
+            assert sides["BA"["AB".index(row["preferred"])]].startswith("bad")
+    if benchmark == "genai_bench":
+        assert [row["preferred"] for row in rows] == ["A", "B", "tie", "tie"]
+        assert (tmp_path / "out" / rows[0]["images"][1]).read_bytes() == encode(noise(3))
+    pairs = {"mm_rlhf": ["1_2", "1_2", "3", "v"], "rewardbench2": ["7"] * 3 + ["8"] * 3}
     assert [row.get("pair") for row in rows] == pairs.get(benchmark, [None] * len(rows))
     if benchmark == "mm_rlhf":  # frames in the order of their numbers
         assert len(rows[3]["videos"][0]) == 2
@@ -196,7 +249,7 @@ def test_a_benchmark_becomes_judgements(tmp_path, published, qwen25, capsys, ben
 def test_the_first_folder_is_the_group_of_mm_rlhf():
     """Of two that name one, whatever the seed of Python's hashes."""
     for first, second in permutations(("mcq", "long", "short", "safety", "video"), 2):
-        row = benchmarks.as_pair("mm_rlhf", chosen("1", image=f"{first}/{second}/a.png"))
+        (row,) = benchmarks.rows_of("mm_rlhf", chosen("1", image=f"{first}/{second}/a.png"))
         assert row["source"] == first
 
 
@@ -227,6 +280,8 @@ ROWS_OF = {
     "ranked": ranked("RLHF-V-1", 0),
     "chosen": chosen("RLHF-V-1", image="mcq/a.png"),
     "named": named("PAIRS_1", "safety"),
+    "best": best_of_4("7"),
+    "voted": voted("leftvote"),
     "-": {},
 }
 OTHER_FILES = table("""
@@ -244,7 +299,12 @@ mm_rlhf        | ranked | {}                              | no prompt in a row w
 mm_rlhf        | chosen | {"chosen": null}                | no chosen in a row with id, prompt, chosen
 multimodal_rewardbench | named | {"Better": null}         | no Better in a row with ID, Text
 multimodal_rewardbench | named | {"Text": ""}             | no Text in a row with ID, Text
-multimodal_rewardbench | named | {"Image": "none.png"}    | no row is left
+rewardbench2   | -      | {"id": 1, "prompt": "a", "chosen": "b", "rejected": "c", "subset": "math-prm"} | one answer as chosen: the first RewardBench?
+rewardbench2   | best   | {"chosen": [null]}              | no chosen in a row with id, prompt
+rewardbench2   | best   | {"rejected": []}                | no rejected in a row with id, prompt
+rewardbench2   | best   | {"subset": "Ties"}              | no row is left
+genai_bench    | chosen | {}                              | no vote_type in a row with id, prompt
+genai_bench    | voted  | {"vote_type": "best"}           | no row as in the tables of --help
 """)
 
 
@@ -425,8 +485,8 @@ def test_counts_by_hand(tmp_path):
     }
 
 
-def test_rows_that_are_ties(tmp_path):
-    """Accuracy with them and without."""
+def test_ties_of_genai_bench(tmp_path):
+    """Accuracy with ties, as its own script, and without the rows that are ties, as most papers."""
     rows = [
         ("image_generation", *letters)
         for letters in (("A", "A", "B"), ("B", "t", "t"), ("tie", "t", "t"), ("tie", "A", "t"))
