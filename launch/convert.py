@@ -10,7 +10,8 @@ for example (https://huggingface.co/datasets/hiyouga/geometry3k: 2,101 / 300 / 6
     .venv-convert/bin/hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     .venv-convert/bin/python launch/convert.py geometry3k/data --label geo3k --out data/geo3k
 
-Sources are .parquet, .jsonl and .json files, or folders of the first two; JSON may be one list. The shards train-00000-of-00002 and train-00001-of-00002 become train.jsonl. Images are
+Sources are .parquet, .jsonl and .json files, or folders of the first two; JSON may be one list, objects
+over several lines, or in UTF-16. The shards train-00000-of-00002 and train-00001-of-00002 become train.jsonl. Images are
 written as they are, as images/<split>-<row>-<place>.jpeg and so on; their paths are relative to the
 file or, where there is no such file, to
 --image_root, outside of which none is read.
@@ -483,16 +484,18 @@ class Images:
 # ---- Files
 
 
-def read_rows(path: Path) -> Iterator[bytes | dict]:
-    """The rows of a table or of a list in JSON, or the lines of JSONL, whatever the file is called."""
+def read_rows(path: Path) -> Iterator[str | bytes | dict]:
+    """The rows of a table or of JSON, or the lines of JSONL, whatever the file is called."""
     with open_regular(path) as file:
         if path.suffix == ".parquet":
             yield from read_parquet(file, path)
-        elif file.read(1) == b"[":
-            yield from parse_json(b"[" + file.read(), f"{path}")
-        else:
-            file.seek(0)
+            return
+        first = file.readline()
+        if re.match(rb"(\xef\xbb\xbf)?\s*\{.*\}\s*$", first):
+            yield first
             yield from file
+        else:
+            yield from read_json(first + file.read())
 
 
 def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
@@ -508,6 +511,19 @@ def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
         raise ValueError(f"{path} cannot be read as parquet: {error!s:.1000}") from error
 
 
+def read_json(data: bytes) -> list:
+    """The elements of a list, or objects over several lines; else it must be JSONL, perhaps in UTF-16,
+    or with blank lines first."""
+    text = data.decode(json.detect_encoding(data), "backslashreplace")
+    try:
+        # no string of JSON holds the end of a line
+        objects = re.sub(r"\}\s*\n\s*\{", "},{", text)
+        rows = json.loads(f"[{objects}]")
+    except (ValueError, RecursionError):
+        return text.split("\n")
+    return rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
+
+
 def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Namespace) -> None:
     """Write <folder>/<split>.jsonl and its images. Raises ValueError with file and row."""
     total, written, left_out = 0, 0, Counter()
@@ -516,7 +532,7 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
         for path, number, text in numbered_rows(paths):
             row = text
             try:
-                row = parse_json(text, "the row") if isinstance(text, bytes) else text
+                row = parse_json(text, "the row") if isinstance(text, str | bytes) else text
                 rename(row, args.columns)
                 parts = benchmarks.rows_of(args.benchmark, row) if args.benchmark else [row]
                 for part in parts:
@@ -536,11 +552,11 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
         raise ValueError(f"{split}: no row is left (images are looked for in --image_root)")
 
 
-def numbered_rows(paths: list[Path]) -> Iterator[tuple[Path, int, bytes | dict]]:
+def numbered_rows(paths: list[Path]) -> Iterator[tuple[Path, int, str | bytes | dict]]:
     """The file, the number in it, and the row or its line; blank lines only count."""
     for path in paths:
         for number, row in enumerate(read_rows(path), start=1):
-            if not isinstance(row, bytes) or row.strip():
+            if not isinstance(row, str | bytes) or row.strip():
                 yield path, number, row
 
 

@@ -390,11 +390,12 @@ def test_bytes_are_never_text(tmp_path):
         ("rows.jsonl", json.dumps([{"prompt": "x"}, {"prompt": "y"}])),
         ("rows.json", '{"prompt": "x"}\n{"prompt": "y"}\n'),
         ("rows.jsonl", '\n{"prompt": "x"}\n\n{"prompt": "y"}\n'),
-        ("rows.jsonl", '\ufeff{"prompt": "x"}\n{"prompt": "y"}\n'),
+        ("rows.jsonl", '{\n  "prompt": "x"\n}\n{\n  "prompt": "y"\n}\n'),
     ],
 )
-def test_json_in_other_layouts(tmp_path, name, content):
-    (tmp_path / name).write_text(content, encoding="utf-8")
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
+def test_json_in_other_layouts(tmp_path, name, content, encoding):
+    (tmp_path / name).write_text(content, encoding=encoding)
     convert.main(words(tmp_path / name, "--out", tmp_path / "out"))
     assert [row["prompt"] for row in read_rows(tmp_path / "out" / "rows.jsonl")] == ["x", "y"]
 
