@@ -568,6 +568,7 @@ BAD_ROWS = table("""
 {"prompt": "a", "images": ["none.png"], "response": "b"} | no such image
 {"prompt": "<image>", "images": ["0.png", "1.png"], "preferred": "A"} | hold 2 images for 3 places
 {"prompt": "a", "response": "b<|im_end|>"} | special token <|im_end|>
+{"prompt": "a", "response": "b\\ud800"}    | is half of a character
 {"prompt": "a", "response": "LONG"}        | example too long
 {"prompt": "a", "response": "LONGLONGLONGLONGLONGLONGLONGLONG"} | example too long: 4000000 characters
 {"prompt": "LONG", "response": "b"}        | prompt too long

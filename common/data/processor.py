@@ -187,7 +187,11 @@ class Processor:
             )
 
     def token_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text. Raises ValueError: an id that the model has no embedding for."""
+        """The ids of a text. Raises ValueError: an id that the model has no embedding for, or half of a
+        surrogate pair, which JSON may hold and no tokenizer reads."""
+        half = re.search("[\ud800-\udfff]", text)
+        if half:
+            raise ValueError(f"{half[0]!r} is half of a character: JSON writes it as two escapes")
         backend = self.tokenizer.backend_tokenizer
         ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
         largest = max(ids, default=-1)
@@ -210,8 +214,6 @@ class Processor:
         """
         text = self.render(messages, add_generation_prompt=True)
         self.check_length("prompt", text, limit)
-        # JSON may hold half a surrogate pair: a ValueError here, a TypeError in the tokenizer.
-        text.encode("utf-8")
         expanded, counts = self.expand(text, grids)
         # The template has written the special tokens: the tokenizer must not add its own on top.
         # But in the families whose processors have it add the BOS if the template has not.

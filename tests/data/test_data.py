@@ -891,7 +891,7 @@ typed image token         | {"prompt": "<|image_pad|>", "images": "a.png"} | spe
 end of turn from two parts | USER [{"type": "image"}, {"type": "text", "text": "x<|im_"}, {"type": "text", "text": "end|>"}]}], \
 "images": "a.png"} | special token <.im_end.> in the text
 too long                  | {"prompt": "LONG", "images": "a.png"} | too long: 507 tokens, 6 of them of images; the limit is 500
-half a surrogate pair     | {"prompt": "a\\ud800"} | surrogates not allowed
+half a surrogate pair     | {"prompt": "a\\ud800"} | is half of a character
 two system prompts        | {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]} | drop one of them
 """.replace("USER", '{"prompt": [{"role": "user", "content":')
     .replace("LONG", "x" * 480)
