@@ -170,6 +170,11 @@ def test_accuracy_at_one_half(predicted, boxes, value):
     assert result["box_iou"] == share
 
 
+def test_labels_of_points_are_none_of_boxes():
+    row = truth([], ["cup"], points=[(1, 1)])
+    assert score_boxes(as_json(TEN, TEN), row)["f1_class"] == 0
+
+
 @pytest.mark.parametrize("answer", ["none", "None.", "no objects", "[]", "<answer>none</answer>"])
 def test_there_may_be_nothing(answer):
     assert scores(answer, [])["box_iou"] == 1
