@@ -29,6 +29,11 @@ VL_GROUPS = {
     for group, *prefixes in map(str.split, VL_TABLE.splitlines())
     for prefix in prefixes
 }
+# Ids that other scripts call general. R1-Reward's get_acc.py looks for "rlhf" where ids say RLHF;
+# UnifiedReward's test_*vl*reward*bench.py, like cal.py before, have no group for ids that begin
+# with hallucination.
+VL_ELSEWHERE = {"R1-Reward": "rlhf rlaif", "UnifiedReward": "hallucination"}
+
 MM_RLHF_GROUPS = ("mcq", "long", "short", "safety", "video")  # folders of its images and videos
 PREFERRED = {
     "Output1": "A",
@@ -73,12 +78,12 @@ def vl_rewardbench(row: dict) -> Rows:
     return [row | {"image": take_media(row, "image"), "source": vl_group(row["id"])}]
 
 
-def vl_group(name: str) -> str:
-    """The official group of an id of VL-RewardBench."""
+def vl_group(name: str, script: str = "") -> str:
+    """The group of an id of VL-RewardBench, officially or in another script."""
     prefix = re.split("[_-]", name)[0].lower()
     if prefix not in VL_GROUPS:
         raise ValueError(f"no id of VL-RewardBench begins as {name!r:.60} does")
-    return VL_GROUPS[prefix]
+    return "general" if prefix in VL_ELSEWHERE.get(script, "").split() else VL_GROUPS[prefix]
 
 
 def mm_rlhf(row: dict) -> Rows:

@@ -14,7 +14,7 @@ from pathlib import Path
 import tool
 from judge_table import JUDGEMENT, Orders, read_judgements
 
-FORM = JUDGEMENT | {"messages": list, "images": list, "response": str, "row": dict}
+FORM = JUDGEMENT | {"messages": list, "images": list, "response": str, "truncated": bool}
 
 
 def filter_rows(rows: list[Orders]) -> tuple[list, list]:

@@ -9,19 +9,22 @@ with only one order do not count.
 "votes@k" is the majority of the first k verdicts in an order, as far as they could be read; a tied
 vote counts one half. (VL-RewardBench's cal.py differs where some could not be read: it wants more
 than half of all k, and leaves out a question without such a majority.) All other lines are of
-single judgements. "macro" is the mean over groups, blank where one of them has no value. A
-verdict that says a tie is wrong where none is right, and left out by cal.py. The interval belongs to the first accuracy: a bootstrap over pairs, in which
+single judgements. "macro" is the mean over groups, blank where one of them has no value. Where a
+verdict says a tie although no row of its benchmark is one, as in VL-RewardBench, it is wrong, or
+left out as in cal.py. The interval belongs to the first accuracy: a bootstrap over pairs, in which
 rows that count together stay together."""
 
 import sys
 from collections import defaultdict
 from collections.abc import Collection
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from statistics import multimode
 
 import numpy as np
 
+from benchmarks import VL_ELSEWHERE, vl_group
 from tool import one_message  # puts common/ on the path
 
 # isort: split
@@ -39,6 +42,7 @@ JUDGEMENT = {  # what the table reads of a record
     "lengths?": [int],
     "group": str,
     "pair?": str | int | float,
+    "row": {"benchmark?": str},
 }
 MAY_LACK = dict.fromkeys(("verdict", "lengths", "pair"))
 
@@ -62,8 +66,13 @@ def read_judgements(run: Path, form: dict = JUDGEMENT) -> list[Orders]:
     check_form(records, [form], f"{path}")
     rows = defaultdict(lambda: defaultdict(list))
     for record in records:
-        row = rows[record["index"] - (record["order"] == "swapped")]
-        row[record["order"]].append(MAY_LACK | record)
+        # A run of an earlier version also read verdicts that were cut off. One in a conversation
+        # may be whole.
+        if record.get("truncated") and "ended" not in record:
+            record["verdict"] = None
+        rows[record["index"] - (record["order"] == "swapped")][record["order"]].append(
+            MAY_LACK | record
+        )
     return list(rows.values())
 
 
@@ -75,8 +84,9 @@ class Unit:
         self.counts = {}  # line -> (2,)
         self.hits = []  # of each row: which judgements are right
 
-    def add(self, orders: Orders) -> None:
-        """Count the judgements on a row, all as if its answers stood in the order given."""
+    def add(self, orders: Orders, odd_ties: bool) -> None:
+        """Count the judgements on a row, all as if its answers stood in the order given;
+        ``odd_ties``: also those that say a tie, in a benchmark that has none."""
         first = orders["given"][0]
         right, sizes = first["reference"], first["lengths"] or [0]
         unswapped = [record["verdict"] for record in orders["given"]]
@@ -92,7 +102,9 @@ class Unit:
             "accuracy, unread is wrong": (hits, total),
             "accuracy, unread left out": (hits, total - unread),
             "accuracy, unread is one half": (hits + unread / 2, total),
+            "accuracy, unread and ties left out": (odd_ties * hits, odd_ties * sides),
             "could not be read": (unread, total),
+            "says a tie, where none is right": (odd_ties * verdicts.count("tie"), odd_ties * total),
             "both orders right": (both.count((right, right)), len(both)),
             "both orders alike": (
                 sum(both.count((verdict, verdict)) for verdict in ("A", "B", "tie")),
@@ -129,12 +141,22 @@ def read_units(run: Path) -> list[Unit]:
     print(len(pairs), "of", len(rows), "rows were judged in two orders and count", file=sys.stderr)
     if not pairs:
         raise ValueError(f"{run}: nothing was judged in two orders")
-    units = {}
+    units, odd = {}, benchmarks_with_odd_ties(pairs)
     for orders in pairs:
         first = orders["given"][0]
         key = first["group"], first["pair"], first["pair"] is None and first["index"]
-        units.setdefault(key, Unit(first)).add(orders)
+        units.setdefault(key, Unit(first)).add(orders, first["row"].get("benchmark") in odd)
     return list(units.values())
+
+
+def benchmarks_with_odd_ties(rows: list[Orders]) -> set:
+    """The benchmarks of which no row is a tie although some verdict says so."""
+    ties = {"verdict": set(), "reference": set()}  # benchmarks with a tie there
+    for record in chain(*(chain(*orders.values()) for orders in rows)):
+        for field in ties:
+            if record[field] == "tie":
+                ties[field].add(record["row"].get("benchmark"))
+    return ties["verdict"] - ties["reference"]
 
 
 # ---- Table
@@ -149,13 +171,19 @@ def make_table(units: list[Unit]) -> dict[str, Column]:
     if len(groups) > 1:
         table |= {group: column([members]) for group, members in groups.items()}
         table["macro"] = column(groups.values())
+    if {unit.first["row"].get("benchmark") for unit in units} == {"vl_rewardbench"}:
+        for script in VL_ELSEWHERE:
+            table[f"macro of {script}"] = column(by_group(units, script).values())
     return table
 
 
-def by_group(units: list[Unit]) -> dict[str, list[Unit]]:
+def by_group(units: list[Unit], script: str = "") -> dict[str, list[Unit]]:
+    """By the groups of the rows, or by those of another script for VL-RewardBench."""
     groups = defaultdict(list)
     for unit in units:
-        groups[unit.first["group"]].append(unit)
+        groups[
+            vl_group(f"{unit.first['row'].get('id')}", script) if script else unit.first["group"]
+        ].append(unit)
     return dict(sorted(groups.items()))
 
 

@@ -46,11 +46,16 @@ VL_IDS = {
 }
 
 
-def test_groups_of_vl_rewardbench():
+@pytest.mark.parametrize(
+    "script, sizes",
+    [("", (183, 749, 318)), ("R1-Reward", (484, 448, 318)), ("UnifiedReward", (631, 301, 318))],
+)
+def test_groups_of_vl_rewardbench(script, sizes):
+    """The same 1,250 ids make three tables."""
     counts = Counter()
     for name, count in VL_IDS.items():
-        counts[benchmarks.vl_group(name)] += count
-    assert counts == {"general": 183, "hallucination": 749, "reasoning": 318}
+        counts[benchmarks.vl_group(name, script)] += count
+    assert tuple(counts[group] for group in ("general", "hallucination", "reasoning")) == sizes
 
 
 def ranked(name: str, better: int) -> dict:
@@ -372,7 +377,11 @@ def test_a_judge_at_random(tmp_path):
         "reasoning": "0.500",
         "overall": "0.472",
         "macro": "0.472",
+        "macro of R1-Reward": "0.481",  # general 8 of 18, hallucination 3 of 6, reasoning 6 of 12
+        # general 7 of 18, hallucination 4 of 6, reasoning 6 of 12
+        "macro of UnifiedReward": "0.519",
     }
+    assert table["macro of R1-Reward"]["rows"] == "3/1/2"
     assert table["macro"]["accuracy, unread left out"] == "0.548"  # of 4/9, 7/10 and 6/12
 
 
@@ -417,7 +426,8 @@ def test_a_judge_that_always_says_a(tmp_path):
     """R1-Reward's scripts show only the chosen answer first, where it would score 1."""
     rows = [vl_row(name, right, "AAA", "AAA") for name, right in zip(VL_IDS, "ABABABABABA")]
     table = table_of(tmp_path, rows)
-    for cells in table.values():
+    for name in ("general", "hallucination", "reasoning", "overall", "macro", "macro of R1-Reward"):
+        cells = table[name]
         assert cells["accuracy, unread is wrong"] == cells["accuracy, unread left out"] == "0.500"
         assert cells["votes@1"] == cells["votes@3"] == cells["votes@3 of both orders"] == "0.500"
         assert cells["both orders right"] == cells["both orders alike"] == "0.000"
@@ -495,6 +505,56 @@ def test_ties_of_genai_bench(tmp_path):
     assert table["overall"]["accuracy, unread is wrong"] == "0.625"  # 2 + 0 + 2 + 1 of 8
     assert table["without ties"]["accuracy, unread is wrong"] == "0.500"
     assert table["without ties"]["rows"] == "2"
+
+
+def test_a_judgement_that_was_cut_off_says_nothing(tmp_path):
+    """In records of runs that gave it a verdict, too; but a conversation that a limit ended may have one."""
+    rows = [
+        ("g", "A", "A", "B"),
+        ("g", "A", "A", "A", {"truncated": True}),
+        ("g", "B", "B", "A", {"truncated": True, "ended": "turn_limit"}),
+    ]
+    cells = table_of(tmp_path, rows)["overall"]
+    assert (cells["could not be read"], cells["accuracy, unread left out"]) == ("0.333", "1.000")
+
+
+def test_ties_of_vl_rewardbench(tmp_path):
+    """No row is one: the table has how many verdicts say so, and the accuracy without them, as its
+    own script; also beside a benchmark that has ties."""
+    ties, left_out = "says a tie, where none is right", "accuracy, unread and ties left out"
+    rows = [
+        vl_row("RLAIF-V-1", "A", "A", "B"),
+        vl_row("hallucination_pair-2", "B", "B", "A"),
+        vl_row("mathverse_3", "A", "t", "B"),
+        vl_row("mmmu_pro_test_Art_4", "B", "B", "A"),
+        vl_row("wildvision-battle-5", "A", "t", "B"),
+        vl_row("svit-complex_reasoning-6", "B", "A", "-"),
+    ]
+    published = [f"{value:.3f}" for value in cal_py(rows)]
+    assert published == ["0.889", "0.833"]  # 8 of 9; 1/2, 4/4, 3/3
+    table = table_of(tmp_path / "alone", rows)
+    assert [table[name][left_out] for name in ("overall", "macro")] == published
+    assert [table[name][ties] for name in ("overall", "general", "hallucination")] == [
+        "0.167",
+        "0.250",
+        "0.000",
+    ]
+    assert table["overall"]["accuracy, unread is wrong"] == "0.667"  # 8 of 12
+    other = ("image_generation", "tie", "t", "A", {"row": {"benchmark": "genai_bench"}})
+    table = table_of(tmp_path / "together", [*rows, other])
+    assert (table["overall"][ties], table["overall"][left_out]) == ("0.167", "0.889")
+    assert not table["image_generation"].keys() & {ties, left_out}
+
+
+@pytest.mark.parametrize(
+    "row", [{"benchmark": "mm_rlhf", "id": "0737_6"}, {"benchmark": "genai_bench"}]
+)
+def test_two_benchmarks_in_one_table(tmp_path, row):
+    """Groups of other scripts are those of VL-RewardBench alone, whichever comes first."""
+    rows = [vl_row("RLAIF-V-1", "A", "A", "B"), ("mcq", "A", "A", "B", {"row": row})]
+    for name in "ab":
+        assert set(table_of(tmp_path / name, rows)) == {"overall", "hallucination", "mcq", "macro"}
+        rows.reverse()
 
 
 def test_interval(tmp_path):
@@ -580,7 +640,7 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
     records, texts = [], {}
     for (prompt, *_), letters in zip(questions, ("wr", "rr", "cr", "cc", "-w")):
         for sample, letter in enumerate(letters):
-            verdict = {"r": prompt.reference, "w": "tie"}.get(letter)
+            verdict = {"r": prompt.reference, "c": prompt.reference, "w": "tie", "-": None}[letter]
             response = f"It is {sample}. {with_verdict(verdict) if verdict else ''}"
             texts.setdefault((prompt.index, letter), response)
             records.append(
