@@ -7,6 +7,7 @@ r"""Rewards of perception, to use or to copy: --reward launch/reward_vision.py:N
     words     the same words
     anls      1 - edits / length where that is above 1/2, as in DocVQA
     ocr       1 - edits / length, and case counts
+    items     F1 of a list, in any order
     order     the same list
     form      one thought, then one <answer>; for a part of a --reward_recipe
 
@@ -15,11 +16,12 @@ answer is.
 
 An answer is what stands behind the thought: the last <answer>, <|begin_of_box|> or \boxed{}, if
 there is one, and of that the last fence. Everything in it counts: of several letters or numbers none
-is the answer. An unfinished thought or <answer> is no answer. So
+is the answer, and a copy is a wrong item. An unfinished thought or <answer> is no answer. So
 whoever guesses everything earns no more than by one guess."""
 
 import ast
 import re
+from collections import Counter
 from fractions import Fraction
 from string import ascii_uppercase
 
@@ -129,6 +131,12 @@ def likeness(a: str, b: str) -> float:
         costs[1:] = np.minimum(costs[1:], replaced)
         costs = np.minimum.accumulate(costs)
     return -float(costs[-1]) / len(longer)
+
+
+@per_sample
+def items(answer, truth, row):
+    answered, expected = Counter(read_items(answer)), Counter(read_items(truth))
+    return 2 * (answered & expected).total() / (answered + expected).total()
 
 
 @per_sample

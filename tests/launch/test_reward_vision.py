@@ -86,11 +86,15 @@ ocr    | 10/11 | -        | Total 12.60  | Total  12.50
 ocr    | 0.8   | -        | Total        | total
 ocr    | 0     | -        | Total        |
 ocr    | 4/7   | -        | sitting      | kitten
+items  | 1     | -        | ["blue", "red"] | red, Blue
+items  | 0.5   | -        | ["blue", "red"] | ["red", "green"]
+items  | 2/3   | -        | ["blue", "red"] | red, red, red, blue
+items  | 1     | -        | blue; red    | - red\n- blue
+items  | 2/3   | -        | ["a, b", "c"] | ["a, b"]
 order  | 0     | -        | [1, 2, 3]    | 2, 1, 3
 order  | 1     | -        | [1, 2, 3]    | [1, 2, 3]
 order  | 1     | -        | [1, 2, 3]    | ```json\n[1, 2, 3]\n```
 order  | 1     | -        | [1, 2, 2]    | 1-2-2
-order  | 1     | -        | ["Blue", "red"] | - blue;\n- red
 order  | 0     | -        | [1, 5, 2]    | 1.5, 2
 """
 )  # reward, its value, the row, the truth, the response
@@ -111,6 +115,7 @@ RIGHT = {
     "words": ("red", {}),
     "anls": ("red", {}),
     "ocr": ("red", {}),
+    "items": ("red, blue", {}),
     "order": ("3, 2, 1", {}),
 }
 
@@ -156,6 +161,7 @@ def test_guessing_everything_pays_no_more_than_one_guess(name):
         "words": ["red", "blue", "green"],
         "anls": ["red", "blue", "green"],
         "ocr": ["red", "blue", "green"],
+        "items": ["red, blue", "green, grey", "black, pink"],
         "order": ["3, 2, 1", "1, 2, 3", "2, 1, 3"],
     }[name]
     best = max(grade(name, guess, truth, row) for guess in guesses)
