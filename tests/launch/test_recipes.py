@@ -171,7 +171,6 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
         assert rules == [("*", "named", 1), ("grey", "grey", 0), ("another", "another", 0)]
 
 
-
 @pytest.mark.parametrize("model", ["", "a model"])
 def test_the_stages_of_a_judge_fit_together(launch, monkeypatch, tmp_path, model):
     """Each begins with what an earlier one wrote, and every flag is accepted."""
