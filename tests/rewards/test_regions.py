@@ -171,7 +171,7 @@ def test_accuracy_at_one_half(predicted, boxes, value):
 
 
 def test_labels_of_points_are_none_of_boxes():
-    row = truth([], ["cup"], points=[(1, 1)])
+    row = truth([], ["cup", "dog"], points=[(1, 1), (2, 2)])
     assert score_boxes(as_json(TEN, TEN), row)["f1_class"] == 0
 
 
