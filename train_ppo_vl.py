@@ -1953,6 +1953,9 @@ def report(
     )
     by_sum = args.algorithm.advantage not in ("none", "gdpo")
     log.warn("spread", by_sum and flat > 0.9 * prompts, text)
+    idle = metrics["train/advantages_min"] == metrics["train/advantages_max"] == 0
+    text = f"step {step}: all advantages are 0, though rewards differ: the estimator tells nothing apart"
+    log.warn("advantages", by_sum and idle and flat < prompts, text)
 
 
 def check_sampler(log: logging.RunLogger, state: TrainState, actor: Policy, args: Args) -> None:

@@ -526,6 +526,13 @@ def test_its_own_accuracy_is_measured_first(qwen25, other, task, tmp_path):
 --teacher_prompt {prompt}{answer}                    | --teacher_prompt {prompt}{answer} needs --teacher_model
 --teacher_in loss                                    | --teacher_in loss needs --teacher_model
 --teacher_model self --teacher_prompt {answer}       | has no {prompt}, the place of the row's prompt
+--teacher_model self --teacher_prompt {prompt}{answer.x} | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{answer[0]} | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{answer:>2000000000} | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{answer!r} | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{}     | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{0}    | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{answer:{label}} | braces hold the name of a column and nothing else
 --teacher_model self --teacher_prompt {prompt}{      | a brace of the text is written twice
 --teacher_model self --teacher_prompt {prompt}}      | a brace of the text is written twice
 --teacher_model self --teacher_prompt {prompt}{answer | a brace of the text is written twice

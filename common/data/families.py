@@ -14,7 +14,6 @@ A new family is a new class here, one entry in CLASSES, and a test: common/READM
 """
 
 import copy
-import functools
 import math
 import re
 import sys
@@ -44,7 +43,7 @@ Segment = tuple  # (start, end, prefix_start, prefix_end[, whether its tokens al
 
 # They do in every layer, or in those with a sliding window.
 BOTH_WAYS, IN_WINDOWS = 1, 2
-MOST_GRIDS = 1 << 16  # that are kept
+MOST_GRIDS = 1 << 16  # that are kept of one family
 
 
 def is_clip(grid: Grid) -> bool:
@@ -165,6 +164,13 @@ class Family:
 
     def prepared(self, image: Image.Image) -> Inputs:
         return self.image_processor(images=[image], return_tensors="pt")
+
+    def tile_side(self) -> int:
+        """Patches along a side of the square that the vision tower takes. Some configs give sizes
+        as pairs."""
+        tower = self.config.vision_config
+        size, patch = np.ravel(tower.image_size)[0], np.ravel(tower.patch_size)[0]
+        return int(size // patch)
 
 
 def settings_of_images(files: Files) -> dict:
@@ -372,9 +378,8 @@ class Llava(Family):
     image_processors = ("CLIP", "Llava", "Siglip")
 
     def expand(self, grid: Grid) -> Expansion:
-        tower = self.config.vision_config
-        count = (tower.image_size // tower.patch_size) ** 2
-        if tower.model_type == "clip_vision_model":
+        count = self.tile_side() ** 2
+        if self.config.vision_config.model_type == "clip_vision_model":
             count += 1  # CLIP puts one class token before the patches
         if self.config.vision_feature_select_strategy == "default":
             count -= 1  # this strategy drops the first token, whatever it is
@@ -414,10 +419,18 @@ class Measured(Family):
 
     sizes: tuple = ()  # of what it returns: their numbers are the grid
 
-    @functools.lru_cache(MOST_GRIDS)
+    def __init__(self, config):
+        super().__init__(config)
+        self.grids: dict[tuple[int, int], Grid] = {}
+
     def grid(self, width: int, height: int) -> Grid:
         """That of a blank image: it depends on nothing but the size."""
-        return self.patches(Image.new("RGB", (width, height)))[1]
+        size = width, height
+        if size not in self.grids:
+            if len(self.grids) == MOST_GRIDS:
+                self.grids.clear()
+            self.grids[size] = self.patches(Image.new("RGB", size))[1]
+        return self.grids[size]
 
     def patches(self, image: Image.Image) -> Patches:
         batch = self.prepared(image)

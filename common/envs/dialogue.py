@@ -363,7 +363,8 @@ class EnvRollout:
     def fill(self, batch: Batch, keys: list[Key]) -> None:
         """Add the conversations of the samples ``keys``, in the order of the batch."""
         episodes = [self.episodes[key] for key in keys]
-        parts = [(EMPTY, EMPTY.bool(), EMPTY.view(0, 3))]  # a rank may have no samples
+        empty = torch.zeros(0, dtype=torch.int64)
+        parts = [(empty, empty.bool(), empty.view(0, 3))]  # a rank may have no samples
         for episode, tokens in zip(episodes, batch.split(batch.tokens)):
             episode.add_turn(tokens)
             parts += episode.stream

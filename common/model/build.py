@@ -78,10 +78,11 @@ def choose_compute(
     backend = "sdpa"
     if device.type != "meta":
         backend = choose_backend(args.attention, device, dtype)
+        install = ""
+        if backend == "varlen" and flash_attn_problem():
+            install = f" ({flash_attn_problem()})"
         if distributed.is_main():
             ranks = f"{distributed.world_size()} x {device.type}"
-            problem = flash_attn_problem() if backend == "varlen" else ""
-            install = f" ({problem})" if problem else ""
             say(f"{ranks}, attention: {backend}{install}, compute: {name}")
     # Every chunk costs a pass over the gradient of the head's weight: on a GPU this is expensive, on
     # a CPU it is not, and memory decides.

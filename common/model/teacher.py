@@ -6,6 +6,7 @@ follow_average   a teacher that is the running average of the policy
 """
 
 import functools
+import re
 import string
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -140,13 +141,22 @@ def follow_average(teacher: Teacher | None, trained: Trainable) -> None:
 
 
 def check_template(template: str) -> None:
-    """Raises UserError: no template of --teacher_prompt, which is a Python format string."""
+    """Raises UserError: no template of --teacher_prompt. It is a Python format string of plain names:
+    a format of its own could ask for gigabytes, and an attribute for more than the row."""
     try:
-        names = [name for _, name, *_ in string.Formatter().parse(template)]
+        pieces = list(string.Formatter().parse(template))
     except ValueError as error:
         raise UserError(
             f"--teacher_prompt {template}: {error} (a brace of the text is written twice)"
         ) from error
+    for _, name, form, conversion in pieces:
+        is_plain = name is None or re.fullmatch(r"[^\W\d][^.\[\]]*", name)
+        if form or conversion or not is_plain:
+            raise UserError(
+                f"--teacher_prompt {template}: braces hold the name of a column and nothing else, as in "
+                "{answer} (a brace of the text is written twice)"
+            )
+    names = [name for _, name, *_ in pieces]
     if not names.count("prompt") == template.count("{prompt}") == 1:
         raise UserError(
             f"--teacher_prompt {template} has no {{prompt}}, the place of the row's prompt, or several"

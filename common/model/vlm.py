@@ -13,7 +13,7 @@ of image features.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -219,14 +219,18 @@ def router_logits(model: Model):
     """Yields a list, to which each forward of the decoder appends the router logits (L, E) of its MoE
     layers."""
     logits = []
+    hooks = []
 
     def keep(router: nn.Module, _, out: Any) -> None:
         logits.append(out if torch.is_tensor(out) else out[0])
 
-    with ExitStack() as hooks:
-        for router in routers(model):
-            hooks.enter_context(router.register_forward_hook(keep))
+    for router in routers(model):
+        hooks.append(router.register_forward_hook(keep))
+    try:
         yield logits
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 # -------------------------------------------------------------------------------------------------

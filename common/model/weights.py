@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -112,6 +112,11 @@ def download(name: str, weights: bool) -> Path:
         folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns="consolidated*")
     except HFValidationError as error:  # it can only be a path
         raise ValueError(f"checkpoint {name}: no such folder") from error
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"checkpoint {name}: no such folder; and the hub, where a model might have this name, "
+            "cannot be reached"
+        ) from error
     except (OSError, ValueError) as error:  # whatever else the hub raises is one of them
         raise ValueError(
             f"checkpoint {name}: no such folder, and the hub says: {str(error).splitlines()[0]}"

@@ -33,7 +33,7 @@ from common.data.rows import (
     user_text,
 )
 from common.files import check_form, number_as_text
-from common.flags import DataArgs
+from common.flags import NUMBER, DataArgs
 from common.rewards.rules import opens_thought, parse_verdict
 
 # --------------------------------------------------------------------------------------------------
@@ -94,12 +94,24 @@ def format_template(template: str, **values: str) -> str:
 
 def check_template(kind: str, template: str) -> None:
     """Raises ValueError: a template that lacks what its kind needs, which the built-in one has."""
+    if kind not in JUDGEMENTS:
+        raise ValueError(f"judge.json: no kind of judgement is called {kind!r:.80}")
     default, _ = JUDGEMENTS[kind]
     needed, images = PLACEHOLDER.findall(default), default.count("<image>")
     if set(needed) - set(PLACEHOLDER.findall(template)) or template.count("<image>") != images:
         raise ValueError(
             f"judge.json or --{kind}_template must hold {', '.join(needed)} and {images} <image>: "
             f"{template!r:.200}"
+        )
+
+
+def check_verdicts(kind: str, verdicts: list[str]) -> None:
+    """Raises ValueError: other verdicts than a judge of this kind can learn."""
+    known = JUDGEMENTS[kind][1]
+    numbers = kind == "score" and all(re.fullmatch(NUMBER, verdict) for verdict in verdicts)
+    if len(set(verdicts)) < len(verdicts) or not numbers and set(verdicts) != set(known):
+        raise ValueError(
+            f"judge.json: {kind} has the verdicts {verdicts}, expected {known or 'numbers'}"
         )
 
 
@@ -129,6 +141,13 @@ class JudgeSettings:
         for kind, entry in settings.kinds.items():
             if "template" in entry:  # what it lacks, a judge that is trained further has built in
                 check_template(kind, entry["template"])
+            if "verdicts" in entry:
+                check_verdicts(kind, entry["verdicts"])
+        for kind in settings.trained_on:
+            if not settings.kinds.get(kind, {}).keys() >= {"template", "verdicts"}:
+                raise ValueError(
+                    f"judge.json: trained_on {kind!r:.80}, which its kinds do not describe"
+                )
         return settings
 
     @staticmethod
@@ -191,13 +210,8 @@ class JudgeSettings:
             response_b=responses[-1],
             criterion=criterion,
         )
-        return {
-            "kind": kind,
-            "order": order,
-            "prompt": prompt,
-            "question": question,
-            "images": images,
-        }
+        ask = {"kind": kind, "order": order, "prompt": prompt}
+        return ask | {"question": question, "images": images}
 
     def verdicts(self, kind: str | None) -> list[str]:
         """What a judge knows to say of questions of a kind; nothing of a response."""

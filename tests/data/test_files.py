@@ -171,7 +171,14 @@ kinds.correct                 | null           | must be dict
 kinds.correct.template        | 3              | must be str
 kinds.correct.template        | "{prompt}?"    | must hold {prompt}, {response}
 kinds.correct.verdicts        | 3              | must be list
+kinds.correct.verdicts        | []             | has the verdicts \[\], expected
+kinds.correct.verdicts        | ["yes", "perhaps"] | perhaps.*expected \['yes', 'no'\]
+kinds.correct.verdicts        | ["yes", "yes", "no"] | expected
+kinds.correct                 | {"template": "{prompt}{response}"} | trained_on 'correct', which its kinds do not
+kinds.score.verdicts          | ["1", "good"]  | good.*expected numbers
+kinds.beauty                  | {"template": "x", "verdicts": []} | no kind of judgement is called 'beauty'
 trained_on                    | "correct"      | must be list
+trained_on                    | ["beauty"]     | trained_on 'beauty', which its kinds do not describe
 held_out.step                 | "1"            | must be int
 held_out.kinds.correct.count  | 0              | must be an integer from 1
 held_out.kinds.correct.accuracy | "high"       | must be int . float
@@ -295,7 +302,7 @@ def test_weights_are_those_that_from_pretrained_reads(qwen25, tmp_path, named, e
         ("~/modle", "modle: no such folder$"),
         (
             "runs/modle",
-            "runs/modle: no such folder, and the hub says: ",
+            "runs/modle: no such folder; and the hub, where a model might have this name, cannot be reached$",
         ),
     ],
 )
