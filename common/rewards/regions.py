@@ -11,6 +11,7 @@ thought or answer leaves nothing, and so many boxes that one must be right earn 
 """
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -53,13 +54,13 @@ TAGGED = re.compile(
     r"(?:(?:<ref>|<\|object_ref_start\|>)([^<]*)(?:</ref>|<\|object_ref_end\|>)\s*)?"
     r"(?:<box>|<\|box_start\|>)([^<]*)(?:</box>|<\|box_end\|>)"
 )
-# {"bbox_2d": [1, 2, 3, 4], "label": "cup"} or [1, 2, 3, 4]; and a list of such items
-ITEM = r"\{[^{}]*\}|\[[^][{}]*\]"
+# {"bbox_2d": [1, 2, 3, 4], "label": "cup"} or [1, 2, 3, 4], but not [see below]; and a list of them
+ITEM = r"\{[^{}]*\}|\[[^][{}\d]*\d[^][{}]*\]"
 ITEMS = re.compile(ITEM)
 LIST_OR_ITEM = re.compile(rf"(\[\s*(?:(?:{ITEM})[\s,]*)*\])|({ITEM})")
 KEYS = "bbox_2d|bbox|box|point_2d|point|Position|box_2d"
 REGION = re.compile(rf"""(?:\A|["']({KEYS})["']\s*:\s*)\[([^][]*)\]""")
-LABEL = re.compile(r"""["'](?:label|name|ref|category)["']\s*:\s*(?:"([^"]*)"|'([^']*)')""")
+LABEL = re.compile(r"""["'](?:label|name|ref|category)["']\s*:\s*(?:("(?:[^"\\]|\\.)*")|'([^']*)')""")
 
 
 def answer_text(response: str) -> str:
@@ -120,7 +121,15 @@ def read_region(item: str, place: Place) -> Box | Point | None:
 
 def read_label(item: str) -> str:
     keyed = LABEL.search(item)
-    return (keyed[1] or keyed[2] or "") if keyed else ""
+    if keyed is None:
+        return ""
+    quoted, text = keyed.groups()
+    if quoted is None:
+        return text
+    try:
+        return json.loads(quoted)
+    except ValueError:  # not as JSON escapes
+        return quoted[1:-1]
 
 
 def read_boxes(response: str, place: Place) -> list[tuple[Box | None, str]] | None:

@@ -81,6 +81,7 @@ def as_json(*boxes, labels=None):
         ("1000", '<answer>{"bbox_2d": [500, 500, 250, 250]}</answer>', 1),  # corners are sorted
         ("1000", "<answer>[1,1,2,2]</answer> no: <answer>[250,250,500,500]</answer>", 1),
         ("1000", "[1,1,2,2] no: [250,250,500,500]", 0.5),  # all that is written counts
+        ("1000", "The cup [on the left] is at [250,250,500,500]", 1),
         ("1000", "[[1,1,2,2]] no: [[250,250,500,500]]", 1),  # of lists the last
         ("1000", "<answer>[250,250,500,500]", 0),  # not closed
         ("1000", "<think>[250,250,500,500]", 0),  # an unfinished thought
@@ -154,6 +155,13 @@ def test_labels_are_compared_without_case_and_outer_blanks():
     assert scores(as_json(TEN), [TEN], labels=["cat"])["f1_class"] == 0  # a missing label
     tagged = "<ref>Cat</ref><box>[[0, 0, 100, 100], [200, 0, 300, 100]]</box>"
     assert scores(tagged, [TEN, other], labels=["cat", "cat"])["f1_class"] == 1
+
+
+def test_labels_are_read_with_their_escapes():
+    label = 'the 5" caf\u00e9'
+    answer = as_json(CUP, labels=[label])
+    assert "\\u00e9" in answer
+    assert scores(answer, [CUP], labels=[label])["f1_class"] == 1
 
 
 @pytest.mark.parametrize(
