@@ -60,7 +60,9 @@ ITEMS = re.compile(ITEM)
 LIST_OR_ITEM = re.compile(rf"(\[\s*(?:(?:{ITEM})[\s,]*)*\])|({ITEM})")
 KEYS = "bbox_2d|bbox|box|point_2d|point|Position|box_2d"
 REGION = re.compile(rf"""(?:\A|["']({KEYS})["']\s*:\s*)\[([^][]*)\]""")
-LABEL = re.compile(r"""["'](?:label|name|ref|category)["']\s*:\s*(?:("(?:[^"\\]|\\.)*")|'([^']*)')""")
+LABEL = re.compile(
+    r"""["'](?:label|name|ref|category)["']\s*:\s*(?:("(?:[^"\\]|\\.)*")|'([^']*)')"""
+)
 
 
 def answer_text(response: str) -> str:
