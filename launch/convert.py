@@ -90,6 +90,8 @@ SPACES = {"norm1": "1", "Position": "1000"}  # by ms-swift's bbox_type, by a key
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "value")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # that the trainers read
 
+# How columns of images or bytes look in Python's spelling.
+IMAGE_COLUMN = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)|(^|[ \[(])b'"
 MESSAGES = r'\s*\[\s*\{\s*"(role|content|from|value)"'  # as text
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "developer": "system"}
@@ -151,6 +153,8 @@ def convert(
     if value:
         converted["source" if is_pair else "label"] = value
     for column, value in rest.items():
+        if re.search(IMAGE_COLUMN, f"{value!r:.2000}"):
+            images.unread.add(column)
         if is_pair and column in NOT_IN_PAIRS:
             column = f"original_{column}"
         converted[column] = value
@@ -413,6 +417,7 @@ class Images:
     root: Path | None = None  # to this one, outside of which none is read
     count: int = 0
     embedded: list[str] = field(default_factory=list)  # written from messages
+    unread: set[str] = field(default_factory=set)  # columns that seem to hold images
 
     def write(self, image: Any) -> str:
         """Write an image; returns its path beside the JSONL file. Raises one of BAD_ROW."""
@@ -526,7 +531,7 @@ def read_json(data: bytes) -> list:
 
 def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Namespace) -> None:
     """Write <folder>/<split>.jsonl and its images. Raises ValueError with file and row."""
-    total, written, left_out = 0, 0, Counter()
+    total, written, unread, left_out = 0, 0, set(), Counter()
     skipped = (benchmarks.LeftOut, FileNotFoundError) if args.benchmark else ()
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
         for path, number, text in numbered_rows(paths):
@@ -541,11 +546,15 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
                     converted = convert(part, images, args.label, args.boxes, args.space)
                     file.write(json.dumps(converted, default=plain) + "\n")
                     total, written = total + 1, written + images.count
+                    unread |= images.unread
             except skipped as error:
                 left_out["image missing" if isinstance(error, OSError) else f"{error}"] += 1
             except BAD_ROW as error:
                 raise ValueError(f"{path}, row {number}: {describe(error, row)}") from error
     say(f"{split}.jsonl: {total} rows, {written} images")
+    if unread:
+        names = ", ".join(sorted(unread))
+        say(f"not read, but perhaps images (--columns images=NAME): {names:.400}")
     for reason, count in left_out.items():
         say(f"left out: {count} rows, {reason}")
     if left_out and not total:

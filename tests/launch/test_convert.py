@@ -375,12 +375,15 @@ def test_regions_of_other_systems(tmp_path, system, row, flags, expected):
     assert converted | expected == converted
 
 
-def test_bytes_are_never_text(tmp_path):
-    """In a column that is only kept."""
+def test_bytes_are_never_text(tmp_path, capsys):
+    """In a column that is only kept. What may have been images is said."""
     images = convert.Images(tmp_path, "row", tmp_path)
     row = {"prompt": "x", "preview": {"bytes": b"\x89PNG", "path": None}, "when": 5}
     written = json.dumps(convert.convert(row, images), default=convert.plain)
     assert json.loads(written) == row | {"images": [], "preview": {"bytes": None, "path": None}}
+    assert images.unread == {"preview"}
+    run(tmp_path, [{"prompt": "x", "thumbnail": "a.png", "other": "a"}])
+    assert "perhaps images (--columns images=NAME): thumbnail\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
