@@ -68,6 +68,7 @@ from common.data.loader import (
     digest_data,
     draw_batches,
     join_pixels,
+    repeated_rows,
     shares_of,
 )
 from common.data.processor import Processor
@@ -768,6 +769,8 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     )
     if args.run.eval_only:
         return log
+    for line in repeated_rows(args.data, rows.train_sets):
+        log.line(line)
     warmup, steps = args.optim.warmup_steps, args.optim.steps
     if warmup >= steps:
         log.line(f"warning: --warmup_steps {warmup} of --steps {steps}: --lr is never reached")

@@ -63,6 +63,7 @@ from common.data.loader import (
     batches_in_order,
     digest_data,
     draw_batches,
+    repeated_rows,
     shares_of,
 )
 from common.data.processor import Processor
@@ -1899,6 +1900,8 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
+    for line in repeated_rows(args.data, rows.train_sets):
+        log.line(line)
     for problem in learning_problems(args):
         log.line(f"warning: {problem}")
     return log
