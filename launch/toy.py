@@ -217,8 +217,8 @@ def scattered_objects(rng: random.Random, board: tuple[int, int]) -> Objects:
 def draw_objects(
     rng: random.Random, objects: Objects, cell: int, board: tuple[int, int] | None
 ) -> tuple[Image.Image, list[tuple]]:
-    """An RGB picture of cells of `cell` pixels, and the boxes of the objects: on a board of such rows and
-    columns nearly as large as a cell, without one, on 2 x 2 cells, of several sizes and at any place."""
+    """An RGB picture of cells of `cell` pixels, and the boxes of its objects. On a `board` of rows and
+    columns the objects nearly fill their cells; without one, on 2 x 2 cells, they differ in size."""
     rows, columns = board or (2, 2)
     image = Image.new("RGB", (cell * columns, cell * rows), (255, 255, 255))
     draw, boxes = ImageDraw.Draw(image), []
@@ -286,8 +286,9 @@ def description_rows(rng: random.Random, count: int, cell: int, seen: set) -> Ro
 
 
 def location_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
-    """`count` rows of --task locate with new pictures, the same whatever the `cell`: of 28 to 32 pixels it
-    becomes one of the model's tokens, and the largest boards, with twice as many, are resized."""
+    """`count` rows of --task locate with new pictures. The sides of cells are drawn, not the model's `cell`,
+    so that all families get the same rows; on the largest board they are twice as long, so that its
+    pictures have to be resized."""
     rows = []
     for number in range(count):
         board = BOARDS[number % 4]

@@ -68,14 +68,13 @@ def make_packs(
     mine = progress(assigned[dist.get_rank()], "packs")
 
     def packs_of(model: Model, batch: Batch, mine: Iterable[list[Block]]) -> Iterator[Pack]:
+        dtype, spare = model.setup.dtype, set()
+        if model.setup.trains_vision:
+            # Pixels stay float32: some towers scale them before they cast them.
+            dtype, spare = torch.float32, spare_image(batch)
         images = local_images(model, batch)
-        if not model.setup.trains_vision:
-            features = exchange_features(images, needed, model.setup.dtype)
-            return (make_pack(model, batch, blocks, features) for blocks in mine)
-        spare = spare_image(batch)
-        # Pixels stay float32: some towers scale them before they cast them.
-        pixels = exchange_features(images, [keys | spare for keys in needed], torch.float32)
-        return (make_pack(model, batch, blocks, pixels, spare) for blocks in mine)
+        features = exchange_features(images, [keys | spare for keys in needed], dtype)
+        return (make_pack(model, batch, blocks, features, spare) for blocks in mine)
 
     if teacher is None:
         return packs_of(model, batch, mine)
@@ -99,9 +98,9 @@ def make_pack(
     batch: Batch,
     blocks: list[Block],
     features: Features,
-    spare: set[ImageKey] = set(),
+    spare: set[ImageKey],
 ) -> Pack:
-    """One pack, on the device. ``spare`` is of models that train their tower: see `spare_image`."""
+    """One pack, on the device. If the model trains its tower, ``spare`` is its `spare_image`."""
     setup = model.setup
     positions = {index: positions_of(model, batch, index) for index, _ in blocks}
     pack = build_pack(batch, blocks, positions, features, setup.family.visual_token_ids())
@@ -143,8 +142,8 @@ def image_grids(batch: Batch, keys: Iterable[ImageKey]) -> list[tuple]:
 
 
 def spare_image(batch: Batch) -> set[ImageKey]:
-    """The key of the first images of a batch, of which it may have none. Packs without images take them
-    along, for no token: every rank has to take part in the collectives of a trained tower."""
+    """The key of the first image of a batch; none if the batch has no images. A pack without images puts
+    this one through the trained tower, for no token, as every rank has to join the tower's collectives."""
     for key in image_keys([(index, [i]) for i, index in enumerate(batch.prompt_index.tolist())]):
         if image_grids(batch, [key]):
             return {key}

@@ -149,8 +149,8 @@ def summarise(records: list[dict], count: int) -> dict[str, float]:
 
 
 def component_metric(name: str, ending: str) -> str:
-    """What the metric of a component is called. An IoU has the name that it has everywhere; any other, as a
-    function may name it freely, has an ending that no other metric has."""
+    """The name of a component's metric. A function may call its components anything, so they get an ending
+    that no other metric has; `box_iou` keeps the name that the field knows."""
     return name if name.endswith("box_iou") else name + ending
 
 
