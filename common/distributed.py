@@ -94,6 +94,11 @@ def start(timeout: float, hsdp: int, rollout_shards: int = 1) -> Ranks:
         os.environ.setdefault(name, value)
     world = int(os.environ["WORLD_SIZE"])
     device = choose_device()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if local % rollout_shards:  # a team would span machines
+        raise UserError(
+            f"--rollout_shards {rollout_shards} must divide the ranks of a machine, {local}"
+        )
     shape, names = (world,), ("shards",)
     if hsdp:
         if world % hsdp:
@@ -113,11 +118,7 @@ def start(timeout: float, hsdp: int, rollout_shards: int = 1) -> Ranks:
 
 
 def join_team(size: int, timeout: float) -> Team:
-    """This rank's team, of so many neighbours: a collective. Raises UserError: teams would span
-    machines."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if local % size:
-        raise UserError(f"--rollout_shards {size} must divide the ranks of a machine, {local}")
+    """This rank's team, of so many neighbours: a collective."""
     if size == 1:
         return ALONE
     group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=timeout))

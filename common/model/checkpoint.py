@@ -447,12 +447,12 @@ class Checkpoints:
             f"the checkpoint of step {step} was not saved ({self.failed} in a row): {problem}"
         )
         self.saved_step = self.first_step
-        self.start_writer()  # the old one may wait for ranks that have given up
         if is_main():
             shutil.rmtree(self.unfinished(step), ignore_errors=True)
             say(f"warning: {self.problem}")
         if self.failed >= MOST_FAILURES:
             raise UserError(self.problem)
+        self.start_writer()  # the old one may wait for ranks that have given up
 
     # ---------------------------------------------------------------------------------------------
     # Records
