@@ -200,4 +200,4 @@ def test_what_cannot_be_shared_is_refused(qwen25, picture_rows, monkeypatch):
         teams.piece_bytes(env.actor.model)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with user_error("--rollout_shards 3 must divide the ranks of a machine, 8"):
-        distributed.join_team(3, 60.0)
+        distributed.start(60.0, 0, 3)
