@@ -3,6 +3,7 @@
     Place          an image's sizes and the space of its model's answers; to and from its file's pixels
     read_regions   the column `regions` of a row, in pixels of the file
     write_marks    <box> and <point> in a response to learn, as a family writes them
+    restate        the boxes and points of an answer in another model's space
 
 Families were trained to count in different spaces: pixels of the image as they saw it, thousandths,
 fractions. Which one is never guessed from the size of numbers. Pixels of the file are those of the
@@ -212,3 +213,24 @@ def numerals(region: Box | Point, place: Place) -> list[str]:
     unit = 10 ** DECIMALS.get(place.space, 0)
     numbers = place.from_file(*region)
     return [f"{math.floor(number * unit + 0.5) / unit:g}" for number in numbers]
+
+
+# Two or four numbers in brackets, but not Gemini's, of which y is the first.
+NUMBER = r"\s*-?\d{1,12}(?:\.\d{0,12})?\s*"
+IN_BRACKETS = re.compile(
+    r"""(?<!["']box_2d["']:\[)(?<!["']box_2d["']: \[)(?<=[(<[])"""
+    rf"{NUMBER},{NUMBER}(?:,{NUMBER},{NUMBER})?(?=[])>])"
+)
+
+
+def restate(text: str, source: Place, target: Place) -> str:
+    """A text about one place, with the numbers of boxes and points as another model means them. Unchanged
+    if that one means the same, or answers in a space that is not known."""
+    if target == source or target.space == "auto":
+        return text
+
+    def restated(numbers: re.Match) -> str:
+        region = source.to_file(*map(float, numbers[0].split(",")))
+        return ", ".join(numerals(region, target))
+
+    return IN_BRACKETS.sub(restated, text)

@@ -185,8 +185,10 @@ def build_reader(
     """
     setup = actor.setup
     folder = resolve_folder(name, weights=not setup.planned)
-    # It sees images at the size that it was trained on.
-    reader = Processor(folder, replace(args, min_pixels=0, max_pixels=0))
+    # It sees images at the size that it was trained on, and its family may count in another space.
+    reader = Processor(folder, replace(args, min_pixels=0, max_pixels=0, coordinates="auto"))
+    if reader.config.model_type == processor.config.model_type:
+        reader.space = processor.space
     # The actor's image features serve if family, image processor and tower are the actor's, untrained.
     shares = (
         shares

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import Batch, Conversation
+from common.data.coordinates import restate
 from common.data.loader import join_pixels, load_pixels
 from common.data.processor import Processor, answer_frame
 from common.data.rows import (
@@ -299,10 +300,13 @@ class JudgeModel(RewardModel):
             sizes = image_sizes(batch.conversations[answer.sample])
         count = len(row.images) + len(sizes)
         family = self.processor.family.among(count)
-        grids = [self.measure(item, count)[0] for item in row.images]
-        grids += [family.grid(*size) for size in sizes]
+        measured = [self.measure(item, count) for item in row.images]
+        grids = [grid for grid, _ in measured] + [family.grid(*size) for size in sizes]
         prompt = user_text(row.messages, len(row.images), self.without_markup)
-        responses = [self.without_markup(answer.text)]
+        text, regions = answer.text, row.regions
+        if regions is not None:
+            text = restate(text, regions.place, measured[regions.image][1])
+        responses = [self.without_markup(text)]
         if self.kind == "answers":
             responses.append(self.without_markup(row.reference))
         ask = self.settings.ask(self.kind, prompt, responses, list(row.images), **further)

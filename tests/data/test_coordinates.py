@@ -2,10 +2,12 @@
 
 Seen sizes and rounded marks are those of transformers 5.24's smart resize."""
 
+import time
+
 import pytest
 from PIL import Image
 
-from common.data.coordinates import Place, read_regions, write_marks
+from common.data.coordinates import Place, read_regions, restate, write_marks
 from common.data.processor import Processor
 from common.flags import DataArgs
 from common.rewards.judge import load_responses
@@ -162,6 +164,32 @@ def test_marks_and_regions_are_as_many():
             write_marks(text, regions, "qwen3_vl")
     with value_error("no regions in the row"):
         write_marks("<box>", None, "qwen3_vl")
+
+
+@pytest.mark.parametrize(
+    "text, restated",
+    [
+        ("a [101, 98, 504, 392], [302,196]", "a [100, 167, 500, 667], [300, 333]"),
+        ('{"bbox_2d": [101, 98, 504.0, 392]}', '{"bbox_2d": [100, 167, 500, 667]}'),
+        ("(101,98),(504,392) <302,196>", "(100, 167),(500, 667) <300, 333>"),
+        ("[[101, 98, 504, 392], [302, -49]]", "[[100, 167, 500, 667], [300, -83]]"),
+        ('{"box_2d": [98, 101, 392, 504]}', None),  # y first
+        ("5, 6 [7] [1, 2, 3] [1, 2, 3, 4, 5] [a, 1] [1, NaN]", None),
+    ],
+)
+def test_an_answer_is_restated_for_another_model(text, restated):
+    """The same places of 1000 x 600 pixels, seen as 1008 x 588, in thousandths."""
+    source, target = Place((1000, 600), (1008, 588), "seen"), Place((1000, 600), None, "1000")
+    assert restate(text, source, target) == (restated or text)
+    assert restate(text, source, source) == text
+    assert restate(text, source, Place((1000, 600), None, "auto")) == text
+
+
+@pytest.mark.parametrize("text", ["[", "[1,", "[ ", "[1 ", "9", "[9", "[1.", "'box_2d':[1,2"])
+def test_long_answers_are_restated_in_little_time(text):
+    started = time.process_time()
+    restate("[" + text * 30_000, Place((9, 9), None, "1"), Place((9, 9), None, "100"))
+    assert time.process_time() - started < 0.5
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -25,8 +26,10 @@ from transformers import (
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, losses
+from common.buffers import Batch
 from common.data.processor import Processor
-from common.data.rows import Prompt
+from common.data.rows import Prompt, load_prompts
+from common.flags import DataArgs
 from common.model import vlm
 from common.ppo_flags import RewardArgs
 from common.reports.records import sample_records
@@ -583,12 +586,32 @@ def test_a_judge_is_asked_with_its_own_template_options(qwen25, judges, picture_
         json.dumps({"*": [[f"grm:{folder}", 1], [f"grm:{judges['far']}", 1]]}),
         "--template_options",
         '{"role": "x"}',
+        "--coordinates 100",
     )
+    # ... and its own space, unless it is of the policy's family
+    assert [source.ask.processor.space for source in reward.sources] == ["100", "1000"]
     assert env.processor.template_options == {"role": "x"}
     assert [source.ask.processor.template_options for source in reward.sources] == [
         {"content": 1},
         {},
     ]
+
+
+def test_a_judge_reads_boxes_in_its_own_coordinates(qwen25, judges, tmp_path):
+    """The policy, a Qwen2.5-VL, sees 56 x 28 pixels of the file's 50 x 30; thousandths are Qwen3-VL's."""
+    Image.new("RGB", (50, 30)).save(tmp_path / "a.png")
+    row = {"prompt": "where?", "images": ["a.png"], "regions": {"boxes": [[0, 0, 25, 30]]}}
+    path = write_rows(tmp_path / "rows.jsonl", [row, row | {"regions": None}])
+    rows = load_prompts(path, Processor(qwen25, DataArgs(max_pixels=4704)), DataArgs())
+    batch = Batch(rows, [0, 1], [0, 0])
+    said = '[{"bbox_2d": [0, 7, 28, 14]}] or (14,7)'
+    args = RewardArgs(grm_question="correct")
+    judge = reward_models.JudgeModel(
+        "grm:j", None, Processor(judges["far"]), False, args, "none", None
+    )
+    told = [judge.question(batch, reward_models.Answer(k, None, said)).text for k in range(2)]
+    assert 'Answer: [{"bbox_2d": [0, 250, 500, 500]}] or (250, 250)\n' in told[0]
+    assert f"Answer: {said}\n" in told[1]  # not known to be of a place
 
 
 def judge_folder(judges, tmp_path, judge: dict) -> Path:
