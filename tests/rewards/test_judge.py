@@ -604,14 +604,14 @@ def test_a_judge_reads_boxes_in_its_own_coordinates(qwen25, judges, tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [row, row | {"regions": None}])
     rows = load_prompts(path, Processor(qwen25, DataArgs(max_pixels=4704)), DataArgs())
     batch = Batch(rows, [0, 1], [0, 0])
-    said = '[{"bbox_2d": [0, 7, 28, 14]}] or (14,7)'
+    response = '[{"bbox_2d": [0, 7, 28, 14]}] or (14,7)'
     args = RewardArgs(grm_question="correct")
     judge = reward_models.JudgeModel(
         "grm:j", None, Processor(judges["far"]), False, args, "none", None
     )
-    told = [judge.question(batch, reward_models.Answer(k, None, said)).text for k in range(2)]
+    told = [judge.question(batch, reward_models.Answer(k, None, response)).text for k in range(2)]
     assert 'Answer: [{"bbox_2d": [0, 250, 500, 500]}] or (250, 250)\n' in told[0]
-    assert f"Answer: {said}\n" in told[1]  # not known to be of a place
+    assert f"Answer: {response}\n" in told[1]  # not known to be of a place
 
 
 def judge_folder(judges, tmp_path, judge: dict) -> Path:
