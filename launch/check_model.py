@@ -30,7 +30,7 @@ from common import distributed
 from common.data.loader import PromptLoader, batches_in_order, load_pixels
 from common.data.rows import Prompt, load_prompts, make_prompt
 from common.files import say
-from common.model import build, fsdp, vlm, weights
+from common.model import fsdp, vlm, weights
 from common.model.policy import logprobs_of
 
 # By compute type: of numbers, and of the share of greedy samples, which near ties decide in bfloat16.
@@ -149,7 +149,6 @@ def lacks(family) -> str:
     """What is not possible with a family."""
     able = {"images": "image" in family.media, "clips": "video" in family.media}
     able["replies with pictures"] = family.replies_show_images
-    able["--train_vision"] = isinstance(family, build.Qwen)
     return ", ".join(name for name in able if not able[name]) or "nothing"
 
 
