@@ -198,7 +198,9 @@ def test_forks_are_green(tmp_path):
     for names in [*([diff.stem] for diff in DIFFS), TOGETHER]:
         fork = tmp_path / "+".join(names)
         shutil.copytree(ROOT, fork, ignore=left)
-        assert all(git_apply(fork / "tests" / "experiments" / f"{name}.diff", fork) for name in names)
+        assert all(
+            git_apply(fork / "tests" / "experiments" / f"{name}.diff", fork) for name in names
+        )
         if names == TOGETHER:
             (fork / "my_reward.py").write_text(readme_reward())
         command += [fork, " or ".join(("architecture", "thirteen", *map(TESTS.get, names)))]
