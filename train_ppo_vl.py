@@ -617,8 +617,7 @@ def load_rows(args: Args) -> Rows:
         UserError: on every rank; bad checkpoint files, or bad rows, with file and line.
     """
     with distributed.raise_on_all_ranks():
-        folder = weights.resolve_folder(args.model.model, weights=False)
-        processor = Processor(folder, args.data)
+        processor = Processor(weights.resolve_folder(args.model.model, weights=False), args.data)
         processor.check_options()
         # a judge that is trained further loses its recorded accuracy
         settings = JudgeSettings.to_train(processor)
@@ -660,12 +659,14 @@ def check_rows(
     reward.check_rows(rows.train + rows.held_out)
     reward.report_lazy_answers(rows.train or rows.held_out)
     kinds = {source.kind for source in reward.sources}
-    if environment is None and "env" in kinds:
-        raise UserError("--reward env needs an environment that gives rewards: --env file.py:Class")
-    if environment is not None and "rm" in kinds:
-        raise UserError("--reward rm: scalar models do not see conversations; use grm: with --env")
     if environment is not None:
+        if "rm" in kinds:
+            raise UserError(
+                "--reward rm: scalar models do not see conversations; use grm: with --env"
+            )
         environment.check_model(rows.processor)
+    elif "env" in kinds:
+        raise UserError("--reward env needs an environment that gives rewards: --env file.py:Class")
 
 
 def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
@@ -746,12 +747,13 @@ class TrainState:
 
     def load_state_dict(self, saved: dict, changed: set[str]) -> None:
         """Take over what was saved, except for what begins anew with other values of some flags."""
-        saved |= {"moments": losses.RunningMoments(**saved["moments"])}
+        saved["moments"] = losses.RunningMoments(**saved["moments"])
         if "history" in saved:
             stored = bytearray.fromhex(saved["history"])
             saved["history"] = torch.frombuffer(stored, dtype=torch.float32).view(2, -1)
-        stay = [name for name in saved if not changed.intersection(BEGIN_ANEW.get(name, ()))]
-        vars(self).update({name: saved[name] for name in stay})
+        for name, value in saved.items():
+            if changed.isdisjoint(BEGIN_ANEW.get(name, ())):
+                setattr(self, name, value)
 
 
 def evaluation_due(state: TrainState, rows: Rows, args: Args) -> bool:
@@ -783,8 +785,9 @@ def advance(
     if rows.ptx is not None:
         state.ptx_rows = rows.ptx.scheduled
     state.step += 1
-    before, state.passes = state.passes, state.rows_drawn / max(1, len(rows.train))
-    state.pass_ended = int(state.passes) > int(before)
+    passes = state.rows_drawn / max(1, len(rows.train))
+    state.pass_ended = int(passes) > int(state.passes)
+    state.passes = passes
     state.evaluations += evaluation_due(state, rows, args)
     for part in ("rollout", "train"):
         metrics |= {f"{part}/episode": state.passes, f"{part}/global_step": state.step}
@@ -878,7 +881,7 @@ class Models(NamedTuple):
         teacher = self.teacher and self.teacher.policy
         others = {"critic": self.critic, "reference": self.reference, "teacher": teacher}
         for role, module in others.items():
-            if module is not None and module is not self.actor:
+            if module and module is not self.actor:
                 modules[role] = module
         return modules
 
@@ -909,7 +912,7 @@ def build_models(
         reference = actor if algorithm.kl_coef else None  # without its adapters
         if reference and (algorithm.reference_model or not args.model.lora_rank):
             body = builder.role(algorithm.reference_model, frozen=True)
-            reference = Policy(body, processor).requires_grad_(False).eval()
+            reference = Policy(body, processor).eval()
         return Models(actor, critic, reference, build_teacher(args, builder, actor))
 
 
@@ -994,11 +997,10 @@ def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> bud
 def load_models(args: Args, modules: vlm.Modules, ranks: distributed.Ranks) -> None:
     """Shard and load all modules, including reward models."""
     with distributed.raise_on_all_ranks():
-        for role, module in modules.items():
+        for module in modules.values():
             shard(module, ranks.mesh)
             weights.fill(module, ranks.device, args.run.seed)
-            if role not in ("actor", "critic"):
-                fsdp.offload(module, args.update.offload)
+            fsdp.offload(module, args.update.offload)
 
 
 def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable]:
@@ -1139,13 +1141,11 @@ def collect(
     with_spread = scoring.prompts_with_spread(batch)
     metrics["rollout/groups_without_spread"] = len(batch.prompt_index.unique()) - len(with_spread)
     if dynamic:
-        without = sorted(
-            set(range(len(batch.prompts))).difference(with_spread, batch.dropped), reverse=True
-        )
-        missing = max(0, size - len(with_spread))
-        metrics["rollout/groups_not_replaced"] = missing
-        fillers = (without + batch.dropped)[:missing]  # prompts without samples come last
-        batch = batch.select_prompts(sorted(with_spread + fillers)[:size])
+        metrics["rollout/groups_not_replaced"] = max(0, size - len(with_spread))
+        without_spread = set(range(len(batch.prompts))).difference(with_spread, batch.dropped)
+        # best first: with spread, the newest without, those without samples
+        ranked = with_spread + sorted(without_spread, reverse=True) + batch.dropped
+        batch = batch.select_prompts(sorted(ranked[:size]))
         fill_logprobs_and_values(batch, models, args)
     prompt_lengths = torch.tensor(batch.prompt_lengths)[batch.prompt_index]  # (S,)
     metrics["rollout/total_length"] = float((prompt_lengths + batch.pack_lengths).double().mean())
@@ -1215,8 +1215,7 @@ def rollout(
     actor.eval()
     mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}
     if sampling.environment is not None:
-        seed, most = (sampling.seed, sampling.stream), sampling.max_new_tokens
-        envs = dialogue.EnvRollout(sampling.environment, actor.model, actor.processor, most, seed)
+        envs = dialogue.EnvRollout(sampling.environment, actor, sampling)
         batch = envs.open(batch, mine, samples_per_prompt)
     with torch.no_grad(), fsdp.unsharded(actor):
         vlm.compute_features(actor.model, batch)
@@ -1280,7 +1279,7 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
         change = image_changes.masked_images(args.perception.perception_mask, args.run.seed)
         batch.masked_logprobs = image_changes.changed_logprobs(actor, batch, change)
     if reference is not None:
-        with fsdp.onloaded(reference, args.update.offload):
+        with fsdp.onloaded(args.update.offload, reference):
             fill_reference_kl(batch, actor, reference, args.kl_estimator)
     if models.critic is not None:
         batch.values = values_of(models.critic, batch)
@@ -1355,7 +1354,7 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
         gae_lambda_policy=algorithm.gae_lambda_policy,
         gae_alpha=algorithm.gae_alpha,
     )
-    if len(batch.turn_rewards) and algorithm.reward_norm:
+    if algorithm.reward_norm:
         inputs.turn_rewards = batch.turn_rewards / state.moments.std
     if len(batch.greedy_rewards):
         inputs.greedy_rewards = shape_rewards(
@@ -1385,13 +1384,16 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.M
     if args.perception.masks_images:
         # by how much responses depend on their images, and the tokens that do most (VPPO)
         perception = losses.perception(batch.old_logprobs, batch.masked_logprobs)  # (N,)
-        scale, ratio = args.perception.perception_scale, args.perception.perception_ratio
-        factors = losses.perception_factors(perception, batch.own_lengths, scale)  # (S,)
+        factors = losses.perception_factors(
+            perception, batch.own_lengths, args.perception.perception_scale
+        )  # (S,)
         advantages = advantages * factors.repeat_interleave(batch.own_lengths)
-        batch.in_policy_loss &= losses.perception_mask(perception, batch.own_lengths, ratio)
+        batch.in_policy_loss &= losses.perception_mask(
+            perception, batch.own_lengths, args.perception.perception_ratio
+        )
     if len(batch.teacher_logprobs):
-        apart = batch.teacher_logprobs - batch.old_logprobs
-        advantages = advantages + args.teacher.teacher_coef * apart
+        log_ratio = batch.teacher_logprobs - batch.old_logprobs
+        advantages = advantages + args.teacher.teacher_coef * log_ratio
     if algorithm.advantage_clip:
         advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
     batch.advantages = advantages
@@ -1517,7 +1519,7 @@ def update_critic(
     """Fit the values to the returns, in all epochs and minibatches of ``step`` (from 1)."""
     critic, sums = trained.module, logging.MetricSums()
     critic.train()
-    with fsdp.onloaded(trained, args.update.offload):
+    with fsdp.onloaded(args.update.offload, trained):
         for minibatch in minibatches_of(critic, batch, step, args.critic_epochs, args):
             if not minibatch.weights.any():
                 continue
@@ -1539,9 +1541,8 @@ def critic_loss(
         values = critic(pack)  # (T,)
     old, returns, weight = pack.pick(batch.values, batch.returns, minibatch.weights)  # (T,) each
     loss = (weight * losses.value_loss(values, old, returns, args.algorithm.value_clip)).sum()
-    stats = {"critic_loss": loss.detach()}
     balance = experts.pack_balance_loss(critic.model, pack, routed, minibatch.expert_load)
-    return loss + args.update.aux_loss_coef * balance, stats
+    return loss + args.update.aux_loss_coef * balance, {"critic_loss": loss.detach()}
 
 
 def update_actor(
@@ -1555,17 +1556,12 @@ def update_actor(
     """Policy-gradient updates in all epochs and minibatches of ``step`` (from 1), or until
     --target_kl is exceeded."""
     actor, sums = trained.module, logging.MetricSums()
-    kl_ref = models.reference if args.exact_kl_in_loss else None
+    reference = models.reference if args.exact_kl_in_loss else None
     teacher = models.teacher if args.teacher.in_loss else None
-    teaching = teacher and teacher.policy
+    frozen = list(filter(None, (reference, teacher and teacher.policy)))
     updates = 0
     actor.train()
-    offload = args.update.offload
-    with (
-        fsdp.onloaded(trained, offload),
-        fsdp.onloaded(kl_ref, offload),
-        fsdp.onloaded(teaching, offload),
-    ):
+    with fsdp.onloaded(args.update.offload, trained, *frozen):
         view = teacher and (teacher.policy.model, teacher.view(batch))
         minibatches = minibatches_of(actor, batch, step, args.update.epochs, args)
         for number, minibatch in enumerate(minibatches):
@@ -1578,8 +1574,8 @@ def update_actor(
                 loss, pack_stats = actor_loss(actor, models, pack, batch, minibatch, args)
                 backward(loss)
                 stats.append(pack_stats)
-            for frozen in filter(None, (kl_ref, teaching)):
-                fsdp.rest_after_scoring(frozen)
+            for policy in frozen:
+                fsdp.rest_after_scoring(policy)
             if args.update.target_kl and exceeds(stats, args.update.target_kl):
                 trained.optimizer.zero_grad()
                 break
@@ -1678,8 +1674,10 @@ def sampler_stats(apart: Tensor, entropy: Tensor, pack: Pack, batch: Batch) -> d
     """The entropy (T,) of the tokens that the policy has drawn, and how far their log-probs are ``apart``
     (T,) from those that the sampler recorded. Before the first update of a step only rounding
     separates them."""
-    (drawn,) = pack.pick(~batch.foreign)
-    apart, count = apart * drawn, len(apart) - int(batch.foreign[pack.flat].sum())
+    is_drawn = ~batch.foreign
+    (drawn,) = pack.pick(is_drawn)
+    count = int(is_drawn[pack.flat].sum())
+    apart = apart * drawn
     return {
         "sampler_gap": logging.Mean(apart.abs().sum(), count),
         "rollout/train_kl": logging.Mean((apart.expm1() - apart).sum(), count),  # k3
@@ -1745,7 +1743,7 @@ def evaluate(
                 )
             gaps.append(image_changes.vision_gaps(actor, batch))
             answers = sample_records(batch, actor.processor)
-            picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
+            picks = range(len(batch))[: max(0, args.run.log_samples - len(records))]
             cards += sample_cards(batch, answers, picks)
             records += answers
             conversations += batch.conversations
@@ -1753,8 +1751,9 @@ def evaluate(
         raise UserError("evaluation: no held-out prompt is left, as none of their images decodes")
     metrics = summarise(records, count)
     metrics |= conversation_metrics(conversations, "eval")
-    if len(torch.cat(gaps)):
-        metrics["eval/vision_gap_logprob"] = float(torch.cat(gaps).mean())
+    gap = torch.cat(gaps)
+    if len(gap):
+        metrics["eval/vision_gap_logprob"] = float(gap.mean())
     if value_pairs:
         explained = losses.explained_variance(*torch.cat(value_pairs, dim=1))
         metrics["eval/explained_variance"] = float(explained)
@@ -1851,19 +1850,20 @@ def report_evaluation(
     state.metrics |= metrics
     log.samples(state.step, records, cards, stem="eval")
     accuracies = accuracy_columns(metrics)
-    for word, name in accuracies.items():
+    for name in accuracies.values():
         # before the first step this is no cause for alarm
         never_right = metrics[name] == 0 and state.step > 0
-        text = f"no held-out answer is right ({name} is 0); see {log.out}/samples"
-        log.warn(name, never_right, text)
-    gap = metrics.get("eval/vision_gap_logprob")
-    if gap is not None:
-        text = (
-            "the model does not use what it sees: with blank images its answers are just as likely; "
-            f"log-probs differ by {abs(gap):.1e} nats (eval/vision_gap_logprob)"
+        log.warn(
+            name,
+            never_right,
+            f"no held-out answer is right ({name} is 0); see {log.out}/samples",
         )
-        if abs(gap) < BLIND:
-            log.line(f"warning: {text}")
+    gap = abs(metrics.get("eval/vision_gap_logprob", math.inf))
+    if gap < BLIND:
+        log.line(
+            "warning: the model does not use what it sees: with blank images its answers are just as "
+            f"likely; log-probs differ by {gap:.1e} nats (eval/vision_gap_logprob)"
+        )
     # written last: if this record is missing, a resumed run evaluates again
     log.evaluation(state.step, metrics, accuracies | EVALUATION_COLUMNS)
 
@@ -1934,31 +1934,39 @@ def report(
     records: list[dict] = []
     if log.shows_samples(step, args.optim.steps):
         # the first sample of each prompt
-        picks = list(range(0, len(batch), args.rollout.samples_per_prompt))[: args.run.log_samples]
+        picks = range(0, len(batch), args.rollout.samples_per_prompt)[: args.run.log_samples]
         if distributed.is_main():
             records = sample_records(batch, actor.processor)
         log.samples(step, records, sample_cards(batch, records, picks))
     log.step(step, metrics | checkpoints.metrics(), accuracy_columns(metrics) | STEP_COLUMNS)
-    for record in records[:1]:
-        answer = f"{record['question'][-200:]!r} -> {record['response'][:500]!r}"
-        log.line(f"  {answer}  reward {record['reward']:.3f}")
+    if records:
+        question, response = records[0]["question"][-200:], records[0]["response"][:500]
+        log.line(f"  {question!r} -> {response!r}  reward {records[0]['reward']:.3f}")
     failed = environments.describe_failures(batch.conversations)
     if failed:
         log.line(f"warning: step {step}: {failed}")
-    text = f"step {step}: the actor was not updated: every token is masked, or a gradient is not finite"
-    log.warn("updates", metrics.get("train/actor_updates") == 0, text)
+    log.warn(
+        "updates",
+        metrics.get("train/actor_updates") == 0,
+        f"step {step}: the actor was not updated: every token is masked, or a gradient is not finite",
+    )
+    if args.algorithm.advantage in ("none", "gdpo"):
+        return  # which do not compare total rewards
     flat = metrics["rollout/groups_without_spread"]
     prompts = metrics["rollout/rollouts"] * args.prompts_per_rollout
-    text = (
+    log.warn(
+        "spread",
+        flat > 0.9 * prompts,
         f"step {step}: {flat} of {prompts} prompts have samples that all earned the same (mean "
         f"reward {metrics['rollout/reward']:.3f}), so nothing tells better answers from worse; see "
-        f"{log.out}/samples"
+        f"{log.out}/samples",
     )
-    by_sum = args.algorithm.advantage not in ("none", "gdpo")
-    log.warn("spread", by_sum and flat > 0.9 * prompts, text)
-    idle = metrics["train/advantages_min"] == metrics["train/advantages_max"] == 0
-    text = f"step {step}: all advantages are 0, though rewards differ: the estimator tells nothing apart"
-    log.warn("advantages", by_sum and idle and flat < prompts, text)
+    all_zero = metrics["train/advantages_min"] == metrics["train/advantages_max"] == 0
+    log.warn(
+        "advantages",
+        all_zero and flat < prompts,
+        f"step {step}: all advantages are 0, though rewards differ: the estimator tells nothing apart",
+    )
 
 
 def check_sampler(log: logging.RunLogger, state: TrainState, actor: Policy, args: Args) -> None:
@@ -2010,9 +2018,8 @@ def performance(
     passes = actor_passes + (args.critic_epochs if models.critic is not None else 0)
     update = perf.get("perf/update_actor_seconds", 0.0)
     update += perf.get("perf/update_critic_seconds", 0.0)
-    perf["perf/rollout_tokens_per_second"] = (
-        metrics["rollout/generated_tokens"] / perf["perf/rollout_seconds"]
-    )
+    generated = metrics["rollout/generated_tokens"]
+    perf["perf/rollout_tokens_per_second"] = generated / perf["perf/rollout_seconds"]
     if update:
         tokens = passes * batch.total_tokens
         perf["perf/update_tokens_per_second"] = tokens / update
@@ -2134,14 +2141,14 @@ class RolloutEngine:
     def generate(self) -> dict[dialogue.Key, dialogue.Response]:
         """Sample all responses; returns them by (index of the prompt, sample number)."""
         # (prompt, sample numbers), each with at most as many samples as there are slots
-        waiting = deque()
+        waiting, numbers = deque(), range(self.count)
         for index in self.indices:
-            for first in range(0, self.count, self.cache.slots):
-                waiting.append((index, range(first, min(first + self.cache.slots, self.count))))
+            for first in numbers[:: self.cache.slots]:
+                waiting.append((index, numbers[first : first + self.cache.slots]))
         self.results = {}
-        self.bar = logging.progress(range(len(self.indices) * self.count), "own samples")
+        bar = logging.progress(range(len(self.indices) * self.count), "own samples")
         while waiting or self.slots:
-            self.bar.update(len(self.results) - self.bar.n)
+            bar.update(len(self.results) - bar.n)
             self.admit(waiting)
             if self.envs is not None:
                 self.collect_replies(self.envs)
@@ -2153,7 +2160,7 @@ class RolloutEngine:
                 for _ in range(self.poll):
                     self.decode(speaking[-1] + 1)
                 self.harvest()
-        self.bar.close()
+        bar.close()
         if self.envs is not None:
             self.envs.finish()
         return self.results
@@ -2165,8 +2172,7 @@ class RolloutEngine:
     def admit(self, waiting: deque) -> None:
         """Prefill waiting prompts while there are free slots for all their samples."""
         free = deque(slot for slot in range(self.cache.slots) if slot not in self.slots)
-        # (prompt, [(slot, sample number), ...])
-        members = []
+        members = []  # (prompt, [(slot, sample number), ...])
         while waiting and len(free) >= len(waiting[0][1]):
             index, numbers = waiting.popleft()
             members.append((index, [(free.popleft(), number) for number in numbers]))
@@ -2217,7 +2223,7 @@ class RolloutEngine:
         do not change."""
         capacity, slots = self.cache.capacity, self.cache.slots
         if self.graphs is not None:
-            size = min(next((s for s in GRAPH_SIZES if s >= size), slots), slots)
+            size = min([slots, *(s for s in GRAPH_SIZES if s >= size)])
         busy = [sample for slot, sample in self.slots.items() if slot < size]
         longest = min(max(sample.stored for sample in busy) + 1, capacity)
         for sample in busy:
@@ -2296,7 +2302,7 @@ class RolloutEngine:
         self.last[slots] = ids
         # not torch.isin, which sorts ten or more ids: a graph cannot capture that
         stopped = (ids[:, None] == sampling.stop_ids).any(dim=1)
-        self.done[slots] = self.done[slots] | stopped | (step + 1 >= sampling.max_new_tokens)
+        self.done[slots] |= stopped | (step + 1 >= sampling.max_new_tokens)
         self.response_tokens[slots] += live
 
     def harvest(self) -> None:
@@ -2308,16 +2314,16 @@ class RolloutEngine:
         if not ready:
             return
         counts = self.response_tokens[ready].tolist()
-        tokens = self.out_tokens[ready, : max(counts)].cpu()
-        logps = self.out_logprobs[ready, : max(counts)].cpu()
+        all_tokens = self.out_tokens[ready, : max(counts)].cpu()
+        all_logprobs = self.out_logprobs[ready, : max(counts)].cpu()
         stop_ids = set(self.sampling.stop_ids.tolist())
-        for k, slot in enumerate(ready):
-            end = self.stop_string_end(self.slots[slot], tokens[k, : counts[k]])
+        for slot, count, tokens, logps in zip(ready, counts, all_tokens, all_logprobs):
+            end = self.stop_string_end(self.slots[slot], tokens[:count])
             if end is None and not done[slot]:
                 continue
-            n = end or counts[k]
-            truncated = end is None and int(tokens[k, n - 1]) not in stop_ids
-            response = dialogue.Response(tokens[k, :n].clone(), logps[k, :n].clone(), truncated)
+            n = end or count
+            truncated = end is None and int(tokens[n - 1]) not in stop_ids
+            response = dialogue.Response(tokens[:n].clone(), logps[:n].clone(), truncated)
             self.end_turn(slot, response, by_string=end is not None)
 
     def end_turn(self, slot: int, response: dialogue.Response, by_string: bool) -> None:

@@ -37,7 +37,7 @@ data         distributed process files flags buffers
 model        losses logprobs distributed process files flags ppo_flags buffers logging data
 rewards      losses distributed process threads files user_code flags ppo_flags buffers data model
 reports      cards distributed files buffers data rewards
-envs         distributed process threads user_code flags ppo_flags buffers data model
+envs         logprobs distributed process threads user_code flags ppo_flags buffers data model
 """
 PACKAGES = {package: set(imports) for package, *imports in map(str.split, TABLE.splitlines())}
 

@@ -23,12 +23,13 @@ from torch import Tensor
 from common import distributed
 from common.buffers import EMPTY, Batch, Conversation
 from common.data.loader import Pixels, join_pixels
-from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.envs import replies
 from common.envs.environments import Environment, Step, env_row, read_step
 from common.envs.replies import Reply
+from common.logprobs import Sampling
 from common.model import vlm
+from common.model.policy import Policy
 from common.threads import Call, LateError, Workers, describe
 
 Key = tuple[int, int]  # (index of the prompt, sample number)
@@ -101,12 +102,11 @@ class EnvRollout:
     """The episodes of this rank's samples."""
 
     environment: Environment
-    model: vlm.Model
-    processor: Processor
-    max_new_tokens: int
-    seed: tuple[int, ...]
+    policy: Policy
+    sampling: Sampling
 
     def __post_init__(self):
+        self.model, self.processor = self.policy.model, self.policy.processor
         self.args, self.team = self.environment.args, self.model.setup.team
         threads = max(1, self.args.env_workers)
         self.workers = Workers(threads, self.args.env_timeout, "--env_timeout")
@@ -170,7 +170,8 @@ class EnvRollout:
                 conversation = Conversation(self.environment.role)
                 episode = Episode((index, number), row, conversation)
                 self.episodes[episode.key] = episode
-                columns = env_row(row, (*self.seed, batch.prompt_ids[index]), number)
+                seed = self.sampling.seed, self.sampling.stream, batch.prompt_ids[index]
+                columns = env_row(row, seed, number)
                 self.submit(episode, self.reset, episode, columns)
         for episode in self.episodes.values():
             first = self.wait_for(episode)
@@ -318,7 +319,7 @@ class EnvRollout:
         elif len(conversation.ends) >= self.args.max_turns:
             self.end(episode, "turn_limit")
         elif (
-            own_tokens >= self.max_new_tokens
+            own_tokens >= self.sampling.max_new_tokens
             or episode.reply_tokens + len(reply.input_ids) > self.args.max_reply_tokens
         ):
             self.end(episode, "token_limit")

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, TypeGuard, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn as nn
@@ -249,35 +249,34 @@ def unhooked(parts: list):
 # -------------------------------------------------------------------------------------------------
 
 
-def is_offloaded(
-    part: Trainable | vlm.Wrapper | None, setting: str
-) -> TypeGuard[Trainable | vlm.Wrapper]:
+def is_offloaded(part: Trainable | vlm.Wrapper, setting: str) -> bool:
     """True if ``setting``, the value of --offload, parks this part in host memory while it is not in
     use: the optimizer's state of a model in training (optimizer, all), or a frozen model (all). A
     reference that is the actor without its adapters is not frozen."""
     if isinstance(part, Trainable):
         return setting != "none"
-    if part is None or setting != "all":
-        return False
-    return not any(parameter.requires_grad for parameter in part.parameters())
+    is_frozen = not any(parameter.requires_grad for parameter in part.parameters())
+    return setting == "all" and is_frozen
 
 
-def offload(part: Trainable | vlm.Wrapper | None, setting: str) -> None:
+def offload(part: Trainable | vlm.Wrapper, setting: str) -> None:
     """Move what `is_offloaded` into host memory."""
     if is_offloaded(part, setting):
         move(part, HOST)
 
 
 @contextmanager
-def onloaded(part: Trainable | vlm.Wrapper | None, setting: str):
-    """Inside, what `is_offloaded` is on its device."""
-    if is_offloaded(part, setting):
+def onloaded(setting: str, *parts: Trainable | vlm.Wrapper):
+    """Inside, what `is_offloaded` of these parts is on its device."""
+    for part in parts:
         module = part.module if isinstance(part, Trainable) else part
-        move(part, module.model.setup.device)
+        if is_offloaded(part, setting):
+            move(part, module.model.setup.device)
     try:
         yield
     finally:
-        offload(part, setting)
+        for part in parts:
+            offload(part, setting)
 
 
 @torch.no_grad()

@@ -84,7 +84,7 @@ class Teacher:
     def in_use(self):
         """Inside, its module is on its device and without adapters."""
         policy = self.policy
-        with onloaded(policy, self.offload), without_adapters(policy.model):
+        with onloaded(self.offload, policy), without_adapters(policy.model):
             yield policy
 
     @property

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from statistics import fmean
 
 from PIL import Image
@@ -78,7 +79,7 @@ def sample_record(batch: Batch, i: int, turns: list[str]) -> dict:
     return record
 
 
-def sample_cards(batch: Batch, records: list[dict], picks: list[int]) -> list[Image.Image]:
+def sample_cards(batch: Batch, records: list[dict], picks: Sequence[int]) -> list[Image.Image]:
     """Pictures of the samples ``picks``, on rank 0: images, frames of videos and what environments
     have shown, what was asked and answered, turn by turn, and what it earned. Every rank calls, with
     its records if it has any."""
@@ -180,7 +181,7 @@ def conversation_metrics(conversations: list[Conversation], section: str) -> dic
     return metrics
 
 
-def gather_images(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
+def gather_images(batch: Batch, picks: Sequence[int]) -> list[list[Image.Image]]:
     """What environments have shown in each of the samples ``picks``; every rank calls."""
     if not batch.conversations:
         return [[] for _ in picks]

@@ -150,7 +150,7 @@ class RewardModel:
         for index, i, text in zip(batch.prompt_index[used].tolist(), used, texts):
             answers.append(Answer(index, i if IMAGE_MARK in text else None, text))
         index_of = {answer: k for k, answer in enumerate(dict.fromkeys(answers))}  # K answers
-        with onloaded(self.module, self.offload):
+        with onloaded(self.offload, self.module):
             columns, notes = self.ask(batch, list(index_of))
         picks = [index_of[answer] for answer in answers]
         columns = {name: column[picks] for name, column in columns.items()}
