@@ -229,7 +229,7 @@ def take_prompt(rest: dict, images: "Images") -> str | list:
     prompt = read_messages(take(rest, *PROMPTS))
     if prompt is None:
         raise ValueError(f"no column {', '.join(PROMPTS)}; the row has {columns:.400}")
-    if re.search("<img>.*</img>", f"{prompt}"):
+    if re.search("<img>.+</img>", f"{prompt}"):
         raise ValueError(
             "<img>path</img> in a text: give the path in images, and write <image> in its place"
         )
@@ -436,8 +436,10 @@ class Images:
         """A part of a message, with the path of its image if it brings one."""
         if part["type"] == "text":
             return {"type": "text", "text": part.get("text") or part.get("value", "")}
+        if part["type"] == "video":
+            return part | {"video": self.find_clip(part["video"])} if part.get("video") else part
         if part["type"] not in ("image", "image_url"):
-            return part
+            raise ValueError(f"a part of a message is text, image, image_url or video, not {part!r:.80}")
         if not any(part.get(key) for key in IMAGE_KEYS):
             return {"type": "image"}
         self.embedded.append(self.write(part))
@@ -571,11 +573,13 @@ def numbered_rows(paths: list[Path]) -> Iterator[tuple[Path, int, str | bytes | 
 
 def rename(row: dict, columns: dict[str, str]) -> None:
     """Give columns our names. Raises ValueError: there is no such column."""
+    renamed = {}
     for ours, theirs in columns.items():
         if theirs not in row:
             names = ", ".join(row)
             raise ValueError(f"no column {theirs!r} (see --columns); the row has {names:.400}")
-        row[ours] = row.pop(theirs)
+        renamed[ours] = row.pop(theirs)
+    row |= renamed
 
 
 def plain(value: Any) -> str | None:
@@ -601,7 +605,9 @@ def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
                 split = re.sub(r"-\d+-of-\d+$", "", path.stem)
                 splits.setdefault(split, []).append(path)
     if not splits:
-        raise ValueError(f"no .parquet, .jsonl or .json files in {', '.join(map(str, sources))}")
+        raise ValueError(
+            f"no .parquet or .jsonl files in {', '.join(map(str, sources))}; name a .json file itself"
+        )
     return splits
 
 

@@ -51,8 +51,9 @@ def iou_by_label(records: list[dict]) -> list[str]:
     label or that of the row."""
     values = defaultdict(list)
     for record in records:
-        if any(name.endswith("box_iou") for name in record.get("components", ())):
-            for one in record["regions"]["true"]:
+        regions, components = record.get("regions"), record.get("components")
+        if regions and any(name.endswith("box_iou") for name in components or ()):
+            for one in regions["true"]:
                 values[one["label"] or record.get("label") or "(no label)"].append(one["score"])
     frequent = sorted(values, key=lambda label: -len(values[label]))[:MOST_LABELS]
     return [

@@ -39,7 +39,7 @@ def between(low: int | float, high: int | float) -> Callable[[str], int | float]
     def number(text: str) -> int | float:
         value = type(low)(text)
         if not low <= value <= high:  # NaN is not
-            raise ArgumentTypeError(f"{text} must be {low:g} to {high:g}")
+            raise ArgumentTypeError(f"{text} must be {low} to {high}")
         return value
 
     return number

@@ -25,15 +25,21 @@ PART_FORM = {
     "video_token_id?": IDS,
 }
 CONFIG_FORM = PART_FORM | {"text_config?": PART_FORM, "vision_config?": PART_FORM}
+PIXELS = int | float | str
+IMAGES_FORM = {"image_processor_type?": str, "min_pixels?": PIXELS, "max_pixels?": PIXELS}
 # The small files besides config.json and the tokenizer's, and what is read of them here; JudgeSettings
 # and the image processors check the rest.
 SETTINGS_FILES = {
     "chat_template": {"chat_template?": str},
     "generation_config": {"eos_token_id?": int | list},
     "judge": dict,
-    "processor_config": {"chat_template?": str},
-    "preprocessor_config": dict,
-    "video_preprocessor_config": dict,
+    "processor_config": {
+        "chat_template?": str,
+        "image_processor?": IMAGES_FORM,
+        "video_processor?": IMAGES_FORM,
+    },
+    "preprocessor_config": IMAGES_FORM,
+    "video_preprocessor_config": IMAGES_FORM,
 }
 
 
@@ -80,12 +86,13 @@ def read_tokenizer(folder: str | Path):
         open_regular(file).close()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        has_words = tokenizer.encode("a", add_special_tokens=False)
     except Exception as error:  # the library behind it raises bare exceptions
         raise ValueError(
             f"the tokenizer's files cannot be used: {without_advice(error)}"
         ) from error
     # Without files transformers makes one without words.
-    if not tokenizer.encode("a", add_special_tokens=False):
+    if not has_words:
         raise ValueError(
             "no vocabulary: tokenizer.json, or the files in its place, are missing; take the base "
             "checkpoint's"

@@ -24,7 +24,7 @@ from common import distributed
 from common.data.coordinates import Place, Regions, read_regions
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor
-from common.files import number_as_text, open_regular, parse_json, printable, say
+from common.files import number_as_text, parse_json, printable, read_bytes, say
 from common.flags import DataArgs
 from common.process import UserError
 
@@ -32,15 +32,19 @@ PLACES = ("<image>", "<video>")  # in the strings of rows
 ROLES = ("system", "user", "assistant", "tool")
 # What --columns can rename.
 COLUMNS = {name: name for name in ("prompt", "images", "answer", "label")}
-# How files begin that are no JSONL, and what they seem to be.
+# How files begin that are no JSONL, what they seem to be, and what makes JSONL of them.
+CONVERTED = "python launch/convert.py {} --out NEW_FOLDER"
 OTHER_FILES = {
-    rb"PAR1": "a Parquet table",
-    rb"\xff\xfe|\xfe\xff|.?\0": "text in UTF-16",
-    rb"\s*\[": "a JSON list",
-    rb"\s*\{\s*\n": "JSON with its objects on several lines each",
-    rb"\x1f\x8b|PK\x03\x04|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd": "compressed, to be unpacked first",
-    rb"ARROW1|\xff{4}": "an Arrow table, of which Dataset.to_parquet makes one that can be read",
-    rb'"?\w[\w ]*"?[,\t]': "a table of text, of which pandas' to_json makes JSONL",
+    rb"PAR1": ("a Parquet table", CONVERTED),
+    rb"\xff\xfe|\xfe\xff|.?\0": ("text in UTF-16", CONVERTED),
+    rb"\s*\[": ("a JSON list", CONVERTED),
+    rb"\s*\{\s*\n": ("JSON with its objects on several lines each", CONVERTED),
+    rb"\x1f\x8b|PK\x03\x04|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd": ("compressed", "unpack it first"),
+    rb"ARROW1|\xff{4}": ("an Arrow table", "convert what Dataset.to_parquet makes of it"),
+    rb'[,;\t]?"?\w[\w ]*"?[,;\t]': (
+        "a table of text",
+        'pandas.read_csv, then .to_json(FILE, orient="records", lines=True)',
+    ),
 }
 # Columns that other systems read as part of the prompt or as answer.
 FOREIGN = "conversations history input instruction objects reward_model system tools".split()
@@ -192,18 +196,18 @@ def read_rows(
 
 def read_jsonl(path: str) -> bytes:
     """The bytes of a JSONL file. Raises ValueError: it is something else, with what to do."""
-    what = "no file (data of the hub: hf download NAME --repo-type dataset --local-dir FOLDER)"
-    if os.path.isfile(path):
-        with open_regular(path) as file:
-            content = file.read()
-        start = content.removeprefix(b"\xef\xbb\xbf")
-        kinds = (kind for beginning, kind in OTHER_FILES.items() if re.match(beginning, start))
-        what = next(kinds, "")
-    if what:
+    if not os.path.isfile(path):
         raise ValueError(
-            f"{path} is {what}; rows are JSONL, one JSON object per line: "
-            f"python launch/convert.py {path} --out NEW_FOLDER"
+            f"{path} is no file (data of the hub: hf download NAME --repo-type dataset --local-dir "
+            "FOLDER, then python launch/convert.py FOLDER --out NEW_FOLDER)"
         )
+    content = read_bytes(path)
+    start = content.removeprefix(b"\xef\xbb\xbf")
+    for beginning, (what, advice) in OTHER_FILES.items():
+        if re.match(beginning, start):
+            raise ValueError(
+                f"{path} is {what}; rows are JSONL, one JSON object per line: {advice.format(path)}"
+            )
     return content
 
 
@@ -433,8 +437,13 @@ def make_prompt(
         fields: the further ones of `Prompt`.
     """
     messages = message_turns(prompt)
-    if not user_text(messages).strip():
+    text = user_text(messages)
+    if not text.strip():
         raise ValueError("empty prompt: no text of the user's")
+    if re.search("(?s)<img>.+?</img>", text):
+        raise ValueError(
+            "<img>path</img> in a text: give the path in images, and write <image> in its place"
+        )
     items = place_media(messages, media)
     if system_prompt:
         if any(message["role"] == "system" for message in messages):

@@ -128,7 +128,8 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint. Where there are several models, those that
     `from_pretrained` would read. Raises ValueError: there are none."""
     names, config = ["model.safetensors", "model.safetensors.index.json"], folder / "config.json"
-    if config.is_file() and (file := read_json(config).get("transformers_weights")):
+    form = {"transformers_weights?": str}
+    if config.is_file() and (file := read_json(config, form).get("transformers_weights")):
         names = [file]
     for path in (folder / name for name in names):
         if path.is_file() and path.suffix == ".json":
@@ -235,7 +236,8 @@ def load_weights(model: Model, folder: Path, value_head: nn.Linear | None = None
     missing = [name for name in absent if not may_be_fresh(name, parameters[name])]
     if missing:
         raise ValueError(
-            f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}"
+            f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}; "
+            f"not read of the files: {', '.join(unknown[:3]) or 'nothing'}"
         )
     check_unknown(folder, unknown)
 

@@ -805,19 +805,26 @@ def test_a_named_column_is_in_every_row(load, columns, name):
         ('{"prompt": "x"}\n'.encode("utf-16"), "text in UTF-16"),
         ('{"prompt": "x"}\n'.encode("utf-16-le"), "text in UTF-16"),
         (b"PAR1\x15\x04", "a Parquet table"),
-        (b"\x1f\x8b\x08\x00", "compressed"),
-        (b"BZh91AY&SY", "compressed"),
-        (b"\xff\xff\xff\xff\x10\x02\x00\x00", "an Arrow table"),
-        (b"index\tquestion\timage\n", "a table of text"),
-        (b"id,prompt,answer\n0,x,y\n", "a table of text"),
-        (None, "no file .data of the hub: hf download"),
+        (b"\x1f\x8b\x08\x00", "compressed.*: unpack it first"),
+        (b"BZh91AY&SY", "compressed.*: unpack it first"),
+        (b"\xff\xff\xff\xff\x10\x02\x00\x00", "an Arrow table.*: convert what Dataset.to_parquet"),
+        (b"index\tquestion\timage\n", "a table of text.*: pandas.read_csv"),
+        (b"id,prompt,answer\n0,x,y\n", "a table of text.*: pandas.read_csv"),
+        (b",prompt,answer\n0,x,y\n", "a table of text.*: pandas.read_csv"),
+        (b"prompt;answer\nx;y\n", "a table of text.*: pandas.read_csv"),
+        ("folder", "no file .*convert.py FOLDER"),
+        (None, "no file .data of the hub: hf download .*convert.py FOLDER"),
     ],
 )
 def test_data_that_is_no_jsonl(tmp_path, processor, content, what):
+    """The command is told where it reads such a file."""
     path = tmp_path / "rows.json"
-    if content is not None:
+    if content == "folder":
+        path.mkdir()
+    elif content is not None:
         path.write_bytes(content)
-    with value_error(f"^{path} is {what}.*python launch/convert.py {path} --out") as error:
+    command = "" if ".*" in what else f".*python launch/convert.py {path} --out"
+    with value_error(f"^{path} is {what}{command}") as error:
         load_prompts(str(path), processor, DataArgs())
     assert "\n" not in str(error.value)
 
@@ -882,6 +889,7 @@ answer that is no number  | {"prompt": "x", "answer": NaN} | column 'answer' mus
 label of wrong type       | {"prompt": "x", "label": ["t"]} | column 'label' must be a string
 no such image             | {"prompt": "x", "images": "c.png"} | no such image: .*c.png
 image is a folder         | {"prompt": "x", "images": "."} | cannot be read as one of
+image in Qwen-VL's tag    | {"prompt": "Picture 1: <img>red.png</img>x"} | <img>path</img> in a text: give the path in images
 not an image              | {"prompt": "x", "images": "train.jsonl"} | train.jsonl: cannot be read as one of JPEG
 too thin                  | {"prompt": "x", "images": "thin.png"} | aspect ratio
 too many places           | {"prompt": "<image> <image>x", "images": "a.png"} | hold 1 images for 2 places

@@ -209,6 +209,11 @@ def test_labels_columns_and_responses(tmp_path):
     assert rows[1] == dict(prompt="c?", images=[], answer="d", response="e", label="own")
 
 
+def test_columns_change_their_names(tmp_path):
+    rows = run(tmp_path, [{"prompt": "a", "answer": "q?"}], "--columns answer=prompt,prompt=answer")
+    assert rows == [{"prompt": "q?", "images": [], "answer": "a"}]
+
+
 def test_videos(tmp_path):
     """A film by its path, a list as frames."""
     (tmp_path / "film.mp4").write_bytes(b"film")
@@ -217,8 +222,12 @@ def test_videos(tmp_path):
         [
             {"prompt": "<video>what?", "videos": [{"type": "video", "video": "film.mp4"}]},
             {"prompt": "<video>what?", "videos": [[base64_of(noise(1)), base64_of(noise(2))]]},
+            {"prompt": [{"role": "user", "content": [{"type": "video", "video": "film.mp4"}]}]},
         ],
     )
+    assert rows.pop()["prompt"][0]["content"] == [
+        {"type": "video", "video": str(tmp_path / "film.mp4")}
+    ]
     assert [row["videos"] for row in rows] == [
         [str(tmp_path / "film.mp4")],
         [["images/rows-00001-0.png", "images/rows-00001-1.png"]],
@@ -601,6 +610,8 @@ def embedded(row):
     "row, message",
     json.loads(r"""[
 [{"text": "what?", "id": 1}, "no column prompt, messages, query, question, problem"],
+[{"messages": [{"role": "user", "content": [{"type": "input_image", "image_url": "ONE"}]}]},
+ "a part of a message is text, image, image_url or video, not {'type': 'input_image'"],
 [{"prompt": [{"text": "x"}]}, "a message has role and content, or from and value, unlike {'text': 'x'}"],
 [{"query": [{"role": "user", "content": [{"type": "image", "image": "ONE"}]}], "image": "TWO",
   "response": ["a", "b"], "human_ranking": [0, 1]},
@@ -689,7 +700,7 @@ def test_odd_rows_are_refused_in_our_words(tmp_path, capsys):
             [],
             "rows.jsonl, row 2: the row: not JSON: Expecting property name",
         ),
-        ("rows.csv", "a,b", [], "no .parquet, .jsonl or .json files in"),
+        ("rows.csv", "a,b", [], "no .parquet or .jsonl files in"),
         (
             "rows.jsonl",
             '{"prompt": "x"}',

@@ -65,6 +65,8 @@ def test_iou_by_label(tmp_path, capsys):
         answer("dogs", ("", 1.0), ("cup", 0.75), **{"boxes/box_iou": 0}),
         answer("clicks", ("", 0.0), accuracy=1),
         dict(question="q", response="r", reward=0),
+        dict(question="q", response="r", reward=0, components={"box_iou": 0}),
+        dict(question="q", response="r", reward=0, components=None, regions={"true": []}),
     ]
     write_rows(tmp_path / "samples" / "eval-000001.jsonl", rows)
     summary.main([str(tmp_path)])
