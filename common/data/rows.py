@@ -437,13 +437,7 @@ def make_prompt(
         fields: the further ones of `Prompt`.
     """
     messages = message_turns(prompt)
-    text = user_text(messages)
-    if not text.strip():
-        raise ValueError("empty prompt: no text of the user's")
-    if re.search("(?s)<img>.+?</img>", text):
-        raise ValueError(
-            "<img>path</img> in a text: give the path in images, and write <image> in its place"
-        )
+    check_text(user_text(messages))
     items = place_media(messages, media)
     if system_prompt:
         if any(message["role"] == "system" for message in messages):
@@ -470,6 +464,16 @@ def make_prompt(
         )
     fields |= {"places": places, "regions": regions}
     return Prompt(messages, text, paths, grids, input_ids, image_tokens, **fields)
+
+
+def check_text(text: str) -> None:
+    """Raises ValueError: a user says nothing, or names images as Qwen-VL's rows do."""
+    if not text.strip():
+        raise ValueError("empty prompt: no text of the user's")
+    if re.search("<img>.+</img>", text):
+        raise ValueError(
+            "<img>path</img> in a text: give the path in images, and write <image> in its place"
+        )
 
 
 def locate(item: Media, folder: str, root: str) -> Media:

@@ -237,7 +237,7 @@ def load_weights(model: Model, folder: Path, value_head: nn.Linear | None = None
     if missing:
         raise ValueError(
             f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}; "
-            f"not read of the files: {', '.join(unknown[:3]) or 'nothing'}"
+            f"not read of the files: {unknown[:3]}"
         )
     check_unknown(folder, unknown)
 
