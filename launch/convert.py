@@ -439,7 +439,9 @@ class Images:
         if part["type"] == "video":
             return part | {"video": self.find_clip(part["video"])} if part.get("video") else part
         if part["type"] not in ("image", "image_url"):
-            raise ValueError(f"a part of a message is text, image, image_url or video, not {part!r:.80}")
+            raise ValueError(
+                f"a part of a message is text, image, image_url or video, not {part!r:.80}"
+            )
         if not any(part.get(key) for key in IMAGE_KEYS):
             return {"type": "image"}
         self.embedded.append(self.write(part))
