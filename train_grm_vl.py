@@ -49,7 +49,7 @@ from pathlib import Path
 
 from common import standins
 
-standins.for_help()  # which does not wait for what is imported below
+standins.for_help()  # --help does not wait for the imports below
 
 import torch
 import torch.distributed as dist
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 
 
 def check_instruction(text: str) -> None:
-    """Raises ValueError: it looks like the name of a file, and is none."""
+    """Raises ValueError: the text looks like the name of a file that does not exist."""
     if Path(text).suffix and len(text.split()) == 1 and not os.path.isfile(text):
         raise ValueError(f"{text}: no such file")
 
@@ -235,7 +235,7 @@ def read_texts(args: JudgeArgs) -> JudgeArgs:
 
 
 def count_steps(args: Args, rows: int, saved: dict = {}) -> Args:
-    """The arguments with --max_epochs converted to --steps, after those that are ``saved``."""
+    """The arguments with --max_epochs converted to --steps, counted from the checkpoint ``saved``."""
     if not args.update.max_epochs:
         return args
     left = args.update.max_epochs * rows - saved.get("rows_drawn", 0)
@@ -258,8 +258,7 @@ def run_flags(args: Args, rows: "Rows") -> dict:
 
 
 # -------------------------------------------------------------------------------------------------
-# Data: from rows to questions, targets and verdicts. judge.json has what it takes to ask in the same
-# way later.
+# Data: from rows to questions, targets and verdicts. judge.json keeps how they are asked.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -292,8 +291,7 @@ def load_rows(args: Args) -> Rows:
         UserError: on every rank; bad checkpoint files, templates or rows, with file and line.
     """
     with distributed.raise_on_all_ranks():
-        folder = weights.resolve_folder(args.model.model, weights=False)
-        processor = Processor(folder, args.data)
+        processor = Processor(weights.resolve_folder(args.model.model, weights=False), args.data)
         processor.check_options()
         templates = {
             kind: getattr(args.judge, f"{kind}_template") for kind in judgements.JUDGEMENTS
@@ -315,14 +313,11 @@ def load_examples(
     settings: judgements.JudgeSettings,
 ) -> list[list[Example]]:
     """The examples of each file of --data or --eval_data. Raises ValueError with file and line."""
-    frame, loaded = judgements.answer_frame(processor), []
-    for path, _ in flags.parse_datasets(spec):
-        loaded.append(
-            judgements.load_judgements(
-                path, processor, settings, args.data, args.judge.orders, frame
-            )
-        )
-    return loaded
+    frame = judgements.answer_frame(processor)
+    return [
+        judgements.load_judgements(path, processor, settings, args.data, args.judge.orders, frame)
+        for path, _ in flags.parse_datasets(spec)
+    ]
 
 
 def group_by_prompt(examples: list[Example]) -> list[Question]:
@@ -370,7 +365,7 @@ class TrainState:
 def advance(
     state: TrainState, metrics: logging.Metrics, batch: Batch, rows: Rows, args: Args
 ) -> None:
-    """Bring the state up to date after a step, and add its counters to the metrics."""
+    """Count a finished step: update the state, and add its counters to the metrics."""
     prompts, count = args.data.prompts_per_step, len(rows.train)
     state.step += 1
     state.rows_drawn += prompts
@@ -399,11 +394,10 @@ def build_judge(
 
 
 def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.MemoryPlan:
-    """What a step takes on so many ranks, and the evaluation, which prefills padded questions, all at
-    once; they are assumed to be as long as those of training."""
+    """The memory of a step on so many ranks, and of the evaluation, which prefills a padded batch of
+    questions at once."""
     prompt = budget.longest_prompt(row.prompt for row in (*rows.held_out, *rows.train))
-    length = prompt + args.eval.eval_max_new_tokens
-    batch = args.eval.eval_batch
+    length, batch = prompt + args.eval.eval_max_new_tokens, args.eval.eval_batch
     plan = budget.MemoryPlan(
         {"judge": judge},
         shards=args.run.hsdp or ranks,
@@ -413,7 +407,7 @@ def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.Mem
         least_pack=args.data.max_prompt_tokens,
         updates=not args.run.eval_only,
         longest_target=budget.longest_example(
-            itertools.chain(*(row.examples for row in rows.train))
+            example for row in rows.train for example in row.examples
         ),
     )
     if rows.held_out:
@@ -592,7 +586,7 @@ def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
     Raises:
         UserError: no example is left.
     """
-    # so that a batch has prompts of nearly equal length
+    # Sorted by length, so that a batch needs little padding.
     held_out = rows.held_out
     longest_first = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
     size = args.eval.eval_batch * dist.get_world_size()
@@ -616,9 +610,8 @@ def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
 
 
 def generate(judge: Policy, batch: Batch, args: EvalArgs) -> dict[int, tuple[str, bool]]:
-    """Generated judgements by index of the prompt, from all ranks, and whether they were cut off. Each
-    rank or team answers its own prompts by Hugging Face's `generate`, in batches that are padded on the
-    left."""
+    """Index of the prompt -> its generated judgement, and whether it was cut off; of all ranks. Each rank
+    or team answers its own prompts by Hugging Face's `generate`, in batches padded on the left."""
     model, processor, team = judge.model, judge.processor, judge.model.setup.team
     mine = batch.own_prompts(team.size)
     patches = dict(ChainMap(*team.gather_objects(batch.patches)))
@@ -670,8 +663,8 @@ def generation_inputs(
 
 @contextmanager
 def plain_attention(model: vlm.Model):
-    """Inside, the language model uses transformers' own attention: `generate` pads its batches, which
-    ours does not support."""
+    """Inside, the language model uses transformers' own attention: ours does not support the padded
+    batches of `generate`."""
     config = vlm.decoder(model).config
     ours, config._attn_implementation = config._attn_implementation, "sdpa"
     try:
@@ -687,9 +680,10 @@ def weigh_verdicts(
     probability of each verdict, a softmax over the verdicts' log-probs right after the prompt. One
     packed forward pass computes both."""
     kinds = [example.prompt.label for example in examples]
-    encoded = {}  # by kind
-    for kind in set(kinds):
-        encoded[kind] = judgements.encode_verdicts(rows.processor, rows.settings.verdicts(kind))
+    verdicts = {kind: rows.settings.verdicts(kind) for kind in set(kinds)}
+    encoded = {
+        kind: judgements.encode_verdicts(rows.processor, words) for kind, words in verdicts.items()
+    }
     targets = [[example.target, *encoded[kind]] for example, kind in zip(examples, kinds)]
     batch = batch.with_targets(targets)
     if not len(batch):
@@ -700,7 +694,7 @@ def weigh_verdicts(
     for index in set(batch.prompt_index.tolist()):
         logps = totals[batch.prompt_index == index]  # of the target, and of each verdict
         chances = logps[1:].softmax(dim=0).tolist()
-        probabilities = dict(zip(rows.settings.verdicts(kinds[index]), chances))
+        probabilities = dict(zip(verdicts[kinds[index]], chances))
         likelihoods[index] = {"loss": -float(logps[0]), "probabilities": probabilities}
     return likelihoods
 
@@ -708,8 +702,8 @@ def weigh_verdicts(
 def judgement_record(
     settings: judgements.JudgeSettings, index: int, example: Example, text: str, is_cut: bool
 ) -> dict:
-    """One JSON-ready record of the evaluation, still without likelihoods. A judgement that was cut off
-    has no verdict."""
+    """A JSON-ready record of the evaluation, without likelihoods. A judgement that was cut off has no
+    verdict."""
     verdict = None if is_cut else settings.read_verdict(text, example.prompt)
     answer = {
         "generated_text": text,
@@ -823,10 +817,10 @@ def log_samples(
     every = max(1, len(records) // max(1, count))
     if distributed.is_main():
         for record in records[::every][:count]:
-            info, line = record["info"], caption.format(**record)
+            info = record["info"]
             frames = picture(info["images"], record.get("regions"))
             spoken = f"PROMPT\n{info['question']}\n\nANSWER\n{record[text]}"
-            cards.append(sample_card(frames, spoken, line))
+            cards.append(sample_card(frames, spoken, caption.format(**record)))
     log.samples(step, records, cards, stem)
 
 

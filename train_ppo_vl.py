@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 
 from common import standins
 
-standins.for_help()  # which does not wait for what is imported below
+standins.for_help()  # --help does not wait for the imports below
 
 import numpy as np
 import torch
@@ -105,11 +105,12 @@ from common.rewards import scoring
 from common.rewards.judge import JudgeSettings, load_judgements, load_responses
 from common.user_code import load_object
 
-# with what responses begin: tokens (n,) and their log-probs (n,)
+# given beginnings of responses: tokens (n,) and their log-probs (n,)
 Beginnings = dict[dialogue.Key, tuple[Tensor, Tensor]]
+Trainables = dict[str, fsdp.Trainable]  # by role
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
 TRAIN, EVAL, JUDGE = 0, 1, 2
-# tokens that a batch size decodes eagerly before it gets a CUDA graph: capturing takes about as long
+# eager decoding steps at a batch size before its CUDA graph is captured, which takes about as long
 EAGER_TOKENS = 2
 
 
@@ -134,7 +135,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     trainables = make_trainables(args, models)
     exports = exported_models(args, trainables)
     state = TrainState(args.algorithm.kl_coef, history=torch.zeros(2, len(rows.train)))
-    roles = saved_roles(args, trainables, models)  # also what it will save
+    roles = saved_roles(args, trainables, models)
     checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY, resolve_flags)
     if args.run.export_only:
         return checkpoints.export_now(exports, rows.processor)
@@ -240,7 +241,7 @@ AGGREGATIONS = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
-# of no effect without a critic
+# without effect if there is no critic
 OF_CRITIC = (
     "critic_model export_critic critic_lr critic_epochs value_clip "
     "gae_lambda gae_lambda_policy gae_alpha"
@@ -707,8 +708,8 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
 
 
 def draw_by_history(args: Args, rows: list[Prompt], state: "TrainState") -> Iterator[Drawn]:
-    """Batches of rows by the weights of --curriculum, without end. A batch is drawn while the step before
-    it runs; a resumed run begins with the one that was. Raises UserError."""
+    """Endless batches of rows, by the weights of --curriculum. Each is drawn while the step before it
+    runs; ``state.ahead`` keeps it, so that a resumed run begins with the same one. Raises UserError."""
     spec, size = args.rows.curriculum, args.prompts_per_rollout
     weigh = load_object("--curriculum", spec, "an existing path.py:function")
     for start in itertools.count(state.rows_drawn, size):
@@ -742,11 +743,11 @@ class TrainState:
     ahead: list[int] = field(default_factory=list)  # the rows of the next batch, by --curriculum
 
     def state_dict(self) -> dict:
-        history = self.history.numpy().tobytes().hex()  # numbers of all rows would take seconds
+        history = self.history.numpy().tobytes().hex()  # a list of numbers would take seconds
         return vars(self) | {"moments": vars(self.moments), "history": history}
 
     def load_state_dict(self, saved: dict, changed: set[str]) -> None:
-        """Take over what was saved, except for what begins anew with other values of some flags."""
+        """Restore what was saved, but for what BEGIN_ANEW resets."""
         saved["moments"] = losses.RunningMoments(**saved["moments"])
         if "history" in saved:
             stored = bytearray.fromhex(saved["history"])
@@ -757,7 +758,7 @@ class TrainState:
 
 
 def evaluation_due(state: TrainState, rows: Rows, args: Args) -> bool:
-    """Whether the held-out rows are answered now."""
+    """Whether the held-out rows are evaluated after this step."""
     steps = args.optim.steps
     due = logging.evaluation_due(state.step, steps, state.pass_ended, args.run)
     return due and bool(rows.held_out)
@@ -770,7 +771,7 @@ def advance(
     rows: Rows,
     args: Args,
 ) -> None:
-    """Bring the state up to date after a step, and add its counters to the metrics."""
+    """Count a finished step: update the state, and add its counters to the metrics."""
     algorithm = args.algorithm
     if len(batch.kl) and state.step >= args.update.critic_warmup_steps:
         metrics["train/kl_coef"] = state.kl_coef
@@ -807,7 +808,7 @@ IDENTITY = {
 }
 
 
-# What a resumed run does not take over from a checkpoint that was saved with other values of flags.
+# What a resumed run does not restore if one of these flags has changed.
 BEGIN_ANEW = {
     "kl_coef": ("kl_coef", "kl_target"),
     "moments": (*OF_REWARDS, "grm_question", "grm_mode"),
@@ -849,7 +850,7 @@ def run_flags(args: Args, rows: "Rows") -> dict:
 
 
 def sampling_of(args: Args, processor: Processor, device: torch.device) -> Sampling:
-    """How the flags want tokens to be drawn."""
+    """The sampling that the flags ask for."""
     rollout = args.rollout
     return Sampling(
         banned=processor.banned_mask().to(device),
@@ -941,7 +942,7 @@ def build_reward_models(
         actor,
         write=partial(write_critiques, args=args),
         offload=args.update.offload,
-        # the features of an actor that sees damaged images are no judge's
+        # a judge must not see the damaged images of the actor
         shares_features=not args.teacher.student_images,
     )
 
@@ -956,8 +957,8 @@ def prepare_teacher(args: Args, rows: Rows, teacher: Teacher | None) -> None:
 
 
 def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> budget.MemoryPlan:
-    """What a step takes on so many ranks. A rollout needs --slots or one, and uses more if it is
-    free."""
+    """The memory of a step on so many ranks. A rollout is planned with --slots, or a single slot; it
+    uses more if memory is free."""
     prompt = budget.longest_prompt(rows.train + rows.held_out)
     if args.env.env:  # a first observation may fill the prompt
         prompt = args.data.max_prompt_tokens
@@ -1003,8 +1004,8 @@ def load_models(args: Args, modules: vlm.Modules, ranks: distributed.Ranks) -> N
             fsdp.offload(module, args.update.offload)
 
 
-def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable]:
-    """The models that are trained, by role, with their optimizers."""
+def make_trainables(args: Args, models: Models) -> Trainables:
+    """The models that are trained, with their optimizers."""
     update = args.update
     trainables = {}
     trainables["actor"] = fsdp.Trainable(
@@ -1022,14 +1023,14 @@ def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable]:
     return trainables
 
 
-def saved_roles(args: Args, trainables: dict[str, fsdp.Trainable], models: Models) -> storage.Roles:
+def saved_roles(args: Args, trainables: Trainables, models: Models) -> storage.Roles:
     """What a checkpoint contains, by role: also the reference, if --reference_every changes it."""
     if models.reference is None or not args.algorithm.reference_every:
         return trainables
     return {**trainables, "reference": models.reference}
 
 
-def exported_models(args: Args, trainables: dict[str, fsdp.Trainable]) -> dict[str, fsdp.Trainable]:
+def exported_models(args: Args, trainables: Trainables) -> Trainables:
     """The models to export, by their folders in --out."""
     exports = {"export": trainables["actor"]}
     if args.algorithm.export_critic and "critic" in trainables:
@@ -1120,7 +1121,7 @@ def collect(
     """
     size, dynamic = args.data.prompts_per_step, args.algorithm.dynamic_sampling
     parts: list[Batch] = []
-    useful = generated = 0  # prompts; tokens
+    useful = generated = 0  # prompts with spread; tokens
     for _ in range(dynamic or args.rollout.rollouts_per_step):
         part, tokens = sample_and_score(models, loader, reward, sampling, state.step, args)
         parts.append(part)
@@ -1153,7 +1154,7 @@ def collect(
 
 
 def note_rewards(batch: Batch, state: TrainState, args: Args) -> None:
-    """Fill history, and bring what the state knows of earlier rewards up to date."""
+    """Fill the batch's history, then add its rewards to what the state knows of earlier ones."""
     if args.algorithm.reward_norm:
         state.moments.update(batch.rewards)
     rows = torch.tensor([prompt.index for prompt in batch.prompts])[batch.prompt_index]  # (S,)
@@ -1181,7 +1182,7 @@ def sample_and_score(
     generated = len(batch.tokens)
     # functions and servers compute rewards in threads; reward.score waits for them
     call = reward.begin(batch, actor.processor, step)
-    if not args.algorithm.dynamic_sampling:  # with it later, for the prompts that are kept
+    if not args.algorithm.dynamic_sampling:  # which does it for the prompts that it keeps
         fill_logprobs_and_values(batch, models, args)
     with logging.timer("reward"):
         reward.score(batch, actor.processor, step, call)
@@ -1204,13 +1205,13 @@ def rollout(
 ) -> Batch:
     """Sample responses to every prompt; returns the batch with the samples of all ranks.
 
-    The actor is unsharded once, and until all ranks have sampled no collective runs but those of
-    teams, which may finish at different times.
+    The actor is unsharded once. Then only teams run collectives, so they may finish at different
+    times.
 
     Args:
-        beginnings: with what responses begin: fewer than --max_new_tokens tokens, and their log-probs,
-            NaN for tokens that are `Batch.foreign`. The policy goes on as if it had drawn them. All
-            ranks of a team give the same.
+        beginnings: fewer than --max_new_tokens tokens, and their log-probs, NaN for tokens that are
+            `Batch.foreign`. The policy continues as if it had drawn them. All ranks of a team pass
+            the same.
     """
     actor.eval()
     mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}
@@ -1382,7 +1383,8 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.M
         advantages = losses.whiten(advantages)
     batch.in_policy_loss = policy_loss_mask(batch, algorithm)
     if args.perception.masks_images:
-        # by how much responses depend on their images, and the tokens that do most (VPPO)
+        # VPPO weighs responses by how much they depend on their images, and trains the tokens that
+        # depend most
         perception = losses.perception(batch.old_logprobs, batch.masked_logprobs)  # (N,)
         factors = losses.perception_factors(
             perception, batch.own_lengths, args.perception.perception_scale
@@ -1492,7 +1494,7 @@ def minibatch_weights(batch: Batch, indices, mask: Tensor, args: Args) -> Tensor
 
 
 def update_models(
-    trainables: dict[str, fsdp.Trainable],
+    trainables: Trainables,
     models: Models,
     batch: Batch,
     step: int,
@@ -1581,7 +1583,7 @@ def update_actor(
                 break
             if ptx is not None:
                 stats.append(learn_text(ptx, actor, pending_text, args))
-            if updates:  # the policy is no longer the one that sampled
+            if updates:
                 forget_sampler(stats)
             norm, applied = take_step(trained, step)
             sums.record_update("actor", norm, applied, stats)
@@ -1670,23 +1672,23 @@ def kl_terms(
     return terms
 
 
-def sampler_stats(apart: Tensor, entropy: Tensor, pack: Pack, batch: Batch) -> dict:
-    """The entropy (T,) of the tokens that the policy has drawn, and how far their log-probs are ``apart``
-    (T,) from those that the sampler recorded. Before the first update of a step only rounding
-    separates them."""
+def sampler_stats(log_ratio: Tensor, entropy: Tensor, pack: Pack, batch: Batch) -> dict:
+    """Of the tokens that the policy drew: their entropy (T,), and the ``log_ratio`` (T,) between training
+    and sampler, which is rounding until the first update of a step."""
     is_drawn = ~batch.foreign
     (drawn,) = pack.pick(is_drawn)
     count = int(is_drawn[pack.flat].sum())
-    apart = apart * drawn
+    log_ratio = log_ratio * drawn
     return {
-        "sampler_gap": logging.Mean(apart.abs().sum(), count),
-        "rollout/train_kl": logging.Mean((apart.expm1() - apart).sum(), count),  # k3
+        "sampler_gap": logging.Mean(log_ratio.abs().sum(), count),
+        "rollout/train_kl": logging.Mean((log_ratio.expm1() - log_ratio).sum(), count),  # k3
         "entropy": logging.Mean((entropy * drawn).sum(), count),
     }
 
 
 def forget_sampler(stats: list[dict]) -> None:
-    """Drop what `sampler_stats` says."""
+    """Drop the comparison with the sampler: after an update, the policy is no longer the one that
+    sampled."""
     for part in stats:
         part.pop("sampler_gap", None)
         part.pop("rollout/train_kl", None)
@@ -1713,7 +1715,7 @@ def move_reference(step: int, models: Models, args: Args) -> None:
 
 
 def evaluate(
-    trainables: dict[str, fsdp.Trainable],
+    trainables: Trainables,
     reward: scoring.RewardMix,
     rows: Rows,
     sampling: Sampling,
@@ -1908,12 +1910,18 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
 
 
 def learning_problems(args: Args) -> list[str]:
-    """What keeps the actor from learning, or from learning what it should, in all steps of a run."""
-    steps, idle, warmup = args.optim.steps, args.update.critic_warmup_steps, args.optim.warmup_steps
+    """Flags with which the actor never learns, or not what it should."""
+    steps, frozen, warmup = (
+        args.optim.steps,
+        args.update.critic_warmup_steps,
+        args.optim.warmup_steps,
+    )
     problems = []
-    if idle >= steps:
-        problems.append(f"--critic_warmup_steps {idle} of --steps {steps}: the actor never learns")
-    elif idle + warmup >= steps:
+    if frozen >= steps:
+        problems.append(
+            f"--critic_warmup_steps {frozen} of --steps {steps}: the actor never learns"
+        )
+    elif frozen + warmup >= steps:
         problems.append(f"--warmup_steps {warmup} of --steps {steps}: --actor_lr is never reached")
     if args.has_idle_kl:
         problems.append(IDLE_KL)
@@ -2155,17 +2163,17 @@ class RolloutEngine:
             self.harvest()  # the token that a prefill draws may end a turn
             if not waiting:
                 self.compact()
-            speaking = self.speaking()
-            if speaking:
+            decoding = self.decoding()
+            if decoding:
                 for _ in range(self.poll):
-                    self.decode(speaking[-1] + 1)
+                    self.decode(decoding[-1] + 1)
                 self.harvest()
         bar.close()
         if self.envs is not None:
             self.envs.finish()
         return self.results
 
-    def speaking(self) -> list[int]:
+    def decoding(self) -> list[int]:
         """The busy slots whose samples are not waiting for an environment."""
         return [slot for slot, sample in sorted(self.slots.items()) if not sample.waits]
 
@@ -2239,8 +2247,8 @@ class RolloutEngine:
             self.graphs.run(self.decode_on_device, size, capacity)
 
     def check_first_graph(self, steps: graphs.StepGraphs, size: int, capacity: int) -> None:
-        """Decode by a rollout's first graph, after an eager step of a few slots, which is undone.
-        Raises RuntimeError: they differ by more than rounding does."""
+        """Run a rollout's first graph, after an eager step of a few slots, which is undone. Raises
+        RuntimeError: they differ by more than rounding."""
         few = slice(0, min(size, CHECKED_SLOTS))
         cells = self.slot_ids[few], self.response_tokens[few].clone()
         changing = [part[few] for part in self.state]
@@ -2308,9 +2316,9 @@ class RolloutEngine:
     def harvest(self) -> None:
         """Take finished responses out of their slots. Only here does the host wait for the
         device."""
-        speaking = self.speaking()
-        done = self.done.tolist() if speaking else []
-        ready = [slot for slot in speaking if done[slot] or self.sampling.stop_strings]
+        decoding = self.decoding()
+        done = self.done.tolist() if decoding else []
+        ready = [slot for slot in decoding if done[slot] or self.sampling.stop_strings]
         if not ready:
             return
         counts = self.response_tokens[ready].tolist()
@@ -2344,9 +2352,9 @@ class RolloutEngine:
     def collect_replies(self, envs: dialogue.EnvRollout) -> None:
         """Continue the samples whose environments have answered, and release those whose
         conversations are over. If all samples are waiting, wait for the first answer."""
-        all_wait = bool(self.slots) and not self.speaking()
+        all_wait = bool(self.slots) and not self.decoding()
         answered = {episode.key: episode for episode in envs.poll(wait=all_wait)}
-        going_on = []
+        continuing = []
         for slot, sample in sorted(self.slots.items()):
             if sample.key not in answered:
                 continue
@@ -2355,8 +2363,8 @@ class RolloutEngine:
                 self.release(slot, episode.response)
             else:
                 sample.waits = False
-                going_on.append(slot)
-        self.read_replies(envs, going_on)
+                continuing.append(slot)
+        self.read_replies(envs, continuing)
 
     def read_replies(self, envs: dialogue.EnvRollout, slots: list[int]) -> None:
         """Prefill the replies that have not been read, as many at once as fit into a pack."""
@@ -2388,8 +2396,7 @@ class RolloutEngine:
         self.begin(parts, features)
 
     def read_beginnings(self, slots: list[int]) -> None:
-        """Prefill what responses begin with, one after the other, behind what their slots have read; it
-        stands there as if drawn."""
+        """Prefill the given beginnings of responses, slot by slot, as if the policy had drawn them."""
         for slot in slots:
             sample = self.slots[slot]
             tokens, logps = self.beginnings.get(sample.key, (EMPTY, EMPTY))
@@ -2437,7 +2444,7 @@ class RolloutEngine:
 
 
 # -------------------------------------------------------------------------------------------------
-# What the rules of single flags cannot say
+# Checks of several flags together; those of single flags are declared with them
 # -------------------------------------------------------------------------------------------------
 
 
