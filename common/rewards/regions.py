@@ -10,11 +10,12 @@ Everything that is written counts: copies and malformed boxes are wrong predicti
 thought or answer leaves nothing, and so many boxes that one must be right earn nothing.
 """
 
-import itertools
 import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from urllib.parse import quote, unquote
 
 import numpy as np
 
@@ -26,13 +27,13 @@ from common.rewards.rules import Columns, extract_answer, with_opened_thought
 # Reading
 # --------------------------------------------------------------------------------------------------
 
-# In pixels of the file, but it may lie outside of the image; None: what is written is no region. And
-# its label, or "".
+# A point, which may lie outside of the image, or a box with its corners sorted, cut off at the image's
+# edges, in pixels of the file; None: what is written is neither, or nothing is left. And its label, or "".
 Prediction = tuple[Box | Point | None, str]
 
 # The patterns take time in proportion to the text: what one part of them may hold ends where the next
 # part begins.
-FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"(?<!`)(`{3,5})\w*\n(.*?)\1", re.DOTALL)
 NUMBER = r"\s*[-+]?[\d.]+(?:[eE][-+]?\d+)?\s*"
 LIST = rf"({NUMBER}(?:,{NUMBER})+)"
 POINT = rf"\(({NUMBER}),({NUMBER})\)"
@@ -42,7 +43,7 @@ SPELLINGS = [
     for pattern, new in (
         (rf"{POINT}\s*,\s*{POINT}", r"[\1,\2,\3,\4]"),  # Qwen2-VL
         (rf"[(<]{LIST}[)>]", r"[\1]"),
-        (r'<point x="([^"]*)" y="([^"]*)"', r"[\1,\2]"),  # Molmo
+        (r'\bx\d*="([^"]*)" y\d*="([^"]*)"', r"[\1,\2]"),  # Molmo: <point x="1" y="2"
         (r'<points coords="\d+ \d+ ([^" ]*) ([^" ]*)"', r"[\1,\2]"),  # Molmo 2
         (r"<loc(\d+)>" * 4, r"[\2,\1,\4,\3]"),  # PaliGemma, y first
         (rf"\A{LIST}\Z", r"[\1]"),  # bare numbers that are the whole answer
@@ -54,14 +55,15 @@ TAGGED = re.compile(
     r"(?:(?:<ref>|<\|object_ref_start\|>)([^<]*)(?:</ref>|<\|object_ref_end\|>)\s*)?"
     r"(?:<box>|<\|box_start\|>)([^<]*)(?:</box>|<\|box_end\|>)"
 )
-# {"bbox_2d": [1, 2, 3, 4], "label": "cup"} or [1, 2, 3, 4], but not [see below]; and a list of them
-ITEM = r"\{[^{}]*\}|\[[^][{}\d]*\d[^][{}]*\]"
-ITEMS = re.compile(ITEM)
-LIST_OR_ITEM = re.compile(rf"(\[\s*(?:(?:{ITEM})[\s,]*)*\])|({ITEM})")
+# {"bbox_2d": [1, 2, 3, 4], "label": "cup"} or [1, 2, 3, 4], but not [see below]; and a list of them,
+# in which [] is one as well
+ITEM = r"\{(?:[^{}]|\{[^{}]*\})*\}|\[[^][{}\d]*\d[^][{}]*\]"
+ITEMS = re.compile(rf"{ITEM}|\[\s*\]")
+LIST_OR_ITEM = re.compile(rf"(\[\s*(?:(?:{ITEMS.pattern})[\s,]*)*\])|({ITEM})")
 KEYS = "bbox_2d|bbox|box|point_2d|point|Position|box_2d"
 REGION = re.compile(rf"""(?:\A|["']({KEYS})["']\s*:\s*)\[([^][]*)\]""")
 LABEL = re.compile(
-    r"""["'](?:label|name|ref|category)["']\s*:\s*(?:("(?:[^"\\]|\\.)*")|'([^']*)')"""
+    r"""["'](?:label|name|ref|category)["']\s*:\s*("(?:[^"\\]|\\.)*"|'[^']*'|-?\d+)"""
 )
 
 
@@ -76,14 +78,16 @@ def answer_text(response: str) -> str:
     for rule in ("answer", "boxed"):
         answer = extract_answer(text, rule)
         text = text if answer is None else answer
-    fenced = FENCE.findall(text)
-    return fenced[-1] if fenced else text
+    while fenced := FENCE.findall(text):  # one may be in another with more backticks
+        text = fenced[-1][1]
+    return text
 
 
 def read_predictions(response: str, place: Place) -> list[Prediction] | None:
     """The boxes and points of a response. Lists of them: the last one alone; single ones: all. None:
     it says neither any, nor that there is none, or a bracket is not closed, as it was cut off."""
     text = answer_text(response).strip()
+    text = LABEL.sub(lambda label: quote(label[0], errors="replace"), text)  # hides its brackets
     if text.count("[") > text.count("]") or text.count("{") > text.count("}"):
         return None
     for pattern, new in SPELLINGS:
@@ -98,15 +102,13 @@ def read_predictions(response: str, place: Place) -> list[Prediction] | None:
     pieces = LIST_OR_ITEM.findall(text)
     if not pieces:
         return None
-    items = [item for _, item in pieces]
-    for content, _ in pieces:
-        if content:
-            items = ITEMS.findall(content[1:-1])
+    lists = [content for content, _ in pieces if content]
+    items = ITEMS.findall(lists[-1][1:-1]) if lists else [item for _, item in pieces]
     return [(read_region(item, place), read_label(item)) for item in items]
 
 
 def read_region(item: str, place: Place) -> Box | Point | None:
-    """The region of an object, or of a list of numbers: two or four finite ones."""
+    """The point of an object or of a list of numbers, or what of its box is in the image."""
     keyed = REGION.search(item)
     if keyed is None:
         return None
@@ -116,22 +118,24 @@ def read_region(item: str, place: Place) -> Box | Point | None:
         return None
     if len(numbers) not in (2, 4) or not all(map(math.isfinite, numbers)):
         return None
-    if keyed[1] == "box_2d":  # Gemini's: y first
-        numbers[0::2], numbers[1::2] = numbers[1::2], numbers[0::2]
-    return place.to_file(*numbers)
+    if keyed[1] == "box_2d":  # Gemini's y1, x1, y2, x2
+        numbers.reverse()
+    region = place.to_file(*numbers)
+    if len(region) == 2:
+        return region
+    x1, y1, x2, y2 = clip(region, place.file)
+    box = (min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2))
+    return box if area(box) else None
 
 
 def read_label(item: str) -> str:
-    keyed = LABEL.search(item)
+    keyed = LABEL.search(unquote(item))
     if keyed is None:
         return ""
-    quoted, text = keyed.groups()
-    if quoted is None:
-        return text
     try:
-        return json.loads(quoted)
-    except ValueError:  # not as JSON escapes
-        return quoted[1:-1]
+        return str(json.loads(keyed[1]))
+    except ValueError:  # in Python's quotes, or with other escapes than JSON's
+        return keyed[1][1:-1]
 
 
 def read_boxes(response: str, place: Place) -> list[tuple[Box | None, str]] | None:
@@ -140,16 +144,7 @@ def read_boxes(response: str, place: Place) -> list[tuple[Box | None, str]] | No
     predictions = read_predictions(response, place)
     if predictions is None:
         return None
-    return [(as_box(region, place), label) for region, label in predictions]
-
-
-def as_box(region: Box | Point | None, place: Place) -> Box | None:
-    """A box with its corners sorted, clipped to the image; None: it is none, or nothing is left."""
-    if region is None or len(region) != 4:
-        return None
-    x1, y1, x2, y2 = clip(region, place.file)
-    box = (min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2))
-    return box if area(box) else None
+    return [(region if len(region or ()) == 4 else None, label) for region, label in predictions]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -160,6 +155,7 @@ Table = Sequence[Sequence[float]] | np.ndarray  # (rows, columns)
 BOX_SCORES = ("reward", "box_iou", "accuracy", "f1", "f1_class", "parsed")
 MOST = 100  # predictions that may be scored, or twice the true regions if these are more
 SLACK = 1e-9  # of a threshold, against rounding
+HALF = 0.5 - SLACK  # the IoU of a hit
 NEAR = 0.05  # of the image's diagonal: how far from a true point a click may be
 
 
@@ -211,32 +207,26 @@ def best_sum(gains: Table) -> float:
     return sum(gains[i][j] for i, j in match(gains))
 
 
-def hits(ious: Table) -> float:
-    """The most pairs with an IoU of 0.5."""
-    return best_sum(np.array(ious, ndmin=2) >= 0.5 - SLACK)
-
-
 def score_boxes(response: str, truth: Regions) -> dict[str, float]:
     """`box_iou`: the sum of IoU over the best pairing / the larger number of boxes; `accuracy`: all are
     paired at an IoU of 0.5; `f1` of pairs at 0.5; `f1_class`: ... with equal labels, where the row has
     some. With no true box: 1 for an answer that says so."""
     boxes, count = read_boxes(response, truth.place), len(truth.boxes)
-    scores: dict[str, float] = dict.fromkeys(BOX_SCORES, 0.0)
-    scores["parsed"] = float(boxes is not None)
     if boxes is None or len(boxes) > max(MOST, 2 * count):
-        return scores
+        return dict.fromkeys(BOX_SCORES, 0.0) | {"parsed": boxes is not None}
     if not boxes and not count:
-        return dict.fromkeys(scores, 1.0)
-    ious = [[iou(box, true) for true in truth.boxes] for box, _ in boxes]
-    right, larger, mean = hits(ious), max(len(boxes), count), (len(boxes) + count) / 2
-    scores["reward"] = scores["box_iou"] = best_sum(ious) / larger
-    scores["accuracy"] = float(right == larger)
-    scores["f1"] = scores["f1_class"] = right / mean
+        return dict.fromkeys(BOX_SCORES, 1.0)
+    ious = np.array([[iou(box, true) for true in truth.boxes] for box, _ in boxes])
+    larger, mean = max(len(boxes), count), (len(boxes) + count) / 2
+    mean_iou = best_sum(ious) / larger
+    hits = ious >= HALF
+    right = named = best_sum(hits)
     if truth.labels:
-        names = [plain(name) for name in truth.labels[:count]]  # without boxes they name points
-        alike = [[plain(label) == name for name in names] for _, label in boxes]
-        scores["f1_class"] = hits(np.multiply(ious, alike)) / mean
-    return scores
+        names = truth.labels[:count]  # without boxes they name points
+        alike = [[plain(label) == plain(name) for name in names] for _, label in boxes]
+        named = best_sum(hits * alike)
+    values = (mean_iou, mean_iou, right == larger, right / mean, named / mean, True)
+    return dict(zip(BOX_SCORES, values))
 
 
 def plain(label: str) -> str:
@@ -247,14 +237,9 @@ def plain(label: str) -> str:
 def score_point(response: str, truth: Regions) -> dict[str, float]:
     """`accuracy`: the one point of the answer is in a true box, edges included, or near a true point."""
     predictions = read_predictions(response, truth.place)
-    right = False
-    if predictions is not None and len(predictions) == 1:
-        right = is_hit(predictions[0][0], truth)
-    return {
-        "reward": float(right),
-        "accuracy": float(right),
-        "parsed": float(predictions is not None),
-    }
+    regions = [region for region, _ in predictions or ()]
+    right = len(regions) == 1 and is_hit(regions[0], truth)
+    return {"reward": right, "accuracy": right, "parsed": predictions is not None}
 
 
 def is_hit(region: Box | Point | None, truth: Regions) -> bool:
@@ -276,7 +261,7 @@ def region_reward(rule: str, prompts, responses, *_, regions: list[Regions]) -> 
     """A rule for regions as a reward function."""
     answers = map(with_opened_thought, prompts, responses)
     scores = [RULES[rule](answer, truth) for answer, truth in zip(answers, regions)]
-    return {name: [each[name] for each in scores] for name in scores[0]}
+    return {name: [float(each[name]) for each in scores] for name in scores[0]}
 
 
 def problem_of(rule: str, truth: Regions | None) -> str:
@@ -288,15 +273,16 @@ def problem_of(rule: str, truth: Regions | None) -> str:
     return "" if rule == "boxes" or truth.boxes or truth.points else "no region to point at"
 
 
-def earned_by_lazy(rule: str, rows: Sequence[Regions | None]) -> tuple[str, float]:
+def earned_by_lazy(rule: str, rows: Sequence[Regions]) -> tuple[str, float]:
     """An answer for which no image need be seen, and what it earns on average."""
+    name, answer = "the whole image", "[0, 0, 1, 1]"
+    if rule == "point":
+        name, answer = "the centre", "[0.5, 0.5]"
     earned = []
-    for truth in filter(None, rows):
-        width, height = truth.place.file
-        region = (width / 2, height / 2) if rule == "point" else (0, 0, width, height)
-        answer = str([*truth.place.from_file(*region)])
-        earned.append(RULES[rule](answer, truth)["reward"])
-    return "the centre" if rule == "point" else "the whole image", sum(earned) / len(earned)
+    for truth in rows:
+        fractions = replace(truth.place, space="1")
+        earned.append(RULES[rule](answer, replace(truth, place=fractions))["reward"])
+    return name, sum(earned) / len(earned)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -311,12 +297,12 @@ def region_record(row: Prompt, response: str) -> dict:
     truth = row.regions
     if truth is None:
         return {}
-    labels = itertools.chain(truth.labels, itertools.repeat(""))
-    true = list(map(one_region, truth.boxes + truth.points, labels))
+    regions = truth.boxes + truth.points
+    labels = truth.labels + ("",) * len(regions)
+    true = list(map(one_region, regions, labels))
     predictions = read_predictions(with_opened_thought(row.text, response), truth.place) or []
     predicted = []
     for region, label in predictions[:MOST]:
-        region = as_box(region, truth.place) or region
         if region is not None and is_region(region, truth.place.file):
             hit = len(region) == 2 and is_hit(region, truth)
             predicted.append(one_region(region, label, hit))

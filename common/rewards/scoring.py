@@ -158,21 +158,23 @@ class RewardMix:
         report_bad("--reward", bad, len(rows), is_error=True)
 
     def report_lazy_answers(self, rows: Sequence[Prompt]) -> None:
-        """Say what the rules pay on average, over the first rows, for the best answer without a look at
-        images: a policy that earns no more has learned nothing."""
+        """Say what the best answer without a look at images earns on average, or in how many of the first
+        rows it is right: a policy that earns no more has learned nothing."""
+        if not distributed.is_main():
+            return
         for source in self.sources:
             scored = [row for row in rows[:LAZY_ROWS] if source.spec in self.weights(row.label)]
-            if source.kind != "rule" or not scored or not distributed.is_main():
-                continue
-            if source.spec in regions.RULES:
-                answer, earned = regions.earned_by_lazy(
-                    source.spec, [row.regions for row in scored]
-                )
-            else:
-                counts = Counter(row.reference for row in scored)
-                word, count = counts.most_common(1)[0]
-                answer, earned = f"{word!r:.80}", count / len(scored)
-            say(f"--reward {source.spec}: always to answer {answer} earns {earned:.3f}")
+            places = [row.regions for row in scored if row.regions]
+            if source.spec in regions.RULES and places:
+                answer, earned = regions.earned_by_lazy(source.spec, places)
+                say(f"--reward {source.spec}: always to answer {answer} earns {earned:.3f}")
+            elif source.kind in CALLED and source.spec != "none":
+                counts = Counter(row.reference for row in scored if row.reference is not None)
+                for word, count in counts.most_common(1):
+                    say(
+                        f"--reward {source.spec}: always to answer {word!r:.80} is right in "
+                        f"{count / len(scored):.3f} of its rows"
+                    )
 
     def share_of(self, source: Source, batch: Batch) -> Tensor:
         """(S,) float64, the weight of a source in each sample; NaN where it does not score it."""

@@ -83,6 +83,9 @@ def as_json(*boxes, labels=None):
         ("1000", "[1,1,2,2] no: [250,250,500,500]", 0.5),  # all that is written counts
         ("1000", "The cup [on the left] is at [250,250,500,500]", 1),
         ("1000", "[[1,1,2,2]] no: [[250,250,500,500]]", 1),  # of lists the last
+        ("1000", "[[250, 250, 500, 500], []]", 0.5),  # the second is malformed
+        ("1000", "````\n```json\n[[250, 250, 500, 500]]\n```\n````", 1),
+        ("1000", '{"bbox_2d": [250, 250, 500, 500], "is": {"colour": "red"}}', 1),
         ("1000", "<answer>[250,250,500,500]", 0),  # not closed
         ("1000", "<think>[250,250,500,500]", 0),  # an unfinished thought
         ("1000", as_json([250, 250, 500, 500])[:-1] + ', {"bbox_2d": [1, 2', 0),  # cut off
@@ -157,11 +160,18 @@ def test_labels_are_compared_without_case_and_outer_blanks():
     assert scores(tagged, [TEN, other], labels=["cat", "cat"])["f1_class"] == 1
 
 
-def test_labels_are_read_with_their_escapes():
-    label = 'the 5" caf\u00e9'
+@pytest.mark.parametrize("label", ['the 5" caf\u00e9', "100 %41", "f(1, 2) = {3} [4", "\U0001f600"])
+def test_labels_are_read_with_their_escapes_and_brackets(label):
     answer = as_json(CUP, labels=[label])
-    assert "\\u00e9" in answer
+    assert answer.isascii()
     assert scores(answer, [CUP], labels=[label])["f1_class"] == 1
+
+
+def test_a_label_may_be_a_number():
+    assert (
+        scores('{"bbox_2d": [250, 125, 500, 250], "label": 7}', [CUP], labels=["7"])["f1_class"]
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,6 +206,8 @@ def test_there_may_be_nothing(answer):
         ('[{"point_2d": [300, 400], "label": "cup"}]', 1),
         ("(250, 250)", 1),  # edges belong to the box
         ("250, 250", 1),
+        ("[-500, 250, 700, 550]", 1),  # of a box the centre of what is in the image: (350, 200)
+        ("[300, 400, 300, 400]", 0),  # no area
         (as_json([250, 250, 350, 450]), 1),  # a box stands for its centre
         ("[[300, 400], [800, 800]]", 0),
         ("[300, 900]", 0),
@@ -214,6 +226,7 @@ def test_point(response, value):
     "space, answer",
     [
         ("100", '<point x="30.0" y="40.0" alt="cup">cup</point>'),
+        ("100", '<points x1="30.0" y1="40.0" alt="cup">cup</points>'),
         ("1000", '<points coords="1 1 300 400"/>'),
     ],
 )
@@ -384,6 +397,26 @@ def test_the_record_of_a_sample_scores_each_region():
     assert clicks == [{"region": [50, 50], "label": "", "score": 1}]
     assert record(answer, None) == {}
     assert record(answer, row, "p<think>")["regions"]["predicted"] == []
+
+
+@pytest.mark.parametrize(
+    "reward, told",
+    [
+        ("boxes", "boxes: always to answer the whole image earns 0.300"),  # (.5 + .1) / 2
+        ("point", "point: always to answer the centre earns 0.500"),
+        ("exact", "exact: always to answer 'B' is right in 0.667 of its rows"),
+        ("launch/reward_vision.py:choice", "choice: always to answer 'B' is right in 0.667 of its"),
+        ("none", None),
+    ],
+)
+def test_what_lazy_answers_earn_is_told(reward, told, capsys):
+    wide, small = truth([[0, 0, 500, 500]], space="seen"), truth([[0, 0, 500, 100]], space="1000")
+    rows = [
+        SimpleNamespace(label=None, reference=answer, regions=places)
+        for answer, places in (("B", wide), ("A", small), ("B", None))
+    ]
+    scoring.load_rewards(RewardArgs(reward=reward)).report_lazy_answers(rows)
+    assert (told or "") in (text := capsys.readouterr().out) and bool(told) == bool(text)
 
 
 def test_gdpo_compares_the_number_that_is_the_reward():
