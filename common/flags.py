@@ -97,16 +97,20 @@ def as_flags(groups: Any) -> dict:
 
 def absolute_paths(text: str) -> str:
     """A flag's value with the paths in it absolute, so that args.json can be read from any folder:
-    one path, or several as in a.jsonl:0.7,b.jsonl:0.3 or grm:FOLDER,file.py:function. What does not
-    exist (a hub name, a rule) stays."""
-    if "/" not in text and "." not in text:
-        return text  # a word, even where a file of this name exists
-    if os.path.exists(text):
+    one path, or several: see `map_parts`. What does not exist (a hub name, a rule) stays."""
+    # a word may be a rule's name, even where a file has it
+    is_path = "/" in text or "." in text or os.path.isfile(f"{text}/config.json")
+    if is_path and os.path.exists(text):
         return str(follow_pointer(text).resolve())
-    if "," in text:
-        return ",".join(map(absolute_paths, text.split(",")))
-    if ":" in text and "://" not in text:
-        return ":".join(map(absolute_paths, text.split(":")))
+    return map_parts(text, absolute_paths)
+
+
+def map_parts(text: str, change: Callable[[str], str]) -> str:
+    """A flag's value with each of its parts changed, as in a.jsonl:0.7,b.jsonl:0.3 or
+    grm:FOLDER,file.py:function, or in the JSON of a recipe."""
+    for mark in '",:':
+        if mark in text and (mark != ":" or "://" not in text):
+            return mark.join(map(change, text.split(mark)))
     return text
 
 

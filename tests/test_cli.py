@@ -56,6 +56,9 @@ def test_paths_become_absolute(tmp_path, monkeypatch):
         "Qwen/Qwen2.5-VL-7B-Instruct": "Qwen/Qwen2.5-VL-7B-Instruct",
         "a.jsonl:0.7,b.jsonl:0.3": f"{tmp_path}/a.jsonl:0.7,{tmp_path}/b.jsonl:0.3",
         "exact,grm:./judge,my.py:score": f"exact,grm:{tmp_path}/judge,{tmp_path}/my.py:score",
+        "judge": f"{tmp_path}/judge",
+        '{"*": [["grm:judge", 0.5], ["my.py:score", 1]]}': f'{{"*": [["grm:{tmp_path}/judge", 0.5], '
+        f'["{tmp_path}/my.py:score", 1]]}}',
         "http://127.0.0.1:8000/score": "http://127.0.0.1:8000/score",
         "exact": "exact",
         "": "",

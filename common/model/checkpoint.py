@@ -31,7 +31,7 @@ from common.distributed import (
     stop_requested,
 )
 from common.files import follow_pointer, read_json, say, sha256
-from common.flags import MODEL_IDENTITY, CheckpointArgs, RunArgs
+from common.flags import MODEL_IDENTITY, CheckpointArgs, RunArgs, absolute_paths
 from common.logging import (
     UNFINISHED,
     Metrics,
@@ -43,7 +43,7 @@ from common.logging import (
 )
 from common.model import weights
 from common.model.fsdp import Trainable
-from common.model.identity import contents
+from common.model.identity import NAMING, contents
 from common.model.staging import Staging
 from common.model.storage import (
     Roles,
@@ -64,10 +64,12 @@ MOST_FAILURES = 3
 LOOKS, PAUSE = 4, 20.0
 
 
-def count_rows(saved: dict) -> dict:
-    """A state.json whose place in the data is counted in rows: earlier versions counted batches, or
-    steps, of the size that they had."""
+def of_today(saved: dict) -> dict:
+    """A state.json as it is written today. Earlier versions counted the place in the data in batches, or
+    steps, of the size that they had, and kept some paths as they were given."""
     flags, step = saved["flags"], saved["step"]
+    for name in flags.keys() & NAMING.split():
+        flags[name] = absolute_paths(flags[name])
     if "rows_drawn" not in saved:
         size = flags["prompts_per_step"] // flags.get("rollouts_per_step", 1)
         saved["rows_drawn"] = saved.pop("batches_taken", step) * size
@@ -227,7 +229,7 @@ class Checkpoints:
     def saved(self) -> dict:
         """state.json of `path`; {} to start from step 0. All ranks must ask. Raises UserError."""
         with raise_on_all_ranks():
-            return count_rows(read_json(self.path / "state.json")) if self.path else {}
+            return of_today(read_json(self.path / "state.json")) if self.path else {}
 
     @cached_property
     def path(self) -> Path | None:

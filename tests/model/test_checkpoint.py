@@ -32,7 +32,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logging, process
 from common.data.loader import PromptLoader
-from common.model import checkpoint, fsdp, storage
+from common.model import checkpoint, fsdp, identity, storage
 from common.model.memory import resident_bytes
 from conftest import (
     ROOT,
@@ -999,6 +999,31 @@ def test_paths_are_no_identity(flags, copy, task, qwen25, tmp_path):
         path.write_text(text + "\n")
         refused([*flags(copy, "--steps 4"), *moved], "it is of another run: ", f"--{flag} '")
         path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "preprocessor_config.json", "tokenizer.json"]
+)
+def test_settings_of_a_model_are_part_of_it(qwen25, tmp_path, name):
+    """Another rope_theta, other end tokens, pixel bounds or merges make other numbers."""
+    model = Path(shutil.copytree(qwen25, tmp_path / "model"))
+    assert identity.digest(str(model)) == identity.digest(str(qwen25))
+    (model / name).write_text((model / name).read_text() + " ")
+    assert identity.digest(str(model)) != identity.digest(str(qwen25))
+
+
+def test_paths_in_a_recipe_are_no_identity(tmp_path, task, qwen25):
+    """In the flag or in a file: what they name counts, in whatever folder."""
+    seen = set()
+    for name in ("one", "two"):
+        folder = shutil.copytree(task, tmp_path / name)
+        recipe = json.dumps({"*": [[f"grm:{qwen25}", 0.5], [f"{folder}/reward.py:letters", 0.5]]})
+        (folder / "recipe.json").write_text(recipe)
+        for spec in (recipe, str(folder / "recipe.json")):
+            seen.add(identity.contents({"reward_recipe": spec})["reward_recipe"])
+    assert len(seen) == 1
+    (folder / "reward.py").write_text("")
+    assert identity.contents({"reward_recipe": recipe})["reward_recipe"] not in seen
 
 
 def test_base_weights_below_adapters_are_part_of_the_run(flags, out, qwen25, tmp_path):
