@@ -58,16 +58,19 @@ def test_it_fails_with_the_reason(tmp_path, monkeypatch, capsys):
         smoke, "start", lambda name, out, ranks, *rest, **more: start(name, out, 1, *rest, **more)
     )
     monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: ["varlen fails in: head"])
-    assert smoke.main(words("--out", tmp_path / "out", "--min_new_tokens 9")) == 1
+    (tmp_path / "train_ppo_vl.py").write_text("raise SystemExit('error: ' + 'no disk')")
+    monkeypatch.setattr(smoke, "ROOT", tmp_path)
+    assert smoke.main(words("--out", tmp_path / "out", "--model here")) == 1
     told = capsys.readouterr().out
     assert "\nFAIL; " in told
     assert "\nkernels: varlen fails in: head\n" in told  # and the runs go on, as they tell more
-    assert "sdpa: exit code 2; see" in told
+    assert "sdpa: exit code 1; see" in told
     assert "it did not resume from step 0" in told
     report = read_json(tmp_path / "out" / "smoke.json")
     assert not report["passed"]
     assert report["runs"][0]["problems"] == ["varlen fails in: head"]
-    assert "--min_new_tokens 9 exceeds --max_new_tokens 8" in report["runs"][1]["tail"]
+    assert report["runs"][1]["tail"] == "error: no disk\n"
+    assert "check_model.py" in report["runs"][-1]["problems"][0]
 
 
 def test_gpus_that_torch_cannot_use_are_a_failure(tmp_path, monkeypatch, capsys):
