@@ -10,7 +10,6 @@ fractions. Which one is never guessed from the size of numbers. Pixels of the fi
 upright image, as EXIF turns it.
 """
 
-import itertools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -20,11 +19,13 @@ from common.files import check_form
 
 Box = tuple[float, ...]  # left, top, right, bottom
 Point = tuple[float, ...]  # x, y
-NUMBERS = [int | float]
+# Two or four finite numbers.
+NUMBER = r"\s*[-+]?(?:\d{1,25}\.?\d{0,25}|\.\d{1,25})(?:[eE][-+]?\d{1,2})?\s*"
+NUMBERS = f"{NUMBER},{NUMBER}(?:,{NUMBER},{NUMBER})?"
 # Of the column `regions`.
 FORM = {
-    "boxes?": [NUMBERS],
-    "points?": [NUMBERS],
+    "boxes?": [[int | float]],
+    "points?": [[int | float]],
     "labels?": [str],
     "space?": ("file", "seen", "1000", "100", "1", "square"),
     "image?": int,
@@ -74,12 +75,12 @@ class Place:
     def to_file(self, *numbers: float) -> tuple[float, ...]:
         """A point x, y of an answer, or a box x1, y1, x2, y2, in pixels of the file; nothing is rounded or
         clipped."""
-        axes = zip(numbers, itertools.cycle(self._axes()))
+        axes = zip(numbers, self._axes() * 2)
         return tuple(number * pixels / units - margin for number, (pixels, units, margin) in axes)
 
     def from_file(self, *numbers: float) -> tuple[float, ...]:
         """The other way round."""
-        axes = zip(numbers, itertools.cycle(self._axes()))
+        axes = zip(numbers, self._axes() * 2)
         return tuple((number + margin) * units / pixels for number, (pixels, units, margin) in axes)
 
     def _axes(self) -> list[tuple[float, float, float]]:
@@ -215,11 +216,9 @@ def numerals(region: Box | Point, place: Place) -> list[str]:
     return [f"{math.floor(number * unit + 0.5) / unit:g}" for number in numbers]
 
 
-# Two or four numbers in brackets, but not Gemini's, of which y is the first.
-NUMBER = r"\s*-?\d{1,12}(?:\.\d{0,12})?\s*"
+# But not Gemini's, of which y is the first.
 IN_BRACKETS = re.compile(
-    r"""(?<!["']box_2d["']:\[)(?<!["']box_2d["']: \[)(?<=[(<[])"""
-    rf"{NUMBER},{NUMBER}(?:,{NUMBER},{NUMBER})?(?=[])>])"
+    rf"""(?<!["']box_2d["']:\[)(?<!["']box_2d["']: \[)(?<=[(<[]){NUMBERS}(?=[])>])"""
 )
 
 

@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 
-from common.data.coordinates import Box, Place, Point, Regions, clip, is_region
+from common.data.coordinates import NUMBERS, Box, Place, Point, Regions, clip, is_region
 from common.data.rows import Prompt
 from common.rewards.rules import Columns, extract_answer, with_opened_thought
 
@@ -34,22 +34,19 @@ Prediction = tuple[Box | Point | None, str]
 # The patterns take time in proportion to the text: what one part of them may hold ends where the next
 # part begins.
 FENCE = re.compile(r"(?<!`)(`{3,5})\w*\n(.*?)\1", re.DOTALL)
-NUMBER = r"\s*[-+]?[\d.]+(?:[eE][-+]?\d+)?\s*"
-LIST = rf"({NUMBER}(?:,{NUMBER})+)"
-POINT = rf"\(({NUMBER}),({NUMBER})\)"
+DIGITS = r"\s*[-+]?[\d.]+(?:[eE][-+]?\d+)?\s*"  # 1.2.3 too, which is no number
+LIST = rf"({DIGITS}(?:,{DIGITS})+)"
+POINT = rf"\(({DIGITS}),({DIGITS})\)"
 # What families write, and the list that it means; in this order.
-SPELLINGS = [
-    (re.compile(pattern), new)
-    for pattern, new in (
-        (rf"{POINT}\s*,\s*{POINT}", r"[\1,\2,\3,\4]"),  # Qwen2-VL
-        (rf"[(<]{LIST}[)>]", r"[\1]"),
-        (r'\bx\d*="([^"]*)" y\d*="([^"]*)"', r"[\1,\2]"),  # Molmo: <point x="1" y="2"
-        (r'<points coords="\d+ \d+ ([^" ]*) ([^" ]*)"', r"[\1,\2]"),  # Molmo 2
-        (r"<loc(\d+)>" * 4, r"[\2,\1,\4,\3]"),  # PaliGemma, y first
-        (rf"\A{LIST}\Z", r"[\1]"),  # bare numbers that are the whole answer
-        (r"(?i)\A(?:none|no objects?)\.?\Z", "[]"),
-    )
-]
+SPELLINGS = {
+    rf"{POINT}\s*,\s*{POINT}": r"[\1,\2,\3,\4]",  # Qwen2-VL
+    rf"[(<]{LIST}[)>]": r"[\1]",
+    r'\bx\d*="([^"]*)" y\d*="([^"]*)"': r"[\1,\2]",  # Molmo: <point x="1" y="2"
+    r'<points coords="\d+ \d+ ([^" ]*) ([^" ]*)"': r"[\1,\2]",  # Molmo 2
+    r"<loc(\d+)>" * 4: r"[\2,\1,\4,\3]",  # PaliGemma, y first
+    rf"\A{LIST}\Z": r"[\1]",  # bare numbers that are the whole answer
+    r"(?i)\A(?:none|no objects?)\.?\Z": "[]",
+}
 # <ref>cup</ref><box>...</box>: InternVL, Qwen2-VL
 TAGGED = re.compile(
     r"(?:(?:<ref>|<\|object_ref_start\|>)([^<]*)(?:</ref>|<\|object_ref_end\|>)\s*)?"
@@ -61,7 +58,7 @@ ITEM = r"\{(?:[^{}]|\{[^{}]*\})*\}|\[[^][{}\d]*\d[^][{}]*\]"
 ITEMS = re.compile(rf"{ITEM}|\[\s*\]")
 LIST_OR_ITEM = re.compile(rf"(\[\s*(?:(?:{ITEMS.pattern})[\s,]*)*\])|({ITEM})")
 KEYS = "bbox_2d|bbox|box|point_2d|point|Position|box_2d"
-REGION = re.compile(rf"""(?:\A|["']({KEYS})["']\s*:\s*)\[([^][]*)\]""")
+REGION = re.compile(rf"""(?:\A|["']({KEYS})["']\s*:\s*)\[({NUMBERS})\]""")
 LABEL = re.compile(
     r"""["'](?:label|name|ref|category)["']\s*:\s*("(?:[^"\\]|\\.)*"|'[^']*'|-?\d+)"""
 )
@@ -90,8 +87,8 @@ def read_predictions(response: str, place: Place) -> list[Prediction] | None:
     text = LABEL.sub(lambda label: quote(label[0], errors="replace"), text)  # hides its brackets
     if text.count("[") > text.count("]") or text.count("{") > text.count("}"):
         return None
-    for pattern, new in SPELLINGS:
-        text = pattern.sub(new, text)
+    for spelling, meaning in SPELLINGS.items():
+        text = re.sub(spelling, meaning, text)
     tagged = TAGGED.findall(text)
     if tagged:
         return [
@@ -112,12 +109,7 @@ def read_region(item: str, place: Place) -> Box | Point | None:
     keyed = REGION.search(item)
     if keyed is None:
         return None
-    try:
-        numbers = [float(number) for number in keyed[2].split(",")]
-    except ValueError:
-        return None
-    if len(numbers) not in (2, 4) or not all(map(math.isfinite, numbers)):
-        return None
+    numbers = [float(number) for number in keyed[2].split(",")]
     if keyed[1] == "box_2d":  # Gemini's y1, x1, y2, x2
         numbers.reverse()
     region = place.to_file(*numbers)
@@ -180,16 +172,19 @@ def match(gains: Table) -> list[tuple[int, int]]:
     size = max(rows, columns)
     cost = np.zeros((rows, size))  # columns that gain nothing are added: each row gets one
     cost[:, :columns] = -table
-    price, row_of = np.zeros(size), np.full(size, -1)  # -1: the column is free
+    price = np.zeros(size)
+    row_of = np.full(size, -1)  # of a column; -1: it is free
     for first in range(rows):
         # The shortest path from a new row to a free column; the rows on it move to its next column.
-        distance, before = np.full(size, np.inf), np.full(size, -1)
+        distance = np.full(size, np.inf)
+        before = np.full(size, -1)
         reached = np.zeros(size, dtype=bool)
         row, column, so_far = first, -1, 0.0
         while row >= 0:
             through = so_far + cost[row] - price
             nearer = ~reached & (through < distance)
-            distance[nearer], before[nearer] = through[nearer], column
+            distance[nearer] = through[nearer]
+            before[nearer] = column
             column = np.where(reached, np.inf, distance).argmin()
             reached[column] = True
             row = row_of[column]
@@ -211,13 +206,15 @@ def score_boxes(response: str, truth: Regions) -> dict[str, float]:
     """`box_iou`: the sum of IoU over the best pairing / the larger number of boxes; `accuracy`: all are
     paired at an IoU of 0.5; `f1` of pairs at 0.5; `f1_class`: ... with equal labels, where the row has
     some. With no true box: 1 for an answer that says so."""
-    boxes, count = read_boxes(response, truth.place), len(truth.boxes)
+    boxes = read_boxes(response, truth.place)
+    count = len(truth.boxes)
+    parsed = boxes is not None
     if boxes is None or len(boxes) > max(MOST, 2 * count):
-        return dict.fromkeys(BOX_SCORES, 0.0) | {"parsed": boxes is not None}
-    if not boxes and not count:
+        boxes = [(None, "")]  # nothing that can be right
+    larger = max(len(boxes), count)
+    if not larger:
         return dict.fromkeys(BOX_SCORES, 1.0)
     ious = np.array([[iou(box, true) for true in truth.boxes] for box, _ in boxes])
-    larger, mean = max(len(boxes), count), (len(boxes) + count) / 2
     mean_iou = best_sum(ious) / larger
     hits = ious >= HALF
     right = named = best_sum(hits)
@@ -225,8 +222,15 @@ def score_boxes(response: str, truth: Regions) -> dict[str, float]:
         names = truth.labels[:count]  # without boxes they name points
         alike = [[plain(label) == plain(name) for name in names] for _, label in boxes]
         named = best_sum(hits * alike)
-    values = (mean_iou, mean_iou, right == larger, right / mean, named / mean, True)
-    return dict(zip(BOX_SCORES, values))
+    mean = (len(boxes) + count) / 2
+    return {
+        "reward": mean_iou,
+        "box_iou": mean_iou,
+        "accuracy": right == larger,
+        "f1": right / mean,
+        "f1_class": named / mean,
+        "parsed": parsed,
+    }
 
 
 def plain(label: str) -> str:
@@ -248,9 +252,11 @@ def is_hit(region: Box | Point | None, truth: Regions) -> bool:
     if region is None:
         return False
     x, y = (sum(axis) / len(axis) for axis in (region[0::2], region[1::2]))
+    for left, top, right, bottom in truth.boxes:
+        if left <= x <= right and top <= y <= bottom:
+            return True
     near = NEAR * math.hypot(*truth.place.file) + SLACK
-    in_box = any(x1 <= x <= x2 and y1 <= y <= y2 for x1, y1, x2, y2 in truth.boxes)
-    return in_box or any(math.dist((x, y), true) <= near for true in truth.points)
+    return any(math.dist((x, y), point) <= near for point in truth.points)
 
 
 # Each with its "reward".
@@ -275,14 +281,13 @@ def problem_of(rule: str, truth: Regions | None) -> str:
 
 def earned_by_lazy(rule: str, rows: Sequence[Regions]) -> tuple[str, float]:
     """An answer for which no image need be seen, and what it earns on average."""
-    name, answer = "the whole image", "[0, 0, 1, 1]"
-    if rule == "point":
-        name, answer = "the centre", "[0.5, 0.5]"
+    is_point = rule == "point"
+    answer = "[0.5, 0.5]" if is_point else "[0, 0, 1, 1]"
     earned = []
     for truth in rows:
         fractions = replace(truth.place, space="1")
         earned.append(RULES[rule](answer, replace(truth, place=fractions))["reward"])
-    return name, sum(earned) / len(earned)
+    return "the centre" if is_point else "the whole image", sum(earned) / len(earned)
 
 
 # --------------------------------------------------------------------------------------------------
