@@ -34,7 +34,7 @@ def refuse_async(flag_name: str, spec: str, function: Any) -> None:
     for called in (function, getattr(function, "__call__", None)):
         if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
             problem = "is async, and nothing awaits it: use def, and asyncio.run inside"
-            raise UserError(f"{flag_name} {spec}: {called.__name__} {problem}")
+            raise UserError(f"{flag_name} {spec} {problem}")
 
 
 class Beside:

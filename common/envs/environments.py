@@ -70,7 +70,7 @@ def load_environment(args: EnvArgs, max_prompt_tokens: int) -> Environment | Non
         method = getattr(made, name, None)
         if not callable(method) and name != "close":
             raise UserError(f"--env {args.env}: no method {name!r}; see launch/README.md")
-        refuse_async("--env", args.env, method)
+        refuse_async("--env", f"{args.env}.{name}", method)
     role = getattr(made, "role", "user")
     if role not in ROLES:
         raise UserError(f"--env {args.env}: role is {role!r}, not one of {', '.join(ROLES)}")

@@ -103,7 +103,9 @@ def read_recipe(text: str) -> dict[str, dict[str, float]]:
         check_form(content, {str: [list]}, "the recipe")
         for label, parts in content.items():
             recipe[label] = {spec: float(weight) for spec, weight in parts}
-            if not 0 < len(recipe[label]) == len(parts):
+            check_form([*recipe[label]], [str], label)
+            is_finite = all(map(math.isfinite, recipe[label].values()))
+            if not 0 < len(recipe[label]) == len(parts) or not is_finite:
                 raise ValueError(f"{label!r} has the sources {parts}")
     except (ValueError, TypeError) as error:
         raise UserError(

@@ -346,8 +346,9 @@ def test_load_user_function(tmp_path):
     path.write_text(
         "async def waits(prompts, responses, *rest):\n    return [1.0] * len(prompts)\n"
         "async def yields(prompts, responses, *rest):\n    yield 1.0\nclass Called:\n    __call__ = waits\ncalled = Called()\n"
+        "import functools\npart = functools.partial(waits)\n"
     )
-    for name in ("waits", "yields", "called"):
+    for name in ("waits", "yields", "called", "part"):
         with value_error("is async, and nothing awaits it: use def"):
             load_source(f"{path}:{name}")
     for spec in (
