@@ -86,7 +86,8 @@ BOX_COLUMNS = ("objects", "boxes", "bbox", "gt_bbox", "solution")
 # Under which a region stands, and its name. With --boxes, it may stand under none.
 KEYS = ("bbox_2d", "bbox", "box", "Position", "point_2d", "point", "corners", "sizes")
 NAMES = ("label", "ref", "caption", "name", "category")
-SPACES = {"norm1": "1", "Position": "1000"}  # by ms-swift's bbox_type, by a key
+# By ms-swift's bbox_type, old and new, and by a key.
+SPACES = {"norm_1": "1", "norm1": "1", "norm_1000": "1000", "Position": "1000"}
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "value")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # that the trainers read
 
@@ -294,18 +295,20 @@ def read_regions(value: Any, boxes: str, space: str) -> dict | None:
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return None
     parts = list(parts_of(value))
-    places = [part for key, part in parts if isinstance(part, list) and (key or boxes) in KEYS]
-    if not places:
+    listed = [part for key, part in parts if isinstance(part, list) and (key or boxes) in KEYS]
+    if not listed:
         return None
-    if any(key == "image_id" and {*part} - {0} for key, part in parts):
-        raise ValueError("objects of another image than the first (image_id)")
+    places = list(filter(None, listed))  # an empty list: there is nothing
+    if any(key in ("image", "image_id") and any(as_list(part)) for key, part in parts):
+        raise ValueError("objects of another image than the first (image, image_id)")
     for key, part in parts:
         space = SPACES.get(key) or SPACES.get(str(part)) or space
     if boxes == "sizes":
         places = [[x, y, x + width, y + height] for x, y, width, height in places]
-    regions = {"boxes" if len(places[0]) == 4 else "points": places, "space": space}
-    names = [part for key, part in parts if key in NAMES]
-    return regions | {"labels": names} if len(names) == len(places) else regions
+    kind = "points" if places and len(places[0]) == 2 else "boxes"
+    regions = {kind: places, "space": space}
+    names = [part for key, part in parts if part and key in NAMES]
+    return regions | {"labels": names} if len(names) == len(places) > 0 else regions
 
 
 def parts_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -327,9 +330,9 @@ def fill_marks(converted: dict) -> None:
     if "response" in texts:
         mark = "<point>" if "points" in converted["regions"] else "<box>"
         texts["response"] = re.sub(r"<bbox>|\[[-+.\d\s,]+\]", mark, texts["response"])
-    names = iter(converted["regions"].get("labels", []))
-    name = lambda mark: json.dumps(next(names, mark[0]))[1:-1]
-    converted |= json.loads(re.sub("<ref-object>", name, json.dumps(texts)))
+    names = (json.dumps(name)[1:-1] for name in converted["regions"].get("labels", []))
+    written = re.sub("<ref-object>", lambda mark: next(names, mark[0]), json.dumps(texts))
+    converted |= json.loads(written)
 
 
 def final_answer(solution: str) -> str:

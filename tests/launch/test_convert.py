@@ -338,6 +338,14 @@ def test_rows_of_other_systems(tmp_path, system, row, expected):
   "objects": "[{\"caption\": \"a cat\", \"bbox\": [1, 2, 3, 4], \"bbox_type\": \"real\", \"image\": 0}]"},
  "",
  {"regions": {"boxes": [[1, 2, 3, 4]], "labels": ["a cat"]}}],
+["ms-swift before 3, thousandths",
+ {"query": "Where?", "objects": "[{\"caption\": \"a\", \"bbox\": [1, 2, 3, 4], \"bbox_type\": \"norm_1000\"}]"},
+ "",
+ {"regions": {"boxes": [[1, 2, 3, 4]], "space": "1000", "labels": ["a"]}}],
+["ms-swift, nothing there",
+ {"query": "Where?", "objects": {"ref": [], "bbox": []}},
+ "",
+ {"regions": {"boxes": []}}],
 ["VLM-R1, conversations",
  {"conversations": [{"from": "human", "value": "<image>How many?"},
                     {"from": "gpt", "value": "[1, 2.5, 3, 4]"}]},
@@ -639,6 +647,7 @@ def embedded(row):
 [{"query": "<bbox>?", "objects": {"bbox": [[1, 2, 3, 4]]}}, "<bbox> in a prompt, where models differ"],
 [{"query": "Where?", "objects": {"bbox": [[1, 2]], "image_id": [1]}},
  "objects of another image than the first"],
+[{"query": "Where?", "objects": "[{\"bbox\": [1, 2, 3, 4], \"image\": 1}]"}, "objects of another image than the first"],
 [3, "no row as in the tables of --help: 3"]
 ]"""),
 )
