@@ -125,7 +125,9 @@ def read_records(path: Path, form: Any = dict) -> list[dict]:
 def check_form(value: Any, form: Any, name: str) -> None:
     """Raises ValueError, which begins with ``name``: the value has another form."""
     kind = type(form) if isinstance(form, dict | list) else form
+    wanted = getattr(kind, "__name__", kind)
     if isinstance(form, range):
+        wanted = f"an integer from {form[0]} to {form[-1]}"
         # anything else would be sought in it, one by one
         fits = type(value) in (int, bool) and value in form
     elif isinstance(form, tuple):
@@ -133,9 +135,6 @@ def check_form(value: Any, form: Any, name: str) -> None:
     else:
         fits = isinstance(value, kind)
     if not fits:
-        wanted = getattr(kind, "__name__", kind)
-        if isinstance(form, range):
-            wanted = f"an integer from {form[0]} to {form[-1]}"
         raise ValueError(f"{name} must be {wanted}, not {value!r:.80}")
     if isinstance(form, list):
         for item in value:

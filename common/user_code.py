@@ -33,8 +33,9 @@ def refuse_async(flag_name: str, spec: str, function: Any) -> None:
     """Raises UserError: calls of the function return before they have begun."""
     for called in (function, getattr(function, "__call__", None)):
         if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-            problem = "is async, and nothing awaits it: use def, and asyncio.run inside"
-            raise UserError(f"{flag_name} {spec} {problem}")
+            raise UserError(
+                f"{flag_name} {spec} is async, and nothing awaits it: use def, and asyncio.run inside"
+            )
 
 
 class Beside:

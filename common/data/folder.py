@@ -25,8 +25,7 @@ PART_FORM = {
     "video_token_id?": IDS,
 }
 CONFIG_FORM = PART_FORM | {"text_config?": PART_FORM, "vision_config?": PART_FORM}
-PIXELS = int | float | str
-IMAGES_FORM = {"image_processor_type?": str, "min_pixels?": PIXELS, "max_pixels?": PIXELS}
+IMAGES_FORM = {"image_processor_type?": str}
 # The small files besides config.json and the tokenizer's, and what is read of them here; JudgeSettings
 # and the image processors check the rest.
 SETTINGS_FILES = {

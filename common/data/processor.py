@@ -110,9 +110,7 @@ class Processor:
         where a template does not begin the answer."""
         tokenizer, generation = self.tokenizer, self.files["generation_config"]
         eos, written = tokenizer.eos_token_id, generation.get("eos_token_id")
-        written = written if isinstance(written, list) else [written]
-        check_form(written, [int | None], "generation_config.json: eos_token_id")
-        ends = {eos, *written}
+        ends = {eos, *(written if isinstance(written, list) else [written])}
         try:
             head, before, end, _ = answer_frame(self)
         except ValueError:  # a template of prompts alone; whoever needs more of it gets the message

@@ -32,19 +32,16 @@ PLACES = ("<image>", "<video>")  # in the strings of rows
 ROLES = ("system", "user", "assistant", "tool")
 # What --columns can rename.
 COLUMNS = {name: name for name in ("prompt", "images", "answer", "label")}
-# How files begin that are no JSONL, what they seem to be, and what makes JSONL of them.
-CONVERTED = "python launch/convert.py {} --out NEW_FOLDER"
+# How files begin that are no JSONL, and what they seem to be; behind a colon, what to do where
+# launch/convert.py does not read them.
 OTHER_FILES = {
-    rb"PAR1": ("a Parquet table", CONVERTED),
-    rb"\xff\xfe|\xfe\xff|.?\0": ("text in UTF-16", CONVERTED),
-    rb"\s*\[": ("a JSON list", CONVERTED),
-    rb"\s*\{\s*\n": ("JSON with its objects on several lines each", CONVERTED),
-    rb"\x1f\x8b|PK\x03\x04|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd": ("compressed", "unpack it first"),
-    rb"ARROW1|\xff{4}": ("an Arrow table", "convert what Dataset.to_parquet makes of it"),
-    rb'[,;\t]?"?\w[\w ]*"?[,;\t]': (
-        "a table of text",
-        'pandas.read_csv, then .to_json(FILE, orient="records", lines=True)',
-    ),
+    rb"PAR1": "a Parquet table",
+    rb"\xff\xfe|\xfe\xff|.?\0": "text in UTF-16",
+    rb"\s*\[": "a JSON list",
+    rb"\s*\{\s*\n": "JSON with its objects on several lines each",
+    rb"\x1f\x8b|PK\x03\x04|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd": "compressed: unpack it first",
+    rb"ARROW1|\xff{4}": "an Arrow table: convert.py reads what Dataset.to_parquet makes of it",
+    rb'[,;\t]?"?\w[\w ]*"?[,;\t]': "a table of text: JSONL is what pandas' to_json makes of it",
 }
 # Columns that other systems read as part of the prompt or as answer.
 FOREIGN = "conversations history input instruction objects reward_model system tools".split()
@@ -203,11 +200,10 @@ def read_jsonl(path: str) -> bytes:
         )
     content = read_bytes(path)
     start = content.removeprefix(b"\xef\xbb\xbf")
-    for beginning, (what, advice) in OTHER_FILES.items():
+    for beginning, what in OTHER_FILES.items():
         if re.match(beginning, start):
-            raise ValueError(
-                f"{path} is {what}; rows are JSONL, one JSON object per line: {advice.format(path)}"
-            )
+            advice = "" if ":" in what else f": python launch/convert.py {path} --out NEW_FOLDER"
+            raise ValueError(f"{path} is {what}; rows are JSONL, one JSON object per line{advice}")
     return content
 
 

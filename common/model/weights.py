@@ -94,7 +94,7 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
     if adapter.is_file():
         base = read_json(adapter).get("base_model_name_or_path")
         raise ValueError(f"checkpoint {name}: " + MERGE_ADAPTER.format(base=base, adapter=name))
-    if path.is_dir() and not (path / "config.json").is_file():
+    if not (folder / "config.json").is_file():
         raise ValueError(
             f"checkpoint {name}: no config.json, so this is no model in Hugging Face format; a "
             "run's models are <out>/export/step-N"
@@ -128,8 +128,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint. Where there are several models, those that
     `from_pretrained` would read. Raises ValueError: there are none."""
     names, config = ["model.safetensors", "model.safetensors.index.json"], folder / "config.json"
-    form = {"transformers_weights?": str}
-    if config.is_file() and (file := read_json(config, form).get("transformers_weights")):
+    if config.is_file() and (file := read_json(config).get("transformers_weights")):
         names = [file]
     for path in (folder / name for name in names):
         if path.is_file() and path.suffix == ".json":

@@ -104,8 +104,7 @@ def read_recipe(text: str) -> dict[str, dict[str, float]]:
         for label, parts in content.items():
             recipe[label] = {spec: float(weight) for spec, weight in parts}
             check_form([*recipe[label]], [str], label)
-            is_finite = all(map(math.isfinite, recipe[label].values()))
-            if not 0 < len(recipe[label]) == len(parts) or not is_finite:
+            if not 0 < len(recipe[label]) == len(parts):
                 raise ValueError(f"{label!r} has the sources {parts}")
     except (ValueError, TypeError) as error:
         raise UserError(

@@ -57,9 +57,7 @@ config.json            | {"quantization_config": {"quant_method": "fp8"}} | conf
 config.json            | {"model_type": "their_own", "auto_map": {"AutoConfig": "configuration.TheirConfig"}} | \
 config.json: it needs Python code of its own, which is never run here$
 generation_config.json | []   | generation_config.json must be dict, not
-generation_config.json | {"eos_token_id": [[1]]} | generation_config.json: eos_token_id must be int
 tokenizer_config.json  | {"model_max_length": "x"} | the tokenizer's files cannot be used
-preprocessor_config.json | {"max_pixels": [1]} | preprocessor_config.json: max_pixels must be int
 preprocessor_config.json | {"image_processor_type": 7} | preprocessor_config.json: image_processor_type must be str, not 7
 tokenizer*             | gone | no vocabulary: tokenizer.json
 tokenizer.json         | {}   | the tokenizer's files cannot be used

@@ -492,8 +492,6 @@ def rewards_of(*flags: str) -> scoring.RewardMix:
 
 
 BAD_RECIPES = """\
-{"*": [["exact", NaN]]}
-{"*": [["exact", 1e400]]}
 {"*": [[3, 1]]}
 []
 {}
