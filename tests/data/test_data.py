@@ -807,7 +807,10 @@ def test_a_named_column_is_in_every_row(load, columns, name):
         (b"PAR1\x15\x04", "a Parquet table"),
         (b"\x1f\x8b\x08\x00", "compressed: unpack it first"),
         (b"BZh91AY&SY", "compressed: unpack it first"),
-        (b"\xff\xff\xff\xff\x10\x02\x00\x00", "an Arrow table: convert.py reads what Dataset.to_parquet"),
+        (
+            b"\xff\xff\xff\xff\x10\x02\x00\x00",
+            "an Arrow table: convert.py reads what Dataset.to_parquet",
+        ),
         (b"index\tquestion\timage\n", "a table of text: JSONL is what pandas"),
         (b"id,prompt,answer\n0,x,y\n", "a table of text: JSONL is what pandas"),
         (b",prompt,answer\n0,x,y\n", "a table of text: JSONL is what pandas"),
