@@ -290,10 +290,7 @@ def take_answer(rest: dict) -> str | None:
 def read_regions(value: Any, boxes: str, space: str) -> dict | None:
     """Our column of this name from regions of another system or their text; None from anything else."""
     if isinstance(value, str) and value[:1] in ("[", "{"):
-        try:  # Visual-RFT writes Python
-            value = ast.literal_eval(value)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            return None
+        value = read_literal(value)
     parts = list(parts_of(value))
     listed = [part for key, part in parts if isinstance(part, list) and (key or boxes) in KEYS]
     if not listed:
@@ -309,6 +306,16 @@ def read_regions(value: Any, boxes: str, space: str) -> dict | None:
     regions = {kind: places, "space": space}
     names = [part for key, part in parts if part and key in NAMES]
     return regions | {"labels": names} if len(names) == len(places) > 0 else regions
+
+
+def read_literal(text: str) -> Any:
+    """What a text means in JSON or in Python, as Visual-RFT writes; None: it is neither."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+    return None
 
 
 def parts_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
