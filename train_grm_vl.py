@@ -186,9 +186,8 @@ class UpdateArgs:
     max_epochs: int = flag(
         2,
         "passes over the data, rounded up to whole steps; 0, or with --steps: --steps decides",
-        low=0,
     )
-    lr: float = flag(1e-5, "learning rate", low=0)
+    lr: float = flag(1e-5, "learning rate")
 
 
 @dataclass(frozen=True)
@@ -755,17 +754,16 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     log = logging.RunLogger(args.run, flags.as_flags(args) | used, args.optim.steps, first_step)
     if any(question.prompt.regions for question in rows.train):
         log.line(f"boxes and points of responses are in the coordinates {rows.processor.space!r}")
-    prompts, count = args.data.prompts_per_step, len(rows.train)
-    passes = args.optim.steps * prompts / max(1, count)
+    prompts, count, steps = args.data.prompts_per_step, len(rows.train), args.optim.steps
     log.line(
-        f"{count} training prompts, {len(rows.held_out)} held-out examples; {args.optim.steps} "
-        f"steps of {prompts} prompts = {passes:.1f} passes; output: {log.out}"
+        f"{count} training prompts, {len(rows.held_out)} held-out examples; {steps} steps of {prompts} "
+        f"prompts = {steps * prompts / max(1, count):.1f} passes; output: {log.out}"
     )
     if args.run.eval_only:
         return log
     for line in repeated_rows(args.data, rows.train_sets):
         log.line(line)
-    warmup, steps = args.optim.warmup_steps, args.optim.steps
+    warmup = args.optim.warmup_steps
     if warmup >= steps:
         log.line(f"warning: --warmup_steps {warmup} of --steps {steps}: --lr is never reached")
     return log

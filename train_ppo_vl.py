@@ -266,7 +266,6 @@ class RolloutArgs:
     min_new_tokens: int = flag(
         0,
         "shortest response, tokens: before that, stop tokens are banned and stop strings deferred",
-        low=0,
         must_not_exceed="max_new_tokens",
     )
     temperature: float = flag(
@@ -278,7 +277,6 @@ class RolloutArgs:
         0,
         "sample from the k likeliest tokens; 0: off. Biases the gradient, which assumes "
         "the full distribution",
-        low=0,
     )
     top_p: float = flag(
         1.0,
@@ -295,7 +293,6 @@ class RolloutArgs:
         0,
         "sequences decoded together per rank, or team of --rollout_shards; 0: as many as fit into "
         f"memory, at most {attention.most_slots(1)}, of a team {attention.most_slots(2)}",
-        low=0,
     )
     cuda_graphs: str = flag(
         "auto",
@@ -337,19 +334,17 @@ class AlgorithmArgs:
         },
     )
     gamma: float = flag(
-        1.0, "discount per token (gae, bi_level_gae, reinforce, reinforce++, remax)", low=0, high=1
+        1.0, "discount per token (gae, bi_level_gae, reinforce, reinforce++, remax)", high=1
     )
-    turn_gamma: float = flag(1.0, "discount per turn of bi_level_gae", low=0, high=1)
+    turn_gamma: float = flag(1.0, "discount per turn of bi_level_gae", high=1)
     gae_lambda: float = flag(
         0.95,
         "lambda of gae and bi_level_gae: of the critic's targets, and of the advantages",
-        low=0,
         high=1,
     )
     gae_lambda_policy: float = flag(
         -1.0,
         "lambda of gae's advantages alone (VAPO); -1: --gae_lambda",
-        low=0,
         high=1,
         off=-1,
         excludes="gae_alpha",
@@ -358,32 +353,27 @@ class AlgorithmArgs:
         0.0,
         "above 0: the lambda of gae's advantages is 1 - 1 / (alpha x tokens of the response), at "
         "least 0, so that it grows with the response (VAPO: 0.05); 0: off",
-        low=0,
     )
     advantages_norm: str = flag(
         "auto",
         "whiten advantages over the step. auto: on for gae, reinforce++ and reinforce_baseline",
         choices=("auto", "on", "off"),
     )
-    advantage_clip: float = flag(0.0, "largest absolute advantage; 0: off", low=0)
+    advantage_clip: float = flag(0.0, "largest absolute advantage; 0: off")
     reward_norm: bool = flag(
         False, "normalize rewards by their mean and standard deviation since the start of the run"
     )
-    reward_clip: float = flag(0.0, "largest absolute reward, after --reward_norm; 0: off", low=0)
+    reward_clip: float = flag(0.0, "largest absolute reward, after --reward_norm; 0: off")
     overlong_buffer: int = flag(
         0,
         "tokens before --max_new_tokens over which a length penalty grows (DAPO); 0: off",
-        low=0,
         must_not_exceed="max_new_tokens",
     )
-    overlong_factor: float = flag(
-        1.0, "length penalty at --max_new_tokens, with --overlong_buffer", low=0
-    )
+    overlong_factor: float = flag(1.0, "length penalty at --max_new_tokens, with --overlong_buffer")
     dynamic_sampling: int = flag(
         0,
         "replace prompts whose samples all earn the same reward, in at most this many rollouts per step "
         "(DAPO); 0: off",
-        low=0,
     )
     critic_model: str = flag(
         "",
@@ -402,13 +392,10 @@ class AlgorithmArgs:
     reference_every: int = flag(
         0,
         "steps between copies of the actor's weights into the reference; 0: never",
-        low=0,
         needs="kl_coef",
         excludes="lora_rank reference_model: the reference is the actor's own model, without adapters",
     )
-    kl_coef: float = flag(
-        0.0, "weight of the KL to the reference; 0: no reference is loaded", low=0
-    )
+    kl_coef: float = flag(0.0, "weight of the KL to the reference; 0: no reference is loaded")
     kl_in: str = flag("reward", "where the KL acts", choices=("reward", "loss"))
     kl_estimator: str = flag(
         "auto",
@@ -420,7 +407,6 @@ class AlgorithmArgs:
     kl_target: float = flag(
         0.0,
         "adapt the weight of the KL to reach this KL per token; 0: the weight is fixed",
-        low=0,
         needs="kl_coef",
     )
     kl_horizon: int = flag(
@@ -446,7 +432,6 @@ class AlgorithmArgs:
         -1.0,
         "how far below 1 the ratio is clipped; -1: the loss's default: ppo and cpgd 0.2, gspo 3e-4, "
         "gmpo 0.4 (in log space), cispo 1 (no clip)",
-        low=0,
         high=1,
         off=-1,
     )
@@ -454,7 +439,6 @@ class AlgorithmArgs:
         -1.0,
         "how far above 1 the ratio is clipped; more than --clip_low is clip-higher; -1: the loss's "
         "default: ppo and cpgd 0.2, gspo 4e-4, gmpo 0.4, cispo 4",
-        low=0,
         off=-1,
     )
     dual_clip: float = flag(
@@ -463,8 +447,10 @@ class AlgorithmArgs:
         low=1 + 1e-6,
         off=0,
     )
-    value_clip: float = flag(0.2, "how far a value may move in a step; 0: any distance", low=0)
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus; below 0 it is a penalty")
+    value_clip: float = flag(0.2, "how far a value may move in a step; 0: any distance")
+    entropy_coef: float = flag(
+        0.0, "weight of the entropy bonus; below 0 it is a penalty", low=-flags.LARGEST
+    )
     high_entropy_ratio: float = flag(
         1.0,
         "use only this fraction of each response's tokens, those of highest entropy, in the policy "
@@ -483,7 +469,6 @@ class AlgorithmArgs:
         "above 0: recompute old log-probs in a forward pass instead of taking the sampler's, "
         "and weight each token by its recomputed probability over the sampler's, at most this (2 is "
         "usual)",
-        low=0,
     )
 
 
@@ -655,12 +640,12 @@ def check_rows(
     """Raises UserError if rows cannot be scored or have no images to mask, or if the environment does
     not work with this model."""
     imageless = rows.train and not any(row.grids for row in rows.train)
-    if imageless and environment is None and args.perception.masks_images:
+    if imageless and not environment and args.perception.masks_images:
         raise UserError("--perception_*: no row of --data has an image that could be masked")
     reward.check_rows(rows.train + rows.held_out)
     reward.report_lazy_answers(rows.train or rows.held_out)
     kinds = {source.kind for source in reward.sources}
-    if environment is not None:
+    if environment:
         if "rm" in kinds:
             raise UserError(
                 "--reward rm: scalar models do not see conversations; use grm: with --env"
@@ -691,7 +676,7 @@ def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
 
 def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
     """The training prompts in order, continuing where the run stopped."""
-    if rows.ptx is not None:
+    if rows.ptx:
         rows.ptx.scheduled = state.ptx_rows
     together = 2 if args.reward.in_pairs else 1  # both orders of a pair
     shares, size = shares_of(args.data.data, rows.train_sets), args.prompts_per_rollout
@@ -783,7 +768,7 @@ def advance(
                 len(batch),
                 algorithm.kl_horizon,
             )
-    if rows.ptx is not None:
+    if rows.ptx:
         state.ptx_rows = rows.ptx.scheduled
     state.step += 1
     passes = state.rows_drawn / max(1, len(rows.train))
@@ -839,7 +824,7 @@ def run_flags(args: Args, rows: "Rows") -> dict:
     """Flags and digests of the data, which a resume compares with those of its checkpoint."""
     listed = flags.as_flags(args)
     listed["data (rows)"] = digest_data(args.data.data, len(rows.train))
-    if rows.ptx is not None:
+    if rows.ptx:
         listed["ptx_data (rows)"] = digest_data(args.rows.ptx_data, len(rows.ptx.rows))
     return listed
 
@@ -952,7 +937,7 @@ def prepare_teacher(args: Args, rows: Rows, teacher: Teacher | None) -> None:
     `Teacher.ban_unknown_ids`."""
     if args.teacher.student_images and rows.train and not any(row.images for row in rows.train):
         raise UserError("--student_images: no row of --data has images")
-    if teacher is not None:
+    if teacher:
         teacher.ban_unknown_ids(rows.train + rows.held_out, with_env=bool(args.env.env))
 
 
@@ -972,7 +957,7 @@ def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> bud
         least_pack=args.longest,
         updates=not args.run.eval_only,
     )
-    if rows.ptx is not None:
+    if rows.ptx:
         plan.longest_target = budget.longest_example(rows.ptx.rows)
     if args.rollout.samples_per_prompt > 1:  # n responses of L tokens: (P + n (P + L)) / (P + n L)
         plan.keys = 1 + prompt / (prompt / args.rollout.samples_per_prompt + args.longest_response)
@@ -1015,7 +1000,7 @@ def make_trainables(args: Args, models: Models) -> Trainables:
         delay=update.critic_warmup_steps,
         ema_beta=update.ema_beta,
     )
-    if models.critic is not None:
+    if models.critic:
         optimizer = adamw(models.critic, update.critic_lr, args.optim)
         trainables["critic"] = fsdp.Trainable(models.critic, optimizer, args.optim)
     for part in trainables.values():
@@ -1025,7 +1010,7 @@ def make_trainables(args: Args, models: Models) -> Trainables:
 
 def saved_roles(args: Args, trainables: Trainables, models: Models) -> storage.Roles:
     """What a checkpoint contains, by role: also the reference, if --reference_every changes it."""
-    if models.reference is None or not args.algorithm.reference_every:
+    if not (models.reference and args.algorithm.reference_every):
         return trainables
     return {**trainables, "reference": models.reference}
 
@@ -1215,7 +1200,7 @@ def rollout(
     """
     actor.eval()
     mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}
-    if sampling.environment is not None:
+    if sampling.environment:
         envs = dialogue.EnvRollout(sampling.environment, actor, sampling)
         batch = envs.open(batch, mine, samples_per_prompt)
     with torch.no_grad(), fsdp.unsharded(actor):
@@ -1238,7 +1223,7 @@ def rollout(
     local.sampling = sampling
     if beginnings:
         local.foreign = local.logprobs.isnan()
-    if envs is not None:
+    if envs:
         envs.fill(local, samples)
     batch = local.gathered()
     environments.check_failures(batch.conversations)
@@ -1279,12 +1264,12 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
     if args.perception.masks_images:
         change = image_changes.masked_images(args.perception.perception_mask, args.run.seed)
         batch.masked_logprobs = image_changes.changed_logprobs(actor, batch, change)
-    if reference is not None:
+    if reference:
         with fsdp.onloaded(args.update.offload, reference):
             fill_reference_kl(batch, actor, reference, args.kl_estimator)
-    if models.critic is not None:
+    if models.critic:
         batch.values = values_of(models.critic, batch)
-    if models.teacher is not None and not args.teacher.in_loss:
+    if models.teacher and not args.teacher.in_loss:
         with models.teacher.in_use() as policy:
             batch.teacher_logprobs = logprobs_of(policy, models.teacher.view(batch))
 
@@ -1510,7 +1495,7 @@ def update_models(
     if step > args.update.critic_warmup_steps:
         with logging.timer("update_actor"):
             metrics |= update_actor(trainables["actor"], models, batch, step, ptx, args)
-        if ptx is not None:
+        if ptx:
             ptx.scheduled += args.update.epochs * args.update.minibatches * ptx.batch
     return metrics
 
@@ -1569,7 +1554,7 @@ def update_actor(
         for number, minibatch in enumerate(minibatches):
             if not minibatch.teaches(args):
                 continue
-            if ptx is not None:
+            if ptx:
                 pending_text = ptx.start(number)  # its images decode in the background
             stats = []
             for pack in make_packs(actor.model, batch, minibatch.indices, view):
@@ -1581,7 +1566,7 @@ def update_actor(
             if args.update.target_kl and exceeds(stats, args.update.target_kl):
                 trained.optimizer.zero_grad()
                 break
-            if ptx is not None:
+            if ptx:
                 stats.append(learn_text(ptx, actor, pending_text, args))
             if updates:
                 forget_sampler(stats)
@@ -1613,9 +1598,9 @@ def actor_loss(
     """
     algorithm = args.algorithm
     references = []  # the loss contains the exact KL to each of them
-    if args.exact_kl_in_loss and models.reference is not None:
+    if args.exact_kl_in_loss and models.reference:
         references.append(reference_outputs(models.reference, pack))
-    if pack.teacher is not None and models.teacher is not None:
+    if pack.teacher and models.teacher:
         references.append(reference_outputs(models.teacher.policy, pack.teacher))
     with vlm.router_logits(actor.model) as routed:
         # (T,) each
@@ -1660,7 +1645,7 @@ def kl_terms(
     """Metric name -> (coefficient, term (T,)) of the KLs that the actor's loss adds to the
     policy loss. ``kls`` are the exact KLs, the one to the teacher last."""
     terms = {}
-    if pack.teacher is not None:
+    if pack.teacher:
         terms["teacher_kl"] = args.teacher.teacher_coef, kls.pop()
     if args.kl_in_loss:
         if not kls:
@@ -1705,7 +1690,7 @@ def exceeds(stats: list[dict], target_kl: float) -> bool:
 def move_reference(step: int, models: Models, args: Args) -> None:
     """Copy the actor's weights into the reference every --reference_every steps."""
     every = args.algorithm.reference_every
-    if models.reference is not None and every and step % every == 0:
+    if models.reference and every and step % every == 0:
         fsdp.copy_weights(models.actor, models.reference)
 
 
@@ -1774,7 +1759,7 @@ def evaluate_teacher(
     """Before the first step: the teacher's own accuracy and reward on one rollout of held-out prompts,
     which it reads with its hint and its images. It cannot teach what it cannot answer. Skipped with
     an environment, whose images it might not see."""
-    if teacher is None or args.env.env or args.reward.reward == "none" or step:
+    if not teacher or args.env.env or args.reward.reward == "none" or step:
         return {}
     batches = batches_in_order(rows.held_out, prompts_together(args, 1))[:1]
     sampling = replace(sampling, stream=EVAL, greedy=True)
@@ -2023,7 +2008,7 @@ def performance(
     perf = logging.timer.metrics()
     # fewer than --epochs if --target_kl stopped them
     actor_passes = metrics.get("train/actor_updates", 0) / args.update.minibatches
-    passes = actor_passes + (args.critic_epochs if models.critic is not None else 0)
+    passes = actor_passes + (args.critic_epochs if models.critic else 0)
     update = perf.get("perf/update_actor_seconds", 0.0)
     update += perf.get("perf/update_critic_seconds", 0.0)
     generated = metrics["rollout/generated_tokens"]
@@ -2087,7 +2072,7 @@ class RolloutEngine:
         self.poll = 8 if device.type == "cuda" else 1
         longest = max((self.batch.prompt_lengths[g] for g in self.indices), default=1)
         capacity = longest + sampling.max_new_tokens
-        if envs is not None:
+        if envs:
             capacity += envs.extra_tokens
         slots = self.slot_count(capacity, max(1, len(self.indices) * self.count))
         self.cache = attention.SlotCache(
@@ -2100,7 +2085,7 @@ class RolloutEngine:
             self.setup.team.size,
         )
         self.make_slots(slots)
-        if envs is not None and self.cache.linear is not None:
+        if envs and self.cache.linear:
             self.cache.linear.done = self.done
             if sampling.stop_strings:
                 # the states of linear attention cannot go back to the end of a stop string
@@ -2118,8 +2103,8 @@ class RolloutEngine:
         self.counters = torch.zeros(3, slots, dtype=torch.int64, device=device)
         # cached tokens, next position, response tokens
         self.length, self.rope, self.response_tokens = self.counters
-        self.last = torch.zeros(slots, dtype=torch.int64, device=device)  # newest token
-        self.noise_keys = torch.zeros(slots, dtype=torch.int64, device=device)
+        # the newest token, and the key of the sample's noise
+        self.last, self.noise_keys = torch.zeros(2, slots, dtype=torch.int64, device=device)
         self.done = torch.ones(slots, dtype=torch.bool, device=device)
         # One spare column: a finished slot keeps writing behind its response.
         self.out_tokens = torch.zeros(slots, longest + 1, dtype=torch.int64, device=device)
@@ -2158,7 +2143,7 @@ class RolloutEngine:
         while waiting or self.slots:
             bar.update(len(self.results) - bar.n)
             self.admit(waiting)
-            if self.envs is not None:
+            if self.envs:
                 self.collect_replies(self.envs)
             self.harvest()  # the token that a prefill draws may end a turn
             if not waiting:
@@ -2169,7 +2154,7 @@ class RolloutEngine:
                     self.decode(decoding[-1] + 1)
                 self.harvest()
         bar.close()
-        if self.envs is not None:
+        if self.envs:
             self.envs.finish()
         return self.results
 
@@ -2206,7 +2191,7 @@ class RolloutEngine:
         features = [batch.features[index] for index, _ in members if index in batch.features]
         self.begin(parts, features)
         begun = [slot for slot, *_ in started]
-        if self.envs is not None:
+        if self.envs:
             self.read_replies(self.envs, begun)
         self.read_beginnings(begun)
 
@@ -2230,13 +2215,13 @@ class RolloutEngine:
         """One token for each of the slots 0..size-1. Finished slots compute too, but their samples
         do not change."""
         capacity, slots = self.cache.capacity, self.cache.slots
-        if self.graphs is not None:
+        if self.graphs:
             size = min([slots, *(s for s in GRAPH_SIZES if s >= size)])
         busy = [sample for slot, sample in self.slots.items() if slot < size]
         longest = min(max(sample.stored for sample in busy) + 1, capacity)
         for sample in busy:
             sample.stored = min(sample.stored + 1, capacity - 1)
-        if self.graphs is None:
+        if not self.graphs:
             self.decode_on_device(size, longest)
             return
         if self.cache.reads_masked:  # keep that short
@@ -2252,7 +2237,7 @@ class RolloutEngine:
         few = slice(0, min(size, CHECKED_SLOTS))
         cells = self.slot_ids[few], self.response_tokens[few].clone()
         changing = [part[few] for part in self.state]
-        if self.cache.linear is not None:
+        if self.cache.linear:
             changing += [self.cache.linear.inputs[:, few], self.cache.linear.states[:, few]]
         before = [part.clone() for part in changing]
         self.decode_on_device(few.stop, capacity)
@@ -2338,7 +2323,7 @@ class RolloutEngine:
         """Free a slot, unless its environment is going to answer."""
         sample = self.slots[slot]
         self.done[slot] = True
-        if self.envs is not None:
+        if self.envs:
             sample.waits = self.envs.on_turn_end(sample.key, response, by_string)
         if not sample.waits:
             self.release(slot, response)
@@ -2359,7 +2344,7 @@ class RolloutEngine:
             if sample.key not in answered:
                 continue
             episode = answered[sample.key]
-            if episode.reply is None:
+            if not episode.reply:
                 self.release(slot, episode.response)
             else:
                 sample.waits = False
@@ -2371,7 +2356,7 @@ class RolloutEngine:
         unread, sizes = [], []
         for slot in slots:
             episode = envs.episodes[self.slots[slot].key]
-            if episode.reply is not None:
+            if episode.reply:
                 unread.append((slot, episode, episode.reply))
                 sizes.append(1 + len(episode.reply.input_ids))
         for part in fill_packs(unread, sizes, self.setup.max_tokens_per_pack):

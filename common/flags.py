@@ -59,7 +59,7 @@ class Rules:
 
     help: str  # with the unit
     choices: tuple = ()
-    low: float = -LARGEST
+    low: float = 0  # a flag that may be negative says so
     high: float = LARGEST
     off: float | None = None  # a value outside of these bounds that is allowed
     check: Callable | None = None  # of the value; raises ValueError
@@ -459,7 +459,6 @@ class ModelArgs:
         "rank of LoRA adapters on attention and MLP, but not on a mixture's experts: only they (and a "
         "value head) are trained, the other weights are kept in the compute type; 0: off, all weights "
         "are trained",
-        low=0,
     )
     lora_alpha: int = flag(16, "adapters are scaled by this / --lora_rank", low=1)
     max_tokens_per_pack: int = flag(
@@ -497,11 +496,9 @@ class DataArgs:
         low=1,
         must_not_exceed="max_tokens_per_pack",
     )
-    min_pixels: int = flag(
-        0, "smallest image after resizing, pixels; 0: the checkpoint's own", low=0
-    )
+    min_pixels: int = flag(0, "smallest image after resizing, pixels; 0: the checkpoint's own")
     max_pixels: int = flag(
-        0, "largest image or video frame after resizing, pixels; 0: the checkpoint's own", low=0
+        0, "largest image or video frame after resizing, pixels; 0: the checkpoint's own"
     )
     video_frames: int = flag(16, "largest number of frames per video, evenly spaced", low=2)
     video_fps: float = flag(
@@ -541,16 +538,15 @@ class OptimArgs:
     lr_schedule: str = flag(
         "constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine")
     )
-    warmup_steps: int = flag(0, "steps of linear warm-up", low=0)
+    warmup_steps: int = flag(0, "steps of linear warm-up")
     min_lr_ratio: float = flag(
         0.1,
         "learning rate of the last step of linear and cosine, as a fraction; 0 comes one step later",
-        low=0,
         high=1,
     )
-    weight_decay: float = flag(0.0, "decoupled weight decay; never on biases and norms", low=0)
-    adam_beta2: float = flag(0.95, "beta 2 of AdamW; beta 1 is 0.9", low=0, high=1)
-    max_grad_norm: float = flag(1.0, "bound on each model's global gradient norm; 0: off", low=0)
+    weight_decay: float = flag(0.0, "decoupled weight decay; never on biases and norms")
+    adam_beta2: float = flag(0.95, "beta 2 of AdamW; beta 1 is 0.9", high=1)
+    max_grad_norm: float = flag(1.0, "bound on each model's global gradient norm; 0: off")
 
 
 @dataclass(frozen=True)
@@ -568,7 +564,6 @@ class CheckpointArgs:
         0.0,
         "disk space of complete checkpoints, 10^9 bytes: beyond it the oldest are deleted, never "
         "the newest; 0: no limit",
-        low=0,
     )
     save_strategy: str = flag(
         "unrestricted",
@@ -600,7 +595,7 @@ class RunArgs:
         "output folder; without it a new one, or that of the same run if it is unfinished, which "
         "runs/latest then names",
     )
-    seed: int = flag(0, "seed of sampling and data order", low=0, high=2**32 - 1)
+    seed: int = flag(0, "seed of sampling and data order", high=2**32 - 1)
     eval_every: int = flag(
         -1,
         "steps between evaluations, besides start and end; -1: once per pass over the data, 0: "
@@ -617,7 +612,6 @@ class RunArgs:
     log_samples: int = flag(
         4,
         "samples shown as pictures and text, with every evaluation and some steps; 0: none",
-        low=0,
     )
     timeout: float = flag(
         1800.0,
@@ -629,5 +623,4 @@ class RunArgs:
         0,
         "ranks that share one copy of weights and optimizer, such as the GPUs of a node; only "
         "gradients travel between the copies (HSDP). 0: all ranks share one",
-        low=0,
     )

@@ -41,7 +41,6 @@ class RowArgs:
     ptx_coef: float = flag(
         0.0,
         "weight of the --ptx_data loss in the actor's loss (PPO-ptx); 0: off",
-        low=0,
         needs="ptx_data",
     )
     ptx_batch: int = flag(64, "rows of --ptx_data per update of the actor, over all ranks", low=1)
@@ -60,7 +59,6 @@ class PerceptionArgs:
         0.0,
         "above 0: subtract this times the KL between the policy with its images and with masked ones "
         "from the actor's loss (PAPO: 0.01 or 0.02, with an --entropy_coef below 0)",
-        low=0,
     )
     perception_ratio: float = flag(
         1.0,
@@ -73,7 +71,6 @@ class PerceptionArgs:
         1.0,
         "below 1: multiply advantages by a factor that grows with how much the response depends on "
         "its images; this is the smallest factor, and their mean is 1 (VPPO: 0.9)",
-        low=0,
         high=1,
     )
     perception_mask: float = flag(
@@ -116,7 +113,6 @@ class RewardArgs:
         0.0,
         "with --reward judgement on pairs: a right verdict earns accuracy x (1 + this x the share of "
         "the samples to the other order that say the same); 0: off",
-        low=0,
         needs="row_kind=judgements",
         excludes="dynamic_sampling",
     )
@@ -174,7 +170,7 @@ class TeacherArgs:
         choices=("advantage", "loss"),
         needs="teacher_model",
     )
-    teacher_coef: float = flag(1.0, "weight of the teacher", low=0)
+    teacher_coef: float = flag(1.0, "weight of the teacher")
     teacher_prompt: str = flag(
         "",
         "template of what the teacher reads in place of a prompt; braces take columns of the row: "
@@ -221,7 +217,6 @@ class EnvArgs:
         8,
         "threads per rank that run environments while other samples go on; 0: one after the other, "
         "so that runs repeat bit for bit",
-        low=0,
     )
 
 
@@ -236,23 +231,21 @@ class UpdateArgs:
         low=1,
         must_divide="prompts_per_step",
     )
-    actor_lr: float = flag(1e-6, "learning rate of the actor", low=0)
-    critic_lr: float = flag(9e-6, "learning rate of the critic", low=0)
+    actor_lr: float = flag(1e-6, "learning rate of the actor")
+    critic_lr: float = flag(9e-6, "learning rate of the critic")
     critic_epochs: int = flag(
-        0, "passes of the critic over the samples of a step; 0: as many as --epochs", low=0
+        0, "passes of the critic over the samples of a step; 0: as many as --epochs"
     )
-    critic_warmup_steps: int = flag(0, "first steps that update only the critic", low=0)
+    critic_warmup_steps: int = flag(0, "first steps that update only the critic")
     target_kl: float = flag(
         0.0,
         "end a step's actor updates at the first whose KL(old, new) per token exceeds this, without "
         "applying it; 0: off",
-        low=0,
     )
     aux_loss_coef: float = flag(
         0.0,
         "weight of the load-balancing loss of MoE models, actor and critic; above 0 it "
         "costs one more forward per update",
-        low=0,
     )
     sampler_gap_limit: float = flag(
         -1.0,
@@ -265,7 +258,6 @@ class UpdateArgs:
         0.0,
         "decay of a running average of the actor's weights, say 0.992, updated after each applied "
         "update; evaluations use the average, exports have both; 0: no average",
-        low=0,
         high=0.999999,
     )
     offload: str = flag(
