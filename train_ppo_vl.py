@@ -2065,8 +2065,9 @@ class RolloutEngine:
     beginnings: Beginnings = field(default_factory=dict)
 
     def __post_init__(self):
-        model, sampling, envs = self.actor.model, self.sampling, self.envs
-        self.setup = model.setup
+        sampling, envs = self.sampling, self.envs
+        self.model = self.actor.model
+        self.setup = self.model.setup
         device = self.setup.device
         # decoding steps between two checks by the host for finished slots
         self.poll = 8 if device.type == "cuda" else 1
@@ -2076,7 +2077,7 @@ class RolloutEngine:
             capacity += envs.extra_tokens
         slots = self.slot_count(capacity, max(1, len(self.indices) * self.count))
         self.cache = attention.SlotCache(
-            model.config.get_text_config(),
+            self.model.config.get_text_config(),
             slots,
             capacity,
             self.setup.dtype,
@@ -2183,7 +2184,7 @@ class RolloutEngine:
                 started.append((slot, batch.prompt_ids[index], number))
                 self.slots[slot] = Sample((index, number))
             slots, ids = [slot for slot, _ in samples], batch.prompts[index].input_ids
-            parts.append(Prefill(slots, 0, ids, vlm.positions_of(self.actor.model, batch, index)))
+            parts.append(Prefill(slots, 0, ids, vlm.positions_of(self.model, batch, index)))
         slots, prompt_ids, numbers = torch.tensor(started, device=self.setup.device).T  # (b,) each
         self.noise_keys[slots] = logprobs.sequence_keys(
             sampling.seed, sampling.stream, prompt_ids, numbers
@@ -2198,8 +2199,8 @@ class RolloutEngine:
     def begin(self, parts: list[Prefill], features: list[Tensor]) -> None:
         """Prefill ``parts``, with the ``features`` of their images, and sample the next token of each of
         their slots."""
-        pack = prefill_pack(self.actor.model, self.cache, parts, features)
-        hidden = vlm.hidden_states(self.actor.model, pack)[pack.predict]  # (b, H)
+        pack = prefill_pack(self.model, self.cache, parts, features)
+        hidden = vlm.hidden_states(self.model, pack)[pack.predict]  # (b, H)
         state = []
         for part in parts:
             length, following = part.cached + len(part.input_ids), int(part.positions.max()) + 1
@@ -2263,7 +2264,7 @@ class RolloutEngine:
                 self.cache, self.length[:size], longest, self.setup.backend
             ),
         )
-        hidden = vlm.hidden_states(self.actor.model, pack)  # (B, H)
+        hidden = vlm.hidden_states(self.model, pack)  # (B, H)
         self.counters[:2, :size] += ~self.done[:size]
         self.sample(hidden, slice(0, size))
 
@@ -2275,9 +2276,9 @@ class RolloutEngine:
         # (b, V)
         logits = logprobs.logits_fp32(
             hidden,
-            self.actor.model.lm_head.weight,
+            self.model.lm_head.weight,
             join=self.setup.team.join,
-            softcap=vlm.softcap(self.actor.model),
+            softcap=vlm.softcap(self.model),
             **sampling.logits_options(step),
         )
         if sampling.greedy:
@@ -2375,7 +2376,7 @@ class RolloutEngine:
             index, _ = episode.key
             ids, offsets = episode.read_reply(reply)
             length, spoken = self.batch.prompt_lengths[index] + episode.length, episode.own_tokens
-            after = int(vlm.positions_of(self.actor.model, self.batch, index).max()) + 1
+            after = int(vlm.positions_of(self.model, self.batch, index).max()) + 1
             parts.append(Prefill([slot], length - len(ids), ids, after + offsets, spoken))
             self.slots[slot] = Sample(episode.key, turn_start=spoken)
         self.begin(parts, features)
