@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A generative reward model from Qwen2.5-VL 7B, with the settings of LightRFT's example, on one node of 8 GPUs with 80 GB.
 #
-#   export DATA=pairs.jsonl EVAL_DATA=held_out.jsonl      rows as in common/README.md; with weights, too
+#   export DATA=pairs.jsonl EVAL_DATA=held_out.jsonl      rows as in train_grm_vl.py; with weights, too
 #   bash launch/grm_7b.sh                                                        further flags are passed on
 #   MODEL=Qwen/Qwen2.5-VL-3B-Instruct OUT=runs/grm-3b bash launch/grm_7b.sh
 #   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --exclusive --time 24:00:00 launch/train.slurm train_grm_vl.py" bash launch/grm_7b.sh
