@@ -53,9 +53,8 @@ from common.model.weights import (
     COPIED_KEYS,
     VISION_KEYS,
     Tensors,
-    open_weights,
     resolve_folder,
-    weight_files,
+    stored_tensors,
 )
 
 # -------------------------------------------------------------------------------------------------
@@ -316,14 +315,8 @@ def same_tower(first: Path, second: Path) -> bool:
 
 def vision_tensors(folder: Path) -> Tensors:
     """The weights of the vision tower in a folder's files, which are read when they are used."""
-    tensors = {}
-    for path in weight_files(folder):
-        file = open_weights(path)
-        for key in file.keys():
-            name = key.removeprefix("model.")
-            if name.startswith(VISION_KEYS):
-                tensors[name] = file.get_tensor(key)
-    return tensors
+    tensors = {key.removeprefix("model."): value for _, key, value in stored_tensors(folder)}
+    return {name: value for name, value in tensors.items() if name.startswith(VISION_KEYS)}
 
 
 # -------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.files import read_text, sha256
 from common.flags import absolute_paths, map_parts
-from common.model.weights import open_weights, weight_files
+from common.model.weights import stored_tensors
 
 # flags that name data, models or programs
 NAMING = (
@@ -43,10 +43,7 @@ def digest_model(folder: Path) -> str:
     numbers of each, in whatever files they are: cheap for any size, and training changes it."""
     settings = [folder / name for name in SETTINGS.split() if (folder / name).is_file()]
     parts = [f"{path.name} {sha256(path)}" for path in settings]
-    for path in weight_files(folder):
-        with open_weights(path) as tensors:
-            for key in tensors.keys():
-                value = tensors.get_tensor(key)  # in mapped memory: only what is used is read
-                numbers = value.flatten()[:: 1 + value.numel() // 8].tolist()
-                parts.append(f"{key} {value.shape} {numbers}")
+    for _, key, value in stored_tensors(folder):
+        numbers = value.flatten()[:: 1 + value.numel() // 8].tolist()
+        parts.append(f"{key} {value.shape} {numbers}")
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:12]

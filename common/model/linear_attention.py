@@ -188,14 +188,14 @@ class PackedDelta:
         if resumed:
             table[:, 2:] = table[:, :1]
         start, end, prefix_start, prefix_end = table.T
-        whole = np.flatnonzero(prefix_start == prefix_end)
-        forked = np.flatnonzero(prefix_start < prefix_end)
+        forked = prefix_start < prefix_end  # (S,)
+        whole = ~forked
         parent = np.searchsorted(start[whole], prefix_start[forked])
         self.parent = self.to_device(parent)  # (R,) which of the W segments each continues
         self.size = end[-1]  # N
         self.whole = self.stretch(table[whole])
         self.forked = None
-        if len(forked):
+        if forked.any():
             self.forked = self.stretch(table[forked])
             # (N,) where the two calls' outputs hold each token
             self.order = torch.cat([self.whole.tokens, self.forked.tokens]).argsort()

@@ -105,12 +105,11 @@ def make_pack(
     positions = {index: positions_of(model, batch, index) for index, _ in blocks}
     pack = build_pack(batch, blocks, positions, features, setup.family.visual_token_ids())
     if setup.trains_vision:
-        keys = image_keys(blocks)
-        if not image_grids(batch, keys):
-            keys = list(spare)
-            pack = replace(pack, features=features[keys[0]] if keys else None)
-        grids = image_grids(batch, keys)
-        pack = replace(pack, grids=torch.tensor(grids) if grids else None)
+        grids = image_grids(batch, image_keys(blocks))
+        if not grids and spare:
+            (key,) = spare
+            grids, pack.features = image_grids(batch, spare), features[key]
+        pack.grids = torch.tensor(grids) if grids else None
     segments = setup.family.attention_segments(pack.segments, pack.image_index)
     pack = pack.to(setup.device)
     pack.attention = PackedAttention(segments, setup.backend, setup.device)

@@ -140,23 +140,19 @@ def follow_average(teacher: Teacher | None, trained: Trainable) -> None:
             copy_weights(trained.module, teacher.policy)
 
 
+# of --teacher_prompt: text, in which a brace is written twice, and names of columns
+HINT = re.compile(r"(?:[^{}]|\{\{|\}\}|\{[^\W\d][^{}.\[\]:!]*\})*")
+
+
 def check_template(template: str) -> None:
     """Raises UserError: no template of --teacher_prompt. It is a Python format string of plain names:
     a format of its own could ask for gigabytes, and an attribute for more than the row."""
-    try:
-        pieces = list(string.Formatter().parse(template))
-    except ValueError as error:
+    if not HINT.fullmatch(template):
         raise UserError(
-            f"--teacher_prompt {template}: {error} (a brace of the text is written twice)"
-        ) from error
-    for _, name, form, conversion in pieces:
-        is_plain = name is None or re.fullmatch(r"[^\W\d][^.\[\]]*", name)
-        if form or conversion or not is_plain:
-            raise UserError(
-                f"--teacher_prompt {template}: braces hold the name of a column and nothing else, as in "
-                "{answer} (a brace of the text is written twice)"
-            )
-    names = [name for _, name, *_ in pieces]
+            f"--teacher_prompt {template}: braces hold the name of a column and nothing else, as in "
+            "{answer} (a brace of the text is written twice)"
+        )
+    names = [name for _, name, *_ in string.Formatter().parse(template)]
     if not names.count("prompt") == template.count("{prompt}") == 1:
         raise UserError(
             f"--teacher_prompt {template} has no {{prompt}}, the place of the row's prompt, or several"

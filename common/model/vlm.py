@@ -13,7 +13,7 @@ of image features.
 """
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -219,18 +219,14 @@ def router_logits(model: Model):
     """Yields a list, to which each forward of the decoder appends the router logits (L, E) of its MoE
     layers."""
     logits = []
-    hooks = []
 
     def keep(router: nn.Module, _, out: Any) -> None:
         logits.append(out if torch.is_tensor(out) else out[0])
 
-    for router in routers(model):
-        hooks.append(router.register_forward_hook(keep))
-    try:
+    with ExitStack() as undo:
+        for router in routers(model):
+            undo.callback(router.register_forward_hook(keep).remove)
         yield logits
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 # -------------------------------------------------------------------------------------------------

@@ -151,6 +151,15 @@ def open_weights(path: Path):
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
 
 
+def stored_tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
+    """(file, key, tensor) of all that a checkpoint's files hold. A tensor is in mapped memory: what is
+    used of it is read then."""
+    for path in weight_files(folder):
+        with open_weights(path) as file:
+            for key in file.keys():
+                yield path, key, file.get_tensor(key)
+
+
 # -------------------------------------------------------------------------------------------------
 # Weights in
 # -------------------------------------------------------------------------------------------------
@@ -180,11 +189,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 def named_weights(model: Model, value_head: nn.Linear | None) -> Tensors:
     """What `load_weights` reads and `export` writes, by name: all parameters, tied ones by each name, and the
     buffers that checkpoints hold: scales, bounds, biases of routers."""
-    weights: Tensors = dict(model.named_parameters(remove_duplicate=False))
-    for path, module in model.named_modules():
-        for name in module._buffers.keys() - module._non_persistent_buffers_set:
-            if module._buffers[name] is not None:
-                weights[f"{path}.{name}"] = module.get_buffer(name)
+    weights: Tensors = model.state_dict(keep_vars=True)
     if value_head is not None:
         weights["value_head.weight"] = value_head.weight
         weights["value_head.bias"] = value_head.get_buffer("offset")
@@ -203,36 +208,35 @@ def load_weights(model: Model, folder: Path, value_head: nn.Linear | None = None
     stored = model.setup.stored = {}
     read, unknown = set(), []  # tied ones are one; keys
     counts = Counter()  # numbers read of each parameter: experts may stand alone
-    for path in weight_files(folder):
-        with open_weights(path) as tensors:
-            for key in tensors.keys():
-                merged, part = expert_part(key)
-                name = parameter_name(merged, parameters)
-                if not name and not is_copied(key, model):
-                    unknown.append(key)
-                    continue
-                value = tensors.get_tensor(key)  # in mapped memory: read when it is copied
-                like = torch.empty_like(value, device="meta")
-                stored[key] = StoredWeight(name, path, like, part)
-                if not name:
-                    continue
-                target = parameters[name]
-                tied = shard_of(target).clone() if target in read else None
-                read_weight(f"{path}: {key}", target, value, part)
-                if tied is not None and not torch.equal(tied, shard_of(target)):
-                    raise ValueError(
-                        f"{path}: {key} differs from the weight that config.json ties it to; to "
-                        "keep both, set tie_word_embeddings to false there"
-                    )
-                counts[name] += value.numel()
-                if counts[name] == target.numel():
-                    read.add(target)
+    for path, key, value in stored_tensors(folder):
+        merged, part = expert_part(key)
+        name = parameter_name(merged, parameters)
+        if not name and not is_copied(key, model):
+            unknown.append(key)
+            continue
+        stored[key] = StoredWeight(name, path, torch.empty_like(value, device="meta"), part)
+        if not name:
+            continue
+        target = parameters[name]
+        tied = shard_of(target).clone() if target in read else None
+        read_weight(f"{path}: {key}", target, value, part)
+        if tied is not None and not torch.equal(tied, shard_of(target)):
+            raise ValueError(
+                f"{path}: {key} differs from the weight that config.json ties it to; to keep both, "
+                "set tie_word_embeddings to false there"
+            )
+        counts[name] += value.numel()
+        if counts[name] == target.numel():
+            read.add(target)
     if value_head is not None and value_head.weight not in read:
         check_heads(folder, unknown)
         like = torch.empty(value_head.weight.shape, device="meta")
         stored["score.weight"] = StoredWeight("value_head.weight", folder, like)
-    absent = [name for name, parameter in parameters.items() if parameter not in read]
-    missing = [name for name in absent if not may_be_fresh(name, parameters[name])]
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter not in read and not may_be_fresh(name, parameter)
+    ]
     if missing:
         raise ValueError(
             f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}; "
