@@ -24,7 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 from common import distributed
 from common.buffers import ragged_index
 from common.data.families import BOTH_WAYS, IN_WINDOWS
-from common.model.linear_attention import PackedDelta, SlotStates, linear_layers
+from common.model.linear_attention import PackedDelta, SlotStates, linear_layers, padded_tokens
 
 ATTENTION_NAME = "packs"  # registered for the language model
 # With the back-end as its ending. transformers passes cu_seqlens only to names that contain
@@ -287,8 +287,8 @@ class PackedAttention:
         order = np.empty(len_q.sum(), dtype=np.int64)
         offset = 0
         for members in bucket_segments(len_q, len_q + prefix):
-            q_tokens, k_tokens = bucket_indices(table[members])
-            inside = np.arange(q_tokens.shape[1])[None] < len_q[members][:, None]  # (b, Lq)
+            q_tokens, inside = padded_tokens(table[members])  # (b, Lq)
+            k_tokens = bucket_keys(table[members])
             order[q_tokens[inside]] = offset + np.flatnonzero(inside)
             offset += q_tokens.size
             self.buckets.append(
@@ -425,15 +425,14 @@ def bucket_segments(len_q: np.ndarray, len_k: np.ndarray) -> list[np.ndarray]:
     return [*buckets, order[start:]]
 
 
-def bucket_indices(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places in the pack of a bucket of segments: table (b, 5) -> q_tokens (b, Lq), k_tokens
-    (b, Lk). Padding points at the segment's first token."""
+def bucket_keys(table: np.ndarray) -> np.ndarray:
+    """(b, Lk) the tokens that each segment of a bucket (b, 5) may see: its prefix, then its own; padding
+    points at its first."""
     start, end, prefix_start, prefix_end = (table[:, i : i + 1] for i in range(4))  # (b, 1)
     length, prefix = end - start, prefix_end - prefix_start
-    i, j = np.arange(length.max())[None], np.arange((length + prefix).max())[None]
-    q_tokens = np.where(i < length, start + i, start)
+    j = np.arange((length + prefix).max())
     of_itself = np.where(j < prefix + length, start + j - prefix, start)
-    return q_tokens, np.where(j < prefix, prefix_start + j, of_itself)
+    return np.where(j < prefix, prefix_start + j, of_itself)
 
 
 def bucket_mask(table: np.ndarray, window: int | None) -> np.ndarray | None:

@@ -417,7 +417,8 @@ def check_head(model: Model) -> None:
     `softcap` says, by its own forward on a small random one: they may be scaled or shifted. Raises
     ValueError."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(*size, 4, generator=generator) for size in ((1, 3), (5,)))
+    hidden = torch.randn(1, 3, 4, generator=generator)
+    weight = torch.randn(5, 4, generator=generator)
     probe = copy.copy(model)
     head = nn.Linear(4, 5, bias=model.lm_head.bias is not None)
     head.weight = nn.Parameter(weight)

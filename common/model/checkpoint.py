@@ -335,9 +335,9 @@ class Checkpoints:
         except UserError as error:
             self.count_failure(step, error)
             return
-        shards, offsets = own_shards(training_state(self.roles))
+        shards, metadata = own_shards(training_state(self.roles))
         copies = self.staging.stage(shards)
-        done = self.thread.submit(self.write, self.group, folder, copies, offsets)
+        done = self.thread.submit(self.write, self.group, folder, copies, metadata)
         self.pending, self.saved_step = (step, done), step
         if self.args.save_blocking:
             self.finish()
@@ -359,7 +359,7 @@ class Checkpoints:
         group: Any,
         folder: Path,
         copies: weights.Tensors,
-        offsets: dict[str, list[int]],
+        metadata: dict[str, str],
     ) -> dict[str, str]:
         """In the thread: `write_shards`, when it is this rank's turn."""
         self.staging.wait()
@@ -372,7 +372,7 @@ class Checkpoints:
         for _ in range(turn):
             dist.barrier(group)
         try:
-            return write_shards(folder, copies, offsets)
+            return write_shards(folder, copies, metadata)
         finally:  # also after an error, or the others would hang
             for _ in range(turns - turn):
                 dist.barrier(group)

@@ -19,6 +19,7 @@ from common import distributed
 from common.buffers import Batch, Conversation
 from common.data.loader import join_pixels, load_pixels
 from common.data.processor import Processor
+from common.model.packs import image_grids
 from common.model.policy import Policy, logprobs_of
 from common.model.vlm import Model, compute_features_unless_trained, image_features
 from common.process import UserError
@@ -101,9 +102,9 @@ def damage(spec: str, seed: int) -> Callable | None:
 
 def has_images(batch: Batch) -> Tensor:
     """(S,) bool: whether a sample's prompt or conversation has images. The same on every rank."""
-    seeing = [bool(batch.prompts[index].grids) for index in batch.prompt_index.tolist()]
-    for i, conversation in enumerate(batch.conversations):
-        seeing[i] = seeing[i] or bool(conversation.grids)
+    seeing = []
+    for i, index in enumerate(batch.prompt_index.tolist()):
+        seeing.append(bool(image_grids(batch, [("prompt", index), ("reply", i)])))
     return torch.tensor(seeing, dtype=torch.bool)
 
 

@@ -215,14 +215,11 @@ class PackedDelta:
         return distributed.to_device(torch.as_tensor(array), self.device)
 
     def stretch(self, table: np.ndarray) -> Stretch:
-        lengths = table[:, 1] - table[:, 0]
-        step = np.arange(lengths.max())[None]
-        inside = step < lengths[:, None]  # (segments, longest)
-        padded = np.where(inside, table[:, :1] + step, table[:, :1])
+        padded, inside = padded_tokens(table)
         tokens = padded[inside]
         return Stretch(
             tokens=self.to_device(tokens[: 0 if len(tokens) == self.size else None]),
-            bounds=self.to_device(np.append(0, np.cumsum(lengths))),
+            bounds=self.to_device(np.append(0, np.cumsum(inside.sum(1)))),
             padded=self.to_device(padded),
             is_padding=self.to_device(~inside[..., None]),
             index=self.to_device(np.flatnonzero(inside)),
@@ -270,6 +267,15 @@ class PackedDelta:
             return out
         after, _ = rule(self.forked, inputs, state.index_select(0, self.parent))
         return torch.cat([out, after]).index_select(0, self.order)
+
+
+def padded_tokens(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of segments (S, longest) in the pack, where padding points at a segment's first; and
+    which are none of the padding."""
+    start, length = table[:, :1], table[:, 1:2] - table[:, :1]  # (S, 1)
+    step = np.arange(length.max())
+    inside = step < length
+    return np.where(inside, start + step, start), inside
 
 
 def convolution_inputs(table: np.ndarray, resumed: bool) -> np.ndarray:

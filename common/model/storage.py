@@ -74,18 +74,20 @@ def load_training_state(path: Path, roles: Roles) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-def own_shards(tensors: Tensors) -> tuple[Tensors, dict[str, list[int]]]:
-    """What this rank writes: its parts of tensors, and their offsets in the whole ones."""
+def own_shards(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
+    """What this rank writes: its parts of tensors, and metadata for torch's HuggingFaceStorageReader,
+    their offsets in the whole ones."""
     shards, offsets = {}, {}
     for number, (name, tensor) in enumerate(tensors.items()):
         local = shard_of(tensor)
         if not local.numel() or not is_writer(tensor, number):
             continue
-        shards[name], offsets[name] = local, [0] * local.ndim
+        shards[name], start = local, [0] * local.ndim
         if isinstance(tensor, DTensor):
             (chunk,) = tensor.__create_chunk_list__()
-            offsets[name] = list(chunk.offsets)
-    return shards, offsets
+            start = list(chunk.offsets)
+        offsets[name] = {SAVED_OFFSETS_KEY: start}
+    return shards, {CUSTOM_METADATA_KEY: json.dumps(offsets)}
 
 
 def is_writer(tensor: Tensor, number: int) -> bool:
@@ -101,9 +103,9 @@ def is_writer(tensor: Tensor, number: int) -> bool:
     )
 
 
-def write_shards(folder: Path, shards: Tensors, offsets: dict[str, list[int]]) -> dict[str, str]:
-    """Write a safetensors file that torch's HuggingFaceStorageReader reads, unless there is nothing
-    to write. Returns the sha256 of each file.
+def write_shards(folder: Path, shards: Tensors, metadata: dict[str, str]) -> dict[str, str]:
+    """Write what `own_shards` returns into a safetensors file, unless there is nothing to write.
+    Returns the sha256 of each file.
 
     Raises:
         ValueError, OSError: a number is not finite, or the file cannot be written.
@@ -111,9 +113,8 @@ def write_shards(folder: Path, shards: Tensors, offsets: dict[str, list[int]]) -
     if not shards:
         return {}
     check_finite(shards)
-    metadata = {name: {SAVED_OFFSETS_KEY: start} for name, start in offsets.items()}
     path = folder / f"shard-{dist.get_rank() + 1:05d}.safetensors"
-    save_tensors(path, shards, {CUSTOM_METADATA_KEY: json.dumps(metadata)})
+    save_tensors(path, shards, metadata)
     return {path.name: sha256(path)}
 
 
