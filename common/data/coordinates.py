@@ -83,26 +83,25 @@ class Place:
         axes = zip(numbers, self._axes() * 2)
         return tuple((number + margin) * units / pixels for number, (pixels, units, margin) in axes)
 
+    def check(self) -> None:
+        """Raises ValueError: answers in this space cannot be placed in this image."""
+        if self.space == "auto":
+            raise ValueError(
+                "in which coordinates this model answers is not known: --coordinates SPACE"
+            )
+        if self.space == "seen" and self.seen is None:
+            raise ValueError("--coordinates seen: this model sees no image as a whole")
+
     def _axes(self) -> list[tuple[float, float, float]]:
         """Of x and y: how many pixels of the file the space covers, how many units these are, and how many
-        pixels it begins before the image. Raises ValueError: see `check_space`."""
-        check_space(self.space, self.seen)
+        pixels it begins before the image. Raises ValueError: see `check`."""
+        self.check()
         if self.space == "square":
             side = max(self.file)
             return [(side, 1, (side - pixels) // 2) for pixels in self.file]
         sizes = {"file": self.file, "seen": self.seen}
-        units = sizes.get(self.space) or (float(self.space), float(self.space))
+        units = sizes.get(self.space) or [float(self.space)] * 2
         return [(pixels, count, 0) for pixels, count in zip(self.file, units)]
-
-
-def check_space(space: str, seen: tuple[int, int] | None) -> None:
-    """Raises ValueError: answers in that space cannot be placed in an image."""
-    if space == "auto":
-        raise ValueError(
-            "in which coordinates this model answers is not known: --coordinates SPACE"
-        )
-    if space == "seen" and seen is None:
-        raise ValueError("--coordinates seen: this model sees no image as a whole")
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None
     place = dict(enumerate(places)).get(entry["image"])
     if place is None:
         raise ValueError(f"regions: the row has no image {entry['image']} (counted from 0)")
-    check_space(place.space, place.seen)
+    place.check()
     source = replace(place, space=entry["space"])
     boxes = tuple(read_region(box, 4, source) for box in entry["boxes"])
     points = tuple(read_region(point, 2, source) for point in entry["points"])
@@ -161,21 +160,22 @@ def read_region(numbers: list[float], size: int, source: Place) -> Box | Point:
         "before EXIF turns the image": (region, file[::-1]),
     }
     fitting = [words for words, reading in readings.items() if is_region(*reading)]
+    kind = "box" if size == 4 else "point"
+    advice = f"; it would be one {', or '.join(fitting)}" if fitting else ""
     raise ValueError(
-        f"regions: {numbers} is no {'box' if size == 4 else 'point'} in an image of {file[0]} x {file[1]} "
-        f"pixels{'; it would be one ' if fitting else ''}{', or '.join(fitting)}"
+        f"regions: {numbers} is no {kind} in an image of {file[0]} x {file[1]} pixels{advice}"
     )
 
 
-def is_region(region: Box | Point, size: tuple[int, ...]) -> bool:
+def is_region(region: Box | Point, size: tuple[int, int]) -> bool:
     """Whether a point or box is in an image of that size. No box is smaller than a pixel: fractions are not
     taken for pixels."""
     if not all(-1 <= value <= limit + 1 for value, limit in zip(region, size * 2)):
         return False
     if len(region) == 2:
         return True
-    width, height = region[2] - region[0], region[3] - region[1]
-    return min(width, height) > 0 and max(width, height) >= 1
+    left, top, right, bottom = clip(region, size)
+    return left < right and top < bottom and max(right - left, bottom - top) >= 1
 
 
 def clip(region: Box | Point, size: tuple[int, int]) -> Box | Point:
@@ -205,8 +205,8 @@ def write_marks(response: str, regions: Regions | None, model_type: str) -> str:
         count = marks.count(kind)
         if count not in (0, len(known)):
             raise ValueError(f"{count} <{kind}> in the response for {len(known)} of the regions")
-        written[kind] = iter([literal.format(*numerals(one, regions.place)) for one in known])
-    return MARK.sub(lambda mark: next(written[mark[1]]), response)
+        written[kind] = [literal.format(*numerals(one, regions.place)) for one in known]
+    return MARK.sub(lambda mark: written[mark[1]].pop(0), response)
 
 
 def numerals(region: Box | Point, place: Place) -> list[str]:

@@ -87,6 +87,7 @@ def test_a_row_is_read_in_pixels_of_its_upright_file(load, tmp_path):
         ({"boxes": [[500, 100, 400, 200]]}, "width"),
         ({"boxes": [[0, 0, 1001.5, 10]]}, "1000 x 600 pixels"),
         ({"boxes": [[10, 10, 10, 20]]}, "no box in"),
+        ({"boxes": [[-0.9, 0, -0.1, 20]]}, "no box in"),
         ({"boxes": [[0.1, 0.2, 0.5, 0.6]]}, '"space": "1"'),
         ({"boxes": [[500, 600, 900, 900]]}, '"space": "1000"'),
         ({"boxes": [[100, 600, 500, 900]]}, "EXIF"),
