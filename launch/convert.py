@@ -43,8 +43,8 @@ file or, where there is no such file, to
     [x, y, w, h]          COCO, RefCOCO, ScreenSpot          regions, with --boxes sizes
     extra_info            Vero                               its reward_type is the label; its tolerance
 
-Boxes are in pixels of the file, if --space does not say else; ms-swift's norm1 is 0 to 1, Visual-RFT's
-Position 0 to 1000. VLM-R1's boxes of RefCOCO end at x + w + 1, and stay as they are.
+Boxes are in pixels of the file, if --space does not say else; ms-swift's norm1 is 0 to 1, its norm_1000 and
+Visual-RFT's Position 0 to 1000. VLM-R1's boxes of RefCOCO end at x + w + 1, and stay as they are.
 
 With --benchmark NAME the files are those of a benchmark of judges (launch/benchmarks.py). Its rows
 get "source" (the official group) and "pair" (what counts together, as in ACC+). Rows without their

@@ -54,7 +54,7 @@ TAGGED = re.compile(
 )
 # {"bbox_2d": [1, 2, 3, 4], "label": "cup"} or [1, 2, 3, 4], but not [see below]; and a list of them,
 # in which [] is one as well
-ITEM = r"\{(?:[^{}]|\{[^{}]*\})*\}|\[[^][{}\d]*\d[^][{}]*\]"
+ITEM = r"\{(?:[^{}]|\{[^][{}]*\})*\}|\[[^][{}\d]*\d[^][{}]*\]"
 ITEMS = re.compile(rf"{ITEM}|\[\s*\]")
 LIST_OR_ITEM = re.compile(rf"(\[\s*(?:(?:{ITEMS.pattern})[\s,]*)*\])|({ITEM})")
 KEYS = "bbox_2d|bbox|box|point_2d|point|Position|box_2d"
