@@ -102,8 +102,7 @@ def read_recipe(text: str) -> dict[str, dict[str, float]]:
         content = parse_json(read_bytes(text) if os.path.isfile(text) else text, "the recipe")
         check_form(content, {str: [list]}, "the recipe")
         for label, parts in content.items():
-            recipe[label] = {spec: float(weight) for spec, weight in parts}
-            check_form([*recipe[label]], [str], label)
+            recipe[label] = {str(spec): float(weight) for spec, weight in parts}
             if not 0 < len(recipe[label]) == len(parts):
                 raise ValueError(f"{label!r} has the sources {parts}")
     except (ValueError, TypeError) as error:
