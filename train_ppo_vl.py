@@ -804,7 +804,7 @@ BEGIN_ANEW = {
 
 
 def resolve_flags(listed: dict) -> dict:
-    """Flags with what `auto` stands for: two spellings of one run are one run."""
+    """Flags with `auto` resolved, so that two spellings of a run are the same run."""
     args = flags.from_flags(Args, listed)
     resolved = {
         "advantages_norm": "on" if args.whiten else "off",
@@ -859,7 +859,7 @@ class Models(NamedTuple):
     actor: Policy
     critic: Critic | None  # with gae
     reference: Policy | None  # with a KL; with adapters, by default, the actor itself
-    teacher: Teacher | None = None  # its policy may be the actor, too
+    teacher: Teacher | None = None  # its policy may be the actor itself
 
     def by_role(self) -> vlm.Modules:
         """Those that have weights of their own."""
@@ -875,7 +875,7 @@ class Models(NamedTuple):
 def build_models(
     args: Args, processor: Processor, device: torch.device, team: Team = ALONE
 ) -> Models:
-    """Actor, critic (with gae), reference (with a KL) and teacher, on meta; they will compute on
+    """Actor, critic (with gae), reference (with a KL) and teacher, on meta. They will compute on
     ``device``, and decode with a ``team``.
 
     Raises:
@@ -933,8 +933,8 @@ def build_reward_models(
 
 
 def prepare_teacher(args: Args, rows: Rows, teacher: Teacher | None) -> None:
-    """Raises UserError, on every rank: no row has an image to damage for the student; or see
-    `Teacher.ban_unknown_ids`."""
+    """Ban the ids that the teacher does not know. Raises UserError on every rank: no row has an image
+    to damage for the student; or see `Teacher.ban_unknown_ids`."""
     if args.teacher.student_images and rows.train and not any(row.images for row in rows.train):
         raise UserError("--student_images: no row of --data has images")
     if teacher:
@@ -959,7 +959,8 @@ def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> bud
     )
     if rows.ptx:
         plan.longest_target = budget.longest_example(rows.ptx.rows)
-    if args.rollout.samples_per_prompt > 1:  # n responses of L tokens: (P + n (P + L)) / (P + n L)
+    # keys per token of a prompt and its n responses of L tokens: (P + n (P + L)) / (P + n L)
+    if args.rollout.samples_per_prompt > 1:
         plan.keys = 1 + prompt / (prompt / args.rollout.samples_per_prompt + args.longest_response)
     if args.update.ema_beta:
         plan.held["actor", "average"] = plan.held["actor", "Adam"] // 2
@@ -1167,7 +1168,7 @@ def sample_and_score(
     generated = len(batch.tokens)
     # functions and servers compute rewards in threads; reward.score waits for them
     call = reward.begin(batch, actor.processor, step)
-    if not args.algorithm.dynamic_sampling:  # which does it for the prompts that it keeps
+    if not args.algorithm.dynamic_sampling:  # else `collect` does it, for the prompts that it keeps
         fill_logprobs_and_values(batch, models, args)
     with logging.timer("reward"):
         reward.score(batch, actor.processor, step, call)
@@ -1983,7 +1984,7 @@ def require_same_policy(actor: Policy, batch: Batch, args: Args) -> None:
 
 
 def sampler_problem(gap: float, actor: Policy, args: Args) -> str:
-    """What is wrong if the log-probs of sampler and forward pass differ by ``gap``; "" if that is
+    """Why a ``gap`` between the log-probs of sampler and forward pass is too large; "" if it is
     rounding."""
     limit = args.update.sampler_gap_limit
     if limit < 0:
@@ -2225,7 +2226,7 @@ class RolloutEngine:
         if not self.graphs:
             self.decode_on_device(size, longest)
             return
-        if self.cache.reads_masked:  # keep that short
+        if self.cache.reads_masked:  # attention also reads keys that it masks: few of them
             capacity = min(1 << (longest - 1).bit_length(), capacity)
         if self.graphs.is_first(size, capacity):
             self.check_first_graph(self.graphs, size, capacity)
@@ -2243,10 +2244,10 @@ class RolloutEngine:
         before = [part.clone() for part in changing]
         self.decode_on_device(few.stop, capacity)
         eager = self.out_logprobs[cells]
-        for part, value in zip(changing, before):  # keys and values will be overwritten by the same
+        for part, value in zip(changing, before):  # the graph writes the same keys and values again
             part.copy_(value)
         steps.run(self.decode_on_device, size, capacity)
-        # the median: by rounding, another token is drawn here and there
+        # the median: rounding may change a token here and there
         gap = float((self.out_logprobs[cells] - eager).abs().median())
         if not gap < GRAPH_GAP:
             raise RuntimeError(
@@ -2474,7 +2475,7 @@ def check_args(args: Args, typed: set[str]) -> None:
 
 
 def check_advantages(refuse: flags.Refusals) -> None:
-    """Refuse what advantages and the KL cannot be computed with."""
+    """Refuse flags with which advantages or the KL cannot be computed."""
     values = refuse.values
     estimator = ESTIMATORS[values.advantage]
     compares = {"advantage": estimator.compares, "dynamic_sampling": values.dynamic_sampling}
