@@ -1546,6 +1546,7 @@ def update_actor(
     actor, sums = trained.module, logging.MetricSums()
     reference = models.reference if args.exact_kl_in_loss else None
     teacher = models.teacher if args.teacher.in_loss else None
+    # the loss contains the exact KL to these
     frozen = list(filter(None, (reference, teacher and teacher.policy)))
     updates = 0
     actor.train()
