@@ -595,6 +595,10 @@ class Rows:
     def train(self) -> list[Prompt]:
         return [row for rows in self.train_sets for row in rows]
 
+    @property
+    def all(self) -> list[Prompt]:
+        return self.train + self.held_out
+
 
 def load_rows(args: Args) -> Rows:
     """Read the checkpoint's processor and all rows.
@@ -642,7 +646,7 @@ def check_rows(
     imageless = rows.train and not any(row.grids for row in rows.train)
     if imageless and not environment and args.perception.masks_images:
         raise UserError("--perception_*: no row of --data has an image that could be masked")
-    reward.check_rows(rows.train + rows.held_out)
+    reward.check_rows(rows.all)
     reward.report_lazy_answers(rows.train or rows.held_out)
     kinds = {source.kind for source in reward.sources}
     if environment:
@@ -923,7 +927,7 @@ def build_reward_models(
     `reward_models.build`."""
     return reward_models.build(
         reward,
-        rows.train + rows.held_out,
+        rows.all,
         actor,
         write=partial(write_critiques, args=args),
         offload=args.update.offload,
@@ -938,13 +942,13 @@ def prepare_teacher(args: Args, rows: Rows, teacher: Teacher | None) -> None:
     if args.teacher.student_images and rows.train and not any(row.images for row in rows.train):
         raise UserError("--student_images: no row of --data has images")
     if teacher:
-        teacher.ban_unknown_ids(rows.train + rows.held_out, with_env=bool(args.env.env))
+        teacher.ban_unknown_ids(rows.all, with_env=bool(args.env.env))
 
 
 def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> budget.MemoryPlan:
     """The memory of a step on so many ranks. A rollout is planned with --slots, or a single slot; it
     uses more if memory is free."""
-    prompt = budget.longest_prompt(rows.train + rows.held_out)
+    prompt = budget.longest_prompt(rows.all)
     if args.env.env:  # a first observation may fill the prompt
         prompt = args.data.max_prompt_tokens
     longest = prompt + args.longest_response
@@ -1872,7 +1876,7 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record, and print what the run will do."""
     used = {"coordinates": rows.processor.space}
     log = logging.RunLogger(args.run, flags.as_flags(args) | used, args.optim.steps, first_step)
-    if any(row.regions for row in rows.train + rows.held_out):
+    if any(row.regions for row in rows.all):
         log.line(
             f"boxes and points of answers are read in the coordinates {rows.processor.space!r}"
         )

@@ -75,7 +75,7 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = ppo.parse_args(flags)
     reward = scoring.load_rewards(args.reward)
     rows = ppo.load_rows(args)
-    reward.check_rows(rows.train + rows.held_out)
+    reward.check_rows(rows.all)
     team = Team(args.model.rollout_shards)
     models = ppo.build_models(args, rows.processor, META, team)
     modules = models.by_role() | ppo.build_reward_models(args, reward, rows, models.actor)
