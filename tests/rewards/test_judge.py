@@ -492,7 +492,6 @@ def rewards_of(*flags: str) -> scoring.RewardMix:
 
 
 BAD_RECIPES = """\
-{"*": [[3, 1]]}
 []
 {}
 {"a": []}
@@ -512,6 +511,8 @@ def test_bad_recipes_are_refused(tmp_path):
             rewards_of("--reward_recipe", recipe)
     with user_error("2 sources need a --reward_recipe with their weights, or a --reward_combiner"):
         rewards_of("--reward exact,boxed")
+    with user_error("--reward 3: expected one of exact, "):
+        rewards_of("--reward_recipe", '{"*": [[3, 1]]}')
     with user_error("--reward or --reward_recipe is empty"):
         rewards_of("--reward", "")
     with user_error("has no use for --reward$"):
