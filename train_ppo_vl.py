@@ -1267,7 +1267,8 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
         batch.logprobs = torch.where(batch.foreign, logp, batch.logprobs)
         batch.old_logprobs = logp if algorithm.importance_cap else batch.logprobs
     if args.perception.masks_images:
-        change = image_changes.masked_images(args.perception.perception_mask, args.run.seed)
+        share = args.perception.perception_mask
+        change = image_changes.at_random(image_changes.mask, share, args.run.seed)
         batch.masked_logprobs = image_changes.changed_logprobs(actor, batch, change)
     if reference:
         with fsdp.onloaded(args.update.offload, reference):

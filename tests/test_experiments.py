@@ -445,7 +445,9 @@ def test_samples_of_noisy_images_are_trained_on_the_clean_ones(run, qwen25, task
         clean,
         env.actor.model,
         env.processor,
-        image_changes.noisy_images(0.5 * (1 - 1 / (1 + math.exp(20))), env.args.run.seed),
+        image_changes.at_random(
+            image_changes.add_noise, 0.5 * (1 - 1 / (1 + math.exp(20))), env.args.run.seed
+        ),
     )
     for prompts, stream, first in ((clean, ppo.TRAIN, 0), (images, ppo.JUDGE + 1, 2)):
         sampling = dataclasses.replace(env.sampling, stream=stream)

@@ -111,7 +111,7 @@ def test_masked_logprobs_are_those_of_forwards_with_masked_images(checkpoint, ro
     for the samples of the prompt without images."""
     env = sampled(checkpoint, rows, "--advantage grpo")
     env.actor.double()
-    change = image_changes.masked_images(SHARE, SEED)
+    change = image_changes.at_random(image_changes.mask, SHARE, SEED)
     actual = image_changes.changed_logprobs(env.actor, env.batch, change)
     oracle = hugging_face(checkpoint).double()
     for (index, tokens), ours in zip(responses_of(env.batch), env.batch.split(actual)):

@@ -47,41 +47,34 @@ def blank(images: Images, key: NoiseKey) -> Images:
     ]
 
 
-def masked_images(share: float, seed: int) -> Callable:
-    """A change: each square of 14 x 14 pixels of an image is black with probability ``share`` (the random
-    masking of PAPO, Wang et al. 2025)."""
-
-    def change(image: Image.Image, rng: np.random.Generator) -> Image.Image:
-        masked = image.copy()
-        for y in range(0, image.height, MASK_SQUARE):
-            for x in range(0, image.width, MASK_SQUARE):
-                if rng.random() < share:
-                    masked.paste(0, (x, y, x + MASK_SQUARE, y + MASK_SQUARE))
-        return masked
-
-    return one_by_one(change, seed)
+def mask(image: Image.Image, share: float, rng: np.random.Generator) -> Image.Image:
+    """Each square of 14 x 14 pixels is black with probability ``share`` (the random masking of PAPO,
+    Wang et al. 2025)."""
+    masked = image.copy()
+    for y in range(0, image.height, MASK_SQUARE):
+        for x in range(0, image.width, MASK_SQUARE):
+            if rng.random() < share:
+                masked.paste(0, (x, y, x + MASK_SQUARE, y + MASK_SQUARE))
+    return masked
 
 
-def noisy_images(deviation: float, seed: int) -> Callable:
-    """A change: Gaussian noise on every colour of every pixel; colours are between 0 and 1."""
-
-    def change(image: Image.Image, rng: np.random.Generator) -> Image.Image:
-        pixels = np.asarray(image, dtype=np.float32)
-        noise = rng.standard_normal(pixels.shape, np.float32)
-        return Image.fromarray((pixels + 255 * deviation * noise).clip(0, 255).astype(np.uint8))
-
-    return one_by_one(change, seed)
+def add_noise(image: Image.Image, deviation: float, rng: np.random.Generator) -> Image.Image:
+    """Gaussian noise on every colour of every pixel; colours are between 0 and 1."""
+    pixels = np.asarray(image, dtype=np.float32)
+    noise = rng.standard_normal(pixels.shape, np.float32)
+    return Image.fromarray((pixels + 255 * deviation * noise).clip(0, 255).astype(np.uint8))
 
 
-def one_by_one(change: Callable, seed: int) -> Callable:
-    """The change of each image alone, by ``change(image, generator)``."""
+def at_random(change: Callable, amount: float, seed: int) -> Callable:
+    """The change of each image alone, by ``change(image, amount, generator)``."""
     return lambda images, key: [
-        change(image, np.random.default_rng((seed, *key, k))) for k, image in enumerate(images)
+        change(image, amount, np.random.default_rng((seed, *key, k)))
+        for k, image in enumerate(images)
     ]
 
 
-# kind of damage -> function of its amount and a seed that makes the change
-DAMAGE = {"mask": masked_images, "noise": noisy_images}
+# kind of damage -> function of an image, its amount and a generator
+DAMAGE = {"mask": mask, "noise": add_noise}
 
 
 def damage(spec: str, seed: int) -> Callable | None:
@@ -92,7 +85,7 @@ def damage(spec: str, seed: int) -> Callable | None:
     try:
         if not 0 < float(amount) <= 1:
             raise ValueError(amount)
-        return DAMAGE[kind](float(amount), seed)
+        return at_random(DAMAGE[kind], float(amount), seed)
     except (KeyError, ValueError) as error:
         kinds = ", ".join(DAMAGE)
         raise UserError(

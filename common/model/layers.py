@@ -96,11 +96,14 @@ def fuse_rotary(theirs: ModuleType) -> None:
         vars(theirs)["apply_rotary_pos_emb"] = functools.partial(fuse, rotate)
 
 
-def agree(theirs: nn.Module, ours: nn.Module, *size: int) -> bool:
-    """Whether two modules with weights of the same names compute the same of an input (3, *size). In
-    what is drawn here each size of the real weights becomes a small one, the same wherever it occurs."""
+def agree(theirs: nn.Module, ours: nn.Module) -> bool:
+    """Whether two modules with weights of the same names compute the same of inputs of the size that our
+    first weight takes. In what is drawn here each size of the real weights becomes a small one, the
+    same wherever it occurs."""
     generator = torch.Generator().manual_seed(0)  # the run's own is left alone
-    shapes = {name: weight.shape for name, weight in theirs.named_parameters()}
+    shapes = {name: weight.shape for name, weight in ours.named_parameters()}
+    first = next(iter(shapes.values()))
+    size = first[1:] or first  # that of a norm has the inputs' size
     small = {length: 4 + 2 * k for k, length in enumerate(sorted({*sum(shapes.values(), ())}))}
 
     def random(lengths: Iterable[int]) -> Tensor:
@@ -113,27 +116,24 @@ def agree(theirs: nn.Module, ours: nn.Module, *size: int) -> bool:
     return torch.allclose(one.flatten(), other.flatten(), rtol=1e-4, atol=1e-5)
 
 
-def norm_like(theirs: nn.Module) -> RMSNorm | None:
-    """Ours that computes what a norm of transformers does; None: neither does."""
-    eps = getattr(theirs, "variance_epsilon", getattr(theirs, "eps", None))
+def candidates(theirs: Any) -> list[nn.Module]:
+    """Ours that may compute what a module of transformers does, by its parts."""
     weights = dict(theirs.named_parameters())
-    if weights.keys() != {"weight"} or weights["weight"].ndim != 1 or eps is None:
-        return None
-    for kind in (RMSNorm, RMSNormPlusOne):
-        ours = kind(weights["weight"], eps)
-        if agree(theirs, ours, len(ours.weight)):
-            return ours
-    return None
+    is_norm = type(theirs).__name__.endswith("RMSNorm") and weights.keys() == {"weight"}
+    if is_norm and theirs.weight.ndim == 1:
+        eps = getattr(theirs, "variance_epsilon", getattr(theirs, "eps", None))
+        return [kind(theirs.weight, eps) for kind in (RMSNorm, RMSNormPlusOne)]
+    if theirs._modules.keys() == SWIGLU and isinstance(theirs.gate_proj, nn.Linear):
+        return [SwiGLU(theirs)]
+    return []
 
 
 def check_add_images(theirs: Callable) -> None:
     """Raises ValueError: a sum of DeepStack that `add_images` is not."""
-    generator = torch.Generator().manual_seed(0)
-    hidden, features = (torch.randn(size, 4, generator=generator) for size in (5, 2))
-    places = torch.tensor([1, 3])
-    mask = torch.zeros(1, 5, dtype=torch.bool).index_fill(1, places, True)
-    ours = add_images(theirs, hidden[None], places, features)
-    if not torch.allclose(ours, theirs(hidden[None].clone(), mask, features)):
+    hidden = torch.arange(8.0).view(1, 2, 4)
+    features = hidden[0, :1] + 0.5
+    ours = add_images(theirs, hidden, torch.tensor([1]), features)
+    if not torch.allclose(ours, theirs(hidden.clone(), torch.tensor([[False, True]]), features)):
         raise ValueError(f"{theirs.__qualname__} of transformers is another sum than is known here")
 
 
@@ -142,21 +142,16 @@ def use_fewer_kernels(model: nn.Module) -> None:
     see `check_add_images`."""
     modules: list = list(model.named_modules())  # their classes differ by family
     for name, module in modules:
+        agreeing = [ours for ours in candidates(module) if agree(module, ours)]
         kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
-            ours = norm_like(module)
-            if ours is not None:
-                model.set_submodule(name, ours)
+        if agreeing:
+            model.set_submodule(name, agreeing[0])
         elif kind.endswith("Attention"):
             fuse_rotary(sys.modules[type(module).__module__])
-        elif module._modules.keys() == SWIGLU and isinstance(module.gate_proj, nn.Linear):
-            ours = SwiGLU(module)
-            if agree(module, ours, module.gate_proj.weight.shape[1]):
-                model.set_submodule(name, ours)
         elif kind.endswith("PatchEmbed") and isinstance(module.proj, nn.Conv3d):
             ours = copy.copy(module.proj)
             ours.__class__ = PatchProjection
-            if agree(module.proj, ours, *ours.weight.shape[1:]):
+            if agree(module.proj, ours):
                 module.proj = ours
         elif hasattr(module, "_deepstack_process"):
             theirs = module._deepstack_process

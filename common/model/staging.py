@@ -28,11 +28,9 @@ class Staging:
     def stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The same tensors in host memory, complete once `wait` has returned. They may be changed
         at once: what the current stream does next, it does after the copy."""
-        offsets = [0]
-        for tensor in tensors.values():
-            offsets.append(offsets[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
         if self.buffer is None:
-            self.buffer = torch.empty(offsets[-1], dtype=torch.uint8)
+            self.buffer = torch.empty(sum(sizes), dtype=torch.uint8)
             if torch.cuda.is_initialized():
                 pin(self.buffer)
                 self.stream = torch.cuda.Stream()
@@ -40,9 +38,8 @@ class Staging:
             self.stream.wait_stream(torch.cuda.current_stream())
         copies = {}
         with torch.cuda.stream(self.stream):  # of None: nothing
-            for (name, tensor), offset in zip(tensors.items(), offsets):
-                part = self.buffer[offset : offset + tensor.nbytes]
-                copy = part.view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), part in zip(tensors.items(), self.buffer.split(sizes)):
+                copy = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 copies[name] = copy.copy_(tensor, non_blocking=True)
         if self.stream:
             self.copied = self.stream.record_event()

@@ -10,6 +10,7 @@ that any number of ranks may have written, everything else is JSON: nothing is r
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -127,8 +128,8 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, newest first. Raises OSError: they cannot be listed, which
     does not mean that there is none."""
     names = os.listdir(folder) if os.path.lexists(folder) else []
-    paths = {name[5:]: folder / name for name in names if name.startswith("step-")}
-    return sorted([(int(step), path) for step, path in paths.items() if step.isdecimal()])[::-1]
+    paths = [folder / name for name in names if re.fullmatch(r"step-\d+", name)]
+    return sorted([(int(path.name[5:]), path) for path in paths], reverse=True)
 
 
 def is_complete(path: Path) -> bool:

@@ -52,9 +52,9 @@ VISION_KEYS += ("vision_encoder.", "vision_projection.", "embed_vision.", "image
 # the tower of a critic that reads the actor's features.
 COPIED_KEYS = ("mtp.", "audio_tower.", "embed_audio.")
 # What files may hold that no model has, and why that is no loss: it is computed, or a head.
-NOT_READ = (
-    r"\.(inv_freq|position_ids|masked_bias)$",  # written by older versions of transformers
-    r"(^|\.)lm_head\.",  # in a critic and in a scalar model; elsewhere it is a parameter
+NOT_READ = re.compile(
+    r"\.(inv_freq|position_ids|masked_bias)$"  # written by older versions of transformers
+    r"|(^|\.)lm_head\."  # in a critic and in a scalar model; elsewhere it is a parameter
 )
 # one matrix of one expert, where the files hold each alone
 EXPERT_KEY = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -256,10 +256,7 @@ def is_copied(key: str, model: Model) -> bool:
 
 def check_unknown(folder: Path, keys: list[str]) -> None:
     """Raises ValueError: among the keys of a checkpoint that are not read is one without a reason."""
-    lost = []
-    for key in keys:
-        if not OTHER_HEAD.match(key) and not any(re.search(part, key) for part in NOT_READ):
-            lost.append(key)
+    lost = [key for key in keys if not OTHER_HEAD.match(key) and not NOT_READ.search(key)]
     if lost:
         raise ValueError(
             f"{folder}: {len(lost)} tensors of the files are no part of the model in config.json, the "

@@ -120,7 +120,7 @@ def test_masks_blacken_whole_squares_by_seed_and_place():
     image = Image.fromarray(pixels)
 
     def masked(share: float, seed: int = 7, key: tuple = (123, 0)) -> list[np.ndarray]:
-        images = image_changes.masked_images(share, seed)([image] * 3, key)
+        images = image_changes.at_random(image_changes.mask, share, seed)([image] * 3, key)
         return [np.asarray(part) for part in images]
 
     before, actual, behind = masked(0.6)
@@ -132,7 +132,7 @@ def test_masks_blacken_whole_squares_by_seed_and_place():
     assert all((other != actual).any() for other in (before, behind, *others))
     for share, wanted in ((0.0, pixels), (1.0, 0 * pixels)):
         assert all((part == wanted).all() for part in masked(share))
-    grey = image_changes.masked_images(0.6, 7)([image.convert("L")], (123, 0))
+    grey = image_changes.at_random(image_changes.mask, 0.6, 7)([image.convert("L")], (123, 0))
     assert grey[0].mode == "L"
 
 
