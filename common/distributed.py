@@ -4,6 +4,7 @@
     Team                  ranks that decode the same samples
     to_device             a tensor goes to the GPU while the host goes on
     gather_objects        what every rank has, on every rank
+    say_once              print what all ranks know
     raise_on_all_ranks    one message from rank 0, raised on all ranks
     stop_requested        a signal to one rank stops all of them after the step in progress
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from common.files import say
 from common.process import STOP_SIGNALS, UserError
 
 # by their names since torch 2.13, or those before
@@ -194,6 +196,12 @@ def world_size() -> int:
 def is_main() -> bool:
     """Whether this is rank 0, which prints and writes what all ranks know."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def say_once(text: str) -> None:
+    """Print what all ranks know: rank 0 does."""
+    if is_main():
+        say(text)
 
 
 def gather_objects(value: Any) -> list:

@@ -26,7 +26,7 @@ files
 threads
 logprobs     files
 process      threads files
-distributed  process
+distributed  process files
 user_code    process threads
 toy          process
 flags        process toy files
@@ -36,7 +36,7 @@ logging      cards distributed process files flags
 data         distributed process files flags buffers
 model        losses logprobs distributed process files flags ppo_flags buffers logging data
 rewards      losses distributed process threads files user_code flags ppo_flags buffers data model
-reports      cards distributed files buffers data rewards
+reports      cards distributed buffers data rewards
 envs         logprobs distributed process threads user_code flags ppo_flags buffers data model
 """
 PACKAGES = {package: set(imports) for package, *imports in map(str.split, TABLE.splitlines())}

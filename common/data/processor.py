@@ -25,7 +25,7 @@ from common import distributed
 from common.data.coordinates import SPACES
 from common.data.families import Expansion, family_of, is_clip
 from common.data.folder import read_model_config, read_settings, read_tokenizer
-from common.files import check_form, say
+from common.files import check_form
 from common.flags import DataArgs, parse_template_options
 
 # The settings of a checkpoint that an export repeats.
@@ -60,8 +60,8 @@ class Processor:
             usual = SPACES.get(self.config.model_type, "auto")
             self.space = usual if args.coordinates == "auto" else args.coordinates
             # an args.json may come from a run of another family
-            if usual not in ("auto", self.space) and distributed.is_main():
-                say(
+            if usual not in ("auto", self.space):
+                distributed.say_once(
                     f"--coordinates {self.space}: {self.config.model_type} usually answers in {usual}"
                 )
             self.tokenizer = read_tokenizer(folder)
@@ -116,16 +116,16 @@ class Processor:
         except ValueError:  # a template of prompts alone; whoever needs more of it gets the message
             return ends
         headers = [token for token in tokenizer.all_special_tokens if token in before]
-        if any(token in head for token in headers) and distributed.is_main():
-            say(
+        if any(token in head for token in headers):
+            distributed.say_once(
                 f"warning: {self.folder}: the chat template ignores add_generation_prompt: prompts end "
                 f"without {before!r}, which it writes before an answer"
             )
         if end not in ends:
             generation["eos_token_id"] = sorted({*ends, end} - {None})
-        if end != eos and distributed.is_main():
+        if end != eos:
             token = tokenizer.convert_ids_to_tokens(end)
-            say(
+            distributed.say_once(
                 f"{self.folder}: the chat template ends a turn with {token}, the tokenizer a text with "
                 f"{tokenizer.eos_token}: either ends a response; supervised targets end with {token}"
             )

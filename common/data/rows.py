@@ -24,7 +24,7 @@ from common import distributed
 from common.data.coordinates import Place, Regions, read_regions
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor
-from common.files import number_as_text, parse_json, printable, read_bytes, say
+from common.files import number_as_text, parse_json, printable, read_bytes
 from common.flags import DataArgs
 from common.process import UserError
 
@@ -135,8 +135,8 @@ def load_prompts(
 
     prompts = read_rows(path, build, args, known={*columns.values(), "videos", "rubric", "regions"})
     worked = any(re.search(WORKED_SOLUTION, prompt.reference or "") for prompt in prompts)
-    if worked and distributed.is_main():
-        say(
+    if worked:
+        distributed.say_once(
             f"warning: {path}: answers seem to be worked solutions, which rules compare as a whole; "
             "launch/convert.py takes the final answers out of them"
         )
@@ -185,9 +185,9 @@ def read_rows(
         rows = list(pool.map(read_row, range(len(lines)), *zip(*lines)))
     bad = [row for row in rows if isinstance(row, BadRow)]
     report_bad(path, bad, len(rows), args.on_bad_row == "error" or len(bad) == len(rows))
-    if unread and distributed.is_main():
+    if unread:
         names = ", ".join(sorted(unread))
-        say(f"{path}: columns that are kept, but not read: {names:.400}")
+        distributed.say_once(f"{path}: columns that are kept, but not read: {names:.400}")
     return [row for row in rows if not isinstance(row, BadRow)]
 
 
@@ -223,8 +223,7 @@ def report_bad(where: str, problems: Sequence[str], rows: int, is_error: bool) -
     summary = "\n  ".join([f"{where}: {len(problems)} of {rows} rows are bad", *first])
     if is_error:
         raise UserError(summary)
-    if distributed.is_main():
-        say(f"skipped: {summary}")
+    distributed.say_once(f"skipped: {summary}")
 
 
 # -------------------------------------------------------------------------------------------------

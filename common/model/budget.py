@@ -19,7 +19,6 @@ import torch
 from common import distributed
 from common.data.rows import Prompt
 from common.distributed import Team
-from common.files import say
 from common.flags import ModelArgs
 from common.model import memory
 from common.model.attention import most_slots
@@ -240,8 +239,8 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
     fit raises a UserError on all ranks; an estimate only warns."""
     plan.phases(*plan.setting)  # refuses layers that a team cannot share
     warning = new_positions(plan)
-    if warning and distributed.is_main():
-        say(warning)
+    if warning:
+        distributed.say_once(warning)
     if ranks.device.type != "cuda":
         return
     layer = max(memory.gathered_bytes(module)[1] for module in plan.models.values())
@@ -249,5 +248,4 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
     torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache
     free, _ = torch.cuda.mem_get_info()
     line = require_fit(plan, min(distributed.gather_objects(free)) / GIB, certain)
-    if distributed.is_main():
-        say(line)
+    distributed.say_once(line)

@@ -23,7 +23,6 @@ from common.data.families import Family, Qwen, family_of
 from common.data.folder import read_model_config
 from common.data.processor import Processor
 from common.distributed import ALONE, Team
-from common.files import say
 from common.flags import DataArgs, ModelArgs
 from common.logprobs import logits_fp32
 from common.model.adapters import add_adapters, freeze
@@ -80,9 +79,8 @@ def choose_compute(
         install = ""
         if backend == "varlen" and flash_attn_problem():
             install = f" ({flash_attn_problem()})"
-        if distributed.is_main():
-            ranks = f"{distributed.world_size()} x {device.type}"
-            say(f"{ranks}, attention: {backend}{install}, compute: {name}")
+        ranks = f"{distributed.world_size()} x {device.type}"
+        distributed.say_once(f"{ranks}, attention: {backend}{install}, compute: {name}")
     # Every chunk costs a pass over the gradient of the head's weight: on a GPU this is expensive, on
     # a CPU it is not, and memory decides.
     head_chunk = 256 if small else 4096
@@ -106,13 +104,13 @@ class Builder:
         which layers have another attention."""
         model = self.build(self.folder, vision=True)
         largest = largest_head(model.config.get_text_config())
-        if largest > LARGEST_HEAD and distributed.is_main():
-            say(
+        if largest > LARGEST_HEAD:
+            distributed.say_once(
                 f"attention of layers with heads of {largest}: sdpa, as others end at {LARGEST_HEAD}"
             )
         mixtures = len(routers(model))
-        if self.args.lora_rank and mixtures and distributed.is_main():
-            say(
+        if self.args.lora_rank and mixtures:
+            distributed.say_once(
                 f"warning: --lora_rank leaves the experts and routers of {mixtures} layers as they "
                 "are; without it, all weights are trained"
             )

@@ -28,6 +28,7 @@ from common.distributed import (
     gather_objects,
     is_main,
     raise_on_all_ranks,
+    say_once,
     stop_requested,
 )
 from common.files import follow_pointer, read_json, say, sha256
@@ -222,8 +223,7 @@ class Checkpoints:
             self.first_step = self.saved_step = state.step
             message = f"resuming from {self.path}"
             message += f"; changed: {'; '.join(changed.values())}" if changed else ""
-        if is_main():
-            say(message)
+        say_once(message)
 
     @cached_property
     def saved(self) -> dict:
@@ -274,8 +274,7 @@ class Checkpoints:
                 if not problem:
                     return path
                 self.damaged.add(path)
-                if is_main():
-                    say(f"warning: not resumed from: {path}: {problem}")
+                say_once(f"warning: not resumed from: {path}: {problem}")
         raise UserError(
             f"{missing}, but damaged ones: {path}: {problem}. Start again once their files can be "
             f"read, or move {path.parent} away to start from step 0"
@@ -451,7 +450,7 @@ class Checkpoints:
         self.saved_step = self.first_step
         if is_main():
             shutil.rmtree(self.unfinished(step), ignore_errors=True)
-            say(f"warning: {self.problem}")
+        say_once(f"warning: {self.problem}")
         if self.failed >= MOST_FAILURES:
             raise UserError(self.problem)
         self.start_writer()  # the old one may wait for ranks that have given up
@@ -483,9 +482,8 @@ class Checkpoints:
         the metrics of its step. Raises UserError if that fails."""
         step = self.first_step
         self.export(step, exports, processor, must=True)
-        if is_main():
-            for name in exports:
-                say(f"exported to {self.out}/{name}/step-{step}")
+        for name in exports:
+            say_once(f"exported to {self.out}/{name}/step-{step}")
         return self.state.metrics
 
     def export(
@@ -507,5 +505,5 @@ class Checkpoints:
                     f"the weights were not exported to {folder}: {problem}. Once that is fixed, "
                     "the same command goes on from the newest checkpoint and exports them"
                 )
-            if problem and is_main():
-                say(f"warning: the weights were not exported to {folder}: {problem}")
+            if problem:
+                say_once(f"warning: the weights were not exported to {folder}: {problem}")

@@ -121,7 +121,7 @@ def candidates(theirs: Any) -> list[nn.Module]:
     weights = dict(theirs.named_parameters())
     is_norm = type(theirs).__name__.endswith("RMSNorm") and weights.keys() == {"weight"}
     if is_norm and theirs.weight.ndim == 1:
-        eps = getattr(theirs, "variance_epsilon", getattr(theirs, "eps", None))
+        eps: Any = getattr(theirs, "variance_epsilon", getattr(theirs, "eps", None))
         return [kind(theirs.weight, eps) for kind in (RMSNorm, RMSNormPlusOne)]
     if theirs._modules.keys() == SWIGLU and isinstance(theirs.gate_proj, nn.Linear):
         return [SwiGLU(theirs)]

@@ -30,7 +30,6 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
 
 from common import distributed
-from common.files import say
 
 WIDTH = 4  # K of every Qwen3.5; another one is refused because it is untested
 FLA_INSTALL = "pip install fla-core"
@@ -303,8 +302,7 @@ def choose_rule(device: str, dtype: torch.dtype) -> Callable:
     if device != "cuda" or dtype == torch.float32:
         return padded_rule
     if importlib.util.find_spec("fla") is None:
-        if distributed.is_main():
-            say(f"linear attention runs in plain torch; faster: {FLA_INSTALL}")
+        distributed.say_once(f"linear attention runs in plain torch; faster: {FLA_INSTALL}")
         return padded_rule
     load_fla()
     return fla_rule

@@ -14,7 +14,6 @@ from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import Prompt, user_text
 from common.data.transcripts import finished_text, messages, plain_text, turn_texts
-from common.files import say
 from common.reports.accuracy import vote_rates
 from common.rewards.judge import JudgeSettings, row_record
 from common.rewards.regions import region_record
@@ -139,8 +138,8 @@ def summarise(records: list[dict], count: int) -> dict[str, float]:
             metrics[f"eval/{prefix}pass@{count}"] = solved_share(records, f"{prefix}accuracy")
     if count > 1:
         has_rate = any(name.endswith(f"pass@{count}") for name in metrics)
-        if not has_rate and distributed.is_main():
-            say(
+        if not has_rate:
+            distributed.say_once(
                 f"no pass@{count}, which needs to know right answers: a reward function says which are "
                 'by {"reward": [...], "accuracy": [...]}, where a right one has 1'
             )

@@ -33,7 +33,6 @@ from common.data.rows import (
     user_text,
 )
 from common.data.transcripts import IMAGE_MARK, finished_text, image_sizes
-from common.files import say
 from common.model.build import build_reader
 from common.model.fsdp import onloaded
 from common.model.policy import Critic, Policy, logprobs_of, values_of
@@ -254,8 +253,10 @@ class JudgeModel(RewardModel):
         self.worth = torch.cat([worth, 1 - worth]) if self.kind == "answers" else worth
         self.unread = float(worth.min())
         doubt = doubtful_accuracy(self.settings, self.kind)
-        if doubt and distributed.is_main():
-            say(f"warning: --reward {self.spec}: {doubt}; its rewards may mean nothing")
+        if doubt:
+            distributed.say_once(
+                f"warning: --reward {self.spec}: {doubt}; its rewards may mean nothing"
+            )
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
         asked = []  # Q questions
