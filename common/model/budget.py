@@ -247,5 +247,5 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
     distributed.warm_up(ranks, layer)
     torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache
     free, _ = torch.cuda.mem_get_info()
-    line = require_fit(plan, min(distributed.gather_objects(free)) / GIB, certain)
-    distributed.say_once(line)
+    least = min(distributed.gather_objects(free)) / GIB
+    distributed.say_once(require_fit(plan, least, certain))

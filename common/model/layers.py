@@ -142,10 +142,10 @@ def use_fewer_kernels(model: nn.Module) -> None:
     see `check_add_images`."""
     modules: list = list(model.named_modules())  # their classes differ by family
     for name, module in modules:
-        agreeing = [ours for ours in candidates(module) if agree(module, ours)]
+        ours = next((part for part in candidates(module) if agree(module, part)), None)
         kind = type(module).__name__
-        if agreeing:
-            model.set_submodule(name, agreeing[0])
+        if ours is not None:
+            model.set_submodule(name, ours)
         elif kind.endswith("Attention"):
             fuse_rotary(sys.modules[type(module).__module__])
         elif kind.endswith("PatchEmbed") and isinstance(module.proj, nn.Conv3d):
