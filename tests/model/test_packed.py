@@ -135,6 +135,7 @@ def test_of_a_hub_name_weights_are_fetched_once(weights, tmp_path, monkeypatch):
         "consolidated-00001-of-00002.safetensors",
         "pytorch_model.bin",
     ]
+    (tmp_path / "config.json").write_text("{}")
     asked = {}
     monkeypatch.setattr(
         "common.model.weights.snapshot_download",
