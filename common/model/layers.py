@@ -130,10 +130,12 @@ def candidates(theirs: Any) -> list[nn.Module]:
 
 def check_add_images(theirs: Callable) -> None:
     """Raises ValueError: a sum of DeepStack that `add_images` is not."""
-    hidden = torch.arange(8.0).view(1, 2, 4)
-    features = hidden[0, :1] + 0.5
-    ours = add_images(theirs, hidden, torch.tensor([1]), features)
-    if not torch.allclose(ours, theirs(hidden.clone(), torch.tensor([[False, True]]), features)):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 5, 4, generator=generator)
+    features = torch.randn(2, 4, generator=generator)
+    ours = add_images(theirs, hidden, torch.tensor([1, 3]), features)
+    is_image = torch.tensor([[False, True, False, True, False]])
+    if not torch.allclose(ours, theirs(hidden.clone(), is_image, features)):
         raise ValueError(f"{theirs.__qualname__} of transformers is another sum than is known here")
 
 
