@@ -88,8 +88,8 @@ class RewardArgs:
 
     reward: str = flag(
         "boxed",
-        "source of rewards, or several separated by commas: a rule (exact, boxed, answer, "
-        "verdict, or judgement, which draws both orders of pairs together), env (what --env gives), "
+        "source of rewards, or several separated by commas: a rule (exact, boxed, answer, box, boxes, "
+        "point, verdict, or judgement, which draws both orders of pairs together), env (what --env gives), "
         "file.py:function, grm:FOLDER (generative judge), "
         "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: only a teacher",
         paths=True,
