@@ -248,12 +248,19 @@ class Batch:
         return torch.stack([part.sum() for part in self.split(flat)])
 
     @property
+    def turns(self) -> list[list[Tensor]]:
+        """(S,) each sample's own tokens (n,), turn by turn; one turn without an environment."""
+        samples = self.split(self.tokens)
+        if not self.conversations:
+            return [[tokens] for tokens in samples]
+        return [talk.turn_tokens(tokens) for talk, tokens in zip(self.conversations, samples)]
+
+    @property
     def turn_ends(self) -> Tensor:
         """(N,) bool: the last token of a turn of the policy. Without an environment, a sample is a turn."""
+        lengths = [len(turn) for turns in self.turns for turn in turns]
         is_end = torch.zeros(len(self.tokens), dtype=torch.bool)
-        is_end[self.offsets[1:][self.own_lengths > 0] - 1] = True
-        for start, conversation in zip(self.offsets.tolist(), self.conversations):
-            is_end[[start + count - 1 for count in conversation.tokens_before if count]] = True
+        is_end[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = True
         return is_end
 
     def check(self) -> None:
@@ -292,7 +299,7 @@ class Batch:
         ranks = distributed.gather_objects(tensor_fields(self))
         samples = {name: torch.cat([part[name] for part in ranks]) for name in ranks[0]}
         whole = replace(self, **samples, conversations=gather_conversations(self.conversations))
-        return whole._ordered()
+        return whole.select(whole.prompt_index.argsort(stable=True))
 
     def join(self, other: "Batch") -> "Batch":
         """The batch with the samples of another rollout of the same prompts, in one group with its own and
@@ -300,12 +307,8 @@ class Batch:
         count, both = len(self.prompts), Batch.concatenate([self, other])
         both.prompt_index %= count
         both.sample_number[len(self) :] += self.sample_number.max() + 1
-        return both._ordered().select_prompts(list(range(count)))
-
-    def _ordered(self) -> "Batch":
-        """Its samples in the order of (prompt, sample number)."""
-        order = np.lexsort((self.sample_number.numpy(), self.prompt_index.numpy()))
-        return self.select(torch.from_numpy(order))
+        in_groups = both.select(both.prompt_index.argsort(stable=True))
+        return in_groups.select_prompts(list(range(count)))
 
     def select(self, order: Tensor) -> "Batch":
         """The batch with only the samples ``order`` (k,), in that order, but all prompts."""

@@ -75,8 +75,7 @@ class AdvantageInputs:
     @property
     def turn_lengths(self) -> Tensor:
         """(T,) tokens of each of the T turns of all samples."""
-        ends = self.turn_ends.nonzero()[:, 0]
-        return ends.diff(prepend=ends.new_tensor([-1]))
+        return self.turn_ends.nonzero()[:, 0].diff(prepend=torch.tensor([-1]))
 
     @property
     def rewards_after_kl(self) -> Tensor:
@@ -151,15 +150,12 @@ def turn_grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The reward of each turn, standardized among the samples' turns of the same number, and of a prompt;
     a turn's tokens get the sum of its own and of all later ones. With two turns this is MT-GRPO with
     equal weights (Zeng et al. 2025, arXiv 2505.11821), with one grpo."""
-    turns, lengths = x.turns, x.turn_lengths
-    turn = torch.arange(len(lengths)).repeat_interleave(lengths)  # (N,) of each token
-    at_tokens = replace(x, kl_coef=0.0).token_rewards.double()
-    rewards = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, turn, at_tokens)  # (T,)
-    first = (turns.cumsum(0) - turns).repeat_interleave(turns)  # (T,) the first turn of its sample
-    number = torch.arange(len(lengths)) - first
-    compared = x.prompt_index.repeat_interleave(turns) * len(lengths) + number
+    turns, each = x.turns, replace(x, lengths=x.turn_lengths)  # each turn as a sample
+    rewards = each.per_sample(replace(x, kl_coef=0.0).token_rewards.double())  # (T,)
+    number = torch.cat([torch.arange(count) for count in turns.tolist()])  # (T,) in its sample
+    compared = x.prompt_index.repeat_interleave(turns) * len(number) + number
     to_go = rewards_to_go(standardize(rewards, compared), turns, 1.0)  # (T,)
-    return _subtract_kl(x, to_go[turn])
+    return _subtract_kl(x, each.per_token(to_go))
 
 
 def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:

@@ -17,13 +17,8 @@ IMAGE_MARK = "\x02image\x03"  # in `as_text`
 
 def turn_texts(batch: Batch, picks: Sequence[int], processor: Processor) -> list[list[str]]:
     """What the policy said in the samples ``picks``: one text for each turn."""
-    tokens, texts = batch.split(batch.tokens), []
-    for i in picks:
-        turns = [tokens[i]]
-        if batch.conversations:
-            turns = batch.conversations[i].turn_tokens(tokens[i])
-        texts.append(processor.decode(turns))
-    return texts
+    turns = batch.turns
+    return [processor.decode(turns[i]) for i in picks]
 
 
 def finished_text(batch: Batch, i: int, text: str) -> str:

@@ -195,13 +195,13 @@ def call_source(source: Source, samples: Samples) -> Columns:
     count, floats = len(samples.responses), {}
     if "spans" in columns:
         try:
-            spans = [
-                [(int(end), float(reward)) for end, reward in ends] for ends in columns.pop("spans")
+            floats["spans"] = [
+                [(range(1, len(text) + 1).index(end) + 1, float(reward)) for end, reward in ends]
+                for text, ends in zip(samples.responses, columns.pop("spans"), strict=True)
             ]
         except (TypeError, ValueError) as error:
-            problem = f"spans must be lists of (end, reward): {error}"
+            problem = f"spans must be lists of (end, reward), with ends in the response: {error}"
             raise failure(source, samples, problem) from error
-        floats["spans"] = spans
     for name, values in columns.items():
         try:
             numbers = torch.as_tensor(values, dtype=torch.float64)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common import distributed, losses
-from common.buffers import EMPTY, Batch
+from common.buffers import Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.data.transcripts import finished_text, messages, turn_texts, whole_texts
@@ -222,7 +222,7 @@ class RewardMix:
             scored = {}
             for name, (mine, scoring) in calls.items():
                 scored[name] = mine, end_scoring(scoring, self.args.reward_timeout)
-            place_spans(scored, batch, processor)
+                place_spans(*scored[name], batch, processor)
         by_rank = distributed.gather_objects(scored)
         batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
         total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
@@ -233,9 +233,9 @@ class RewardMix:
             share, used = self.share_of(source, batch), self.samples_of(source, batch)
             weights.append(share)
             columns, notes, at_tokens = self.ask(source, batch, processor, used, by_rank)
-            if len(at_tokens) and self.combiner is None:  # of a combined reward no part has a place
-                at_tokens = share.nan_to_num().repeat_interleave(batch.own_lengths) * at_tokens
-                batch.turn_rewards += at_tokens
+            if self.combiner is None:  # of a combined reward no part has a place
+                shares = share.nan_to_num().repeat_interleave(batch.own_lengths)
+                batch.turn_rewards += shares * at_tokens
             if source.spec == "judgement" and self.args.consistency_coef:
                 self.reward_consistency(columns, batch, processor, used)
             by_source[source.name] = columns.pop("reward")
@@ -276,11 +276,12 @@ class RewardMix:
         says of each of the n; and the part of the rewards that has places, (N,) float64. Models see
         whole conversations, functions the last turn as the response; what these said is in
         ``by_rank``."""
-        parts, notes, at_tokens = [], [], EMPTY
+        parts, notes, at_tokens = [], [], torch.zeros(len(batch.tokens), dtype=torch.float64)
         if source.kind in CALLED:
             parts = [part[source.name] for part in by_rank if source.name in part]
-            spans = [columns.pop("spans") for _, columns in parts if "spans" in columns]
-            at_tokens = torch.stack(spans).sum(0) if spans else EMPTY
+            for _, columns in parts:
+                for index, earned in columns.pop("spans"):
+                    at_tokens[index] += earned
         elif source.ask is not None and used:
             columns, notes = source.ask(batch, used, whole_texts(batch, used, processor))
             parts = [(used, columns)]
@@ -354,32 +355,27 @@ def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int
     )
 
 
-def place_spans(scored: dict[str, tuple], batch: Batch, processor: Processor) -> None:
-    """Add the spans of each source to its rewards, and replace them by (N,) float64: what is earned at
-    the tokens that complete their texts, in the last turns. Raises ValueError."""
-    tokens = batch.split(batch.tokens)
-    for mine, columns in scored.values():
-        if "spans" not in columns:
-            continue
-        rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
-        for i, ends in zip(mine, columns["spans"]):
-            turn, stop = tokens[i], int(batch.offsets[i]) + len(tokens[i])
-            if batch.conversations:
-                turn = batch.conversations[i].turn_tokens(turn)[-1]
-            for end, reward in ends:
-                rewards[stop - len(turn) + token_that_ends(processor, turn, end)] += reward
-        sums = batch.per_sample_sum(rewards)[mine].tolist()
-        columns["reward"] = [*map(sum, zip(columns["reward"], sums))]
-        columns["spans"] = rewards
+def place_spans(mine: list[int], columns: dict, batch: Batch, processor: Processor) -> None:
+    """Add the spans of the samples ``mine``, if any, to their rewards, and replace them by (index of
+    the token that completes the text, reward), in the last turns."""
+    turns, placed = batch.turns, []
+    for k, (i, ends) in enumerate(zip(mine, columns.get("spans", ()))):
+        turn = turns[i][-1]
+        start = int(batch.offsets[i + 1]) - len(turn)
+        for end, reward in ends:
+            placed.append((start + token_that_ends(processor, turn, end), reward))
+            columns["reward"][k] += reward
+    columns["spans"] = placed
 
 
 def token_that_ends(processor: Processor, tokens: Tensor, end: int) -> int:
-    """The first token with which the text has ``end`` characters. Raises ValueError."""
-    text = processor.decode([tokens])[0]
-    if not 0 < end <= len(text):
-        raise ValueError(f"--reward: a span ends at character {end} of {text!r:.500}")
+    """The first token with which all ``end`` characters are there. Characters of several tokens are
+    other ones before that."""
+    text = processor.decode([tokens])[0][:end]
     counts = range(1, len(tokens))
-    return bisect_left(counts, end, key=lambda count: len(processor.decode([tokens[:count]])[0]))
+    return bisect_left(
+        counts, True, key=lambda count: processor.decode([tokens[:count]])[0].startswith(text)
+    )
 
 
 def rewards_at_turns(batch: Batch) -> Tensor:

@@ -10,6 +10,7 @@ import math
 import operator
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 from pathlib import Path
 
 import pytest
@@ -390,8 +391,26 @@ def test_spans_fall_on_the_tokens_that_end_them(qwen25, picture_rows, tmp_path, 
     assert torch.allclose(inputs.token_rewards, torch.tensor(earned) + at_ends)
     assert torch.equal(score(env, reward, scored).turn_rewards, scored.turn_rewards)
     reward = scoring.load_rewards(replace(env.args.reward, reward=f"{tmp_path}/mine.py:beyond"))
-    with user_error("--reward: a span ends at character .* of "):
+    with user_error(r"beyond: spans must be lists of \(end, reward\), with ends in the response: .* not in range"):
         score(env, reward, batch)
+
+
+@pytest.mark.parametrize("each_is_replaced", [False, True])
+def test_a_span_ends_with_the_last_token_of_its_last_character(each_is_replaced):
+    """A token is a byte. What is left of a character is shown as one mark, or (byte fallback) as a mark for
+    each of its bytes: then a text has fewer characters with its last byte than before."""
+
+    def decode(parts):
+        raw = bytes(parts[0].tolist())
+        whole = raw.decode(errors="ignore")
+        left = len(raw) - len(whole.encode())
+        return [whole + "\ufffd" * (left if each_is_replaced else left > 0)]
+
+    text = "a😀bé"
+    processor = SimpleNamespace(decode=decode)
+    tokens = torch.tensor(list(text.encode()))
+    ends = [scoring.token_that_ends(processor, tokens, end) for end in (1, 2, 3, 4)]
+    assert ends == [0, 4, 5, 7]
 
 
 def test_rollouts_with_and_without_spans_are_one_batch(qwen25, picture_rows, tmp_path):
