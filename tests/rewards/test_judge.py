@@ -10,8 +10,8 @@ import math
 import operator
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -391,7 +391,9 @@ def test_spans_fall_on_the_tokens_that_end_them(qwen25, picture_rows, tmp_path, 
     assert torch.allclose(inputs.token_rewards, torch.tensor(earned) + at_ends)
     assert torch.equal(score(env, reward, scored).turn_rewards, scored.turn_rewards)
     reward = scoring.load_rewards(replace(env.args.reward, reward=f"{tmp_path}/mine.py:beyond"))
-    with user_error(r"beyond: spans must be lists of \(end, reward\), with ends in the response: .* not in range"):
+    with user_error(
+        r"beyond: spans must be lists of \(end, reward\), with ends in the response: .* not in range"
+    ):
         score(env, reward, batch)
 
 

@@ -494,7 +494,10 @@ def test_a_call_holds_all_samples_of_a_prompt(workers, batch):
         ([[1.0], [], []], r"spans must be lists of \(end, reward\)"),
         (1.0, r"spans must be lists of \(end, reward\)"),
         ([[("a", 1.0)], [], []], r"spans must be lists of \(end, reward\)"),
-        *(([[(end, 1.0)], [], []], "spans .* with ends in the response") for end in (0, -1, 99, float("inf"), float("nan"))),
+        *(
+            ([[(end, 1.0)], [], []], "spans .* with ends in the response")
+            for end in (0, -1, 99, float("inf"), float("nan"))
+        ),
     ],
 )
 def test_spans_of_another_form_are_refused(spans, message):
