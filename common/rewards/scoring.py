@@ -221,8 +221,9 @@ class RewardMix:
         with distributed.raise_on_all_ranks():
             scored = {}
             for name, (mine, scoring) in calls.items():
-                scored[name] = mine, end_scoring(scoring, self.args.reward_timeout)
-                place_spans(*scored[name], batch, processor)
+                columns = end_scoring(scoring, self.args.reward_timeout)
+                place_spans(mine, columns, batch, processor)
+                scored[name] = mine, columns
         by_rank = distributed.gather_objects(scored)
         batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
         total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
