@@ -222,8 +222,7 @@ class RewardMix:
             scored = {}
             for name, (mine, scoring) in calls.items():
                 columns = end_scoring(scoring, self.args.reward_timeout)
-                place_spans(mine, columns, batch, processor)
-                scored[name] = mine, columns
+                scored[name] = mine, place_spans(mine, columns, batch, processor)
         by_rank = distributed.gather_objects(scored)
         batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
         total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
@@ -356,9 +355,9 @@ def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int
     )
 
 
-def place_spans(mine: list[int], columns: dict, batch: Batch, processor: Processor) -> None:
-    """Add the spans of the samples ``mine``, if any, to their rewards, and replace them by (index of
-    the token that completes the text, reward), in the last turns."""
+def place_spans(mine: list[int], columns: dict, batch: Batch, processor: Processor) -> dict:
+    """The columns of the samples ``mine``, whose spans, if any, are added to the rewards, and become
+    (index of the token that completes the text, reward), in the last turns."""
     turns, placed = batch.turns, []
     for k, (i, ends) in enumerate(zip(mine, columns.get("spans", ()))):
         turn = turns[i][-1]
@@ -366,7 +365,7 @@ def place_spans(mine: list[int], columns: dict, batch: Batch, processor: Process
         for end, reward in ends:
             placed.append((start + token_that_ends(processor, turn, end), reward))
             columns["reward"][k] += reward
-    columns["spans"] = placed
+    return columns | {"spans": placed}
 
 
 def token_that_ends(processor: Processor, tokens: Tensor, end: int) -> int:
