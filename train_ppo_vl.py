@@ -103,6 +103,7 @@ from common.reports.records import (
 from common.rewards import models as reward_models
 from common.rewards import scoring
 from common.rewards.judge import JudgeSettings, load_judgements, load_responses
+from common.threads import describe
 from common.user_code import load_object
 
 # given beginnings of responses: tokens (n,) and their log-probs (n,)
@@ -706,9 +707,13 @@ def draw_by_history(args: Args, rows: list[Prompt], state: "TrainState") -> Iter
             history, columns = state.history.clone().numpy(), [row.row for row in rows]
             rng = np.random.default_rng([args.run.seed, start])
             with distributed.raise_on_all_ranks(f"--curriculum {spec}: "):
-                weights = np.array(weigh(columns, *history), np.float64)
-                drawn = rng.choice(len(rows), size, False, weights / weights.sum())
-            state.ahead = drawn.tolist()
+                try:
+                    weights = np.array(weigh(columns, *history), np.float64)
+                    drawn = rng.choice(len(rows), size, False, weights / weights.sum())
+                except (Exception, SystemExit) as error:  # the user's own code
+                    raise ValueError(describe(error)) from error
+            # a function may draw by chance, or by a clock: rank 0 decides
+            state.ahead = distributed.from_main(drawn.tolist())
         yield [rows[k] for k in state.ahead], list(range(start, start + size))
         state.ahead = []
 

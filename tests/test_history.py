@@ -97,6 +97,22 @@ def unlike(rows, samples, rewards):
 def nothing(rows, samples, rewards):
     return [1.0, 1.0] + [0.0] * 6
 
+def short(rows, samples, rewards):
+    return [1.0] * 7
+
+def zero(rows, samples, rewards):
+    return 0 * samples
+
+def nan(rows, samples, rewards):
+    return [1.0] * 7 + [np.nan]
+
+def raises(rows, samples, rewards):
+    return [row["difficulty"] for row in rows]
+
+def by_rank(rows, samples, rewards):
+    import os
+    return 10.0 ** (-3 * np.arange(8) * (-1) ** int(os.environ["RANK"]))
+
 def changes(rows, samples, rewards):
     weights = solved(rows, samples, rewards)
     samples[:], rewards[:] = 7, 7
@@ -146,6 +162,10 @@ def test_a_function_may_change_what_it_gets(qwen25, task, tmp_path, seen, curric
     [
         ("unlike", "--curriculum .*:unlike: .*non-negative"),
         ("nothing", "--curriculum .*:nothing: .*[Ff]ewer non-zero"),
+        ("short", "--curriculum .*:short: .*same size"),
+        ("zero", "--curriculum .*:zero: .*NaN"),
+        ("nan", "--curriculum .*:nan: .*NaN"),
+        ("raises", "--curriculum .*:raises: KeyError: 'difficulty'"),
         ("absent", "--curriculum .*:absent"),
     ],
 )
@@ -162,3 +182,11 @@ def test_a_curriculum_is_the_same_on_two_ranks(qwen25, task, tmp_path, curriculu
         )
         launch(world, argv)
     assert_same_run(tmp_path / "1", tmp_path / "2")
+
+
+@pytest.mark.slow
+def test_ranks_draw_the_same_rows_whatever_each_would(qwen25, task, tmp_path, curriculum):
+    argv = flags(qwen25, task, tmp_path / "run", FLAGS, curriculum("by_rank"), "--steps 1")
+    launch(2, argv)
+    state = read_json(tmp_path / "run" / "checkpoints" / "step-1" / "state.json")
+    assert sorted(state["ahead"]) == [0, 1, 2, 3]
