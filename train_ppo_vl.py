@@ -1204,9 +1204,9 @@ def rollout(
     times.
 
     Args:
-        beginnings: fewer than --max_new_tokens tokens, and their log-probs, NaN for tokens that are
-            `Batch.foreign`. The policy continues as if it had drawn them. All ranks of a team pass
-            the same.
+        beginnings: at most --max_new_tokens tokens, and their log-probs, NaN for tokens that are
+            `Batch.foreign`. The policy continues as if it had drawn them, unless the last one is an
+            end token. All ranks of a team pass the same.
     """
     actor.eval()
     mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}
@@ -2394,15 +2394,20 @@ class RolloutEngine:
         self.begin(parts, features)
 
     def read_beginnings(self, slots: list[int]) -> None:
-        """Prefill the given beginnings of responses, slot by slot, as if the policy had drawn them."""
+        """Prefill the given beginnings of responses, slot by slot, as if the policy had drawn them: the
+        last token is still to be decoded, unless it ends the response."""
         for slot in slots:
             sample = self.slots[slot]
             tokens, logps = self.beginnings.get(sample.key, (EMPTY, EMPTY))
             n = len(tokens)
+            if n > 1:
+                positions = int(self.rope[slot]) + torch.arange(n - 1).expand(3, -1)
+                self.begin([Prefill([slot], sample.stored, tokens[:-1], positions, n - 1)], [])
             if n:
                 self.out_tokens[slot, :n], self.out_logprobs[slot, :n] = tokens, logps
-                positions = int(self.rope[slot]) + torch.arange(n).expand(3, -1)
-                self.begin([Prefill([slot], sample.stored, tokens, positions, n)], [])
+                self.last[slot] = tokens[-1]
+                is_end = tokens[-1] in self.sampling.stop_ids.cpu()
+                self.done[slot] = is_end or n == self.sampling.max_new_tokens
 
     def stop_string_end(self, sample: Sample, tokens: Tensor) -> int | None:
         """Number of tokens up to and including the one that completes a stop string, but at least

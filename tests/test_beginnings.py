@@ -44,7 +44,7 @@ def test_a_response_goes_on_from_its_own_beginning(checkpoint, picture_rows, pol
     env = start(checkpoint, picture_rows, "--max_new_tokens 24 --temperature 0.8", *stops)
     expected = rolled_out(env, take(env), 5)
     assert len(set(expected.own_lengths.tolist())) > 1
-    for share, slots, every in ((0.0, 0, 1), (0.4, 0, 1), (0.4, 3, 8), (0.99, 7, 1)):
+    for share, slots, every in ((0.0, 0, 1), (0.4, 0, 1), (0.4, 3, 8), (0.99, 7, 1), (1.0, 3, 8)):
         poll[0] = every
         begun = beginnings_of(expected, share)
         assert_same_samples(rolled_out(env, take(env), 5, begun, slots=slots), expected)
