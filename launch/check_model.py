@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 import tool  # puts the project's folder on the path
 from chat import Chat
@@ -62,7 +63,7 @@ def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, 
         features = vlm.image_features(theirs, *load_pixels(prompts[k], processor))
         yield f"image features of prompt {k}", difference(ours, features), bound
     with fsdp.unsharded(actor):
-        error, name = max(module_errors(chat, actor.model, prompts[-1]))
+        error, name = max(module_errors(chat, actor.model, prompts[-1]), default=(0.0, "none"))
     yield f"replaced modules, the worst: {name}", error, bound
     packed, tokens = logprobs_of(actor, samples), samples.split(samples.tokens)
     pairs = zip(samples.prompt_index.tolist(), tokens)
@@ -116,9 +117,11 @@ def other_ids(chat: Chat, prompts: list[Prompt]) -> Iterator[bool]:
 def module_errors(chat: Chat, model: vlm.Model, prompt: Prompt) -> list[tuple[float, str]]:
     """Of the modules in the place of transformers' own, given the inputs of these in a forward pass
     of theirs."""
-    errors, ours, hooks = [(0.0, "none")], dict(model.named_modules()), []
+    errors, ours, hooks = [], dict(model.named_modules()), []
     for name, module in chat.model.named_modules():
-        if type(ours.get(name)).__module__.startswith("common."):
+        mine = ours.get(name, module)
+        # FSDP makes subclasses of those that it gathers
+        if type(mine) is not type(module) and not isinstance(mine, FSDPModule):
 
             def compare_output(_, args, options, out, name=name):
                 errors.append((difference(ours[name](*args, **options), out), name))

@@ -1,9 +1,10 @@
 """launch/check_model.py on tiny checkpoints, and on one with a module that computes something else."""
 
 import pytest
+import torch
 
 import check_model as program
-from common.model import layers
+from common.model import build, layers
 from conftest import words
 from families import KINDS, PLAIN, TEXT_ONLY, write_family
 
@@ -23,6 +24,8 @@ def test_every_comparison_of_a_sound_checkpoint_passes(kind, tmp_path, picture_r
     assert program.main(words(tmp_path)) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[-1] == "PASS"
+    (worst,) = [line for line in lines if "replaced modules" in line]
+    assert "none" not in worst  # every family has norms that are replaced
     names = ("replaced modules", "log-probs of packs", "log-probs of the sampler")
     for name in (*names, "greedy samples", "weights of an export"):
         assert sum(line.startswith(f"ok   {name}") for line in lines) == 1, name
@@ -55,3 +58,18 @@ def test_a_wrong_module_is_named(tmp_path, picture_rows, monkeypatch, capfd):
     (worst,) = [line for line in lines if "replaced modules" in line]
     assert worst.startswith("FAIL") and "norm" in worst
     assert any(line.startswith("FAIL log-probs of packs") for line in lines)
+
+
+def test_a_wrong_module_of_any_origin_is_named(tmp_path, picture_rows, monkeypatch, capfd):
+    """Also one that is put there by hand, and is no class of this project."""
+    write_family("llava", tmp_path, picture_rows)
+    use_ours = build.use_ours
+
+    def also(model):
+        use_ours(model)
+        model.model.multi_modal_projector.act = torch.nn.Tanh()
+
+    monkeypatch.setattr(build, "use_ours", also)
+    assert program.main(words(tmp_path)) == 1
+    (worst,) = [line for line in capfd.readouterr().out.splitlines() if "replaced" in line]
+    assert worst.startswith("FAIL replaced modules, the worst: model.multi_modal_projector.act:")
