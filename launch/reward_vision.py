@@ -136,6 +136,8 @@ def likeness(a: str, b: str) -> float:
 @per_sample
 def items(answer, truth, row):
     answered, expected = Counter(read_items(answer)), Counter(read_items(truth))
+    if answered == expected:  # both may be empty
+        return 1.0
     return 2 * (answered & expected).total() / (answered + expected).total()
 
 

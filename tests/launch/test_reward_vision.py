@@ -91,6 +91,8 @@ items  | 0.5   | -        | ["blue", "red"] | ["red", "green"]
 items  | 2/3   | -        | ["blue", "red"] | red, red, red, blue
 items  | 1     | -        | blue; red    | - red\n- blue
 items  | 2/3   | -        | ["a, b", "c"] | ["a, b"]
+items  | 1     | -        | []       | []
+items  | 0     | -        | []       | red
 order  | 0     | -        | [1, 2, 3]    | 2, 1, 3
 order  | 1     | -        | [1, 2, 3]    | [1, 2, 3]
 order  | 1     | -        | [1, 2, 3]    | ```json\n[1, 2, 3]\n```
