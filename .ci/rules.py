@@ -7,6 +7,7 @@ elsewhere."""
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,6 +198,13 @@ def documents(modules: dict[str, ast.Module]) -> Problems:
             yield f"{path.relative_to(ROOT)}: there is no --{flag}"
 
 
+def experiments() -> Problems:
+    """Each applies alone. In a fork it need not: its test is skipped there."""
+    for diff in sorted((ROOT / "tests" / "experiments").glob("*.diff")):
+        if subprocess.run(["git", "apply", "--check", str(diff)], cwd=ROOT).returncode:
+            yield f"{diff.relative_to(ROOT)} does not apply"
+
+
 def links(page: str, text: str) -> Problems:
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         path, _, anchor = target.partition("#")
@@ -223,6 +231,6 @@ if __name__ == "__main__":
         *variables(),
         *top_level(),
     ]
-    problems += [*unread_flags(modules), *documents(modules)]
+    problems += [*unread_flags(modules), *documents(modules), *experiments()]
     print("\n".join(problems) or "all rules are kept")
     sys.exit(bool(problems))
