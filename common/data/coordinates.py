@@ -147,7 +147,8 @@ def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None
 def read_region(numbers: list[float], size: int, source: Place) -> Box | Point:
     """A box (``size`` 4) or point (2) in pixels of the file. Raises ValueError: it is not in the image;
     up to a pixel beyond its edge is cut off: it may be rounding."""
-    if len(numbers) != size or not all(map(math.isfinite, numbers)):
+    finite = [abs(number) < 1e100 for number in numbers]  # JSON has integers that no float holds
+    if len(numbers) != size or not all(finite):
         raise ValueError(f"regions: {numbers} are not {size} finite numbers")
     region, file = source.to_file(*numbers), source.file
     if is_region(region, file):

@@ -92,6 +92,7 @@ def test_a_row_is_read_in_pixels_of_its_upright_file(load, tmp_path):
         ({"boxes": [[500, 600, 900, 900]]}, '"space": "1000"'),
         ({"boxes": [[100, 600, 500, 900]]}, "EXIF"),
         ({"boxes": [[1, 2, 3]]}, "not 4 finite numbers"),
+        ({"boxes": [[10**400, 0, 1, 1]]}, "not 4 finite numbers"),
         ({"points": [[1, 2, 3, 4]]}, "not 2 finite numbers"),
         ({"points": [[1, 700]]}, "no point in"),
         ({"boxes": [[1, 2, 3, float("nan")]]}, "finite"),
