@@ -32,6 +32,7 @@ from common.data.loader import PromptLoader, batches_in_order, load_pixels
 from common.data.rows import Prompt, load_prompts, make_prompt
 from common.files import say
 from common.model import fsdp, vlm, weights
+from common.model.attention import PackedAttention
 from common.model.policy import logprobs_of
 
 # By compute type: of numbers, and of the share of greedy samples, which near ties decide in bfloat16.
@@ -115,16 +116,28 @@ def other_ids(chat: Chat, prompts: list[Prompt]) -> Iterator[bool]:
 
 
 def module_errors(chat: Chat, model: vlm.Model, prompt: Prompt) -> list[tuple[float, str]]:
-    """Of the modules in the place of transformers' own, given the inputs of these in a forward pass
-    of theirs."""
+    """Of the modules in the place of transformers' own, and of those that mix tokens by our attention,
+    given the inputs of theirs in a forward pass."""
     errors, ours, hooks = [], dict(model.named_modules()), []
+    index = torch.isin(prompt.input_ids, chat.family.visual_token_ids()).nonzero()[:, 0]
+    whole = [(0, len(prompt.input_ids) + 1, 0, 0)]  # a pack with one segment
+    segments = chat.family.attention_segments(whole, index)
+    setup = model.setup
+    attention = PackedAttention(segments, setup.backend, setup.device)
     for name, module in chat.model.named_modules():
         mine = ours.get(name, module)
         # FSDP makes subclasses of those that it gathers
-        if type(mine) is not type(module) and not isinstance(mine, FSDPModule):
+        is_another = type(mine) is not type(module) and not isinstance(mine, FSDPModule)
+        mixes = hasattr(mine, "slot_layer")
+        if is_another or mixes:
+            more = {"attention": attention, "attention_mask": None} if mixes else {}
 
-            def compare_output(_, args, options, out, name=name):
-                errors.append((difference(ours[name](*args, **options), out), name))
+            def compare_output(_, args, options, out, name=name, more=more):
+                options = {key: options[key] for key in options if key != "logits_to_keep"}
+                outputs = ours[name](*args, **options | more), out
+                # attention returns its weights, too
+                one, other = (x[0] if isinstance(x, tuple) else x for x in outputs)
+                errors.append((difference(one, other), name))
 
             hooks.append(module.register_forward_hook(compare_output, with_kwargs=True))
     logprobs(chat, prompt, prompt.input_ids[:1])
