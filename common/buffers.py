@@ -258,7 +258,7 @@ class Batch:
     @property
     def turn_ends(self) -> Tensor:
         """(N,) bool: the last token of a turn of the policy. Without an environment, a sample is a turn."""
-        lengths = [len(turn) for turns in self.turns for turn in turns]
+        lengths = [len(turn) for turns in self.turns for turn in turns if len(turn)]
         is_end = torch.zeros(len(self.tokens), dtype=torch.bool)
         is_end[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = True
         return is_end

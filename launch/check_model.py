@@ -133,11 +133,12 @@ def module_errors(chat: Chat, model: vlm.Model, prompt: Prompt) -> list[tuple[fl
             more = {"attention": attention, "attention_mask": None} if mixes else {}
 
             def compare_output(_, args, options, out, name=name, more=more):
-                options = {key: options[key] for key in options if key != "logits_to_keep"}
-                outputs = ours[name](*args, **options | more), out
-                # attention returns its weights, too
-                one, other = (x[0] if isinstance(x, tuple) else x for x in outputs)
-                errors.append((difference(one, other), name))
+                # LLaVA-OneVision hands it down to its layers, and nothing there reads it
+                options.pop("logits_to_keep", None)
+                ours_out = ours[name](*args, **options | more)
+                if isinstance(out, tuple):  # attention returns its weights, too
+                    ours_out, out = ours_out[0], out[0]
+                errors.append((difference(ours_out, out), name))
 
             hooks.append(module.register_forward_hook(compare_output, with_kwargs=True))
     logprobs(chat, prompt, prompt.input_ids[:1])

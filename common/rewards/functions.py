@@ -195,6 +195,7 @@ def call_source(source: Source, samples: Samples) -> Columns:
     count, floats = len(samples.responses), {}
     if "spans" in columns:
         try:
+            # `index` refuses an end that is not in the text
             floats["spans"] = [
                 [(range(1, len(text) + 1).index(end) + 1, float(reward)) for end, reward in ends]
                 for text, ends in zip(samples.responses, columns.pop("spans"), strict=True)

@@ -356,8 +356,8 @@ def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int
 
 
 def place_spans(mine: list[int], columns: dict, batch: Batch, processor: Processor) -> dict:
-    """The columns of the samples ``mine``, whose spans, if any, are added to the rewards, and become
-    (index of the token that completes the text, reward), in the last turns."""
+    """The columns of the samples ``mine``, with the spans of their last turns, if any, added to the
+    rewards. "spans" becomes one list of (index of the token that ends a span, its reward)."""
     turns, placed = batch.turns, []
     for k, (i, ends) in enumerate(zip(mine, columns.get("spans", ()))):
         turn = turns[i][-1]
@@ -369,8 +369,8 @@ def place_spans(mine: list[int], columns: dict, batch: Batch, processor: Process
 
 
 def token_that_ends(processor: Processor, tokens: Tensor, end: int) -> int:
-    """The first token with which all ``end`` characters are there. Characters of several tokens are
-    other ones before that."""
+    """The token that completes the first ``end`` characters. Until its last token is there, a character
+    of several tokens is shown as replacement marks."""
     text = processor.decode([tokens])[0][:end]
     counts = range(1, len(tokens))
     return bisect_left(

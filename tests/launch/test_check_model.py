@@ -60,16 +60,34 @@ def test_a_wrong_module_is_named(tmp_path, picture_rows, monkeypatch, capfd):
     assert any(line.startswith("FAIL log-probs of packs") for line in lines)
 
 
-def test_a_wrong_module_of_any_origin_is_named(tmp_path, picture_rows, monkeypatch, capfd):
-    """Also one that is put there by hand, and is no class of this project."""
+def other_activation(model) -> None:
+    """Of no class of this project."""
+    model.model.multi_modal_projector.act = torch.nn.Tanh()
+
+
+def other_scale(model) -> None:
+    """The module is transformers' own; what it asks of our attention is not."""
+    model.model.language_model.layers[1].self_attn.scaling *= 2
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        (other_activation, "multi_modal_projector.act"),
+        (other_scale, "language_model.layers.1.self_attn"),
+    ],
+)
+def test_a_wrong_module_of_any_origin_is_named(
+    change, name, tmp_path, picture_rows, monkeypatch, capfd
+):
     write_family("llava", tmp_path, picture_rows)
     use_ours = build.use_ours
 
     def also(model):
         use_ours(model)
-        model.model.multi_modal_projector.act = torch.nn.Tanh()
+        change(model)
 
     monkeypatch.setattr(build, "use_ours", also)
     assert program.main(words(tmp_path)) == 1
     (worst,) = [line for line in capfd.readouterr().out.splitlines() if "replaced" in line]
-    assert worst.startswith("FAIL replaced modules, the worst: model.multi_modal_projector.act:")
+    assert worst.startswith(f"FAIL replaced modules, the worst: model.{name}:")
