@@ -29,6 +29,8 @@ from lives import (
 pytestmark = pytest.mark.slow
 
 PROGRAMS = "slurmctld slurmd sbatch srun scontrol scancel munged".split()
+# the torchrun of this Python; and daemons, whose folders `su` without `-` leaves out
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
 SLOW = '''
 
 def slow(*arguments):
@@ -113,7 +115,7 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 def install_slurm() -> None:
     """By apt, as root; skips the test with the reason where that does not work."""
-    missing = [program for program in PROGRAMS if not shutil.which(program)]
+    missing = [program for program in PROGRAMS if not shutil.which(program, path=PATH)]
     if not missing:
         return
     if os.geteuid() != 0 or not shutil.which("apt-get"):
@@ -123,7 +125,7 @@ def install_slurm() -> None:
     command = (
         "apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge".split()
     )
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "PATH": PATH}
     # a fresh machine has no package lists
     for attempt in (command, ["apt-get", "update"], command):
         result = subprocess.run(
@@ -147,10 +149,8 @@ def cluster(tmp_path_factory):
     (folder / "slurm.conf").write_text(
         CONFIG.format(host=socket.gethostname(), folder=folder, ports=free_ports(3))
     )
-    # the torchrun of this Python
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = ranks.clean_environment(
-        SLURM_CONF=str(folder / "slurm.conf"), PATH=path, **LOOPBACK
+        SLURM_CONF=str(folder / "slurm.conf"), PATH=PATH, **LOOPBACK
     )
     munge = [
         f"--{name}={folder}/munge.{name}"
