@@ -32,7 +32,8 @@ class Chat:
     """A model and the conversation so far."""
 
     def __init__(self, folder: str, device: torch.device, system_prompt: str = ""):
-        """Raises ValueError: no such checkpoint, or of a family that is not known."""
+        """Raises ValueError: no such checkpoint, one of a family that is not known, or one whose files
+        name weights as transformers does not."""
         path = resolve_folder(folder)
         self.processor = Processor(path, DataArgs())
         self.family = self.processor.family
@@ -41,11 +42,19 @@ class Chat:
             kind = transformers.AutoModelForImageTextToText
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         try:
-            self.model = kind.from_pretrained(path, dtype=dtype).to(device).eval()
+            model, report = kind.from_pretrained(path, dtype=dtype, output_loading_info=True)
         except Exception as error:  # damaged files raise anything
             raise ValueError(
                 f"checkpoint {folder}: transformers cannot load it: {error!r}"
             ) from error
+        missing, unread = (sorted(report[f"{what}_keys"]) for what in ("missing", "unexpected"))
+        if missing:  # tied weights are not
+            raise ValueError(
+                f"checkpoint {folder}: transformers finds no {', '.join(missing[:3])} in the files, "
+                f"{len(missing)} weights, and would draw them at random; not read of the files: "
+                f"{unread[:3]}. Rename these, or try a newer transformers"
+            )
+        self.model = model.to(device).eval()
         # Not the checkpoint's own repetition penalty, top_p or top_k, which no rollout applies.
         self.model.generation_config = transformers.GenerationConfig()
         self.system_prompt = system_prompt

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import chat as program
+import check_model
 import train_ppo_vl as ppo
-from conftest import read_json, start, take, words, write_json
+from conftest import read_json, save_weights, start, take, words, write_json
 
 LENGTH = 12  # tokens, as in conftest's start
 
@@ -85,3 +87,18 @@ def test_what_is_wrong_is_said(qwen25, line, told, capsys):
         program.main([str(qwen25) if word == "MODEL" else word for word in line])
     assert error.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", [program, check_model])
+def test_weights_that_transformers_would_draw_are_refused(qwen25, tool, tmp_path, capsys):
+    """The trainers read this name of the head; transformers 5.24 does not, and warns."""
+    folder = shutil.copytree(qwen25, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["language_model.lm_head.weight"] = weights.pop("lm_head.weight")
+    save_weights(folder, weights)
+    with pytest.raises(SystemExit) as error:
+        tool.main(words(folder, "hello") if tool is program else words(folder))
+    assert error.value.code == 2
+    told = capsys.readouterr().err
+    assert "transformers finds no lm_head.weight in the files" in told
+    assert "not read of the files: ['language_model.lm_head.weight']. Rename" in told
