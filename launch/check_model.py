@@ -5,13 +5,15 @@
 On one process, on a GPU or a CPU: what the trainers make of the first rows of --data, or of pictures
 that are drawn here, against the checkpoint's own processor and transformers' own model, which reads
 one sample at a time. A line for each comparison, with the largest difference relative to the largest
-number, and the bound for the compute type; then PASS or FAIL, which is also the exit code. The model
-is held twice, at the end three times."""
+number, and the bound for the compute type; then PASS or FAIL, which is also the exit code. Of all
+modules, the first one that is wrong is named, or else the one that differs most. The model is held
+twice, at the end three times."""
 
 import copy
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +22,8 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
 
 import tool  # puts the project's folder on the path
 from chat import Chat
@@ -28,11 +31,12 @@ from chat import Chat
 # isort: split
 import train_ppo_vl as ppo
 from common import distributed
-from common.data.loader import PromptLoader, batches_in_order, load_pixels
+from common.buffers import Batch, Pack
+from common.data.loader import load_pixels
 from common.data.rows import Prompt, load_prompts, make_prompt
 from common.files import say
 from common.model import fsdp, vlm, weights
-from common.model.attention import PackedAttention
+from common.model.packs import make_packs
 from common.model.policy import logprobs_of
 
 # By compute type: of numbers, and of the share of greedy samples, which near ties decide in bfloat16.
@@ -48,102 +52,97 @@ def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, 
     theirs, processor = chat.model, chat.processor
     args = ppo.parse_args(["--model", str(processor.folder), *FLAGS.split()])
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
-    models = ppo.build_models(args, processor, ranks.device)
-    ppo.load_models(args, models.by_role(), ranks)
-    actor, sampling = models.actor, ppo.sampling_of(args, processor, ranks.device)
+    actor = ppo.build_models(args, processor, ranks.device).actor
+    ppo.load_models(args, {"actor": actor}, ranks)
     theirs.setup = actor.model.setup
     bound, ties = BOUNDS[theirs.setup.dtype]
 
     prompts = load_prompts(data, processor, args.data)[:ROWS] if data else draw(chat, scratch)
-    others = list(other_ids(chat, prompts))
-    if others:
-        yield "prompt ids", sum(others), 0.0
-    with PromptLoader(processor, args.data, batches_in_order(prompts, ROWS)) as loader:
-        samples = ppo.rollout(actor, loader.take(), replace(sampling, greedy=True), 2)
-    for k, ours in samples.features.items():
-        features = vlm.image_features(theirs, *load_pixels(prompts[k], processor))
-        yield f"image features of prompt {k}", difference(ours, features), bound
+    if chat.family.media:
+        try:
+            ids = ids_of(chat, prompts)
+            others = [a != b.input_ids.tolist() for a, b in zip(ids, prompts)]
+            yield "prompt ids", sum(others), 0.0
+        except Exception as error:  # templates and missing packages raise anything
+            say(f"prompt ids are not compared, as its own processor fails here: {error!r:.150}")
+    images = {k: load_pixels(prompt, processor) for k, prompt in enumerate(prompts) if prompt.grids}
+    count = len(prompts)
+    batch = Batch(prompts, [*range(count)], [0] * count, patches=dict(images))
+    sampling = replace(ppo.sampling_of(args, processor, ranks.device), greedy=True)
+    samples = ppo.rollout(actor, batch, sampling, 2)
+    for k, pixels in images.items():
+        error = difference(samples.features[k], vlm.image_features(theirs, *pixels))
+        yield f"image features of prompt {k}", error, bound
+    longest = max(range(count), key=lambda k: prompts[k].image_tokens)
+    (pack,) = make_packs(actor.model, samples.select(torch.tensor([2 * longest])))
     with fsdp.unsharded(actor):
-        error, name = max(module_errors(chat, actor.model, prompts[-1]), default=(0.0, "none"))
-    yield f"replaced modules, the worst: {name}", error, bound
+        errors = module_errors(chat, actor.model, prompts[longest], pack)
+    error, name = next((pair for pair in errors if pair[0] > bound), max(errors))
+    yield f"module by module, {name}", error, bound
     packed, tokens = logprobs_of(actor, samples), samples.split(samples.tokens)
     pairs = zip(samples.prompt_index.tolist(), tokens)
     expected = torch.cat([logprobs(chat, prompts[k], response) for k, response in pairs])
     yield "log-probs of packs", difference(packed, expected), bound
     yield "log-probs of the sampler", difference(samples.logprobs, packed), bound
-    written = [chat.generate(prompt, TOKENS).tolist() for prompt in prompts]
-    others = [a.tolist() != b for a, b in zip(tokens[::2], written)]
-    yield "greedy samples", sum(others) / len(others), ties
+    pairs = zip(prompts, tokens[::2])  # of two alike
+    others = [chat.generate(prompt, TOKENS).tolist() != ours.tolist() for prompt, ours in pairs]
+    yield "greedy samples", sum(others) / count, ties
     problem = weights.export(actor, processor, scratch / "export")
     if problem:
         raise ValueError(problem)
     again = Chat(str(scratch / "export"), theirs.device).model.state_dict()
-    pairs = ((again[name], weight) for name, weight in theirs.state_dict().items())
-    yield "weights of an export", sum(not torch.equal(*pair) for pair in pairs), 0.0
+    same = map(torch.equal, again.values(), theirs.state_dict().values())
+    yield "weights of an export", len(again) - sum(same), 0.0
 
 
 def draw(chat: Chat, folder: Path) -> list[Prompt]:
     """Prompts with no picture, one and two; with none, for a model of text."""
-    pictures, prompts = [], []
-    for size in ((90, 300), (320, 100), (64, 48)):
-        prompts.append(make_prompt(chat.processor, "What is this?", pictures))
-        path = folder / f"{len(prompts)}.png"
-        Image.effect_noise(size, 90).convert("RGB").save(path)
-        if chat.family.media:
-            pictures.append(str(path))
+    paths, prompts = [], []
+    for size in ((90, 300), (320, 100), (0, 0)):
+        prompts.append(make_prompt(chat.processor, "What is this?", paths))
+        if chat.family.media and any(size):
+            paths.append(str(folder / f"{len(paths)}.png"))
+            Image.effect_noise(size, 90).save(paths[-1])
     return prompts
 
 
-def other_ids(chat: Chat, prompts: list[Prompt]) -> Iterator[bool]:
-    """Whether prompts have other ids by the checkpoint's own processor, which models of text lack.
-    Where it cannot be used here, as without torchvision, this is said."""
-    if not chat.family.media:
-        return
-    try:
-        processor = transformers.AutoProcessor.from_pretrained(chat.processor.folder)
-        if not hasattr(processor, "image_processor"):
-            raise ValueError("AutoProcessor gives a tokenizer alone")
-        for prompt in prompts:
-            messages, images = copy.deepcopy(prompt.messages), iter(prompt.images)
-            for part in (part for message in messages for part in message["content"]):
-                if part["type"] == "image":
-                    part["path"] = next(images)
-            options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-            ids = processor.apply_chat_template(messages, **options)["input_ids"]
-            yield torch.as_tensor(ids).flatten().tolist() != prompt.input_ids.tolist()
-    except Exception as error:  # templates and missing packages raise anything
-        say(f"prompt ids are not compared, as its own processor fails here: {error!r:.150}")
+def ids_of(chat: Chat, prompts: list[Prompt]) -> Iterator[list[int]]:
+    """By the checkpoint's own processor."""
+    processor = transformers.AutoProcessor.from_pretrained(chat.processor.folder)
+    if not hasattr(processor, "image_processor"):
+        raise ValueError("AutoProcessor gives a tokenizer alone")
+    for prompt in prompts:
+        messages, paths = copy.deepcopy(prompt.messages), iter(prompt.images)
+        for part in (part for message in messages for part in message["content"]):
+            if part["type"] == "image":
+                part["path"] = next(paths)
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+        ids = processor.apply_chat_template(messages, **options)["input_ids"]
+        yield torch.as_tensor(ids).flatten().tolist()
 
 
-def module_errors(chat: Chat, model: vlm.Model, prompt: Prompt) -> list[tuple[float, str]]:
-    """Of the modules in the place of transformers' own, and of those that mix tokens by our attention,
-    given the inputs of theirs in a forward pass."""
-    errors, ours, hooks = [], dict(model.named_modules()), []
-    index = torch.isin(prompt.input_ids, chat.family.visual_token_ids()).nonzero()[:, 0]
-    whole = [(0, len(prompt.input_ids) + 1, 0, 0)]  # a pack with one segment
-    segments = chat.family.attention_segments(whole, index)
-    setup = model.setup
-    attention = PackedAttention(segments, setup.backend, setup.device)
-    for name, module in chat.model.named_modules():
-        mine = ours.get(name, module)
-        # FSDP makes subclasses of those that it gathers
-        is_another = type(mine) is not type(module) and not isinstance(mine, FSDPModule)
-        mixes = hasattr(mine, "slot_layer")
-        if is_another or mixes:
-            more = {"attention": attention, "attention_mask": None} if mixes else {}
+def module_errors(
+    chat: Chat, model: vlm.Model, prompt: Prompt, pack: Pack
+) -> list[tuple[float, str]]:
+    """Of each module, given the inputs of transformers' own in a forward pass of the one sample of a pack,
+    in the order in which they end there. Layers mix tokens by the attention of the pack."""
+    errors, ours = [], dict(model.named_modules())
+    names = {module: name for name, module in chat.model.named_modules() if name in ours}
+    # LLaVA-OneVision hands the last one down to its layers, and nothing there reads it
+    packed = {"attention": pack.attention, "attention_mask": None, "logits_to_keep": None}
 
-            def compare_output(_, args, options, out, name=name, more=more):
-                # LLaVA-OneVision hands it down to its layers, and nothing there reads it
-                options.pop("logits_to_keep", None)
-                ours_out = ours[name](*args, **options | more)
-                if isinstance(out, tuple):  # attention returns its weights, too
-                    ours_out, out = ours_out[0], out[0]
-                errors.append((difference(ours_out, out), name))
+    def run_ours(module, args, options, out) -> None:
+        if module in names and not isinstance(module, transformers.PreTrainedModel):
+            mine = ours[names[module]]
+            if any(hasattr(part, "slot_layer") for part in mine.modules()):
+                options = options | packed
+            # what transformers collects in a context are outputs of its own modules
+            error = difference(Context().run(mine, *args, **options), out)
+            errors.append((error, names[module]))
 
-            hooks.append(module.register_forward_hook(compare_output, with_kwargs=True))
-    logprobs(chat, prompt, prompt.input_ids[:1])
-    for hook in hooks:
-        hook.remove()
+    hook = register_module_forward_hook(run_ours, with_kwargs=True)
+    logprobs(chat, prompt, pack.targets.cpu())
+    hook.remove()
     return errors
 
 
@@ -155,18 +154,12 @@ def logprobs(chat: Chat, prompt: Prompt, tokens: Tensor) -> Tensor:
     return -F.cross_entropy(logits[-1 - len(tokens) : -1], tokens, reduction="none")
 
 
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference relative to the largest number of theirs; infinite if it is not finite."""
-    ours, theirs = (x.float().flatten().cpu() for x in (ours, theirs))
+def difference(ours, theirs) -> float:
+    """The largest difference relative to the largest number of theirs, of the first tensor that each holds;
+    infinite if it is not finite."""
+    ours, theirs = (tree_leaves(x)[0].float().flatten().cpu() for x in (ours, theirs))
     error = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)
     return float(error.nan_to_num(torch.inf))
-
-
-def lacks(family) -> str:
-    """What is not possible with a family."""
-    able = {"images": "image" in family.media, "clips": "video" in family.media}
-    able["replies with pictures"] = family.replies_show_images
-    return ", ".join(name for name in able if not able[name]) or "nothing"
 
 
 @tool.one_message()
@@ -182,7 +175,10 @@ def main(argv: list[str] | None = None) -> int:
             passed &= error <= bound
             word = "ok  " if error <= bound else "FAIL"
             say(f"{word} {name}: {error:.2g}, at most {bound:g}")
-    say(f"not for this family: {lacks(chat.family)}")
+    able = {"images": "image" in chat.family.media, "clips": "video" in chat.family.media}
+    able["replies with pictures"] = chat.family.replies_show_images
+    lacks = [what for what in able if not able[what]]
+    say(f"not for this family: {', '.join(lacks) or 'nothing'}")
     say("PASS" if passed else "FAIL")
     return int(not passed)
 
