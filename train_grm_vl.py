@@ -72,18 +72,15 @@ from common.data.loader import (
     shares_of,
 )
 from common.data.processor import Processor
-from common.data.rows import Prompt, user_text
-from common.distributed import ALONE, Team
+from common.data.rows import Example, Prompt, user_text
 from common.files import read_json, read_text
 from common.flags import flag
-from common.model import budget, build, checkpoint, fsdp, memory, shards, vlm, weights
-from common.model.packs import join_packs, make_packs
+from common.model import budget, build, checkpoint, fsdp, memory, packs, shards, vlm, weights
 from common.model.policy import Policy, logprobs_of
 from common.process import UserError
 from common.reports import accuracy
 from common.reports.records import picture
 from common.rewards import judge as judgements
-from common.rewards.judge import Example
 from common.rewards.regions import region_record
 
 
@@ -383,7 +380,10 @@ def advance(
 
 
 def build_judge(
-    args: Args, processor: Processor, device: torch.device, team: Team = ALONE
+    args: Args,
+    processor: Processor,
+    device: torch.device,
+    team: distributed.Team = distributed.ALONE,
 ) -> Policy:
     """The model on meta; it will compute on ``device``, and generate with a ``team``. Raises UserError
     on every rank: bad files."""
@@ -500,11 +500,11 @@ def update(
     judge.train()
     vlm.compute_features_unless_trained(judge.model, batch)
     done = []
-    for pack in make_packs(judge.model, batch):
+    for pack in packs.make_packs(judge.model, batch):
         logp, *_ = judge(pack)  # (T,)
         backward(-logp.sum() / tokens)
         done.append((pack.flat, logp.detach()))
-    target_logprobs = join_packs(done, tokens)
+    target_logprobs = packs.join_packs(done, tokens)
     norm, applied = take_step(trained, step)
     metrics = {
         "train/lr": trained.rates_at(step)[0],
@@ -600,7 +600,7 @@ def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
             for k, example in enumerate(loader.rows):
                 index = next(waiting)
                 if k in likelihoods:
-                    record = judgement_record(rows.settings, index, example, *written[k])
+                    record = evaluation_record(rows.settings, index, example, *written[k])
                     records.append(record | likelihoods[k])
     if not records:
         raise UserError("evaluation: no held-out example is left; no image decodes")
@@ -698,7 +698,7 @@ def weigh_verdicts(
     return likelihoods
 
 
-def judgement_record(
+def evaluation_record(
     settings: judgements.JudgeSettings, index: int, example: Example, text: str, is_cut: bool
 ) -> dict:
     """A JSON-ready record of the evaluation, without likelihoods. A judgement that was cut off has no

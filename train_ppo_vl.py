@@ -40,7 +40,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common import standins
 
@@ -68,10 +68,8 @@ from common.data.loader import (
 )
 from common.data.processor import Processor
 from common.data.rows import Prompt, load_prompts, parse_columns
-from common.distributed import ALONE, Team
 from common.envs import dialogue, environments
 from common.flags import flag
-from common.logprobs import Sampling
 from common.model import (
     adapters,
     attention,
@@ -83,15 +81,15 @@ from common.model import (
     graphs,
     image_changes,
     memory,
+    packs,
     shards,
     storage,
     vlm,
     weights,
 )
-from common.model.packs import Prefill, make_packs, prefill_pack, run_forward, share_features
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.ptx import PtxLoss
-from common.model.teacher import Teacher, check_template, follow_average
+from common.model.teacher import Teacher, check_teacher_prompt, follow_average
 from common.process import UserError
 from common.reports.records import (
     component_metric,
@@ -103,7 +101,8 @@ from common.reports.records import (
 from common.rewards import models as reward_models
 from common.rewards import scoring
 from common.rewards.judge import JudgeSettings, load_judgements, load_responses
-from common.threads import describe
+from common.sampling import Environment, Sampling
+from common.threads import describe_error
 from common.user_code import load_object
 
 # given beginnings of responses: tokens (n,) and their log-probs (n,)
@@ -640,7 +639,7 @@ def check_rows(
     args: Args,
     rows: Rows,
     reward: scoring.RewardMix,
-    environment: environments.Environment | None,
+    environment: Environment | None,
 ) -> None:
     """Raises UserError if rows cannot be scored or have no images to mask, or if the environment does
     not work with this model."""
@@ -655,7 +654,7 @@ def check_rows(
             raise UserError(
                 "--reward rm: scalar models do not see conversations; use grm: with --env"
             )
-        environment.check_model(rows.processor)
+        environments.check_model(environment, rows.processor)
     elif "env" in kinds:
         raise UserError("--reward env needs an environment that gives rewards: --env file.py:Class")
 
@@ -711,7 +710,7 @@ def draw_by_history(args: Args, rows: list[Prompt], state: "TrainState") -> Iter
                     weights = np.array(weigh(columns, *history), np.float64)
                     drawn = rng.choice(len(rows), size, False, weights / weights.sum())
                 except (Exception, SystemExit) as error:  # the user's own code
-                    raise ValueError(describe(error)) from error
+                    raise ValueError(describe_error(error)) from error
             # a function may draw by chance, or by a clock: rank 0 decides
             state.ahead = distributed.from_main(drawn.tolist())
         yield [rows[k] for k in state.ahead], list(range(start, start + size))
@@ -882,7 +881,10 @@ class Models(NamedTuple):
 
 
 def build_models(
-    args: Args, processor: Processor, device: torch.device, team: Team = ALONE
+    args: Args,
+    processor: Processor,
+    device: torch.device,
+    team: distributed.Team = distributed.ALONE,
 ) -> Models:
     """Actor, critic (with gae), reference (with a KL) and teacher, on meta. They will compute on
     ``device``, and decode with a ``team``.
@@ -1215,7 +1217,7 @@ def rollout(
         batch = envs.open(batch, mine, samples_per_prompt)
     with torch.no_grad(), fsdp.unsharded(actor):
         vlm.compute_features(actor.model, batch)
-        shared = share_features(actor.model, batch)
+        shared = packs.share_features(actor.model, batch)
         ours = batch.own_prompts(actor.model.setup.team.size)
         engine = RolloutEngine(actor, shared, sampling, ours, samples_per_prompt, envs, beginnings)
         bare = fsdp.bare_forwards(vlm.decoder(actor.model))
@@ -1266,7 +1268,7 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
     # As recorded by the sampler: the policy has not changed since, so no forward pass is needed.
     batch.old_logprobs = batch.logprobs
     if algorithm.importance_cap or algorithm.high_entropy_ratio < 1 or batch.foreign.any():
-        logp, batch.entropy = run_forward(
+        logp, batch.entropy = packs.run_forward(
             actor, batch, lambda pack: torch.stack(actor(pack, batch.sampling, entropy=True)[:2])
         )
         batch.logprobs = torch.where(batch.foreign, logp, batch.logprobs)
@@ -1288,7 +1290,7 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
 def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator: str) -> None:
     """Fill kl and, unless it is exact, ref_logprobs."""
     if estimator == "full":
-        batch.kl = run_forward(
+        batch.kl = packs.run_forward(
             actor,
             batch,
             lambda pack: actor(
@@ -1452,7 +1454,7 @@ def batch_metrics(batch: Batch) -> logging.Metrics:
 class Minibatch(NamedTuple):
     """Prompts that share an optimizer update, and the global weights of their tokens."""
 
-    indices: Any  # indices of prompts
+    indices: np.ndarray  # of prompts
     weights: Tensor  # (N,) in the value, entropy and KL terms; 0 outside of the minibatch
     policy_weights: Tensor  # (N,) in the policy term, which may leave tokens out
     expert_load: Tensor | None  # (E,) how often each expert is chosen; with --aux_loss_coef only
@@ -1480,7 +1482,7 @@ def minibatches_of(
             )
 
 
-def minibatch_weights(batch: Batch, indices, mask: Tensor, args: Args) -> Tensor:
+def minibatch_weights(batch: Batch, indices: np.ndarray, mask: Tensor, args: Args) -> Tensor:
     """(N,) weight of every token in the loss of the minibatch of the prompts ``indices``, from the
     token counts of all ranks; 0 outside of the minibatch and where ``mask`` (N,) is false."""
     in_minibatch = torch.isin(batch.prompt_index, torch.as_tensor(indices))  # (S,)
@@ -1522,7 +1524,7 @@ def update_critic(
             if not minibatch.weights.any():
                 continue
             stats = []
-            for pack in make_packs(critic.model, batch, minibatch.indices):
+            for pack in packs.make_packs(critic.model, batch, minibatch.indices):
                 loss, pack_stats = critic_loss(critic, pack, batch, minibatch, args)
                 backward(loss)
                 stats.append(pack_stats)
@@ -1569,7 +1571,7 @@ def update_actor(
             if ptx:
                 pending_text = ptx.start(number)  # its images decode in the background
             stats = []
-            for pack in make_packs(actor.model, batch, minibatch.indices, view):
+            for pack in packs.make_packs(actor.model, batch, minibatch.indices, view):
                 loss, pack_stats = actor_loss(actor, models, pack, batch, minibatch, args)
                 backward(loss)
                 stats.append(pack_stats)
@@ -2196,7 +2198,7 @@ class RolloutEngine:
                 started.append((slot, batch.prompt_ids[index], number))
                 self.slots[slot] = Sample((index, number))
             slots, ids = [slot for slot, _ in samples], batch.prompts[index].input_ids
-            parts.append(Prefill(slots, 0, ids, vlm.positions_of(self.model, batch, index)))
+            parts.append(packs.Prefill(slots, 0, ids, vlm.positions_of(self.model, batch, index)))
         slots, prompt_ids, numbers = torch.tensor(started, device=self.setup.device).T  # (b,) each
         self.noise_keys[slots] = logprobs.sequence_keys(
             sampling.seed, sampling.stream, prompt_ids, numbers
@@ -2208,10 +2210,10 @@ class RolloutEngine:
             self.read_replies(self.envs, begun)
         self.read_beginnings(begun)
 
-    def begin(self, parts: list[Prefill], features: list[Tensor]) -> None:
+    def begin(self, parts: list[packs.Prefill], features: list[Tensor]) -> None:
         """Prefill ``parts``, with the ``features`` of their images, and sample the next token of each of
         their slots."""
-        pack = prefill_pack(self.model, self.cache, parts, features)
+        pack = packs.prefill_pack(self.model, self.cache, parts, features)
         hidden = vlm.hidden_states(self.model, pack)[pack.predict]  # (b, H)
         state = []
         for part in parts:
@@ -2389,7 +2391,7 @@ class RolloutEngine:
             ids, offsets = episode.read_reply(reply)
             length, spoken = self.batch.prompt_lengths[index] + episode.length, episode.own_tokens
             after = int(vlm.positions_of(self.model, self.batch, index).max()) + 1
-            parts.append(Prefill([slot], length - len(ids), ids, after + offsets, spoken))
+            parts.append(packs.Prefill([slot], length - len(ids), ids, after + offsets, spoken))
             self.slots[slot] = Sample(episode.key, turn_start=spoken)
         self.begin(parts, features)
 
@@ -2402,7 +2404,9 @@ class RolloutEngine:
             n = len(tokens)
             if n > 1:
                 positions = int(self.rope[slot]) + torch.arange(n - 1).expand(3, -1)
-                self.begin([Prefill([slot], sample.stored, tokens[:-1], positions, n - 1)], [])
+                self.begin(
+                    [packs.Prefill([slot], sample.stored, tokens[:-1], positions, n - 1)], []
+                )
             if n:
                 self.out_tokens[slot, :n], self.out_logprobs[slot, :n] = tokens, logps
                 self.last[slot] = tokens[-1]
@@ -2451,7 +2455,7 @@ class RolloutEngine:
 # -------------------------------------------------------------------------------------------------
 
 
-def load_programs(args: Args) -> tuple[scoring.RewardMix, environments.Environment | None]:
+def load_programs(args: Args) -> tuple[scoring.RewardMix, Environment | None]:
     """The sources of rewards and the environment; runs the user's code. Raises UserError."""
     return scoring.load_rewards(args.reward), environments.load_environment(
         args.env, args.data.max_prompt_tokens
@@ -2485,7 +2489,7 @@ def check_args(args: Args, typed: set[str]) -> None:
     is_new = not any(args.run.out.glob("checkpoints/step-*"))  # an old run goes on, with a warning
     refuse(args.has_idle_kl and "kl_estimator" in typed and is_new, IDLE_KL)
     if values.teacher_prompt:
-        check_template(values.teacher_prompt)
+        check_teacher_prompt(values.teacher_prompt)
     image_changes.damage(values.student_images, values.seed)
     refuse.raise_any()
 

@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from test_architecture import FILES, PACKAGES, SCRIPTS, branches_of, imported, package_of, trees  # noqa: E402
 
 # Most expressions of the whole, of each script, of any other file.
-SIZES = {"product": 63_177, "train_ppo_vl.py": 9_158, "train_grm_vl.py": 2_741, "file": 2_600}
-FLOORS = 13  # modules that import each other in a row, the script among them
+SIZES = {"product": 63_250, "train_ppo_vl.py": 9_172, "train_grm_vl.py": 2_745, "file": 2_600}
+FLOORS = 15  # modules that import each other in a row, the script among them
 MAIN_LINES, FUNCTION_LINES, LINE = 65, 50, 110
 # whose signatures follow papers and kernels
 FORMULAS = ("losses", "logprobs", "attention", "linear_attention")

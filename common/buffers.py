@@ -20,7 +20,7 @@ import heapq
 import itertools
 import math
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, TypeVar
 
@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import distributed
+from common.sampling import Sampling
 
 ROLES = ("user", "tool")  # the roles in which an environment may speak
 # What ended a sample: its environment, --max_turns, --max_new_tokens or --max_reply_tokens, an
@@ -137,7 +138,7 @@ class Batch:
     logprobs: PerToken = EMPTY
     # bool: not drawn by the policy from this prompt, as a demonstration, an earlier step's sample
     foreign: PerToken = EMPTY
-    sampling: OfBatch[Any] = None  # how they were drawn; training uses the same
+    sampling: OfBatch[Sampling | None] = None  # how they were drawn; training uses the same
 
     # Conversations, if there is an environment.
     stream_lengths: PerSample = EMPTY  # tokens of a sample's stream
@@ -535,7 +536,7 @@ def _sizes_and_costs(
 @dataclass
 class Pack:
     """The tokens of one forward pass of the language model. Targets are response tokens; target t is
-    predicted by the hidden state at place ``predict[t]``. Packs of prefill and decoding have no
+    predicted by the hidden state ``predict[t]``. Packs of prefill and decoding have no
     targets."""
 
     input_ids: Tensor  # (1, L)
@@ -545,12 +546,14 @@ class Pack:
     features: Tensor | None = None
     grids: Tensor | None = None  # (I, 3) of its images, for a model that trains its vision tower
     segments: list[Segment] = field(default_factory=list)
-    attention: Any = None  # which tokens see which: `PackedAttention` or `DecodeAttention`
+    attention: Callable | None = (
+        None  # which tokens see which: `PackedAttention` or `DecodeAttention`
+    )
     predict: Tensor = EMPTY  # (T,) int64
     targets: Tensor = EMPTY  # (T,) int64
     flat: Tensor = EMPTY  # (T,) index into the flat tensors of the batch, on the CPU
     sample: Tensor = EMPTY  # (T,) index of the sample in the batch
-    step: Tensor = EMPTY  # (T,) 0-based place among the sample's response tokens
+    step: Tensor = EMPTY  # (T,) 0-based number among the sample's response tokens
     # of the same targets in the same order, after other prompts and images
     teacher: "Pack | None" = None
 
@@ -647,7 +650,7 @@ def build_pack(
 def _lay_out(
     batch: Batch, blocks: list[Block], prompt_positions: dict[int, Tensor]
 ) -> tuple[list[Segment], list[tuple[int, int, int]], int]:
-    """The segments of a pack; (first place, end of its prompt, first position) of every sample; and
+    """The segments of a pack; (first token, end of its prompt, first position) of every sample; and
     the length of the pack."""
     segments, samples, size = [], [], 0
     for index, members in blocks:

@@ -70,12 +70,12 @@ def draw_region(
     text: str = "",
 ) -> None:
     """A box or a point in pixels of the file, times ``scale`` (x, y), with a text in its corner."""
-    place = [value * factor for value, factor in zip(region, scale * 2)]
-    if len(place) == 2:
-        draw.circle(place, 5, outline=colour, width=2)
+    corners = [value * factor for value, factor in zip(region, scale * 2)]
+    if len(corners) == 2:
+        draw.circle(corners, 5, outline=colour, width=2)
     else:
-        draw.rectangle(place, outline=colour, width=2)
-    x, y = place[:2]
+        draw.rectangle(corners, outline=colour, width=2)
+    x, y = corners[:2]
     draw.text((x + 4, y + 2), text, colour, ImageFont.load_default(SIZE))
 
 

@@ -38,7 +38,7 @@ class Team:
     weights; alone, a rank decodes by itself."""
 
     size: int = 1
-    rank: int = 0  # the place of this process among them
+    rank: int = 0  # of this process among them
     group: Any = None
 
     def sum(self, x: Tensor) -> Tensor:

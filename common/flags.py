@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from common.files import follow_pointer, parse_json, read_json
 from common.process import Exit, UserError
 from common.toy import embedded_toy, toy_file
 
+Groups = TypeVar("Groups")  # a script's Args: groups of flags
 NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
 LARGEST = 1e300  # of a flag's values: no infinity
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
@@ -87,7 +88,7 @@ def list_fields(args_class: type) -> dict[str, dataclasses.Field]:
     return {field.name: field for group in groups for field in fields_of(group)}
 
 
-def as_flags(groups: Any) -> dict:
+def as_flags(groups: object) -> dict:
     """The values of a script's Args by flag, JSON-ready: what --config reads back."""
     values = {}
     for group in vars(groups).values():
@@ -120,12 +121,12 @@ def map_parts(text: str, change: Callable[[str], str]) -> str:
 
 
 def parse(
-    args_class: type,
+    args_class: type[Groups],
     doc: str | None,
     argv: list[str] | None,
     toy: tuple[str, str],
     check: Callable | None = None,
-) -> tuple[Any, set[str], set[str]]:
+) -> tuple[Groups, set[str], set[str]]:
     """An ``args_class`` with the values of flags, the names of the flags on the command line, and
     those on the command line or in --config.
 
@@ -163,7 +164,7 @@ def parse(
     return from_flags(args_class, values), set(typed), set(values)
 
 
-def from_flags(args_class: type, values: dict) -> Any:
+def from_flags(args_class: type[Groups], values: dict) -> Groups:
     """An ``args_class`` with the values of some flags and the defaults of the others."""
     groups = {}
     for group in fields_of(args_class):
@@ -306,7 +307,7 @@ class Refusals:
     script adds what they cannot say, by ``refuse(condition, message)``. ``typed``: the flags on the
     command line; ``with_others``: what a flag may be beside others, too."""
 
-    def __init__(self, groups: Any, typed: Collection[str], with_others: bool = True):
+    def __init__(self, groups: object, typed: Collection[str], with_others: bool = True):
         self.problems: list[str] = []
         self.values = SimpleNamespace(**as_flags(groups))
         self.fields = list_fields(type(groups))
@@ -322,7 +323,7 @@ class Refusals:
             "its own rows",
         )
 
-    def __call__(self, condition: Any, message: str) -> None:
+    def __call__(self, condition: object, message: str) -> None:
         """Refuse with ``message`` if the condition holds."""
         if condition:
             self.problems.append(message)

@@ -1,6 +1,5 @@
 """The distribution of the next token: one definition for sampling and training.
 
-    Sampling        what decides the distribution, and how it is drawn from
     log-probs       (N, H) hidden states -> log-probs, entropy or KL; (N, V) logits never exist
     sampling        (B, V) logits -> (B,) ids, by noise that is a pure function of (B,) keys
 
@@ -10,7 +9,7 @@ size, V vocabulary.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,39 +22,6 @@ from common.files import say
 
 # the gradient of the weight is added up for this many ids at a time
 VOCABULARY_SLICE = 16384
-
-
-# -------------------------------------------------------------------------------------------------
-# How tokens are drawn
-# -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Sampling:
-    """How tokens are drawn. A batch keeps the `Sampling` it was drawn with, so that scoring and
-    training use the distribution that was sampled from."""
-
-    banned: Tensor  # (V,) bool: ids that are never drawn, such as image tokens
-    stop_ids: Tensor  # (k,) ids that end a response
-    max_new_tokens: int
-    min_new_tokens: int = 0  # before that, stop ids are banned
-    temperature: float = 1.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    greedy: bool = False
-    stop_strings: Sequence[str] = ()
-    seed: int = 0
-    stream: int = 0  # of the noise: samples of another stream are independent
-    slots: int = 0  # sequences that decode together; 0: as many as fit into memory
-    cuda_graphs: str = "auto"  # as the flag says
-    environment: Any = None  # the user's, which answers the policy's turns; None: there is one turn
-
-    def logits_options(self, position: Tensor) -> dict:
-        """The arguments of `logits_fp32` for tokens at ``position`` (n,) of their responses."""
-        options = {"temperature": self.temperature, "banned": self.banned}
-        if self.min_new_tokens:
-            options |= {"early": position < self.min_new_tokens, "early_banned": self.stop_ids}
-        return options
 
 
 # -------------------------------------------------------------------------------------------------

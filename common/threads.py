@@ -1,7 +1,7 @@
 """A user's programs in threads, each call with a time limit.
 
 Workers     calls side by side, in the order of submission
-describe    what a user's program raised, and where
+describe_error    what a user's program raised, and where
 """
 
 import math
@@ -19,7 +19,7 @@ from typing import Any
 GIVEN_UP: list["Call"] = []  # calls whose threads may be running still
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What user code raised, and its lines that led there, the innermost first."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     lines = [

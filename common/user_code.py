@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from common.process import UserError
-from common.threads import describe
+from common.threads import describe_error
 
 FOLDERS: list[str] = []  # in which the programs lie
 NEIGHBOURS: set[str] = set()  # modules that somebody has looked for, and that lie there
@@ -25,7 +25,7 @@ def load_object(flag_name: str, spec: str, expected: str) -> Any:
     try:
         return getattr(run_program(file), name)
     except (Exception, SystemExit) as error:
-        problem = describe(error)
+        problem = describe_error(error)
         raise UserError(f"{flag_name} {spec}: {path} raised {problem}") from error
 
 

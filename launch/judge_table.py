@@ -20,7 +20,6 @@ from collections.abc import Collection
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from statistics import multimode
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from tool import one_message  # puts common/ on the path
 
 # isort: split
 from files import check_form, read_records, say
+from rewards.rules import vote
 
 MIRRORED = {"A": "B", "B": "A"}
 INTERVAL = "95 % of the first accuracy"
@@ -126,12 +126,6 @@ class Unit:
         # ACC+, best of 4
         together = np.array([sum(map(all, zip(*self.hits))), total])
         self.counts["all that count together right"] = (first["pair"] is not None) * together
-
-
-def vote(verdicts: list, right: str) -> float:
-    """1 if the majority of those that could be read is right, 1/2 if it ties with another, else 0."""
-    winners = multimode(filter(None, verdicts))
-    return (right in winners) / (1 + (len(winners) > 1))
 
 
 def read_units(run: Path) -> list[Unit]:

@@ -31,13 +31,14 @@ user_code    process threads
 toy          process
 flags        process toy files
 ppo_flags    flags
-buffers      distributed
+sampling     ppo_flags
+buffers      distributed sampling
 logging      cards distributed process files flags
 data         distributed process files flags buffers
-model        losses logprobs distributed process files flags ppo_flags buffers logging data
+model        losses logprobs distributed process files flags ppo_flags sampling buffers logging data
 rewards      losses distributed process threads files user_code flags ppo_flags buffers data model
 reports      cards distributed buffers data rewards
-envs         logprobs distributed process threads user_code flags ppo_flags buffers data model
+envs         distributed process threads user_code flags ppo_flags sampling buffers data model
 """
 PACKAGES = {package: set(imports) for package, *imports in map(str.split, TABLE.splitlines())}
 

@@ -133,7 +133,7 @@ def test_foreign_tokens_stay_out_of_what_is_said_of_the_sampler(qwen25, picture_
     assert torch.equal(batch.in_policy_loss, drawn)
     batch.logprobs[batch.foreign] -= 5
     batch.logprobs[drawn] += 0.01
-    _, entropy = ppo.run_forward(
+    _, entropy = ppo.packs.run_forward(
         env.actor,
         batch,
         lambda pack: torch.stack(env.actor(pack, batch.sampling, entropy=True)[:2]),

@@ -42,7 +42,7 @@ from conftest import (
 from helpers import assert_same_run, flags, samples_of_every_step
 
 SCRIPT, CHANGES = "train_ppo_vl.py", "common/model/image_changes.py"
-DRAWING, FORMULAS = "common/logprobs.py", "common/losses.py"
+DRAWING, FORMULAS = "common/sampling.py", "common/losses.py"
 DIFFS = sorted((ROOT / "tests" / "experiments").glob("*.diff"))
 TESTS = {
     "branch": "branches",
@@ -93,7 +93,7 @@ def changed_script(diff: Path, folder: Path) -> ModuleType:
     if CHANGES in files_of(diff):
         script.image_changes = imported(folder / CHANGES, f"experiment_{diff.stem}_image_changes")
     if DRAWING in files_of(diff):
-        script.Sampling = imported(folder / DRAWING, f"experiment_{diff.stem}_logprobs").Sampling
+        script.Sampling = imported(folder / DRAWING, f"experiment_{diff.stem}_sampling").Sampling
     if FORMULAS in files_of(diff):
         script.losses = imported(folder / FORMULAS, f"experiment_{diff.stem}_losses")
     return script

@@ -735,7 +735,7 @@ def test_a_response_says_the_verdict_however_it_is_spelled(env):
 
     def read(text: str, kind: str, verdict: str | None) -> str | None:
         example = examples[kind]._replace(prompt=replace(examples[kind].prompt, reference=verdict))
-        return grm.judgement_record(settings(), 0, example, text, is_cut=False)["predicted_answer"]
+        return grm.evaluation_record(settings(), 0, example, text, is_cut=False)["predicted_answer"]
 
     answers = [f"<answer>{word}</answer>" for word in ("yes", "no", "")] + ["yes"]
     assert [read(answer, "response", "Yes") for answer in answers] == ["Yes", "no", None, None]

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -70,9 +70,15 @@ def cut_batches(draws: Iterator, size: int) -> Iterator[Drawn]:
         yield rows, numbers
 
 
-def prompt_of(row: Any) -> Prompt:
-    """The prompt of a row: itself, or its attribute."""
-    return getattr(row, "prompt", row)
+class HasPrompt(Protocol):
+    """A row of a script's own, such as a question with its answers."""
+
+    @property
+    def prompt(self) -> Prompt: ...
+
+
+def prompt_of(row: Prompt | HasPrompt) -> Prompt:
+    return row if isinstance(row, Prompt) else row.prompt
 
 
 def mix(weights: list[float]) -> Iterator[int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
 from torch import Tensor
@@ -28,7 +28,7 @@ from common.files import number_as_text, parse_json, printable, read_bytes
 from common.flags import DataArgs
 from common.process import UserError
 
-PLACES = ("<image>", "<video>")  # in the strings of rows
+MEDIA_MARKS = ("<image>", "<video>")  # in the strings of rows
 ROLES = ("system", "user", "assistant", "tool")
 # What --columns can rename.
 COLUMNS = {name: name for name in ("prompt", "images", "answer", "label")}
@@ -77,6 +77,14 @@ class Prompt:
     # Of each image; None of a clip. Empty where the headers were not read.
     places: tuple[Place | None, ...] = ()
     regions: Regions | None = None
+
+
+class Example(NamedTuple):
+    """A prompt, and the response to learn."""
+
+    prompt: Prompt  # of a judge: its label is the kind of question, its reference the right verdict
+    target: Tensor  # (n,) label tokens, the end token last; none of rows that are not imitated
+    text: str  # the target as text
 
 
 # -------------------------------------------------------------------------------------------------
@@ -128,8 +136,8 @@ def load_prompts(
             media_list(row, columns["images"]),
             args,
             system_prompt,
-            reference=read_text(row, columns["answer"]),
-            label=read_text(row, columns["label"]),
+            reference=text_column(row, columns["answer"]),
+            label=text_column(row, columns["label"]),
             **fields,
         )
 
@@ -143,13 +151,16 @@ def load_prompts(
     return prompts
 
 
+Row = TypeVar("Row")
+
+
 class BadRow(str):
     """What is wrong with a row, and where it stands."""
 
 
 def read_rows(
-    path: str, build: Callable[[dict, dict], Any], args: DataArgs, known: Collection[str]
-) -> list:
+    path: str, build: Callable[[dict, dict], Row], args: DataArgs, known: Collection[str]
+) -> list[Row]:
     """``build(row, fields)`` of every row of a JSONL file, in file order; blank lines are no rows.
     ``fields`` are those of `Prompt` that say where a row is from: index, source, row and folder.
     A row for which ``build`` raises stops the run or is skipped, by --on_bad_row.
@@ -160,7 +171,7 @@ def read_rows(
     folder, name = os.path.split(os.path.abspath(path))
     unread = set()
 
-    def read_row(index: int, number: int, line: bytes) -> Any:
+    def read_row(index: int, number: int, line: bytes) -> Row | BadRow:
         source = f"{name}:{number}"
         try:
             row = parse_json(line, "the row")
@@ -169,7 +180,7 @@ def read_rows(
             for column in row.keys() - known:
                 plural = f"{column}s"  # see `media_list`
                 if plural not in known or row.get(plural):
-                    unread.add(describe(column, row[column]))
+                    unread.add(describe_column(column, row[column]))
             fields = {"index": index, "source": source, "row": row, "folder": folder}
             return build(row, fields)
         except ValueError as error:
@@ -207,7 +218,7 @@ def read_jsonl(path: str) -> bytes:
     return content
 
 
-def describe(column: str, value: Any) -> str:
+def describe_column(column: str, value: Any) -> str:
     """A column that is not read, for a message: perhaps it should be."""
     if re.search(IMAGES, f"{value!r:.2000}") or column in FOREIGN and value:
         return f"{column!r} (images, or part of prompt or answer? see --columns, launch/convert.py)"
@@ -236,7 +247,7 @@ def columns_of(row: dict) -> str:
     return f"the row has {', '.join(map(repr, row)) or 'no columns':.400}"
 
 
-def read_text(row: dict, column: str) -> str | None:
+def text_column(row: dict, column: str) -> str | None:
     """A column with a text or number, as text."""
     text = number_as_text(row.get(column))
     if not isinstance(text, str | None):
@@ -315,7 +326,7 @@ def message_parts(content: str | list) -> list[dict]:
         return [_read_part(part) for part in content]
     parts = []
     for piece in re.split("(<image>|<video>)", content):
-        if piece in PLACES:
+        if piece in MEDIA_MARKS:
             parts.append({"type": piece[1:-1]})
         elif piece:
             parts.append({"type": "text", "text": piece})
@@ -346,9 +357,9 @@ def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
     """The images and clips of messages in the order of their places: those of the parts that name
     one, which they lose here, and ``media`` for the others, or repeating the former. Raises
     ValueError: these are not the media that have places."""
-    places = _find_places(messages, media)
+    marks = _find_media_marks(messages, media)
     for kind in ("image", "video"):
-        parts = [part for part in places if part["type"] == kind]
+        parts = [part for part in marks if part["type"] == kind]
         items = [item for item in media if kind_of(item) == kind]
         if items == [part.get("file") for part in parts]:
             continue
@@ -360,24 +371,24 @@ def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
             )
         for part, item in zip(free, items):
             part["file"] = item
-    return [part.pop("file") for part in places]
+    return [part.pop("file") for part in marks]
 
 
-def _find_places(messages: list[dict], media: Sequence[Media]) -> list[dict]:
-    """The parts of messages that stand for images and clips; if there is none, marks in the user's text
-    parts do. Where a row does not say where, they come before all text of its only user message, as
-    Qwen-VL is trained."""
+def _find_media_marks(messages: list[dict], media: Sequence[Media]) -> list[dict]:
+    """The parts of messages that stand for images and clips; if there is none, <image> and <video>
+    in the user's text parts do. Where a row does not say where, they come before all text of its only
+    user message, as Qwen-VL is trained."""
     users = [message for message in messages if message["role"] == "user"]
-    places = media_parts(messages)
-    if media and not places:
+    marks = media_parts(messages)
+    if media and not marks:
         for message in users:
             texts = [part["text"] for part in message["content"]]
             message["content"] = [part for text in texts for part in message_parts(text)]
-        places = media_parts(users)
-    if not places and len(users) == 1:
-        places = [{"type": kind_of(item)} for item in media]
-        users[0]["content"] = places + users[0]["content"]
-    return places
+        marks = media_parts(users)
+    if not marks and len(users) == 1:
+        marks = [{"type": kind_of(item)} for item in media]
+        users[0]["content"] = marks + users[0]["content"]
+    return marks
 
 
 def media_parts(messages: list[dict]) -> list[dict]:
@@ -395,14 +406,14 @@ def user_text(messages: list[dict], images: int = 0, plain: Callable[[str], str]
     users = [message["content"] for message in messages if message["role"] == "user"]
     kinds = [part["type"] for content in users for part in content]
     come_first = "text" not in kinds[:images]
-    with_places = not come_first and len(kinds) - kinds.count("text") == images
+    with_marks = not come_first and len(kinds) - kinds.count("text") == images
     lines = []
     for content in users:
         line = ""
         for part in content:
             if part["type"] == "text":
                 line += plain(part["text"])
-            elif with_places:
+            elif with_marks:
                 line += f"<{part['type']}>"
         lines.append(line)
     return "\n".join(lines)

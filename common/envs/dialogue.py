@@ -25,12 +25,12 @@ from common.buffers import EMPTY, Batch, Conversation
 from common.data.loader import Pixels, join_pixels
 from common.data.rows import Prompt
 from common.envs import replies
-from common.envs.environments import Environment, Step, env_row, read_step
+from common.envs.environments import Step, env_row, read_step
 from common.envs.replies import Reply
-from common.logprobs import Sampling
 from common.model import vlm
 from common.model.policy import Policy
-from common.threads import Call, LateError, Workers, describe
+from common.sampling import Environment, Sampling
+from common.threads import Call, LateError, Workers, describe_error
 
 Key = tuple[int, int]  # (index of the prompt, sample number)
 
@@ -334,7 +334,7 @@ class EnvRollout:
         error = call.exception()
         if error is None:
             return call.result()
-        problem = str(error) if isinstance(error, LateError) else describe(error)
+        problem = str(error) if isinstance(error, LateError) else describe_error(error)
         conversation.error = f"{self.args.env}: {episode.prompt.source}: {problem}"
         conversation.rewards = [0.0] * len(conversation.rewards)
         conversation.accuracy = None

@@ -10,8 +10,6 @@ A reward is a number, or {"reward": number, "accuracy": number}.
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,32 +21,8 @@ from common.data.rows import Prompt
 from common.envs.replies import encode_reply, read_parts
 from common.ppo_flags import EnvArgs
 from common.process import UserError
+from common.sampling import Environment
 from common.user_code import load_object, refuse_async
-
-
-@dataclass(frozen=True)
-class Environment:
-    """The class of --env, what it says of itself, and the limits of its conversations."""
-
-    make: Callable[[], Any]
-    role: str  # of its messages
-    shared: bool  # whether the first observation is the same for all samples of a prompt
-    shows_images: bool  # whether what it says may hold images
-    args: EnvArgs
-    max_prompt_tokens: int  # with a first observation
-    sees_cut_turns: bool = False  # whether it is asked about a turn that a limit of tokens has cut
-
-    def check_model(self, processor: Processor) -> None:
-        """Raises UserError: the checkpoint's chat template cannot express its messages."""
-        parts = [Image.new("RGB", (64, 64), "white"), "seen"] if self.shows_images else "seen"
-        try:
-            reply = read_parts(parts, processor, self.args.max_reply_tokens)
-            encode_reply(processor, reply, self.role, by_string=False)
-        except ValueError as error:
-            raise UserError(
-                f"--env {self.args.env} does not work with this model: {error} (a class that never "
-                "shows images says pictures = False)"
-            ) from error
 
 
 class Step(NamedTuple):
@@ -79,6 +53,19 @@ def load_environment(args: EnvArgs, max_prompt_tokens: int) -> Environment | Non
     return Environment(
         made, role, bool(shared), bool(shows_images), args, max_prompt_tokens, sees_cut
     )
+
+
+def check_model(env: Environment, processor: Processor) -> None:
+    """Raises UserError: the checkpoint's chat template cannot express what the environment says."""
+    parts = [Image.new("RGB", (64, 64), "white"), "seen"] if env.shows_images else "seen"
+    try:
+        reply = read_parts(parts, processor, env.args.max_reply_tokens)
+        encode_reply(processor, reply, env.role, by_string=False)
+    except ValueError as error:
+        raise UserError(
+            f"--env {env.args.env} does not work with this model: {error} (a class that never "
+            "shows images says pictures = False)"
+        ) from error
 
 
 def env_row(row: Prompt, seed: tuple[int, ...], number: int) -> dict:

@@ -12,12 +12,11 @@ The formulas of each part are in `common.model.memory`; launch/plan.py prints th
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from common import distributed
-from common.data.rows import Prompt
+from common.data.rows import Example, Prompt
 from common.distributed import Team
 from common.flags import ModelArgs
 from common.model import memory
@@ -141,7 +140,7 @@ def longest_prompt(prompts: Iterable[Prompt]) -> int:
     return max(len(prompt.input_ids) for prompt in prompts)
 
 
-def longest_example(examples: Iterable[Any]) -> int:
+def longest_example(examples: Iterable[Example]) -> int:
     """Tokens of the longest prompt with its target; 0 if there is none."""
     lengths = (len(example.prompt.input_ids) + len(example.target) for example in examples)
     return max(lengths, default=0)

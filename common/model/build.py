@@ -132,7 +132,7 @@ class Builder:
 
     def check_role(self, folder: Path) -> None:
         size, tokens = (
-            read_model_config(place).get_text_config().vocab_size for place in (folder, self.folder)
+            read_model_config(path).get_text_config().vocab_size for path in (folder, self.folder)
         )
         if size != tokens:
             raise ValueError(

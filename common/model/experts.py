@@ -1,6 +1,8 @@
 """The load-balancing loss of mixture-of-experts models (--aux_loss_coef). A pack's share of it
 depends on all packs of a minibatch, so the experts that are chosen are counted first."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +14,9 @@ from common.model.packs import make_packs
 
 
 @torch.no_grad()
-def count_experts(module: vlm.Wrapper, batch: Batch, indices=None) -> Tensor:
+def count_experts(
+    module: vlm.Wrapper, batch: Batch, indices: Iterable[int] | None = None
+) -> Tensor:
     """(E,) how often each expert is chosen in the minibatch of the prompts ``indices`` (None: all),
     over all ranks."""
     model = module.model

@@ -286,14 +286,14 @@ def move(part: Trainable | vlm.Wrapper, device: torch.device) -> None:
     its parts where they are now; forwards need them on the device of the mesh."""
     if isinstance(part, Trainable):
         for state in part.optimizer.state.values():
-            state |= {name: to_device(state[name], device) for name in state if name != "step"}
+            state |= {name: moved(state[name], device) for name in state if name != "step"}
     else:
-        part._apply(lambda tensor: to_device(tensor, device))
+        part._apply(lambda tensor: moved(tensor, device))
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # before the host reads what is on its way
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor, this rank's part only if it is sharded, in the memory of ``device``: pinned if
     that is the host."""
     local = shard_of(tensor)

@@ -22,7 +22,7 @@ class StepGraphs:
     def __init__(self, eager_steps: int):
         self.eager_steps = eager_steps
         self.steps = Counter()  # by batch size and capacity
-        self.graphs: dict[tuple[int, int], Any] = {}
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.pool: Any = None
 
     def is_first(self, size: int, capacity: int) -> bool:
@@ -49,7 +49,9 @@ class StepGraphs:
         self.graphs[kind].replay()
 
 
-def capture(step: Callable, size: int, capacity: int, pool: Any) -> tuple[Any, Any]:
+def capture(
+    step: Callable, size: int, capacity: int, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, Any]:
     """A CUDA graph of a step, which does not run, and its memory pool: a new one if ``pool`` is
     None. Only addresses, batch size and capacity are baked in."""
     pool = pool or torch.cuda.graph_pool_handle()

@@ -225,8 +225,8 @@ class PackedDelta:
         )
 
     def keep(self, ends: np.ndarray, last: np.ndarray, plan: tuple[Tensor, ...]) -> None:
-        """Which of the segments that end at ``ends`` (W,) goes to which slot, and the places (k, K
-        - 1) of its last inputs."""
+        """Which of the segments that end at ``ends`` (W,) goes to which slot, and the indices (k,
+        K - 1) of its last inputs."""
         tokens, slots, _ = plan
         bounds = self.to_device(ends)
         is_last = torch.isin(tokens, bounds - 1)

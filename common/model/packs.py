@@ -11,7 +11,7 @@ tokens, N response tokens of all samples, H hidden size.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -149,9 +149,12 @@ def spare_image(batch: Batch) -> set[ImageKey]:
     return set()
 
 
+Key = TypeVar("Key", int, ImageKey)  # of features: a prompt, or any images
+
+
 def exchange_features(
-    local: dict[Any, Tensor], needed: list[set], dtype: torch.dtype
-) -> dict[Any, Tensor]:
+    local: dict[Key, Tensor], needed: list[set[Key]], dtype: torch.dtype
+) -> dict[Key, Tensor]:
     """Send image features from the ranks that computed them to the ranks that need them.
 
     Args:

@@ -20,9 +20,9 @@ from torch import Tensor
 from common import logprobs
 from common.buffers import Batch, Pack
 from common.data.processor import Processor
-from common.logprobs import Sampling
 from common.model import vlm
 from common.model.packs import run_forward
+from common.sampling import Sampling
 
 
 class Policy(vlm.Wrapper):

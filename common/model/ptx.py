@@ -1,7 +1,7 @@
 """A next-token loss on rows of text beside the RL loss: PPO-ptx (Ouyang et al. 2022, equation 2)."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.buffers import Batch
 from common.data.loader import PromptLoader, data_order
-from common.data.rows import Prompt
+from common.data.rows import Example
 from common.model import experts, vlm
 from common.model.packs import make_packs
 from common.model.policy import Policy
@@ -20,7 +20,7 @@ from common.model.policy import Policy
 class PtxLoss:
     """Rows with their target tokens, and the loader whose threads decode their images."""
 
-    rows: Sequence[tuple[Prompt, Tensor, str]]  # prompts and their targets (n,), also as text
+    rows: list[Example]
     loader: PromptLoader
     batch: int  # rows per update, over all ranks
     coef: float  # weight of the loss in the actor's
@@ -36,7 +36,7 @@ class PtxLoss:
         """Begin to decode the images of the rows of update ``number`` of a step, from 0."""
         order = data_order(len(self.rows), self.seed, self.scheduled + number * self.batch)
         picks = list(itertools.islice(order, self.batch))
-        return self.loader.submit([self.rows[k][0] for k in picks], picks)
+        return self.loader.submit([self.rows[k].prompt for k in picks], picks)
 
     def losses(
         self, policy: Policy, pending: tuple, aux_loss_coef: float, stats: dict
@@ -49,7 +49,7 @@ class PtxLoss:
         """
         model = policy.model
         prompts = self.loader.collect(*pending)
-        batch = prompts.with_targets([[self.rows[k][1]] for k in prompts.prompt_ids])
+        batch = prompts.with_targets([[self.rows[k].target] for k in prompts.prompt_ids])
         vlm.compute_features_unless_trained(model, batch)
         load = experts.count_experts(policy, batch) if aux_loss_coef else None
         count = self.count_labels(batch)

@@ -48,7 +48,7 @@ def read_prompt(prompt: Prompt, processor: Processor, template: str) -> Prompt:
 
 
 def with_hint(prompt: Prompt, template: str) -> list[dict]:
-    """A prompt's messages, the last one wrapped in a template (see `check_template`): {prompt} stands
+    """A prompt's messages, the last one wrapped in a template (see `check_teacher_prompt`): {prompt} stands
     for its text, other names for columns of the row. Raises ValueError: the row lacks one of them."""
     columns = prompt.row | {"answer": prompt.reference}
     columns = {name: value for name, value in columns.items() if value is not None}
@@ -144,7 +144,7 @@ def follow_average(teacher: Teacher | None, trained: Trainable) -> None:
 HINT = re.compile(r"(?:[^{}]|\{\{|\}\}|\{[^\W\d][^{}.\[\]:!]*\})*")
 
 
-def check_template(template: str) -> None:
+def check_teacher_prompt(template: str) -> None:
     """Raises UserError: no template of --teacher_prompt. It is a Python format string of plain names:
     a format of its own could ask for gigabytes, and an attribute for more than the row."""
     if not HINT.fullmatch(template):

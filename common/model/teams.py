@@ -63,18 +63,18 @@ TOGETHER = (
 # -------------------------------------------------------------------------------------------------
 
 
-def places_of(model: Model) -> dict[nn.Module, tuple[str, Any]]:
+def names_and_configs(model: Model) -> dict[nn.Module, tuple[str, Any]]:
     """Of each module of decoder and head the last word of its name, and the config of its layer: heads
     may differ between layers."""
-    body, config, places = decoder(model), None, {}
+    body, config, named = decoder(model), None, {}
     configs = dict(zip(body.layers, layer_configs(model.config.get_text_config())))
     for name, part in (
         *body.named_modules(),
         ("lm_head", model.lm_head),
     ):  # layers, then their parts
         config = configs.get(part, config)
-        places[part] = name.rpartition(".")[2], config
-    return places
+        named[part] = name.rpartition(".")[2], config
+    return named
 
 
 def piece_of(value: Tensor, module: str, config: Any, kind: str, team: Team) -> Tensor:
@@ -107,9 +107,9 @@ def piece_bytes(model: Model) -> int:
     UserError: the model cannot be shared by so many ranks."""
     numbers = 0
     check_cuts(model)
-    for owner, place in places_of(model).items():
+    for owner, name_and_config in names_and_configs(model).items():
         for kind, value in owner.named_parameters(recurse=False):
-            piece = piece_of(value.detach().to("meta"), *place, kind, model.setup.team)
+            piece = piece_of(value.detach().to("meta"), *name_and_config, kind, model.setup.team)
             numbers += piece.numel()
     return numbers * model.setup.dtype.itemsize
 
@@ -134,7 +134,7 @@ def check_cuts(model: Model) -> None:
 def cut(model: Model, parts: list) -> Iterator[None]:
     """Inside, the weights of ``parts``, which FSDP gathers one by one, are this rank's pieces, and
     their outputs are summed or joined over the team. A collective."""
-    team, places = model.setup.team, places_of(model)
+    team, named = model.setup.team, names_and_configs(model)
     for part in parts:
         part.reshard()  # a forward may have left it gathered
     owners = {owner for part in parts for owner in part.modules()}
@@ -144,13 +144,13 @@ def cut(model: Model, parts: list) -> Iterator[None]:
         part.unshard()
         for (owner, kind), shard in shards.items():
             value = owner._parameters[kind]
-            if value is not shard:  # gathered with this part; a tied one has several places
-                piece = piece_of(value.detach(), *places.get(owner, ("", None)), kind, team)
+            if value is not shard:  # gathered with this part; a tied one has several owners
+                piece = piece_of(value.detach(), *named.get(owner, ("", None)), kind, team)
                 pieces[owner, kind] = nn.Parameter(piece, requires_grad=False)
         part.reshard()
 
     def make_whole(owner: nn.Module, _, out: Tensor) -> Tensor:
-        if places[owner][0] in SUMMED:
+        if named[owner][0] in SUMMED:
             return team.sum(out)
         # of a head, without ids that do not exist
         return team.join(out)[..., : getattr(owner, "out_features", None)]
@@ -158,7 +158,7 @@ def cut(model: Model, parts: list) -> Iterator[None]:
     with ExitStack() as undo:
         undo.callback(set_parameters, shards)
         set_parameters(pieces)
-        for owner, (name, config) in places.items():
+        for owner, (name, config) in named.items():
             if name in (*SUMMED, *JOINED):
                 undo.callback(owner.register_forward_hook(make_whole).remove)
             groups = getattr(owner, "num_key_value_groups", None)

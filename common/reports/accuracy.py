@@ -8,10 +8,10 @@ summary  -> what judge.json keeps of it                            held_out_reco
 from collections import Counter
 from itertools import groupby
 from operator import itemgetter
-from statistics import fmean, multimode
+from statistics import fmean
 
 from common.rewards.judge import in_order
-from common.rewards.rules import same_words
+from common.rewards.rules import same_words, vote
 
 # Of eval_result_N.json, what `held_out_record` reads.
 EVALUATION_FORM = {
@@ -109,14 +109,6 @@ def vote_rates(records: list[dict]) -> dict[int, float]:
             votes.append(vote(verdicts, samples[0]["reference"]))
         rates[k] = fmean(votes)
     return rates
-
-
-def vote(verdicts: list[str | None], right: str) -> float:
-    """1 if most of the verdicts that could be read are right, 1/2 if as many say another, else 0."""
-    winners = multimode(filter(None, verdicts))
-    if right not in winners:
-        return 0.0
-    return 1.0 if len(winners) == 1 else 0.5
 
 
 def held_out_record(summary: dict) -> dict:

@@ -156,13 +156,12 @@ def component_metric(name: str, ending: str) -> str:
 
 def solved_share(records: list[dict], component: str) -> float:
     """The share of prompts that one of their samples solves."""
-    graded, solved = set(), set()
+    best = {}  # by prompt
     for record in records:
         if component in record["components"]:
-            graded.add(record["index"])
-            if record["components"][component] >= 1:
-                solved.add(record["index"])
-    return len(solved) / len(graded)
+            earned = record["components"][component]
+            best[record["index"]] = max(earned, best.get(record["index"], earned))
+    return fmean(value >= 1 for value in best.values())
 
 
 def conversation_metrics(conversations: list[Conversation], section: str) -> dict[str, float]:

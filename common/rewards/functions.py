@@ -22,7 +22,7 @@ from common.process import UserError
 from common.rewards import regions
 from common.rewards.remote import Server
 from common.rewards.rules import RULES, Columns, rule_reward
-from common.threads import Workers, describe
+from common.threads import Workers, describe_error
 from common.user_code import load_object, refuse_async
 
 # Columns (n,) of n samples, "reward" and its components, and what a judge says of each, if anything.
@@ -188,7 +188,7 @@ def call_source(source: Source, samples: Samples) -> Columns:
     except UserError as error:  # of a server
         raise failure(source, samples, str(error)) from error
     except (Exception, SystemExit) as error:
-        raise failure(source, samples, f"it raised {describe(error)}") from error
+        raise failure(source, samples, f"it raised {describe_error(error)}") from error
     columns = dict(result) if isinstance(result, dict) else {"reward": result}
     if not columns:
         raise failure(source, samples, "no components, expected at least one")

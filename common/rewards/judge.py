@@ -23,7 +23,8 @@ from common.buffers import EMPTY
 from common.data.coordinates import write_marks
 from common.data.processor import AnswerFrame, Processor, answer_frame
 from common.data.rows import (
-    PLACES,
+    MEDIA_MARKS,
+    Example,
     Prompt,
     columns_of,
     make_prompt,
@@ -189,7 +190,7 @@ class JudgeSettings:
     def ask(
         self,
         kind: str,
-        prompt: Any,
+        prompt: str,
         responses: list[str],
         images: list,
         order: str = "given",
@@ -303,15 +304,15 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[dict
         ValueError: a row that is not a judgement.
     """
     kind, prompt, responses, images, target = _read_columns(row)
-    if kind == "response":
+    if kind == "response" or isinstance(prompt, list):  # only a response may be to messages
         ask = {"kind": kind, "order": "given", "prompt": prompt, "images": images}
         return [ask | {"question": prompt, "text": target, "verdict": parse_verdict(target)}]
     if kind not in settings.kinds:
         raise ValueError(f"a judgement row ({kind}), expected prompt and response")
     # What is judged has no images, whatever it says.
-    responses = [re.sub("|".join(PLACES), " ", text) for text in responses]
-    # Where the places do not fit the images, `make_prompt` says what is wrong.
-    if kind != "pictures" and sum(map(prompt.count, PLACES)) == len(images):
+    responses = [re.sub("|".join(MEDIA_MARKS), " ", text) for text in responses]
+    # Where the marks do not fit the images, `make_prompt` says what is wrong.
+    if kind != "pictures" and sum(map(prompt.count, MEDIA_MARKS)) == len(images):
         prompt = user_text(message_turns(prompt), len(images))
     asks, both = [], kind in PAIRS and orders == "both"
     for order in ORDERS[: 1 + both]:
@@ -427,14 +428,6 @@ def judge_prompt(
     if "{prompt}" in system:
         system = format_template(system, prompt=user_text(message_turns(ask["prompt"])))
     return make_prompt(processor, ask["question"], ask["images"], args, system, **further)
-
-
-class Example(NamedTuple):
-    """A question, and the judgement to learn."""
-
-    prompt: Prompt  # its label is the kind of question, its reference the right verdict
-    target: Tensor  # (n,) label tokens, the end token last; none of rows that are not imitated
-    text: str  # the target as text
 
 
 def load_judgements(
@@ -557,11 +550,11 @@ def row_record(row: Prompt) -> dict:
 def encode_target(processor: Processor, frame: AnswerFrame, text: str) -> Tensor:
     """(n,) label tokens of an answer: its own, as generation would see them, and the end token.
     Raises ValueError: a special token in the text."""
-    ids = processor.ids_behind(frame.head, answer_text(processor, frame, text))
+    ids = processor.ids_behind(frame.head, framed_answer(processor, frame, text))
     return torch.cat([ids, torch.tensor([frame.end])])
 
 
-def answer_text(processor: Processor, frame: AnswerFrame, text: str) -> str:
+def framed_answer(processor: Processor, frame: AnswerFrame, text: str) -> str:
     """An answer, and what the template writes before it. Raises ValueError: a special token in the
     text."""
     typed = [token for token in processor.reserved_tokens if token in text]

@@ -24,7 +24,7 @@ from common.data.coordinates import restate
 from common.data.loader import join_pixels, load_pixels
 from common.data.processor import Processor, answer_frame
 from common.data.rows import (
-    PLACES,
+    MEDIA_MARKS,
     Prompt,
     check_media,
     kind_of,
@@ -43,9 +43,9 @@ from common.rewards.functions import Scored
 from common.rewards.judge import (
     ORDERS,
     JudgeSettings,
-    answer_text,
     doubtful_accuracy,
     encode_verdicts,
+    framed_answer,
     judge_prompt,
     read_rubric,
 )
@@ -88,7 +88,7 @@ def build(
             )
             scored = [row for row in rows if source.spec in reward.weights(row.label)]
             has_rubrics = is_judge and reward.args.grm_question == "rubric"
-            check_rows(scored, processor, has_rubrics)
+            check_scored_rows(scored, processor, has_rubrics)
             module = Policy(model, processor) if is_judge else Critic(model)
             kind: Any = JudgeModel if is_judge else ScalarModel
             source.ask = kind(
@@ -104,7 +104,7 @@ def build(
     return modules
 
 
-def check_rows(rows: list[Prompt], processor: Processor, has_rubrics: bool) -> None:
+def check_scored_rows(rows: list[Prompt], processor: Processor, has_rubrics: bool) -> None:
     """Raises ValueError: a row whose images the processor's family cannot see, or without a rubric."""
     for row in rows:
         try:
@@ -198,24 +198,27 @@ class RewardModel:
             questions.patches[k] = join_pixels(parts)
 
     def without_markup(self, text: str) -> str:
-        """Text of a policy or its prompt, in which nothing may pass for a special token or an image
-        place."""
-        for token in (*self.processor.reserved_tokens, *PLACES):
+        """Text of a policy or its prompt, in which nothing may pass for a special token or the
+        mark of an image."""
+        for token in (*self.processor.reserved_tokens, *MEDIA_MARKS):
             text = text.replace(token, " ")
         return text
 
 
-def place_replies(ask: dict, row: Prompt, count: int) -> dict:
-    """A question with places for the images of the row, and for the ``count`` that an environment
-    has shown. Raises ValueError: a template that puts the response before the prompt's images."""
+def show_replies(ask: dict, row: Prompt, count: int) -> dict:
+    """A question with marks of the images of the row, and of the ``count`` that an environment has
+    shown. Raises ValueError: a template that puts the response before the prompt's images."""
     text, in_front = ask["question"], ""
-    if not any(place in text for place in PLACES):  # as in a row that does not say where
+    if not any(mark in text for mark in MEDIA_MARKS):  # as in a row that does not say where
         in_front = "".join(f"<{kind_of(item)}>" for item in row.images)
-    if max(map(text.rfind, PLACES)) > text.find(IMAGE_MARK):
+    if max(map(text.rfind, MEDIA_MARKS)) > text.find(IMAGE_MARK):
         raise ValueError("the judge's template puts the response before the prompt's images")
     files = [f"(image {k + 1} of a reply)" for k in range(count)]
     images = ask["images"] + files  # their grids are known: no file is read
-    return ask | {"question": in_front + text.replace(IMAGE_MARK, PLACES[0]), "images": images}
+    return ask | {
+        "question": in_front + text.replace(IMAGE_MARK, MEDIA_MARKS[0]),
+        "images": images,
+    }
 
 
 class Asked(NamedTuple):
@@ -312,7 +315,7 @@ class JudgeModel(RewardModel):
             responses.append(self.without_markup(row.reference))
         ask = self.settings.ask(self.kind, prompt, responses, list(row.images), **further)
         if sizes:
-            ask = place_replies(ask, row, len(sizes))
+            ask = show_replies(ask, row, len(sizes))
         options = {"grids": tuple(grids), "index": row.index, "source": row.source}
         return judge_prompt(self.processor, self.settings, ask, **options)
 
@@ -375,7 +378,7 @@ class ScalarModel(RewardModel):
         padding = self.processor.config.get_text_config().pad_token_id
         targets = {}  # by prompt
         for index, _, text in answers:
-            rest = answer_text(self.processor, frame, self.without_markup(text)) + frame.after
+            rest = framed_answer(self.processor, frame, self.without_markup(text)) + frame.after
             target = self.processor.ids_behind(frame.head, rest).tolist()
             while target and target[-1] == padding:
                 target.pop()

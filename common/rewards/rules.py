@@ -5,12 +5,14 @@ r"""Rules that score a response by its text.
     answers_equal         text, choice letters, numbers, fractions, ordered lists
     rule_reward           a rule as a reward function
 
-For roots, units and expressions there is launch/reward_math.py.
+For roots, units and expressions there is launch/reward_math.py. launch/judge_table.py reads this file
+without the rest of common/, which needs torch.
 """
 
 import re
 import unicodedata
 from fractions import Fraction
+from statistics import multimode
 
 Columns = dict[str, list[float]]  # a number for each sample: "reward" and its components
 # not the possessive *+, which finds nothing here before Python 3.11.5
@@ -206,6 +208,14 @@ def parse_verdict(text: str, verdicts: list[str] | None = None, prompt: str = ""
 def ends_with_verdict(response: str) -> bool:
     """Whether the one answer of a judgement is its end."""
     return response.rstrip().endswith("</answer>") and response.count("answer>") == 2
+
+
+def vote(verdicts: list[str | None], right: str) -> float:
+    """1 if most of the verdicts that could be read are right, 1/2 if as many say another, else 0."""
+    winners = multimode(filter(None, verdicts))
+    if right not in winners:
+        return 0.0
+    return 1.0 if len(winners) == 1 else 0.5
 
 
 def same_words(response: str, reference: str) -> bool:

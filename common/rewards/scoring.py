@@ -40,7 +40,7 @@ from common.rewards.functions import (
 )
 from common.rewards.judge import PAIRS, order_agreement
 from common.rewards.rules import ACCURACY
-from common.threads import Workers, describe
+from common.threads import Workers, describe_error
 
 MEASURED = "parsed"  # a component that is no part of a reward
 LAZY_ROWS = 1000  # that are asked what lazy answers earn
@@ -313,7 +313,7 @@ class RewardMix:
                 try:
                     values = [float(value) for value in self.combiner(lists)]
                 except (Exception, SystemExit) as error:  # the user's own code
-                    raise ValueError(describe(error)) from error
+                    raise ValueError(describe_error(error)) from error
                 if len(values) != count:
                     raise ValueError(f"{len(values)} values for {count} samples")
         return torch.tensor(distributed.from_main(values), dtype=torch.float64)

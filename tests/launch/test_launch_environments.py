@@ -242,6 +242,6 @@ def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
         "--max_reply_tokens 40",
     )
     answering = environments.load_environment(env.args.env, 512)
-    answering.check_model(env.processor)
+    environments.check_model(answering, env.processor)
     batch = ppo.rollout(env.actor, take(env, 4), replace(env.sampling, environment=answering), 2)
     assert [talk.ended for talk in batch.conversations].count("error") == 0

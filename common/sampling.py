@@ -1,0 +1,50 @@
+"""How responses are drawn: the same settings for the rollout, for scoring and for training."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from common.ppo_flags import EnvArgs
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The class of --env, what it says of itself, and the limits of its conversations."""
+
+    make: Callable[[], Any]
+    role: str  # of its messages
+    shared: bool  # whether the first observation is the same for all samples of a prompt
+    shows_images: bool  # whether what it says may hold images
+    args: EnvArgs
+    max_prompt_tokens: int  # with a first observation
+    sees_cut_turns: bool = False  # whether it is asked about a turn that a limit of tokens has cut
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sampling:
+    """How tokens are drawn. A batch keeps the `Sampling` it was drawn with, so that scoring and
+    training use the distribution that was sampled from."""
+
+    banned: Tensor  # (V,) bool: ids that are never drawn, such as image tokens
+    stop_ids: Tensor  # (k,) ids that end a response
+    max_new_tokens: int
+    min_new_tokens: int = 0  # before that, stop ids are banned
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    greedy: bool = False
+    stop_strings: Sequence[str] = ()
+    seed: int = 0
+    stream: int = 0  # of the noise: samples of another stream are independent
+    slots: int = 0  # sequences that decode together; 0: as many as fit into memory
+    cuda_graphs: str = "auto"  # as the flag says
+    environment: Environment | None = None  # answers the policy's turns; None: there is one turn
+
+    def logits_options(self, position: Tensor) -> dict:
+        """The arguments of `logprobs.logits_fp32` for tokens at ``position`` (n,) of their responses."""
+        options = {"temperature": self.temperature, "banned": self.banned}
+        if self.min_new_tokens:
+            options |= {"early": position < self.min_new_tokens, "early_banned": self.stop_ids}
+        return options
