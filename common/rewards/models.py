@@ -9,7 +9,7 @@ Every rank has all responses, and all ranks together ask a model about them.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import Batch, Conversation
-from common.data.coordinates import restate
+from common.data.coordinates import Place, restate
 from common.data.loader import join_pixels, load_pixels
 from common.data.processor import Processor, answer_frame
 from common.data.rows import (
@@ -204,6 +204,13 @@ class RewardModel:
             text = text.replace(token, " ")
         return text
 
+    def as_written_here(self, text: str, row: Prompt, places: Sequence[Place | None]) -> str:
+        """A response without markup and, where the row has regions, with boxes and points in this model's
+        coordinates; ``places`` are the row's images as this model sees them."""
+        if row.regions is not None:
+            text = restate(text, row.regions.place, places[row.regions.image])
+        return self.without_markup(text)
+
 
 def show_replies(ask: dict, row: Prompt, count: int) -> dict:
     """A question with marks of the images of the row, and of the ``count`` that an environment has
@@ -307,10 +314,7 @@ class JudgeModel(RewardModel):
         measured = [self.measure(item, count) for item in row.images]
         grids = [grid for grid, _ in measured] + [family.grid(*size) for size in sizes]
         prompt = user_text(row.messages, len(row.images), self.without_markup)
-        text, regions = answer.text, row.regions
-        if regions is not None:
-            text = restate(text, regions.place, measured[regions.image][1])
-        responses = [self.without_markup(text)]
+        responses = [self.as_written_here(answer.text, row, [place for _, place in measured])]
         if self.kind == "answers":
             responses.append(self.without_markup(row.reference))
         ask = self.settings.ask(self.kind, prompt, responses, list(row.images), **further)
@@ -376,21 +380,21 @@ class ScalarModel(RewardModel):
     def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
         frame = answer_frame(self.processor)
         padding = self.processor.config.get_text_config().pad_token_id
-        targets = {}  # by prompt
+        prompts, targets = {}, {}  # by their number
+        with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
+            for index in dict.fromkeys(answer.prompt_index for answer in answers):
+                row = batch.prompts[index]
+                prompts[index] = make_prompt(self.processor, row.messages, row.images)
         for index, _, text in answers:
-            rest = framed_answer(self.processor, frame, self.without_markup(text)) + frame.after
+            text = self.as_written_here(text, batch.prompts[index], prompts[index].places)
+            rest = framed_answer(self.processor, frame, text) + frame.after
             target = self.processor.ids_behind(frame.head, rest).tolist()
             while target and target[-1] == padding:
                 target.pop()
             # Values stand at the rows that predict a token: one more, for the row of the last.
             targets.setdefault(index, []).append(torch.tensor([*target, frame.end]))
-        about: list[ImagesOf] = [(index, None) for index in targets]
-        prompts = []
-        with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
-            for index in targets:
-                row = batch.prompts[index]
-                prompts.append(make_prompt(self.processor, row.messages, row.images))
-        questions = self.with_their_images(batch, about, prompts)
+        about: list[ImagesOf] = [(index, None) for index in prompts]
+        questions = self.with_their_images(batch, about, list(prompts.values()))
         candidates = questions.with_targets(list(targets.values()))
         values = values_of(self.module, candidates)
         ends = values[candidates.offsets[1:] - 1].double()  # (K,)

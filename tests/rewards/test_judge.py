@@ -620,14 +620,18 @@ def test_a_judge_is_asked_with_its_own_template_options(qwen25, judges, picture_
     ]
 
 
+def rows_with_a_place(policy, folder) -> tuple[Batch, str]:
+    """A row that has regions and one that has none, and a response in the policy's coordinates."""
+    Image.new("RGB", (50, 30)).save(folder / "a.png")
+    row = {"prompt": "where?", "images": ["a.png"], "regions": {"boxes": [[0, 0, 25, 30]]}}
+    path = write_rows(folder / "rows.jsonl", [row, row | {"regions": None}])
+    rows = load_prompts(path, Processor(policy, DataArgs(max_pixels=4704)), DataArgs())
+    return Batch(rows, [0, 1], [0, 0]), '[{"bbox_2d": [0, 7, 28, 14]}] or (14,7)'
+
+
 def test_a_judge_reads_boxes_in_its_own_coordinates(qwen25, judges, tmp_path):
     """The policy, a Qwen2.5-VL, sees 56 x 28 pixels of the file's 50 x 30; thousandths are Qwen3-VL's."""
-    Image.new("RGB", (50, 30)).save(tmp_path / "a.png")
-    row = {"prompt": "where?", "images": ["a.png"], "regions": {"boxes": [[0, 0, 25, 30]]}}
-    path = write_rows(tmp_path / "rows.jsonl", [row, row | {"regions": None}])
-    rows = load_prompts(path, Processor(qwen25, DataArgs(max_pixels=4704)), DataArgs())
-    batch = Batch(rows, [0, 1], [0, 0])
-    response = '[{"bbox_2d": [0, 7, 28, 14]}] or (14,7)'
+    batch, response = rows_with_a_place(qwen25, tmp_path)
     args = RewardArgs(grm_question="correct")
     judge = reward_models.JudgeModel(
         "grm:j", None, Processor(judges["far"]), False, args, "none", None
@@ -635,6 +639,27 @@ def test_a_judge_reads_boxes_in_its_own_coordinates(qwen25, judges, tmp_path):
     told = [judge.question(batch, reward_models.Answer(k, None, response)).text for k in range(2)]
     assert 'Answer: [{"bbox_2d": [0, 250, 500, 500]}] or (250, 250)\n' in told[0]
     assert f"Answer: {response}\n" in told[1]  # not known to be of a place
+
+
+def test_a_scalar_model_reads_boxes_in_its_own_coordinates(qwen25, judges, tmp_path, monkeypatch):
+    """The same places, of the same models."""
+    batch, response = rows_with_a_place(qwen25, tmp_path)
+    scalar = reward_models.ScalarModel(
+        "rm:s", None, Processor(judges["far"]), False, RewardArgs(), "none", None
+    )
+    asked = []
+    monkeypatch.setattr(
+        scalar, "with_their_images", lambda *given: Batch(given[2], [0, 1], [0, 0])
+    )
+    monkeypatch.setattr(
+        reward_models,
+        "values_of",
+        lambda _, samples: asked.append(samples) or torch.zeros(len(samples.tokens)),
+    )
+    scalar.ask(batch, [reward_models.Answer(k, None, response) for k in range(2)])
+    told = scalar.processor.decode(asked[0].split(asked[0].tokens))
+    assert '[{"bbox_2d": [0, 250, 500, 500]}] or (250, 250)' in told[0]
+    assert response in told[1]
 
 
 def judge_folder(judges, tmp_path, judge: dict) -> Path:
