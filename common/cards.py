@@ -53,30 +53,22 @@ def draw_regions(image: Image.Image, true: list[dict], predicted: list[dict]) ->
     they score nothing, with their scores: see `rewards.regions.region_record`."""
     (fitted,) = fit_images([image])
     draw = ImageDraw.Draw(fitted)
+    font = ImageFont.load_default(SIZE)
     scale = fitted.width / image.width, fitted.height / image.height
-    for one in true:
-        draw_region(draw, one["region"], scale, GREEN)
+    drawn = [(one, GREEN, "") for one in true]
     for one in predicted:
         score = one["score"]
-        draw_region(draw, one["region"], scale, BLUE if score else RED, f"{score:.2f}")
+        colour = BLUE if score else RED
+        drawn.append((one, colour, f"{score:.2f}"))
+    for one, colour, text in drawn:
+        corners = [value * factor for value, factor in zip(one["region"], scale * 2)]
+        if len(corners) == 2:
+            draw.circle(corners, 5, outline=colour, width=2)
+        else:
+            draw.rectangle(corners, outline=colour, width=2)
+        x, y = corners[:2]
+        draw.text((x + 4, y + 2), text, colour, font)
     return fitted
-
-
-def draw_region(
-    draw: ImageDraw.ImageDraw,
-    region: list[float],
-    scale: tuple[float, float],
-    colour: str,
-    text: str = "",
-) -> None:
-    """A box or a point in pixels of the file, times ``scale`` (x, y), with a text in its corner."""
-    corners = [value * factor for value, factor in zip(region, scale * 2)]
-    if len(corners) == 2:
-        draw.circle(corners, 5, outline=colour, width=2)
-    else:
-        draw.rectangle(corners, outline=colour, width=2)
-    x, y = corners[:2]
-    draw.text((x + 4, y + 2), text, colour, ImageFont.load_default(SIZE))
 
 
 def wrap(text: str, most: int) -> list[str]:

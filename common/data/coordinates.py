@@ -52,12 +52,14 @@ LITERALS = {
         "<|box_start|>({0},{1})<|box_end|>",
     ),
     "internvl": ("<box>[[{0}, {1}, {2}, {3}]]</box>", "<box>[[{0}, {1}]]</box>"),
-    "glm4v": (
-        "<|begin_of_box|>[[{0},{1},{2},{3}]]<|end_of_box|>",
-        "<|begin_of_box|>[[{0},{1}]]<|end_of_box|>",
+    **dict.fromkeys(
+        ("glm4v", "glm4v_moe", "glm46v"),
+        (
+            "<|begin_of_box|>[[{0},{1},{2},{3}]]<|end_of_box|>",
+            "<|begin_of_box|>[[{0},{1}]]<|end_of_box|>",
+        ),
     ),
 }
-LITERALS |= {"glm4v_moe": LITERALS["glm4v"], "glm46v": LITERALS["glm4v"]}
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,8 @@ def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None
 def read_region(numbers: list[float], size: int, source: Place) -> Box | Point:
     """A box (``size`` 4) or point (2) in pixels of the file. Raises ValueError: it is not in the image;
     up to a pixel beyond its edge is cut off: it may be rounding."""
-    finite = [abs(number) < 1e100 for number in numbers]  # JSON has integers that no float holds
-    if len(numbers) != size or not all(finite):
+    # JSON has integers that no float holds
+    if len(numbers) != size or not all(abs(number) < 1e100 for number in numbers):
         raise ValueError(f"regions: {numbers} are not {size} finite numbers")
     region, file = source.to_file(*numbers), source.file
     if is_region(region, file):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import Batch, Conversation
-from common.data.coordinates import Place, restate
+from common.data.coordinates import restate
 from common.data.loader import join_pixels, load_pixels
 from common.data.processor import Processor, answer_frame
 from common.data.rows import (
@@ -204,9 +204,9 @@ class RewardModel:
             text = text.replace(token, " ")
         return text
 
-    def as_written_here(self, text: str, row: Prompt, places: Sequence[Place | None]) -> str:
+    def as_written_here(self, text: str, row: Prompt, places: Sequence) -> str:
         """A response without markup and, where the row has regions, with boxes and points in this model's
-        coordinates; ``places`` are the row's images as this model sees them."""
+        coordinates. ``places``: the `Place` of each image, as this model sees it."""
         if row.regions is not None:
             text = restate(text, row.regions.place, places[row.regions.image])
         return self.without_markup(text)

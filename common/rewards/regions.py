@@ -10,14 +10,17 @@ Everything that is written counts: copies and malformed boxes are wrong predicti
 thought or answer leaves nothing, and so many boxes that one must be right earn nothing.
 """
 
+import ast
 import json
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from urllib.parse import quote, unquote
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from common.data.coordinates import NUMBERS, Box, Place, Point, Regions, clip, is_region
 from common.data.rows import Prompt
@@ -34,9 +37,8 @@ Prediction = tuple[Box | Point | None, str]
 # The patterns take time in proportion to the text: what one part of them may hold ends where the next
 # part begins.
 FENCE = re.compile(r"(?<!`)(`{3,5})\w*\n(.*?)\1", re.DOTALL)
-DIGITS = r"\s*[-+]?[\d.]+(?:[eE][-+]?\d+)?\s*"  # 1.2.3 too, which is no number
-LIST = rf"({DIGITS}(?:,{DIGITS})+)"
-POINT = rf"\(({DIGITS}),({DIGITS})\)"
+LIST = r"([-+.\deE\s]+(?:,[-+.\deE\s]+)+)"  # 1.2.3 too, which is no number
+POINT = r"\(([-+.\deE\s]+),([-+.\deE\s]+)\)"
 # What families write, and the list that it means; in this order.
 SPELLINGS = {
     rf"{POINT}\s*,\s*{POINT}": r"[\1,\2,\3,\4]",  # Qwen2-VL
@@ -52,15 +54,20 @@ TAGGED = re.compile(
     r"(?:(?:<ref>|<\|object_ref_start\|>)([^<]*)(?:</ref>|<\|object_ref_end\|>)\s*)?"
     r"(?:<box>|<\|box_start\|>)([^<]*)(?:</box>|<\|box_end\|>)"
 )
-# {"bbox_2d": [1, 2, 3, 4], "label": "cup"} or [1, 2, 3, 4], but not [see below]; and a list of them,
-# in which [] is one as well
-ITEM = r"\{(?:[^{}]|\{[^][{}]*\})*\}|\[[^][{}\d]*\d[^][{}]*\]"
-ITEMS = re.compile(rf"{ITEM}|\[\s*\]")
-LIST_OR_ITEM = re.compile(rf"(\[\s*(?:(?:{ITEMS.pattern})[\s,]*)*\])|({ITEM})")
-KEYS = "bbox_2d|bbox|box|point_2d|point|Position|box_2d"
-REGION = re.compile(rf"""(?:\A|["']({KEYS})["']\s*:\s*)\[({NUMBERS})\]""")
+# {"bbox_2d": [1, 2, 3, 4], "label": "cup"}, [1, 2, 3, 4] or [], but not [see below]
+OBJECT_OR_NUMBERS = r"\{(?:[^{}]|\{[^][{}]*\})*\}|\[[^][{}\d]*\d[^][{}]*\]"
+ITEM = rf"{OBJECT_OR_NUMBERS}|\[\s*\]"
+OTHER = r"[^][{}]|\[\s*[^][{}\d\s][^][{}\d]*\]"
+ITEMS = rf"\[\s*\]|\[(?:{OTHER})*(?:{ITEM})(?:{OTHER}|{ITEM})*\]"  # a list of them
+ITEMS_OR_ONE = re.compile(f"({ITEMS})|{OBJECT_OR_NUMBERS}")
+# Of a list: what is no item, as null, is a malformed one.
+ELEMENT = re.compile(rf"{ITEM}|\[[^][]*\]|\w[^][{{}},]*")
+REGION = re.compile(
+    r"""(?:\A|["'](bbox_2d|bbox|box|point_2d|point|Position|box_2d)["']\s*:\s*)"""
+    rf"\[({NUMBERS})\]"
+)
 LABEL = re.compile(
-    r"""["'](?:label|name|ref|category)["']\s*:\s*("(?:[^"\\]|\\.)*"|'[^']*'|-?\d+)"""
+    r"""["'](?:label|name|ref|category)["']\s*:\s*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|-?\d+)"""
 )
 
 
@@ -94,13 +101,13 @@ def read_predictions(response: str, place: Place) -> list[Prediction] | None:
         return [
             (read_region(item, place), label.strip())
             for label, content in tagged
-            for item in ITEMS.findall(content) or [content]
+            for item in re.findall(ITEM, content) or [content]
         ]
-    pieces = LIST_OR_ITEM.findall(text)
+    pieces = [*ITEMS_OR_ONE.finditer(text)]
     if not pieces:
         return None
-    lists = [content for content, _ in pieces if content]
-    items = ITEMS.findall(lists[-1][1:-1]) if lists else [item for _, item in pieces]
+    lists = [piece[1] for piece in pieces if piece[1]]
+    items = ELEMENT.findall(lists[-1][1:-1]) if lists else [piece[0] for piece in pieces]
     return [(read_region(item, place), read_label(item)) for item in items]
 
 
@@ -115,19 +122,20 @@ def read_region(item: str, place: Place) -> Box | Point | None:
     region = place.to_file(*numbers)
     if len(region) == 2:
         return region
-    x1, y1, x2, y2 = clip(region, place.file)
-    box = (min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2))
-    return box if area(box) else None
+    region = clip(region, place.file)
+    left, right = sorted(region[::2])
+    top, bottom = sorted(region[1::2])
+    return (left, top, right, bottom) if left < right and top < bottom else None
 
 
 def read_label(item: str) -> str:
     keyed = LABEL.search(unquote(item))
     if keyed is None:
         return ""
-    try:
-        return str(json.loads(keyed[1]))
-    except ValueError:  # in Python's quotes, or with other escapes than JSON's
-        return keyed[1][1:-1]
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError):
+            return str(read(keyed[1]))
+    return keyed[1][1:-1]  # with escapes of neither
 
 
 def read_boxes(response: str, place: Place) -> list[tuple[Box | None, str]] | None:
@@ -143,7 +151,6 @@ def read_boxes(response: str, place: Place) -> list[tuple[Box | None, str]] | No
 # Scores
 # --------------------------------------------------------------------------------------------------
 
-Table = Sequence[Sequence[float]] | np.ndarray  # (rows, columns)
 BOX_SCORES = ("reward", "box_iou", "accuracy", "f1", "f1_class", "parsed")
 MOST = 100  # predictions that may be scored, or twice the true regions if these are more
 SLACK = 1e-9  # of a threshold, against rounding
@@ -158,15 +165,15 @@ def area(box: Box) -> float:
 
 def iou(a: Box | None, b: Box | None) -> float:
     """Intersection over union of two boxes; 0 for what is no box."""
-    if a is None or b is None:
+    if not (a and b):
         return 0.0
-    shared = area((max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])))
+    shared = area((*map(max, a[:2], b[:2]), *map(min, a[2:], b[2:])))
     return shared / (area(a) + area(b) - shared)
 
 
-def match(gains: Table) -> list[tuple[int, int]]:
-    """The (row, column) pairs, each row and column at most once, with the largest sum of ``gains`` (0 or
-    more): by shortest augmenting paths (Jonker and Volgenant 1987), in O(n^3)."""
+def match(gains: ArrayLike) -> list[tuple[int, int]]:
+    """The (row, column) pairs of a table, each row and column at most once, with the largest sum of
+    ``gains`` (0 or more): by shortest augmenting paths (Jonker and Volgenant 1987), in O(n^3)."""
     table = np.array(gains, dtype=float, ndmin=2)
     rows, columns = table.shape
     size = max(rows, columns)
@@ -197,7 +204,7 @@ def match(gains: Table) -> list[tuple[int, int]]:
     return [(int(row), j) for j, row in enumerate(row_of[:columns]) if row >= 0]
 
 
-def best_sum(gains: Table) -> float:
+def best_sum(gains: np.ndarray) -> float:
     """What the best pairing gains."""
     return sum(gains[i][j] for i, j in match(gains))
 
@@ -251,12 +258,12 @@ def is_hit(region: Box | Point | None, truth: Regions) -> bool:
     true point."""
     if region is None:
         return False
-    x, y = (sum(axis) / len(axis) for axis in (region[0::2], region[1::2]))
+    x, y = centre = np.reshape(region, (-1, 2)).mean(axis=0)
     for left, top, right, bottom in truth.boxes:
         if left <= x <= right and top <= y <= bottom:
             return True
     near = NEAR * math.hypot(*truth.place.file) + SLACK
-    return any(math.dist((x, y), point) <= near for point in truth.points)
+    return any(math.dist(centre, point) <= near for point in truth.points)
 
 
 # Each with its "reward".
@@ -266,7 +273,7 @@ RULES = {"box": score_boxes, "boxes": score_boxes, "point": score_point}
 def region_reward(rule: str, prompts, responses, *_, regions: list[Regions]) -> Columns:
     """A rule for regions as a reward function."""
     answers = map(with_opened_thought, prompts, responses)
-    scores = [RULES[rule](answer, truth) for answer, truth in zip(answers, regions)]
+    scores = list(map(RULES[rule], answers, regions))
     return {name: [float(each[name]) for each in scores] for name in scores[0]}
 
 
@@ -308,7 +315,7 @@ def region_record(row: Prompt, response: str) -> dict:
     predictions = read_predictions(with_opened_thought(row.text, response), truth.place) or []
     predicted = []
     for region, label in predictions[:MOST]:
-        if region is not None and is_region(region, truth.place.file):
+        if region and is_region(region, truth.place.file):
             hit = len(region) == 2 and is_hit(region, truth)
             predicted.append(one_region(region, label, hit))
     boxes = [one for one in predicted if len(one["region"]) == 4]

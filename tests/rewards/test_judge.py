@@ -649,7 +649,7 @@ def test_a_scalar_model_reads_boxes_in_its_own_coordinates(qwen25, judges, tmp_p
     )
     asked = []
     monkeypatch.setattr(
-        scalar, "with_their_images", lambda *given: Batch(given[2], [0, 1], [0, 0])
+        scalar, "with_their_images", lambda _, about, asked: Batch(asked, [0, 1], [0, 0])
     )
     monkeypatch.setattr(
         reward_models,

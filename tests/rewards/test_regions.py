@@ -84,6 +84,10 @@ def as_json(*boxes, labels=None):
         ("1000", "The cup [on the left] is at [250,250,500,500]", 1),
         ("1000", "[[1,1,2,2]] no: [[250,250,500,500]]", 1),  # of lists the last
         ("1000", "[[250, 250, 500, 500], []]", 0.5),  # the second is malformed
+        ("1000", "[[250, 250, 500, 500], null]", 0.5),
+        ("1000", '["cup", {"bbox_2d": [250, 250, 500, 500]}, 5, [null]]', 0.25),
+        ("1000", "[[250, 250, 500, 500], ...]", 1),
+        ("1000", "(250, 250), (500, )", 0),
         ("1000", "````\n```json\n[[250, 250, 500, 500]]\n```\n````", 1),
         ("1000", '{"bbox_2d": [250, 250, 500, 500], "is": {"colour": "red"}}', 1),
         ("1000", '{"all": [{"bbox_2d": [250, 250, 500, 500]}, {"bbox_2d": [1, 1, 2, 2]}]}', 0.5),
@@ -168,6 +172,15 @@ def test_labels_are_read_with_their_escapes_and_brackets(label):
     assert scores(answer, [CUP], labels=[label])["f1_class"] == 1
 
 
+@pytest.mark.parametrize("label", ["\\", "it's", "it's a \"cup\"", "a\nb", "\x1b", "\\d", "'["])
+def test_labels_are_read_with_the_escapes_of_python(label):
+    answer = str([{"bbox_2d": CUP, "label": label}])
+    assert scores(answer, [CUP], labels=[label])["f1_class"] == 1
+    escaped = label.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+    answer = f"{{'label': '{escaped}', 'bbox_2d': {CUP}}}"
+    assert scores(answer, [CUP], labels=[label])["f1_class"] == 1
+
+
 def test_a_label_may_be_a_number():
     assert (
         scores('{"bbox_2d": [250, 125, 500, 250], "label": 7}', [CUP], labels=["7"])["f1_class"]
@@ -198,7 +211,8 @@ def test_labels_of_points_are_none_of_boxes():
 def test_there_may_be_nothing(answer):
     assert scores(answer, [])["box_iou"] == 1
     assert scores(answer, [TEN])["box_iou"] == 0
-    assert scores("I see nothing.", [])["box_iou"] == 0  # prose does not say so
+    for other in ("I see nothing.", "[[]]", "[null]", "[[0, 0, 100, 100], null, []]"):
+        assert scores(other, [])["box_iou"] == 0  # does not say so
 
 
 @pytest.mark.parametrize(
@@ -341,6 +355,10 @@ HOSTILE = [
     "1 " * 50_000,
     "(" + " " * 100_000,
     "[1, 2" + " " * 100_000,
+    "[[1], a" * 15_000,
+    "[[]" + "[a], [1], {1}, " * 6_000,
+    "['label': '\\" * 8_000,
+    "(1, 2" * 20_000,
 ]
 
 
