@@ -172,7 +172,7 @@ def test_labels_are_read_with_their_escapes_and_brackets(label):
     assert scores(answer, [CUP], labels=[label])["f1_class"] == 1
 
 
-@pytest.mark.parametrize("label", ["\\", "it's", "it's a \"cup\"", "a\nb", "\x1b", "\\d", "'["])
+@pytest.mark.parametrize("label", ["\\", "it's", 'it\'s a "cup"', "a\nb", "\x1b", "\\d", "'["])
 def test_labels_are_read_with_the_escapes_of_python(label):
     answer = str([{"bbox_2d": CUP, "label": label}])
     assert scores(answer, [CUP], labels=[label])["f1_class"] == 1
