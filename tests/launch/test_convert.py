@@ -14,7 +14,7 @@ from PIL import Image
 import convert
 from common.data.images import read_image
 from common.data.processor import Processor
-from common.data.rows import load_prompts, read_text
+from common.data.rows import load_prompts, text_column
 from common.flags import DataArgs
 from common.rewards.judge import load_judgements
 from conftest import ROOT, judge_settings, read_rows, value_error, words, write_json
@@ -39,7 +39,7 @@ def test_a_number_has_one_text_converted_or_not(number, text):
     """None: refused by both."""
     row = json.loads(f'{{"answer": {number}}}')
     readers = (
-        lambda: read_text(row, "answer"),
+        lambda: text_column(row, "answer"),
         lambda: convert.convert_prompt({"prompt": "p"} | row, None)["answer"],
     )
     for read in readers:
