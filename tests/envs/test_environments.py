@@ -18,6 +18,7 @@ import torch
 import toy
 import train_ppo_vl as ppo
 from common import losses
+from common.data.coordinates import Place
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.data.transcripts import finished_text
@@ -480,6 +481,8 @@ def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
 
 
 def test_an_environment_may_change_its_row():
+    """... and gets the sizes of its images, and None of a clip."""
+    places = (Place((50, 30), (56, 28), "seen"), None)
     row = Prompt(
         [],
         "",
@@ -489,10 +492,12 @@ def test_an_environment_may_change_its_row():
         0,
         row={"board": [[0, 0]]},
         folder="/data",
+        places=places,
     )
     for number in range(2):
         taken = environments.env_row(row, (0,), number)
         assert (taken["board"], taken["number"], taken["folder"]) == ([[0, 0]], number, "/data")
+        assert taken["places"] == [*places]
         taken["board"][0][0] = 1
     assert row.row == {"board": [[0, 0]]}
 
