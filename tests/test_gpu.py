@@ -118,7 +118,9 @@ def test_a_flash_attn_that_does_not_load(monkeypatch, tmp_path, capsys, text, wh
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
     if text:
         (tmp_path / "flash_attn" / "__init__.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
+    # a namespace package comes behind a real one of that name, wherever it stands on the path
+    others = [folder for folder in sys.path if not (Path(folder) / "flash_attn").is_dir()]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *others])
     # so that what is imported here is forgotten afterwards
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.delitem(sys.modules, "flash_attn")
