@@ -141,7 +141,9 @@ class RewardArgs:
         "threads per rank that score in parallel: requests at a time to a reward server",
         low=1,
     )
-    remote_batch: int = flag(32, "samples per request to a reward server", low=1)
+    remote_batch: int = flag(
+        32, "most samples per request to a reward server; those of a prompt are never parted", low=1
+    )
 
     @property
     def in_pairs(self) -> bool:

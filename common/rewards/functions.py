@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from common.buffers import fill_packs
 from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.rewards import regions
@@ -44,7 +46,7 @@ class Source:
     kind: str  # rule, env, function, remote, grm or rm
     folder: str = ""  # of a model
     function: Callable = no_reward  # of a kind in CALLED
-    batch: int = 0  # most samples per call of the function; 0: any number
+    batch: int = 0  # most samples per call of the function, if a prompt has no more; 0: any number
     asks: list[str] = field(default_factory=list)  # what it gets by keyword: names of OFFERED
     ask: Callable | None = None  # of a model; `models.build` sets it
 
@@ -75,7 +77,12 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     if kind in ("http", "https"):
         server = Server(spec, args)
         return Source(
-            spec, "remote", "remote", function=server, batch=args.remote_batch, asks=["places"]
+            spec,
+            "remote",
+            "remote",
+            function=server,
+            batch=args.remote_batch,
+            asks=["groups", "places"],
         )
     takes = "prompts, responses, references, labels, images"
     function, asks = load_function("--reward", spec, takes, OFFERED)
@@ -133,8 +140,8 @@ class Scoring(NamedTuple):
 
 
 def begin_scoring(source: Source, samples: Samples, workers: Workers) -> Scoring:
-    """Let the workers score n samples, at least one, by calls of at most `source.batch` samples each;
-    without that limit, a call holds all samples of its prompts."""
+    """Let the workers score n samples, at least one, by calls of at most `source.batch` samples each. A
+    call holds all samples of its prompts, of one prompt even if they are more."""
     parts = split(samples, workers.threads, source.batch)
     return Scoring(source, parts, [workers.submit(call_source, source, part) for part in parts])
 
@@ -166,15 +173,15 @@ def end_scoring(scoring: Scoring, timeout: float) -> Columns:
 
 
 def split(samples: Samples, workers: int, most: int) -> list[Samples]:
-    """A part for each worker, which holds all samples of its prompts, or parts of at most ``most``."""
+    """Parts of whole prompts for the workers, of at most ``most`` samples (0: any number) if no prompt
+    has more."""
     *columns, step = samples
-    count = len(samples.responses)
-    starts = range(0, count, min(-(-count // workers), most or count))
-    if not most:
-        starts = sorted({samples.groups.index(samples.groups[start]) for start in starts})
-    ends = itertools.pairwise([*starts, count])
+    sizes = list(Counter(samples.groups).values())  # of each prompt, in order
+    count = sum(sizes)
+    parts = fill_packs(sizes, sizes, min(-(-count // workers), most or count))
+    bounds = itertools.pairwise([0, *itertools.accumulate(map(sum, parts))])
     return [
-        Samples._make([*(column[start:end] for column in columns), step]) for start, end in ends
+        Samples._make([*(column[start:end] for column in columns), step]) for start, end in bounds
     ]
 
 

@@ -79,7 +79,7 @@ def test_samples_arrive_once_and_in_order(server, workers, batch, requests):
     assert components == {"pictures": [0.0] * 7}
     assert server.requests == requests
     assert all(len(asked["responses"]) <= batch for asked in server.batches)
-    names = "queries prompts responses references labels images places"
+    names = "queries prompts responses references labels images groups places"
     asked = {name: [] for name in names.split()}
     for part in sorted(server.batches, key=lambda part: part["prompts"][0]):
         assert part.keys() == asked.keys()
@@ -93,14 +93,34 @@ def test_samples_arrive_once_and_in_order(server, workers, batch, requests):
         references=references,
         labels=labels,
         images=images,
+        groups=list(range(7)),
         places=[[]] * 7,
     )
+
+
+def test_a_request_holds_all_samples_of_a_prompt(server):
+    """Also where --remote_batch is smaller, so that a server can compare them."""
+    for workers, batch, expected in (
+        (1, 1, [[3, 3, 3], [5], [4, 4]]),
+        (1, 4, [[3, 3, 3, 5], [4, 4]]),
+        (2, 5, [[3, 3, 3], [5, 4, 4]]),
+        (9, 32, [[3, 3, 3], [5], [4, 4]]),
+    ):
+        server.batches.clear()
+        source = load_source(server.url("exact"), RewardArgs(remote_batch=batch))
+        samples = reward_samples(list("abcdef"), list("abcdef"), groups=[3, 3, 3, 5, 4, 4])
+        scored = score_samples(source, samples, RewardArgs(reward_workers=workers))
+        assert scored["reward"] == [1.0] * 6
+        asked = sorted(server.batches, key=lambda part: part["responses"])
+        assert [part["groups"] for part in asked] == expected
 
 
 def test_places_arrive_as_objects(server):
     """The sizes of an image and the space of answers about it; null for a clip."""
     place = Place((50, 30), (56, 28), "seen")
-    load_source(server.url("exact")).function(["p"], ["r"], ["a"], [None], [[]], [[place, None]])
+    load_source(server.url("exact")).function(
+        ["p"], ["r"], ["a"], [None], [[]], groups=[0], places=[[place, None]]
+    )
     sizes = {"file": [50, 30], "seen": [56, 28], "space": "seen"}
     assert server.batches[0]["places"] == [[sizes, None]]
 
@@ -157,7 +177,10 @@ def test_text_survives_json(server):
     """Quotes, other alphabets, control characters, half a surrogate pair: what a policy may well sample."""
     texts = ['"}\\', "Würfel 骰子 🎲", "\x00\u2028\n", "\ud83c"]
     reward = load_source(server.url("exact")).function
-    assert reward(texts, texts, texts, [None] * 4, [[]] * 4, [[]] * 4)["reward"] == [1.0] * 4
+    assert (
+        reward(texts, texts, texts, [None] * 4, [[]] * 4, groups=[0] * 4, places=[[]] * 4)["reward"]
+        == [1.0] * 4
+    )
     assert server.batches[0]["queries"] == [2 * text for text in texts[:3]] + ["\ud83c\ud83c"]
 
 
