@@ -120,7 +120,8 @@ def layer_activations(module: Wrapper, keys: float = 1.0, index: int = -1) -> fl
     float32 and its output before the scale (less on a GPU, where a norm is one kernel); what the
     products read; queries, keys, values and output of the attention, or what linear attention
     keeps if that is more; four tensors of the MLP
-    (gate, its activation, up, their product), in MoE for each expert of the token, with its input.
+    (gate, its activation, up, their product), in MoE for each expert of the token, with its input,
+    and where a layer has inputs of its own the same four of these.
     ``keys``: that are gathered for each token of a pack, as responses attend to their prompts too;
     sdpa on a GPU repeats them for each query head.
     """
@@ -133,11 +134,12 @@ def layer_activations(module: Wrapper, keys: float = 1.0, index: int = -1) -> fl
     for name, p in layer.named_parameters():
         if "norm" in name:
             norms += p.numel() * repeats.get(name.split(".")[-2], 1)
-        if name.endswith("gate_proj.weight"):
+        if name.endswith(("gate_proj.weight", "per_layer_input_gate.weight")):
             gates += len(p)
+        if "experts." in name:
+            experts = experts_per_token(module.model)
     inner = gates or getattr(text, "intermediate_size", 0)
-    if routers(module.model):
-        experts = experts_per_token(module.model)
+    if experts:
         inner = gates + experts * text.moe_intermediate_size
     if head_dim(config) > LARGEST_HEAD:
         kv_heads = queries
@@ -189,10 +191,11 @@ def backward_bytes(
     layers = decoder(model).layers
     width = model.setup.dtype.itemsize
     text = model.config.get_text_config()
-    indices = range(len(layers)) if getattr(text, "is_heterogeneous", False) else [-1] * len(layers)
-    activations = [tokens * layer_activations(module, keys, index) for index in indices]
+    activations = [tokens * layer_activations(module, keys, k) for k in range(len(layers))]
     hidden = tokens * text.hidden_size
-    saved = hidden * (4 + 4 * width)  # embeddings, with images, and the last norm
+    inputs = tokens * len(layers) * getattr(text, "hidden_size_per_layer_input", 0)
+    # embeddings, with images, and the last norm; inputs of all layers, their norm and gradient
+    saved = (hidden + inputs) * (4 + 4 * width)
     saved += len(layers) * width * hidden if recompute else sum(activations)
 
     head = count_trained([model.lm_head.weight]) if hasattr(model, "lm_head") else 0

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
+import families
 import plan
 from common import distributed, process
 from common.data import loader as data
@@ -166,6 +167,29 @@ def test_peak_of_an_update(qwen25, tmp_path, dtype, checkpointing, vocabulary, c
         tokens = row.input_ids.shape[1]
         assert (keys > 5 * tokens) == (responses > 1)
         parts = memory.backward_bytes(module, tokens, checkpointing, keys / tokens)
+        assert 0.95 < (root + 2 * layer + sum(parts.values())) / peak < 1.2, (parts, peak)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_inputs_per_layer_are_in_the_peak_of_an_update(tmp_path, monkeypatch, checkpointing):
+    """Gemma 4 E2B's, in layers that differ: they pass a gate in each, and all have a gradient at once."""
+    kind, rows = "gemma4_e2b", tmp_path / "rows.jsonl"
+    write_json(rows, {"prompt": "a b " * 5})
+    sizes = {"hidden_size": 128, "intermediate_size": 640, "num_hidden_layers": 4}
+    monkeypatch.setattr(families, "TEXT", families.TEXT | sizes)
+    tokenizer = families.make_tokenizer(kind)
+    config = families.make_config(kind, tokenizer)
+    config.text_config.hidden_size_per_layer_input = 192
+    config.text_config.final_logit_softcapping = None  # one tensor more at the head
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    families.save_processor(kind, tmp_path, tokenizer)
+    env = start(tmp_path, rows, "--dtype float32", *["--gradient_checkpointing"] * checkpointing)
+    env.actor.model.setup = replace(env.actor.model.setup, head_chunk=64)
+    batch = take(env, 1).with_targets([[torch.randint(4, 200, (1000,))]])
+    for module in (env.actor, env.critic):
+        peak, row = peak_of_an_update(env, module, batch)
+        root, layer, _ = memory.gathered_bytes(module)
+        parts = memory.backward_bytes(module, row.input_ids.shape[1], checkpointing)
         assert 0.95 < (root + 2 * layer + sum(parts.values())) / peak < 1.2, (parts, peak)
 
 
