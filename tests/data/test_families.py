@@ -921,7 +921,9 @@ def test_files_rewritten_by_the_names_of_modules_are_the_same_model(kind, tmp_pa
     old, new = tmp_path / "old", tmp_path / "new"
     model = write_family(kind, old, picture_rows)
     model.from_pretrained(old, dtype="auto").save_pretrained(new, save_original_format=False)
-    assert load_file(old / "model.safetensors").keys() != load_file(new / "model.safetensors").keys()
+    assert (
+        load_file(old / "model.safetensors").keys() != load_file(new / "model.safetensors").keys()
+    )
     for path in old.iterdir():
         if not (new / path.name).exists():
             shutil.copy(path, new)
