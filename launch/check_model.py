@@ -42,83 +42,86 @@ from common.model.policy import logprobs_of
 # By compute type: of numbers, and of the share of greedy samples, which near ties decide in bfloat16.
 BOUNDS = {torch.float32: (1e-4, 0.0), torch.bfloat16: (0.05, 0.5)}
 ROWS, TOKENS = 6, 8  # rows of the data, and tokens of a sample, at most
-# Rows and a reward have to be named; they are read here, and it is never computed.
-FLAGS = f"--data rows --reward {__file__}:no_reward --advantage grpo --max_new_tokens {TOKENS}"
+# A run has rows and a reward, which nothing here reads.
+FLAGS = f"--data rows --reward exact --advantage grpo --max_new_tokens {TOKENS}"
 
 
 @torch.no_grad()
 def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, float]]:
     """(what is compared, largest difference, its bound)."""
-    theirs, processor = chat.model, chat.processor
+    processor = chat.processor
     args = ppo.parse_args(["--model", str(processor.folder), *FLAGS.split()])
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     actor = ppo.build_models(args, processor, ranks.device).actor
     ppo.load_models(args, {"actor": actor}, ranks)
-    theirs.setup = actor.model.setup
-    bound, ties = BOUNDS[theirs.setup.dtype]
+    bound, ties = BOUNDS[actor.model.setup.dtype]
 
     prompts = load_prompts(data, processor, args.data)[:ROWS] if data else draw(chat, scratch)
     if chat.family.media:
         try:
-            ids = ids_of(chat, prompts)
-            others = [a != b.input_ids.tolist() for a, b in zip(ids, prompts)]
-            yield "prompt ids", sum(others), 0.0
+            yield "prompt ids", wrong_ids(chat, prompts), 0.0
         except Exception as error:  # templates and missing packages raise anything
             say(f"prompt ids are not compared, as its own processor fails here: {error!r:.150}")
-    images = {k: load_pixels(prompt, processor) for k, prompt in enumerate(prompts) if prompt.grids}
+
+    pixels = {k: load_pixels(prompt, processor) for k, prompt in enumerate(prompts) if prompt.grids}
     count = len(prompts)
-    batch = Batch(prompts, [*range(count)], [0] * count, patches=dict(images))
+    batch = Batch(prompts, [*range(count)], [0] * count, patches=dict(pixels))
     sampling = replace(ppo.sampling_of(args, processor, ranks.device), greedy=True)
-    samples = ppo.rollout(actor, batch, sampling, 2)
-    for k, pixels in images.items():
-        error = difference(samples.features[k], vlm.image_features(theirs, *pixels))
-        yield f"image features of prompt {k}", error, bound
+    samples = ppo.rollout(actor, batch, sampling, 2)  # two of a prompt share it in a pack
+    chat.model.setup = actor.model.setup
+    for k in pixels:
+        features = vlm.image_features(chat.model, *pixels[k])
+        yield f"image features of prompt {k}", difference(samples.features[k], features), bound
+
     longest = max(range(count), key=lambda k: prompts[k].image_tokens)
     (pack,) = make_packs(actor.model, samples.select(torch.tensor([2 * longest])))
     with fsdp.unsharded(actor):
         errors = module_errors(chat, actor.model, prompts[longest], pack)
     error, name = next((pair for pair in errors if pair[0] > bound), max(errors))
     yield f"module by module, {name}", error, bound
-    packed, tokens = logprobs_of(actor, samples), samples.split(samples.tokens)
-    pairs = zip(samples.prompt_index.tolist(), tokens)
-    expected = torch.cat([logprobs(chat, prompts[k], response) for k, response in pairs])
-    yield "log-probs of packs", difference(packed, expected), bound
+
+    packed, responses = logprobs_of(actor, samples), samples.split(samples.tokens)
+    pairs = zip(samples.prompt_index.tolist(), responses)
+    alone = torch.cat([logprobs(chat, prompts[k], response) for k, response in pairs])
+    yield "log-probs of packs", difference(packed, alone), bound
     yield "log-probs of the sampler", difference(samples.logprobs, packed), bound
-    pairs = zip(prompts, tokens[::2])  # of two alike
+    pairs = zip(prompts, responses[::2])  # of two alike
     others = [chat.generate(prompt, TOKENS).tolist() != ours.tolist() for prompt, ours in pairs]
     yield "greedy samples", sum(others) / count, ties
+
     problem = weights.export(actor, processor, scratch / "export")
     if problem:
         raise ValueError(problem)
-    again = Chat(str(scratch / "export"), theirs.device).model.state_dict()
-    same = map(torch.equal, again.values(), theirs.state_dict().values())
+    again = Chat(str(scratch / "export"), chat.model.device).model.state_dict()
+    same = map(torch.equal, again.values(), chat.model.state_dict().values())
     yield "weights of an export", len(again) - sum(same), 0.0
 
 
 def draw(chat: Chat, folder: Path) -> list[Prompt]:
     """Prompts with no picture, one and two; with none, for a model of text."""
-    paths, prompts = [], []
-    for size in ((90, 300), (320, 100), (0, 0)):
-        prompts.append(make_prompt(chat.processor, "What is this?", paths))
-        if chat.family.media and any(size):
-            paths.append(str(folder / f"{len(paths)}.png"))
-            Image.effect_noise(size, 90).save(paths[-1])
-    return prompts
+    paths = []
+    if chat.family.media:
+        paths = [str(folder / "tall.png"), str(folder / "wide.png")]
+        for path, size in zip(paths, ((90, 300), (320, 100))):
+            Image.effect_noise(size, 90).save(path)
+    return [make_prompt(chat.processor, "What is this?", paths[:count]) for count in range(3)]
 
 
-def ids_of(chat: Chat, prompts: list[Prompt]) -> Iterator[list[int]]:
-    """By the checkpoint's own processor."""
+def wrong_ids(chat: Chat, prompts: list[Prompt]) -> int:
+    """How many prompts the checkpoint's own processor encodes in another way."""
     processor = transformers.AutoProcessor.from_pretrained(chat.processor.folder)
     if not hasattr(processor, "image_processor"):
         raise ValueError("AutoProcessor gives a tokenizer alone")
+    wrong, options = 0, {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     for prompt in prompts:
         messages, paths = copy.deepcopy(prompt.messages), iter(prompt.images)
-        for part in (part for message in messages for part in message["content"]):
-            if part["type"] == "image":
-                part["path"] = next(paths)
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-        ids = processor.apply_chat_template(messages, **options)["input_ids"]
-        yield torch.as_tensor(ids).flatten().tolist()
+        for message in messages:
+            for part in message["content"]:
+                if part["type"] == "image":
+                    part["path"] = next(paths)
+        batch = processor.apply_chat_template(messages, add_generation_prompt=True, **options)
+        wrong += not torch.equal(batch["input_ids"][0], prompt.input_ids)
+    return wrong
 
 
 def module_errors(
@@ -175,8 +178,8 @@ def main(argv: list[str] | None = None) -> int:
             passed &= error <= bound
             word = "ok  " if error <= bound else "FAIL"
             say(f"{word} {name}: {error:.2g}, at most {bound:g}")
-    able = {"images": "image" in chat.family.media, "clips": "video" in chat.family.media}
-    able["replies with pictures"] = chat.family.replies_show_images
+    media, replies = chat.family.media, chat.family.replies_show_images
+    able = {"images": "image" in media, "clips": "video" in media, "replies with pictures": replies}
     lacks = [what for what in able if not able[what]]
     say(f"not for this family: {', '.join(lacks) or 'nothing'}")
     say("PASS" if passed else "FAIL")
