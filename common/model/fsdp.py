@@ -11,7 +11,7 @@ import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -174,24 +174,42 @@ def fsdp_parts(module: nn.Module) -> list:
 def unsharded(module: vlm.Wrapper):
     """Gather all weights once; inside, forwards run no collective, so ranks may do different
     amounts of work. In a team, each rank has its pieces of the decoder, and its ranks work alike."""
-    parts, pieces = fsdp_parts(module), []
-    # a first unshard() below would otherwise initialise each part as a root
+    parts = fsdp_parts(module)
+    # a first unshard() would otherwise initialise each part as a root
     parts[0]._get_fsdp_state()._lazy_init()
-    if module.model.setup.team.size > 1:
-        inside = {module, *vlm.decoder(module.model).modules()}
-        pieces = [part for part in parts if part in inside]
-    whole = [part for part in parts if part not in pieces]
-    for part in whole:  # one after the other: what is gathered exists twice until it is in place
+    in_team = module.model.setup.team.size > 1
+    with unhooked(parts), cut(module.model, parts) if in_team else gathered(parts):
+        yield
+
+
+@contextmanager
+def gathered(parts: list):
+    """Inside, the weights of ``parts`` are whole."""
+    for part in parts:  # one after the other: what is gathered exists twice until it is in place
         part.unshard()
-        part.set_reshard_after_forward(False, recurse=False)
     try:
-        with cut(module.model, pieces) if pieces else nullcontext(), unhooked(pieces):
-            yield
+        yield
     finally:
-        for part in whole:
+        for part in parts:
             part.reshard()
-            part.set_reshard_after_forward(part is not module, recurse=False)
-        forget_forwards(module)
+
+
+@contextmanager
+def unhooked(parts: list):
+    """Inside, forwards of these modules run without FSDP2's hooks, those of users stay. They have
+    nothing to do while weights are gathered and everything is in the compute dtype, but record every
+    forward, and their waits for FSDP2's own streams could not be captured in a CUDA graph."""
+    hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in parts]
+    for part, pre_hooks, hooks in hooked:
+        state = part._get_fsdp_state()
+        part._forward_pre_hooks, part._forward_hooks = OrderedDict(pre_hooks), OrderedDict(hooks)
+        del part._forward_pre_hooks[state._pre_forward_hook_handle.id]
+        del part._forward_hooks[state._post_forward_hook_handle.id]
+    try:
+        yield
+    finally:
+        for part, pre_hooks, hooks in hooked:
+            part._forward_pre_hooks, part._forward_hooks = pre_hooks, hooks
 
 
 def rest_after_scoring(module: nn.Module) -> None:
@@ -214,34 +232,13 @@ def forget_forwards(module: nn.Module) -> None:
 
 @contextmanager
 def bare_forwards(decoder: nn.Module):
-    """Inside, forwards run without FSDP2's hooks and transformers' wrappers (defaults, recording).
-
-    They have nothing to do while the weights are gathered and everything is in the compute dtype,
-    but take a quarter of a toy's decoding step; and FSDP2's waits for its own streams could not be
-    captured in a CUDA graph.
-    """
+    """Inside, forwards run without transformers' wrappers (defaults, recording), which cost time in
+    every decoding step."""
     decoder.forward = inspect.unwrap(type(decoder).forward).__get__(decoder)
-    try:
-        with unhooked(fsdp_parts(decoder)):
-            yield
-    finally:
-        del decoder.forward
-
-
-@contextmanager
-def unhooked(parts: list):
-    """Inside, forwards of these modules gather nothing. The hooks of users stay."""
-    hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in parts]
-    for part, pre_hooks, hooks in hooked:
-        state = part._get_fsdp_state()
-        part._forward_pre_hooks, part._forward_hooks = OrderedDict(pre_hooks), OrderedDict(hooks)
-        part._forward_pre_hooks.pop(state._pre_forward_hook_handle.id, None)
-        part._forward_hooks.pop(state._post_forward_hook_handle.id, None)
     try:
         yield
     finally:
-        for part, pre_hooks, hooks in hooked:
-            part._forward_pre_hooks, part._forward_hooks = pre_hooks, hooks
+        del decoder.forward
 
 
 # -------------------------------------------------------------------------------------------------
