@@ -1542,7 +1542,7 @@ def critic_loss(
     old, returns, weight = pack.pick(batch.values, batch.returns, minibatch.weights)  # (T,) each
     loss = (weight * losses.value_loss(values, old, returns, args.algorithm.value_clip)).sum()
     balance = experts.pack_balance_loss(critic.model, pack, routed, minibatch.expert_load)
-    return loss + args.update.aux_loss_coef * balance, {"critic_loss": loss.detach()}
+    return loss + args.update.aux_loss_coef * balance, {"critic_loss": logging.Share(loss.detach())}
 
 
 def update_actor(
@@ -1608,7 +1608,7 @@ def actor_loss(
     """This pack's share of the minibatch's loss, and statistics, logged below ``train/`` by default.
 
     A statistic is a `Mean` (a sum over the pack's tokens, and their number; for ratios only the
-    tokens in the policy loss), a `Largest`, or a number that is the pack's share of a loss.
+    tokens in the policy loss), a `Largest`, or the pack's `Share` of a loss.
     """
     algorithm = args.algorithm
     references = []  # the loss contains the exact KL to each of them
@@ -1637,19 +1637,19 @@ def actor_loss(
     stats: dict = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
     stats["ratio_max"] = logging.Largest(losses.largest_ratio(inputs, out))
     stats |= sampler_stats(logp.detach() - sampled, entropy.detach(), pack, batch)
-    stats["policy_loss"] = loss.detach()
+    stats["policy_loss"] = logging.Share(loss.detach())
 
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (weight * entropy).sum()
     for name, (coef, term) in kl_terms(logp, kls, pack, batch, args).items():
         term = (weight * term).sum()
         loss = loss + coef * term
-        stats[name] = term.detach()
+        stats[name] = logging.Share(term.detach())
     if minibatch.expert_load is not None:
         balance = experts.pack_balance_loss(actor.model, pack, routed, minibatch.expert_load)
         balance = args.update.aux_loss_coef * balance
         loss = loss + balance
-        stats["aux_loss"] = balance.detach()
+        stats["aux_loss"] = logging.Share(balance.detach())
     return loss, stats
 
 

@@ -22,7 +22,7 @@ import math
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_origin
 
 import numpy as np
 import torch
@@ -369,12 +369,18 @@ class Batch:
 
 
 def fields_by_role(kind: type) -> dict[str, list[str]]:
-    """The names of a class's fields by what they have an entry for. Raises AttributeError: one that does
-    not say so."""
+    """The names of a class's fields by what they have an entry for. Raises TypeError: one that does not
+    say so."""
     names: dict = defaultdict(list)
     for part in fields(kind):
         annotation: Any = part.type
-        names[annotation.__metadata__[0]].append(part.name)  # its role, such as PerToken
+        if get_origin(annotation) is not Annotated:
+            raise TypeError(
+                f"{kind.__name__}.{part.name} does not say what it has an entry for, by which it is "
+                "selected, joined and checked: annotate it with PerSample, PerToken or another of the "
+                "types above Batch"
+            )
+        names[annotation.__metadata__[0]].append(part.name)
     return names
 
 

@@ -63,12 +63,19 @@ class Largest(NamedTuple):
         return None if self.value == -math.inf else float(self.value)
 
 
-def combine(parts: list[Mean] | list[Largest]) -> Mean | Largest:
-    """One statistic of several, of packs or of ranks, in fp64 on the host."""
+class Share(NamedTuple):
+    """A pack's share of the loss of a minibatch. Shares are summed over packs and ranks; the loss is
+    logged as its mean over minibatches."""
+
+    total: float | Tensor
+
+
+def combine(parts: list) -> Mean | Largest | Share:
+    """One statistic of several of its type, of packs or of ranks, in fp64 on the host."""
     columns = [[float(value) for value in column] for column in zip(*parts)]
     if isinstance(parts[0], Largest):
         return Largest(float(np.max(columns[0])))  # unlike Python's max, it keeps NaN
-    return Mean(*map(sum, columns))
+    return type(parts[0])(*map(sum, columns))
 
 
 class MetricSums:
@@ -76,20 +83,16 @@ class MetricSums:
     value reaches the host."""
 
     def __init__(self):
-        self.parts: dict[str, list] = defaultdict(list)  # by metric, each detached
+        # by metric, each detached; of a loss one `Share` of each minibatch
+        self.parts: dict[str, list] = defaultdict(list)
 
     def record(self, packs: list[dict]) -> None:
         """Add the statistics of this rank's packs of a minibatch, as ``train/NAME`` where a name
-        has no section.
-
-        Each is a `Mean`, a `Largest`, or a number. A number is the pack's part of a global sum, as
-        a weighted loss is: it is summed over packs and ranks, and averaged over minibatches.
-        """
+        has no section. Each is a `Mean`, a `Largest` or a `Share`."""
         for name in dict.fromkeys(name for pack in packs for name in pack):
             values = [pack[name] for pack in packs if name in pack]
-            if not isinstance(values[0], Mean | Largest):
-                # over all ranks, the counts of a minibatch add up to 1
-                values = [Mean(sum(values), 1 / distributed.world_size())]
+            if isinstance(values[0], Share):
+                values = [Share(sum(share.total for share in values))]
             self.parts[name if "/" in name else f"train/{name}"] += values
 
     def record_update(self, role: str, norm: float, applied: bool, packs: list[dict]) -> None:
@@ -108,9 +111,11 @@ class MetricSums:
         ranks = distributed.gather_objects(local)
         reduced = {}
         for name in sorted(set().union(*ranks)):
-            result = combine([part[name] for part in ranks if name in part]).result
-            if result is not None:
-                reduced[name] = result
+            statistic = combine([part[name] for part in ranks if name in part])
+            if isinstance(statistic, Share):
+                reduced[name] = statistic.total / len(self.parts[name])  # the same on all ranks
+            elif statistic.result is not None:
+                reduced[name] = statistic.result
         return reduced
 
 

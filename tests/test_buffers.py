@@ -191,7 +191,9 @@ def test_a_field_without_a_role_is_an_error_where_it_is_declared():
     added = dataclasses.make_dataclass(
         "Batch", [("temperatures", torch.Tensor, dataclasses.field(default=None))], bases=(Batch,)
     )
-    with pytest.raises(AttributeError, match="__metadata__"):
+    with pytest.raises(
+        TypeError, match="Batch.temperatures does not say .* annotate it with PerSample"
+    ):
         buffers.fields_by_role(added)
 
 

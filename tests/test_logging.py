@@ -34,6 +34,7 @@ from common.logging import (
     Mean,
     MetricSums,
     RunLogger,
+    Share,
     StageTimer,
     due,
     environment,
@@ -78,8 +79,8 @@ def test_statistics_of_updates():
     sums = MetricSums()
     for scale, applied in ((1.0, True), (math.nan, False), (3.0, True)):
         rows = [
-            {"loss": torch.tensor(scale), "gap": Mean(2 * scale, 4), "top": Largest(scale)},
-            {"loss": scale},
+            {"loss": Share(torch.tensor(scale)), "gap": Mean(2 * scale, 4), "top": Largest(scale)},
+            {"loss": Share(scale)},
         ]
         sums.record_update("actor", 10 * scale, applied, rows)
     assert sums.reduce() == {
@@ -122,6 +123,8 @@ def add_as_a_rank() -> None:
         sums.record([{name: Mean(torch.tensor(rank + 1.0), 1 + 2 * rank)}])
     if rank:
         sums.record([{"one rank": Mean(6.0, 2)}])
+    for minibatch in range(3):  # of packs of both ranks
+        sums.record([{"loss": Share(minibatch + 10.0 * rank)}, {"loss": Share(torch.tensor(1.0))}])
     sums.record(
         [
             {
@@ -130,10 +133,8 @@ def add_as_a_rank() -> None:
             }
         ]
     )
-    assert (
-        str(sums.reduce())
-        == "{'eval/top': -3.0, 'train/a': 0.75, 'train/b': 0.75, 'train/bad': nan, 'train/one rank': 3.0}"
-    ), sums.reduce()
+    means = "'train/a': 0.75, 'train/b': 0.75, 'train/bad': nan, 'train/loss': 14.0, 'train/one rank': 3.0"
+    assert str(sums.reduce()) == "{'eval/top': -3.0, " + means + "}", sums.reduce()
 
 
 def test_two_ranks():

@@ -71,7 +71,7 @@ def text_gradient(env, args: ppo.Args, picks: list[int]) -> tuple[float, Tensors
     stats, pending = {}, env.text.loader.submit(drawn, picks)
     for loss in env.text.losses(env.actor, pending, args.update.aux_loss_coef, stats):
         ppo.backward(loss)
-    return float(stats["ptx_loss"]), take_gradients(env.actor)
+    return float(stats["ptx_loss"].total), take_gradients(env.actor)
 
 
 def labelled(env, pick: int, labels: str) -> dict:

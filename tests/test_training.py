@@ -388,13 +388,13 @@ def test_target_kl_stops_a_steps_updates(qwen25, picture_rows):
 
 
 def test_a_statistic_of_a_loss_needs_no_other_mention(qwen25, picture_rows, monkeypatch):
-    """A number is a row's share of a loss, the other kinds say how they are reduced over rows and updates."""
+    """Its type says how it is reduced over packs, ranks and updates."""
     env, inner, rows = fresh(qwen25, picture_rows), ppo.actor_loss, []
 
     def loss_with_more(actor, reference, row, batch, part, *rest):
         loss, stats = inner(actor, reference, row, batch, part, *rest)
         rows.append(row)
-        stats["my_term"] = (part.weights[row.flat] * 3.0).sum()
+        stats["my_term"] = logging.Share((part.weights[row.flat] * 3.0).sum())
         stats["my_mean"] = logging.Mean(row.targets.sum(), len(row.targets))
         stats["my_top"] = logging.Largest(row.targets.max() if len(row.targets) else -math.inf)
         if len(rows) == 1:

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from common.buffers import Batch
 from common.data.loader import PromptLoader, data_order
 from common.data.rows import Example
+from common.logging import Mean, Share
 from common.model import experts, vlm
 from common.model.packs import make_packs
 from common.model.policy import Policy
@@ -63,8 +63,8 @@ class PtxLoss:
             balance = aux_loss_coef * experts.pack_balance_loss(model, pack, routed, load)
             yield self.coef * (loss + balance)
             total += loss.detach()
-        stats["ptx_loss"] = total
-        stats["ptx_dropped"] = len(prompts.dropped) / dist.get_world_size()
+        stats["ptx_loss"] = Share(total)
+        stats["ptx_dropped"] = Mean(len(prompts.dropped), 1)  # the same on all ranks
 
     def count_labels(self, batch: Batch) -> int:
         """Tokens that carry the loss, over all ranks."""
