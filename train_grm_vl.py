@@ -500,11 +500,11 @@ def update(
     judge.train()
     vlm.compute_features_unless_trained(judge.model, batch)
     done = []
-    for pack in packs.make_packs(judge.model, batch):
+    for pack in packs.of_batch(judge.model, batch):
         logp, *_ = judge(pack)  # (T,)
         backward(-logp.sum() / tokens)
         done.append((pack.flat, logp.detach()))
-    target_logprobs = packs.join_packs(done, tokens)
+    target_logprobs = packs.join(done, tokens)
     norm, applied = take_step(trained, step)
     metrics = {
         "train/lr": trained.rates_at(step)[0],
@@ -549,7 +549,9 @@ def evaluate(
     likelihood of every verdict. Log the judgements, and return the eval/ metrics."""
     started = time.perf_counter()
     records, dropped = judge_all(judge, rows, args)
-    summary: dict = {"step": state.step, "dropped": dropped} | accuracy.summarise(records)
+    summary: dict = {"step": state.step, "dropped": dropped} | accuracy.summarise_judgements(
+        records
+    )
     held_out = accuracy.held_out_record(summary)
     rows.settings.held_out = held_out
     for kind, known in held_out["kinds"].items():

@@ -96,7 +96,7 @@ from common.reports.records import (
     conversation_metrics,
     sample_cards,
     sample_records,
-    summarise,
+    summarise_samples,
 )
 from common.rewards import models as reward_models
 from common.rewards import scoring
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     models = build_models(args, rows.processor, ranks.device, ranks.team)
     modules = models.by_role()  # on meta: no weights are read yet
     if not args.run.export_only:
-        modules |= build_reward_models(args, reward, rows, models.actor)
+        modules |= reward_modules(args, reward, rows, models.actor)
         prepare_teacher(args, rows, models.teacher)
         budget.fit(plan_memory(args, modules, rows, ranks.world), ranks)
     load_models(args, modules, ranks)
@@ -641,11 +641,13 @@ def check_rows(
     reward: scoring.RewardMix,
     environment: Environment | None,
 ) -> None:
-    """Raises UserError if rows cannot be scored or have no images to mask, or if the environment does
+    """Raises UserError if rows cannot be scored or have no images to change, or if the environment does
     not work with this model."""
-    imageless = rows.train and not any(row.grids for row in rows.train)
-    if imageless and not environment and args.perception.masks_images:
-        raise UserError("--perception_*: no row of --data has an image that could be masked")
+    imageless = rows.train and not environment and not any(row.grids for row in rows.train)
+    if imageless and (args.perception.masks_images or args.teacher.student_images):
+        raise UserError(
+            "--perception_* and --student_images change images, and no row of --data has any"
+        )
     reward.check_rows(rows.all)
     reward.report_lazy_answers(rows.train or rows.held_out)
     kinds = {source.kind for source in reward.sources}
@@ -927,9 +929,7 @@ def build_teacher(args: Args, builder: build.Builder, actor: Policy) -> Teacher 
     return Teacher(policy, actor, args.teacher, args.update.offload)
 
 
-def build_reward_models(
-    args: Args, reward: scoring.RewardMix, rows: Rows, actor: Policy
-) -> vlm.Modules:
+def reward_modules(args: Args, reward: scoring.RewardMix, rows: Rows, actor: Policy) -> vlm.Modules:
     """The reward models by the name of their source, on meta. Raises UserError: see
     `reward_models.build`."""
     return reward_models.build(
@@ -944,10 +944,7 @@ def build_reward_models(
 
 
 def prepare_teacher(args: Args, rows: Rows, teacher: Teacher | None) -> None:
-    """Ban the ids that the teacher does not know. Raises UserError on every rank: no row has an image
-    to damage for the student; or see `Teacher.ban_unknown_ids`."""
-    if args.teacher.student_images and rows.train and not any(row.images for row in rows.train):
-        raise UserError("--student_images: no row of --data has images")
+    """Ban the ids that the teacher does not know. Raises UserError: see `Teacher.ban_unknown_ids`."""
     if teacher:
         teacher.ban_unknown_ids(rows.all, with_env=bool(args.env.env))
 
@@ -1524,7 +1521,7 @@ def update_critic(
             if not minibatch.weights.any():
                 continue
             stats = []
-            for pack in packs.make_packs(critic.model, batch, minibatch.indices):
+            for pack in packs.of_batch(critic.model, batch, minibatch.indices):
                 loss, pack_stats = critic_loss(critic, pack, batch, minibatch, args)
                 backward(loss)
                 stats.append(pack_stats)
@@ -1571,7 +1568,7 @@ def update_actor(
             if ptx:
                 pending_text = ptx.start(number)  # its images decode in the background
             stats = []
-            for pack in packs.make_packs(actor.model, batch, minibatch.indices, view):
+            for pack in packs.of_batch(actor.model, batch, minibatch.indices, view):
                 loss, pack_stats = actor_loss(actor, models, pack, batch, minibatch, args)
                 backward(loss)
                 stats.append(pack_stats)
@@ -1750,7 +1747,7 @@ def evaluate(
             conversations += batch.conversations
     if not records:
         raise UserError("evaluation: no held-out prompt is left, as none of their images decodes")
-    metrics = summarise(records, count)
+    metrics = summarise_samples(records, count)
     metrics |= conversation_metrics(conversations, "eval")
     gap = torch.cat(gaps)
     if len(gap):
@@ -1782,7 +1779,7 @@ def evaluate_teacher(
         answers = rollout(policy, teacher.view(batch), sampling, 1)
     answers = replace(answers, prompts=batch.prompts, features=batch.features, positions={})
     reward.score(answers, rows.processor, step)
-    metrics = summarise(sample_records(answers, rows.processor), 1)
+    metrics = summarise_samples(sample_records(answers, rows.processor), 1)
     columns = accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
     return {f"eval/teacher_{word}": metrics[name] for word, name in columns.items()}
 
@@ -2473,13 +2470,11 @@ def check_args(args: Args, typed: set[str]) -> None:
         f"--max_prompt_tokens + --max_new_tokens{' + --max_reply_tokens' if values.env else ''} = "
         f"{args.longest}",
     )
-    for name, is_used in {"reward_timeout": True, "env_timeout": values.env}.items():
-        wait = getattr(values, name)
-        refuse(
-            is_used and wait >= values.timeout,
-            f"--{name} {wait:g} must be below --timeout {values.timeout:g}: a rank that waits so long "
-            "would be given up by the others",
-        )
+    refuse(
+        values.reward_timeout >= values.timeout,
+        f"--reward_timeout {values.reward_timeout:g} must be below --timeout {values.timeout:g}: a rank "
+        "that waits so long would be given up by the others",
+    )
     refuse(
         args.reward.in_pairs and values.prompts_per_step % max(1, 2 * values.rollouts_per_step),
         f"--prompts_per_step {values.prompts_per_step} must be a multiple of 2 x --rollouts_per_step: "

@@ -35,8 +35,7 @@ from common.buffers import Batch, Pack
 from common.data.loader import load_pixels
 from common.data.rows import Prompt, load_prompts, make_prompt
 from common.files import say
-from common.model import fsdp, vlm, weights
-from common.model.packs import make_packs
+from common.model import fsdp, packs, vlm, weights
 from common.model.policy import logprobs_of
 
 # By compute type: of numbers, and of the share of greedy samples, which near ties decide in bfloat16.
@@ -74,7 +73,7 @@ def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, 
         yield f"image features of prompt {k}", difference(samples.features[k], features), bound
 
     longest = max(range(count), key=lambda k: prompts[k].image_tokens)
-    (pack,) = make_packs(actor.model, samples.select(torch.tensor([2 * longest])))
+    (pack,) = packs.of_batch(actor.model, samples.select(torch.tensor([2 * longest])))
     with fsdp.unsharded(actor):
         errors = module_errors(chat, actor.model, prompts[longest], pack)
     error, name = next((pair for pair in errors if pair[0] > bound), max(errors))

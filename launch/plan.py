@@ -78,7 +78,7 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     reward.check_rows(rows.all)
     team = Team(args.model.rollout_shards)
     models = ppo.build_models(args, rows.processor, META, team)
-    modules = models.by_role() | ppo.build_reward_models(args, reward, rows, models.actor)
+    modules = models.by_role() | ppo.reward_modules(args, reward, rows, models.actor)
     ppo.prepare_teacher(args, rows, models.teacher)
     return ppo.plan_memory(args, modules, rows, gpus)
 

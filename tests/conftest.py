@@ -174,7 +174,7 @@ def build_rewards(args, reward, rows, actor, ranks) -> None:
     from common import distributed
     from common.model import weights
 
-    models = ppo.build_reward_models(args, reward, rows, actor)
+    models = ppo.reward_modules(args, reward, rows, actor)
     with distributed.raise_on_all_ranks():
         for module in models.values():
             ppo.shard(module, ranks.mesh)

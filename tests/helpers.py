@@ -30,9 +30,8 @@ from common import logging, losses
 from common.buffers import FIELDS, Batch, Pack
 from common.data.processor import Processor
 from common.flags import DataArgs
-from common.model import fsdp, shards, vlm
+from common.model import fsdp, packs, shards, vlm
 from common.model.build import build_model
-from common.model.packs import make_packs
 from common.model.vlm import Compute
 from common.model.weights import load_weights, materialize
 from common.rewards import scoring
@@ -213,15 +212,15 @@ def gradient(args: ppo.Args, module, batch: Batch) -> tuple[Tensors, int]:
     weights = ppo.minibatch_weights(batch, range(4), batch.in_policy_loss, args)
     part = ppo.Minibatch(range(4), weights, weights, None)
     batch = dataclasses.replace(batch, kl_coef=args.algorithm.kl_coef)
-    packs = 0
-    for row in make_packs(module.model, batch, range(4)):
+    count = 0
+    for row in packs.of_batch(module.model, batch, range(4)):
         if isinstance(module, ppo.Critic):
             loss, _ = ppo.critic_loss(module, row, batch, part, args)
         else:
             loss, _ = ppo.actor_loss(module, None, row, batch, part, args)
         ppo.backward(loss)
-        packs += 1
-    return take_gradients(module), packs
+        count += 1
+    return take_gradients(module), count
 
 
 def take_gradients(module) -> Tensors:
@@ -237,7 +236,7 @@ def signed_gradients(module, batch: Batch, signs: torch.Tensor, parts=(None,)) -
     """Of the sum of signs x outputs over all tokens, accumulated over the packs of each part of the
     prompts."""
     for groups in parts:
-        for pack in make_packs(module.model, batch, groups):
+        for pack in packs.of_batch(module.model, batch, groups):
             is_critic = isinstance(module, ppo.Critic)
             out = module(pack) if is_critic else module(pack, batch.sampling)[0]
             (signs[pack.flat] * out).sum().backward()
@@ -479,7 +478,7 @@ def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
     args = ppo.parse_args(words("--model", checkpoint, "--data", rows, common, *flags))
     loaded = ppo.load_rows(args)
     models = ppo.build_models(args, loaded.processor, plan.META)
-    modules = models.by_role() | ppo.build_reward_models(
+    modules = models.by_role() | ppo.reward_modules(
         args, scoring.load_rewards(args.reward), loaded, models.actor
     )
     needed = ppo.plan_memory(args, modules, loaded, 8)
@@ -515,7 +514,7 @@ def peak_of_an_update(env, module, batch: Batch) -> tuple[int, Pack]:
     module.train()
     for _ in range(2):
         with LiveBytes() as live:
-            (pack,) = make_packs(module.model, batch)
+            (pack,) = packs.of_batch(module.model, batch)
             if isinstance(module, ppo.Critic):
                 loss, _ = ppo.critic_loss(module, pack, batch, part, env.args)
             else:

@@ -17,7 +17,7 @@ import train_ppo_vl as ppo
 from common import losses, ppo_flags
 from common.buffers import Batch
 from common.data.loader import PromptLoader
-from common.model.packs import make_packs
+from common.model import packs
 from common.rewards import scoring
 from conftest import (
     ROUNDING,
@@ -351,7 +351,7 @@ def head_gradient(
     """For the head's weight, of a minibatch of all prompts as an update of the actor makes it."""
     batch = dataclasses.replace(batch, kl_coef=kl_coef)
     (part,) = ppo.minibatches_of(env.actor, batch, 1, args.update.epochs, args)
-    for pack in make_packs(env.actor.model, batch, part.indices):
+    for pack in packs.of_batch(env.actor.model, batch, part.indices):
         ppo.backward(ppo.actor_loss(env.actor, models, pack, batch, part, args)[0])
     grad = env.actor.model.lm_head.weight.grad.full_tensor()
     env.actor.zero_grad(set_to_none=True)

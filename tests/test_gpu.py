@@ -17,10 +17,9 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logprobs
 from common.flags import ModelArgs
-from common.model import build, vlm
+from common.model import build, packs, vlm
 from common.model.attention import choose_backend
 from common.model.fsdp import bare_forwards, unsharded
-from common.model.packs import make_packs
 from conftest import (
     ROOT,
     ROUNDING,
@@ -311,7 +310,7 @@ def test_a_pack_of_an_update_never_waits_for_the_device(device, checkpoint, pict
     env.actor.train()
     # the first time makes tables and workspaces
     for mode in ("default", "error"):
-        for pack in make_packs(env.actor.model, batch):
+        for pack in packs.of_batch(env.actor.model, batch):
             torch.cuda.set_sync_debug_mode(mode)
             try:
                 loss, _ = ppo.actor_loss(env.actor, None, pack, batch, part, env.args)

@@ -26,8 +26,7 @@ from common import distributed, logging, process
 from common.buffers import Batch
 from common.data.loader import PromptLoader
 from common.data.processor import Processor
-from common.model import vlm
-from common.model.packs import make_packs
+from common.model import packs, vlm
 from common.reports import accuracy
 from common.rewards import judge as judgements
 from common.rewards import rules
@@ -142,7 +141,7 @@ def test_labels_are_the_answer_and_its_end(env):
     batch = take(env, examples).with_targets([[example.target] for example in examples])
     vlm.compute_features(env.judge.model, batch)
     predicted = []
-    for pack in make_packs(env.judge.model, batch):
+    for pack in packs.of_batch(env.judge.model, batch):
         ids = pack.input_ids[0]
         inside = pack.step > 0
         assert torch.equal(ids[pack.predict[inside] + 1], pack.targets[inside])
@@ -782,7 +781,7 @@ b:3 response given   -   -
 def test_summary_by_hand():
     """Unparsable is wrong, never equal to another unparsable one; a pair is consistent if both
     orders name the same thing."""
-    summary = accuracy.summarise(list(map(record, JUDGED.splitlines())))
+    summary = accuracy.summarise_judgements(list(map(record, JUDGED.splitlines())))
     assert summary["accuracy"] == pytest.approx(5 / 9)
     assert summary["parse_rate"] == pytest.approx(7 / 9)
     assert summary["position_consistency"] == pytest.approx(2 / 4)
@@ -807,8 +806,8 @@ def test_short_responses_are_compared_word_by_word():
     rows[1] |= {"generated_text": "a dog", "tokens": accuracy.SHORT_ANSWER}
     rows[2] |= {"generated_text": "a dog", "tokens": accuracy.SHORT_ANSWER + 1}
     rows[3] |= {"generated_text": "a dog"}
-    assert accuracy.summarise(rows)["exact_match"] == 1 / 2
-    alone = accuracy.summarise(rows[2:3])
+    assert accuracy.summarise_judgements(rows)["exact_match"] == 1 / 2
+    alone = accuracy.summarise_judgements(rows[2:3])
     assert "exact_match" not in alone
     assert "accuracy" not in alone
     assert alone["loss"] == 6 / (accuracy.SHORT_ANSWER + 1)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import train_ppo_vl as ppo
-from common.model import vlm
-from common.model.packs import make_packs
+from common.model import packs, vlm
 from common.model.ptx import PtxLoss
 from conftest import (
     ROUNDING,
@@ -125,7 +124,7 @@ def test_text_labels_are_all_text(env):
     )
     batch = drawn.with_targets([[], [], [], [target]])
     vlm.compute_features(env.actor.model, batch)
-    (pack,) = make_packs(env.actor.model, batch)
+    (pack,) = packs.of_batch(env.actor.model, batch)
     pack = pack.label_text(env.processor.banned_mask())
     text = env.processor.tokenizer.decode(pack.targets.tolist())
     whole = env.processor.tokenizer.decode(torch.cat([prompt.input_ids, target]).tolist())

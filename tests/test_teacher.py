@@ -18,8 +18,7 @@ import train_ppo_vl as ppo
 from common.buffers import EMPTY
 from common.data.processor import Processor
 from common.data.rows import load_prompts
-from common.model import fsdp, vlm
-from common.model.packs import make_packs
+from common.model import fsdp, packs, vlm
 from common.model.teacher import with_hint
 from conftest import (
     assert_same_records,
@@ -176,7 +175,7 @@ def test_its_log_probs_are_those_of_a_forward_of_its_own(case, rows):
     asked = env.models.teacher.policy
     with torch.no_grad():
         ours = torch.zeros(len(env.batch.tokens), dtype=torch.float64)
-        for pack in make_packs(asked.model, look):
+        for pack in packs.of_batch(asked.model, look):
             ours[pack.flat] = asked(pack, env.sampling)[0]
         fsdp.rest_after_scoring(asked)
         by_sample = distributions(env, *seen_by(teacher, env, rows))
@@ -626,7 +625,7 @@ def test_bad_rows_and_folders(qwen25, other, task, tmp_path, monkeypatch):
     refused(
         qwen25,
         task,
-        "--student_images: no row of --data has images",
+        "--student_images change images, and no row of --data has any",
         "--student_images noise:0.3 --data",
         task / "text.jsonl",
     )

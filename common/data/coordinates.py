@@ -138,15 +138,15 @@ def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None
         raise ValueError(f"regions: the row has no image {entry['image']} (counted from 0)")
     place.check()
     source = replace(place, space=entry["space"])
-    boxes = tuple(read_region(box, 4, source) for box in entry["boxes"])
-    points = tuple(read_region(point, 2, source) for point in entry["points"])
+    boxes = tuple(row_region(box, 4, source) for box in entry["boxes"])
+    points = tuple(row_region(point, 2, source) for point in entry["points"])
     labels = tuple(entry["labels"])
     if labels and len(labels) != len(boxes or points):
         raise ValueError(f"regions: {len(labels)} labels for {len(boxes or points)} regions")
     return Regions(boxes, points, labels, place, entry["image"])
 
 
-def read_region(numbers: list[float], size: int, source: Place) -> Box | Point:
+def row_region(numbers: list[float], size: int, source: Place) -> Box | Point:
     """A box (``size`` 4) or point (2) in pixels of the file. Raises ValueError: it is not in the image;
     up to a pixel beyond its edge is cut off: it may be rounding."""
     # JSON has integers that no float holds

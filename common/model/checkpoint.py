@@ -132,15 +132,15 @@ class Checkpoints:
         self.pending: tuple[int, Future] | None = None
         self.staging = Staging()
         self.start_writer()
-        host, lock = socket.gethostname(), run.out / ".lock"
-        owner = from_main(f"pid {os.getpid()} on {host} since {time.time_ns()}")
+        lock, began = run.out / ".lock", from_main(f"{time.time_ns()}")
         with raise_on_all_ranks(f"--out {run.out}: "):
             if is_main():
-                self.take_folder(lock, owner)
+                self.take_folder(lock, began)
         with raise_on_all_ranks(f"--out {run.out}: "):
-            if not lock.exists() or lock.read_text() != owner:  # each node would keep its shards
+            if not lock.exists() or lock.read_text() != began:  # each node would keep its shards
                 raise ValueError(
-                    f"on {host} this is not rank 0's folder: use a file system that all nodes share"
+                    f"on {socket.gethostname()} this is not rank 0's folder: use a file system that "
+                    "all nodes share"
                 )
 
     def start_writer(self) -> None:
@@ -148,7 +148,7 @@ class Checkpoints:
         self.thread = ThreadPoolExecutor(1)
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
-    def take_folder(self, lock: Path, owner: str) -> None:
+    def take_folder(self, lock: Path, began: str) -> None:
         """Make this the only live run of the folder; the kernel drops the lock of a process that
         dies. Rank 0 only. Raises ValueError, OSError."""
         self.out.mkdir(parents=True, exist_ok=True)
@@ -158,11 +158,11 @@ class Checkpoints:
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"it is in use by a live run: {lock.read_text()}") from error
+            raise ValueError("it is in use by a live run") from error
         except OSError as error:  # Lustre, say, without its mount option
             say(f"warning: a second run in {self.out} would not be refused: {error}")
         self.lock.truncate(0)
-        self.lock.write(owner)
+        self.lock.write(began)
         self.lock.flush()
         os.fsync(self.lock.fileno())
         # Left by a process that was killed during a save or an export.

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from common import losses
 from common.buffers import Batch, Pack
-from common.model import fsdp, vlm
-from common.model.packs import make_packs
+from common.model import fsdp, packs, vlm
 
 
 @torch.no_grad()
@@ -22,7 +21,7 @@ def count_experts(
     model = module.model
     text = model.config.get_text_config()
     load = torch.zeros(text.num_experts, device=model.setup.device)
-    for pack in make_packs(model, batch, indices):
+    for pack in packs.of_batch(model, batch, indices):
         with vlm.router_logits(model) as routed:
             module(pack)
         load += losses.expert_load(

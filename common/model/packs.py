@@ -1,7 +1,7 @@
 """How a batch becomes packs on the device.
 
-    make_packs        this rank's packs of some prompts, with image features from all ranks
-    join_packs        what was computed for each token of each pack, back on every rank
+    of_batch          this rank's packs of some prompts, with image features from all ranks
+    join              what was computed for each token of each pack, back on every rank
     run_forward       a forward pass over a batch, for every token
     prefill_pack      prompts or replies as one pack that fills the KV cache
 
@@ -36,7 +36,7 @@ from common.model.fsdp import rest_after_scoring
 from common.model.vlm import Model, Wrapper, positions_of
 
 
-def make_packs(
+def of_batch(
     model: Model,
     batch: Batch,
     indices: Iterable[int] | None = None,
@@ -82,7 +82,7 @@ def make_packs(
     return (replace(pack, teacher=other) for pack, other in pairs)
 
 
-def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
+def join(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
     """The values of all ranks' packs as flat tensors (N,) or (k, N), on every rank. ``done`` has, for
     each pack of this rank, the index (T,) and the values (T,) or (k, T)."""
     leading = done[0][1].shape[:-1] if done else ()
@@ -247,6 +247,6 @@ def run_forward(module: Wrapper, batch: Batch, forward: Callable[[Pack], Tensor]
     """(N,) what ``forward``, pack -> (T,), says of every response token, on every rank; or, of
     pack -> (k, T), (k, N)."""
     module.eval()
-    done = [(pack.flat, forward(pack)) for pack in make_packs(module.model, batch)]
+    done = [(pack.flat, forward(pack)) for pack in of_batch(module.model, batch)]
     rest_after_scoring(module)
-    return join_packs(done, len(batch.tokens))
+    return join(done, len(batch.tokens))

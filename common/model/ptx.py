@@ -11,8 +11,7 @@ from common.buffers import Batch
 from common.data.loader import PromptLoader, data_order
 from common.data.rows import Example
 from common.logging import Mean, Share
-from common.model import experts, vlm
-from common.model.packs import make_packs
+from common.model import experts, packs, vlm
 from common.model.policy import Policy
 
 
@@ -54,7 +53,7 @@ class PtxLoss:
         load = experts.count_experts(policy, batch) if aux_loss_coef else None
         count = self.count_labels(batch)
         total = torch.zeros((), device=model.setup.device)
-        for pack in make_packs(model, batch):
+        for pack in packs.of_batch(model, batch):
             if self.labels == "text":
                 pack = pack.label_text(self.banned.to(total.device))
             with vlm.router_logits(model) as routed:

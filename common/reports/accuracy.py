@@ -1,6 +1,6 @@
 """How good a judge's judgements are, from the records of an evaluation.
 
-records  -> loss, accuracy, exact match, calibration, confusion    summarise
+records  -> loss, accuracy, exact match, calibration, confusion    summarise_judgements
          -> accuracy of the majority of k judgements               vote_rates
 summary  -> what judge.json keeps of it                            held_out_record
 """
@@ -24,7 +24,7 @@ EVALUATION_FORM = {
 SHORT_ANSWER = 16  # tokens; a longer response without a verdict is not compared word by word
 
 
-def summarise(records: list[dict]) -> dict:
+def summarise_judgements(records: list[dict]) -> dict:
     """Loss over all records, exact match over short responses without a verdict, and accuracy and
     related metrics over records with one; the second order of a pair follows the first."""
     loss = sum(record["loss"] for record in records)

@@ -120,7 +120,7 @@ def spoken_text(record: dict) -> str:
     return "\n\n".join(parts)
 
 
-def summarise(records: list[dict], count: int) -> dict[str, float]:
+def summarise_samples(records: list[dict], count: int) -> dict[str, float]:
     """Means over all samples; of several samples of each prompt (``count``) also the share of
     prompts that one of them solves, by components named accuracy, and the votes of judgements.
     Every rank has all records, so nothing is reduced."""

@@ -344,7 +344,7 @@ class JudgeModel(RewardModel):
     def read_critiques(self, questions: Batch) -> tuple[Tensor, list[str]]:
         """(Q, V) 1 where a critique that was not cut off ends in the verdict, and the critiques."""
         written = self.write(self.module, questions)
-        self.check_finite(written.logprobs)
+        self.check_logprobs(written.logprobs)
         critiques = self.processor.decode(written.split(written.tokens))
         chances = []
         for k, text in enumerate(critiques):
@@ -358,10 +358,10 @@ class JudgeModel(RewardModel):
         verdicts = encode_verdicts(self.processor, self.verdicts)
         candidates = questions.with_targets([verdicts] * len(questions.prompts))
         logprobs = logprobs_of(self.module, candidates)
-        self.check_finite(logprobs)
+        self.check_logprobs(logprobs)
         return candidates.per_sample_sum(logprobs.double()).view(-1, len(verdicts))
 
-    def check_finite(self, logprobs: Tensor) -> None:
+    def check_logprobs(self, logprobs: Tensor) -> None:
         """Raises UserError. The likeliest of NaN would be the first verdict."""
         if not logprobs.isfinite().all():
             raise UserError(

@@ -99,7 +99,7 @@ def read_predictions(response: str, place: Place) -> list[Prediction] | None:
     tagged = TAGGED.findall(text)
     if tagged:
         return [
-            (read_region(item, place), label.strip())
+            (predicted_region(item, place), label.strip())
             for label, content in tagged
             for item in re.findall(ITEM, content) or [content]
         ]
@@ -108,10 +108,10 @@ def read_predictions(response: str, place: Place) -> list[Prediction] | None:
         return None
     lists = [piece[1] for piece in pieces if piece[1]]
     items = ELEMENT.findall(lists[-1][1:-1]) if lists else [piece[0] for piece in pieces]
-    return [(read_region(item, place), read_label(item)) for item in items]
+    return [(predicted_region(item, place), read_label(item)) for item in items]
 
 
-def read_region(item: str, place: Place) -> Box | Point | None:
+def predicted_region(item: str, place: Place) -> Box | Point | None:
     """The point of an object or of a list of numbers, or what of its box is in the image."""
     keyed = REGION.search(item)
     if keyed is None:

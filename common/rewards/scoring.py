@@ -164,9 +164,9 @@ class RewardMix:
             return
         for source in self.sources:
             scored = [row for row in rows[:LAZY_ROWS] if source.spec in self.weights(row.label)]
-            places = [row.regions for row in scored if row.regions]
-            if source.spec in regions.RULES and places:
-                answer, earned = regions.earned_by_lazy(source.spec, places)
+            truths = [row.regions for row in scored if row.regions]
+            if source.spec in regions.RULES and truths:
+                answer, earned = regions.earned_by_lazy(source.spec, truths)
                 say(f"--reward {source.spec}: always to answer {answer} earns {earned:.3f}")
             elif source.kind in CALLED and source.spec != "none":
                 counts = Counter(row.reference for row in scored if row.reference is not None)
@@ -249,7 +249,7 @@ class RewardMix:
         if len(self.sources) > 1:
             components = by_source | components
         batch.compared, batch.weights = self.compared(components), torch.stack(weights, dim=1)
-        batch.rewards = check_finite(total.float(), by_source)
+        batch.rewards = finite_rewards(total.float(), by_source)
         batch.components = {name: values.float() for name, values in components.items()}
         batch.judgements = [text.strip() for text in judgements]
 
@@ -396,7 +396,7 @@ def env_accuracy(batch: Batch, rewards: Tensor, used: list[int]) -> Tensor:
     return torch.tensor([accuracy or 0.0 for accuracy in accuracies], dtype=torch.float64)
 
 
-def check_finite(rewards: Tensor, by_source: dict[str, Tensor]) -> Tensor:
+def finite_rewards(rewards: Tensor, by_source: dict[str, Tensor]) -> Tensor:
     """The rewards (S,). Raises UserError: some are NaN or too large for float32."""
     bad = (~rewards.isfinite()).nonzero()[:, 0].tolist()
     if bad:

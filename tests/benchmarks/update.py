@@ -37,7 +37,6 @@ from common import buffers, distributed
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.model import packs, vlm
-from common.model.packs import make_packs
 from machine import machine
 
 SIZES = {"tiny": {"hidden_size": 64, "layers": 3}, "20m": {"hidden_size": 512, "layers": 8}}
@@ -146,7 +145,7 @@ def ours(args, actor, batch, share: bool) -> None:
     weights = torch.full((len(batch.tokens),), 1 / len(batch.tokens))
     part = ppo.Minibatch(None, weights, weights, None)
     with sharing(share):
-        for row in make_packs(actor.model, batch):
+        for row in packs.of_batch(actor.model, batch):
             ppo.actor_loss(actor, None, row, batch, part, args)[0].backward()
 
 

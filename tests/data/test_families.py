@@ -39,9 +39,8 @@ from common.data.processor import Processor
 from common.data.rows import measure
 from common.envs.replies import read_parts
 from common.model import attention as vlm_attention
-from common.model import build, experts, image_changes, vlm
+from common.model import build, experts, image_changes, packs, vlm
 from common.model import weights as vlm_weights
-from common.model.packs import make_packs
 from common.model.teacher import with_prompts
 from conftest import (
     ROUNDING,
@@ -332,7 +331,7 @@ def test_gradients_equal_those_of_one_forward_per_sample(family):
         banned = torch.tensor(env.processor.banned_ids)
         is_counted = ~torch.isin(batch.tokens, banned)
         weights = torch.randn(len(batch.tokens), generator=seeded(3)).double() * is_counted
-        for pack in make_packs(env.actor.model, batch):
+        for pack in packs.of_batch(env.actor.model, batch):
             logp = env.actor(pack, env.sampling)[0]
             logp.backward(weights[pack.flat].to(logp))
         start_at = 0
@@ -367,7 +366,7 @@ def test_layers_that_are_computed_again_read_the_same_shared_keys(family):
     for flag in ("off", "on"):
         env = start(family.folder, family.data, "--gradient_checkpointing", flag)
         env.actor.train()
-        for pack in make_packs(env.actor.model, responses_to(env, [3, 2, 2, 3], 64)):
+        for pack in packs.of_batch(env.actor.model, responses_to(env, [3, 2, 2, 3], 64)):
             env.actor(pack, env.sampling)[0].nan_to_num(neginf=0.0).sum().backward()
         gradients.append([p.grad.full_tensor() for p in env.actor.parameters() if p.requires_grad])
     for stored, again in zip(*gradients, strict=True):
@@ -655,17 +654,17 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
     with their prompt."""
     env = family.env
     samples = responses_to(env, counts, family.oracle.config.text_config.vocab_size)
-    total, packs = 0.0, 0
+    total, count = 0.0, 0
     with computing(env.actor, max_tokens_per_pack=budget):
         load = experts.count_experts(env.actor, samples)
-        for pack in make_packs(env.actor.model, samples):
+        for pack in packs.of_batch(env.actor.model, samples):
             with vlm.router_logits(env.actor.model) as logits:
                 logp, *_ = env.actor(pack, None)
             share = 0.5 * experts.pack_balance_loss(env.actor.model, pack, logits, load)
             # FSDP gathers a layer's weights when its output gets a gradient
             (share + 0 * logp.sum()).backward()
-            total, packs = total + share.item(), packs + 1
-    assert (packs == 1) == (budget > 10**5)
+            total, count = total + share.item(), count + 1
+    assert (count == 1) == (budget > 10**5)
 
     batch: dict[str, list] = {}
     for group, tokens in responses_of(samples):
@@ -785,9 +784,9 @@ def test_no_pack_with_images_waits_for_the_device(family):
     actor, args = family.env.actor, family.env.args
     weights = torch.full((len(samples.tokens),), 1 / len(samples.tokens))
     part = ppo.Minibatch(range(len(samples.prompts)), weights, weights, None)
-    packs = list(make_packs(actor.model, samples))
-    assert any(pack.features is not None for pack in packs)
-    for pack in packs:
+    all_packs = list(packs.of_batch(actor.model, samples))
+    assert any(pack.features is not None for pack in all_packs)
+    for pack in all_packs:
         with MaskedIndices() as indices:
             loss, _ = ppo.actor_loss(actor, None, pack, samples, part, args)
             loss.backward()

@@ -23,8 +23,7 @@ from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.data.transcripts import finished_text
 from common.envs import dialogue, environments
-from common.model import image_changes
-from common.model.packs import make_packs
+from common.model import image_changes, packs
 from common.ppo_flags import EnvArgs
 from common.rewards import scoring
 from common.threads import LateError, Workers
@@ -167,7 +166,7 @@ def test_gradients_equal_one_backward_of_each_conversation(qwen25, picture_rows,
     if "lora" in flags:
         return
     env.actor.train()
-    for row in make_packs(env.actor.model, batch):
+    for row in packs.of_batch(env.actor.model, batch):
         logp, *_ = env.actor(row, batch.sampling)
         logp.sum().backward()
     expected_logprobs(env, oracle, batch, gradient=True).sum().backward()

@@ -12,8 +12,7 @@ import torch
 import torch.nn.attention.varlen as torch_varlen
 
 import train_ppo_vl as ppo
-from common.model import attention, shards, vlm
-from common.model.packs import make_packs
+from common.model import attention, packs, shards, vlm
 from common.rewards import scoring
 from conftest import (
     build_rewards,
@@ -110,7 +109,7 @@ def gradients(env, batch) -> dict[str, torch.Tensor]:
     weights = torch.full((len(batch.tokens),), 1 / len(batch.tokens))
     part = ppo.Minibatch(range(len(batch.prompts)), weights, weights, None)
     env.actor.train()
-    for pack in make_packs(env.actor.model, batch):
+    for pack in packs.of_batch(env.actor.model, batch):
         ppo.actor_loss(env.actor, None, pack, batch, part, env.args)[0].backward()
     return {
         name: shards.shard_of(p.grad).float()

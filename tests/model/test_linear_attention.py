@@ -15,10 +15,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 import toy
 import train_ppo_vl as ppo
 from common import distributed
-from common.model import attention, build, fsdp, linear_attention, vlm
+from common.model import attention, build, fsdp, linear_attention, packs, vlm
 from common.model import weights as vlm_weights
 from common.model.linear_attention import PackedDelta, SlotStates
-from common.model.packs import make_packs
 from conftest import (
     ROUNDING,
     inputs_of,
@@ -282,7 +281,7 @@ def test_decays_stay_float32_where_everything_else_is_bfloat16(official, picture
     # bfloat16 on both sides
     assert (score(env.actor, batch) - batch.logprobs).abs().mean() < 0.02
     env.actor.train()
-    for pack in make_packs(model, batch):
+    for pack in packs.of_batch(model, batch):
         env.actor(pack, env.sampling)[0].sum().backward()
     gradient = vlm.decoder(model).layers[0].linear_attn.A_log.grad
     assert (

@@ -11,9 +11,8 @@ from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.model import adapters, build, fsdp
+from common.model import adapters, build, fsdp, packs
 from common.model import weights as vlm_weights
-from common.model.packs import make_packs
 from conftest import (
     ROUNDING,
     computing,
@@ -193,7 +192,7 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
             ppo.fill_logprobs_and_values(batch, models, args)
             env.actor.train()
             with computing(env.actor, max_tokens_per_pack=110):
-                for pack in make_packs(env.actor.model, batch):
+                for pack in packs.of_batch(env.actor.model, batch):
                     loss, _ = ppo.actor_loss(env.actor, models, pack, batch, part, args)
                     loss.backward()
             assert env.actor.training

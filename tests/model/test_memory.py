@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 import ranks
 import train_ppo_vl as ppo
 from common import losses
-from common.model import fsdp, shards
-from common.model.packs import make_packs
+from common.model import fsdp, packs, shards
 from common.model.teacher import follow_average
 from conftest import (
     computing,
@@ -110,7 +109,7 @@ def test_one_average_per_update_not_per_pack(qwen25, picture_rows, monkeypatch):
         env = with_average(qwen25, picture_rows, "--minibatches", str(minibatches))
         steps.clear()
         with computing(env.actor, max_tokens_per_pack=tokens):
-            assert len(list(make_packs(env.actor.model, env.batch))) > 1 or minibatches > 1
+            assert len(list(packs.of_batch(env.actor.model, env.batch))) > 1 or minibatches > 1
             step_of(env, 1)
         assert len(steps) == minibatches
 

@@ -11,7 +11,7 @@ import torch
 from common import user_code
 from common.ppo_flags import RewardArgs
 from common.process import UserError
-from common.reports.records import summarise
+from common.reports.records import summarise_samples
 from common.rewards import scoring
 from common.rewards.functions import Source, load_source
 from common.rewards.rules import (
@@ -681,13 +681,13 @@ def test_where_nobody_says_what_is_right_a_line_says_how(capsys, components, rat
         }
         for i, parts in enumerate(components)
     ]
-    metrics = summarise(records, 2)
+    metrics = summarise_samples(records, 2)
     assert [value for name, value in metrics.items() if "pass@2" in name] == (
         [] if rate is None else [rate]
     )
     text = capsys.readouterr().out
     assert ('{"reward": [...], "accuracy": [...]}' in text) == (rate is None)
-    summarise(records, 1)
+    summarise_samples(records, 1)
     assert capsys.readouterr().out == ""
 
 
