@@ -28,8 +28,8 @@ NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
 LARGEST = 1e300  # of a flag's values: no infinity
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
 LONGEST_WAIT = 1e7
-# what makes a model another model, and a run of both scripts another run; what they name counts by
-# its content, and "data (rows)" by the number of rows, too
+# The flags that identify a model, and a run of either script. A file or folder that they name counts
+# by its content, and "data (rows)" by the number of rows, too.
 MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
 IDENTITY = (*MODEL_IDENTITY, "data", "data (rows)", "template_options")
 # flags of other systems, and those that earlier versions of this one had, with their defaults
@@ -52,17 +52,17 @@ save_every resume out seed eval_every eval_only
 class Rules:
     """What a flag may be, alone and beside others.
 
-    ``needs`` and ``excludes`` name other flags that are not at their defaults, or have a value as in
-    row_kind=prompts; ``idles`` those that have no effect, which a --config may hold and the command line
-    may not. Names are separated by spaces, and ": " and a reason may follow. This is for all values but
-    the default, or a dictionary has it for single values.
+    ``needs`` and ``excludes`` name other flags that are not at their defaults, or have a value, as in
+    row_kind=prompts. ``idles`` name flags without effect: --config may hold them, the command line may
+    not. Names are separated by spaces; ": " and a reason may follow. Each of the three is for all values
+    but the default or, as a dictionary, for single values.
     """
 
     help: str  # with the unit
     choices: tuple = ()
     low: float = 0  # a flag that may be negative says so
     high: float = LARGEST
-    off: float | None = None  # a value outside of these bounds that is allowed
+    off: float | None = None  # the one value outside of these bounds that is allowed
     check: Callable | None = None  # of the value; raises ValueError
     paths: bool = False  # paths in the value become absolute
     needs: str | dict[str, str] = ""
@@ -276,8 +276,8 @@ def read_config(path: str | Path, parser: "Parser") -> dict:
 
 
 def suggest(unknown: str, known: list[str]) -> str:
-    """What to do in place of an unknown flag, which is another system's, the beginning of a ``known`` one,
-    or misspelled; "" where nothing is like it."""
+    """What to write instead of an unknown flag: one of another system, the beginning of a ``known`` one,
+    or a misspelling. "" if nothing is like it."""
     foreign = read_json(FOREIGN)
     name = unknown.lower().replace("-", "_")
     ours = [name] if name in known else []  # it was written --actor-lr
@@ -300,9 +300,9 @@ def suggest(unknown: str, known: list[str]) -> str:
 
 
 class Refusals:
-    """What is wrong with a script's Args, reported together: begins with the `Rules` of each flag, and a
-    script adds what they cannot say, by ``refuse(condition, message)``. ``typed``: the flags on the
-    command line; ``with_others``: what a flag may be beside others, too."""
+    """All that is wrong with a script's Args, reported together. The `Rules` of each flag come first; a
+    script adds what they cannot express, by ``refuse(condition, message)``. ``typed``: the flags on the
+    command line; ``with_others``: also check each flag against the others."""
 
     def __init__(self, groups: object, typed: Collection[str], with_others: bool = True):
         self.problems: list[str] = []
@@ -580,7 +580,7 @@ class CheckpointArgs:
         "auto",
         "auto: resume if --out has a checkpoint, but not one of another model, data, reward or "
         "algorithm; must: fail if it has none; never: fail if it has one; PATH: start a new --out from "
-        "that checkpoint (or its latest); with --export_only also the step of one in --out",
+        "that checkpoint (or its latest); with --export_only, a step of --out as well",
     )
 
 

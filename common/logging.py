@@ -154,8 +154,7 @@ timer = StageTimer()
 
 
 def due(step: int, every: int, last: int) -> bool:
-    """Whether something that happens every so many steps (-1: only after the last one, 0: never)
-    happens after ``step`` steps."""
+    """Whether ``step`` is a multiple of ``every``, or the ``last`` one (-1: the last one only, 0: never)."""
     if step == 0 or every == 0:
         return False
     return step == last or (every > 0 and step % every == 0)
@@ -187,7 +186,7 @@ def hides_bars() -> bool | None:
 
 # steps between samples of training; those of the first and the last step are written, too
 SAMPLES_EVERY = 5
-# in a folder without --out, until the run is done: what makes a run the same run
+# marks the folder of an unfinished run without --out; it holds the flags that identify the run
 UNFINISHED = ".unfinished"
 
 
@@ -212,7 +211,7 @@ class RunLogger:
         if self.eval_only:
             self.out, first_step = self.out / f"evaluation-step-{first_step}", 0
         self.first_step = first_step
-        self._warned: dict[str, bool] = {}  # name -> whether it held when it was looked at last
+        self._warned: dict[str, bool] = {}  # name -> whether its condition held last time
         evaluated = set()
         self.bar = tqdm(
             total=total_steps,
@@ -291,8 +290,8 @@ class RunLogger:
                     self._writer.add_image(f"samples/{stem}", image, step, dataformats="HWC")
 
     def json(self, name: str, value: Any) -> None:
-        """Write a JSON file of that name, with folders, below the run's folder: all of it, or, when
-        the process is killed meanwhile, nothing. Raises UserError: see `writing`."""
+        """Write a JSON file of that name, with folders, below the run's folder: all of it, or nothing if
+        the process is killed. Raises UserError: see `writing`."""
         with self.writing(name):
             if distributed.is_main():
                 text = json.dumps(value, indent=1, allow_nan=False)
@@ -300,8 +299,7 @@ class RunLogger:
 
     @contextmanager
     def writing(self, what: str):
-        """Raises UserError on every rank alike: what is written inside cannot be, as on a full
-        disk."""
+        """Raises UserError on every rank alike if writing fails inside, as on a full disk."""
         advice = "on a full disk, free space and start again from the newest checkpoint"
         with distributed.raise_on_all_ranks(
             f"--out {self.out}: {what} cannot be written ({advice}): "
@@ -309,7 +307,7 @@ class RunLogger:
             yield
 
     def warn(self, name: str, holds: bool, text: str) -> None:
-        """Print a warning once it holds, and again only after it did not."""
+        """Print a warning when its condition begins to hold, not again while it goes on holding."""
         if holds and not self._warned.get(name):
             self.line(f"warning: {text}")
         self._warned[name] = holds
@@ -345,8 +343,8 @@ class RunLogger:
     def _record(
         self, title: str, step: int, metrics: Metrics, columns: dict[str, str]
     ) -> dict[str, str]:
-        """Write one JSON object and one TensorBoard point per metric, and print one line with those
-        of ``columns`` (word -> metric) that there are. Returns what it prints after each word.
+        """Write one JSON object and one TensorBoard point per metric, and print a line of those metrics
+        that ``columns`` (word -> metric) name. Returns what it prints after each word.
 
         Raises UserError: a metric is not finite. Every rank checks the same reduced metrics, so
         they raise together.

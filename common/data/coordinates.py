@@ -95,8 +95,8 @@ class Place:
             raise ValueError("--coordinates seen: this model sees no image as a whole")
 
     def _axes(self) -> list[tuple[float, float, float]]:
-        """Of x and y: how many pixels of the file the space covers, how many units these are, and how many
-        pixels it begins before the image. Raises ValueError: see `check`."""
+        """For x and y: how many pixels of the file the space spans, how many units that is, and how many
+        pixels before the image it begins. Raises ValueError: see `check`."""
         self.check()
         if self.space == "square":
             side = max(self.file)
@@ -192,8 +192,8 @@ DECIMALS = {"1": 3, "square": 3, "100": 1}
 
 
 def write_marks(response: str, regions: Regions | None, model_type: str) -> str:
-    """A response to learn, with each <box> and <point> the row's next one, as the family writes it. A closing
-    tag tells that these are no marks: InternVL's literal, written by hand.
+    """A response to learn, each <box> and <point> replaced by the row's next one, as the family writes it.
+    With a closing tag they are no marks, but InternVL's own literal, written by hand.
 
     Raises ValueError: not one mark for each region.
     """
@@ -226,8 +226,8 @@ IN_BRACKETS = re.compile(
 
 
 def restate(text: str, source: Place, target: Place) -> str:
-    """A text about one place, with the numbers of boxes and points as another model means them. Unchanged
-    if that one means the same, or answers in a space that is not known."""
+    """A text about one place, with boxes and points in the coordinates of another model. Unchanged if
+    these are the same, or not known."""
     if target == source or target.space == "auto":
         return text
 

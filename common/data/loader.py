@@ -41,9 +41,9 @@ Drawn = tuple[list, list[int]]  # the rows of a batch, and their draw numbers
 def draw_batches(
     sets: list[list], shares: list[float], size: int, seed: int, together: int = 1, start: int = 0
 ) -> Iterator[Drawn]:
-    """The batches of a training run, without end, from its row number ``start`` on: several sets of
-    rows, each drawn in its share at every moment, and reshuffled with every pass over it, ``together``
-    rows that follow each other at a time. Cut into batches of any size, it is the same sequence."""
+    """Endless batches of a training run, from its row number ``start`` on. Each set of rows is drawn in
+    proportion to its share, evenly over time, and reshuffled with every pass over it; ``together``
+    consecutive rows stay side by side. The sequence of rows does not depend on the size of batches."""
     which = mix(shares)
     before = Counter(itertools.islice(which, start // together))
     orders = []
@@ -82,8 +82,8 @@ def prompt_of(row: Prompt | HasPrompt) -> Prompt:
 
 
 def mix(weights: list[float]) -> Iterator[int]:
-    """The set of each draw, without end. Draw j of set i has the time (j + 1/2) / weight i: shares
-    are kept at every moment."""
+    """The set of each draw, without end. Draw j of set i has the time (j + 1/2) / weight i, so that
+    each set gets its share of any stretch of draws."""
 
     def times(weight: float, k: int) -> Iterator:
         return (((j + 0.5) / weight, k) for j in itertools.count())
@@ -135,7 +135,7 @@ class PromptLoader:
     processor: Processor
     args: DataArgs
     batches: Iterable[Drawn] = ()  # to come; rows are prompts, or objects with a ``prompt``
-    together: int = 1  # how many prompts that follow each other are of one rank
+    together: int = 1  # how many consecutive prompts one rank gets
     change: Callable | None = None  # of images, as in `load_pixels`, by the key (draw number, 0)
 
     def __post_init__(self):
@@ -153,7 +153,7 @@ class PromptLoader:
 
     def take(self, least: int = 1) -> Batch:
         """The prompts of the next batch, decoded; from now on those of the one after it decode.
-        Raises UserError: of prompts whose images decode there are not ``least``."""
+        Raises UserError: fewer than ``least`` prompts have images that decode."""
         self.rows, draws, futures = self.ahead
         batch = self.collect(self.rows, draws, futures)
         self.ahead = self.submit_next()
@@ -218,8 +218,8 @@ def load_pixels(
     and grids (I, G) int64, G up to 3; None without either.
 
     Args:
-        change: of all images and frames of the prompt, Pillow's, and the key of their noise -> as many of
-            the same sizes, which stand in their places.
+        change: (all Pillow images and frames of the prompt, the key of their noise) -> as many of the
+            same sizes, to be used instead.
 
     Raises ValueError: a body that cannot be decoded, or a file that changed since it was loaded.
     """

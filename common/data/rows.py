@@ -32,8 +32,8 @@ MEDIA_MARKS = ("<image>", "<video>")  # in the strings of rows
 ROLES = ("system", "user", "assistant", "tool")
 # What --columns can rename.
 COLUMNS = {name: name for name in ("prompt", "images", "answer", "label")}
-# How files begin that are no JSONL, and what they seem to be; behind a colon, what to do where
-# launch/convert.py does not read them.
+# How files begin that are no JSONL, and what they seem to be; after a colon, what to do where
+# launch/convert.py cannot read them.
 OTHER_FILES = {
     rb"PAR1": "a Parquet table",
     rb"\xff\xfe|\xfe\xff|.?\0": "text in UTF-16",
@@ -248,7 +248,7 @@ def columns_of(row: dict) -> str:
 
 
 def text_column(row: dict, column: str) -> str | None:
-    """A column with a text or number, as text."""
+    """A column of texts or numbers, as text."""
     text = number_as_text(row.get(column))
     if not isinstance(text, str | None):
         raise ValueError(f"column {column!r} must be a string or a finite number, not {text!r:.80}")
@@ -257,7 +257,7 @@ def text_column(row: dict, column: str) -> str | None:
 
 def media_list(row: dict, column: str = "images") -> list[Media]:
     """The images of a row as paths, and then its clips, each a file or a list of images, as tuples
-    of paths. Where a row has no such column, its name may be in the singular."""
+    of paths. The name of a column may also be in the singular."""
     images, clips = (
         row.get(name) or row.get(name.removesuffix("s")) for name in (column, "videos")
     )
@@ -354,9 +354,9 @@ def _read_part(part: Any) -> dict:
 
 
 def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
-    """The images and clips of messages in the order of their places: those of the parts that name
-    one, which they lose here, and ``media`` for the others, or repeating the former. Raises
-    ValueError: these are not the media that have places."""
+    """The images and clips of messages, in the order in which they stand there. A part that names its
+    file loses the name here; ``media`` are for the other parts, or repeat those files. Raises
+    ValueError: the media do not fit the parts."""
     marks = _find_media_marks(messages, media)
     for kind in ("image", "video"):
         parts = [part for part in marks if part["type"] == kind]
@@ -376,8 +376,8 @@ def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
 
 def _find_media_marks(messages: list[dict], media: Sequence[Media]) -> list[dict]:
     """The parts of messages that stand for images and clips; if there is none, <image> and <video>
-    in the user's text parts do. Where a row does not say where, they come before all text of its only
-    user message, as Qwen-VL is trained."""
+    in the user's text parts do. A row without either has them before all text of its only user message,
+    as Qwen-VL is trained."""
     users = [message for message in messages if message["role"] == "user"]
     marks = media_parts(messages)
     if media and not marks:
@@ -401,8 +401,8 @@ def kind_of(item: Media) -> str:
 
 
 def user_text(messages: list[dict], images: int = 0, plain: Callable[[str], str] = str) -> str:
-    """The user's words in the messages of a prompt, each text made ``plain``. Marks of the prompt's
-    ``images`` images and clips are kept only if all are the user's and some stand behind words."""
+    """The user's words in the messages of a prompt, each text passed through ``plain``. The marks of its
+    ``images`` images and clips stay only if all are in the user's messages and some follow words."""
     users = [message["content"] for message in messages if message["role"] == "user"]
     kinds = [part["type"] for content in users for part in content]
     come_first = "text" not in kinds[:images]
@@ -439,7 +439,7 @@ def make_prompt(
         prompt: text or messages.
         media: paths, relative to the folder.
         args: the longest prompt, and the folder in which all images must lie; None: no such bounds.
-        grids: of the media, where they are known: no header is read then.
+        grids: of the media, if they are known; no header is read then.
         fields: the further ones of `Prompt`.
     """
     messages = message_turns(prompt)
@@ -473,7 +473,7 @@ def make_prompt(
 
 
 def check_text(text: str) -> None:
-    """Raises ValueError: a user says nothing, or names images as Qwen-VL's rows do."""
+    """Raises ValueError: the user's text is empty, or names images as Qwen-VL's rows do."""
     if not text.strip():
         raise ValueError("empty prompt: no text of the user's")
     if re.search("<img>.+</img>", text):

@@ -215,7 +215,7 @@ class JudgeSettings:
         return ask | {"question": question, "images": images}
 
     def verdicts(self, kind: str | None) -> list[str]:
-        """What a judge knows to say of questions of a kind; nothing of a response."""
+        """The verdicts that a judge knows on questions of a kind; none on a response."""
         return self.kinds[kind]["verdicts"] if kind in self.kinds else []
 
     def read_verdict(self, text: str, row: Prompt) -> str | None:
@@ -295,8 +295,8 @@ FIXED_NAMES = re.compile(r"\b(?i:pictures?|images?|answers?|responses?|options?)
 
 
 def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[dict]:
-    """What a row asks and wants to hear, once per order: the fields of `JudgeSettings.ask`, text and
-    verdict. Responses may be numbers in the file.
+    """The questions of a row, one per order, each with its right answer: the fields of
+    `JudgeSettings.ask`, text and verdict. Responses may be numbers in the file.
 
     Args:
         orders: both shows pairs as given and swapped; given does not.
@@ -353,8 +353,8 @@ def in_order(verdict: str, order: str) -> str:
 
 def judgement_text(critique: str, verdict: str, ask: dict, both: bool) -> str:
     """A critique, in which {A} and {B} name the sides of a pair, and how a judgement ends. Raises
-    ValueError: it names them as one of ``both`` orders does, or has a verdict or an open thought of its
-    own."""
+    ValueError: it has a verdict of its own, ends inside a thought, or is for ``both`` orders and names the
+    sides as only one of them does."""
     if not critique:
         return with_verdict(verdict)
     kind, order = ask["kind"], ask["order"]
@@ -500,8 +500,8 @@ def read_rubric(row: dict) -> list[tuple[str, float]]:
 
 
 def order_agreement(rows: list[Prompt], indices: list[int], texts: list[str]) -> list[float]:
-    """For each judgement on a pair: the share of the judgements on the other order that agree with it,
-    once mirrored; 0 if it cannot be read.
+    """For each judgement on a pair, the share of the judgements on the other order that say the same of
+    the two answers; 0 if it cannot be read.
 
     Args:
         rows: both orders of each pair, one after the other.
@@ -528,8 +528,8 @@ def group_of(row: Prompt) -> str:
 
 
 def row_record(row: Prompt) -> dict:
-    """What records say of a judged row: the order of its sides, its group, what it counts together
-    with, and how many characters each of two answers has, in that order."""
+    """What records say of a judged row: the order of its sides, its group, its pair, and how many
+    characters each of two answers has, in that order."""
     columns = row.row
     lengths = [len(str(response)) for response in columns.get("responses", ())]
     if row.order == "swapped":

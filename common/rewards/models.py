@@ -2,7 +2,7 @@
 
     build        the models that --reward names, on meta, and how they are asked
     JudgeModel   what a judge says of responses
-    ScalarModel  what a value head says behind them
+    ScalarModel  what a value head says at their end
 
 Every rank has all responses, and all ranks together ask a model about them.
 """
@@ -132,7 +132,7 @@ class Answer(NamedTuple):
 
 @dataclass
 class RewardModel:
-    """A frozen model that all ranks together ask about responses."""
+    """A frozen model, which all ranks ask together about responses."""
 
     spec: str  # as in --reward
     module: Policy | Critic
@@ -213,10 +213,10 @@ class RewardModel:
 
 
 def show_replies(ask: dict, row: Prompt, count: int) -> dict:
-    """A question with marks of the images of the row, and of the ``count`` that an environment has
+    """A question with marks for the images of the row, and for the ``count`` that an environment has
     shown. Raises ValueError: a template that puts the response before the prompt's images."""
     text, in_front = ask["question"], ""
-    if not any(mark in text for mark in MEDIA_MARKS):  # as in a row that does not say where
+    if not any(mark in text for mark in MEDIA_MARKS):  # then they come first, as in a row
         in_front = "".join(f"<{kind_of(item)}>" for item in row.images)
     if max(map(text.rfind, MEDIA_MARKS)) > text.find(IMAGE_MARK):
         raise ValueError("the judge's template puts the response before the prompt's images")
@@ -249,7 +249,7 @@ class JudgeModel(RewardModel):
     module: Policy
 
     def __post_init__(self):
-        """Raises ValueError: the judge was not trained on what it shall be asked."""
+        """Raises ValueError: the judge was not trained on the questions it is to be asked."""
         # headers are read once
         self.measure = functools.cache(functools.partial(measure, self.processor))
         self.settings = JudgeSettings.of(self.processor)
@@ -259,7 +259,7 @@ class JudgeModel(RewardModel):
         if self.kind == "score":
             values = list(map(float, self.verdicts))
         worth = torch.tensor([values], dtype=torch.float64)
-        # (orders, verdicts); where the orders are swapped the response stands in place B
+        # (orders, verdicts); in the swapped order the response is B
         self.worth = torch.cat([worth, 1 - worth]) if self.kind == "answers" else worth
         self.unread = float(worth.min())
         doubt = doubtful_accuracy(self.settings, self.kind)
@@ -372,8 +372,8 @@ class JudgeModel(RewardModel):
 
 @dataclass
 class ScalarModel(RewardModel):
-    """A scalar reward model: what its head says at the end of the chat as the template writes it, where
-    AutoModelForSequenceClassification reads it: at the last token that is not the padding."""
+    """A scalar reward model. Its reward is read where AutoModelForSequenceClassification reads it: at the
+    last token of the chat, as the template writes it, that is not padding."""
 
     module: Critic
 
@@ -391,7 +391,7 @@ class ScalarModel(RewardModel):
             target = self.processor.ids_behind(frame.head, rest).tolist()
             while target and target[-1] == padding:
                 target.pop()
-            # Values stand at the rows that predict a token: one more, for the row of the last.
+            # A value is read where a token is predicted: with one token more, at the last one, too.
             targets.setdefault(index, []).append(torch.tensor([*target, frame.end]))
         about: list[ImagesOf] = [(index, None) for index in prompts]
         questions = self.with_their_images(batch, about, list(prompts.values()))

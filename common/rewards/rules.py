@@ -20,7 +20,7 @@ ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 RULES = ("exact", "boxed", "answer", "verdict", "judgement")
 # How models that have tokens of their own for it write a thought: Ministral 3, Gemma 4.
 BEGINS_THOUGHT, ENDS_THOUGHT = r"\[THINK\]|<\|channel>thought", r"\[/THINK\]|<channel\|>"
-ACCURACY, FORM = 0.9, 0.1  # weights of the rules that also pay the form
+ACCURACY, FORM = 0.9, 0.1  # weights in rules that also reward the form
 RAISED, LOWERED = "[²³¹⁰-ⁿ]+", "[₀-ₜ]+"  # 3² is 3^2, not 32
 BRACES = re.compile(r"\\boxed\s*\{|\\(?:[{}]|\\(?!boxed))|[{}]")
 MAX_ANSWER = 512  # characters; longer answers compare as text, which bounds the work of patterns

@@ -158,8 +158,8 @@ class RewardMix:
         report_bad("--reward", bad, len(rows), is_error=True)
 
     def report_lazy_answers(self, rows: Sequence[Prompt]) -> None:
-        """Say what the best answer without a look at images earns on average, or in how many of the first
-        rows it is right: a policy that earns no more has learned nothing."""
+        """Print what the best answer that ignores the images earns on average, or how often it is right,
+        over the first rows: a policy that earns no more has learned nothing."""
         if not distributed.is_main():
             return
         for source in self.sources:
@@ -233,7 +233,7 @@ class RewardMix:
             share, used = self.share_of(source, batch), self.samples_of(source, batch)
             weights.append(share)
             columns, notes, at_tokens = self.ask(source, batch, processor, used, by_rank)
-            if self.combiner is None:  # of a combined reward no part has a place
+            if self.combiner is None:  # a combined reward belongs to no token
                 shares = share.nan_to_num().repeat_interleave(batch.own_lengths)
                 batch.turn_rewards += shares * at_tokens
             if source.spec == "judgement" and self.args.consistency_coef:
@@ -260,7 +260,7 @@ class RewardMix:
             return [source.name for source in self.sources]
         if self.sources[0].kind == "env" or self.args.consistency_coef:
             return []
-        if self.sources[0].spec in regions.RULES:  # the first is the reward, seen in other ways too
+        if self.sources[0].spec in regions.RULES:  # the others measure the same in another way
             return list(components)[:1]
         return [name for name in components if name != MEASURED]
 
@@ -272,10 +272,10 @@ class RewardMix:
         used: list[int],
         by_rank: list[dict],
     ) -> tuple[dict[str, Tensor], list[str], Tensor]:
-        """Columns (S,) float64, NaN but for the n samples ``used``: "reward" and components; what a judge
-        says of each of the n; and the part of the rewards that has places, (N,) float64. Models see
-        whole conversations, functions the last turn as the response; what these said is in
-        ``by_rank``."""
+        """Columns (S,) float64, "reward" and components, NaN for all but the n samples ``used``; what a
+        judge says of each of the n; and the part of the rewards that belongs to tokens, (N,) float64.
+        Models see whole conversations, functions the last turn as the response. What functions have
+        returned is in ``by_rank``."""
         parts, notes, at_tokens = [], [], torch.zeros(len(batch.tokens), dtype=torch.float64)
         if source.kind in CALLED:
             parts = [part[source.name] for part in by_rank if source.name in part]
@@ -294,8 +294,7 @@ class RewardMix:
     def reward_consistency(
         self, columns: dict[str, Tensor], batch: Batch, processor: Processor, used: list[int]
     ) -> None:
-        """Let right verdicts earn more where the other order of the pair is judged alike; a wrong one
-        gains nothing by that."""
+        """Right verdicts earn more if the other order of the pair is judged alike; wrong ones do not."""
         judged = zip(used, turn_texts(batch, used, processor))
         texts = [finished_text(batch, i, turns[-1]) for i, turns in judged]
         shares = order_agreement(batch.prompts, batch.prompt_index[used].tolist(), texts)
@@ -320,7 +319,7 @@ class RewardMix:
 
 
 def join_columns(parts: list[tuple[list[int], dict]], size: int) -> dict[str, Tensor]:
-    """Columns (S,) of what samples got, each part with its samples; NaN elsewhere."""
+    """Columns (S,) from parts, each of some samples; NaN where no part has a sample."""
     nothing = torch.full((size,), math.nan, dtype=torch.float64)
     joined = {"reward": nothing.clone()}
     for used, columns in parts:
