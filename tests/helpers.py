@@ -57,7 +57,8 @@ REWARD = '''
 def letters(prompts, responses, references, labels, images):
     """Depends on the response, so that samples of one prompt differ."""
     share = [sum(c in "aeiou " for c in r) / max(1, len(r)) for r in responses]
-    return {"reward": [s + 0.1 * len(p) for s, p in zip(share, images)], "accuracy": [min(1.0, s / 0.3) for s in share]}
+    reward = [s + 0.1 * len(p) for s, p in zip(share, images)]
+    return {"reward": reward, "accuracy": [min(1.0, s / 0.3) for s in share]}
 
 def of_rows(prompts, responses, references, labels, images, rows):
     """The same, of functions that ask for the rows: each sample has its own, on every rank."""
@@ -321,7 +322,10 @@ def on_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(logging.timer, "_seconds", seconds)
 
 
-TALKING = '--max_new_tokens 24 --max_reply_tokens 200 --max_tokens_per_pack 900 --stop_strings ["a","e","r"] --env_workers 3'
+TALKING = (
+    "--max_new_tokens 24 --max_reply_tokens 200 --max_tokens_per_pack 900 "
+    '--stop_strings ["a","e","r"] --env_workers 3'
+)
 
 
 def launch(world: int, *lines: list[str]) -> None:
@@ -575,7 +579,8 @@ SPECIAL = [
 # the 256 bytes come first
 IM_END, EOT, IM_START, VISION_START, VISION_END, IMAGE, VIDEO, BOX = range(256, 264)
 TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}"
+    "{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
     "{{ p.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -637,7 +642,10 @@ def edit(path, **changes):  # None deletes
     )
 
 
-PYTHONS_WORDS = r"Error\b|to unpack|NoneType|has no attribute|subscriptable|unhashable|iterable|object is|not supported between|codec"
+PYTHONS_WORDS = (
+    r"Error\b|to unpack|NoneType|has no attribute|subscriptable|unhashable|iterable|object is|"
+    r"not supported between|codec"
+)
 SCALARS = (
     None,
     True,
@@ -718,7 +726,8 @@ def judge_flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> l
         task / "eval.jsonl",
         "--out",
         out,
-        "--max_prompt_tokens 600 --max_tokens_per_pack 700 --prompts_per_step 4 --lr 1e-3 --eval_max_new_tokens 5 "
+        "--max_prompt_tokens 600 --max_tokens_per_pack 700 --prompts_per_step 4 --lr 1e-3 "
+        "--eval_max_new_tokens 5 "
         "--eval_batch 2",
         *more,
     )

@@ -96,8 +96,10 @@ def test_a_package_imports_only_what_is_below_it(modules):
         for name in imported(module, tree):
             other = package_of(name)
             assert {package, other} - PACKAGES.keys() or other in PACKAGES[package] | {package}, (
-                f"{module} imports {name}, which is not below it. Let the caller pass what it needs, or move what both need "
-                f"into a package below both. If your fork wants it so, write {other} into the line of {package} in TABLE of "
+                f"{module} imports {name}, which is not below it. "
+                "Let the caller pass what it needs, or move what both need "
+                "into a package below both. If your fork wants it so, "
+                f"write {other} into the line of {package} in TABLE of "
                 "tests/test_architecture.py."
             )
 
@@ -111,7 +113,8 @@ def test_common_knows_no_script(modules):
                 "train_ppo_vl",
                 "train_grm_vl",
             ), (
-                f"{module} imports {name}. common/ serves both scripts, and a script is copied to change it: move what is needed "
+                f"{module} imports {name}. common/ serves both scripts, "
+                "and a script is copied to change it: move what is needed "
                 "into common/, or let the script pass it."
             )
 
@@ -123,7 +126,8 @@ def test_imports_have_no_circle(modules):
     except graphlib.CycleError as error:
         circle = " > ".join(reversed(error.args[1]))
         pytest.fail(
-            f"a circle of imports: {circle}. Move what two of them need into a file of its own, which both import."
+            f"a circle of imports: {circle}. Move what two of them need into a file of its own, "
+            "which both import."
         )
 
 
@@ -140,6 +144,7 @@ def test_main_is_read_first_and_on_one_page(modules, script):
     )
     lines, branches = main.end_lineno - main.lineno + 1, branches_of(main)
     assert lines <= 80 and branches <= 15, (
-        f"{script}: main has {lines} lines and {branches} branches; to be read as the list of stages, it may have 80 and 15: make "
+        f"{script}: main has {lines} lines and {branches} branches; "
+        "to be read as the list of stages, it may have 80 and 15: make "
         "a function of what belongs to one stage, below main where the stage is."
     )

@@ -125,7 +125,8 @@ def test_help_imports_no_models(script):
     code = (
         "import runpy, sys\nsys.argv = [sys.argv[1], '--help']\n"
         "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "finally:\n    print(*sorted(name for name in sys.modules if getattr(sys.modules[name], '__file__', '')))"
+        "finally:\n    print(*sorted(name for name in sys.modules if getattr(sys.modules[name], "
+        "'__file__', '')))"
     )
     result = run(["-c", code, str(ROOT / script)])
     assert result.returncode == 0 and "--prompts_per_step INT" in result.stdout, result.stderr
@@ -163,7 +164,8 @@ REFUSED = dict(
 --nonsense 1                                  | unrecognized arguments: --nonsense 1
 --step 5                                      | unrecognized arguments: --step 5; did you mean --steps?
 --actor_rl 1 --samples_per_promt 2            | --samples_per_promt: did you mean --samples_per_prompt?
---report_to wandb                             | --report_to wandb; metrics go to <out>/metrics.jsonl and TensorBoard
+--report_to wandb
+    | --report_to wandb; metrics go to <out>/metrics.jsonl and TensorBoard
 --use_vllm --push_to_hub                      | --use_vllm: the actor itself samples
 --use_vllm true --push_to_hub                 | --push_to_hub: nothing is pushed; hf upload NAME
 --trainer.logger console --do_train           | --do_train: a run trains; --eval_only does not
@@ -184,14 +186,19 @@ stray                                         | unrecognized arguments: stray
 --rollouts_per_step 4 --dynamic_sampling 3    | --rollouts_per_step 4 exceeds --dynamic_sampling 3
 --advantage grpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
 --advantage grpo --critic_lr 1e-5             | --advantage grpo has no use for --critic_lr: it has no critic
---advantage reinforce++ --value_clip 0.1 --gae_lambda 0.9 | --advantage reinforce++ has no use for --value_clip: it has no critic
+--advantage reinforce++ --value_clip 0.1 --gae_lambda 0.9
+    | --advantage reinforce++ has no use for --value_clip: it has no critic
 --advantage grpo --gae_lambda_policy 0.9 --gae_alpha 0.1 | --advantage grpo has no use for --gae_alpha
 --advantage gdpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
---advantage gdpo --reward exact,boxed --reward_combiner m.py:f | --advantage gdpo excludes --reward_combiner: gdpo compares the sources
---advantage gdpo --reward_norm --overlong_buffer 5 | --advantage gdpo excludes --overlong_buffer: gdpo compares the sources
---advantage gdpo --dynamic_sampling 2         | --advantage gdpo excludes --dynamic_sampling: gdpo compares the sources
+--advantage gdpo --reward exact,boxed --reward_combiner m.py:f
+    | --advantage gdpo excludes --reward_combiner: gdpo compares the sources
+--advantage gdpo --reward_norm --overlong_buffer 5
+    | --advantage gdpo excludes --overlong_buffer: gdpo compares the sources
+--advantage gdpo --dynamic_sampling 2
+    | --advantage gdpo excludes --dynamic_sampling: gdpo compares the sources
 --policy_loss sapo --clip_high 0              | --policy_loss sapo excludes --clip_high: sapo has a soft gate
---perception_ratio 0.4 --policy_loss gspo     | --policy_loss gspo excludes --perception_ratio: gspo takes whole responses
+--perception_ratio 0.4 --policy_loss gspo
+    | --policy_loss gspo excludes --perception_ratio: gspo takes whole responses
 --perception_ratio 0.4 --policy_loss gmpo     | --policy_loss gmpo excludes --perception_ratio
 --perception_ratio 0                          | --perception_ratio 0.0 must be at least 1e-06
 --perception_coef -1                          | --perception_coef -1.0 must be at least 0
@@ -203,7 +210,8 @@ stray                                         | unrecognized arguments: stray
 --reference_model m                           | --reference_model m needs --kl_coef
 --reference_every 5                           | --reference_every 5 needs --kl_coef
 --reference_every 5 --kl_coef 0.1 --lora_rank 4 | --reference_every 5 excludes --lora_rank: the reference is
---reference_every 5 --kl_coef 0.1 --reference_model m | --reference_every 5 excludes --reference_model: the reference is
+--reference_every 5 --kl_coef 0.1 --reference_model m
+    | --reference_every 5 excludes --reference_model: the reference is
 --kl_target 0.1                               | --kl_target 0.1 needs --kl_coef
 --kl_coef 0.1 --kl_target 0.1 --kl_horizon 20 | --kl_horizon
 --kl_coef 0.1 --kl_in loss --kl_estimator k1  | the gradient of k1 averages to zero
@@ -326,7 +334,8 @@ def test_varlen_needs_a_gpu():
         ("4.57.1", "ImportError: transformers 4.57.1: too old; 5.17 or newer is needed"),
         (
             "5.999.0",
-            f"transformers 5.999.0 is newer than {common.TRIED['transformers'][2]}, the newest that was tried",
+            f"transformers 5.999.0 is newer than {common.TRIED['transformers'][2]}, "
+            "the newest that was tried",
         ),
         (f"{common.TRIED['transformers'][2]}.9", ""),
     ],
@@ -461,7 +470,8 @@ def test_flags_that_are_no_contradiction():
         (b"\xff\xfe\x00", "config"),
         *table("""
 {"model": "m", "data": "d", "step": 3}  | unrecognized arguments: --step=3; did you mean --steps?
-{"learning_rate": 1e-6}                 | unrecognized arguments: --learning_rate=1e-06; did you mean --actor_lr?
+{"learning_rate": 1e-6}
+    | unrecognized arguments: --learning_rate=1e-06; did you mean --actor_lr?
 {"config": "other.json"}                | expected a JSON object of flags, --config and --help not
 {"help": "all"}                         | expected a JSON object of flags, --config and --help not
 ["--steps", "3"]                        | must be dict, not ['--steps', '3']
@@ -668,11 +678,13 @@ def hub(qwen25, monkeypatch, tmp_path):
 
 
 METRICS = """
-rollout/response_length rollout/truncated rollout/reward_std rollout/accuracy_reward rollout/total_length rollout/return
-rollout/episode rollout/global_step train/policy_loss train/critic_loss train/actor_grad_norm train/critic_grad_norm
-train/approx_kl train/clipped_low train/clipped_high train/clipped_dual train/ratio train/ratio_max train/entropy
-train/explained_variance train/sampler_gap train/kl train/values train/returns train/actor_lr train/critic_lr train/episode
-train/global_step perf/rollout_seconds perf/update_actor_seconds perf/rollout_tokens_per_second
+rollout/response_length rollout/truncated rollout/reward_std rollout/accuracy_reward
+rollout/total_length rollout/return rollout/episode rollout/global_step
+train/policy_loss train/critic_loss train/actor_grad_norm train/critic_grad_norm train/approx_kl
+train/clipped_low train/clipped_high train/clipped_dual train/ratio train/ratio_max train/entropy
+train/explained_variance train/sampler_gap train/kl train/values train/returns train/actor_lr
+train/critic_lr train/episode train/global_step
+perf/rollout_seconds perf/update_actor_seconds perf/rollout_tokens_per_second
 perf/update_tokens_per_second perf/peak_memory_gib
 """
 

@@ -57,11 +57,15 @@ VERDICTS = dict(
 )
 # As published with LLaVA 1.5, with another image token: a space before the answer, no end token behind it.
 LLAVA = (
-    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<|image_pad|>\n' }}{% endfor %}"
-    "{% if message['role'] != 'assistant' %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{% for message in messages %}{% if message['role'] != 'system' %}"
+    "{{ message['role'].upper() + ': '}}{% endif %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}"
+    "{{ '<|image_pad|>\n' }}{% endfor %}"
+    "{% if message['role'] != 'assistant' %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
     "{{ content['text'] + ' '}}{% endfor %}{% else %}{% for content in message['content'] | "
-    "selectattr('type', 'equalto', 'text') %}{% generation %}{{ content['text'] + ' '}}{% endgeneration %}{% endfor %}"
+    "selectattr('type', 'equalto', 'text') %}{% generation %}{{ content['text'] + ' '}}"
+    "{% endgeneration %}{% endfor %}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 
@@ -194,7 +198,8 @@ def test_labels_have_no_space_that_the_conversation_lacks(qwen25, scheme):
         tokenizer_object=backend,
         eos_token="</s>",
         chat_template=(
-            "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content if m.content is string else m.content[0].text }}</s>\n{% endfor %}"
+            "{% for m in messages %}<|{{ m.role }}|>\n"
+            "{{ m.content if m.content is string else m.content[0].text }}</s>\n{% endfor %}"
             "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
         ),
     )
@@ -211,8 +216,10 @@ def test_labels_have_no_space_that_the_conversation_lacks(qwen25, scheme):
 
 
 TURNS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set parts = (m.content | string).split('</think>') %}ANSWER"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\nOPENED' }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% set parts = (m.content | string).split('</think>') %}ANSWER"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\nOPENED' }}{% endif %}"
 )
 EMPTY = "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' }}{{ parts[-1] }}"
 # What Qwen3.5 and the Thinking models, Qwen3, and R1's distills write before an answer, and where
@@ -561,7 +568,8 @@ BAD_ROWS = table("""
 {"prompt": "a", "response": "b", "correct": "yes"} | true or false
 {"prompt": "a", "response": "b", "score": true} | a finite number
 {"prompt": "a", "response": "b", "score": 1e400} | a finite number
-{"prompt": "a", "responses": ["b", "c"], "preferred": "A", "critique": "answer A is right"} | write {A} and {B}
+{"prompt": "a", "responses": ["b", "c"], "preferred": "A", "critique": "answer A is right"}
+    | write {A} and {B}
 {"prompt": "a", "response": "b", "correct": true, "critique": "b. <answer>yes</answer>"} | has no <answer>
 {"prompt": "a", "response": "b", "correct": true, "critique": "<think>b?"} | a critique ends its thought
 {"prompt": "a", "images": ["none.png"], "response": "b"} | no such image

@@ -30,9 +30,11 @@ from helpers import Caught, distance, fresh, gradient, resumed, take_gradients, 
 ROWS = """\
 {"prompt": "what is it?", "images": ["train-1-0.png"], "response": "a red circle"}
 {"prompt": "count to three", "response": "one two three", "source": "text"}
-{"prompt": "compare <image> with <image>: which is larger?", "images": ["train-2-0.png", "train-2-1.png"], "response": "b"}
-{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}, {"role": "user", "content": \
-[{"type": "image"}, {"type": "text", "text": "what is this?"}]}], "images": ["train-3-0.png"], "response": "it is blue"}
+{"prompt": "compare <image> with <image>: which is larger?", \
+"images": ["train-2-0.png", "train-2-1.png"], "response": "b"}
+{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}, \
+{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this?"}]}], \
+"images": ["train-3-0.png"], "response": "it is blue"}
 {"prompt": "say yes", "images": [], "response": "yes"}
 """
 
@@ -230,7 +232,8 @@ def test_the_loss_falls(qwen25, rows, task, tmp_path):
 @pytest.mark.parametrize(
     "row, message",
     table("""
-{"prompt": "a", "responses": ["b", "c"], "preferred": "A"} | a judgement row .answers., expected prompt and response
+{"prompt": "a", "responses": ["b", "c"], "preferred": "A"}
+    | a judgement row .answers., expected prompt and response
 {"prompt": "a"}                     | a row needs a target
 {"prompt": "a", "response": "LONG"} | example too long: [0-9]+ tokens, [0-9]+ of them target; the limit is 600
 {"prompt": "a", "images": ["no.png"], "response": "b"} | .*no.png

@@ -463,7 +463,8 @@ def test_distillation_from_whole_images(qwen25, task, tmp_path, more):
 # how good it is
 ECHO = """
 def score(prompts, responses, references, labels, images):
-    assert not any("answer is" in prompt for prompt in prompts)   # what is scored is an answer to the row's own prompt
+    # what is scored is an answer to the row's own prompt
+    assert not any("answer is" in prompt for prompt in prompts)
     right = [float(response[:2] == reference) for response, reference in zip(responses, references)]
     return {"accuracy": right, "reward": right}
 """
@@ -517,21 +518,25 @@ def test_its_own_accuracy_is_measured_first(qwen25, other, task, tmp_path):
 @pytest.mark.parametrize(
     "line, message",
     table("""
---reward none                                        | --advantage none needs --teacher_model: all learning is from a teacher
+--reward none
+    | --advantage none needs --teacher_model: all learning is from a teacher
 --reward none --advantage grpo                       | --reward none needs --teacher_model
 --advantage none --teacher_model self --kl_coef 0.1  | needs --kl_in loss for its --kl_coef
 --teacher_model ema                                  | --teacher_model ema needs --ema_beta
---teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo | --teacher_model ema excludes --lora_rank: adapters have no average
+--teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo
+    | --teacher_model ema excludes --lora_rank: adapters have no average
 --teacher_prompt {prompt}{answer}                    | --teacher_prompt {prompt}{answer} needs --teacher_model
 --teacher_in loss                                    | --teacher_in loss needs --teacher_model
 --teacher_model self --teacher_prompt {answer}       | has no {prompt}, the place of the row's prompt
 --teacher_model self --teacher_prompt {prompt}{answer.x} | braces hold the name of a column and nothing else
 --teacher_model self --teacher_prompt {prompt}{answer[0]} | braces hold the name of a column and nothing else
---teacher_model self --teacher_prompt {prompt}{answer:>2000000000} | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{answer:>2000000000}
+    | braces hold the name of a column and nothing else
 --teacher_model self --teacher_prompt {prompt}{answer!r} | braces hold the name of a column and nothing else
 --teacher_model self --teacher_prompt {prompt}{}     | braces hold the name of a column and nothing else
 --teacher_model self --teacher_prompt {prompt}{0}    | braces hold the name of a column and nothing else
---teacher_model self --teacher_prompt {prompt}{answer:{label}} | braces hold the name of a column and nothing else
+--teacher_model self --teacher_prompt {prompt}{answer:{label}}
+    | braces hold the name of a column and nothing else
 --teacher_model self --teacher_prompt {prompt}{      | a brace of the text is written twice
 --teacher_model self --teacher_prompt {prompt}}      | a brace of the text is written twice
 --teacher_model self --teacher_prompt {prompt}{answer | a brace of the text is written twice
@@ -539,7 +544,8 @@ def test_its_own_accuracy_is_measured_first(qwen25, other, task, tmp_path):
 --teacher_model self --teacher_prompt {{prompt}}     | has no {prompt}, .* or several
 --teacher_model self --teacher_prompt {prompt}{prompt} | has no {prompt}, .* or several
 --teacher_model self --teacher_prompt {{prompt}}{prompt} | has no {prompt}, .* or several
---teacher_model self --advantage none --dynamic_sampling 2 | --advantage none excludes --dynamic_sampling: prompts are chosen by rewards
+--teacher_model self --advantage none --dynamic_sampling 2
+    | --advantage none excludes --dynamic_sampling: prompts are chosen by rewards
 --teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y | conversations are scored unchanged
 --student_images noise:0.3 --env x.py:Y              | conversations are scored unchanged
 --student_images blur:3                              | expected one of mask, noise and an amount

@@ -262,7 +262,8 @@ def test_importance_weight_acts_only_with_recomputed_logprobs(exact):
 0 | --steps 5 --lr_schedule linear --min_lr_ratio 0 --warmup_steps 2           | 0.3333 0.6667 1 0.6667 0.3333
 0 | --steps 1 --lr_schedule cosine --min_lr_ratio 0                            | 1
 0 | --steps 4 --lr_schedule cosine --min_lr_ratio 0                            | 1 0.8536 0.5 0.1464
-0 | --steps 6 --lr_schedule cosine --min_lr_ratio 0.5 --warmup_steps 2         | 0.3333 0.6667 0.9268 0.75 0.5732 0.5
+0 | --steps 6 --lr_schedule cosine --min_lr_ratio 0.5 --warmup_steps 2
+    | 0.3333 0.6667 0.9268 0.75 0.5732 0.5
 """),
 )
 def test_lr_schedule(delay, line, factors):
@@ -606,7 +607,8 @@ def test_the_kl_of_the_loss_has_a_gradient_by_default(qwen25, task, tmp_path, ca
             "step 1: the actor was not updated",
         ),
         (
-            "--steps 1 --max_new_tokens 1 --min_new_tokens 1 --mask_truncated --entropy_coef 0.1 --target_kl 0.1",
+            "--steps 1 --max_new_tokens 1 --min_new_tokens 1 --mask_truncated --entropy_coef 0.1 "
+            "--target_kl 0.1",
             "",
         ),
         ("--steps 1", ""),
@@ -975,7 +977,8 @@ def test_a_damaged_picture_drops_its_prompt(qwen25, task, tmp_path, capsys):
     text = capsys.readouterr().out
     assert (
         text.count(
-            f"skipped: images of a batch: 1 of 4 rows are bad\n  bad.jsonl:2: {task / 'damaged.png'}: cannot be read"
+            "skipped: images of a batch: 1 of 4 rows are bad\n"
+            f"  bad.jsonl:2: {task / 'damaged.png'}: cannot be read"
         )
         == 2
     )
@@ -1119,7 +1122,8 @@ RUNS = {
     "grpo": (
         "qwen3_vl",
         "--steps 2 --prompts_per_step 5 --advantage grpo --kl_coef 0.1 --kl_in loss "
-        "--kl_estimator k3+ --kl_target 0.01 --loss_aggregation seq-mean-token-mean --max_tokens_per_pack 518 "
+        "--kl_estimator k3+ --kl_target 0.01 --loss_aggregation seq-mean-token-mean "
+        "--max_tokens_per_pack 518 "
         "--clip_high 0.28 --entropy_coef 0.01 --eval_every 0",
     ),
     "rloo": (

@@ -164,7 +164,8 @@ def main() -> None:
     torch.distributed.destroy_process_group()
     waits = flags.samples * TURNS * flags.seconds
     print(
-        f"{flags.samples} samples of {TURNS} turns, {lengths.sum(axis=2).mean():.0f} own tokens and {replied[-1]:.0f} of "
+        f"{flags.samples} samples of {TURNS} turns, "
+        f"{lengths.sum(axis=2).mean():.0f} own tokens and {replied[-1]:.0f} of "
         f"replies (mean); {flags.workers} threads, "
         f"{waits:.1f} s of waiting in all, {waits / flags.workers:.1f} s for each"
     )

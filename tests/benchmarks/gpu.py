@@ -108,7 +108,8 @@ def limits(dtype: torch.dtype, tiny: bool) -> tuple[float, float]:
     known = next((flops for gpu, flops in memory.PEAK_FLOPS.items() if gpu in name), None)
     peak = known or 2 * len(square) ** 3 / min(timed(lambda: square @ square) for _ in range(5))
     print(
-        f"{name}, torch {torch.__version__}: {bandwidth / 1e9:.0f} GB/s (measured), {peak / 1e12:.3g} TFLOP/s "
+        f"{name}, torch {torch.__version__}: {bandwidth / 1e9:.0f} GB/s (measured), "
+        f"{peak / 1e12:.3g} TFLOP/s "
         f"({'data sheet' if known else 'measured'})"
     )
     return bandwidth, peak
@@ -216,7 +217,8 @@ def print_kernels(title: str, program, most: int = 14) -> None:
     kernels.sort(key=lambda event: -event.self_device_time_total)
     total = sum(event.self_device_time_total for event in kernels)
     print(
-        f"\nKernels of {title}: {total / 1e3:.2f} ms of {1e3 * seconds:.2f} ms, {sum(event.count for event in kernels)} launches"
+        f"\nKernels of {title}: {total / 1e3:.2f} ms of {1e3 * seconds:.2f} ms, "
+        f"{sum(event.count for event in kernels)} launches"
         "\n\n| kernel | ms | share | launches |\n|---|---|---|---|"
     )
     for event in kernels[:most]:
@@ -265,7 +267,8 @@ def decode_table(
     per_token = SlotCache(text, 1, 1, setup.dtype, torch.device("meta"), setup.backend).nbytes
     sampling = plain_sampling(text)
     print(
-        f"\nDecoding, {size}, {setup.backend}: weights {bytes_read / 1e9:.2f} GB, {per_token / 1e3:.1f} kB per cached token; "
+        f"\nDecoding, {size}, {setup.backend}: weights {bytes_read / 1e9:.2f} GB, "
+        f"{per_token / 1e3:.1f} kB per cached token; "
         "bound in ms; ms per step, tokens/s, per cent of the bound\n"
     )
     print("| batch x context | bound | eager | graphs | generate |\n|---|---|---|---|---|")
@@ -319,7 +322,8 @@ def prefill_table(setup, folder: Path, size: str, totals, peak: float) -> None:
         # causal: half of 4
         flops = 2 * layers * total + 2 * total * length * text.hidden_size * text.num_hidden_layers
         print(
-            f"| {total} | {1e3 * seconds:.1f} | {total / seconds:.0f} | {100 * flops / seconds / peak:.0f} % |",
+            f"| {total} | {1e3 * seconds:.1f} | {total / seconds:.0f} | "
+            f"{100 * flops / seconds / peak:.0f} % |",
             flush=True,
         )
 
@@ -350,8 +354,10 @@ def update_table(args, budgets, response: int, peak: float) -> None:
     batch.old_logprobs = batch.logprobs
     layers = sum(p.numel() for p in actor.model.model.language_model.layers.parameters())
     print(
-        f"\nUpdate, AdamW, 8 prompts of {2 * response} tokens x 8 responses of {response}: tokens counted per sample, MFU "
-        "of the tokens computed, recomputation not counted\n\n| tokens per pack | prompts | s | tokens/s | MFU | peak GiB |"
+        f"\nUpdate, AdamW, 8 prompts of {2 * response} tokens x 8 responses of {response}: "
+        "tokens counted per sample, MFU "
+        "of the tokens computed, recomputation not counted\n\n"
+        "| tokens per pack | prompts | s | tokens/s | MFU | peak GiB |"
         "\n|---|---|---|---|---|---|"
     )
     for budget in budgets:
@@ -368,7 +374,8 @@ def update_table(args, budgets, response: int, peak: float) -> None:
             computed = (8 if shared else 64) * 2 * response + n
             flops = 6 * (layers * computed + actor.model.lm_head.weight.numel() * n)
             print(
-                f"| {budget} | {'shared' if shared else 'repeated'} | {seconds:.2f} | {64 * 3 * response / seconds:.0f} | "
+                f"| {budget} | {'shared' if shared else 'repeated'} | {seconds:.2f} | "
+                f"{64 * 3 * response / seconds:.0f} | "
                 f"{100 * flops / seconds / peak:.0f} % | {peak_gib:.1f} |",
                 flush=True,
             )

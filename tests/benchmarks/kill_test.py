@@ -167,7 +167,8 @@ def measure_waits(work: Path, hidden: int, layers: int) -> None:
         step_seconds = statistics.median(record["perf/step_seconds"] for record in records(out)[1:])
         middle = [waits[step] for step in (4, 6, 8)]
         print(
-            f"{mode:20s} checkpoint {size / 2**20:.0f} MiB, step {step_seconds:.2f} s; training waits for a save "
+            f"{mode:20s} checkpoint {size / 2**20:.0f} MiB, step {step_seconds:.2f} s; "
+            "training waits for a save "
             f"{statistics.median(middle):.2f} s ({', '.join(f'{seconds:.2f}' for seconds in middle)})",
             flush=True,
         )

@@ -1,12 +1,18 @@
 """Does it learn: the embedded toy, once with every estimator, every loss and what else changes the
 update.
 
-    python tests/benchmarks/learning.py [--steps 40] [--seeds 1]     # all of RUNS below, 6 to 10 minutes on one core
-    python tests/benchmarks/learning.py --only "loss gspo" --flags "--actor_lr 3e-5"       # some of them, with other flags
-    python tests/benchmarks/learning.py --task describe --seeds 3     # CRITIC_RUNS: is a critic worth its cost?
-    python tests/benchmarks/learning.py --task looking --seeds 3      # LOOKING_RUNS: do PAPO and VPPO help to look?
-    python tests/benchmarks/learning.py --task teacher --seeds 3      # TEACHER_RUNS: does a larger model teach faster than rewards?
-    python tests/benchmarks/learning.py --task judge --seeds 3        # JUDGE_RUNS: a judge's learning rate and tower
+    # all of RUNS below, 6 to 10 minutes on one core
+    python tests/benchmarks/learning.py [--steps 40] [--seeds 1]
+    # some of them, with other flags
+    python tests/benchmarks/learning.py --only "loss gspo" --flags "--actor_lr 3e-5"
+    # CRITIC_RUNS: is a critic worth its cost?
+    python tests/benchmarks/learning.py --task describe --seeds 3
+    # LOOKING_RUNS: do PAPO and VPPO help to look?
+    python tests/benchmarks/learning.py --task looking --seeds 3
+    # TEACHER_RUNS: does a larger model teach faster than rewards?
+    python tests/benchmarks/learning.py --task teacher --seeds 3
+    # JUDGE_RUNS: a judge's learning rate and tower
+    python tests/benchmarks/learning.py --task judge --seeds 3
 
 Each run is `python train_ppo_vl.py --config toy/args.json` (256 samples in 4 updates a step,
 actor_lr 3e-4) with the flags of its line, one process, one thread. Printed, as means over the

@@ -20,7 +20,8 @@ def machine() -> str:
         seconds.append(time.process_time() - start)
     speed = 2 * SIDE**3 / min(seconds) / 1e9
     return (
-        f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}: "
+        f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
+        f"torch {torch.__version__}: "
         f"{speed:.0f} GFLOP per CPU second in products of {SIDE} x {SIDE} ({torch.get_num_threads()} threads)"
     )
 

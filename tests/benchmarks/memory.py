@@ -112,7 +112,8 @@ def compare_heads(flags) -> None:
                 chunked["peak"] - weight_gradient, 1e-9
             )
             print(
-                f"  chunks of {chunk:5d}: {chunked['peak']:6.0f} MiB, 1/{naive['peak'] / chunked['peak']:.1f} of naive"
+                f"  chunks of {chunk:5d}: {chunked['peak']:6.0f} MiB, "
+                f"1/{naive['peak'] / chunked['peak']:.1f} of naive"
                 + (f"; without the gradient 1/{beyond:.1f}" if weight_gradient else ""),
                 flush=True,
             )

@@ -57,7 +57,8 @@ def write_task(
     tokenizer, side = toy.make_tokenizer(), round(image_tokens**0.5) * 2 * toy.PATCH_SIZE[kind]
     model = toy.make_model(kind, tokenizer, seed=0, **SIZES[size])
     print(
-        f"{kind} {size}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights, {image_tokens} image tokens"
+        f"{kind} {size}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights, "
+        f"{image_tokens} image tokens"
     )
     processor = toy.make_image_processor(kind)
     processor.size = {"shortest_edge": side * side, "longest_edge": side * side}
@@ -203,12 +204,14 @@ def main() -> None:
     for name, values in seconds.items():
         rate = useful[name] / min(values)
         print(
-            f"{name:20s} {rate:8.0f} useful tokens per CPU second, {1e6 / rate:6.0f} us per token   (CPU seconds:",
+            f"{name:20s} {rate:8.0f} useful tokens per CPU second, "
+            f"{1e6 / rate:6.0f} us per token   (CPU seconds:",
             ", ".join(f"{v:.2f}" for v in values) + ")",
         )
     if not last:
         print(
-            f"ratio {min(seconds['generate']) / min(seconds['ours']):.2f}   {flags.responses} responses, mean length "
+            f"ratio {min(seconds['generate']) / min(seconds['ours']):.2f}   {flags.responses} "
+            "responses, mean length "
             f"{lengths.mean():.0f}, longest {lengths.max()}, torch {torch.__version__}"
         )
 

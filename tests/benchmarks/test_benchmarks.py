@@ -24,7 +24,8 @@ RUNS = [
     ),
     (
         "update.py",
-        "--size tiny --prompt_tokens 40 --image_tokens 16 --response_tokens 6 --samples 2 --prompts 2 --repeats 1",
+        "--size tiny --prompt_tokens 40 --image_tokens 16 --response_tokens 6 --samples 2 "
+        "--prompts 2 --repeats 1",
         r"(?s)gradients agree.*shared .*apart .*padded .*kept .*tower",
     ),
     (

@@ -1,9 +1,10 @@
 """End to end against TRL's GRPOTrainer: samples per process CPU second of whole steps, one thread,
 alternated.
 
-    python tests/benchmarks/trl.py [--size tiny|5m|20m] [--image_tokens 16|144]   # speed, responses of --response_tokens
-    python tests/benchmarks/trl.py --ragged                                        # lengths from the table of rollout.py
-    python tests/benchmarks/trl.py --learning                                      # mean reward on the toy after equal samples
+    # speed, responses of --response_tokens
+    python tests/benchmarks/trl.py [--size tiny|5m|20m] [--image_tokens 16|144]
+    python tests/benchmarks/trl.py --ragged      # lengths from the table of rollout.py
+    python tests/benchmarks/trl.py --learning    # mean reward on the toy after equal samples
 
 Both train the same Qwen2.5-VL checkpoint by GRPO on the same rows with the same number of samples,
 response length, learning rate, clip, one epoch and frozen vision tower; TRL's gradient
@@ -11,7 +12,8 @@ checkpointing is off, its dataloader in the process, its log-prob head its own. 
 environment of its own that sees this one's packages; the script makes it once, in --env, by the
 commands it prints:
 
-    python -m venv ENV; <site-packages of this python> into ENV/.../shared.pth; ENV/bin/python -m pip install trl==1.16.0
+    python -m venv ENV; <site-packages of this python> into ENV/.../shared.pth
+    ENV/bin/python -m pip install trl==1.16.0
 
 TRL loads Qwen2.5-VL's processor through torchvision, for videos; here the processor is the family's
 own class without its video part. CPU seconds are those of a step: rollout, rewards, update and
@@ -68,9 +70,9 @@ def make_environment(folder: Path) -> Path:
     return python
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # The two trainers, each in a process of its own; CPU seconds per step go to a file
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def run_ours(task: dict, out: Path) -> None:
@@ -292,9 +294,9 @@ def run_peer(task: dict, out: Path) -> None:
     out.write_text(json.dumps({"began": began, "steps": steps}))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # Comparison
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 
 
 def launch(who: str, python: Path | str, task: dict, work: Path) -> dict:
@@ -362,7 +364,8 @@ def speed(flags, python: Path, work: Path) -> None:
             f"(CPU seconds of steps: {', '.join(f'{v:.2f}' for v in values)})"
         )
     print(
-        f"ratio {best['trl'] / best['ours']:8.2f}   {flags.size}, {flags.image_tokens} image tokens, {count} samples of "
+        f"ratio {best['trl'] / best['ours']:8.2f}   {flags.size}, "
+        f"{flags.image_tokens} image tokens, {count} samples of "
         f"{mean:.0f} tokens{f', the longest {longest},' if lengths else ''} a step"
     )
     print(

@@ -1,14 +1,15 @@
 """Updates: forward and backward of shared-prefix packed rows against two others, process CPU
 seconds, one thread, alternated.
 
-    python tests/benchmarks/update.py [--model qwen3_5] [--size tiny|20m] [--prompt_tokens 298] [--response_tokens 64] [--samples 8]
-    python tests/benchmarks/update.py --linear                # seconds per token of the same shape, 1 to 16 prompts
-    python tests/benchmarks/update.py --sweep                 # sharing against no sharing over many shapes
+    python tests/benchmarks/update.py [--model qwen3_5] [--size tiny|20m]
+        [--prompt_tokens 298] [--response_tokens 64] [--samples 8]
+    python tests/benchmarks/update.py --linear    # seconds per token of the same shape, 1 to 16 prompts
+    python tests/benchmarks/update.py --sweep     # sharing against no sharing over many shapes
 
     shared    the trainer's own: `packs` and `actor_loss`, the samples of a prompt behind one copy of it
     apart     the same where no prompt is shared: every sample stands with a copy of its prompt
-    padded    Hugging Face's forward of the batch prompt + response with its own attention and logits of all positions;
-              `kept` computes logits of the response only (logits_to_keep)
+    padded    Hugging Face's forward of the batch prompt + response with its own attention and logits of
+              all positions; `kept` computes logits of the response only (logits_to_keep)
 
 All of them compute the same PPO loss, and the gradients are compared before anything is timed. The
 vision tower is frozen: ours reads image features that the rollout has computed, the padded forward
@@ -59,7 +60,8 @@ def start(folder: Path, kind: str, size: str, longest: int, pack: int):
         if name.endswith("A_log"):
             parameter.data.uniform_(0.005, 0.3).log_()
     print(
-        f"{kind} {size}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights, torch {torch.__version__}"
+        f"{kind} {size}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights, "
+        f"torch {torch.__version__}"
     )
     for part in (model, tokenizer, toy.make_image_processor(kind)):
         part.save_pretrained(folder)
@@ -258,7 +260,8 @@ def compare(flags, args, processor, actor, oracle) -> None:
         flags.repeats,
     )
     print(
-        f"prompt {flags.prompt_tokens} ({flags.image_tokens} of an image), response {flags.response_tokens}, {flags.samples} "
+        f"prompt {flags.prompt_tokens} ({flags.image_tokens} of an image), "
+        f"response {flags.response_tokens}, {flags.samples} "
         f"samples of "
         f"{flags.prompts} prompts; gradients agree to {error:.0e}"
     )
@@ -321,7 +324,8 @@ def sweep(flags, args, processor, actor, shapes) -> None:
         seconds = alternate(programs, flags.repeats)
         ratio = seconds["False"] / seconds["True"]
         print(
-            f"  prompt {prompt_tokens:5d} response {response_tokens:5d} samples {samples:3d}  shared {seconds['True']:.3f}  "
+            f"  prompt {prompt_tokens:5d} response {response_tokens:5d} samples {samples:3d}  "
+            f"shared {seconds['True']:.3f}  "
             f"apart {seconds['False']:.3f}  ratio {ratio:.2f}"
             + ("  <-- below 0.95" if ratio < 0.95 else ""),
             flush=True,

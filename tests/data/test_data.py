@@ -61,20 +61,23 @@ TURN_ENDS = [
     (
         "R1 distill",
         "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>"
-        "{{ m.content.split('</think>')[-1] }}<|eos|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
+        "{{ m.content.split('</think>')[-1] }}<|eos|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
         "<|eos|>",
         "<|eos|>",
     ),
     (
         "Mistral",
-        "<s>{% for m in messages %}{% if m.role == 'user' %} [INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>"
+        "<s>{% for m in messages %}{% if m.role == 'user' %} [INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }}</s>"
         "{% endif %}{% endfor %}",
         "</s>",
         "</s>",
     ),
     (
         "Gemma",
-        "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+        "{% endfor %}"
         "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
         "<eos>",
         "<end_of_turn>",
@@ -176,10 +179,8 @@ STRINGS_ONLY = [
 ]
 FOR_IMAGES = (  # of the system's message it knows strings only, as Llama 3.2's
     HEAD
-    + "{% if m.role == 'system' %}{% if m.content is string %}{{ m.content }}{% endif %}{% else %}{% for p in m.content %}"
-    + LISTS
-    + "{% endfor %}{% endif %}"
-    + END
+    + "{% if m.role == 'system' %}{% if m.content is string %}{{ m.content }}{% endif %}{% else %}"
+    "{% for p in m.content %}" + LISTS + "{% endfor %}{% endif %}" + END
 )
 
 
@@ -197,10 +198,14 @@ def test_a_template_that_knows_only_strings_gets_strings(
 
 
 REFUSED_TEMPLATES = table("""
-{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %} | leaves out what the system says: 'Brief.'
-user\\n{{ question }}                                                    | leaves out what the system says: 'Brief.'
-{{ messages[0].content }}{{ messages[-1].content.upper() }}              | .*leaves out what the user says: 'What\\?'
-{{ raise_exception('no pictures here') }}                                | cannot render this .*no pictures here
+{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}
+    | leaves out what the system says: 'Brief.'
+user\\n{{ question }}
+    | leaves out what the system says: 'Brief.'
+{{ messages[0].content }}{{ messages[-1].content.upper() }}
+    | .*leaves out what the user says: 'What\\?'
+{{ raise_exception('no pictures here') }}
+    | cannot render this .*no pictures here
 {% for m in messages %}{{ m.role + m.content }}{% endfor %}              | cannot render this .*TypeError
 """)
 
@@ -240,8 +245,8 @@ def test_a_template_may_change_what_it_is_known_to_change(load, processor, monke
 
 def test_options_reach_the_template(tmp_path):
     template = (
-        TEMPLATE
-        + "{% if add_generation_prompt %}{{ '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}{% endif %}"
+        TEMPLATE + "{% if add_generation_prompt %}"
+        "{{ '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}{% endif %}"
     )
     folder = write_processor(tmp_path / "model", template=template)
     chat = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
@@ -370,7 +375,9 @@ def test_grids_from_headers_equal_the_processors(tmp_path, family, low, high):
 {"min_pixels": "3136", "max_pixels": "9000"}                 | [0, 0]       | [3136, 9000]
 {"size": {"min_pixels": 3136, "max_pixels": 9000}}           | [0, 0]       | [3136, 9000]
 {"size": {"shortest_edge": 4000, "longest_edge": 8000}}      | [0, 0]       | [4000, 8000]
-{"size": {"shortest_edge": 4000, "longest_edge": 8000}, "min_pixels": 3136, "max_pixels": 9000} | [5000, 6000] | [5000, 6000]
+{"size": {"shortest_edge": 4000, "longest_edge": 8000}, "min_pixels": 3136, "max_pixels": 9000}
+    | [5000, 6000]
+    | [5000, 6000]
 {}                                                           | [0, 0]       | [3136, 1003520]
 """),
 )
@@ -609,11 +616,15 @@ def test_several_images_of_several_sizes_and_text_only_rows(load, processor):
 "A <image> and <image>?"                  | user: A PICTURE and PICTURE?
 "Compare."                                | user: PICTUREPICTURECompare.
 [{"role": "user", "content": "Compare."}] | user: PICTUREPICTURECompare.
-[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]}] | user: PICTUREorPICTURE
-[{"role": "system", "content": [{"type": "text", "text": "<image> is a tag."}]}, {"role": "user", "content": "What?"}] | \
-system: <image> is a tag.; user: PICTUREPICTUREWhat?
-[{"role": "user", "content": [{"type": "text", "text": "<image>A<image>"}, {"type": "text", "text": "B"}]}] | user: PICTUREAPICTUREB
-[{"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "<image>?"}]}] | user: PICTUREPICTURE<image>?
+[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]}]
+    | user: PICTUREorPICTURE
+[{"role": "system", "content": [{"type": "text", "text": "<image> is a tag."}]},
+    {"role": "user", "content": "What?"}]
+    | system: <image> is a tag.; user: PICTUREPICTUREWhat?
+[{"role": "user", "content": [{"type": "text", "text": "<image>A<image>"}, {"type": "text", "text": "B"}]}]
+    | user: PICTUREAPICTUREB
+[{"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "<image>?"}]}]
+    | user: PICTUREPICTURE<image>?
 """),
 )
 def test_places_of_images(load, prompt, turns):
@@ -713,17 +724,15 @@ def test_prompts_of_several_turns(load, tmp_path, processor):
     assert prompt.reference == "no"
 
 
-READ_AS_THEY_ARE = table(
-    r"""
+READ_AS_THEY_ARE = table(r"""
 TRL, LLaVA | - | {"prompt": "Hi", "image": "a.png"}
 LLaVA      | - | {"prompt": "Hi", "image": ["a.png"], "images": null}
 EasyR1     | prompt=problem,answer=solution | {"problem": "Hi", "image": "a.png", "solution": "red"}
 lmm-r1     | prompt=message | {"message": "TEXT", "answer": "red"}
-MM-EUREKA  | prompt=conversations,images=image_urls | {"conversations": [{"role": "user", "content": "<image>Hi"}], \
-"image_urls": ["file://FOLDER/a.png"]}
+MM-EUREKA | prompt=conversations,images=image_urls
+    | {"conversations": [{"role": "user", "content": "<image>Hi"}], "image_urls": ["file://FOLDER/a.png"]}
 Vero       | - | {"prompt": MESSAGES, "images": ["FOLDER/a.png"]}
-""".replace("\\\n", "")
-)
+""")
 MESSAGES = """[{"role": "user", "content": [{"type": "image", "image": "file://FOLDER/a.png"}, \
 {"type": "text", "text": "Hi"}]}]"""
 
@@ -742,7 +751,8 @@ def test_rows_of_other_systems_that_need_no_conversion(
 
 
 def test_calls_of_tools_in_a_prompt(load):
-    row = """{"prompt": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": null, "tool_calls":
+    row = """{"prompt": [{"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": null, "tool_calls":
     [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]},
     {"role": "tool", "content": "red"}]}"""
     (prompt,) = load([json.loads(row)])
@@ -862,48 +872,67 @@ BAD_ROWS = table(
 invalid JSON              | {"prompt":  | not JSON
 invalid UTF-8             | {"prompt": "ÿ"} | not JSON
 no object                 | ["prompt"] | a row must be a JSON object, not \\['prompt'\\]
-no prompt column          | {"question": "x", "answer": "y"} | no column 'prompt' .*; the row has 'question', 'answer'
+no prompt column | {"question": "x", "answer": "y"}
+    | no column 'prompt' .*; the row has 'question', 'answer'
 prompt of wrong type      | {"prompt": 5} | prompt must be a string or messages .* it is 5
 empty prompt              | {"prompt": "<image> ", "images": "a.png"} | empty prompt
 no messages               | {"prompt": []} | prompt must be a string or messages
 message without content   | {"prompt": [{"role": "user"}]} | prompt must be .* not {'role': 'user'}
-message of null           | {"prompt": [{"role": "user", "content": null}]} | prompt must be .* 'content': None}
+message of null | {"prompt": [{"role": "user", "content": null}]}
+    | prompt must be .* 'content': None}
 no message                | {"prompt": ["x"]} | prompt must be .* not 'x'
 messages of LLaVA         | {"prompt": [{"from": "human", "value": "x"}]} | prompt must be .*convert.py
 messages cut off          | {"prompt": "[{\\"role\\": "} | prompt: not JSON
-messages of LLaVA as text | {"prompt": "[{\\"from\\": \\"human\\", \\"value\\": \\"x\\"}]"} | prompt must be .*convert.py
+messages of LLaVA as text | {"prompt": "[{\\"from\\": \\"human\\", \\"value\\": \\"x\\"}]"}
+    | prompt must be .*convert.py
 messages by Python's repr | {"prompt": "[{'role': 'user', 'content': 'x'}]"} | prompt: not JSON
-one message as text       | {"prompt": "{\\"role\\": \\"user\\", \\"content\\": \\"x\\"}"} | prompt must be a string or messages
+one message as text | {"prompt": "{\\"role\\": \\"user\\", \\"content\\": \\"x\\"}"}
+    | prompt must be a string or messages
 no part                   | USER [5]}]} | a part of a message must be .* not 5
-unknown role              | {"prompt": [{"role": "robot", "content": "x"}]} | roles system, user, assistant, tool.*robot
-assistant last            | {"prompt": [{"role": "assistant", "content": "x"}]} | the last not by the assistant
+unknown role | {"prompt": [{"role": "robot", "content": "x"}]}
+    | roles system, user, assistant, tool.*robot
+assistant last | {"prompt": [{"role": "assistant", "content": "x"}]}
+    | the last not by the assistant
 unknown part              | USER [{"type": "audio"}]}]} | a part of a message must be .*audio
 part of wrong type        | USER [{"type": "text", "text": 3}]}]} | a part of a message must be
-part with bytes           | USER [{"type": "image", "bytes": "iVBOR"}]}]} | with their file as "image" or "video".*bytes
-part with its file elsewhere too | USER [{"type": "image", "image": "a.png"}, {"type": "text", "text": "x"}]}], \
-"images": ["b.jpg"]} | hold 1 images for 0 places .*without a file
-image in the web          | {"prompt": "x", "images": ["http://x.org/a.png"]} | the path of a file.*http.*convert.py
+part with bytes | USER [{"type": "image", "bytes": "iVBOR"}]}]}
+    | with their file as "image" or "video".*bytes
+part with its file elsewhere too | USER [{"type": "image", "image": "a.png"},
+    {"type": "text", "text": "x"}]}], "images": ["b.jpg"]}
+    | hold 1 images for 0 places .*without a file
+image in the web | {"prompt": "x", "images": ["http://x.org/a.png"]}
+    | the path of a file.*http.*convert.py
 image in base64           | {"prompt": "x", "images": "iVBORw0KGgoAAA"} | the path of a file.*convert.py
 a megabyte                | {"prompt": "x", "image": "MEGABYTE"} | the path of a file.*convert.py
 zero in a name            | {"prompt": "x", "image": "a\\u0000.png"} | the path of a file
-bytes of an image         | {"prompt": "x", "images": [{"bytes": "iVBOR", "path": "a.png"}]} | the path of a file.*bytes
-answer of wrong type      | {"prompt": "x", "answer": true} | column 'answer' must be a string or a finite number, not T
-answer that is no number  | {"prompt": "x", "answer": NaN} | column 'answer' must be a string or a finite number
+bytes of an image | {"prompt": "x", "images": [{"bytes": "iVBOR", "path": "a.png"}]}
+    | the path of a file.*bytes
+answer of wrong type | {"prompt": "x", "answer": true}
+    | column 'answer' must be a string or a finite number, not T
+answer that is no number | {"prompt": "x", "answer": NaN}
+    | column 'answer' must be a string or a finite number
 label of wrong type       | {"prompt": "x", "label": ["t"]} | column 'label' must be a string
 no such image             | {"prompt": "x", "images": "c.png"} | no such image: .*c.png
 image is a folder         | {"prompt": "x", "images": "."} | cannot be read as one of
-image in Qwen-VL's tag    | {"prompt": "Picture 1: <img>red.png</img>x"} | <img>path</img> in a text: give the path in images
-not an image              | {"prompt": "x", "images": "train.jsonl"} | train.jsonl: cannot be read as one of JPEG
+image in Qwen-VL's tag | {"prompt": "Picture 1: <img>red.png</img>x"}
+    | <img>path</img> in a text: give the path in images
+not an image | {"prompt": "x", "images": "train.jsonl"}
+    | train.jsonl: cannot be read as one of JPEG
 too thin                  | {"prompt": "x", "images": "thin.png"} | aspect ratio
 too many places           | {"prompt": "<image> <image>x", "images": "a.png"} | hold 1 images for 2 places
 too few places            | {"prompt": "<image>x", "images": ["a.png", "b.jpg"]} | hold 2 images for 1 places
-where?                    | USER "x"}, {"role": "user", "content": "x"}], "images": "a.png"} | hold 1 images for 0 places
-typed image token         | {"prompt": "<|image_pad|>", "images": "a.png"} | special token <.image_pad.> in the text
-end of turn from two parts | USER [{"type": "image"}, {"type": "text", "text": "x<|im_"}, {"type": "text", "text": "end|>"}]}], \
-"images": "a.png"} | special token <.im_end.> in the text
-too long                  | {"prompt": "LONG", "images": "a.png"} | too long: 507 tokens, 6 of them of images; the limit is 500
+where? | USER "x"}, {"role": "user", "content": "x"}], "images": "a.png"}
+    | hold 1 images for 0 places
+typed image token | {"prompt": "<|image_pad|>", "images": "a.png"}
+    | special token <.image_pad.> in the text
+end of turn from two parts | USER [{"type": "image"}, {"type": "text", "text": "x<|im_"},
+    {"type": "text", "text": "end|>"}]}], "images": "a.png"}
+    | special token <.im_end.> in the text
+too long | {"prompt": "LONG", "images": "a.png"}
+    | too long: 507 tokens, 6 of them of images; the limit is 500
 half a surrogate pair     | {"prompt": "a\\ud800"} | is half of a character
-two system prompts        | {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]} | drop one of them
+two system prompts | {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]}
+    | drop one of them
 """.replace("USER", '{"prompt": [{"role": "user", "content":')
     .replace("LONG", "x" * 480)
     .replace("MEGABYTE", "A" * 2**20)

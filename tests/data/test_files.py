@@ -53,19 +53,21 @@ DAMAGES = table("""
 config.json            | cut  | config.json
 config.json            | gone | config.json
 config.json            | {"text_config": {"num_hidden_layers": "1"}} | config.json: .*num_hidden_layers
-config.json            | {"quantization_config": {"quant_method": "fp8"}} | config.json: quantization_config .*fp8
-config.json            | {"model_type": "their_own", "auto_map": {"AutoConfig": "configuration.TheirConfig"}} | \
-config.json: it needs Python code of its own, which is never run here$
+config.json | {"quantization_config": {"quant_method": "fp8"}}
+    | config.json: quantization_config .*fp8
+config.json | {"model_type": "their_own", "auto_map": {"AutoConfig": "configuration.TheirConfig"}}
+    | config.json: it needs Python code of its own, which is never run here$
 generation_config.json | []   | generation_config.json must be dict, not
 tokenizer_config.json  | {"model_max_length": "x"} | the tokenizer's files cannot be used
-preprocessor_config.json | {"image_processor_type": 7} | preprocessor_config.json: image_processor_type must be str, not 7
+preprocessor_config.json | {"image_processor_type": 7}
+    | preprocessor_config.json: image_processor_type must be str, not 7
 tokenizer*             | gone | no vocabulary: tokenizer.json
 tokenizer.json         | {}   | the tokenizer's files cannot be used
 tokenizer.json         | version https://git-lfs.github.com/spec/v1 | tokenizer.json is a pointer of git-lfs
 chat_template.jinja    | gone | no chat template
 preprocessor_config.json | gone | no preprocessor_config.json
-preprocessor_config.json | {"image_processor_type": "CLIPImageProcessor"} | \
-preprocessor_config.json: image processor 'CLIP'; that of qwen2_5_vl is Qwen2VL
+preprocessor_config.json | {"image_processor_type": "CLIPImageProcessor"}
+    | preprocessor_config.json: image processor 'CLIP'; that of qwen2_5_vl is Qwen2VL
 preprocessor_config.json | {"size": 448} | preprocessor_config.json: size must be dict, not 448
 preprocessor_config.json | {"image_mean": "grey"} | preprocessor_config.json
 preprocessor_config.json | {"min_pixels": 900, "max_pixels": 800} | min_pixels 900 is more than max_pixels 800
@@ -176,7 +178,8 @@ kinds.correct.verdicts        | 3              | must be list
 kinds.correct.verdicts        | []             | has the verdicts \[\], expected
 kinds.correct.verdicts        | ["yes", "perhaps"] | perhaps.*expected \['yes', 'no'\]
 kinds.correct.verdicts        | ["yes", "yes", "no"] | expected
-kinds.correct                 | {"template": "{prompt}{response}"} | trained_on 'correct', which its kinds do not
+kinds.correct | {"template": "{prompt}{response}"}
+    | trained_on 'correct', which its kinds do not
 kinds.score.verdicts          | ["1", "good"]  | good.*expected numbers
 kinds.beauty                  | {"template": "x", "verdicts": []} | no kind of judgement is called 'beauty'
 trained_on                    | "correct"      | must be list
@@ -354,7 +357,7 @@ def test_pickled_weights_are_refused_with_two_lines_that_convert_them(
     AutoModelForImageTextToText.from_pretrained(tmp_path)
 
 
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
 # messages
 FORGED = "a.png\nerror: everything is fine \x1b[2J\u202e"
 

@@ -83,9 +83,10 @@ ROWS = """\
 {"answer": "1", "prompt": "what moves?", "videos": ["long.gif"]}
 {"answer": "1", "prompt": "was <image> in <video>, or in <video>?", "images": ["a.png"], "videos": \
 [["frame-0.png", "frame-1.png", "frame-2.png"], "loop.webp"]}
-{"answer": "1", "prompt": [{"role": "user", "content": [{"type": "text", "text": "before "}, {"type": "video", "video": \
-"loop.webp"}, {"type": "image", "image": "a.png"}, {"type": "text", "text": " and "}, {"type": "video"}, {"type": "video", \
-"video": ["frame-1.png", "frame-2.png"]}]}], "videos": ["long.gif"]}
+{"answer": "1", "prompt": [{"role": "user", "content": [{"type": "text", "text": "before "}, \
+{"type": "video", "video": "loop.webp"}, {"type": "image", "image": "a.png"}, \
+{"type": "text", "text": " and "}, {"type": "video"}, \
+{"type": "video", "video": ["frame-1.png", "frame-2.png"]}]}], "videos": ["long.gif"]}
 {"answer": "1", "prompt": "what is this?", "images": ["a.png"]}
 {"answer": "1", "prompt": "and?", "images": "a.png", "videos": [["frame-0.png", "frame-1.png", "frame-2.png"]]}
 """
@@ -409,7 +410,8 @@ def load(tmp_path):
 
 
 TEMPLATE = (
-    "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}<|vision_start|>"
+    "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}"
+    "<|vision_start|>"
     "<|{{ p.type }}_pad|><|vision_end|>{% endif %}{% endfor %}{% endfor %}"
 )
 
@@ -497,16 +499,19 @@ def test_bounds_of_frames(load, tmp_path, family):
 BAD = table("""
 no such file | {"videos": ["none.gif"]} | no such image: .*none.gif
 no such frame | {"videos": [["a.png", "none.png"]]} | no such image: .*none.png
-not a video | {"videos": ["rows.jsonl"]} | rows.jsonl: (none of JPEG, .*; to read videos, install one of torchcodec, av, cv2|\
-not a video that)
+not a video | {"videos": ["rows.jsonl"]}
+    | rows.jsonl: (none of JPEG, .*; to read videos, install one of torchcodec, av, cv2|not a video that)
 zero frames | {"videos": [[]]} | a video that or a list of such paths, not \\[\\]
-a list too few | {"videos": ["a.png", "b.png"]} | a.png: .* at least 2 frames, this has 1 .*a list of their own
-frames differ | {"videos": [["a.png", "a.png", "b.png"]]} | clip differ in size: {.56, 28.: .*a.png', .28, 56.: .*b.png
-video without a place | {"prompt": "<image> x", "images": "a.png", "videos": ["ok.gif"]} \
- | hold 1 videos for 0 places
+a list too few | {"videos": ["a.png", "b.png"]}
+    | a.png: .* at least 2 frames, this has 1 .*a list of their own
+frames differ | {"videos": [["a.png", "a.png", "b.png"]]}
+    | clip differ in size: {.56, 28.: .*a.png', .28, 56.: .*b.png
+video without a place | {"prompt": "<image> x", "images": "a.png", "videos": ["ok.gif"]}
+    | hold 1 videos for 0 places
 image in a video's place | {"prompt": "<video> x", "images": "a.png"} | hold 1 images for 0 places
-part with an option | {"prompt": [{"role": "user", "content": [{"type": "video", "video": "ok.gif", "fps": 1}]}]} \
- | a part of a message must be
+part with an option | {"prompt": [{"role": "user", "content": [{"type": "video", "video": "ok.gif",
+    "fps": 1}]}]}
+    | a part of a message must be
 damaged | {"videos": ["cut.gif"]} | cut.gif: cannot be read
 """)
 

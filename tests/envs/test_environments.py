@@ -677,8 +677,10 @@ def run_flags(folder: Path, rows: Path, out: Path, *more: str) -> list[str]:
         out,
         "--env",
         f"{PROGRAMS}:Talk",
-        "--reward env --max_prompt_tokens 512 --max_new_tokens 20 --max_reply_tokens 200 --max_tokens_per_pack 900 "
-        "--prompts_per_step 3 --samples_per_prompt 3 --steps 4 --actor_lr 1e-3 --env_workers 0 --eval_every 0 "
+        "--reward env --max_prompt_tokens 512 --max_new_tokens 20 --max_reply_tokens 200 "
+        "--max_tokens_per_pack 900 "
+        "--prompts_per_step 3 --samples_per_prompt 3 --steps 4 --actor_lr 1e-3 --env_workers 0 "
+        "--eval_every 0 "
         '--export_every 0 --stop_strings ["a","e","r","o"]',
         *more,
     )
@@ -762,7 +764,8 @@ def test_what_cannot_speak_is_refused_at_load(qwen25, labelled, tmp_path):
         f"{PROGRAMS}:Tool",
         template=text.replace(
             "{%- for message in messages -%}",
-            "{%- for message in messages -%}{%- if message.role == 'tool' -%}{{ raise_exception('no tools') }}{%- endif -%}",
+            "{%- for message in messages -%}{%- if message.role == 'tool' -%}"
+            "{{ raise_exception('no tools') }}{%- endif -%}",
         ),
     )
     refused("--reward env needs an environment", "--env", "")

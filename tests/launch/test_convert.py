@@ -361,7 +361,8 @@ def test_rows_of_other_systems(tmp_path, system, row, expected):
   "reward_model": {"style": "rule", "ground_truth": "[{\"bbox_2d\": [1, 2, 3.5, 4], \"label\": \"cup\"}]"},
   "extra_info": {"reward_type": "grounding", "tolerance": null}},
  "",
- {"regions": {"boxes": [[1, 2, 3.5, 4]], "labels": ["cup"]}, "label": "grounding", "data_source": "refcocog"}],
+ {"regions": {"boxes": [[1, 2, 3.5, 4]], "labels": ["cup"]}, "label": "grounding",
+  "data_source": "refcocog"}],
 ["Vero, JSON that is no Python",
  {"query": "Where?", "answer": "[{\"bbox_2d\": [1, 2, 3, 4], \"label\": null}]"},
  "",
@@ -651,7 +652,8 @@ def embedded(row):
 [{"query": "<bbox>?", "objects": {"bbox": [[1, 2, 3, 4]]}}, "<bbox> in a prompt, where models differ"],
 [{"query": "Where?", "objects": {"bbox": [[1, 2]], "image_id": [1]}},
  "objects of another image than the first"],
-[{"query": "Where?", "objects": "[{\"bbox\": [1, 2, 3, 4], \"image\": 1}]"}, "objects of another image than the first"],
+[{"query": "Where?", "objects": "[{\"bbox\": [1, 2, 3, 4], \"image\": 1}]"},
+ "objects of another image than the first"],
 [3, "no row as in the tables of --help: 3"]
 ]"""),
 )

@@ -291,20 +291,26 @@ ROWS_OF = {
 }
 OTHER_FILES = table("""
 vl_rewardbench | chosen | {"id": "073712_6205145"}        | no id of VL-RewardBench begins as '073712_6205145'
-vl_rewardbench | -      | {"id": "RLHF-V-1", "query": "a", "response": ["b", "c"]} | no human_ranking in a row with id, query, resp
+vl_rewardbench | -
+    | {"id": "RLHF-V-1", "query": "a", "response": ["b", "c"]}
+    | no human_ranking in a row with id, query, resp
 vl_rewardbench | ranked | {"human_ranking": null}         | no human_ranking
 vl_rewardbench | ranked | {"human_ranking": [null, null]} | no human_ranking
 vl_rewardbench | ranked | {"response": ["good", null]}    | no response
 vl_rewardbench | ranked | {"response": ["good"]}          | a pair has two responses
 vl_rewardbench | ranked | {"response": ["good", "bad", "bad"]} | a pair has two responses
-vl_rewardbench | -      | {"id": "RLHF-V-1", "prompt": "a", "chosen": "b"} | no rejected in a row with id, prompt, chosen
+vl_rewardbench | -
+    | {"id": "RLHF-V-1", "prompt": "a", "chosen": "b"}
+    | no rejected in a row with id, prompt, chosen
 vl_rewardbench | chosen | {"chosen": null}                | no chosen
 mm_rlhf        | chosen | {"image": "a.png"}              | a.png is in none of the folders
 mm_rlhf        | ranked | {}                              | no prompt in a row with id, query
 mm_rlhf        | chosen | {"chosen": null}                | no chosen in a row with id, prompt, chosen
 multimodal_rewardbench | named | {"Better": null}         | no Better in a row with ID, Text
 multimodal_rewardbench | named | {"Text": ""}             | no Text in a row with ID, Text
-rewardbench2   | -      | {"id": 1, "prompt": "a", "chosen": "b", "rejected": "c", "subset": "math-prm"} | one answer as chosen: the first RewardBench?
+rewardbench2 | -
+    | {"id": 1, "prompt": "a", "chosen": "b", "rejected": "c", "subset": "math-prm"}
+    | one answer as chosen: the first RewardBench?
 rewardbench2   | best   | {"chosen": [null]}              | no chosen in a row with id, prompt
 rewardbench2   | best   | {"rejected": []}                | no rejected in a row with id, prompt
 rewardbench2   | best   | {"subset": "Ties"}              | no row is left
@@ -626,7 +632,8 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
         (folder / f"{name}.png").write_bytes(encode(noise(ord(name))))
     lines = """{"prompt": "a cat", "images": ["a.png", "b.png"], "preferred": "A", "source": "g", "pair": 7}
 {"prompt": "<image>what?", "images": ["c.png"], "responses": ["x", "y"], "preferred": "B"}
-{"question": "what?", "images": ["c.png"], "videos": [["a.png", "b.png"]], "response": "x", "correct": true}"""
+{"question": "what?", "images": ["c.png"], "videos": [["a.png", "b.png"]], "response": "x", \
+"correct": true}"""
     (folder / "train.jsonl").write_text(lines)
     rows = read_rows(folder / "train.jsonl")
     processor = Processor(str(qwen25))

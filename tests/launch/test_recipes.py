@@ -23,7 +23,9 @@ from helpers import noise
 RECIPES = sorted(
     path.name for path in (ROOT / "launch").glob("*.s*") if path.suffix in (".sh", ".slurm")
 )
-ABILITIES = "chart_ocr knowledge_recognition spatial_action counting_grounding_search stem visual_alignment".split()
+ABILITIES = (
+    "chart_ocr knowledge_recognition spatial_action counting_grounding_search stem visual_alignment"
+).split()
 NOTE = f"""#!{sys.executable}
 import json, os, sys
 with open(os.environ["NOTED"], "a") as file:
@@ -282,8 +284,8 @@ def test_recipes_of_perception_take_two_steps(tmp_path, qwen25, name):
     for split in files.split():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / f"{split}.jsonl").write_text(text)
-    flags = """--steps 2 --prompts_per_step 6 --samples_per_prompt 2 --max_prompt_tokens 1024 --max_new_tokens 8
-        --max_tokens_per_pack 4096 --overlong_buffer 4 --eval_every 2 --save_every 0"""
+    flags = """--steps 2 --prompts_per_step 6 --samples_per_prompt 2 --max_prompt_tokens 1024
+        --max_new_tokens 8 --max_tokens_per_pack 4096 --overlong_buffer 4 --eval_every 2 --save_every 0"""
     environment = {
         "MODEL": str(qwen25),
         "DATA": str(tmp_path),
@@ -486,7 +488,8 @@ def test_without_an_index_the_missing_packages_are_named(machine, tmp_path, chan
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert text.endswith(
-        "error: pip could not install into .venv, see above. Without a package index, an environment with all "
+        "error: pip could not install into .venv, see above. Without a package index, "
+        "an environment with all "
         f"packages is needed; {tmp_path / 'tools' / 'python'} lacks: {missing}\n"
     )
     assert not (tmp_path / "project" / ".venv" / "installed").exists()

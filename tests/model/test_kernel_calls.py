@@ -172,23 +172,24 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
 # As `inspect.signature` and the operator's schema print them, less types that are no part of a call.
 VARLEN = {
     "2.11": "q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)",
-    "2.13": "q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False, "
-    "seqused_k=None, block_table=None, num_splits=None",
+    "2.13": "q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, "
+    "window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None",
 }
 VARLEN["2.15"] = VARLEN["2.13"]
 SCHEMA = (
-    "Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
-    "float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
-    "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None"
+    "Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, "
+    "SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, bool return_debug_mask, *, "
+    "float? scale=None, SymInt? window_size_left=None, SymInt? window_size_right=None, "
+    "Tensor? seqused_k=None, Tensor? alibi_slopes=None"
 )
 OPERATORS = {"2.11": SCHEMA, "2.13": f"{SCHEMA}, Tensor? block_table=None, int? num_splits=None"}
 OPERATORS["2.15"] = OPERATORS["2.13"]
 OPTIONS = "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0"
 FLASH_ATTN = {  # 2.8
-    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, "
-    f"{OPTIONS}, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None",
-    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
-    f"cache_batch_idx=None, cache_leftpad=None, block_table=None, {OPTIONS}, "
+    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+    f"dropout_p=0.0, {OPTIONS}, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, "
+    f"rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, {OPTIONS}, "
     "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False",
 }
 

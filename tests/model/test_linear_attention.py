@@ -36,11 +36,11 @@ from helpers import COMPUTE, changed, peak_of_an_update, resumed, score, tensors
 
 CPU = torch.device("cpu")
 # The signature of chunk_gated_delta_rule in fla-core 0.6.0, and that of the first with cu_seqlens.
-FLA = """(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
-chunk_indices=None, cp_context=None, **kwargs)"""
-OLD_FLA = """(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-cu_seqlens=None, head_first=False)"""
+FLA = """(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs)"""
+OLD_FLA = """(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+use_qk_l2norm_in_kernel=False, cu_seqlens=None, head_first=False)"""
 HEADS, DK, DV = 4, 6, 10
 CHANNELS = 12
 

@@ -361,9 +361,11 @@ def test_spans_fall_on_the_tokens_that_end_them(qwen25, picture_rows, tmp_path, 
     """Each sample earns k / 8 at the end of its k-th character, and what else it earns at its end.
     By all prefixes of its tokens, one after the other: the first whose text is long enough."""
     (tmp_path / "mine.py").write_text(
-        "def f(prompts, responses, *_):\n    spans = [[(k, k / 8) for k in range(1, len(text) + 1)] for text in responses]\n"
+        "def f(prompts, responses, *_):\n"
+        "    spans = [[(k, k / 8) for k in range(1, len(text) + 1)] for text in responses]\n"
         f"    return {{{numbers}'spans': spans}}\n"
-        "def beyond(prompts, responses, *_):\n    return {'spans': [[(len(text) + 1, 1.0)] for text in responses]}\n"
+        "def beyond(prompts, responses, *_):\n"
+        "    return {'spans': [[(len(text) + 1, 1.0)] for text in responses]}\n"
     )
     env, reward, batch, texts = prepare(
         qwen25, picture_rows, f"--reward {tmp_path}/mine.py:f", "--reward_workers 2"
@@ -494,7 +496,8 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
 def test_what_a_function_does_to_its_rows_stays_with_it(qwen25, picture_rows, tmp_path):
     """Not with the samples of the same prompt, nor with the next step."""
     (tmp_path / "mine.py").write_text(
-        "def count(prompts, responses, references, labels, images, rows):\n    for row, paths in zip(rows, images):\n"
+        "def count(prompts, responses, references, labels, images, rows):\n"
+        "    for row, paths in zip(rows, images):\n"
         "        row['tags'][0].append(1)\n        row['new'] = paths.append('more')\n"
         "    return [len(row['tags'][0]) + len(paths) for row, paths in zip(rows, images)]\n"
     )
@@ -591,7 +594,10 @@ def test_a_judge_at_chance_is_doubted(judges, tmp_path, capsys, accuracy, chance
         "none",
         None,
     )
-    warning = f"warning: --reward grm:{folder}: the judge's held-out accuracy on correct ({accuracy:.3f} of 100, step 40)"
+    warning = (
+        f"warning: --reward grm:{folder}: the judge's held-out accuracy on correct "
+        f"({accuracy:.3f} of 100, step 40)"
+    )
     assert (warning in capsys.readouterr().out) == doubted
 
 

@@ -345,7 +345,8 @@ def test_load_user_function(tmp_path):
     (tmp_path / "text.txt").write_text("")
     path.write_text(
         "async def waits(prompts, responses, *rest):\n    return [1.0] * len(prompts)\n"
-        "async def yields(prompts, responses, *rest):\n    yield 1.0\nclass Called:\n    __call__ = waits\ncalled = Called()\n"
+        "async def yields(prompts, responses, *rest):\n    yield 1.0\n"
+        "class Called:\n    __call__ = waits\ncalled = Called()\n"
         "import functools\npart = functools.partial(waits)\n"
     )
     for name in ("waits", "yields", "called", "part"):
@@ -444,8 +445,10 @@ def test_a_function_that_wants_rows_gets_them(tmp_path, parameters, takes):
 def test_what_a_function_may_ask_for(tmp_path):
     """By the names of its parameters, in any order; its own parameters have defaults."""
     (tmp_path / "mine.py").write_text(
-        "def f(prompts, responses, references, labels, images, step, truncated, lengths, groups, weight=2.0):\n"
-        "    return {'reward': [weight * step] * len(responses), 'length': lengths, 'cut': truncated, 'group': groups}\n"
+        "def f(prompts, responses, references, labels, images,\n"
+        "      step, truncated, lengths, groups, weight=2.0):\n"
+        "    reward = [weight * step] * len(responses)\n"
+        "    return {'reward': reward, 'length': lengths, 'cut': truncated, 'group': groups}\n"
         "def unknown(prompts, responses, references, labels, images, entropy, step):\n    return []\n"
     )
     source = load_source(f"{tmp_path}/mine.py:f")
@@ -459,7 +462,8 @@ def test_what_a_function_may_ask_for(tmp_path):
         "group": [5.0, 5.0],
     }
     with user_error(
-        r"must take \(prompts, responses, references, labels, images\), and may ask for rows, lengths, truncated, groups, "
+        r"must take \(prompts, responses, references, labels, images\), and may ask for rows, "
+        r"lengths, truncated, groups, "
         r"places, regions, "
         "step: .*'entropy'"
     ):
@@ -518,7 +522,9 @@ def test_programs_import_what_lies_beside_them(tmp_path, monkeypatch):
     write(
         "a/PIL.py",
         "from PIL import Image\nfrom parts import two\nfrom my_helper import more, right\n"
-        "def score(prompts, *_):\n    from late import value\n    return [right + value + more + two.N] * len(prompts)\n"
+        "def score(prompts, *_):\n"
+        "    from late import value\n"
+        "    return [right + value + more + two.N] * len(prompts)\n"
         "def best(rewards):\n    return [right for _ in rewards['exact']]\n",
     )
     write(
