@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 
 from common.data.coordinates import NUMBERS, Box, Place, Point, Regions, clip, is_region
 from common.data.rows import Prompt
-from common.rewards.rules import Columns, extract_answer, with_opened_thought
+from common.rewards.rules import Columns, after_thought, extract_answer, with_opened_thought
 
 # --------------------------------------------------------------------------------------------------
 # Reading
@@ -75,9 +75,12 @@ def answer_text(response: str) -> str:
     r"""The part of a response that answers: of what follows the last thought the last
     <answer>...</answer> or GLM's box, or all; of that the last `\boxed{...}`, and of that the last
     fenced block, if there is one. "" where a thought or the answer is not finished."""
-    text = response.rpartition("</think>")[2]
-    text = text.replace("<|begin_of_box|>", "<answer>").replace("<|end_of_box|>", "</answer>")
-    if "<think>" in text or text.rfind("<answer>") > text.rfind("</answer>"):
+    text = (
+        after_thought(response)
+        .replace("<|begin_of_box|>", "<answer>")
+        .replace("<|end_of_box|>", "</answer>")
+    )
+    if text.rfind("<answer>") > text.rfind("</answer>"):
         return ""
     for rule in ("answer", "boxed"):
         answer = extract_answer(text, rule)

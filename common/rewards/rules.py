@@ -1,6 +1,7 @@
 r"""Rules that score a response by its text.
 
     with_opened_thought   the response, with a thought that its prompt opens
+    after_thought         what the response says after its thoughts
     extract_answer        the last `\boxed{...}`, or <answer>...</answer>
     answers_equal         text, choice letters, numbers, fractions, ordered lists
     rule_reward           a rule as a reward function
@@ -74,6 +75,12 @@ def with_opened_thought(prompt: str, response: str) -> str:
     return with_think_tags(f"<think>{response}" if opens_thought(prompt) else response)
 
 
+def after_thought(response: str) -> str:
+    """What a response says after its last thought; "" if it ends inside one."""
+    rest = with_think_tags(response).rpartition("</think>")[2]
+    return "" if "<think>" in rest else rest.strip()
+
+
 def extract_answer(response: str, rule: str) -> str | None:
     r"""Content of the last `\boxed{...}` (rule "boxed") or `<answer>...</answer>` (rule "answer");
     None without one, or if the response ends inside a thought."""
@@ -98,7 +105,7 @@ def format_score(response: str, rule: str) -> float:
     """1.0 for exactly one `<think>...</think>` with an answer, not an empty one, after it; else
     0.0."""
     tags = re.findall("</?think>", response)
-    answer = extract_answer(response.rpartition("</think>")[2], rule)
+    answer = extract_answer(after_thought(response), rule)
     return float(tags == ["<think>", "</think>"] and bool(answer))
 
 

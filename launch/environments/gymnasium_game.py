@@ -7,6 +7,8 @@ A row's columns "game" and "actions" name one, say "FrozenLake-v1" and ["left", 
 import gymnasium
 from PIL import Image
 
+from common.rewards.rules import after_thought
+
 
 class Game:
     shared = True  # the samples of a prompt have one seed, and so one start
@@ -21,7 +23,8 @@ class Game:
         return [self.look(), f"Your move: {', '.join(self.actions)}."]
 
     def step(self, text: str) -> tuple:
-        if text.strip() not in self.actions:
+        move = after_thought(text)
+        if move not in self.actions:
             return f"That is none of {', '.join(self.actions)}.", 0.0, False
-        _, reward, ended, cut, _ = self.game.step(self.actions.index(text.strip()))
+        _, reward, ended, cut, _ = self.game.step(self.actions.index(move))
         return (None if ended or cut else self.look()), float(reward), ended or cut

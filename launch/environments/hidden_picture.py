@@ -8,6 +8,8 @@
 
 from pathlib import Path
 
+from common.rewards.rules import after_thought
+
 
 class Look:
     """One look, then the answer."""
@@ -16,8 +18,9 @@ class Look:
         self.row, self.looked = row, False
 
     def step(self, text: str) -> tuple:
-        if text.strip() == "look" and not self.looked:
+        answer = after_thought(text)
+        if answer == "look" and not self.looked:
             self.looked = True
             return [Path(self.row["folder"], self.row["hidden"]), self.row["prompt"]], 0.0, False
-        right = float(text.strip() == str(self.row["answer"]))
+        right = float(answer == str(self.row["answer"]))
         return None, {"reward": right, "accuracy": right}, True

@@ -9,6 +9,8 @@ import json
 import operator
 import re
 
+from common.rewards.rules import after_thought
+
 MISTAKES = ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError
 
 
@@ -23,14 +25,15 @@ class Tools:
         self.row = row
 
     def reward(self, text: str) -> float:
-        """What the last turn earns."""
-        return float(text.strip() == str(self.row["answer"]))
+        """What the last turn earns, without its thought."""
+        return float(text == str(self.row["answer"]))
 
     def step(self, text: str) -> tuple:
         start, end = map(re.escape, self.markers)
-        calls = re.findall(f"{start}(.*?){end}", text, re.DOTALL)
+        answer = after_thought(text)
+        calls = re.findall(f"{start}(.*?){end}", answer, re.DOTALL)
         if not calls:
-            return None, self.reward(text), True
+            return None, self.reward(answer), True
         return "\n".join(map(self.call, calls)), 0.0, False
 
     def call(self, text: str) -> str:

@@ -11,6 +11,7 @@ from PIL import ImageOps
 
 from common.data.images import read_image
 from common.data.rows import media_list
+from common.rewards.rules import after_thought
 
 CALL = re.compile(r"<zoom>\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*</zoom>")
 
@@ -24,9 +25,10 @@ class Zoom:
         self.picture = read_image(str(Path(row["folder"], first)))  # as the model sees it
 
     def step(self, text: str) -> tuple:
-        asked = CALL.search(text)
+        answer = after_thought(text)
+        asked = CALL.search(answer)
         if not asked:
-            return None, float(text.strip() == str(self.row["answer"])), True
+            return None, float(answer == str(self.row["answer"])), True
         corners = zip(asked.groups(), 2 * self.picture.size)
         left, top, right, bottom = (round(min(int(at), 1000) / 1000 * side) for at, side in corners)
         if left >= right or top >= bottom:

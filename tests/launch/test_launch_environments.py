@@ -103,6 +103,28 @@ def test_tools_are_called_and_their_mistakes_are_told():
 
 
 @pytest.mark.parametrize(
+    "begin, end", [("", "</think>\n\n"), ("<think>", "</think>"), ("[THINK]", "[/THINK]")]
+)
+def test_examples_read_what_follows_a_thought(tmp_path, begin, end):
+    """Of models that think in every turn, whose template may write <think> itself."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    row = {"folder": str(tmp_path), "image": "a.png", "hidden": "a.png", "prompt": "", "answer": 12}
+    call = '<tool_call>{"name": "calculate"}</tool_call>'
+    for name, kind, asks in (
+        ("tools", "Calculator", call),
+        ("zoom", "Zoom", "<zoom>0, 0, 500, 500</zoom>"),
+        ("hidden_picture", "Look", "look"),
+    ):
+        env = getattr(program(name), kind)()
+        env.reset(row)
+        *_, done = env.step(f"{begin}I could {asks}, or not.{end}{asks}")
+        assert not done
+        _, reward, done = env.step(f"{begin}Not {asks} again.{end}12")
+        assert done
+        assert reward in (1.0, {"reward": 1.0, "accuracy": 1.0})
+
+
+@pytest.mark.parametrize(
     "a, operator, b",
     table(
         """
