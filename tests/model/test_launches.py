@@ -94,6 +94,8 @@ def launches(folder, count_layers: int, team: Team = ALONE, **sampling) -> Launc
         if team.size > 1:
             gather = functools.partial(filled, model, torch.bfloat16)
             part = SimpleNamespace(modules=model.modules, unshard=gather, reshard=lambda: None)
+            patch = pieces.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(teams, "DTensor", nn.Parameter)
             pieces.enter_context(teams.cut(model, [part]))
         batch = SimpleNamespace(prompt_lengths=[8] * SLOTS)
         engine = ppo.RolloutEngine(actor, batch, settings, list(range(SLOTS)), 1)

@@ -193,11 +193,11 @@ def test_a_run_in_teams_is_the_run_of_single_ranks(qwen25, tmp_path):
 def test_what_cannot_be_shared_is_refused(qwen25, picture_rows, monkeypatch):
     env = start(qwen25, picture_rows)
     env.actor.model.setup.team = distributed.Team(8)
-    with user_error("--rollout_shards 8: 8 must divide the 4 heads of q_proj"):
+    with user_error("--rollout_shards 8 must divide the 4 parts of q_proj, of 16 numbers each"):
         teams.piece_bytes(env.actor.model)
     env.actor.model.setup.team = distributed.Team(2)
     del vlm.decoder(env.actor.model).layers[0].self_attn.q_proj  # as where products are joined
-    with user_error("--rollout_shards 2: layer 0.self_attn has k_proj, o_proj, v_proj alone"):
+    with user_error("--rollout_shards: layers.0.self_attn has k_proj, o_proj, v_proj alone"):
         teams.piece_bytes(env.actor.model)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with user_error("--rollout_shards 3 must divide the ranks of a machine, 8"):
