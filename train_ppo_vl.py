@@ -102,8 +102,7 @@ from common.rewards import models as reward_models
 from common.rewards import scoring
 from common.rewards.judge import JudgeSettings, load_judgements, load_responses
 from common.sampling import Environment, Sampling
-from common.threads import describe_error
-from common.user_code import load_object
+from common.user_code import load_function, run_on_main
 
 # given beginnings of responses: tokens (n,) and their log-probs (n,)
 Beginnings = dict[dialogue.Key, tuple[Tensor, Tensor]]
@@ -117,7 +116,7 @@ EAGER_TOKENS = 2
 def main(argv: list[str] | None = None) -> logging.Metrics:
     """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
     args = parse_args(argv)
-    reward, environment = load_programs(args)  # runs the user's code before a GPU is touched
+    reward, environment, weigh = load_programs(args)  # runs the user's code before a GPU is touched
     ranks = distributed.start(args.run.timeout, args.run.hsdp, args.model.rollout_shards)
     distributed.check_same_flags(flags.as_flags(args))
     rows = load_rows(args)
@@ -145,7 +144,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
         process.catch_signals()
 
     last = args.optim.steps
-    with checkpoints, open_loader(args, rows, state) as loader:
+    with checkpoints, open_loader(args, rows, state, weigh) as loader:
         for step in range(state.step, max(state.step, last) + 1):  # the number of finished steps
             # Between two steps: save, evaluate, export, stop. A resumed run starts here and does
             # whatever was left undone.
@@ -680,15 +679,24 @@ def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
     )
 
 
-def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
-    """The training prompts in order, continuing where the run stopped."""
+def open_loader(
+    args: Args, rows: Rows, state: "TrainState", weigh: Callable | None = None
+) -> PromptLoader:
+    """The training prompts in order, or drawn by ``weigh`` of --curriculum, continuing where the run
+    stopped."""
     if rows.ptx:
         rows.ptx.scheduled = state.ptx_rows
     together = 2 if args.reward.in_pairs else 1  # both orders of a pair
-    shares, size = shares_of(args.data.data, rows.train_sets), args.prompts_per_rollout
-    batches = draw_batches(rows.train_sets, shares, size, args.run.seed, together, state.rows_drawn)
-    if args.rows.curriculum:
-        batches = draw_by_history(args, rows.train, state)
+    batches = draw_batches(
+        rows.train_sets,
+        shares_of(args.data.data, rows.train_sets),
+        args.prompts_per_rollout,
+        args.run.seed,
+        together,
+        state.rows_drawn,
+    )
+    if weigh:
+        batches = draw_by_history(args, weigh, rows.train, state)
     return PromptLoader(
         rows.processor,
         args.data,
@@ -698,23 +706,22 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
     )
 
 
-def draw_by_history(args: Args, rows: list[Prompt], state: "TrainState") -> Iterator[Drawn]:
+def draw_by_history(
+    args: Args, weigh: Callable, rows: list[Prompt], state: "TrainState"
+) -> Iterator[Drawn]:
     """Endless batches of rows, by the weights of --curriculum. Each is drawn while the step before it
     runs; ``state.ahead`` keeps it, so that a resumed run begins with the same one. Raises UserError."""
-    spec, size = args.rows.curriculum, args.prompts_per_rollout
-    weigh = load_object("--curriculum", spec, "an existing path.py:function")
+    size = args.prompts_per_rollout
+
+    def draw(start: int) -> list[int]:
+        columns = [dict(row.row) for row in rows]  # the function may change what it gets
+        weights = np.array(weigh(columns, *state.history.numpy().copy()), np.float64)
+        rng = np.random.default_rng([args.run.seed, start])
+        return rng.choice(len(rows), size, False, weights / weights.sum()).tolist()
+
     for start in itertools.count(state.rows_drawn, size):
         if not state.ahead:
-            history, columns = state.history.clone().numpy(), [row.row for row in rows]
-            rng = np.random.default_rng([args.run.seed, start])
-            with distributed.raise_on_all_ranks(f"--curriculum {spec}: "):
-                try:
-                    weights = np.array(weigh(columns, *history), np.float64)
-                    drawn = rng.choice(len(rows), size, False, weights / weights.sum())
-                except (Exception, SystemExit) as error:  # the user's own code
-                    raise ValueError(describe_error(error)) from error
-            # a function may draw by chance, or by a clock: rank 0 decides
-            state.ahead = distributed.from_main(drawn.tolist())
+            state.ahead = run_on_main(f"--curriculum {args.rows.curriculum}", draw, start)
         yield [rows[k] for k in state.ahead], list(range(start, start + size))
         state.ahead = []
 
@@ -1153,7 +1160,7 @@ def note_rewards(batch: Batch, state: TrainState, args: Args) -> None:
         state.moments.update(batch.rewards)
     rows = torch.tensor([prompt.index for prompt in batch.prompts])[batch.prompt_index]  # (S,)
     batch.history = state.history[:, rows].T
-    state.history.index_add_(1, rows, torch.stack([torch.ones(len(rows)), batch.rewards]))
+    state.history.index_add_(1, rows, torch.stack([torch.ones_like(batch.rewards), batch.rewards]))
 
 
 def sample_and_score(
@@ -1370,10 +1377,9 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.M
     """Fill advantages, returns and in_policy_loss: for the whole step at once, the same on every
     rank. Returns the rollout's metrics."""
     algorithm = args.algorithm
-    estimator = ESTIMATORS[algorithm.advantage]
     batch.kl_coef = state.kl_coef
     inputs = advantage_inputs(batch, state, args)
-    advantages, batch.returns = estimator.estimate(inputs)
+    advantages, batch.returns = ESTIMATORS[algorithm.advantage].estimate(inputs)
     if args.whiten:
         advantages = losses.whiten(advantages)
     batch.in_policy_loss = policy_loss_mask(batch, algorithm)
@@ -1944,8 +1950,10 @@ def report(
         log.samples(step, records, sample_cards(batch, records, picks))
     log.step(step, metrics | checkpoints.metrics(), accuracy_columns(metrics) | STEP_COLUMNS)
     if records:
-        question, response = records[0]["question"][-200:], records[0]["response"][:500]
-        log.line(f"  {question!r} -> {response!r}  reward {records[0]['reward']:.3f}")
+        first = records[0]
+        log.line(
+            f"  {first['question'][-200:]!r} -> {first['response'][:500]!r}  reward {first['reward']:.3f}"
+        )
     failed = environments.describe_failures(batch.conversations)
     if failed:
         log.line(f"warning: step {step}: {failed}")
@@ -2401,9 +2409,8 @@ class RolloutEngine:
             n = len(tokens)
             if n > 1:
                 positions = int(self.rope[slot]) + torch.arange(n - 1).expand(3, -1)
-                self.begin(
-                    [packs.Prefill([slot], sample.stored, tokens[:-1], positions, n - 1)], []
-                )
+                part = packs.Prefill([slot], sample.stored, tokens[:-1], positions, n - 1)
+                self.begin([part], [])
             if n:
                 self.out_tokens[slot, :n], self.out_logprobs[slot, :n] = tokens, logps
                 self.last[slot] = tokens[-1]
@@ -2452,11 +2459,14 @@ class RolloutEngine:
 # -------------------------------------------------------------------------------------------------
 
 
-def load_programs(args: Args) -> tuple[scoring.RewardMix, Environment | None]:
-    """The sources of rewards and the environment; runs the user's code. Raises UserError."""
-    return scoring.load_rewards(args.reward), environments.load_environment(
-        args.env, args.data.max_prompt_tokens
-    )
+def load_programs(args: Args) -> tuple[scoring.RewardMix, Environment | None, Callable | None]:
+    """The sources of rewards, the environment, and the function of --curriculum; runs the user's code.
+    Raises UserError."""
+    reward, weigh = scoring.load_rewards(args.reward), None
+    environment = environments.load_environment(args.env, args.data.max_prompt_tokens)
+    if args.rows.curriculum:
+        weigh, _ = load_function("--curriculum", args.rows.curriculum, "rows, samples, rewards")
+    return reward, environment, weigh
 
 
 def check_args(args: Args, typed: set[str]) -> None:

@@ -260,9 +260,8 @@ class Batch:
     def turn_ends(self) -> Tensor:
         """(N,) bool: the last token of a turn of the policy. Without an environment, a sample is a turn."""
         lengths = [len(turn) for turns in self.turns for turn in turns if len(turn)]
-        is_end = torch.zeros(len(self.tokens), dtype=torch.bool)
-        is_end[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = True
-        return is_end
+        ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
+        return torch.zeros_like(self.tokens, dtype=torch.bool).index_fill(0, ends, True)
 
     def check(self) -> None:
         """Raises ValueError: a field that is filled has too few entries, or too many."""
@@ -305,11 +304,11 @@ class Batch:
     def join(self, other: "Batch") -> "Batch":
         """The batch with the samples of another rollout of the same prompts, in one group with its own and
         numbered on behind them."""
-        count, both = len(self.prompts), Batch.concatenate([self, other])
-        both.prompt_index %= count
+        both = Batch.concatenate([self, other])
+        both.prompt_index %= len(self.prompts)
         both.sample_number[len(self) :] += self.sample_number.max() + 1
         in_groups = both.select(both.prompt_index.argsort(stable=True))
-        return in_groups.select_prompts(list(range(count)))
+        return in_groups.select_prompts(list(range(len(self.prompts))))
 
     def select(self, order: Tensor) -> "Batch":
         """The batch with only the samples ``order`` (k,), in that order, but all prompts."""

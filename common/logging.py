@@ -98,8 +98,7 @@ class MetricSums:
     def record_update(self, role: str, norm: float, applied: bool, packs: list[dict]) -> None:
         """Add an update of a model: whether it was applied, the norm of its gradient, and its packs.
         The sums of a skipped one would be NaN."""
-        skipped = {f"{role}_skipped": Mean(float(not applied), 1)}
-        self.record([skipped])
+        self.record([{f"{role}_skipped": Mean(float(not applied), 1)}])
         if applied:
             self.record([*packs, {f"{role}_grad_norm": Mean(norm, 1)}])
 
@@ -294,8 +293,7 @@ class RunLogger:
         the process is killed. Raises UserError: see `writing`."""
         with self.writing(name):
             if distributed.is_main():
-                text = json.dumps(value, indent=1, allow_nan=False)
-                replace_durably(self.out / name, text)
+                replace_durably(self.out / name, json.dumps(value, indent=1, allow_nan=False))
 
     @contextmanager
     def writing(self, what: str):

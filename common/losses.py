@@ -167,9 +167,7 @@ def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:
     over tokens. The mean of the sum is 0 already. A source adds 0 where it is NaN, and where it is
     equal for all samples of a prompt.
     """
-    columns, weights = list(x.components.values()), x.weights
-    if not columns:
-        columns = [x.rewards]
+    columns, weights = list(x.components.values()) or [x.rewards], x.weights
     if not x.components or not len(weights):
         weights = torch.ones(len(x.rewards), 1)
     weights = weights.expand(-1, len(columns))  # all components of one source have its weight

@@ -1,13 +1,15 @@
-"""Programs of the user's: rewards and environments, which a flag names as ``path.py:name``."""
+"""Programs of the user's, such as rewards and environments, which a flag names as ``path.py:name``."""
 
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from common import distributed
 from common.process import UserError
 from common.threads import describe_error
 
@@ -19,14 +21,13 @@ def load_object(flag_name: str, spec: str, expected: str) -> Any:
     """What a program of the user's calls by the name in ``path.py:name``. Raises UserError: says
     what is ``expected``, or what the program raised."""
     path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not Path(path).is_file():
-        raise UserError(f"{flag_name} {spec}: expected {expected}")
     file = Path(path).resolve()
+    if file.suffix != ".py" or not file.is_file():
+        raise UserError(f"{flag_name} {spec}: expected {expected}")
     try:
         return getattr(run_program(file), name)
     except (Exception, SystemExit) as error:
-        problem = describe_error(error)
-        raise UserError(f"{flag_name} {spec}: {path} raised {problem}") from error
+        raise UserError(f"{flag_name} {spec}: {path} raised {describe_error(error)}") from error
 
 
 def refuse_async(flag_name: str, spec: str, function: Any) -> None:
@@ -36,6 +37,41 @@ def refuse_async(flag_name: str, spec: str, function: Any) -> None:
             raise UserError(
                 f"{flag_name} {spec} is async, and nothing awaits it: use def, and asyncio.run inside"
             )
+
+
+def load_function(
+    flag_name: str,
+    spec: str,
+    takes: str,
+    offered: Iterable[str] = (),
+    expected: str = "an existing path.py:function",
+) -> tuple[Callable, list[str]]:
+    """The function of ``path.py:function``, which is called with what it ``takes``, and those names
+    of ``offered`` that its parameters ask for. Raises UserError: says what is ``expected``, or which
+    parameters."""
+    function = load_object(flag_name, spec, expected)
+    refuse_async(flag_name, spec, function)
+    try:
+        signature = inspect.signature(function)
+        asks = [name for name in offered if name in signature.parameters]
+        signature.bind(*takes.split(", "), **dict.fromkeys(asks))
+    except (TypeError, ValueError) as error:  # no function, or a builtin
+        may_ask = f", and may ask for {', '.join(offered)}" if offered else ""
+        raise UserError(f"{flag_name} {spec}: must take ({takes}){may_ask}: {error}") from error
+    return function, asks
+
+
+def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:
+    """What a function with code of the user's inside returns on rank 0, on every rank: it may draw by
+    chance, or look at a clock. Raises UserError on every rank: what it raised."""
+    returned = None
+    with distributed.raise_on_all_ranks(f"{flag}: "):
+        if distributed.is_main():
+            try:
+                returned = function(*inputs)
+            except (Exception, SystemExit) as error:
+                raise ValueError(describe_error(error)) from error
+    return distributed.from_main(returned)
 
 
 class Beside:

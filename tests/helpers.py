@@ -744,7 +744,7 @@ def score_samples(source, samples, args) -> dict[str, list]:
     workers = Workers(args.reward_workers)
     calls = begin_scoring(source, samples, workers)
     workers.close()
-    return end_scoring(calls, args.reward_timeout)
+    return end_scoring(calls, args.reward_timeout)[0]
 
 
 def reward_samples(

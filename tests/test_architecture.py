@@ -27,7 +27,7 @@ threads
 logprobs     files
 process      threads files
 distributed  process files
-user_code    process threads
+user_code    process threads distributed
 toy          process
 flags        process toy files
 ppo_flags    flags

@@ -113,6 +113,12 @@ def by_rank(rows, samples, rewards):
     import os
     return 10.0 ** (-3 * np.arange(8) * (-1) ** int(os.environ["RANK"]))
 
+def two(rows, samples):
+    return [1.0] * 8
+
+async def waits(rows, samples, rewards):
+    return [1.0] * 8
+
 def changes(rows, samples, rewards):
     weights = solved(rows, samples, rewards)
     samples[:], rewards[:] = 7, 7
@@ -166,12 +172,30 @@ def test_a_function_may_change_what_it_gets(qwen25, task, tmp_path, seen, curric
         ("zero", "--curriculum .*:zero: .*NaN"),
         ("nan", "--curriculum .*:nan: .*NaN"),
         ("raises", "--curriculum .*:raises: KeyError: 'difficulty'"),
-        ("absent", "--curriculum .*:absent"),
     ],
 )
 def test_weights_that_cannot_be_drawn_by(qwen25, task, tmp_path, curriculum, name, problem):
     with user_error(problem):
         train(qwen25, task, tmp_path / "run", FLAGS, curriculum(name))
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("curriculum.py:absent", ":absent: .*curriculum.py raised AttributeError"),
+        ("absent.py:solved", "absent.py:solved: expected an existing path.py:function"),
+        ("curriculum.py", "expected an existing path.py:function"),
+        ("curriculum.py:two", r":two: must take \(rows, samples, rewards\): too many positional"),
+        ("curriculum.py:np", r":np: must take \(rows, samples, rewards\): .*not a callable"),
+        ("curriculum.py:waits", ":waits is async"),
+    ],
+)
+def test_a_function_that_cannot_be_called_ends_the_run_before_rows_are_read(
+    qwen25, task, tmp_path, curriculum, monkeypatch, spec, problem
+):
+    monkeypatch.setattr(ppo, "load_rows", None)
+    with user_error(f"--curriculum .*{problem}"):
+        train(qwen25, task, tmp_path / "run", FLAGS, f"--curriculum {tmp_path}/{spec}")
 
 
 @pytest.mark.slow

@@ -654,8 +654,7 @@ class OneVision(LlavaNext):
         while first < len(grids):
             counts.append(int(grids[first, 2]))
             first += counts[-1]
-        inputs = super().vision_inputs(patches, grids)
-        return inputs | {"batch_num_images": torch.tensor(counts)}
+        return super().vision_inputs(patches, grids) | {"batch_num_images": torch.tensor(counts)}
 
     def grid(self, width: int, height: int) -> Grid:
         return height, width, self.count

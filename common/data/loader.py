@@ -230,8 +230,7 @@ def load_pixels(
     if change is not None:
         changed = iter(change(list(itertools.chain(*parts)), key))
         parts = [list(itertools.islice(changed, len(frames))) for frames in parts]
-    pixels = [family.patches(*frames) for frames in parts]
-    patches, grids = zip(*pixels)
+    patches, grids = zip(*[family.patches(*frames) for frames in parts])
     # behind the grids of its own images a prompt may have those of an environment
     expected = tuple(grid[:3] for grid in prompt.grids[: len(grids)])
     if grids != expected:

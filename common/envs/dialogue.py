@@ -167,8 +167,7 @@ class EnvRollout:
         for index in indices:
             row = batch.prompts[index]
             for number in range(count):
-                conversation = Conversation(self.environment.role)
-                episode = Episode((index, number), row, conversation)
+                episode = Episode((index, number), row, Conversation(self.environment.role))
                 self.episodes[episode.key] = episode
                 seed = self.sampling.seed, self.sampling.stream, batch.prompt_ids[index]
                 columns = env_row(row, seed, number)

@@ -48,10 +48,14 @@ def load_environment(args: EnvArgs, max_prompt_tokens: int) -> Environment | Non
     role = getattr(made, "role", "user")
     if role not in ROLES:
         raise UserError(f"--env {args.env}: role is {role!r}, not one of {', '.join(ROLES)}")
-    shared, shows_images = getattr(made, "shared", False), getattr(made, "pictures", True)
-    sees_cut = bool(getattr(made, "cut_turns", False))
     return Environment(
-        made, role, bool(shared), bool(shows_images), args, max_prompt_tokens, sees_cut
+        made,
+        role,
+        shared=bool(getattr(made, "shared", False)),
+        shows_images=bool(getattr(made, "pictures", True)),
+        args=args,
+        max_prompt_tokens=max_prompt_tokens,
+        sees_cut_turns=bool(getattr(made, "cut_turns", False)),
     )
 
 

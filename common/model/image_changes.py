@@ -87,9 +87,9 @@ def damage(spec: str, seed: int) -> Callable | None:
             raise ValueError(amount)
         return at_random(DAMAGE[kind], float(amount), seed)
     except (KeyError, ValueError) as error:
-        kinds = ", ".join(DAMAGE)
         raise UserError(
-            f"--student_images {spec}: expected one of {kinds} and an amount up to 1, as in noise:0.3"
+            f"--student_images {spec}: expected one of {', '.join(DAMAGE)} and an amount up to 1, as in "
+            "noise:0.3"
         ) from error
 
 

@@ -135,8 +135,7 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
 def is_complete(path: Path) -> bool:
     """Whether all files of a checkpoint are there."""
     try:
-        names = read_json(path / "COMMITTED.json")["sha256"]
-        return all((path / name).exists() for name in names)
+        return all((path / name).exists() for name in read_json(path / "COMMITTED.json")["sha256"])
     except (OSError, ValueError):
         return False
 

@@ -27,7 +27,7 @@ def sample_records(batch: Batch, processor: Processor) -> list[dict]:
         text = finished_text(batch, i, turns[-1])
         judgement = judgement_record(row, text, settings) if row.order else {}
         regions = region_record(row, text)
-        records.append(sample_record(batch, i, turns) | judgement | regions)
+        records.append(sample_record(batch, i, row, turns) | judgement | regions)
     return records
 
 
@@ -39,9 +39,8 @@ def judgement_record(row: Prompt, text: str, settings: JudgeSettings) -> dict:
     return row_record(row) | judged
 
 
-def sample_record(batch: Batch, i: int, turns: list[str]) -> dict:
-    """The record of sample i, in whose turns the policy said this."""
-    row = batch.prompts[batch.prompt_index[i]]
+def sample_record(batch: Batch, i: int, row: Prompt, turns: list[str]) -> dict:
+    """The record of sample i of a row, in whose turns the policy said this."""
     record = {
         "index": row.index,
         "source": row.source,
@@ -137,8 +136,7 @@ def summarise_samples(records: list[dict], count: int) -> dict[str, float]:
         if count > 1 and (prefix == "" or prefix.endswith("/")):
             metrics[f"eval/{prefix}pass@{count}"] = solved_share(records, f"{prefix}accuracy")
     if count > 1:
-        has_rate = any(name.endswith(f"pass@{count}") for name in metrics)
-        if not has_rate:
+        if not any(name.endswith(f"pass@{count}") for name in metrics):
             distributed.say_once(
                 f"no pass@{count}, which needs to know right answers: a reward function says which are "
                 'by {"reward": [...], "accuracy": [...]}, where a right one has 1'

@@ -7,7 +7,6 @@ end_scoring      ... what they return in time, checked
 
 import copy
 import functools
-import inspect
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -25,10 +24,13 @@ from common.rewards import regions
 from common.rewards.remote import Server
 from common.rewards.rules import RULES, Columns, rule_reward
 from common.threads import Workers, describe_error
-from common.user_code import load_object, refuse_async
+from common.user_code import load_function
 
 # Columns (n,) of n samples, "reward" and its components, and what a judge says of each, if anything.
 Scored = tuple[dict[str, Tensor], list[str]]
+Spans = list[
+    list[tuple[int, float]]
+]  # of each sample: the end of a span in characters, what it earns
 CALLED = ("rule", "function", "remote")  # kinds of sources: functions of texts
 
 
@@ -84,30 +86,15 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
             batch=args.remote_batch,
             asks=["groups", "places"],
         )
-    takes = "prompts, responses, references, labels, images"
-    function, asks = load_function("--reward", spec, takes, OFFERED)
-    return Source(spec, spec.rpartition(":")[2], "function", function=function, asks=asks)
-
-
-def load_function(
-    flag_name: str, spec: str, takes: str, offered: Iterable[str] = ()
-) -> tuple[Callable, list[str]]:
-    """The function of ``path.py:function``, which is called with what it ``takes``, and those names
-    of ``offered`` that its parameters ask for. Raises UserError."""
-    expected = (
+    function, asks = load_function(
+        "--reward",
+        spec,
+        "prompts, responses, references, labels, images",
+        OFFERED,
         f"one of {', '.join((*RULES, *regions.RULES))}, env, grm:FOLDER, rm:FOLDER, "
-        "http://host:port/path, or an existing path.py:function"
+        "http://host:port/path, or an existing path.py:function",
     )
-    function = load_object(flag_name, spec, expected)
-    refuse_async(flag_name, spec, function)
-    try:
-        signature = inspect.signature(function)
-        asks = [name for name in offered if name in signature.parameters]
-        signature.bind(*takes.split(", "), **dict.fromkeys(asks))
-    except (TypeError, ValueError) as error:  # no function, or a builtin
-        may_ask = f", and may ask for {', '.join(offered)}" if offered else ""
-        raise UserError(f"{flag_name} {spec}: must take ({takes}){may_ask}: {error}") from error
-    return function, asks
+    return Source(spec, spec.rpartition(":")[2], "function", function=function, asks=asks)
 
 
 class Samples(NamedTuple):
@@ -146,9 +133,9 @@ def begin_scoring(source: Source, samples: Samples, workers: Workers) -> Scoring
     return Scoring(source, parts, [workers.submit(call_source, source, part) for part in parts])
 
 
-def end_scoring(scoring: Scoring, timeout: float) -> Columns:
-    """n rewards under "reward", n values of each component, and n lists of "spans" if the function gives
-    them.
+def end_scoring(scoring: Scoring, timeout: float) -> tuple[Columns, Spans]:
+    """n rewards under "reward", n values of each component, and n lists of spans if the function gives
+    them: then their sums are the component "spans".
 
     Raises:
         UserError: the function raises, its calls have not ended after ``timeout`` seconds
@@ -156,9 +143,11 @@ def end_scoring(scoring: Scoring, timeout: float) -> Columns:
     """
     source, parts, calls = scoring
     ended, late = wait(calls, timeout, FIRST_EXCEPTION)
-    columns = {}
+    columns, spans = {}, []
     for call in sorted(ended, key=calls.index):
-        for name, values in call.result().items():  # or raises what the call has raised
+        numbers, ends = call.result()  # or raises what the call has raised
+        spans += ends
+        for name, values in numbers.items():
             columns.setdefault(name, []).extend(values)
     if late:
         part = parts[min(map(calls.index, late))]
@@ -166,10 +155,10 @@ def end_scoring(scoring: Scoring, timeout: float) -> Columns:
     count = sum(len(part.responses) for part in parts)
     if any(len(values) != count for values in columns.values()):
         raise failure(source, parts[0], f"not all calls return the components {sorted(columns)}")
-    if "reward" not in columns:
-        numbers = [values for name, values in columns.items() if name != "spans"]
-        columns["reward"] = [sum(values) for values in zip(*numbers)] or [0.0] * count
-    return columns
+    earning = ["reward", "spans"] if "reward" in columns else list(columns)
+    earned = [columns[name] for name in earning if name in columns]
+    columns["reward"] = [sum(values) for values in zip(*earned)]
+    return columns, spans
 
 
 def split(samples: Samples, workers: int, most: int) -> list[Samples]:
@@ -185,9 +174,9 @@ def split(samples: Samples, workers: int, most: int) -> list[Samples]:
     ]
 
 
-def call_source(source: Source, samples: Samples) -> Columns:
-    """Columns of finite numbers, as the function returns them, also of numpy or torch, and its
-    "spans". Raises UserError."""
+def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
+    """Columns of finite numbers, as the function returns them, also of numpy or torch, and its spans.
+    Raises UserError."""
     inputs = [list(column) for column in samples[:5]]  # the function may empty its lists
     by_name = {name: copy.copy(getattr(samples, name)) for name in source.asks}
     try:
@@ -199,17 +188,10 @@ def call_source(source: Source, samples: Samples) -> Columns:
     columns = dict(result) if isinstance(result, dict) else {"reward": result}
     if not columns:
         raise failure(source, samples, "no components, expected at least one")
-    count, floats = len(samples.responses), {}
+    count, floats, spans = len(samples.responses), {}, []
     if "spans" in columns:
-        try:
-            # `index` refuses an end that is not in the text
-            floats["spans"] = [
-                [(range(1, len(text) + 1).index(end) + 1, float(reward)) for end, reward in ends]
-                for text, ends in zip(samples.responses, columns.pop("spans"), strict=True)
-            ]
-        except (TypeError, ValueError) as error:
-            problem = f"spans must be lists of (end, reward), with ends in the response: {error}"
-            raise failure(source, samples, problem) from error
+        spans = read_spans(source, samples, columns["spans"])
+        columns["spans"] = [sum(earned for _, earned in ends) for ends in spans]
     for name, values in columns.items():
         try:
             numbers = torch.as_tensor(values, dtype=torch.float64)
@@ -223,7 +205,20 @@ def call_source(source: Source, samples: Samples) -> Columns:
             i = int(finite.int().argmin())
             raise failure(source, samples, f"{name} is {numbers[i]:g}, not a finite number", i)
         floats[name] = numbers.tolist()
-    return floats
+    return floats, spans
+
+
+def read_spans(source: Source, samples: Samples, spans: Iterable) -> Spans:
+    """The spans as a function returns them. Raises UserError."""
+    try:
+        return [
+            # `index` refuses an end that is not in the text
+            [(range(1, len(text) + 1).index(end) + 1, float(earned)) for end, earned in ends]
+            for text, ends in zip(samples.responses, spans, strict=True)
+        ]
+    except (TypeError, ValueError) as error:
+        problem = f"spans must be lists of (end, reward), with ends in the response: {error}"
+        raise failure(source, samples, problem) from error
 
 
 def failure(source: Source, samples: Samples, problem: str, i: int = 0) -> UserError:

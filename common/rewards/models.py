@@ -397,5 +397,4 @@ class ScalarModel(RewardModel):
         questions = self.with_their_images(batch, about, list(prompts.values()))
         candidates = questions.with_targets(list(targets.values()))
         values = values_of(self.module, candidates)
-        ends = values[candidates.offsets[1:] - 1].double()  # (K,)
-        return {"reward": ends}, []
+        return {"reward": values[candidates.offsets[1:] - 1].double()}, []  # (K,)

@@ -33,14 +33,15 @@ from common.rewards.functions import (
     Samples,
     Scoring,
     Source,
+    Spans,
     begin_scoring,
     end_scoring,
-    load_function,
     load_source,
 )
 from common.rewards.judge import PAIRS, order_agreement
 from common.rewards.rules import ACCURACY
-from common.threads import Workers, describe_error
+from common.threads import Workers
+from common.user_code import load_function, run_on_main
 
 MEASURED = "parsed"  # a component that is no part of a reward
 LAZY_ROWS = 1000  # that are asked what lazy answers earn
@@ -150,11 +151,10 @@ class RewardMix:
                     + ", ".join(self.recipe)
                 )
                 continue
-            used = [source for source in comparing if source.spec in self.weights(row.label)]
-            lacks = [(lack_of(source, row), source.name) for source in used]
-            bad += [
-                f"{row.source}: {lack}, which {name} compares with" for lack, name in lacks if lack
-            ]
+            for source in comparing:
+                lack = lack_of(source, row)
+                if lack and source.spec in self.weights(row.label):
+                    bad.append(f"{row.source}: {lack}, which {source.name} compares with")
         report_bad("--reward", bad, len(rows), is_error=True)
 
     def report_lazy_answers(self, rows: Sequence[Prompt]) -> None:
@@ -221,8 +221,8 @@ class RewardMix:
         with distributed.raise_on_all_ranks():
             scored = {}
             for name, (mine, scoring) in calls.items():
-                columns = end_scoring(scoring, self.args.reward_timeout)
-                scored[name] = mine, place_spans(mine, columns, batch, processor)
+                columns, spans = end_scoring(scoring, self.args.reward_timeout)
+                scored[name] = mine, columns, place_spans(mine, spans, batch, processor)
         by_rank = distributed.gather_objects(scored)
         batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
         total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
@@ -245,7 +245,7 @@ class RewardMix:
             for i, note in zip(used, notes):
                 judgements[i] += f"{source.name}: {note}\n"
         if self.combiner is not None:
-            total = self.combine(by_source)
+            total = self.combine(self.combiner, by_source)
         if len(self.sources) > 1:
             components = by_source | components
         batch.compared, batch.weights = self.compared(components), torch.stack(weights, dim=1)
@@ -255,14 +255,15 @@ class RewardMix:
 
     def compared(self, components: Iterable[str]) -> list[str]:
         """The components that gdpo compares: the rewards of several sources, or the parts of the reward
-        of one. It has no parts if an environment gave it, or if consistency multiplies one of them."""
+        of one. It has no parts if an environment gave it, if a rule for regions measures it in several ways,
+        or if consistency multiplies one of them."""
         if len(self.sources) > 1:
             return [source.name for source in self.sources]
-        if self.sources[0].kind == "env" or self.args.consistency_coef:
+        alone = self.sources[0]
+        if alone.kind == "env" or alone.spec in regions.RULES or self.args.consistency_coef:
             return []
-        if self.sources[0].spec in regions.RULES:  # the others measure the same in another way
-            return list(components)[:1]
-        return [name for name in components if name != MEASURED]
+        names = [name for name in components if name != MEASURED]
+        return names if names != ["spans"] else []  # beside the reward alone, they are parts of it
 
     def ask(
         self,
@@ -278,9 +279,11 @@ class RewardMix:
         returned is in ``by_rank``."""
         parts, notes, at_tokens = [], [], torch.zeros(len(batch.tokens), dtype=torch.float64)
         if source.kind in CALLED:
-            parts = [part[source.name] for part in by_rank if source.name in part]
-            for _, columns in parts:
-                for index, earned in columns.pop("spans"):
+            for mine, columns, spans in [
+                part[source.name] for part in by_rank if source.name in part
+            ]:
+                parts.append((mine, columns))
+                for index, earned in spans:
                     at_tokens[index] += earned
         elif source.ask is not None and used:
             columns, notes = source.ask(batch, used, whole_texts(batch, used, processor))
@@ -302,20 +305,17 @@ class RewardMix:
         gain = self.args.consistency_coef * columns["accuracy"] * columns["consistency"]
         columns["reward"] += ACCURACY * gain
 
-    def combine(self, rewards: dict[str, Tensor]) -> Tensor:
-        """(S,) what --reward_combiner makes of the sources' rewards; rank 0 computes. Raises
-        UserError on every rank."""
-        values, count = None, len(next(iter(rewards.values())))
-        with distributed.raise_on_all_ranks(f"--reward_combiner {self.args.reward_combiner}: "):
-            if distributed.is_main() and self.combiner is not None:
-                lists = {name: column.tolist() for name, column in rewards.items()}
-                try:
-                    values = [float(value) for value in self.combiner(lists)]
-                except (Exception, SystemExit) as error:  # the user's own code
-                    raise ValueError(describe_error(error)) from error
-                if len(values) != count:
-                    raise ValueError(f"{len(values)} values for {count} samples")
-        return torch.tensor(distributed.from_main(values), dtype=torch.float64)
+    def combine(self, combiner: Callable, rewards: dict[str, Tensor]) -> Tensor:
+        """(S,) what --reward_combiner makes of the sources' rewards. Raises UserError on every rank."""
+        lists = {name: column.tolist() for name, column in rewards.items()}
+        flag, count = (
+            f"--reward_combiner {self.args.reward_combiner}",
+            len(next(iter(lists.values()))),
+        )
+        values = run_on_main(flag, lambda: [float(value) for value in combiner(lists)])
+        if len(values) != count:
+            raise UserError(f"{flag}: {len(values)} values for {count} samples")
+        return torch.tensor(values, dtype=torch.float64)
 
 
 def join_columns(parts: list[tuple[list[int], dict]], size: int) -> dict[str, Tensor]:
@@ -354,27 +354,27 @@ def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int
     )
 
 
-def place_spans(mine: list[int], columns: dict, batch: Batch, processor: Processor) -> dict:
-    """The columns of the samples ``mine``, with the spans of their last turns, if any, added to the
-    rewards. "spans" becomes one list of (index of the token that ends a span, its reward)."""
+def place_spans(
+    mine: list[int], spans: Spans, batch: Batch, processor: Processor
+) -> list[tuple[int, float]]:
+    """(index of the token that ends a span, what it earns), for the spans of the last turns of the
+    samples ``mine``."""
     turns, placed = batch.turns, []
-    for k, (i, ends) in enumerate(zip(mine, columns.get("spans", ()))):
+    for i, ends in zip(mine, spans):
         turn = turns[i][-1]
         start = int(batch.offsets[i + 1]) - len(turn)
-        for end, reward in ends:
-            placed.append((start + token_that_ends(processor, turn, end), reward))
-            columns["reward"][k] += reward
-    return columns | {"spans": placed}
+        placed += [(start + token_that_ends(processor, turn, end), earned) for end, earned in ends]
+    return placed
 
 
 def token_that_ends(processor: Processor, tokens: Tensor, end: int) -> int:
     """The token that completes the first ``end`` characters. Until its last token is there, a character
     of several tokens is shown as replacement marks."""
-    text = processor.decode([tokens])[0][:end]
-    counts = range(1, len(tokens))
-    return bisect_left(
-        counts, True, key=lambda count: processor.decode([tokens[:count]])[0].startswith(text)
-    )
+
+    def whole_characters(count: int) -> int:
+        return len(processor.decode([tokens[:count]])[0].rstrip("\ufffd"))
+
+    return bisect_left(range(1, len(tokens)), end, key=whole_characters)
 
 
 def rewards_at_turns(batch: Batch) -> Tensor:

@@ -9,6 +9,7 @@ import json
 import math
 import operator
 import shutil
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from common.reports.records import sample_records
 from common.rewards import judge as judgements
 from common.rewards import models as reward_models
 from common.rewards import scoring
+from common.user_code import load_function
 from conftest import (
     ROUNDING,
     inputs_of,
@@ -399,6 +401,54 @@ def test_spans_fall_on_the_tokens_that_end_them(qwen25, picture_rows, tmp_path, 
         score(env, reward, batch)
 
 
+@pytest.mark.parametrize(
+    "numbers, compared",
+    [
+        (("accuracy", "style"), ("accuracy", "style", "spans")),
+        (("accuracy", "reward"), ("accuracy", "spans")),
+        (("reward",), ()),
+        ((), ()),
+    ],
+)
+def test_gdpo_compares_what_spans_earn_as_it_does_components(
+    qwen25, picture_rows, tmp_path, numbers, compared
+):
+    """Once: as a component beside others, else as a part of the reward; by a loop over the groups."""
+    worth = {"accuracy": "len(set(text))", "style": "text.count('e')", "reward": "len(text) / 7"}
+    columns = [f"'{name}': [{worth[name]} for text in responses], " for name in numbers]
+    (tmp_path / "mine.py").write_text(
+        "def f(prompts, responses, *_):\n"
+        "    spans = [[(k, ord(text[k - 1]) / 8) for k in range(1, len(text) + 1, 2)] for text in responses]\n"
+        f"    return {{{''.join(columns)}'spans': spans}}\n"
+    )
+    env, reward, batch, texts = prepare(
+        qwen25, picture_rows, f"--reward {tmp_path}/mine.py:f --advantage gdpo"
+    )
+    scored = score(env, reward, batch)
+    values = {
+        "spans": [sum(ord(letter) / 8 for letter in text[::2]) for text in texts],
+        "accuracy": [len(set(text)) for text in texts],
+        "style": [text.count("e") for text in texts],
+        "reward": [len(text) / 7 for text in texts],
+    }
+    earning = ("reward", "spans") if "reward" in numbers else (*numbers, "spans")
+    rewards = [sum(values[name][i] for name in earning) for i in range(len(texts))]
+    assert scored.rewards.tolist() == pytest.approx(rewards)
+    assert scored.components["spans"].tolist() == values["spans"]
+    totals = [0.0] * len(texts)
+    for column in [values[name] for name in compared] or [rewards]:
+        for group in ([0, 1, 2], [3], [4, 5]):
+            mine = [column[i] for i in group]
+            for i in group if len(set(mine)) > 1 else []:
+                totals[i] += (column[i] - statistics.fmean(mine)) / statistics.stdev(mine)
+    deviation = statistics.stdev(totals)
+    wanted = [total / deviation for total in totals]
+    advantages, _ = losses.gdpo(ppo.advantage_inputs(scored, ppo.TrainState(0.0), env.args))
+    ends = batch.own_lengths.cumsum(0) - 1
+    assert any(wanted)
+    assert advantages[ends].tolist() == pytest.approx(wanted, abs=1e-4)
+
+
 @pytest.mark.parametrize("each_is_replaced", [False, True])
 def test_a_span_ends_with_the_last_token_of_its_last_character(each_is_replaced):
     """A token is a byte. What is left of a character is shown as one mark, or (byte fallback) as a mark for
@@ -479,7 +529,7 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
         ("broken", "ZeroDivisionError"),
         ("nan", "must be finite"),
     ):
-        reward.combiner, _ = scoring.load_function(
+        reward.combiner, _ = load_function(
             "--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards"
         )
         with user_error(message):

@@ -702,4 +702,4 @@ def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
     spec = f"{tmp_path / 'leaves.py'}:f"
     mix = scoring.load_rewards(RewardArgs(reward="exact", reward_combiner=spec))
     with user_error(r"SystemExit: 0 \(leaves.py:3\b"):
-        mix.combine({"a": torch.zeros(2)})
+        mix.combine(mix.combiner, {"a": torch.zeros(2)})
