@@ -379,17 +379,11 @@ def advance(
 # -------------------------------------------------------------------------------------------------
 
 
-def build_judge(
-    args: Args,
-    processor: Processor,
-    device: torch.device,
-    team: distributed.Team = distributed.ALONE,
-) -> Policy:
-    """The model on meta; it will compute on ``device``, and generate with a ``team``. Raises UserError
-    on every rank: bad files."""
+def build_judge(args: Args, processor: Processor, device: torch.device) -> Policy:
+    """The model on meta; it will compute on ``device``. Raises UserError on every rank: bad files."""
     longest = args.data.max_prompt_tokens + args.eval.eval_max_new_tokens  # with its judgement
     with distributed.raise_on_all_ranks():
-        return Policy(build.Builder(args.model, device, longest, team).actor(), processor)
+        return Policy(build.Builder(args.model, device, longest).actor(), processor)
 
 
 def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.MemoryPlan:
@@ -418,9 +412,10 @@ def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.Mem
 def load_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Policy:
     """The model, sharded and loaded. Raises UserError on every rank: bad files, or too little
     memory."""
-    judge = build_judge(args, rows.processor, ranks.device, ranks.team)
+    judge = build_judge(args, rows.processor, ranks.device)
     if not args.run.export_only:
         budget.fit(plan_memory(args, judge, rows, ranks.world), ranks)
+    judge.model.setup.team = ranks.team
     with distributed.raise_on_all_ranks():
         shard(judge, ranks.mesh)
         weights.fill(judge, ranks.device, args.run.seed)

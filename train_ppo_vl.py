@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     check_rows(args, rows, reward, environment)
     args = choose_folder(args, rows)
     checkpoints = checkpoint.Checkpoints(args.run, args.checkpoint)
-    models = build_models(args, rows.processor, ranks.device, ranks.team)
+    models = build_models(args, rows.processor, ranks.device)
     modules = models.by_role()  # on meta: no weights are read yet
     if not args.run.export_only:
         modules |= reward_modules(args, reward, rows, models.actor)
@@ -889,14 +889,9 @@ class Models(NamedTuple):
         return modules
 
 
-def build_models(
-    args: Args,
-    processor: Processor,
-    device: torch.device,
-    team: distributed.Team = distributed.ALONE,
-) -> Models:
-    """Actor, critic (with gae), reference (with a KL) and teacher, on meta. They will compute on
-    ``device``, and decode with a ``team``.
+def build_models(args: Args, processor: Processor, device: torch.device) -> Models:
+    """Actor, critic (with gae), reference (with a KL) and teacher, on meta; they will compute on
+    ``device``.
 
     Raises:
         UserError: on every rank; a checkpoint is missing, or cannot serve in its role.
@@ -905,7 +900,7 @@ def build_models(
     if args.rollout.cuda_graphs == "on" and device.type == "cpu":
         raise UserError("--cuda_graphs on needs a GPU, and torch sees none; leave it at auto")
     with distributed.raise_on_all_ranks():
-        builder = build.Builder(args.model, device, args.longest, team)
+        builder = build.Builder(args.model, device, args.longest)
         actor = Policy(builder.actor(), processor)
         if args.update.aux_loss_coef and not vlm.balances_by_loss(actor.model):
             raise ValueError(
@@ -1000,6 +995,7 @@ def load_models(args: Args, modules: vlm.Modules, ranks: distributed.Ranks) -> N
     """Shard and load all modules, including reward models."""
     with distributed.raise_on_all_ranks():
         for module in modules.values():
+            module.model.setup.team = ranks.team
             shard(module, ranks.mesh)
             weights.fill(module, ranks.device, args.run.seed)
             fsdp.offload(module, args.update.offload)
@@ -2148,7 +2144,7 @@ class RolloutEngine:
             return wanted
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        fitting = memory.fitting_slots(self.actor, capacity, wanted, free)
+        fitting = memory.fitting_slots(self.actor, capacity, wanted, free, team.size)
         return min(team.gather_objects(fitting))
 
     def generate(self) -> dict[dialogue.Key, dialogue.Response]:

@@ -18,7 +18,6 @@ from tool import between  # puts the project's folder on the path
 # isort: split
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.distributed import Team
 from common.flags import Parser
 from common.model import budget
 from common.process import run_main
@@ -76,8 +75,7 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     reward = scoring.load_rewards(args.reward)
     rows = ppo.load_rows(args)
     reward.check_rows(rows.all)
-    team = Team(args.model.rollout_shards)
-    models = ppo.build_models(args, rows.processor, META, team)
+    models = ppo.build_models(args, rows.processor, META)
     modules = models.by_role() | ppo.reward_modules(args, reward, rows, models.actor)
     ppo.prepare_teacher(args, rows, models.teacher)
     return ppo.plan_memory(args, modules, rows, gpus)
@@ -86,7 +84,7 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
 def plan_grm(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = grm.parse_args(flags)
     rows = grm.load_rows(args)
-    judge = grm.build_judge(args, rows.processor, META, Team(args.model.rollout_shards))
+    judge = grm.build_judge(args, rows.processor, META)
     return grm.plan_memory(args, judge, rows, gpus)
 
 

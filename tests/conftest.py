@@ -151,7 +151,7 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
     args = ppo.parse_args(words("--model", checkpoint, "--data", data, common, *flags))
     ranks = distributed.start(args.run.timeout, args.run.hsdp, args.model.rollout_shards)
     rows = ppo.load_rows(args)
-    models = ppo.build_models(args, rows.processor, ranks.device, ranks.team)
+    models = ppo.build_models(args, rows.processor, ranks.device)
     ppo.prepare_teacher(args, rows, models.teacher)
     ppo.load_models(args, models.by_role(), ranks)
     return SimpleNamespace(

@@ -11,13 +11,12 @@ The formulas of each part are in `common.model.memory`; launch/plan.py prints th
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from common import distributed
 from common.data.rows import Example, Prompt
-from common.distributed import Team
 from common.flags import ModelArgs
 from common.model import memory
 from common.model.attention import most_slots
@@ -118,10 +117,10 @@ class MemoryPlan:
     ) -> Parts:
         """All weights gathered, or their pieces, and a cache for so many sequences of so many tokens.
         ``prefill``: bytes of a forward of all prompts at once; 0: they are read pack by pack."""
-        module = self.models[role]
-        slot = memory.slot_bytes(module, length)
+        module, ranks = self.models[role], self.args.rollout_shards
+        slot = memory.slot_bytes(module, length, ranks)
         return self.resident(*busy) | {
-            "gathered weights": memory.decoding_bytes(module),
+            "gathered weights": memory.decoding_bytes(module, ranks),
             "KV cache": slot,  # of one sequence, the least that a run can do with
             "further slots": (slots - 1) * slot,
             "forward": prefill or memory.forward_bytes(module, slots),
@@ -131,9 +130,8 @@ class MemoryPlan:
         """Samples that a rollout can decode together on a GPU with ``gib``."""
         parts = self.decoding("actor", self.longest, slots=0)
         free = gib * GIB - total(parts) + parts["forward"]
-        actor = self.models["actor"]
-        most = most_slots(actor.model.setup.team.size)
-        return memory.fitting_slots(actor, self.longest, most, free)
+        actor, ranks = self.models["actor"], self.args.rollout_shards
+        return memory.fitting_slots(actor, self.longest, most_slots(ranks), free, ranks)
 
 
 def longest_prompt(prompts: Iterable[Prompt]) -> int:
@@ -186,17 +184,14 @@ def fastest(plan: MemoryPlan, most: int, gib: float) -> str:
 def least_team(plan: MemoryPlan, gib: float) -> str:
     """The flag of the smallest teams whose rollouts leave a share `SPARE` of ``gib`` free; "" if none
     do."""
-    setups = [module.model.setup for module in plan.models.values()]
-    team, advice = setups[0].team, ""
+    args, advice = plan.args, ""
     for size in range(8, 0, -1):  # the smallest has the last word
-        for setup in setups:
-            setup.team = Team(size)
+        plan.args = replace(args, rollout_shards=size)
         with suppress(UserError):  # so many cannot share a layer
             peak, _ = peak_of(plan, *plan.setting)
             if plan.shards % size == 0 and peak <= (1 - SPARE) * gib:
                 advice = f"--rollout_shards {size} fits: the smallest that does is the fastest"
-    for setup in setups:
-        setup.team = team
+    plan.args = args
     return advice
 
 

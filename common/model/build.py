@@ -22,7 +22,6 @@ from common import distributed
 from common.data.families import Family, Qwen, family_of
 from common.data.folder import read_model_config
 from common.data.processor import Processor
-from common.distributed import ALONE, Team
 from common.flags import DataArgs, ModelArgs
 from common.logprobs import logits_fp32
 from common.model.adapters import add_adapters, freeze
@@ -61,9 +60,7 @@ from common.model.weights import (
 # -------------------------------------------------------------------------------------------------
 
 
-def choose_compute(
-    args: ModelArgs, device: torch.device, longest: int, team: Team = ALONE
-) -> Compute:
+def choose_compute(args: ModelArgs, device: torch.device, longest: int) -> Compute:
     """What the flags mean on this device; the main rank prints it. On the meta device, where models
     are only planned, they mean what they do on a GPU. Raises ValueError: an attention back-end that
     cannot run here.
@@ -84,7 +81,7 @@ def choose_compute(
     # Every chunk costs a pass over the gradient of the head's weight: on a GPU this is expensive, on
     # a CPU it is not, and memory decides.
     head_chunk = 256 if small else 4096
-    return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk, longest, team)
+    return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk, longest)
 
 
 class Builder:
@@ -92,11 +89,10 @@ class Builder:
 
     Args:
         longest: tokens of the longest sequence.
-        team: the ranks that decode together.
     """
 
-    def __init__(self, args: ModelArgs, device: torch.device, longest: int, team: Team = ALONE):
-        self.args, self.compute = args, choose_compute(args, device, longest, team)
+    def __init__(self, args: ModelArgs, device: torch.device, longest: int):
+        self.args, self.compute = args, choose_compute(args, device, longest)
         self.folder = resolve_folder(args.model, weights=not self.compute.planned)
 
     def actor(self) -> Model:

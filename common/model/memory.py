@@ -106,13 +106,13 @@ def gathered_bytes(module: Wrapper) -> tuple[int, int, int]:
     return width * root, width * max(layers), width * sum(layers)
 
 
-def decoding_bytes(module: Wrapper) -> int:
-    """Gathered weights in a rollout: all of them, or the pieces of a rank of a team, while the last
-    layer is gathered."""
+def decoding_bytes(module: Wrapper, ranks: int) -> int:
+    """Gathered weights in a rollout: all of them, or where ``ranks`` share them the pieces of one, while
+    the last layer is gathered."""
     root, layer, layers = gathered_bytes(module)
-    if module.model.setup.team.size == 1:
+    if ranks == 1:
         return root + layers
-    return max(root, layer) + piece_bytes(module.model)
+    return max(root, layer) + piece_bytes(module.model, ranks)
 
 
 def layer_activations(module: Wrapper, keys: float = 1.0, index: int = -1) -> float:
@@ -163,19 +163,20 @@ def forward_bytes(module: Wrapper, tokens: int) -> float:
     return max(pack, logits_bytes(module, tokens))
 
 
-def slot_bytes(module: Wrapper, length: int) -> int:
-    """Bytes of the cache of one sequence of up to ``length`` tokens, counted on meta."""
+def slot_bytes(module: Wrapper, length: int, ranks: int) -> int:
+    """Bytes of the cache of one sequence of up to ``length`` tokens, whose heads so many ``ranks``
+    share, counted on meta."""
     text, setup = module.model.config.get_text_config(), module.model.setup
     meta = torch.device("meta")
-    return SlotCache(text, 1, length, setup.dtype, meta, setup.backend, setup.team.size).nbytes
+    return SlotCache(text, 1, length, setup.dtype, meta, setup.backend, ranks).nbytes
 
 
-def fitting_slots(policy: Wrapper, length: int, most: int, free: float) -> int:
+def fitting_slots(policy: Wrapper, length: int, most: int, free: float, ranks: int) -> int:
     """The slots of a rollout, at least one, for sequences of ``length`` tokens, that fit into
     ``free`` bytes. A tenth of these, and at least 2 GiB, stay free for fragments of torch's cache,
     NCCL's buffers and CUDA graphs."""
     room = free - max(0.1 * free, MARGIN) - forward_bytes(policy, most)
-    return max(1, min(most, int(room // slot_bytes(policy, length))))
+    return max(1, min(most, int(room // slot_bytes(policy, length, ranks))))
 
 
 def backward_bytes(

@@ -99,13 +99,13 @@ def piece_of(value: Tensor, module: str, unit: int, kind: str, team: Team) -> Te
     return piece.flatten(dim, dim + 1).clone()
 
 
-def piece_bytes(model: Model) -> int:
-    """Of this rank's pieces of decoder and head, in the compute type; counted on meta. Raises
-    UserError: the model cannot be shared by so many ranks."""
+def piece_bytes(model: Model, ranks: int) -> int:
+    """Of a rank's pieces of decoder and head where so many ranks share them, in the compute type;
+    counted on meta. Raises UserError: they cannot."""
     numbers = 0
     for owner, place in places(model).items():
         for kind, value in owner.named_parameters(recurse=False):
-            numbers += piece_of(value.to("meta"), *place, kind, model.setup.team).numel()
+            numbers += piece_of(value.to("meta"), *place, kind, Team(ranks)).numel()
     return numbers * model.setup.dtype.itemsize
 
 

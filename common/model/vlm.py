@@ -44,7 +44,6 @@ class Compute:
     max_tokens_per_pack: int
     head_chunk: int  # tokens whose logits exist at the same time
     longest: int  # tokens of the longest sequence
-    team: Team = ALONE  # the ranks that decode together
 
     @property
     def planned(self) -> bool:
@@ -76,6 +75,7 @@ class Setup(Compute):
     family: Family
     folder: Path  # its checkpoint
     trains_vision: bool = False  # its own forward computes image features
+    team: Team = ALONE  # the ranks that decode together, once it is loaded
     # the weights of the checkpoint's files by their keys there, set by `weights.load_weights`
     stored: dict[str, StoredWeight] = field(default_factory=dict)
     # what PEFT's adapter_config.json says of its adapters, if it has any

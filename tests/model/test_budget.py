@@ -116,7 +116,7 @@ def test_only_what_is_certain_ends_a_run(qwen25, picture_rows, monkeypatch, caps
     # the root, a layer, all layers
     gathered = {role: memory.gathered_bytes(module) for role, module in roles}
     root, _, layers = gathered["actor"]
-    sums = [states + root + layers + memory.slot_bytes(dry.models["actor"], dry.needed.longest)]
+    sums = [states + root + layers + memory.slot_bytes(dry.models["actor"], dry.needed.longest, 1)]
     for role, (root, layer, _) in gathered.items():
         sums.append(states + root + 2 * layer + resident[role]["Adam"] / 2)
     reported(monkeypatch, (max(sums) + 10) / GIB)
@@ -330,14 +330,12 @@ def test_the_smallest_team_that_fits_is_named(qwen25, picture_rows):
     """Where the update fits and a rollout does not; eight ranks cannot share four heads."""
     plan, peaks = planned(qwen25, picture_rows, "--slots", "1").needed, {}
     plan.updates = False
-    setups = [module.model.setup for module in plan.models.values()]
     for size in (4, 2, 1):
-        for setup in setups:
-            setup.team = distributed.Team(size)
+        plan.args = replace(plan.args, rollout_shards=size)
         peaks[size], _ = budget.peak_of(plan, *plan.setting)
     assert peaks[4] < peaks[2] < peaks[1]
     for size in (1, 2, 4):
         gib = peaks[size] / (1 - budget.SPARE) + 1e-6
         assert budget.least_team(plan, gib).startswith(f"--rollout_shards {size} ")
     assert budget.least_team(plan, peaks[4]) == ""
-    assert {setup.team.size for setup in setups} == {1}
+    assert plan.args.rollout_shards == 1

@@ -68,10 +68,11 @@ class Launches(TorchDispatchMode):
 
 def launches(folder, count_layers: int, team: Team = ALONE, **sampling) -> Launches:
     """A second decoding step of a model with so many layers, in bfloat16 with varlen."""
-    compute = vlm.Compute("varlen", torch.bfloat16, DEVICE, 512, 256, 64, team)
+    compute = vlm.Compute("varlen", torch.bfloat16, DEVICE, 512, 256, 64)
     model = build.build_model(read_model_config(folder), compute, vision=False).requires_grad_(
         False
     )
+    model.setup.team = team
     decoder = vlm.decoder(model.eval())
     decoder.layers = nn.ModuleList([*decoder.layers] * count_layers)[:count_layers]
     decoder.config.num_hidden_layers = model.config.get_text_config().num_hidden_layers = (

@@ -43,7 +43,7 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
     the weights."""
     env = start(folder, rows, *flags)
     setup, results, held = env.actor.model.setup, [], []
-    planned = memory.decoding_bytes(env.actor)
+    planned = memory.decoding_bytes(env.actor, 1)
     if talker:
         args = dataclasses.replace(
             env.args.env,
@@ -76,7 +76,7 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
         assert spoken[0] == spoken[1]
     (whole, heads), (pieces, fewer) = held
     assert whole == planned
-    assert pieces == teams.piece_bytes(env.actor.model) < whole
+    assert pieces == teams.piece_bytes(env.actor.model, size) < whole
     text = env.actor.model.config.get_text_config()
     if not text.to_dict().get("linear_num_key_heads"):  # whose layers are whole
         # a tied head is there twice, cut each way
@@ -192,13 +192,11 @@ def test_a_run_in_teams_is_the_run_of_single_ranks(qwen25, tmp_path):
 
 def test_what_cannot_be_shared_is_refused(qwen25, picture_rows, monkeypatch):
     env = start(qwen25, picture_rows)
-    env.actor.model.setup.team = distributed.Team(8)
     with user_error("--rollout_shards 8 must divide the 4 parts of q_proj, of 16 numbers each"):
-        teams.piece_bytes(env.actor.model)
-    env.actor.model.setup.team = distributed.Team(2)
+        teams.piece_bytes(env.actor.model, 8)
     del vlm.decoder(env.actor.model).layers[0].self_attn.q_proj  # as where products are joined
     with user_error("--rollout_shards: layers.0.self_attn has k_proj, o_proj, v_proj alone"):
-        teams.piece_bytes(env.actor.model)
+        teams.piece_bytes(env.actor.model, 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with user_error("--rollout_shards 3 must divide the ranks of a machine, 8"):
         distributed.start(60.0, 0, 3)
