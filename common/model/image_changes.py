@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import Batch, Conversation
-from common.data.loader import join_pixels, load_pixels
+from common.data.loader import change_images, join_pixels, load_pixels
 from common.data.processor import Processor
 from common.model.packs import image_grids
 from common.model.policy import Policy, logprobs_of
@@ -108,29 +108,29 @@ def reread_images(
     ``change(images, key)``, as many and of the same sizes, which the processor reads and the tower of
     the model sees.
 
-    Raises UserError, on every rank: a file that has changed since it was read.
+    Raises UserError, on every rank: a file that has changed since it was read, or other numbers or sizes
+    of images.
     """
-    patches = {}
+    patches, conversations = {}, list(batch.conversations)
     with distributed.raise_on_all_ranks():
         for index in batch.own_prompts():
             key = batch.prompt_ids[index], 0
             pixels = load_pixels(batch.prompts[index], processor, change, key)
             if pixels is not None:
                 patches[index] = pixels
-    conversations = list(batch.conversations)
-    for i, conversation in enumerate(conversations):
-        index = int(batch.prompt_index[i])
-        if not conversation.images:  # none, or on another rank
-            continue
-        key = batch.prompt_ids[index], 1 + int(batch.sample_number[i])
-        changed = map(processor.family.patches, change(conversation.images, key))
-        pixels = [(patched, torch.tensor([grid])) for patched, grid in changed]
-        in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)
-        if in_prompt and batch.sample_number[i] == 0:
-            parts = [patches[index]] if index in patches else []
-            patches[index] = join_pixels([*parts, *pixels[:in_prompt]])
-        later = [patched for patched, _ in pixels[in_prompt:]]
-        conversations[i] = with_patches(model, conversation, later)
+        for i, conversation in enumerate(conversations):
+            index = int(batch.prompt_index[i])
+            if not conversation.images:  # none, or on another rank
+                continue
+            key = batch.prompt_ids[index], 1 + int(batch.sample_number[i])
+            changed = map(processor.family.patches, change_images(change, conversation.images, key))
+            pixels = [(patched, torch.tensor([grid])) for patched, grid in changed]
+            in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)
+            if in_prompt and batch.sample_number[i] == 0:
+                parts = [patches[index]] if index in patches else []
+                patches[index] = join_pixels([*parts, *pixels[:in_prompt]])
+            later = [patched for patched, _ in pixels[in_prompt:]]
+            conversations[i] = with_patches(model, conversation, later)
     others = replace(batch, patches=patches, features={}, conversations=conversations)
     compute_features_unless_trained(model, others)
     return others
