@@ -61,25 +61,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import distributed, flags, logging, process
 from common.buffers import Batch
-from common.cards import sample_card
-from common.data.loader import (
-    PromptLoader,
-    batches_in_order,
-    digest_data,
-    draw_batches,
-    join_pixels,
-    repeated_rows,
-    shares_of,
-)
+from common.data import loader as data
 from common.data.processor import Processor
 from common.data.rows import Example, Prompt, user_text
-from common.files import read_json, read_text
+from common.files import read_text
 from common.flags import flag
 from common.model import budget, build, checkpoint, fsdp, memory, packs, shards, vlm, weights
 from common.model.policy import Policy, logprobs_of
 from common.process import UserError
 from common.reports import accuracy
-from common.reports.records import picture
+from common.reports.records import judgement_cards
 from common.rewards import judge as judgements
 from common.rewards.regions import region_record
 
@@ -100,7 +91,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     roles = {"judge": trained}
     state = TrainState()
     checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY)
-    rows.settings.held_out = newest_evaluation(args.run.out, state.step)
+    rows.settings.held_out = accuracy.newest_held_out(args.run.out, state.step)
     if args.run.export_only:
         return checkpoints.export_now({"export": trained}, rows.processor)
     log = open_log(args, rows, state.step)
@@ -250,7 +241,7 @@ IDENTITY = {
 
 def run_flags(args: Args, rows: "Rows") -> dict:
     """Flags and a digest of the data, which a resume compares with those of its checkpoint."""
-    return flags.as_flags(args) | {"data (rows)": digest_data(args.data.data, len(rows.train))}
+    return flags.as_flags(args) | {"data (rows)": data.digest_rows(args.data.data, len(rows.train))}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -325,15 +316,15 @@ def group_by_prompt(examples: list[Example]) -> list[Question]:
     return list(questions.values())
 
 
-def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
+def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
     """The training questions in order, continuing where the run stopped."""
-    shares = shares_of(args.data.data, rows.train_sets)
+    shares = data.shares_of(args.data.data, rows.train_sets)
     size, seed = args.data.prompts_per_step, args.run.seed
-    batches = draw_batches(rows.train_sets, shares, size, seed, start=state.rows_drawn)
-    return PromptLoader(rows.processor, args.data, batches)
+    batches = data.draw_batches(rows.train_sets, shares, size, seed, start=state.rows_drawn)
+    return data.PromptLoader(rows.processor, args.data, batches)
 
 
-def next_batch(loader: PromptLoader) -> Batch:
+def next_batch(loader: data.PromptLoader) -> Batch:
     """The prompts of a step with their targets; prompts whose images do not decode get none."""
     batch = loader.take()
     targets = [[example.target for example in question.examples] for question in loader.rows]
@@ -586,9 +577,9 @@ def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
     held_out = rows.held_out
     longest_first = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
     size = args.eval.eval_batch * dist.get_world_size()
-    batches = batches_in_order([held_out[i] for i in longest_first], size)
+    batches = data.batches_in_order([held_out[i] for i in longest_first], size)
     waiting, records, dropped = iter(longest_first), [], 0
-    with PromptLoader(rows.processor, args.data, batches) as loader:
+    with data.PromptLoader(rows.processor, args.data, batches) as loader:
         for _ in batches:
             batch = loader.take(least=0)
             dropped += len(batch.dropped)
@@ -653,7 +644,7 @@ def generation_inputs(
     pixels = [batch.patches[index] for index in indices if index in batch.patches]
     if pixels:
         items = [grid for index in indices for grid in batch.prompts[index].grids]
-        inputs |= model.setup.family.vision_inputs(*join_pixels(pixels), tuple(items))
+        inputs |= model.setup.family.vision_inputs(*data.join_pixels(pixels), tuple(items))
     return {name: value.to(model.setup.device) for name, value in inputs.items()}
 
 
@@ -729,17 +720,6 @@ def example_record(example: Example) -> dict:
     return record | judgements.row_record(prompt)
 
 
-def newest_evaluation(out: Path, step: int) -> dict | None:
-    """The `held_out_record` of the newest evaluation, up to the ``step`` from which the run resumes."""
-    for earlier in range(step, 0, -1):
-        path = out / "eval" / f"eval_result_{earlier}.json"
-        if path.exists():
-            with distributed.raise_on_all_ranks():
-                evaluation = read_json(path, accuracy.EVALUATION_FORM)
-            return accuracy.held_out_record(evaluation["summary"])
-    return None
-
-
 # -------------------------------------------------------------------------------------------------
 # Records
 # -------------------------------------------------------------------------------------------------
@@ -758,7 +738,7 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     )
     if args.run.eval_only:
         return log
-    for line in repeated_rows(args.data, rows.train_sets):
+    for line in data.repeated_rows(args.data, rows.train_sets):
         log.line(line)
     warmup = args.optim.warmup_steps
     if warmup >= steps:
@@ -806,17 +786,11 @@ def target_records(questions: list[Question], batch: Batch, target_logprobs: Ten
 def log_samples(
     log: logging.RunLogger, step: int, records: list[dict], text: str, caption: str, stem: str
 ) -> None:
-    """Log the records, and cards for some of them, evenly spaced: images, the field ``text``, and the
-    caption."""
-    count, cards = log.log_samples, []
+    """Log the records, and `judgement_cards` of some of them, evenly spaced."""
+    count = log.log_samples
     every = max(1, len(records) // max(1, count))
-    if distributed.is_main():
-        for record in records[::every][:count]:
-            info = record["info"]
-            frames = picture(info["images"], record.get("regions"))
-            spoken = f"PROMPT\n{info['question']}\n\nANSWER\n{record[text]}"
-            cards.append(sample_card(frames, spoken, caption.format(**record)))
-    log.samples(step, records, cards, stem)
+    picks = records[::every][:count] if distributed.is_main() else []
+    log.samples(step, records, judgement_cards(picks, text, caption), stem)
 
 
 if __name__ == "__main__":

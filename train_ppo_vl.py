@@ -57,15 +57,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import distributed, flags, logging, logprobs, losses, ppo_flags, process
 from common.buffers import EMPTY, Batch, Pack, fill_packs
-from common.data.loader import (
-    Drawn,
-    PromptLoader,
-    batches_in_order,
-    digest_data,
-    draw_batches,
-    repeated_rows,
-    shares_of,
-)
+from common.data import loader as data
 from common.data.processor import Processor
 from common.data.rows import Prompt, load_prompts, parse_columns
 from common.envs import dialogue, environments
@@ -89,18 +81,12 @@ from common.model import (
 )
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.ptx import PtxLoss
-from common.model.teacher import Teacher, check_teacher_prompt, follow_average
+from common.model.teacher import Teacher, follow_average
 from common.process import UserError
-from common.reports.records import (
-    component_metric,
-    conversation_metrics,
-    sample_cards,
-    sample_records,
-    summarise_samples,
-)
+from common.reports import records as reports
+from common.rewards import judge as judgements
 from common.rewards import models as reward_models
 from common.rewards import scoring
-from common.rewards.judge import JudgeSettings, load_judgements, load_responses
 from common.sampling import Environment, Sampling
 from common.user_code import load_function, run_on_main
 
@@ -234,12 +220,6 @@ POLICY_LOSSES = {
     # a soft gate instead of a clip
     "sapo": PolicyLoss(losses.sapo, clip=(0.0, 0.0), aggregation="seq-mean-token-mean"),
 }
-AGGREGATIONS = (
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-)
 # without effect if there is no critic
 OF_CRITIC = (
     "critic_model export_critic critic_lr critic_epochs value_clip "
@@ -415,7 +395,7 @@ class AlgorithmArgs:
         "auto",
         "how token losses are averaged. auto: seq-mean-token-mean for gspo, gmpo and "
         "sapo, which are losses per sequence, token-mean for the others",
-        choices=("auto", *AGGREGATIONS),
+        choices=("auto", *losses.AGGREGATIONS),
     )
     policy_loss: str = flag(
         "ppo",
@@ -529,30 +509,12 @@ class Args:
         return self.update.critic_epochs or self.update.epochs
 
     @property
-    def adds_terms(self) -> bool:
-        """Whether the actor's loss has other terms than the policy loss."""
-        terms = (
-            self.kl_in_loss,
-            self.algorithm.entropy_coef,
-            self.perception.perception_coef,
-            self.teacher.in_loss,
-            self.update.aux_loss_coef,
-            self.rows.ptx_coef,
-        )
-        return any(terms)
-
-    @property
     def kl_in_loss(self) -> bool:
         return self.algorithm.kl_coef > 0 and self.algorithm.kl_in == "loss"
 
     @property
     def exact_kl_in_loss(self) -> bool:
         return self.kl_in_loss and self.kl_estimator == "full"
-
-    @property
-    def has_idle_kl(self) -> bool:
-        """Whether the KL constrains nothing: see IDLE_KL."""
-        return self.kl_in_loss and self.kl_estimator == "k1"
 
     @property
     def kl_estimator(self) -> str:
@@ -609,7 +571,7 @@ def load_rows(args: Args) -> Rows:
         processor = Processor(weights.resolve_folder(args.model.model, weights=False), args.data)
         processor.check_options()
         # a judge that is trained further loses its recorded accuracy
-        settings = JudgeSettings.to_train(processor)
+        settings = judgements.JudgeSettings.to_train(processor)
         train_sets = load_files(args.data.data, args, processor, settings)
         held_out = load_files(args.data.eval_data, args, processor, settings)
         if args.rows.row_kind == "judgements":
@@ -619,7 +581,7 @@ def load_rows(args: Args) -> Rows:
 
 
 def load_files(
-    spec: str, args: Args, processor: Processor, settings: JudgeSettings
+    spec: str, args: Args, processor: Processor, settings: judgements.JudgeSettings
 ) -> list[list[Prompt]]:
     """The rows of each file of --data or --eval_data, numbered across all files. Raises ValueError with
     file and line."""
@@ -629,7 +591,10 @@ def load_files(
         if args.rows.row_kind == "prompts":
             rows = load_prompts(path, processor, args.data, columns, system)
         else:
-            rows = [each.prompt for each in load_judgements(path, processor, settings, args.data)]
+            rows = [
+                each.prompt
+                for each in judgements.load_judgements(path, processor, settings, args.data)
+            ]
         sets.append([replace(row, index=next(number)) for row in rows])
     return sets
 
@@ -666,12 +631,12 @@ def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
     if not args.rows.ptx_data:
         return None
     with distributed.raise_on_all_ranks("--ptx_data "):
-        rows = load_responses(
+        rows = judgements.load_responses(
             args.rows.ptx_data, processor, args.data, args.model.max_tokens_per_pack
         )
     return PtxLoss(
         rows=rows,
-        loader=PromptLoader(processor, args.data),
+        loader=data.PromptLoader(processor, args.data),
         batch=args.rows.ptx_batch,
         coef=args.rows.ptx_coef,
         labels=args.rows.ptx_labels,
@@ -681,15 +646,15 @@ def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
 
 def open_loader(
     args: Args, rows: Rows, state: "TrainState", weigh: Callable | None = None
-) -> PromptLoader:
+) -> data.PromptLoader:
     """The training prompts in order, or drawn by ``weigh`` of --curriculum, continuing where the run
     stopped."""
     if rows.ptx:
         rows.ptx.scheduled = state.ptx_rows
     together = 2 if args.reward.in_pairs else 1  # both orders of a pair
-    batches = draw_batches(
+    batches = data.draw_batches(
         rows.train_sets,
-        shares_of(args.data.data, rows.train_sets),
+        data.shares_of(args.data.data, rows.train_sets),
         args.prompts_per_rollout,
         args.run.seed,
         together,
@@ -697,7 +662,7 @@ def open_loader(
     )
     if weigh:
         batches = draw_by_history(args, weigh, rows.train, state)
-    return PromptLoader(
+    return data.PromptLoader(
         rows.processor,
         args.data,
         batches,
@@ -708,7 +673,7 @@ def open_loader(
 
 def draw_by_history(
     args: Args, weigh: Callable, rows: list[Prompt], state: "TrainState"
-) -> Iterator[Drawn]:
+) -> Iterator[data.Drawn]:
     """Endless batches of rows, by the weights of --curriculum. Each is drawn while the step before it
     runs; ``state.ahead`` keeps it, so that a resumed run begins with the same one. Raises UserError."""
     size = args.prompts_per_rollout
@@ -840,9 +805,9 @@ def choose_folder(args: Args, rows: Rows) -> Args:
 def run_flags(args: Args, rows: "Rows") -> dict:
     """Flags and digests of the data, which a resume compares with those of its checkpoint."""
     listed = flags.as_flags(args)
-    listed["data (rows)"] = digest_data(args.data.data, len(rows.train))
+    listed["data (rows)"] = data.digest_rows(args.data.data, len(rows.train))
     if rows.ptx:
-        listed["ptx_data (rows)"] = digest_data(args.rows.ptx_data, len(rows.ptx.rows))
+        listed["ptx_data (rows)"] = data.digest_rows(args.rows.ptx_data, len(rows.ptx.rows))
     return listed
 
 
@@ -1103,7 +1068,7 @@ def take_step(trained: fsdp.Trainable, step: int) -> tuple[float, bool]:
 
 def collect(
     models: Models,
-    loader: PromptLoader,
+    loader: data.PromptLoader,
     reward: scoring.RewardMix,
     sampling: Sampling,
     state: TrainState,
@@ -1161,7 +1126,7 @@ def note_rewards(batch: Batch, state: TrainState, args: Args) -> None:
 
 def sample_and_score(
     models: Models,
-    loader: PromptLoader,
+    loader: data.PromptLoader,
     reward: scoring.RewardMix,
     sampling: Sampling,
     step: int,
@@ -1217,8 +1182,8 @@ def rollout(
         batch = envs.open(batch, mine, samples_per_prompt)
     with torch.no_grad(), fsdp.unsharded(actor):
         vlm.compute_features(actor.model, batch)
+        shared = packs.share_features(actor.model, batch)
         ours = batch.own_prompts(actor.model.setup.team.size)
-        shared = packs.share_features(actor.model, batch, ours)
         engine = RolloutEngine(actor, shared, sampling, ours, samples_per_prompt, envs, beginnings)
         bare = fsdp.bare_forwards(vlm.decoder(actor.model))
         with torch.inference_mode(), bare:
@@ -1434,14 +1399,14 @@ def batch_metrics(batch: Batch) -> logging.Metrics:
     }
     for name, values in batch.components.items():
         if not values.isnan().all():
-            metrics[f"rollout/{component_metric(name, '_reward')}"] = values.nanmean()
+            metrics[f"rollout/{reports.component_metric(name, '_reward')}"] = values.nanmean()
     if len(batch.kl):
         metrics["train/kl"] = batch.kl.mean()
     if len(batch.teacher_logprobs):
         metrics["train/teacher_kl"] = (batch.old_logprobs - batch.teacher_logprobs).mean()  # k1
     if len(batch.values):
         metrics["train/values"] = batch.values.mean()
-    metrics |= conversation_metrics(batch.conversations, "rollout")
+    metrics |= reports.conversation_metrics(batch.conversations, "rollout")
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -1460,7 +1425,15 @@ class Minibatch(NamedTuple):
 
     def teaches(self, args: Args) -> bool:
         """Whether the actor can learn from it. Tokens outside the policy loss may have other terms."""
-        weights = self.weights if args.adds_terms else self.policy_weights
+        other_terms = (
+            args.kl_in_loss,
+            args.algorithm.entropy_coef,
+            args.perception.perception_coef,
+            args.teacher.in_loss,
+            args.update.aux_loss_coef,
+            args.rows.ptx_coef,
+        )
+        weights = self.weights if any(other_terms) else self.policy_weights
         return bool(weights.any())
 
 
@@ -1725,11 +1698,14 @@ def evaluate(
     actor, count = trainables["actor"].module, args.rollout.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
-    batches = batches_in_order(rows.held_out, prompts_together(args, count))
+    batches = data.batches_in_order(rows.held_out, prompts_together(args, count))
     records, cards, conversations, dropped = [], [], [], 0
     value_pairs: list[Tensor] = []  # (2, N) each: the critic's values, and the returns
     gaps: list[Tensor] = []  # (k,) each, see `image_changes.vision_gaps`
-    with trainables["actor"].averaged(), PromptLoader(rows.processor, args.data, batches) as loader:
+    with (
+        trainables["actor"].averaged(),
+        data.PromptLoader(rows.processor, args.data, batches) as loader,
+    ):
         for _ in batches:
             prompts = loader.take(least=0)
             dropped += len(prompts.dropped)
@@ -1742,15 +1718,15 @@ def evaluate(
                     values_and_returns(trainables["critic"].module, batch, reward, state, args)
                 )
             gaps.append(image_changes.vision_gaps(actor, batch))
-            answers = sample_records(batch, actor.processor)
+            answers = reports.sample_records(batch, actor.processor)
             picks = range(len(batch))[: max(0, args.run.log_samples - len(records))]
-            cards += sample_cards(batch, answers, picks)
+            cards += reports.sample_cards(batch, answers, picks)
             records += answers
             conversations += batch.conversations
     if not records:
         raise UserError("evaluation: no held-out prompt is left, as none of their images decodes")
-    metrics = summarise_samples(records, count)
-    metrics |= conversation_metrics(conversations, "eval")
+    metrics = reports.summarise_samples(records, count)
+    metrics |= reports.conversation_metrics(conversations, "eval")
     gap = torch.cat(gaps)
     if len(gap):
         metrics["eval/vision_gap_logprob"] = float(gap.mean())
@@ -1774,15 +1750,18 @@ def evaluate_teacher(
     an environment, whose images it might not see."""
     if not teacher or args.env.env or args.reward.reward == "none" or step:
         return {}
-    batches = batches_in_order(rows.held_out, prompts_together(args, 1))[:1]
+    batches = data.batches_in_order(rows.held_out, prompts_together(args, 1))[:1]
     sampling = replace(sampling, stream=EVAL, greedy=True)
-    with teacher.in_use() as policy, PromptLoader(rows.processor, args.data, batches) as loader:
+    with (
+        teacher.in_use() as policy,
+        data.PromptLoader(rows.processor, args.data, batches) as loader,
+    ):
         batch = loader.take()
         answers = rollout(policy, teacher.view(batch), sampling, 1)
     answers = replace(answers, prompts=batch.prompts, features=batch.features, positions={})
     reward.score(answers, rows.processor, step)
-    metrics = summarise_samples(sample_records(answers, rows.processor), 1)
-    columns = accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
+    metrics = reports.summarise_samples(reports.sample_records(answers, rows.processor), 1)
+    columns = reports.accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
     return {f"eval/teacher_{word}": metrics[name] for word, name in columns.items()}
 
 
@@ -1849,7 +1828,7 @@ def report_evaluation(
     }
     state.metrics |= metrics
     log.samples(state.step, records, cards, stem="eval")
-    accuracies = accuracy_columns(metrics)
+    accuracies = reports.accuracy_columns(metrics)
     for name in accuracies.values():
         # before the first step this is no cause for alarm
         never_right = metrics[name] == 0 and state.step > 0
@@ -1866,17 +1845,6 @@ def report_evaluation(
         )
     # written last: if this record is missing, a resumed run evaluates again
     log.evaluation(state.step, metrics, accuracies | EVALUATION_COLUMNS)
-
-
-def accuracy_columns(metrics: logging.Metrics) -> dict[str, str]:
-    """word -> metric, for each reward component named accuracy; the word is "source/accuracy" if
-    there are several sources."""
-    columns = {}
-    for name in metrics:
-        if name.endswith(("accuracy_reward", "accuracy_reward_mean")):
-            word = name.partition("/")[2].rpartition("_reward")[0]
-            columns[word] = name
-    return columns
 
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
@@ -1900,7 +1868,7 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
-    for line in repeated_rows(args.data, rows.train_sets):
+    for line in data.repeated_rows(args.data, rows.train_sets):
         log.line(line)
     for problem in learning_problems(args):
         log.line(f"warning: {problem}")
@@ -1921,7 +1889,7 @@ def learning_problems(args: Args) -> list[str]:
         )
     elif frozen + warmup >= steps:
         problems.append(f"--warmup_steps {warmup} of --steps {steps}: --actor_lr is never reached")
-    if args.has_idle_kl:
+    if has_idle_kl(args):
         problems.append(IDLE_KL)
     return problems
 
@@ -1942,9 +1910,10 @@ def report(
         # the first sample of each prompt
         picks = range(0, len(batch), args.rollout.samples_per_prompt)[: args.run.log_samples]
         if distributed.is_main():
-            records = sample_records(batch, actor.processor)
-        log.samples(step, records, sample_cards(batch, records, picks))
-    log.step(step, metrics | checkpoints.metrics(), accuracy_columns(metrics) | STEP_COLUMNS)
+            records = reports.sample_records(batch, actor.processor)
+        log.samples(step, records, reports.sample_cards(batch, records, picks))
+    columns = reports.accuracy_columns(metrics) | STEP_COLUMNS
+    log.step(step, metrics | checkpoints.metrics(), columns)
     if records:
         first = records[0]
         log.line(
@@ -2488,9 +2457,7 @@ def check_args(args: Args, typed: set[str]) -> None:
     )
     check_advantages(refuse)
     is_new = not any(args.run.out.glob("checkpoints/step-*"))  # an old run goes on, with a warning
-    refuse(args.has_idle_kl and "kl_estimator" in typed and is_new, IDLE_KL)
-    if values.teacher_prompt:
-        check_teacher_prompt(values.teacher_prompt)
+    refuse(has_idle_kl(args) and "kl_estimator" in typed and is_new, IDLE_KL)
     image_changes.damage(values.student_images, values.seed)
     refuse.raise_any()
 
@@ -2519,6 +2486,10 @@ def check_advantages(refuse: flags.Refusals) -> None:
         values.advantage == "none" and values.kl_coef and values.kl_in == "reward",
         "--advantage none, which --reward none implies, needs --kl_in loss for its --kl_coef",
     )
+
+
+def has_idle_kl(args: Args) -> bool:
+    return args.kl_in_loss and args.kl_estimator == "k1"
 
 
 IDLE_KL = (

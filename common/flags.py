@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from common.files import follow_pointer, parse_json, read_json
 from common.process import Exit, UserError
-from common.toy import embedded_toy, toy_file
+from common.toy import toy_file, write_toy
 
 Groups = TypeVar("Groups")  # a script's Args: groups of flags
 NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
@@ -156,7 +156,7 @@ def parse(
                 Refusals(early, typed, with_others=False).raise_any()
                 if check:
                     check(early)
-                embedded_toy(*toy)
+                write_toy(config, toy[0])
     values = read_config(config, parser) if config else {}
     if typed.get("export_only"):
         values["resume"] = "auto"  # whatever the interrupted run began with
@@ -228,9 +228,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         raise UserError(message)
-
-    def exit(self, status: int = 0, message: str | None = None):
-        raise Exit(status)  # of --help; another SystemExit would be taken for a user's
 
     def parse_args(self, argv: list[str] | None = None) -> argparse.Namespace:
         values, rest = self.parse_known_args(argv)

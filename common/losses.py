@@ -386,12 +386,21 @@ def adapt_kl_coef(coef: float, kl: float, target: float, samples: int, horizon: 
 # -------------------------------------------------------------------------------------------------
 
 
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+)
+
+
 def token_weights(lengths: Tensor, mode: str, max_new_tokens: int) -> Tensor:
     """(S,) weight of each token of a sequence in the loss of an optimizer step.
 
     Args:
         lengths: (S,) number of tokens that take part in the term, for every sequence of the
             optimizer step, of all ranks and packs.
+        mode: one of AGGREGATIONS.
         max_new_tokens: the constant length of seq-mean-token-sum-norm (Dr.GRPO, Liu et al. 2025).
     """
     n_seqs = (lengths > 0).sum()
@@ -508,9 +517,10 @@ class PolicyLossOutput:
 
     per_token: Tensor
     ratio: Tensor
-    high: Tensor | None = None  # bool: clipped from above
-    low: Tensor | None = None  # bool: clipped from below
-    dual: Tensor | None = None  # bool: bounded by the dual clip
+    # bool, or False where nothing is clipped so
+    high: Tensor | bool = False  # from above
+    low: Tensor | bool = False  # from below
+    dual: Tensor | bool = False  # by the dual clip
 
 
 def ppo(x: PolicyLossInputs, low: float, high: float, dual_clip: float = 0.0) -> PolicyLossOutput:
@@ -596,15 +606,8 @@ def ratio_sums(x: PolicyLossInputs, out: PolicyLossOutput) -> dict[str, Tensor]:
         "ratio": (out.ratio.detach() * x.in_loss).sum(),
         "approx_kl": (moved * x.in_loss).sum(),
     }
-    for name, clipped in (
-        ("clipped_high", out.high),
-        ("clipped_low", out.low),
-        ("clipped_dual", out.dual),
-    ):
-        if clipped is None:
-            sums[name] = sums["ratio"].new_zeros(())
-        else:
-            sums[name] = (clipped & x.in_loss).sum()
+    for side in ("high", "low", "dual"):
+        sums[f"clipped_{side}"] = (getattr(out, side) & x.in_loss).sum()
     return sums
 
 

@@ -1,8 +1,26 @@
 """Flags of train_ppo_vl.py alone that libraries read, too; those of both scripts are in flags.py."""
 
+import re
+import string
 from dataclasses import dataclass
 
 from common.flags import LONGEST_WAIT, flag
+
+# of --teacher_prompt: text, in which a brace is written twice, and names of columns
+HINT = re.compile(r"(?:[^{}]|\{\{|\}\}|\{[^\W\d][^{}.\[\]:!]*\})*")
+
+
+def check_teacher_prompt(template: str) -> None:
+    """Raises ValueError: no template of --teacher_prompt. It is a Python format string of plain names:
+    a format of its own could ask for gigabytes, and an attribute for more than the row."""
+    if not HINT.fullmatch(template):
+        raise ValueError(
+            f"{template}: braces hold the name of a column and nothing else, as in {{answer}} (a brace "
+            "of the text is written twice)"
+        )
+    names = [name for _, name, *_ in string.Formatter().parse(template)]
+    if template and not names.count("prompt") == template.count("{prompt}") == 1:
+        raise ValueError(f"{template} has no {{prompt}}, the place of the row's prompt, or several")
 
 
 @dataclass(frozen=True)
@@ -178,6 +196,7 @@ class TeacherArgs:
         "template of what the teacher reads in place of a prompt; braces take columns of the row: "
         "'{prompt} (The answer is {answer}.)'; empty: the prompt",
         needs="teacher_model",
+        check=check_teacher_prompt,
     )
     student_images: str = flag(
         "",

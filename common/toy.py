@@ -17,14 +17,13 @@ def toy_file(task: str, name: str) -> Path:
     return ROOT / TOY_FOLDERS[task] / name
 
 
-def embedded_toy(task: str, name: str) -> Path:
-    """The argument file ``name`` of the toy with this task; the first process of each machine
-    writes the toy if it is not there yet."""
-    config, program = toy_file(task, name), ROOT / "launch" / "toy.py"
-    if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        failed = subprocess.run(
-            [sys.executable, str(program), "--task", task, "--out", str(config.parent)]
-        ).returncode
+def write_toy(config: Path, task: str) -> None:
+    """Write the toy of this task, with its argument file ``config``: the first process of each machine
+    does, and the others wait."""
+    program = ROOT / "launch" / "toy.py"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        command = [sys.executable, program, "--task", task, "--out", config.parent]
+        failed = subprocess.run(command).returncode
         if failed and not config.exists():  # else another machine was the first to write it
             raise UserError(
                 f"no --model given, and {program} did not write the embedded toy, for the reason "
@@ -33,4 +32,3 @@ def embedded_toy(task: str, name: str) -> Path:
     # written last by toy.py; if that fails, torchrun ends this process with its peer
     while not config.exists():
         time.sleep(0.2)
-    return config

@@ -246,8 +246,8 @@ def write_json(path: Path, value) -> None:
 
 
 def table(text: str) -> list[list[str]]:
-    """The rows of a text whose columns stand between bars; an indented line continues a row."""
-    rows = re.sub(r"\n +", " ", text.strip("\n")).splitlines()
+    """The rows of a text whose columns stand between bars; a line indented by 4 continues a row."""
+    rows = re.sub(r"\n {4}(?! )", " ", text.strip("\n")).splitlines()
     return [re.split(r" +\| *", row) for row in rows]
 
 

@@ -37,7 +37,7 @@ logging      cards distributed process files flags
 data         distributed process files flags buffers
 model        losses logprobs distributed process files flags ppo_flags sampling buffers logging data
 rewards      losses distributed process threads files user_code flags ppo_flags buffers data model
-reports      cards distributed buffers data rewards
+reports      cards files distributed buffers data rewards
 envs         distributed process threads user_code flags ppo_flags sampling buffers data model
 """
 PACKAGES = {package: set(imports) for package, *imports in map(str.split, TABLE.splitlines())}

@@ -383,7 +383,7 @@ def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch):
         toy.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2)
     )
     with user_error("toy.py did not write the embedded toy"):
-        toy.embedded_toy("questions", "none.json")
+        toy.write_toy(Path("none.json"), "questions")
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_a_mistake_does_not_wait_for_the_toy(monkeypatch, line, message):
         raise AssertionError("the toy was written first")
 
     monkeypatch.setattr(toy, "TOY_FOLDERS", {"describe": "none"})
-    monkeypatch.setattr(common_flags, "embedded_toy", written)
+    monkeypatch.setattr(common_flags, "write_toy", written)
     with user_error(message):
         ppo.parse_args(words(line))
 
@@ -411,7 +411,7 @@ def test_two_machines_may_write_the_toy_at_the_same_time(monkeypatch, tmp_path):
         return subprocess.CompletedProcess((), returncode=1)
 
     monkeypatch.setattr(toy.subprocess, "run", second)
-    assert toy.embedded_toy("describe", str(tmp_path / "args.json")) == tmp_path / "args.json"
+    toy.write_toy(tmp_path / "args.json", "describe")
 
 
 @pytest.mark.parametrize("script", [ppo, grm])

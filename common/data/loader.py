@@ -9,7 +9,7 @@ and the numbers.
 
 import heapq
 import itertools
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -116,7 +116,7 @@ def repeated_rows(args: DataArgs, sets: list[list]) -> list[str]:
     return problems
 
 
-def digest_data(spec: str, rows: int) -> str:
+def digest_rows(spec: str, rows: int) -> str:
     """The number of rows in use and a digest of each of their files: rows that were edited make
     another run."""
     digests = [sha256(path)[:12] for path, _ in parse_datasets(spec)]
@@ -193,9 +193,7 @@ class PromptLoader:
                 patches[i] = future.result()
             except ValueError as error:
                 bad[i] = f"{prompts[i].source}: {error}"
-        problems = {}
-        for part in distributed.gather_objects(bad):
-            problems |= part
+        problems = dict(ChainMap(*distributed.gather_objects(bad)))
         is_error = self.args.on_bad_row == "error"
         report_bad("images of a batch", list(problems.values()), len(prompts), is_error)
         owners = self.owners(len(prompts))

@@ -369,8 +369,7 @@ def use_mixers(model: Model) -> None:
         mixer.slot_layer = last[kind]
 
 
-# All that attention in a decoder may consist of: an indexer would choose keys, and attention sinks, which
-# are a parameter, be one more; ours would ignore both.
+# All that attention in a decoder may consist of. An indexer, say, would choose keys, and ours ignore it.
 MIXER_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "v_norm"}
 
 
@@ -380,8 +379,7 @@ def is_ours(mixer: nn.Module) -> bool:
     code = inspect.unwrap(type(mixer).forward).__code__
     takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     by_name = takes_all and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-    is_known = mixer._modules.keys() <= MIXER_PARTS and not mixer._parameters
-    return isinstance(mixer, DeltaNet) or (by_name and is_known)
+    return isinstance(mixer, DeltaNet) or (by_name and mixer._modules.keys() <= MIXER_PARTS)
 
 
 UNSUPPORTED = (
@@ -447,15 +445,14 @@ def check_decoder(model: Model) -> None:
     is_known = family.attention_segments is not Family.attention_segments
     if "create_masks_for_generate" in vars(type(model)) and not is_known:
         raise ValueError(f"{type(model).__name__} has masks of its own, which are not supported")
-    rope = language.rotary_emb.rope_type
-    by_layer = isinstance(rope, dict)  # by the kind of layer, as Gemma's
-    kinds = rope.values() if by_layer else [rope]
-    if "longrope" in kinds or (by_layer and "dynamic" in kinds):
+    rope = str(language.rotary_emb.rope_type)
+    sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
+    if rope == "longrope" or sinks:
         raise ValueError(
-            f"the checkpoint's text model {text.model_type} has rope_type longrope, or dynamic in some "
-            "layers, which is not supported"
+            f"the checkpoint's text model {text.model_type} has rope_type longrope or "
+            "attention sinks, which are not supported"
         )
-    if "dynamic" not in kinds:
+    if rope != "dynamic":
         return
     # Dynamic positions change with a batch's longest sequence, but only beyond this limit.
     limit = text.max_position_embeddings

@@ -58,8 +58,7 @@ from common.model.storage import (
 )
 from common.process import UserError
 
-# in a row end a run: failed saves, or steps in which no update of a model was applied
-MOST_FAILURES = 3
+MOST_FAILURES = 3  # failed saves in a row that end a run
 # how often checkpoints are looked at of which none can be read, and the seconds in between: a file
 # system may come back
 LOOKS, PAUSE = 4, 20.0

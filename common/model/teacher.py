@@ -6,8 +6,6 @@ follow_average   a teacher that is the running average of the policy
 """
 
 import functools
-import re
-import string
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +20,6 @@ from common.model.image_changes import reread_images
 from common.model.policy import Policy
 from common.model.vlm import compute_features_unless_trained, tower_parameters
 from common.ppo_flags import TeacherArgs
-from common.process import UserError
 
 # -------------------------------------------------------------------------------------------------
 # Other prompts
@@ -48,7 +45,7 @@ def read_prompt(prompt: Prompt, processor: Processor, template: str) -> Prompt:
 
 
 def with_hint(prompt: Prompt, template: str) -> list[dict]:
-    """A prompt's messages, the last one wrapped in a template (see `check_teacher_prompt`): {prompt} stands
+    """A prompt's messages, the last one wrapped in a template (see --teacher_prompt): {prompt} stands
     for its text, other names for columns of the row. Raises ValueError: the row lacks one of them."""
     columns = prompt.row | {"answer": prompt.reference}
     columns = {name: value for name, value in columns.items() if value is not None}
@@ -138,22 +135,3 @@ def follow_average(teacher: Teacher | None, trained: Trainable) -> None:
     if teacher is not None and teacher.args.teacher_model == "ema":
         with trained.averaged():
             copy_weights(trained.module, teacher.policy)
-
-
-# of --teacher_prompt: text, in which a brace is written twice, and names of columns
-HINT = re.compile(r"(?:[^{}]|\{\{|\}\}|\{[^\W\d][^{}.\[\]:!]*\})*")
-
-
-def check_teacher_prompt(template: str) -> None:
-    """Raises UserError: no template of --teacher_prompt. It is a Python format string of plain names:
-    a format of its own could ask for gigabytes, and an attribute for more than the row."""
-    if not HINT.fullmatch(template):
-        raise UserError(
-            f"--teacher_prompt {template}: braces hold the name of a column and nothing else, as in "
-            "{answer} (a brace of the text is written twice)"
-        )
-    names = [name for _, name, *_ in string.Formatter().parse(template)]
-    if not names.count("prompt") == template.count("{prompt}") == 1:
-        raise UserError(
-            f"--teacher_prompt {template} has no {{prompt}}, the place of the row's prompt, or several"
-        )

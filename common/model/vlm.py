@@ -87,7 +87,7 @@ class Setup(Compute):
 
 
 class Rotary(nn.Module):
-    rope_type: str | dict[str, str]
+    rope_type: str
 
 
 class Part(nn.Module):

@@ -3,17 +3,21 @@
 records  -> loss, accuracy, exact match, calibration, confusion    summarise_judgements
          -> accuracy of the majority of k judgements               vote_rates
 summary  -> what judge.json keeps of it                            held_out_record
+         -> ... from the files of a run that goes on               newest_held_out
 """
 
 from collections import Counter
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from statistics import fmean
 
+from common import distributed
+from common.files import read_json
 from common.rewards.judge import in_order
 from common.rewards.rules import same_words, vote
 
-# Of eval_result_N.json, what `held_out_record` reads.
+# Of a file eval_result_N.json, what `held_out_record` reads.
 EVALUATION_FORM = {
     "summary": {
         "step": int,
@@ -123,3 +127,15 @@ def held_out_record(summary: dict) -> dict:
             "count": sum(right),
         }
     return {"step": summary["step"], "kinds": kinds}
+
+
+def newest_held_out(out: Path, step: int) -> dict | None:
+    """The `held_out_record` of a run's newest evaluation, up to the ``step`` from which it resumes. All
+    ranks must call. Raises UserError: its file cannot be read."""
+    for earlier in range(step, 0, -1):
+        path = out / "eval" / f"eval_result_{earlier}.json"
+        if path.exists():
+            with distributed.raise_on_all_ranks():
+                evaluation = read_json(path, EVALUATION_FORM)
+            return held_out_record(evaluation["summary"])
+    return None

@@ -98,6 +98,18 @@ def sample_cards(batch: Batch, records: list[dict], picks: Sequence[int]) -> lis
     return cards
 
 
+def judgement_cards(records: list[dict], text: str, caption: str) -> list[Image.Image]:
+    """Pictures of records of train_grm_vl.py: images, what was asked, the field ``text``, and the
+    ``caption``, in which braces hold other fields."""
+    cards = []
+    for record in records:
+        info = record["info"]
+        frames = picture(info["images"], record.get("regions"))
+        spoken = spoken_text({"question": info["question"], "response": record[text]})
+        cards.append(sample_card(frames, spoken, caption.format(**record)))
+    return cards
+
+
 def picture(items: list, regions: dict | None) -> list[Image.Image]:
     """The images of a record and frames of its clips, one of them with what `region_record` says of it."""
     frames = [read_frames([item], 6) for item in items]
@@ -150,6 +162,17 @@ def component_metric(name: str, ending: str) -> str:
     """The name of a component's metric. A function may call its components anything, so they get an ending
     that no other metric has; `box_iou` keeps the name that the field knows."""
     return name if name.endswith("box_iou") else name + ending
+
+
+def accuracy_columns(metrics: dict[str, float]) -> dict[str, str]:
+    """word -> metric, for each reward component named accuracy; the word is "source/accuracy" if
+    there are several sources."""
+    columns = {}
+    for name in metrics:
+        if name.endswith(("accuracy_reward", "accuracy_reward_mean")):
+            word = name.partition("/")[2].rpartition("_reward")[0]
+            columns[word] = name
+    return columns
 
 
 def solved_share(records: list[dict], component: str) -> float:

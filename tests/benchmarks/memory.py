@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from common import logprobs
-from common.toy import embedded_toy
+from common.toy import toy_file, write_toy
 
 
 def status(field: str) -> float:
@@ -122,7 +122,9 @@ def compare_heads(flags) -> None:
 def toy_growth(steps: int, work: Path) -> None:
     """Peak of the resident memory of the embedded toy along a run without evaluations but with
     records and checkpoints."""
-    toy = embedded_toy("questions", "args.json")
+    toy = toy_file("questions", "args.json")
+    if not toy.exists():
+        write_toy(toy, "questions")
     flags = [
         "--config",
         str(toy),
