@@ -595,12 +595,16 @@ def language_attention(
     value,
     attention_mask,
     scaling: float,
-    attention: "PackedAttention | DecodeAttention",
+    attention: "PackedAttention | DecodeAttention | None" = None,
     sliding_window=None,
     **others,
 ):
     """The attention function of the language model: ``attention`` is one of the two classes
-    above. Raises ValueError: see `check_call`."""
+    above. Raises ValueError: see `check_call`; or the layer has handed nothing on."""
+    if attention is None:
+        raise ValueError(
+            f"{type(module).__name__} is not told by its layer what a pack holds, which is not supported"
+        )
     check_call(attention_mask, others, PASSED_ALONG)
     return attention(module.slot_layer, query, key, value, scaling, sliding_window), None
 

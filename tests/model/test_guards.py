@@ -155,6 +155,9 @@ def test_a_mask_or_an_argument_that_attention_would_ignore_is_an_error():
     with value_error("gives its attention block_indices, softcap, which"):
         call(layer, q, q, q, None, **options | {"softcap": 30.0, "block_indices": q})
     assert len(seen) == 1
+    options.pop("attention")  # as StableLM's layers do
+    with value_error("SimpleNamespace is not told by its layer what a pack holds"):
+        call(layer, q, q, q, None, **options)
 
 
 @pytest.mark.parametrize("kind, value", [("gemma4_31b", "all"), ("gemma3", True)])
