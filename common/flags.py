@@ -156,7 +156,11 @@ def parse(
                 Refusals(early, typed, with_others=False).raise_any()
                 if check:
                     check(early)
-                write_toy(config, toy[0])
+                if not write_toy(config, toy[0]):
+                    raise UserError(
+                        "no --model given, and launch/toy.py did not write the embedded toy, for the "
+                        "reason above"
+                    )
     values = read_config(config, parser) if config else {}
     if typed.get("export_only"):
         values["resume"] = "auto"  # whatever the interrupted run began with

@@ -6,8 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-from common.process import UserError
-
 ROOT = Path(__file__).resolve().parents[1]
 # where launch/toy.py puts the toy of each task
 TOY_FOLDERS = {"questions": "toy", "describe": "toy_describe"}
@@ -17,18 +15,16 @@ def toy_file(task: str, name: str) -> Path:
     return ROOT / TOY_FOLDERS[task] / name
 
 
-def write_toy(config: Path, task: str) -> None:
+def write_toy(config: Path, task: str) -> bool:
     """Write the toy of this task, with its argument file ``config``: the first process of each machine
-    does, and the others wait."""
+    does, and the others wait. False: it failed, and its program has said why."""
     program = ROOT / "launch" / "toy.py"
     if os.environ.get("LOCAL_RANK", "0") == "0":
         command = [sys.executable, program, "--task", task, "--out", config.parent]
         failed = subprocess.run(command).returncode
         if failed and not config.exists():  # else another machine was the first to write it
-            raise UserError(
-                f"no --model given, and {program} did not write the embedded toy, for the reason "
-                "above"
-            )
+            return False
     # written last by toy.py; if that fails, torchrun ends this process with its peer
     while not config.exists():
         time.sleep(0.2)
+    return True

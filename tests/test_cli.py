@@ -382,8 +382,9 @@ def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch):
     monkeypatch.setattr(
         toy.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2)
     )
+    monkeypatch.setattr(toy, "TOY_FOLDERS", {"describe": "none"})
     with user_error("toy.py did not write the embedded toy"):
-        toy.write_toy(Path("none.json"), "questions")
+        ppo.parse_args([])
 
 
 @pytest.mark.parametrize(
@@ -411,7 +412,7 @@ def test_two_machines_may_write_the_toy_at_the_same_time(monkeypatch, tmp_path):
         return subprocess.CompletedProcess((), returncode=1)
 
     monkeypatch.setattr(toy.subprocess, "run", second)
-    toy.write_toy(tmp_path / "args.json", "describe")
+    assert toy.write_toy(tmp_path / "args.json", "describe")
 
 
 @pytest.mark.parametrize("script", [ppo, grm])
