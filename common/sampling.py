@@ -6,18 +6,20 @@ from typing import Any
 
 from torch import Tensor
 
-from common.ppo_flags import EnvArgs
-
 
 @dataclass(frozen=True)
 class Environment:
     """The class of --env, what it says of itself, and the limits of its conversations."""
 
+    spec: str  # as in --env
     make: Callable[[], Any]
     role: str  # of its messages
     shared: bool  # whether the first observation is the same for all samples of a prompt
     shows_images: bool  # whether what it says may hold images
-    args: EnvArgs
+    max_turns: int
+    max_reply_tokens: int  # of all replies in a sample
+    timeout: float  # of a call, seconds
+    workers: int  # threads; 0: one call after the other
     max_prompt_tokens: int  # with a first observation
     sees_cut_turns: bool = False  # whether it is asked about a turn that a limit of tokens has cut
 

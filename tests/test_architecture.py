@@ -28,10 +28,10 @@ logprobs     files
 process      threads files
 distributed  process files
 user_code    process threads distributed
-toy          process
+toy
 flags        process toy files
 ppo_flags    flags
-sampling     ppo_flags
+sampling
 buffers      distributed sampling
 logging      cards distributed process files flags
 data         distributed process files flags buffers

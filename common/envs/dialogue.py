@@ -107,9 +107,9 @@ class EnvRollout:
 
     def __post_init__(self):
         self.model, self.processor = self.policy.model, self.policy.processor
-        self.args, self.team = self.environment.args, self.model.setup.team
-        threads = max(1, self.args.env_workers)
-        self.workers = Workers(threads, self.args.env_timeout, "--env_timeout")
+        self.team = self.model.setup.team
+        threads = max(1, self.environment.workers)
+        self.workers = Workers(threads, self.environment.timeout, "--env_timeout")
         self.episodes: dict[Key, Episode] = {}
         self.waiting: dict[Key, Episode] = {}  # whose environments have not answered yet
         self.closing: list[Episode] = []
@@ -119,7 +119,7 @@ class EnvRollout:
         """Call a user's program in a thread; with --env_workers 0 wait for it, so that calls never
         overlap."""
         episode.call = self.workers.submit(function, *args)
-        if self.args.env_workers == 0:
+        if self.environment.workers == 0:
             self.workers.wait_for_any([episode.call])
 
     def reply_features(self, all_replies: list[Reply]) -> list[Tensor]:
@@ -241,7 +241,7 @@ class EnvRollout:
         """Most tokens of a sample that are neither the prompt's nor its own."""
         replies = [episode.reply for episode in self.episodes.values() if episode.reply]
         longest = max((len(reply.input_ids) for reply in replies), default=0)
-        return self.args.max_reply_tokens + longest
+        return self.environment.max_reply_tokens + longest
 
     # Turns
 
@@ -269,7 +269,7 @@ class EnvRollout:
         step = read_step(episode.env.step(text))
         if step.done:
             return step, None
-        reply = replies.read_parts(step.reply, self.processor, self.args.max_reply_tokens)
+        reply = replies.read_parts(step.reply, self.processor, self.environment.max_reply_tokens)
         role = episode.conversation.role
         reply.input_ids = replies.encode_reply(self.processor, reply, role, by_string)
         reply.positions = vlm.prompt_positions(self.model, reply)
@@ -315,11 +315,11 @@ class EnvRollout:
             self.end(episode, "token_limit")
         elif reply is None:
             self.end(episode, "answered")
-        elif len(conversation.ends) >= self.args.max_turns:
+        elif len(conversation.ends) >= self.environment.max_turns:
             self.end(episode, "turn_limit")
         elif (
             own_tokens >= self.sampling.max_new_tokens
-            or episode.reply_tokens + len(reply.input_ids) > self.args.max_reply_tokens
+            or episode.reply_tokens + len(reply.input_ids) > self.environment.max_reply_tokens
         ):
             self.end(episode, "token_limit")
         else:
@@ -334,7 +334,7 @@ class EnvRollout:
         if error is None:
             return call.result()
         problem = str(error) if isinstance(error, LateError) else describe_error(error)
-        conversation.error = f"{self.args.env}: {episode.prompt.source}: {problem}"
+        conversation.error = f"{self.environment.spec}: {episode.prompt.source}: {problem}"
         conversation.rewards = [0.0] * len(conversation.rewards)
         conversation.accuracy = None
         return None

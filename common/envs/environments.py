@@ -49,11 +49,15 @@ def load_environment(args: EnvArgs, max_prompt_tokens: int) -> Environment | Non
     if role not in ROLES:
         raise UserError(f"--env {args.env}: role is {role!r}, not one of {', '.join(ROLES)}")
     return Environment(
+        args.env,
         made,
         role,
         shared=bool(getattr(made, "shared", False)),
         shows_images=bool(getattr(made, "pictures", True)),
-        args=args,
+        max_turns=args.max_turns,
+        max_reply_tokens=args.max_reply_tokens,
+        timeout=args.env_timeout,
+        workers=args.env_workers,
         max_prompt_tokens=max_prompt_tokens,
         sees_cut_turns=bool(getattr(made, "cut_turns", False)),
     )
@@ -63,11 +67,11 @@ def check_model(env: Environment, processor: Processor) -> None:
     """Raises UserError: the checkpoint's chat template cannot express what the environment says."""
     parts = [Image.new("RGB", (64, 64), "white"), "seen"] if env.shows_images else "seen"
     try:
-        reply = read_parts(parts, processor, env.args.max_reply_tokens)
+        reply = read_parts(parts, processor, env.max_reply_tokens)
         encode_reply(processor, reply, env.role, by_string=False)
     except ValueError as error:
         raise UserError(
-            f"--env {env.args.env} does not work with this model: {error} (a class that never "
+            f"--env {env.spec} does not work with this model: {error} (a class that never "
             "shows images says pictures = False)"
         ) from error
 

@@ -408,8 +408,18 @@ def test_an_environment_that_is_late_is_not_closed(qwen25, picture_rows):
             log.append("close")
 
     env = start(qwen25, picture_rows, "--max_new_tokens 4")
-    args = dataclasses.replace(env.args.env, env="late", env_workers=8, env_timeout=0.2)
-    answering = ppo.Environment(Hangs, "user", False, False, args, 512)
+    answering = ppo.Environment(
+        "late",
+        Hangs,
+        "user",
+        shared=False,
+        shows_images=False,
+        max_turns=8,
+        max_reply_tokens=1024,
+        timeout=0.2,
+        workers=8,
+        max_prompt_tokens=512,
+    )
     sampling = dataclasses.replace(env.sampling, environment=answering)
     with user_error("--env: 4 of 4 samples failed, .*took longer than 0.2 s .--env_timeout"):
         ppo.rollout(env.actor, take(env), sampling, 1)
