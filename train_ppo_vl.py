@@ -612,6 +612,11 @@ def check_rows(
         raise UserError(
             "--perception_* and --student_images change images, and no row of --data has any"
         )
+    if args.rows.curriculum and 0 < len(rows.train) < args.prompts_per_rollout:
+        raise UserError(
+            f"--curriculum draws {args.prompts_per_rollout} different rows for a rollout, and --data has "
+            f"{len(rows.train)}: use fewer --prompts_per_step"
+        )
     reward.check_rows(rows.all)
     reward.report_lazy_answers(rows.train or rows.held_out)
     kinds = {source.kind for source in reward.sources}
@@ -660,7 +665,7 @@ def open_loader(
         together,
         state.rows_drawn,
     )
-    if weigh:
+    if weigh and rows.train:
         batches = draw_by_history(args, weigh, rows.train, state)
     return data.PromptLoader(
         rows.processor,
@@ -680,9 +685,8 @@ def draw_by_history(
 
     def draw(start: int) -> list[int]:
         columns = [dict(row.row) for row in rows]  # the function may change what it gets
-        weights = np.array(weigh(columns, *state.history.numpy().copy()), np.float64)
-        rng = np.random.default_rng([args.run.seed, start])
-        return rng.choice(len(rows), size, False, weights / weights.sum()).tolist()
+        weights = weigh(columns, *state.history.numpy().copy())
+        return data.draw_by_weights(weights, len(rows), size, (args.run.seed, start))
 
     for start in itertools.count(state.rows_drawn, size):
         if not state.ahead:
@@ -726,8 +730,7 @@ class TrainState:
 
 def evaluation_due(state: TrainState, rows: Rows, args: Args) -> bool:
     """Whether the held-out rows are evaluated after this step."""
-    steps = args.optim.steps
-    due = logging.evaluation_due(state.step, steps, state.pass_ended, args.run)
+    due = logging.evaluation_due(state.step, args.optim.steps, state.pass_ended, args.run)
     return due and bool(rows.held_out)
 
 
@@ -889,8 +892,7 @@ def build_teacher(args: Args, builder: build.Builder, actor: Policy) -> Teacher 
     if not name:
         return None
     if name not in ("self", "ema"):
-        other = build.build_reader(name, actor.model, actor.processor, args.data)
-        policy = Policy(*other).eval()
+        policy = Policy(*build.build_reader(name, actor.model, actor.processor, args.data)).eval()
     elif not args.model.lora_rank:
         policy = Policy(builder.role("", frozen=True), actor.processor).eval()
     return Teacher(policy, actor, args.teacher, args.update.offload)

@@ -106,6 +106,15 @@ def zero(rows, samples, rewards):
 def nan(rows, samples, rewards):
     return [1.0] * 7 + [np.nan]
 
+def infinite(rows, samples, rewards):
+    return [1.0] * 7 + [np.inf]
+
+def column(rows, samples, rewards):
+    return np.ones((8, 1))
+
+def none(rows, samples, rewards):
+    pass
+
 def raises(rows, samples, rewards):
     return [row["difficulty"] for row in rows]
 
@@ -122,6 +131,9 @@ async def waits(rows, samples, rewards):
 def changes(rows, samples, rewards):
     weights = solved(rows, samples, rewards)
     samples[:], rewards[:] = 7, 7
+    for row in rows:
+        row.clear()
+    rows.clear()
     return weights
 """
 
@@ -166,11 +178,14 @@ def test_a_function_may_change_what_it_gets(qwen25, task, tmp_path, seen, curric
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("unlike", "--curriculum .*:unlike: .*non-negative"),
+        ("unlike", "--curriculum .*:unlike: .*expected 8 weights of 0 or more, got .* -1"),
         ("nothing", "--curriculum .*:nothing: .*[Ff]ewer non-zero"),
-        ("short", "--curriculum .*:short: .*same size"),
-        ("zero", "--curriculum .*:zero: .*NaN"),
-        ("nan", "--curriculum .*:nan: .*NaN"),
+        ("short", "--curriculum .*:short: .*expected 8 weights"),
+        ("zero", "--curriculum .*:zero: .*expected 8 weights"),
+        ("nan", "--curriculum .*:nan: .*expected 8 weights .* nan"),
+        ("infinite", "--curriculum .*:infinite: .*expected 8 weights .* inf"),
+        ("column", "--curriculum .*:column: .*expected 8 weights"),
+        ("none", "--curriculum .*:none: .*expected 8 weights .* got nan"),
         ("raises", "--curriculum .*:raises: KeyError: 'difficulty'"),
     ],
 )
@@ -196,6 +211,19 @@ def test_a_function_that_cannot_be_called_ends_the_run_before_rows_are_read(
     monkeypatch.setattr(ppo, "load_rows", None)
     with user_error(f"--curriculum .*{problem}"):
         train(qwen25, task, tmp_path / "run", FLAGS, f"--curriculum {tmp_path}/{spec}")
+
+
+def test_a_rollout_has_no_more_prompts_than_a_curriculum_has_rows(
+    qwen25, task, tmp_path, curriculum, monkeypatch
+):
+    monkeypatch.setattr(ppo, "build_models", None)
+    with user_error("--curriculum draws 9 different rows for a rollout, and --data has 8: "):
+        train(qwen25, task, tmp_path, FLAGS, curriculum("solved"), "--prompts_per_step 9")
+
+
+def test_an_evaluation_without_rows_to_train_draws_none(qwen25, task, tmp_path, curriculum):
+    argv = flags(qwen25, task, tmp_path, FLAGS, curriculum("solved"), "--eval_only --data")
+    ppo.main(words(*argv, "", "--eval_data", task / "train.jsonl"))
 
 
 @pytest.mark.slow

@@ -325,8 +325,7 @@ class Qwen(Family):
             return super().patches(*frames)
         deep, side = self.depth, self.patch_size
         width, height = self.frame_size(*frames[0].size, len(frames))
-        resample = self.frame_processor.resample
-        resized = [frame.resize((width, height), resample) for frame in frames]
+        resized = [frame.resize((width, height), self.frame_processor.resample) for frame in frames]
         resized += resized[-1:] * (-len(frames) % deep)
         pixels = self.frame_processor(images=resized, return_tensors="pt")["pixel_values"]
         grid = len(resized) // deep, height // side, width // side

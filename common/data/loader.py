@@ -10,7 +10,7 @@ and the numbers.
 import heapq
 import itertools
 from collections import ChainMap, Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -97,6 +97,17 @@ def data_order(rows: int, seed: int, start: int = 0) -> Iterator[int]:
     for k in itertools.count(start // rows):
         order = np.random.default_rng([seed, k]).permutation(rows)
         yield from order[max(0, start - k * rows) :].tolist()
+
+
+def draw_by_weights(
+    weights: Sequence[float], count: int, size: int, seed: tuple[int, ...]
+) -> list[int]:
+    """``size`` of ``count`` rows, each at most once, by their weights. Raises ValueError, TypeError: these
+    are no ``count`` numbers of 0 or more, ``size`` of them above 0."""
+    chances = np.array(weights, np.float64)
+    if chances.shape != (count,) or chances.min() < 0 or not 0 < chances.sum() < np.inf:
+        raise ValueError(f"expected {count} weights of 0 or more, got {chances!s:.200}")
+    return np.random.default_rng(seed).choice(count, size, False, chances / chances.sum()).tolist()
 
 
 def shares_of(spec: str, sets: list[list]) -> list[float]:
@@ -213,8 +224,8 @@ def change_images(change: Callable, images: list, key: tuple[int, ...]) -> list:
     sizes = [image.size for image in changed]
     if sizes != before:
         raise ValueError(
-            f"a change made {len(sizes)} images from {len(before)}, of the sizes {sizes!s:.200} from "
-            f"{before!s:.200}: numbers and sizes must stay; one that is dropped is blank"
+            f"a change made {len(sizes)} images from {len(before)}, or images of other sizes: numbers and "
+            "sizes must stay; one that is dropped is blank"
         )
     return changed
 

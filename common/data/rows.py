@@ -451,8 +451,7 @@ def make_prompt(
                 "a system message in the row, and a system prompt by flag or judge.json: drop one "
                 "of them"
             )
-        content = [{"type": "text", "text": system_prompt}]
-        messages.insert(0, {"role": "system", "content": content})
+        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system_prompt}]})
     root = args.image_root if args else ""
     paths = tuple(locate(item, fields.get("folder", ""), root) for item in items)
     check_media(processor, paths)

@@ -441,8 +441,7 @@ def check_decoder(model: Model) -> None:
         if value and value != model.setup.family.sees_both_ways:
             raise ValueError(f"the checkpoint's text model has {name}, which is not supported")
     # beyond the causal ones, as of image tokens that see each other
-    family = type(model.setup.family)
-    is_known = family.attention_segments is not Family.attention_segments
+    is_known = type(model.setup.family).attention_segments is not Family.attention_segments
     if "create_masks_for_generate" in vars(type(model)) and not is_known:
         raise ValueError(f"{type(model).__name__} has masks of its own, which are not supported")
     rope = str(language.rotary_emb.rope_type)

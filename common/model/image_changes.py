@@ -143,8 +143,7 @@ def vision_gaps(policy: Policy, batch: Batch) -> Tensor:
     seeing = has_images(batch)
     if not seeing.any():
         return torch.zeros(0)
-    blanked = changed_logprobs(policy, batch, blank)
-    gaps = logprobs_of(policy, batch).double() - blanked.double()
+    gaps = logprobs_of(policy, batch).double() - changed_logprobs(policy, batch, blank).double()
     return batch.per_sample_sum(gaps)[seeing]
 
 

@@ -125,8 +125,7 @@ class DeltaNet(qwen3_5.Qwen3_5GatedDeltaNet):
         x = hidden_states[0]  # (N, H)
         taps = self.conv1d.weight[:, 0].T  # (K, C)
         mixed = attention.linear.convolve(self.slot_layer, self.in_proj_qkv(x), taps)
-        sizes = [self.key_dim, self.key_dim, self.value_dim]
-        q, k, v = F.silu(mixed).split(sizes, dim=-1)
+        q, k, v = F.silu(mixed).split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
         repeats = self.num_v_heads // self.num_k_heads
         q, k = (y.unflatten(-1, (-1, self.head_k_dim)) for y in (q, k))  # (N, Hk, Dk)
         q, k = (y.repeat_interleave(repeats, dim=1) for y in (q, k))  # (N, Hv, Dk)

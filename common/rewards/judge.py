@@ -515,8 +515,7 @@ def order_agreement(rows: list[Prompt], indices: list[int], texts: list[str]) ->
         by_row[index][verdict] += 1
     shares = []
     for index, verdict in zip(indices, verdicts):
-        other = index + 1 if index % 2 == 0 else index - 1  # the pair's other order
-        partner = by_row[other]
+        partner = by_row[index + 1 if index % 2 == 0 else index - 1]  # the pair's other order
         alike = 0 if verdict is None else partner[in_order(verdict, "swapped")]
         shares.append(alike / partner.total())
     return shares
