@@ -141,21 +141,22 @@ def summarise_samples(records: list[dict], count: int) -> dict[str, float]:
             columns.setdefault(f"{name}_mean", []).append(float(record[name]))
         for name, value in record["components"].items():
             columns.setdefault(component_metric(name, "_reward_mean"), []).append(value)
-    metrics = {}
-    for name, values in sorted(columns.items()):
-        metrics[f"eval/{name}"] = sum(values) / len(values)
-        prefix = name.removesuffix("accuracy_reward_mean")
-        if count > 1 and (prefix == "" or prefix.endswith("/")):
-            metrics[f"eval/{prefix}pass@{count}"] = solved_share(records, f"{prefix}accuracy")
-    if count > 1:
-        if not any(name.endswith(f"pass@{count}") for name in metrics):
-            distributed.say_once(
-                f"no pass@{count}, which needs to know right answers: a reward function says which are "
-                'by {"reward": [...], "accuracy": [...]}, where a right one has 1'
-            )
-        for k, rate in vote_rates(records).items():
-            metrics[f"eval/votes@{k}"] = rate
-    return metrics
+    metrics = {
+        f"eval/{name}": sum(column) / len(column) for name, column in sorted(columns.items())
+    }
+    if count == 1:
+        return metrics
+    components = {name for record in records for name in record["components"]}
+    solvable = [name for name in components if name.rpartition("/")[2] == "accuracy"]
+    for name in solvable:
+        source = name.removesuffix("accuracy")
+        metrics[f"eval/{source}pass@{count}"] = solved_share(records, name)
+    if not solvable:
+        distributed.say_once(
+            f"no pass@{count}, which needs to know right answers: a reward function says which are by "
+            '{"reward": [...], "accuracy": [...]}, where a right one has 1'
+        )
+    return metrics | {f"eval/votes@{k}": rate for k, rate in vote_rates(records).items()}
 
 
 def component_metric(name: str, ending: str) -> str:

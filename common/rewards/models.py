@@ -255,9 +255,7 @@ class JudgeModel(RewardModel):
         self.settings = JudgeSettings.of(self.processor)
         self.kind = self.settings.question_to_ask(self.args.grm_question)
         self.verdicts = self.settings.verdicts(self.kind)
-        values = [WORTH.get(verdict) for verdict in self.verdicts]
-        if self.kind == "score":
-            values = list(map(float, self.verdicts))
+        values = [WORTH[v] if v in WORTH else float(v) for v in self.verdicts]
         worth = torch.tensor([values], dtype=torch.float64)
         # (orders, verdicts); in the swapped order the response is B
         self.worth = torch.cat([worth, 1 - worth]) if self.kind == "answers" else worth

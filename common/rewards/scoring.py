@@ -301,9 +301,12 @@ class RewardMix:
         judged = zip(used, turn_texts(batch, used, processor))
         texts = [finished_text(batch, i, turns[-1]) for i, turns in judged]
         shares = order_agreement(batch.prompts, batch.prompt_index[used].tolist(), texts)
-        columns["consistency"] = join_columns([(used, {"": shares})], len(batch))[""]
-        gain = self.args.consistency_coef * columns["accuracy"] * columns["consistency"]
-        columns["reward"] += ACCURACY * gain
+        consistency = torch.full_like(columns["reward"], math.nan)
+        consistency[used] = torch.tensor(shares, dtype=torch.float64)
+        columns["consistency"] = consistency
+        columns["reward"] += (
+            ACCURACY * self.args.consistency_coef * columns["accuracy"] * consistency
+        )
 
     def combine(self, combiner: Callable, rewards: dict[str, Tensor]) -> Tensor:
         """(S,) what --reward_combiner makes of the sources' rewards. Raises UserError on every rank."""
