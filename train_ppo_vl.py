@@ -1184,8 +1184,8 @@ def rollout(
         batch = envs.open(batch, mine, samples_per_prompt)
     with torch.no_grad(), fsdp.unsharded(actor):
         vlm.compute_features(actor.model, batch)
-        shared = packs.share_features(actor.model, batch)
         ours = batch.own_prompts(actor.model.setup.team.size)
+        shared = packs.share_features(actor.model, batch, ours)
         engine = RolloutEngine(actor, shared, sampling, ours, samples_per_prompt, envs, beginnings)
         bare = fsdp.bare_forwards(vlm.decoder(actor.model))
         with torch.inference_mode(), bare:

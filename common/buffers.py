@@ -227,10 +227,7 @@ class Batch:
 
     def own_prompts(self, team: int = 1) -> list[int]:
         """Indices of the prompts that this rank, or its team of so many, samples responses to."""
-        return self.prompts_of(dist.get_rank(), team)
-
-    def prompts_of(self, rank: int, team: int) -> list[int]:
-        ours = rank // team
+        ours = dist.get_rank() // team
         owned = [g for g, owner in enumerate(self.owners) if owner // team == ours]
         return [g for g in owned if g not in self.dropped]
 

@@ -50,9 +50,9 @@ class Team:
         """(..., n) -> (..., size * n), the same on every rank in every bit."""
         if self.size == 1:
             return x
-        joined = x.new_empty(self.size * len(x), *x.shape[1:])  # one after the other
-        all_gather(joined, x.contiguous(), group=self.group)
-        return joined.unflatten(0, (self.size, -1)).movedim(0, -2).flatten(-2)
+        joined = x.new_empty(self.size, *x.shape)
+        all_gather(joined, x[None].contiguous(), group=self.group)
+        return joined.movedim(0, -2).flatten(-2)
 
     def agree(self, x: Tensor) -> Tensor:
         """What the first rank has, in place: rounding must not lead them to different tokens."""
@@ -61,7 +61,7 @@ class Team:
         return x
 
     def gather_objects(self, value: Any) -> list:
-        """As `gather_objects`, from the team."""
+        """What each of the team has: numbers, text, tensors on the CPU."""
         gathered = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(gathered, value, group=self.group)
@@ -181,11 +181,9 @@ def warm_up(ranks: Ranks, size: int) -> None:
         reduce_scatter(shard, whole, group=group)
         dist.all_reduce(shard, group=group)
     team = ranks.team
-    if team.size == 1:
-        return
-    for count in (-(-size // 4 // team.size), 1):
-        numbers = torch.zeros(1, count, device=ranks.device)
-        team.agree(team.join(team.sum(numbers)))
+    if team.size > 1:
+        for count in (size // 4 // team.size, 1):
+            team.agree(team.join(team.sum(torch.zeros(count, device=ranks.device))))
 
 
 def world_size() -> int:
@@ -205,12 +203,8 @@ def say_once(text: str) -> None:
 
 
 def gather_objects(value: Any) -> list:
-    """Gather one value from every rank: numbers, text, tensors on the CPU."""
-    if world_size() == 1:
-        return [value]
-    gathered = [None] * world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
+    """What each of all ranks has."""
+    return Team(world_size()).gather_objects(value)
 
 
 def from_main(value: Any) -> Any:

@@ -50,7 +50,7 @@ class Episode:
     key: Key
     prompt: Prompt  # with the first observation, if there is one
     conversation: Conversation
-    env: Any = None  # the user's object, once it is made
+    env: Any = None  # the user's object, once it is made; that of a teammate's sample is there
     call: Call = field(init=False)  # the last one
     response: Response = Response(EMPTY, EMPTY, False)  # the own tokens of all finished turns
     # what the policy reads next: the first observation, unless it stands in the prompt, or a reply
@@ -62,7 +62,6 @@ class Episode:
     length: int = 0  # tokens of the stream
     position: int = 0  # after its last token
     own_tokens: int = 0  # of them the policy's own
-    is_ours: bool = True  # False: a copy of a teammate's, whose environment is there
 
     def extend(self, ids: Tensor, positions: Tensor, is_own: bool) -> None:
         """Add a turn or a reply (n,); its rotary positions (3, n) begin at 0."""
@@ -203,9 +202,8 @@ class EnvRollout:
 
     def copy_teammates(self) -> None:
         """Add the episodes of the team's other ranks, which decode together with ours."""
-        copies = [replace(each, env=None, is_ours=False) for each in self.episodes.values()]
-        for copied in itertools.chain(*self.team.gather_objects(copies)):
-            self.episodes.setdefault(copied.key, copied)
+        copies = {key: replace(each, env=None) for key, each in self.episodes.items()}
+        self.episodes = dict(ChainMap(self.episodes, *self.team.gather_objects(copies)))
 
     def share_opening(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
         """The prompt with the first observation that all its samples share."""
@@ -259,7 +257,7 @@ class EnvRollout:
             self.end(episode, "error" if episode.conversation.error else "token_limit")
             return False
         (text,) = self.processor.decode([response.tokens[episode.own_tokens :]])
-        if episode.is_ours:
+        if episode.env is not None:
             self.submit(episode, self.step, episode, text, by_string)
         self.waiting[key] = episode
         return True
@@ -277,23 +275,19 @@ class EnvRollout:
 
     def poll(self, wait: bool) -> list[Episode]:
         """The episodes whose environments have answered since the last call: with a reply that the
-        policy is to read, or without one and ended. ``wait`` until there is one. All ranks of a
-        team are told the same."""
-        while True:
-            ours = {each.call: each for each in self.waiting.values() if each.is_ours}
-            if wait:
-                concurrent.futures.wait(ours, 0.1, concurrent.futures.FIRST_COMPLETED)
-            self.workers.give_up_late()
-            told = []
-            for call, episode in ours.items():
-                if call.done():
-                    self.take_reply(episode)
-                    told.append((episode.key, episode.reply, episode.response))
-            told = list(itertools.chain(*self.team.gather_objects(told)))
-            if told or not wait:
-                break
+        policy is to read, or without one and ended. ``wait`` a moment for one. All ranks of a team
+        are told the same."""
+        ours = {each.call: each for each in self.waiting.values() if each.env is not None}
+        if wait:
+            concurrent.futures.wait(ours, 0.1, concurrent.futures.FIRST_COMPLETED)
+        self.workers.give_up_late()
+        told = []
+        for call, episode in ours.items():
+            if call.done():
+                self.take_reply(episode)
+                told.append((episode.key, episode.reply, episode.response))
         answered = []
-        for key, reply, response in told:
+        for key, reply, response in itertools.chain(*self.team.gather_objects(told)):
             episode = self.waiting.pop(key)
             episode.reply, episode.response = reply, response
             answered.append(episode)
@@ -343,10 +337,8 @@ class EnvRollout:
         """A sample is over: let its environment go, unless it is still busy with a late call."""
         episode.conversation.ended = ended
         episode.response = episode.response._replace(truncated=ended.endswith("_limit"))
-        if not episode.is_ours:
-            return
-        is_busy = isinstance(episode.call.exception(), LateError)
-        if callable(getattr(episode.env, "close", None)) and not is_busy:
+        can_close = callable(getattr(episode.env, "close", None))
+        if can_close and not isinstance(episode.call.exception(), LateError):
             self.submit(episode, episode.env.close)
             self.closing.append(episode)
 

@@ -182,12 +182,11 @@ def exchange_features(
     return {key: piece.view(shape) for (key, shape), piece in zip(arriving, pieces)}
 
 
-def share_features(model: Model, batch: Batch) -> Batch:
-    """The batch with the image features of all prompts of this rank's team. A collective."""
-    size = model.setup.team.size
-    if size == 1:
+def share_features(model: Model, batch: Batch, ours: list[int]) -> Batch:
+    """The batch with the image features of the prompts ``ours``, of this rank's team. A collective."""
+    if model.setup.team.size == 1:
         return batch
-    needed = [set(batch.prompts_of(rank, size)) for rank in range(dist.get_world_size())]
+    needed = distributed.gather_objects(set(ours))
     return replace(batch, features=exchange_features(batch.features, needed, model.setup.dtype))
 
 
