@@ -2263,7 +2263,6 @@ class RolloutEngine:
         logits = logprobs.logits_fp32(
             hidden,
             self.model.lm_head.weight,
-            join=self.setup.team.join,
             softcap=vlm.softcap(self.model),
             **sampling.logits_options(step),
         )

@@ -46,14 +46,6 @@ class Team:
         dist.all_reduce(x, group=self.group)
         return x
 
-    def join(self, x: Tensor) -> Tensor:
-        """(..., n) -> (..., size * n), the same on every rank in every bit."""
-        if self.size == 1:
-            return x
-        joined = x.new_empty(self.size, *x.shape)
-        all_gather(joined, x[None].contiguous(), group=self.group)
-        return joined.movedim(0, -2).flatten(-2)
-
     def agree(self, x: Tensor) -> Tensor:
         """What the first rank has, in place: rounding must not lead them to different tokens."""
         if self.size > 1:
@@ -182,8 +174,8 @@ def warm_up(ranks: Ranks, size: int) -> None:
         dist.all_reduce(shard, group=group)
     team = ranks.team
     if team.size > 1:
-        for count in (size // 4 // team.size, 1):
-            team.agree(team.join(team.sum(torch.zeros(count, device=ranks.device))))
+        for count in (size // 4, 1):
+            team.agree(team.sum(torch.zeros(count, device=ranks.device)))
 
 
 def world_size() -> int:

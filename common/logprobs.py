@@ -36,7 +36,6 @@ def logits_fp32(
     banned: Tensor | None = None,
     early: Tensor | None = None,
     early_banned: Tensor | None = None,
-    join: Callable[[Tensor], Tensor] = lambda logits: logits,
     softcap: float | None = None,
 ) -> Tensor:
     """(n, H) hidden states -> (n, V) logits of the distribution that is sampled from and trained, in
@@ -49,10 +48,9 @@ def logits_fp32(
             ids; those from V on are -inf as well.
         early: (n,) bool, positions at which the ids ``early_banned`` (k,) are -inf as well: of
             responses that must not end yet.
-        join: makes the logits whole where ``weight`` has some of the ids.
         softcap: the model squeezes its logits into (-softcap, softcap) (Gemma 2, 2408.00118).
     """
-    logits = join(_product(hidden, weight.t()))
+    logits = _product(hidden, weight.t())
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1.0:

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -173,25 +173,18 @@ def fsdp_parts(module: nn.Module) -> list:
 @contextmanager
 def unsharded(module: vlm.Wrapper):
     """Gather all weights once; inside, forwards run no collective, so ranks may do different
-    amounts of work. In a team, each rank has its pieces of the decoder, and its ranks work alike."""
-    parts = fsdp_parts(module)
-    # a first unshard() would otherwise initialise each part as a root
+    amounts of work. In a team, each rank has its pieces of the layers, and its ranks work alike."""
+    parts, team = fsdp_parts(module), module.model.setup.team
+    layers = set(vlm.decoder(module.model).layers.modules())
+    # a first unshard() below would otherwise initialise each part as a root
     parts[0]._get_fsdp_state()._lazy_init()
-    in_team = module.model.setup.team.size > 1
-    with unhooked(parts), cut(module.model, parts) if in_team else gathered(parts):
+    with unhooked(parts), ExitStack() as undo:
+        for part in parts:  # one after the other: what is gathered exists twice until it is in place
+            part.unshard()
+            undo.callback(part.reshard)
+            if team.size > 1 and part in layers:
+                cut(part, team, undo)
         yield
-
-
-@contextmanager
-def gathered(parts: list):
-    """Inside, the weights of ``parts`` are whole."""
-    for part in parts:  # one after the other: what is gathered exists twice until it is in place
-        part.unshard()
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.reshard()
 
 
 @contextmanager

@@ -107,12 +107,12 @@ def gathered_bytes(module: Wrapper) -> tuple[int, int, int]:
 
 
 def decoding_bytes(module: Wrapper, ranks: int) -> int:
-    """Gathered weights in a rollout: all of them, or where ``ranks`` share them the pieces of one, while
-    the last layer is gathered."""
+    """Gathered weights in a rollout: all of them, or where ``ranks`` share the layers the pieces of one,
+    while the last layer is gathered."""
     root, layer, layers = gathered_bytes(module)
     if ranks == 1:
         return root + layers
-    return max(root, layer) + piece_bytes(module.model, ranks)
+    return root + layer + piece_bytes(module.model, ranks)
 
 
 def layer_activations(module: Wrapper, keys: float = 1.0, index: int = -1) -> float:

@@ -6,26 +6,33 @@ MLP. transformers' own modules compute it; two sums per layer over the team make
 FSDP gathers one layer after the other, as for training, and each rank keeps its piece of each
 (`cut`): a team may have any size that divides the heads, however the weights are sharded in training.
 
+Embeddings and head are whole on every rank. They are gathered so in any case, before the layers; and
+to gather the logits of pieces of the head would take about as long as to compute all of them.
+
 Shapes: E experts, I their inner numbers, H hidden size.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from common.distributed import Team
 from common.model.vlm import Model, decoder
 from common.process import UserError
 
-# What is cut of the layers and at both ends, by the names of modules: of each of its parameters the
-# dimension. Whatever else a decoder has is whole on every rank: norms, routers, linear attention.
+# What is cut of a layer, by the names of modules: of each of its parameters the dimension. Whatever
+# else a layer has is whole on every rank: norms, routers, linear attention.
 OUTPUTS = {"weight": 0, "bias": 0, "lora_B": 0}
 INPUTS = {"weight": 1, "lora_A": 1}
-READ = {  # a rank's outputs are read by its piece of the next product
+SUMMED = {  # the outputs of all ranks are terms of a sum
+    "o_proj": INPUTS,
+    "down_proj": INPUTS,
+    "experts": {"gate_up_proj": 1, "down_proj": 2},  # (E, 2 I, H), (E, H, I)
+}
+CUTS = SUMMED | {
     "q_proj": OUTPUTS,
     "k_proj": OUTPUTS,
     "v_proj": OUTPUTS,
@@ -33,19 +40,8 @@ READ = {  # a rank's outputs are read by its piece of the next product
     "up_proj": OUTPUTS,
     "gate_up_proj": OUTPUTS,
 }
-SUMMED = {  # the outputs of all ranks are terms of a sum
-    "o_proj": INPUTS,
-    "down_proj": INPUTS,
-    "experts": {"gate_up_proj": 1, "down_proj": 2},  # (E, 2 I, H), (E, H, I)
-}
-JOINED = {  # the outputs of all ranks stand side by side
-    "embed_tokens": INPUTS,  # (V, H)
-    "embed_tokens_per_layer": INPUTS,
-    "lm_head": OUTPUTS,
-}
-CUTS = READ | SUMMED | JOINED
 KEYS = {"k_proj", "v_proj"}  # which may be values as well, or another layer's
-# What a module of a layer may have of these, besides keys: all that makes one computation.
+# What a module may have of these, besides keys: all that makes one computation.
 TOGETHER = (
     set(),
     {"q_proj", "o_proj"},
@@ -55,21 +51,17 @@ TOGETHER = (
 )
 
 
-# -------------------------------------------------------------------------------------------------
-# Pieces
-# -------------------------------------------------------------------------------------------------
-
-
-def places(model: Model) -> dict[nn.Module, tuple[str, int]]:
-    """Of each module of decoder and head its name in the module around it, and how many numbers stay
+def places(layer: nn.Module) -> dict[nn.Module, tuple[str, int]]:
+    """Of a layer and each module in it the name in the module around it, and how many numbers stay
     together in what is cut of it: those of a head. Raises UserError: a module has only part of what
     is cut together, the rest by other names."""
-    placed: dict[nn.Module, tuple[str, int]] = {}
-    for path, outer in (("", model), *decoder(model).named_modules()):
-        parts = outer._modules.keys() & (READ | SUMMED).keys()
+    placed = {layer: ("", 1)}
+    for path, outer in layer.named_modules():
+        parts = outer._modules.keys() & CUTS.keys()
         if parts - KEYS not in TOGETHER:
             raise UserError(
-                f"--rollout_shards: {path} has {', '.join(sorted(parts))} alone, so ranks cannot share it"
+                f"--rollout_shards: {path} of a layer has {', '.join(sorted(parts))} alone, so ranks "
+                "cannot share it"
             )
         for name, part in outer.named_children():
             # the experts' kernel reads 16 bytes at a time
@@ -84,8 +76,6 @@ def piece_of(value: Tensor, module: str, unit: int, kind: str, team: Team) -> Te
     if dim is None:
         is_term = module in SUMMED and kind == "bias"
         return value / size if is_term else value.clone()
-    if module == "lm_head":  # with rows for ids that do not exist, and are banned
-        value = F.pad(value, (0, 0, 0, -len(value) % size))
     # all gates, then what they open: of each a piece
     value = value.unflatten(dim, (2 if "gate_up_proj" in (module, kind) else 1, -1))
     numbers, least = value.shape[dim + 1], size * unit
@@ -100,56 +90,44 @@ def piece_of(value: Tensor, module: str, unit: int, kind: str, team: Team) -> Te
 
 
 def piece_bytes(model: Model, ranks: int) -> int:
-    """Of a rank's pieces of decoder and head where so many ranks share them, in the compute type;
-    counted on meta. Raises UserError: they cannot."""
+    """Of a rank's pieces of all layers where so many ranks share them, in the compute type; counted on
+    meta. Raises UserError: they cannot."""
     numbers = 0
-    for owner, place in places(model).items():
-        for kind, value in owner.named_parameters(recurse=False):
-            numbers += piece_of(value.to("meta"), *place, kind, Team(ranks)).numel()
+    for layer in decoder(model).layers:
+        for owner, place in places(layer).items():
+            for kind, value in owner.named_parameters(recurse=False):
+                numbers += piece_of(value.to("meta"), *place, kind, Team(ranks)).numel()
     return numbers * model.setup.dtype.itemsize
 
 
-# -------------------------------------------------------------------------------------------------
-# A model of pieces
-# -------------------------------------------------------------------------------------------------
+class Sharded(FSDPModule, nn.Module):
+    """What FSDP makes of a module."""
 
 
-@contextmanager
-def cut(model: Model, parts: list) -> Iterator[None]:
-    """Inside, the weights of ``parts``, which FSDP gathers one by one, are this rank's pieces, and
-    their outputs are summed or joined over the team. A collective."""
-    team, placed = model.setup.team, places(model)
+def cut(layer: Sharded, team: Team, undo: ExitStack) -> None:
+    """Until ``undo``, this rank has its pieces of what FSDP has gathered of a layer, whose outputs are
+    sums over the team."""
+    placed = places(layer)
+    weights = [
+        (owner, kind, weight)
+        for owner in layer.modules()
+        for kind, weight in owner.named_parameters(recurse=False)
+        if not isinstance(weight, DTensor)  # FSDP gathers it with a part of the layer
+    ]
+    pieces = [piece_of(weight, *placed[owner], kind, team) for owner, kind, weight in weights]
+    layer.reshard()
+    for (owner, kind, _), piece in zip(weights, pieces):
+        undo.callback(setattr, owner, kind, getattr(owner, kind))
+        setattr(owner, kind, nn.Parameter(piece, requires_grad=False))
 
-    def make_whole(owner: nn.Module, _, out: Tensor) -> Tensor:
-        if placed[owner][0] in SUMMED:
-            return team.sum(out)
-        # of a head, without ids that do not exist
-        return team.join(out)[..., : getattr(owner, "out_features", None)]
+    def sum_outputs(_, __, out: Tensor) -> Tensor:
+        return team.sum(out)
 
-    with ExitStack() as undo:
-        for part in reversed(parts):  # inner ones first: what is a shard still is gathered with it
-            part.reshard()  # a forward may have left it gathered
-            shards = [
-                (owner, kind, parameter)
-                for owner in part.modules()
-                for kind, parameter in owner.named_parameters(recurse=False)
-                if isinstance(parameter, DTensor)
-            ]
-            part.unshard()
-            pieces = [
-                piece_of(getattr(owner, kind), *placed.get(owner, ("", 1)), kind, team)
-                for owner, kind, _ in shards
-            ]
-            part.reshard()
-            for (owner, kind, shard), piece in zip(shards, pieces):
-                undo.callback(setattr, owner, kind, shard)
-                setattr(owner, kind, nn.Parameter(piece, requires_grad=False))
-        for owner, (name, _) in placed.items():
-            if name in SUMMED | JOINED:
-                undo.callback(owner.register_forward_hook(make_whole).remove)
-            groups = getattr(owner, "num_key_value_groups", None)
-            if groups:  # transformers' own attention repeats each key head so often
-                undo.callback(setattr, owner, "num_key_value_groups", groups)
-                inputs = owner.get_parameter("o_proj.weight").shape[1]
-                owner.num_key_value_groups = min(groups, inputs // getattr(owner, "head_dim", 1))
-        yield
+    for owner, (name, _) in placed.items():
+        if name in SUMMED:
+            undo.callback(owner.register_forward_hook(sum_outputs).remove)
+        groups = getattr(owner, "num_key_value_groups", None)
+        if groups:  # transformers' own attention repeats each key head so often
+            undo.callback(setattr, owner, "num_key_value_groups", groups)
+            inputs = owner.get_parameter("o_proj.weight").shape[1]
+            owner.num_key_value_groups = min(groups, inputs // getattr(owner, "head_dim", 1))

@@ -76,11 +76,12 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
         assert spoken[0] == spoken[1]
     (whole, heads), (pieces, fewer) = held
     assert whole == planned
-    assert pieces == teams.piece_bytes(env.actor.model, size) < whole
+    root, _, layers = memory.gathered_bytes(env.actor)
+    pieces -= root
+    assert pieces == teams.piece_bytes(env.actor.model, size) < layers
     text = env.actor.model.config.get_text_config()
     if not text.to_dict().get("linear_num_key_heads"):  # whose layers are whole
-        # a tied head is there twice, cut each way
-        assert pieces < 1.5 * whole / size
+        assert pieces < 1.5 * layers / size
     assert fewer == -(-heads // size)
     layers = vlm.layers(env.actor.model)
     assert all(isinstance(p, DTensor) for layer in layers for p in layer.parameters())
@@ -195,7 +196,7 @@ def test_what_cannot_be_shared_is_refused(qwen25, picture_rows, monkeypatch):
     with user_error("--rollout_shards 8 must divide the 4 parts of q_proj, of 16 numbers each"):
         teams.piece_bytes(env.actor.model, 8)
     del vlm.decoder(env.actor.model).layers[0].self_attn.q_proj  # as where products are joined
-    with user_error("--rollout_shards: layers.0.self_attn has k_proj, o_proj, v_proj alone"):
+    with user_error("--rollout_shards: self_attn of a layer has k_proj, o_proj, v_proj alone"):
         teams.piece_bytes(env.actor.model, 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with user_error("--rollout_shards 3 must divide the ranks of a machine, 8"):
