@@ -320,7 +320,9 @@ def test_every_group_is_warmed_up_by_every_collective(tmp_path):
     assert all(call in two for call in of(2))
     assert all(call in two for call in of(1))
     # of a layer, and of one number
-    assert team[3:] == [[name, 2, n] for n in (1000, 1) for name in ("all_reduce", "broadcast")]
+    for count in (1000, 1):
+        assert ["all_reduce", 2, count] in team[3:]
+        assert ["broadcast", 2, count] in team[3:]
 
 
 def test_the_smallest_team_that_fits_is_named(qwen25, picture_rows):
