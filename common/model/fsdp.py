@@ -179,7 +179,9 @@ def unsharded(module: vlm.Wrapper):
     # a first unshard() below would otherwise initialise each part as a root
     parts[0]._get_fsdp_state()._lazy_init()
     with unhooked(parts), ExitStack() as undo:
-        for part in parts:  # one after the other: what is gathered exists twice until it is in place
+        for (
+            part
+        ) in parts:  # one after the other: what is gathered exists twice until it is in place
             part.unshard()
             undo.callback(part.reshard)
             if team.size > 1 and part in layers:
