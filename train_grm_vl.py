@@ -395,7 +395,7 @@ def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.Mem
         ),
     )
     if rows.held_out:
-        prefill = batch * prompt * memory.layer_activations(judge)
+        prefill = batch * prompt * max(memory.activations(judge))
         plan.fixed["evaluate"] = partial(plan.decoding, "judge", length, batch, prefill=prefill)
     return plan
 

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common import distributed
 from common.logging import Metrics
 from common.model.attention import LARGEST_HEAD, SlotCache, head_dim, layer_configs
-from common.model.linear_attention import activation_bytes
+from common.model.linear_attention import DeltaNet, activation_bytes
 from common.model.teams import piece_bytes
 from common.model.vlm import Wrapper, decoder, experts_per_token, routers, tower_parameters
 
@@ -115,19 +115,22 @@ def decoding_bytes(module: Wrapper, ranks: int) -> int:
     return root + layer + piece_bytes(module.model, ranks)
 
 
-def layer_activations(module: Wrapper, keys: float = 1.0, index: int = -1) -> float:
-    """Bytes per token that a decoder layer keeps for its backward: of every norm its input in
-    float32 and its output before the scale (less on a GPU, where a norm is one kernel); what the
-    products read; queries, keys, values and output of the attention, or what linear attention
-    keeps if that is more; four tensors of the MLP
-    (gate, its activation, up, their product), in MoE for each expert of the token, with its input,
-    and where a layer has inputs of its own the same four of these.
-    ``keys``: that are gathered for each token of a pack, as responses attend to their prompts too;
-    sdpa on a GPU repeats them for each query head.
-    """
-    text, layer = module.model.config.get_text_config(), decoder(module.model).layers[index]
-    width = module.model.setup.dtype.itemsize
-    config = layer_configs(text)[index]
+def activations(module: Wrapper, keys: float = 1.0) -> list[float]:
+    """Of each decoder layer the bytes per token that it keeps for its backward. ``keys``: that are
+    gathered for each token of a pack, as responses attend to their prompts too; sdpa on a GPU
+    repeats them for each query head."""
+    configs = layer_configs(module.model.config.get_text_config())
+    layers = zip(decoder(module.model).layers, configs)
+    return [layer_activations(module, layer, config, keys) for layer, config in layers]
+
+
+def layer_activations(module: Wrapper, layer: nn.Module, config, keys: float) -> float:
+    """Of one of them: of every norm its input in float32 and its output before the scale (less on a
+    GPU, where a norm is one kernel); what the products read; queries, keys, values and output of the
+    attention, or what linear attention keeps; four tensors of the MLP (gate, its activation, up,
+    their product), in MoE for each expert of the token, with its input, and where a layer has inputs
+    of its own the same four of these."""
+    text, width = module.model.config.get_text_config(), module.model.setup.dtype.itemsize
     queries, kv_heads = config.num_attention_heads, config.num_key_value_heads
     repeats = {"q_norm": queries, "k_norm": kv_heads}  # one scale for all heads
     norms = gates = experts = 0
@@ -144,7 +147,9 @@ def layer_activations(module: Wrapper, keys: float = 1.0, index: int = -1) -> fl
     if head_dim(config) > LARGEST_HEAD:
         kv_heads = queries
     heads = queries + keys * kv_heads
-    mixing = max(2 * width * head_dim(config) * heads, activation_bytes(text, width))
+    mixing = 2 * width * head_dim(config) * heads
+    if any(isinstance(part, DeltaNet) for part in layer.children()):
+        mixing = activation_bytes(text, width)
     products = width * ((2 + experts) * text.hidden_size + 4 * inner)
     return (4 + width) * norms + mixing + products
 
@@ -159,7 +164,7 @@ def logits_bytes(module: Wrapper, tokens: int) -> int:
 def forward_bytes(module: Wrapper, tokens: int) -> float:
     """What a forward without gradients needs besides gathered weights and cache: for a layer of a
     pack, or for the logits of so many tokens."""
-    pack = module.model.setup.max_tokens_per_pack * layer_activations(module)
+    pack = module.model.setup.max_tokens_per_pack * max(activations(module))
     return max(pack, logits_bytes(module, tokens))
 
 
@@ -186,23 +191,24 @@ def backward_bytes(
     the forward keeps, and the larger of what the backward adds to it: at the head, chunks of logits
     and the weight's gradient in float32; in a layer, the activations computed again, gradients of
     them, and those of two layers' weights before they are reduced, in the compute type and in
-    float32. ``keys``: see `layer_activations`.
+    float32. ``keys``: see `activations`.
     """
     model = module.model
     layers = decoder(model).layers
     width = model.setup.dtype.itemsize
     text = model.config.get_text_config()
-    activations = [tokens * layer_activations(module, keys, k) for k in range(len(layers))]
+    kept = activations(module, keys)
     hidden = tokens * text.hidden_size
     inputs = tokens * len(layers) * getattr(text, "hidden_size_per_layer_input", 0)
     # embeddings, with images, and the last norm; inputs of all layers, their norm and gradient
     saved = (hidden + inputs) * (4 + 4 * width)
-    saved += len(layers) * width * hidden if recompute else sum(activations)
+    saved += len(layers) * width * hidden if recompute else tokens * sum(kept)
 
     head = count_trained([model.lm_head.weight]) if hasattr(model, "lm_head") else 0
     at_head = logits_bytes(module, model.setup.head_chunk) + 4 * head
     largest = max(count_trained(layer.parameters()) for layer in layers)
-    in_layer = max(activations) // 3 + 2 * largest * (4 + width) + width * head
+    at_once = tokens * max(kept)
+    in_layer = at_once // 3 + 2 * largest * (4 + width) + width * head
     if recompute:
-        in_layer += max(activations)
+        in_layer += at_once
     return {"activations": saved, "backward": max(at_head, in_layer)}
