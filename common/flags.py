@@ -233,6 +233,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(message)
 
+    def exit(self, status: int = 0, message: str | None = None):
+        """Called by argparse for --help: another SystemExit would be taken for a user's program's."""
+        raise Exit(status)
+
     def parse_args(self, argv: list[str] | None = None) -> argparse.Namespace:
         values, rest = self.parse_known_args(argv)
         if not rest:
