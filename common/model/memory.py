@@ -18,7 +18,7 @@ from common.model.linear_attention import DeltaNet, activation_bytes
 from common.model.teams import piece_bytes
 from common.model.vlm import Wrapper, decoder, experts_per_token, routers, tower_parameters
 
-MARGIN = 2 * 2**30  # bytes of a GPU, the least that is kept free
+MARGIN = 2 * 2**30  # bytes of a GPU, the least that is by_layer free
 # dense bfloat16, from data sheets
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
@@ -197,17 +197,17 @@ def backward_bytes(
     layers = decoder(model).layers
     width = model.setup.dtype.itemsize
     text = model.config.get_text_config()
-    kept = activations(module, keys)
+    by_layer = activations(module, keys)
     hidden = tokens * text.hidden_size
     inputs = tokens * len(layers) * getattr(text, "hidden_size_per_layer_input", 0)
     # embeddings, with images, and the last norm; inputs of all layers, their norm and gradient
     saved = (hidden + inputs) * (4 + 4 * width)
-    saved += len(layers) * width * hidden if recompute else tokens * sum(kept)
+    saved += len(layers) * width * hidden if recompute else tokens * sum(by_layer)
 
     head = count_trained([model.lm_head.weight]) if hasattr(model, "lm_head") else 0
     at_head = logits_bytes(module, model.setup.head_chunk) + 4 * head
     largest = max(count_trained(layer.parameters()) for layer in layers)
-    at_once = tokens * max(kept)
+    at_once = tokens * max(by_layer)
     in_layer = at_once // 3 + 2 * largest * (4 + width) + width * head
     if recompute:
         in_layer += at_once
