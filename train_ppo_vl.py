@@ -1175,7 +1175,7 @@ def rollout(
     Args:
         beginnings: at most --max_new_tokens tokens, and their log-probs, NaN for tokens that are
             `Batch.foreign`. The policy continues as if it had drawn them, unless the last one is an
-            end token. All ranks of a team pass the same.
+            end token. In a conversation they are in its first turn. All ranks of a team pass the same.
     """
     actor.eval()
     mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}

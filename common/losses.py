@@ -118,7 +118,9 @@ def gae_estimate(x: AdvantageInputs) -> AdvantagesAndReturns:
 
 def bi_level_gae(x: AdvantageInputs) -> AdvantagesAndReturns:
     """GAE over turns, from the value of the last token of each, with a discount of its own; and within
-    a turn over its tokens, the last of which gets the advantage of the turn (VAGEN, Wang et al. 2025)."""
+    a turn over its tokens, the last of which gets the advantage of the turn (VAGEN, Wang et al. 2025).
+
+    What a turn earns before its last token (a KL, spans) is seen by the tokens of that turn alone."""
     ends = x.turn_ends
     _, targets = gae(x.token_rewards[ends], x.values[ends], x.turns, x.turn_gamma, x.gae_lambda)
     rewards = x.token_rewards.masked_scatter(ends, targets)

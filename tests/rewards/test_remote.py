@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import reward_server
 import train_ppo_vl as ppo
 from common.data import images as vlm_images
 from common.data.coordinates import Place
@@ -113,6 +114,18 @@ def test_a_request_holds_all_samples_of_a_prompt(server):
         assert scored["reward"] == [1.0] * 6
         asked = sorted(server.batches, key=lambda part: part["responses"])
         assert [part["groups"] for part in asked] == expected
+
+
+def test_a_server_may_reward_spans(server, monkeypatch):
+    spans = [[[1, 0.5], [2, 0.25]], []]
+    answer = {"rewards": [1.0, 0.0], "spans": spans}
+    monkeypatch.setattr(reward_server, "score", lambda batch: answer)
+    source = load_source(server.url("exact"), RewardArgs())
+    columns = score_samples(source, reward_samples(["ab", "c"], groups=[0, 0]), RewardArgs())
+    assert columns == {"reward": [1.75, 0.0], "spans": [0.75, 0.0]}
+    answer["spans"] = [[[3, 0.5]], []]
+    with user_error(r"spans must be lists of \(end, reward\), with ends in the response"):
+        score_samples(source, reward_samples(["ab", "c"], groups=[0, 0]), RewardArgs())
 
 
 def test_places_arrive_as_objects(server):
