@@ -18,7 +18,7 @@ from common.model.linear_attention import DeltaNet, activation_bytes
 from common.model.teams import piece_bytes
 from common.model.vlm import Wrapper, decoder, experts_per_token, routers, tower_parameters
 
-MARGIN = 2 * 2**30  # bytes of a GPU, the least that is by_layer free
+MARGIN = 2 * 2**30  # bytes of a GPU, the least that is kept free
 # dense bfloat16, from data sheets
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
