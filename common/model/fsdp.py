@@ -204,7 +204,9 @@ def unhooked(parts: list):
         yield
     finally:
         for part, pre_hooks, hooks in hooked:
-            pre_hooks.update(part._forward_pre_hooks)  # registered inside, as transformers' recorders
+            pre_hooks.update(
+                part._forward_pre_hooks
+            )  # registered inside, as transformers' recorders
             hooks.update(part._forward_hooks)
             part._forward_pre_hooks, part._forward_hooks = pre_hooks, hooks
 
