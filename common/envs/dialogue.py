@@ -10,10 +10,10 @@ done. A waiting slot still decodes, and nothing that it writes survives the repl
 states of linear attention stay as they are, and its cache entries are overwritten.
 """
 
-import concurrent.futures
 import itertools
 from collections import ChainMap
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -110,7 +110,7 @@ class EnvRollout:
         threads = max(1, self.environment.workers)
         self.workers = Workers(threads, self.environment.timeout, "--env_timeout")
         self.episodes: dict[Key, Episode] = {}
-        self.waiting: dict[Key, Episode] = {}  # whose environments have not answered yet
+        self.waiting: dict[Key, Episode] = {}  # for an answer of their environments, which are here
         self.closing: list[Episode] = []
         self.shared_pixels: dict[int, Pixels] = {}  # by prompt, with its own
 
@@ -259,7 +259,7 @@ class EnvRollout:
         (text,) = self.processor.decode([response.tokens[episode.own_tokens :]])
         if episode.env is not None:
             self.submit(episode, self.step, episode, text, by_string)
-        self.waiting[key] = episode
+            self.waiting[key] = episode
         return True
 
     def step(self, episode: Episode, text: str, by_string: bool) -> tuple[Step, Reply | None]:
@@ -277,18 +277,19 @@ class EnvRollout:
         """The episodes whose environments have answered since the last call: with a reply that the
         policy is to read, or without one and ended. ``wait`` a moment for one. All ranks of a team
         are told the same."""
-        ours = {each.call: each for each in self.waiting.values() if each.env is not None}
+        calls = {episode.call: key for key, episode in self.waiting.items()}
         if wait:
-            concurrent.futures.wait(ours, 0.1, concurrent.futures.FIRST_COMPLETED)
+            futures.wait(calls, 0.1, futures.FIRST_COMPLETED)
         self.workers.give_up_late()
         told = []
-        for call, episode in ours.items():
+        for call, key in calls.items():
             if call.done():
+                episode = self.waiting.pop(key)
                 self.take_reply(episode)
-                told.append((episode.key, episode.reply, episode.response))
+                told.append((key, episode.reply, episode.response))
         answered = []
         for key, reply, response in itertools.chain(*self.team.gather_objects(told)):
-            episode = self.waiting.pop(key)
+            episode = self.episodes[key]
             episode.reply, episode.response = reply, response
             answered.append(episode)
         return answered

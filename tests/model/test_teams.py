@@ -191,6 +191,22 @@ def test_a_run_in_teams_is_the_run_of_single_ranks(qwen25, tmp_path):
             assert torch.allclose(part[key], weights[0][key], atol=1e-4)
 
 
+def test_pieces_of_a_product_add_up():
+    """Also where a bias is added on every rank: of two heads, or of six numbers."""
+    product, x = torch.nn.Linear(6, 4), torch.randn(3, 6)
+    for size, unit in ((2, 3), (3, 1)):
+        sums = torch.zeros(3, 4)
+        for rank in range(size):
+            team = distributed.Team(size, rank)
+            weight, bias = (
+                teams.piece_of(value, "o_proj", unit, kind, team)
+                for kind, value in product.named_parameters()
+            )
+            inputs = x.chunk(size, dim=1)[rank]
+            sums += torch.nn.functional.linear(inputs, weight, bias)
+        assert torch.allclose(sums, product(x), atol=1e-6)
+
+
 def test_what_cannot_be_shared_is_refused(qwen25, picture_rows, monkeypatch):
     env = start(qwen25, picture_rows)
     with user_error("--rollout_shards 8 must divide the 4 parts of q_proj, of 16 numbers each"):
