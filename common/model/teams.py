@@ -12,11 +12,11 @@ to gather the logits of pieces of the head would take about as long as to comput
 Shapes: E experts, I their inner numbers, H hidden size.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from common.distributed import Team
@@ -100,8 +100,10 @@ def piece_bytes(model: Model, ranks: int) -> int:
     return numbers * model.setup.dtype.itemsize
 
 
-class Sharded(FSDPModule, nn.Module):
-    """What FSDP makes of a module."""
+class Sharded(nn.Module):
+    """What FSDP makes of a module, as far as it is used here."""
+
+    reshard: Callable
 
 
 def cut(layer: Sharded, team: Team, undo: ExitStack) -> None:
