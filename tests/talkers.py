@@ -45,6 +45,13 @@ class Words(Talk):
     pictures = False
 
 
+class Waiting(Words):
+    """Says nothing before the policy does."""
+
+    def reset(self, row):
+        super().reset(row)
+
+
 class Tool(Talk):
     role = "tool"
 

@@ -469,15 +469,18 @@ def test_samples_of_noisy_images_are_trained_on_the_clean_ones(run, qwen25, task
     assert all(step["train/sampler_gap"] < ROUNDING for step in steps)
 
 
-def test_branches_begin_like_the_first_sample(run):
-    """Up to its most surprising token."""
-    _, steps, batches = run("branch", "--branches 2")
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_branches_begin_like_the_first_sample(run, in_turns):
+    """Up to its most surprising token, in conversations that of the first turn."""
+    more = [OBSERVING.replace("Costly", "Waiting").replace("gigpo", "grpo"), '["a","e","r"]']
+    _, steps, batches = run("branch", "--branches 2", *(more if in_turns else []))
     differ = False
     for batch in batches:
         texts = lists_by_prompt(batch, batch.tokens)
-        for tokens, logps in zip(texts, lists_by_prompt(batch, batch.logprobs)):
+        turns = [parts[0] for parts, k in zip(batch.turns, batch.sample_number) if k == 0]
+        for tokens, logps, turn in zip(texts, lists_by_prompt(batch, batch.logprobs), turns):
             assert len(tokens) == 6
-            cut = int(logps[0].argmin())
+            cut = int(logps[0][: len(turn)].argmin())
             for branch, its_logps in zip(tokens[4:], logps[4:]):
                 assert branch[:cut].tolist() == tokens[0][:cut].tolist()
                 assert torch.equal(its_logps[:cut], logps[0][:cut])
