@@ -46,7 +46,7 @@ class Workers:
     """Threads that run calls in the order of submission.
 
     A call that outlasts ``limit`` seconds ends with a LateError that names the flag ``limit_name``.
-    Its thread goes on for itself, what it returns is ignored, and another takes its place.
+    Its thread runs on, its result is ignored, and another thread takes its place.
     """
 
     threads: int

@@ -107,8 +107,8 @@ def cached_heads(text_config) -> list[tuple[int, int]]:
 
 
 def most_slots(ranks: int) -> int:
-    """Sequences that so many ranks decode together, where --slots is 0. The sums of a team take as long
-    for twice so many."""
+    """Sequences that so many ranks decode together, where --slots is 0. A team's sums take no longer for
+    twice as many."""
     return 256 if ranks == 1 else 512
 
 

@@ -170,9 +170,9 @@ def build_reader(
     head: bool = True,
     shares: bool = True,
 ) -> tuple[Model, Processor]:
-    """The frozen model of another checkpoint, on meta, and its processor, to read rows by themselves:
-    without a vision tower where it may (``shares``) and can read the image features of the ``actor``,
-    to which the given ``processor`` belongs.
+    """The frozen model of another checkpoint, on meta, and the processor with which it reads rows. It
+    has no vision tower if it may (``shares``) and can read the image features of the ``actor``, whose
+    ``processor`` this is.
 
     Raises ValueError: a folder that is no model, or of a family that is not supported.
     """
@@ -390,7 +390,7 @@ UNSUPPORTED = (
 
 
 class Fixed(nn.Module):
-    """Stands for a model below its head: the last hidden states are always the same ones."""
+    """Stands in for a model without its head; its last hidden states are always the same."""
 
     def __init__(self, hidden: Tensor):
         super().__init__()

@@ -97,9 +97,9 @@ def fuse_rotary(theirs: ModuleType) -> None:
 
 
 def agree(theirs: nn.Module, ours: nn.Module) -> bool:
-    """Whether two modules with weights of the same names compute the same of inputs of the size that our
-    first weight takes. In what is drawn here each size of the real weights becomes a small one, the
-    same wherever it occurs."""
+    """Whether two modules with weights of the same names compute the same. Their weights and inputs are
+    drawn at random and small: each size of the real weights is replaced by a small one, the same
+    wherever it occurs."""
     generator = torch.Generator().manual_seed(0)  # the run's own is left alone
     shapes = {name: weight.shape for name, weight in ours.named_parameters()}
     first = next(iter(shapes.values()))
@@ -117,7 +117,7 @@ def agree(theirs: nn.Module, ours: nn.Module) -> bool:
 
 
 def candidates(theirs: Any) -> list[nn.Module]:
-    """Ours that may compute what a module of transformers does, by its parts."""
+    """Modules of ours that may compute what one of transformers does, judging by its parts."""
     weights = dict(theirs.named_parameters())
     is_norm = type(theirs).__name__.endswith("RMSNorm") and weights.keys() == {"weight"}
     if is_norm and theirs.weight.ndim == 1:

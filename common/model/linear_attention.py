@@ -370,7 +370,7 @@ def padded_rule(
 
 
 class SlotStates:
-    """What the sequences being generated need of their tokens so far, in layers without keys:
+    """What decoding needs to know of the tokens so far of each sequence, in layers without keys:
     ``inputs`` (layers, slots, K - 1, C), and ``states`` (layers, slots, Hv, Dk, Dv) in float32.
 
     Mixes one new token for each of the first B slots, all in place and without waiting for the

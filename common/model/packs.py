@@ -243,8 +243,8 @@ def prefill_pack(
 
 @torch.no_grad()
 def run_forward(module: Wrapper, batch: Batch, forward: Callable[[Pack], Tensor]) -> Tensor:
-    """(N,) what ``forward``, pack -> (T,), says of every response token, on every rank; or, of
-    pack -> (k, T), (k, N)."""
+    """(N,) what ``forward`` (a pack -> (T,)) computes for every response token, on every rank; (k, N)
+    if it returns (k, T)."""
     module.eval()
     done = [(pack.flat, forward(pack)) for pack in of_batch(module.model, batch)]
     rest_after_scoring(module)

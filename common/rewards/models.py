@@ -204,7 +204,7 @@ class RewardModel:
             text = text.replace(token, " ")
         return text
 
-    def as_written_here(self, text: str, row: Prompt, places: Sequence) -> str:
+    def in_own_coordinates(self, text: str, row: Prompt, places: Sequence) -> str:
         """A response without markup and, where the row has regions, with boxes and points in this model's
         coordinates. ``places``: the `Place` of each image, as this model sees it."""
         if row.regions is not None:
@@ -312,7 +312,7 @@ class JudgeModel(RewardModel):
         measured = [self.measure(item, count) for item in row.images]
         grids = [grid for grid, _ in measured] + [family.grid(*size) for size in sizes]
         prompt = user_text(row.messages, len(row.images), self.without_markup)
-        responses = [self.as_written_here(answer.text, row, [place for _, place in measured])]
+        responses = [self.in_own_coordinates(answer.text, row, [place for _, place in measured])]
         if self.kind == "answers":
             responses.append(self.without_markup(row.reference))
         ask = self.settings.ask(self.kind, prompt, responses, list(row.images), **further)
@@ -384,7 +384,7 @@ class ScalarModel(RewardModel):
                 row = batch.prompts[index]
                 prompts[index] = make_prompt(self.processor, row.messages, row.images)
         for index, _, text in answers:
-            text = self.as_written_here(text, batch.prompts[index], prompts[index].places)
+            text = self.in_own_coordinates(text, batch.prompts[index], prompts[index].places)
             rest = framed_answer(self.processor, frame, text) + frame.after
             target = self.processor.ids_behind(frame.head, rest).tolist()
             while target and target[-1] == padding:
