@@ -165,6 +165,11 @@ def peak_of(
     return max((size(parts) / GIB, name) for name, parts in plan.phases(tokens, recompute).items())
 
 
+def has_room(plan: MemoryPlan, gib: float, tokens: int, recompute: bool) -> bool:
+    """Whether the peak leaves a share `SPARE` of ``gib`` free."""
+    return peak_of(plan, tokens, recompute)[0] <= (1 - SPARE) * gib
+
+
 def fastest(plan: MemoryPlan, most: int, gib: float) -> str:
     """The flags of the fastest setting that leaves a share `SPARE` of ``gib`` free: without
     recomputation if any pack fits so, and the largest pack of at most ``most`` tokens. Or what else
@@ -172,8 +177,7 @@ def fastest(plan: MemoryPlan, most: int, gib: float) -> str:
     least = -(-plan.least_pack // PACK_UNIT) * PACK_UNIT
     for flag in ("off", "on"):
         for tokens in reversed(range(least, most + 1, PACK_UNIT)):
-            peak, _ = peak_of(plan, tokens, recompute=flag == "on")
-            if peak <= (1 - SPARE) * gib:
+            if has_room(plan, gib, tokens, recompute=flag == "on"):
                 return (
                     f"fastest with {SPARE:.0%} to spare: --gradient_checkpointing {flag} "
                     f"--max_tokens_per_pack {tokens}"
@@ -188,8 +192,7 @@ def least_team(plan: MemoryPlan, gib: float) -> str:
     for size in range(8, 0, -1):  # the smallest has the last word
         plan.args = replace(args, rollout_shards=size)
         with suppress(UserError):  # so many cannot share a layer
-            peak, _ = peak_of(plan, *plan.setting)
-            if plan.shards % size == 0 and peak <= (1 - SPARE) * gib:
+            if plan.shards % size == 0 and has_room(plan, gib, *plan.setting):
                 advice = f"--rollout_shards {size} fits: the smallest that does is the fastest"
     plan.args = args
     return advice
@@ -202,7 +205,7 @@ def require_fit(plan: MemoryPlan, gib: float, needed: Callable) -> str:
     tokens, recompute = plan.setting
     peak, phase = peak_of(plan, tokens, recompute)
     line = f"memory per GPU: {peak:.1f} of {gib:.1f} GiB, in {phase}"
-    if peak <= (1 - SPARE) * gib:
+    if has_room(plan, gib, tokens, recompute):
         smallest = least_team(plan, gib) if plan.args.rollout_shards > 1 else ""
         return "; ".join(filter(None, (line, smallest)))
     advice = least_team(plan, gib) or fastest(plan, tokens, gib)
