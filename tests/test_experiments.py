@@ -215,7 +215,8 @@ def test_forks_are_green(tmp_path):
     outcomes = [line for line in done.stdout.splitlines() if " deselected" in line]
     assert len(outcomes) == len(DIFFS) + 1
     assert not any("skipped" in line for line in outcomes[:-1])
-    assert f" {len(METHODS) - 1} skipped" in outcomes[-1], outcomes
+    # one of the methods fits, and the branch has two tests
+    assert f" {len(METHODS)} skipped" in outcomes[-1], outcomes
 
 
 def test_an_estimator_of_ones_own(run):
