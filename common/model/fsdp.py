@@ -204,9 +204,8 @@ def unhooked(parts: list):
         yield
     finally:
         for part, pre_hooks, hooks in hooked:
-            pre_hooks.update(
-                part._forward_pre_hooks
-            )  # registered inside, as transformers' recorders
+            # what was registered inside stays, as transformers' recorders
+            pre_hooks.update(part._forward_pre_hooks)
             hooks.update(part._forward_hooks)
             part._forward_pre_hooks, part._forward_hooks = pre_hooks, hooks
 
