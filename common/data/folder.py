@@ -54,12 +54,13 @@ def read_model_config(folder: str | Path):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each class of transformers has its own checks
         raise ValueError(f"{path}: {without_advice(error)}") from error
-    quantization = getattr(config, "quantization_config", None)
-    if quantization:
-        raise ValueError(
-            f"{path}: quantization_config {quantization!s:.80}: quantized checkpoints are not "
-            "supported; if the weights are floats, remove the entry"
-        )
+    for part in (config, config.get_text_config()):
+        quantization = getattr(part, "quantization_config", None)
+        if quantization:
+            raise ValueError(
+                f"{path}: quantization_config {quantization!s:.80}: quantized checkpoints are not "
+                "supported; if the weights are floats, remove the entry"
+            )
     return config
 
 

@@ -444,14 +444,16 @@ def check_decoder(model: Model) -> None:
     is_known = type(model.setup.family).attention_segments is not Family.attention_segments
     if "create_masks_for_generate" in vars(type(model)) and not is_known:
         raise ValueError(f"{type(model).__name__} has masks of its own, which are not supported")
-    rope = str(language.rotary_emb.rope_type)
+    rope = language.rotary_emb.rope_type
+    by_layer = isinstance(rope, dict)  # by the kind of layer, as Gemma's
+    kinds = rope.values() if by_layer else [rope]
     sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
-    if rope == "longrope" or sinks:
+    if "longrope" in kinds or (by_layer and "dynamic" in kinds) or sinks:
         raise ValueError(
-            f"the checkpoint's text model {text.model_type} has rope_type longrope or "
-            "attention sinks, which are not supported"
+            f"the checkpoint's text model {text.model_type} has rope_type longrope, dynamic in some "
+            "layers or attention sinks, which are not supported"
         )
-    if rope != "dynamic":
+    if "dynamic" not in kinds:
         return
     # Dynamic positions change with a batch's longest sequence, but only beyond this limit.
     limit = text.max_position_embeddings

@@ -87,7 +87,7 @@ class Setup(Compute):
 
 
 class Rotary(nn.Module):
-    rope_type: str
+    rope_type: str | dict[str, str]
 
 
 class Part(nn.Module):

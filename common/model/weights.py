@@ -51,15 +51,12 @@ VISION_KEYS += ("vision_encoder.", "vision_projection.", "embed_vision.", "image
 # What exports copy from the files, as no model here has such a part: multi-token prediction, sound. And
 # the tower of a critic that reads the actor's features.
 COPIED_KEYS = ("mtp.", "audio_tower.", "embed_audio.")
-# What files may hold that no model has, and why that is no loss: it is computed, or a head.
-NOT_READ = re.compile(
-    r"\.(inv_freq|position_ids|masked_bias)$"  # written by older versions of transformers
-    r"|(^|\.)lm_head\."  # in a critic and in a scalar model; elsewhere it is a parameter
-)
+# What older versions of transformers wrote, and is computed.
+COMPUTED = re.compile(r"\.(inv_freq|position_ids|masked_bias)$")
 # one matrix of one expert, where the files hold each alone
 EXPERT_KEY = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 # heads of scalar models that are not read: v_head.summary.weight, reward_head.weight, score.0.weight
-OTHER_HEAD = re.compile(r"(?!lm_)\w*(head|score|reward|value|classifier)")
+OTHER_HEAD = re.compile(r"(?!lm_)\w*(head|score|reward|value|classifier)\.")
 # What to do about checkpoints that are not read as they are.
 MERGE_ADAPTER = """this is an adapter (adapter_config.json). Merge it with its base, in Python:
 from peft import PeftModel
@@ -169,12 +166,13 @@ def fill(module: Wrapper, device: torch.device, seed: int) -> None:
     """Allocate a module that is on meta, or this rank's shards of it, on ``device`` and stream its
     checkpoint into them. Fresh adapters depend on ``seed``; a critic's value head that the files lack
     is zero. Raises ValueError: see `load_weights`."""
+    folder, head = module.model.setup.folder, getattr(module, "value_head", None)
+    load_weights(module.model, folder, head)  # on meta, which compares names, types and shapes
     materialize(module, device)
     init_adapters(module.model, seed)
-    head = getattr(module, "value_head", None)
     if head is not None:
         nn.init.zeros_(head.weight)
-    load_weights(module.model, module.model.setup.folder, value_head=head)
+    load_weights(module.model, folder, head)
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
@@ -220,7 +218,7 @@ def load_weights(model: Model, folder: Path, value_head: nn.Linear | None = None
         target = parameters[name]
         tied = shard_of(target).clone() if target in read else None
         read_weight(f"{path}: {key}", target, value, part)
-        if tied is not None and not torch.equal(tied, shard_of(target)):
+        if tied is not None and not (tied.is_meta or torch.equal(tied, shard_of(target))):
             raise ValueError(
                 f"{path}: {key} differs from the weight that config.json ties it to; to keep both, "
                 "set tie_word_embeddings to false there"
@@ -242,7 +240,7 @@ def load_weights(model: Model, folder: Path, value_head: nn.Linear | None = None
             f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}; "
             f"not read of the files: {unknown[:3]}"
         )
-    check_unknown(folder, unknown)
+    check_unknown(model, folder, unknown)
 
 
 def is_copied(key: str, model: Model) -> bool:
@@ -254,9 +252,11 @@ def is_copied(key: str, model: Model) -> bool:
     return key.removeprefix("model.").startswith(copied)
 
 
-def check_unknown(folder: Path, keys: list[str]) -> None:
+def check_unknown(model: Model, folder: Path, keys: list[str]) -> None:
     """Raises ValueError: among the keys of a checkpoint that are not read is one without a reason."""
-    lost = [key for key in keys if not OTHER_HEAD.match(key) and not NOT_READ.search(key)]
+    lost = [key for key in keys if not COMPUTED.search(key)]
+    if not hasattr(model, "lm_head"):  # a critic or a scalar model, which has read its own head
+        lost = [key for key in lost if not OTHER_HEAD.match(key) and "lm_head." not in key]
     if lost:
         raise ValueError(
             f"{folder}: {len(lost)} tensors of the files are no part of the model in config.json, the "
@@ -320,7 +320,8 @@ def read_weight(
             read_weight(source, local[expert].chunk(count)[index], value)
         return
     # those of Qwen3-VL-MoE have the matrices of the experts (E, I, O) transposed
-    is_transposed = value.ndim == 3 and value.shape != target.shape
+    is_of_all = value.ndim == 3 and ".experts." in source
+    is_transposed = is_of_all and value.shape != target.shape
     weight = value.mT if is_transposed else value
     if weight.shape != target.shape:
         raise ValueError(

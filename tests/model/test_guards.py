@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.activations import ACT2FN
 
 from common.data.families import Llava
+from common.data.processor import Processor
 from common.model import attention, build, layers, vlm
 from common.model import weights as vlm_weights
-from conftest import save_weights, start, user_error, value_error
+from conftest import read_json, save_weights, start, user_error, value_error, write_json
 from families import TEXT, make_config, make_tokenizer, write_family
 from helpers import COMPUTE
 
@@ -233,17 +234,78 @@ def test_buffers_in_the_files_are_loaded_and_exported(tmp_path, picture_rows, mo
 
 
 def test_a_tensor_that_would_be_dropped_is_an_error(tmp_path, picture_rows):
-    """Unless it is known why: computed, of multi-token prediction, a head of another role."""
+    """Unless it is known why: computed, of multi-token prediction, a head that a critic lacks."""
     write_family("llava", tmp_path, picture_rows)
     data, weights = tmp_path / "rows.jsonl", load_file(tmp_path / "model.safetensors")
     known = ("language_model.model.layers.0.self_attn.rotary_emb.inv_freq", "mtp.norm.weight")
     known += ("lm_head.inv_freq", "vision_tower.vision_model.embeddings.position_ids")
     save_weights(tmp_path, weights | {name: torch.ones(2) for name in known})
     start(tmp_path, data)
-    for lost in ("model.layers.0.mlp.gate_bias", "vision_tower.vision_model.head.probe"):
+    heads = ("language_model.lm_head.bias", "value_embedding.weight", "v_head.summary.weight")
+    for lost in (
+        "model.layers.0.mlp.gate_bias",
+        "vision_tower.vision_model.head.probe",
+        *heads,
+    ):
         save_weights(tmp_path, weights | {lost: torch.ones(2)})
         with user_error(f"1 tensors of the files are no part of .* the first: {lost}"):
             start(tmp_path, data)
+
+
+def test_what_is_wrong_with_weights_is_said_before_memory_is_taken(
+    tmp_path, picture_rows, monkeypatch
+):
+    """Names, shapes and types; a large checkpoint takes minutes to read."""
+    write_family("qwen3_vl_moe", tmp_path, picture_rows)
+    data, weights = tmp_path / "rows.jsonl", load_file(tmp_path / "model.safetensors")
+    start(tmp_path, data)
+    monkeypatch.setattr(vlm_weights, "materialize", lambda *_: pytest.fail("memory is taken"))
+    key = "model.visual.pos_embed.weight"
+    stem = "model.language_model.layers.1.mlp"
+    experts = weights[f"{stem}.experts.down_proj"]
+    wrong = {
+        "1 weights are in no file": {name: w for name, w in weights.items() if name != key},
+        f"1 tensors of the files .* the first: {stem}.bias": weights
+        | {f"{stem}.bias": torch.ones(2)},
+        f"{key} is of type torch.int8; quantized weights": weights | {key: weights[key].char()},
+        f"{key} is .* asks for": weights | {key: weights[key].T.contiguous()},
+        "down_proj is .* asks for": weights | {f"{stem}.experts.down_proj": experts[:-1].clone()},
+    }
+    for message, tensors in wrong.items():
+        save_weights(tmp_path, tensors)
+        with user_error(message):
+            start(tmp_path, data)
+
+
+def test_matrices_of_experts_alone_may_be_transposed(tmp_path, picture_rows):
+    """No other tensor of three dimensions."""
+    write_family("internvl", tmp_path, picture_rows)
+    weights = load_file(tmp_path / "model.safetensors")
+    (key,) = [name for name in weights if name.endswith("position_embeddings")]
+    save_weights(tmp_path, weights | {key: weights[key].mT.contiguous()})
+    with user_error(r"position_embeddings is \(1, 32, 17\), .* asks for \(1, 17, 32\)"):
+        start(tmp_path, tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("which", ["full_attention", "sliding_attention"])
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rotary_positions_that_change_in_some_layers_are_refused(which, rope):
+    """Gemma has a type for each kind of layer."""
+    config = make_config("gemma3", make_tokenizer("gemma3"))
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 2.0}
+    factors["original_max_position_embeddings"] = 64
+    config.text_config.rope_parameters[which] |= factors | {"rope_type": rope}
+    with value_error("gemma3_text has rope_type longrope, dynamic in some layers"):
+        build.build_model(config, COMPUTE)
+
+
+def test_a_quantized_part_is_refused(tmp_path, picture_rows):
+    write_family("llava", tmp_path, picture_rows)
+    config = read_json(tmp_path / "config.json")
+    config["text_config"]["quantization_config"] = {"quant_method": "fp8"}
+    write_json(tmp_path / "config.json", config)
+    with value_error("quantized checkpoints are not supported"):
+        Processor(tmp_path)
 
 
 def test_a_tower_gets_pixels_as_they_are_read():
