@@ -165,13 +165,6 @@ class Family:
     def prepared(self, image: Image.Image) -> Inputs:
         return self.image_processor(images=[image], return_tensors="pt")
 
-    def tile_side(self) -> int:
-        """Patches along a side of the square that the vision tower takes. Some configs give sizes
-        as pairs."""
-        tower = self.config.vision_config
-        size, patch = np.ravel(tower.image_size)[0], np.ravel(tower.patch_size)[0]
-        return int(size // patch)
-
 
 def settings_of_images(files: Files) -> dict:
     """Of the image processor, as a checkpoint has them."""
@@ -209,6 +202,7 @@ class Qwen(Family):
         super().__init__(config)
         tower = config.vision_config  # has the last word on patches: its weights have their shape
         self.patch_size, self.merge_size = tower.patch_size, tower.spatial_merge_size
+        self.side = self.patch_size * self.merge_size  # in pixels, of what becomes a token
         self.depth = tower.temporal_patch_size
         self.is_third = config.model_type.startswith("qwen3")
         self.video_token_id = config.video_token_id
@@ -242,8 +236,8 @@ class Qwen(Family):
             settings = dict(settings_of_images(files))
             settings.pop("image_processor_type", None)
             files["video_preprocessor_config"] = settings
-        side = self.patch_size * self.merge_size
-        frames = self.bounded(settings, (0, 0), (128 * side**2, 768 * side**2))
+        token = self.side**2
+        frames = self.bounded(settings, (0, 0), (128 * token, 768 * token))
         frames |= {"do_resize": False, "temporal_patch_size": 1}
         self.frame_processor = transformers.Qwen2VLImageProcessorPil.from_dict(frames)
 
@@ -272,9 +266,12 @@ class Qwen(Family):
 
     def grid(self, width: int, height: int) -> Grid:
         bounds = self.image_processor.size
-        side = self.patch_size * self.merge_size
-        h, w = smart_resize(height, width, side, bounds["shortest_edge"], bounds["longest_edge"])
+        h, w = self.resized(height, width, bounds["shortest_edge"], bounds["longest_edge"])
         return 1, h // self.patch_size, w // self.patch_size
+
+    def resized(self, height: int, width: int, low: int, high: int) -> tuple[int, int]:
+        """(height, width) of an image in whole tokens, of ``low`` to ``high`` pixels."""
+        return smart_resize(height, width, self.side, low, high)
 
     def seen_size(self, grid: Grid) -> tuple[int, int]:
         return grid[2] * self.patch_size, grid[1] * self.patch_size
@@ -293,14 +290,14 @@ class Qwen(Family):
     def frame_size(self, width: int, height: int, count: int) -> tuple[int, int]:
         """(width, height) to which the ``count`` frames of a clip are resized: Qwen2-VL and
         Qwen2.5-VL bound the pixels of a frame, Qwen3-VL those of all frames."""
-        side, bounds = self.patch_size * self.merge_size, self.frame_processor.size
+        bounds = self.frame_processor.size
         low, high = bounds["shortest_edge"], bounds["longest_edge"]
         if self.is_third:
-            h, w = smart_resize_clip(count, height, width, self.depth, side, low, high)
+            h, w = smart_resize_clip(count, height, width, self.depth, self.side, low, high)
         else:
-            h, w = smart_resize(height, width, side, low, high)
+            h, w = self.resized(height, width, low, high)
         if 0 < self.max_frame_pixels < h * w:
-            h, w = smart_resize(height, width, side, 0, self.max_frame_pixels)
+            h, w = self.resized(height, width, 0, self.max_frame_pixels)
         return w, h
 
     def expand(self, grid: Grid) -> Expansion:
@@ -377,8 +374,9 @@ class Llava(Family):
     image_processors = ("CLIP", "Llava", "Siglip")
 
     def expand(self, grid: Grid) -> Expansion:
-        count = self.tile_side() ** 2
-        if self.config.vision_config.model_type == "clip_vision_model":
+        tower = self.config.vision_config
+        count = (tower.image_size // tower.patch_size) ** 2
+        if tower.model_type == "clip_vision_model":
             count += 1  # CLIP puts one class token before the patches
         if self.config.vision_feature_select_strategy == "default":
             count -= 1  # this strategy drops the first token, whatever it is
@@ -395,13 +393,10 @@ class Glm(Qwen):
     usual_pixels = 112 * 112, 28 * 28 * 15000
     unnamed_tokens = r"<\|(begin|end)_of_(image|video)\|>"
 
-    def grid(self, width: int, height: int) -> Grid:
-        side = self.patch_size * self.merge_size
-        bounds = self.image_processor.size
-        sizes = bounds["shortest_edge"], bounds["longest_edge"]
+    def resized(self, height: int, width: int, low: int, high: int) -> tuple[int, int]:
+        """The pixels are those of as many frames as a patch is deep."""
         rule = sys.modules[type(self.image_processor).__module__].smart_resize
-        h, w = rule(self.depth, height, width, self.depth, side, *sizes)
-        return 1, h // self.patch_size, w // self.patch_size
+        return rule(self.depth, height, width, self.depth, self.side, low, high)
 
 
 class Exaone(Qwen):
@@ -491,7 +486,8 @@ class LightOn(Mistral3):
     unnamed_tokens = r"<\|vision_(pad|end)\|>"
 
     def expand(self, grid: Grid) -> Expansion:
-        return self.placeholder, [(grid[0] // self.side) * (grid[1] // self.side)]
+        _, columns = super().expand(grid)
+        return self.placeholder, [sum(columns)]
 
 
 class Gemma4(Measured, Gemma3):

@@ -369,7 +369,8 @@ def use_mixers(model: Model) -> None:
         mixer.slot_layer = last[kind]
 
 
-# All that attention in a decoder may consist of. An indexer, say, would choose keys, and ours ignore it.
+# All that attention in a decoder may consist of: an indexer would choose keys, and attention sinks, which
+# are a parameter, be one more; ours would ignore both.
 MIXER_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "v_norm"}
 
 
@@ -379,7 +380,8 @@ def is_ours(mixer: nn.Module) -> bool:
     code = inspect.unwrap(type(mixer).forward).__code__
     takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     by_name = takes_all and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-    return isinstance(mixer, DeltaNet) or (by_name and mixer._modules.keys() <= MIXER_PARTS)
+    is_known = mixer._modules.keys() <= MIXER_PARTS and not mixer._parameters
+    return isinstance(mixer, DeltaNet) or (by_name and is_known)
 
 
 UNSUPPORTED = (
@@ -447,11 +449,10 @@ def check_decoder(model: Model) -> None:
     rope = language.rotary_emb.rope_type
     by_layer = isinstance(rope, dict)  # by the kind of layer, as Gemma's
     kinds = rope.values() if by_layer else [rope]
-    sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
-    if "longrope" in kinds or (by_layer and "dynamic" in kinds) or sinks:
+    if "longrope" in kinds or (by_layer and "dynamic" in kinds):
         raise ValueError(
-            f"the checkpoint's text model {text.model_type} has rope_type longrope, dynamic in some "
-            "layers or attention sinks, which are not supported"
+            f"the checkpoint's text model {text.model_type} has rope_type longrope, or dynamic in some "
+            "layers, which is not supported"
         )
     if "dynamic" not in kinds:
         return

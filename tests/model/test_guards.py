@@ -295,7 +295,7 @@ def test_rotary_positions_that_change_in_some_layers_are_refused(which, rope):
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 2.0}
     factors["original_max_position_embeddings"] = 64
     config.text_config.rope_parameters[which] |= factors | {"rope_type": rope}
-    with value_error("gemma3_text has rope_type longrope, dynamic in some layers"):
+    with value_error("gemma3_text has rope_type longrope, or dynamic in some layers"):
         build.build_model(config, COMPUTE)
 
 

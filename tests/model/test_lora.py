@@ -31,7 +31,7 @@ from conftest import (
     user_error,
     with_flags,
 )
-from families import DESCRIBED, GEMMA4, write_family
+from families import NEWER, write_family
 from helpers import (
     changed,
     distance,
@@ -315,16 +315,29 @@ OF_FAMILY = {
     "qwen3_vl_moe": TARGETS - {"gate_proj", "up_proj", "down_proj"},
     "qwen3_5": TARGETS | {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"},
 }
-OF_FAMILY["glm4v"] = TARGETS - {"gate_proj", "up_proj"} | {"gate_up_proj"}
+OF_FAMILY["internvl_moe"] = OF_FAMILY["qwen3_vl_moe"]
+for kind in ("glm4v", "glm46v", "glm_ocr"):
+    OF_FAMILY[kind] = TARGETS - {"gate_proj", "up_proj"} | {"gate_up_proj"}
 PER_LAYER = {"per_layer_input_gate", "per_layer_projection"}
 OF_FAMILY["gemma4_e2b"] = TARGETS | PER_LAYER
 OF_FAMILY["qwen3_5_moe"] = OF_FAMILY["qwen3_5"] | {"shared_expert_gate"}
 
 
+DAILY = [
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gemma3",
+    "idefics3",
+    "llama",
+    "glm4v",
+    "mistral3",
+]
+
+
 @pytest.mark.parametrize(
     "kind",
-    ["qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "idefics3", "llama", "glm4v", "mistral3"]
-    + [pytest.param(kind, marks=pytest.mark.slow) for kind in GEMMA4 + DESCRIBED],
+    DAILY + [pytest.param(kind, marks=pytest.mark.slow) for kind in NEWER if kind not in DAILY],
 )
 def test_other_families(kind, picture_rows, tmp_path, capfd):
     """Experts, linear attention, windows, another name of the decoder, text only with tied
@@ -335,7 +348,8 @@ def test_other_families(kind, picture_rows, tmp_path, capfd):
         pytest.skip(f"transformers {transformers.__version__} wants torchvision for {kind}")
     env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", LORA)
     printed = capfd.readouterr().out
-    experts = {"gemma4_26b_a4b": 4}.get(kind, 2 * kind.endswith("_moe"))
+    # the first layer of GLM is dense
+    experts = {"gemma4_26b_a4b": 4, "glm4v_moe": 1}.get(kind, 2 * kind.endswith("_moe"))
     line = f"--lora_rank leaves the experts and routers of {experts} layers as they are"
     assert printed.count(line) == printed.count("warning") == bool(experts)
     stir(env.actor)
