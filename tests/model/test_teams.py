@@ -191,6 +191,34 @@ def test_a_run_in_teams_is_the_run_of_single_ranks(qwen25, tmp_path):
             assert torch.allclose(part[key], weights[0][key], atol=1e-4)
 
 
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_its_team_with_its_message(qwen25, tmp_path):
+    """In its reward, in all of its environments, or at a picture."""
+    task = tmp_path / "task"
+    task.mkdir()
+    flags = flags_of(qwen25, write_task(task))
+    (task / "fails.py").write_text(
+        "import os\n"
+        "def score(prompts, responses, references, labels, images):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise ValueError('rank 1 cannot score this')\n"
+        "    return [0.0] * len(responses)\n"
+        "class Lost:\n"
+        "    def reset(self, row):\n"
+        "        raise ValueError('no such game')\n"
+        "    def step(self, text):\n"
+        "        return None, 0.0, True\n"
+    )
+    for name, more, message in (
+        ("reward", f"--reward {task}/fails.py:score", "rank 1 cannot score this"),
+        ("env", f"--env {task}/fails.py:Lost --reward env --max_tokens_per_pack 1300", "no such game"),
+        ("image", "--data damaged.jsonl --on_bad_row error", "damaged.jsonl"),
+    ):
+        argv = flags(tmp_path / name, f"--advantage grpo --rollout_shards 2 {more}")
+        said = live(argv, 2, codes=[2, 2])
+        assert message in said.partition("error: ")[2]
+
+
 def test_pieces_of_a_product_add_up():
     """Also where a bias is added on every rank: of two heads, or of six numbers."""
     product, x = torch.nn.Linear(6, 4), torch.randn(3, 6)
@@ -211,6 +239,10 @@ def test_what_cannot_be_shared_is_refused(qwen25, picture_rows, monkeypatch):
     env = start(qwen25, picture_rows)
     with user_error("--rollout_shards 8 must divide the 4 parts of q_proj, of 16 numbers each"):
         teams.piece_bytes(env.actor.model, 8)
+    experts = torch.zeros(4, 2 * 24, 16, device="meta")  # whose kernel reads eight numbers at a time
+    teams.piece_of(experts, "experts", 8, "gate_up_proj", distributed.Team(3))
+    with user_error("--rollout_shards 2 must divide the 3 parts of experts, of 8 numbers each"):
+        teams.piece_of(experts, "experts", 8, "gate_up_proj", distributed.Team(2))
     del vlm.decoder(env.actor.model).layers[0].self_attn.q_proj  # as where products are joined
     with user_error("--rollout_shards: self_attn of a layer has k_proj, o_proj, v_proj alone"):
         teams.piece_bytes(env.actor.model, 2)
