@@ -211,12 +211,16 @@ def test_a_rank_that_fails_ends_its_team_with_its_message(qwen25, tmp_path):
     )
     for name, more, message in (
         ("reward", f"--reward {task}/fails.py:score", "rank 1 cannot score this"),
-        ("env", f"--env {task}/fails.py:Lost --reward env --max_tokens_per_pack 1300", "no such game"),
+        (
+            "env",
+            f"--env {task}/fails.py:Lost --reward env --max_tokens_per_pack 1300",
+            "no such game",
+        ),
         ("image", "--data damaged.jsonl --on_bad_row error", "damaged.jsonl"),
     ):
         argv = flags(tmp_path / name, f"--advantage grpo --rollout_shards 2 {more}")
-        said = live(argv, 2, codes=[2, 2])
-        assert message in said.partition("error: ")[2]
+        output = live(argv, 2, codes=[2, 2])
+        assert message in output.partition("error: ")[2]
 
 
 def test_pieces_of_a_product_add_up():
@@ -239,7 +243,9 @@ def test_what_cannot_be_shared_is_refused(qwen25, picture_rows, monkeypatch):
     env = start(qwen25, picture_rows)
     with user_error("--rollout_shards 8 must divide the 4 parts of q_proj, of 16 numbers each"):
         teams.piece_bytes(env.actor.model, 8)
-    experts = torch.zeros(4, 2 * 24, 16, device="meta")  # whose kernel reads eight numbers at a time
+    experts = torch.zeros(
+        4, 2 * 24, 16, device="meta"
+    )  # whose kernel reads eight numbers at a time
     teams.piece_of(experts, "experts", 8, "gate_up_proj", distributed.Team(3))
     with user_error("--rollout_shards 2 must divide the 3 parts of experts, of 8 numbers each"):
         teams.piece_of(experts, "experts", 8, "gate_up_proj", distributed.Team(2))
