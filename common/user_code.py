@@ -1,4 +1,4 @@
-"""Programs of the user's, such as rewards and environments, which a flag names as ``path.py:name``."""
+"""Programs of the user, such as rewards and environments, which a flag names as ``path.py:name``."""
 
 import importlib.util
 import inspect
@@ -13,13 +13,13 @@ from common import distributed
 from common.process import UserError
 from common.threads import describe_error
 
-FOLDERS: list[str] = []  # in which the programs lie
-NEIGHBOURS: set[str] = set()  # modules that somebody has looked for, and that lie there
+FOLDERS: list[str] = []  # that hold the programs
+NEIGHBOURS: set[str] = set()  # modules that were imported from there
 
 
 def load_object(flag_name: str, spec: str, expected: str) -> Any:
-    """What a program of the user's calls by the name in ``path.py:name``. Raises UserError: says
-    what is ``expected``, or what the program raised."""
+    """The object that ``path.py:name`` names in a program of the user. Raises UserError: there is no
+    such file, and what was ``expected``; or what the program raised."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if file.suffix != ".py" or not file.is_file():
@@ -31,7 +31,7 @@ def load_object(flag_name: str, spec: str, expected: str) -> Any:
 
 
 def refuse_async(flag_name: str, spec: str, function: Any) -> None:
-    """Raises UserError: calls of the function return before they have begun."""
+    """Raises UserError: the function is async, so calls of it would return before they have begun."""
     for called in (function, getattr(function, "__call__", None)):
         if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
             raise UserError(
@@ -46,9 +46,9 @@ def load_function(
     offered: Iterable[str] = (),
     expected: str = "an existing path.py:function",
 ) -> tuple[Callable, list[str]]:
-    """The function of ``path.py:function``, which is called with what it ``takes``, and those names
-    of ``offered`` that its parameters ask for. Raises UserError: says what is ``expected``, or which
-    parameters."""
+    """The function that ``path.py:function`` names, which is called with what it ``takes``, and the
+    names among those ``offered`` that it has parameters for. Raises UserError: there is no such
+    function, and what was ``expected``; or it has other parameters."""
     function = load_object(flag_name, spec, expected)
     refuse_async(flag_name, spec, function)
     try:
@@ -62,8 +62,8 @@ def load_function(
 
 
 def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:
-    """What a function with code of the user's inside returns on rank 0, on every rank: it may draw by
-    chance, or look at a clock. Raises UserError on every rank: what it raised."""
+    """Call a function that runs code of the user on rank 0 only, and return its result on every rank: it
+    may depend on chance or on a clock. Raises UserError on every rank: what it raised."""
     returned = None
     with distributed.raise_on_all_ranks(f"{flag}: "):
         if distributed.is_main():
@@ -75,11 +75,11 @@ def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:
 
 
 class Beside:
-    """How Python finds what a program imports from beside it: after all that is installed."""
+    """Finds what programs import from beside them, after everything that is installed."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Raises ImportError: it lies beside two programs, which Python would take for one module."""
+        """Raises ImportError: two programs have such a module beside them; Python would load only one."""
         specs = {folder: PathFinder.find_spec(name, [folder]) for folder in FOLDERS}
         folders = [folder for folder, spec in specs.items() if spec]
         if path is not None or not folders:  # a part of a package, which Python itself finds
@@ -94,13 +94,13 @@ sys.meta_path.append(Beside)
 
 
 def run_program(file: Path) -> ModuleType:
-    """Run a file of the user's, which can import what lies beside it."""
+    """Run a file of the user, which can import what lies beside it."""
     if str(file.parent) not in FOLDERS:
         FOLDERS.append(str(file.parent))
     for name in NEIGHBOURS & sys.modules.keys():
-        Beside.find_spec(name)  # if this folder has one, too, the program would get the other
-    # In sys.modules, a name of no installed module, nor of a file of this name in another folder; a
-    # dot would stand between a package and its module.
+        Beside.find_spec(name)  # raises if there is one here, too: the program would get the other
+    # In sys.modules, a name that no installed module has, nor a file called the same in another folder.
+    # A dot would mark it as a module of a package.
     name = str(file).replace(".", ":")
     spec: Any = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)

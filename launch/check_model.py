@@ -2,12 +2,12 @@
 
     python launch/check_model.py FOLDER [--data rows.jsonl]
 
-On one process, on a GPU or a CPU: what the trainers make of the first rows of --data, or of pictures
-that are drawn here, against the checkpoint's own processor and transformers' own model, which reads
-one sample at a time. A line for each comparison, with the largest difference relative to the largest
-number, and the bound for the compute type; then PASS or FAIL, which is also the exit code. Of all
-modules, the first one that is wrong is named, or else the one that differs most. The model is held
-twice, at the end three times."""
+Runs in one process, on a GPU or a CPU. It compares what the trainers make of the first rows of --data,
+or of pictures drawn here, with the checkpoint's own processor and transformers' own model, which reads
+one sample at a time. It prints a line for each comparison, with the largest difference relative to the
+largest number, and its bound for the compute dtype; then PASS (exit code 0) or FAIL (1). Of the modules
+it names the first one that is wrong, or else the one that differs most. Two copies of the model are in
+memory, at the end three."""
 
 import copy
 import sys
@@ -38,16 +38,17 @@ from common.files import say
 from common.model import fsdp, packs, vlm, weights
 from common.model.policy import logprobs_of
 
-# By compute type: of numbers, and of the share of greedy samples, which near ties decide in bfloat16.
+# By compute dtype: bounds of differences, and of the share of greedy samples that differ, as near ties
+# may decide them in bfloat16.
 BOUNDS = {torch.float32: (1e-4, 0.0), torch.bfloat16: (0.05, 0.5)}
-ROWS, TOKENS = 6, 8  # rows of the data, and tokens of a sample, at most
-# A run has rows and a reward, which nothing here reads.
+ROWS, TOKENS = 6, 8  # most rows of the data, and tokens of a sample
+# The flags must name rows and a reward, but nothing here reads them.
 FLAGS = f"--data rows --reward exact --advantage grpo --max_new_tokens {TOKENS}"
 
 
 @torch.no_grad()
 def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, float]]:
-    """(what is compared, largest difference, its bound)."""
+    """Yields (what is compared, largest difference, its bound)."""
     processor = chat.processor
     args = ppo.parse_args(["--model", str(processor.folder), *FLAGS.split()])
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
@@ -59,7 +60,7 @@ def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, 
     if chat.family.media:
         try:
             yield "prompt ids", wrong_ids(chat, prompts), 0.0
-        except Exception as error:  # templates and missing packages raise anything
+        except Exception as error:  # templates and missing packages may raise anything
             say(f"prompt ids are not compared, as its own processor fails here: {error!r:.150}")
 
     pixels = {k: load_pixels(prompt, processor) for k, prompt in enumerate(prompts) if prompt.grids}
@@ -97,7 +98,7 @@ def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, 
 
 
 def draw(chat: Chat, folder: Path) -> list[Prompt]:
-    """Prompts with no picture, one and two; with none, for a model of text."""
+    """Three prompts, with no picture, one and two; with none at all for a model of text."""
     paths = []
     if chat.family.media:
         paths = [str(folder / "tall.png"), str(folder / "wide.png")]
@@ -107,7 +108,7 @@ def draw(chat: Chat, folder: Path) -> list[Prompt]:
 
 
 def wrong_ids(chat: Chat, prompts: list[Prompt]) -> int:
-    """How many prompts the checkpoint's own processor encodes in another way."""
+    """How many prompts the checkpoint's own processor encodes differently."""
     processor = transformers.AutoProcessor.from_pretrained(chat.processor.folder)
     if not hasattr(processor, "image_processor"):
         raise ValueError("AutoProcessor gives a tokenizer alone")
@@ -126,11 +127,11 @@ def wrong_ids(chat: Chat, prompts: list[Prompt]) -> int:
 def module_errors(
     chat: Chat, model: vlm.Model, prompt: Prompt, pack: Pack
 ) -> list[tuple[float, str]]:
-    """Of each module, given the inputs of transformers' own in a forward pass of the one sample of a pack,
-    in the order in which they end there. Layers mix tokens by the attention of the pack."""
+    """(error, name) of each module, given the inputs of its counterpart in a forward pass by transformers
+    of the pack's one sample, in the order in which those end. Layers use the pack's attention."""
     errors, ours = [], dict(model.named_modules())
     names = {module: name for name, module in chat.model.named_modules() if name in ours}
-    # LLaVA-OneVision hands the last one down to its layers, and nothing there reads it
+    # LLaVA-OneVision hands logits_to_keep down to its layers, where nothing reads it
     packed = {"attention": pack.attention, "attention_mask": None, "logits_to_keep": None}
 
     def run_ours(module, args, options, out) -> None:
@@ -138,7 +139,7 @@ def module_errors(
             mine = ours[names[module]]
             if any(hasattr(part, "slot_layer") for part in mine.modules()):
                 options = options | packed
-            # what transformers collects in a context are outputs of its own modules
+            # in a new context, as transformers collects outputs of its own modules in the current one
             error = difference(Context().run(mine, *args, **options), out)
             errors.append((error, names[module]))
 
@@ -149,7 +150,7 @@ def module_errors(
 
 
 def logprobs(chat: Chat, prompt: Prompt, tokens: Tensor) -> Tensor:
-    """(n,) of a response's tokens (n,), by a forward pass of transformers."""
+    """Log-probs (n,) of a response's tokens (n,), by a forward pass of transformers."""
     whole = replace(prompt, input_ids=torch.cat([prompt.input_ids, tokens]))
     logits = chat.model(**chat.inputs(whole), use_cache=False).logits[0].float().cpu()
     logits[:, list(chat.processor.banned_ids)] = -torch.inf

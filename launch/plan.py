@@ -3,9 +3,9 @@
     python launch/plan.py ppo --gpus 8 -- --model Qwen/Qwen2.5-VL-7B-Instruct --data a.jsonl
     python launch/plan.py grm --gpus 8 -- --model Qwen/Qwen2.5-VL-7B-Instruct --data b.jsonl
 
-After -- stand the flags of the run itself. Its rows are checked, and of a hub name only the small
-files are fetched. Exit code 2: it does not fit; a run ends only where weights, gradients, optimizer
-states and one sample do not, and else warns.
+After -- come the flags of the run itself. Its rows are checked, and of a model on the hub only the
+small files are fetched. Exit code 2: it does not fit. The run itself refuses only if weights,
+gradients, optimizer states and one sample do not fit; otherwise it warns.
 """
 
 import sys
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def memory_table(phases: dict[str, budget.Parts]) -> list[str]:
-    """Lines of a table of the GiB of each part (rows) in each phase (columns)."""
+    """Lines of a table of GiB, with a row for each part and a column for each phase."""
     columns = [parts | {"total": budget.total(parts)} for parts in phases.values()]
     parts = dict.fromkeys(part for column in phases.values() for part in column)
     lines = [table_line("GiB per GPU", phases)]

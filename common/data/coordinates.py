@@ -1,13 +1,13 @@
-"""Places in an image: what rows say of them, and in which coordinates a model answers.
+"""Boxes and points in images: what rows say of them, and the coordinates in which a model answers.
 
-    Place          an image's sizes and the space of its model's answers; to and from its file's pixels
+    Place          an image's sizes and the space of a model's answers; to and from pixels of its file
     read_regions   the column `regions` of a row, in pixels of the file
     write_marks    <box> and <point> in a response to learn, as a family writes them
     restate        the boxes and points of an answer in another model's space
 
-Families were trained to count in different spaces: pixels of the image as they saw it, thousandths,
-fractions. Which one is never guessed from the size of numbers. Pixels of the file are those of the
-upright image, as EXIF turns it.
+Families were trained to answer in different spaces: pixels of the image as they saw it, thousandths,
+fractions. The space is never guessed from how large the numbers are. Pixels of the file are those of
+the upright image, as EXIF turns it.
 """
 
 import math
@@ -22,7 +22,7 @@ Point = tuple[float, ...]  # x, y
 # Two or four finite numbers.
 NUMBER = r"\s*[-+]?(?:\d{1,25}\.?\d{0,25}|\.\d{1,25})(?:[eE][-+]?\d{1,2})?\s*"
 NUMBERS = f"{NUMBER},{NUMBER}(?:,{NUMBER},{NUMBER})?"
-# Of the column `regions`.
+# The form of the column `regions`.
 FORM = {
     "boxes?": [[int | float]],
     "points?": [[int | float]],
@@ -81,7 +81,7 @@ class Place:
         return tuple(number * pixels / units - margin for number, (pixels, units, margin) in axes)
 
     def from_file(self, *numbers: float) -> tuple[float, ...]:
-        """The other way round."""
+        """The inverse of `to_file`."""
         axes = zip(numbers, self._axes() * 2)
         return tuple((number + margin) * units / pixels for number, (pixels, units, margin) in axes)
 
@@ -108,19 +108,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Regions:
-    """What a row says of places in one of its images, in pixels of the file."""
+    """The boxes and points that a row has for one of its images, in pixels of the file."""
 
     boxes: tuple[Box, ...]
     points: tuple[Point, ...]
-    labels: tuple[str, ...]  # of the boxes, or else of the points; empty: none
+    labels: tuple[str, ...]  # of the boxes or, without boxes, of the points; empty: none
     place: Place
     image: int = 0  # its number among those of the row
 
 
 def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None:
-    """The column `regions` of a row with images at these places: {"boxes": [[x1, y1, x2, y2], ...],
-    "points": [[x, y], ...], "labels": [...]}, in pixels of the file or in the "space" that it names, of
-    the first image or of that with the number "image".
+    """Read the column `regions` of a row with images at these places: {"boxes": [[x1, y1, x2, y2], ...],
+    "points": [[x, y], ...], "labels": [...]}, in pixels of the file or in the "space" that it names, for
+    the first image or the one with the number "image".
 
     Raises ValueError: another form, a space that is not known, or a region that is not in the image.
     """
@@ -147,9 +147,9 @@ def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None
 
 
 def row_region(numbers: list[float], size: int, source: Place) -> Box | Point:
-    """A box (``size`` 4) or point (2) in pixels of the file. Raises ValueError: it is not in the image;
-    up to a pixel beyond its edge is cut off: it may be rounding."""
-    # JSON has integers that no float holds
+    """A box (``size`` 4) or point (2) in pixels of the file. Up to a pixel beyond the image's edge may
+    be rounding, and is cut off. Raises ValueError: it is not in the image."""
+    # JSON may hold integers too large for a float
     if len(numbers) != size or not all(abs(number) < 1e100 for number in numbers):
         raise ValueError(f"regions: {numbers} are not {size} finite numbers")
     region, file = source.to_file(*numbers), source.file
@@ -171,8 +171,8 @@ def row_region(numbers: list[float], size: int, source: Place) -> Box | Point:
 
 
 def is_region(region: Box | Point, size: tuple[int, int]) -> bool:
-    """Whether a point or box is in an image of that size. No box is smaller than a pixel: fractions are not
-    taken for pixels."""
+    """Whether a point or box is in an image of that size. A box has at least a pixel, so that fractions are
+    not taken for pixels."""
     if not all(-1 <= value <= limit + 1 for value, limit in zip(region, size * 2)):
         return False
     if len(region) == 2:
@@ -182,20 +182,20 @@ def is_region(region: Box | Point, size: tuple[int, int]) -> bool:
 
 
 def clip(region: Box | Point, size: tuple[int, int]) -> Box | Point:
-    """What of a point or box is in an image of that size: its numbers between 0 and those."""
+    """A point or box with its numbers clamped to an image of that size."""
     return tuple(min(max(value, 0), limit) for value, limit in zip(region, size * 2))
 
 
 MARK = re.compile("<(box|point)>")
-# Whole numbers, but for decimals where a unit is a large part of the image.
+# Decimals to write: none, except where a unit is a large part of the image.
 DECIMALS = {"1": 3, "square": 3, "100": 1}
 
 
 def write_marks(response: str, regions: Regions | None, model_type: str) -> str:
-    """A response to learn, each <box> and <point> replaced by the row's next one, as the family writes it.
-    With a closing tag they are no marks, but InternVL's own literal, written by hand.
+    """A response to learn, with each <box> and <point> replaced by the row's next one, as the family writes
+    it. A response with closing tags has no marks: it is InternVL's own literal, written by hand.
 
-    Raises ValueError: not one mark for each region.
+    Raises ValueError: the marks of a kind are not as many as its regions.
     """
     marks = MARK.findall(response)
     if not marks or re.search("</(box|point)>", response):
@@ -219,15 +219,15 @@ def numerals(region: Box | Point, place: Place) -> list[str]:
     return [f"{math.floor(number * unit + 0.5) / unit:g}" for number in numbers]
 
 
-# But not Gemini's, of which y is the first.
+# Numbers in brackets, except Gemini's box_2d, which has y first.
 IN_BRACKETS = re.compile(
     rf"""(?<!["']box_2d["']:\[)(?<!["']box_2d["']: \[)(?<=[(<[]){NUMBERS}(?=[])>])"""
 )
 
 
 def restate(text: str, source: Place, target: Place) -> str:
-    """A text about one place, with boxes and points in the coordinates of another model. Unchanged if
-    these are the same, or not known."""
+    """A text with its boxes and points converted from the coordinates of one model to those of another;
+    unchanged if these are the same, or not known."""
     if target == source or target.space == "auto":
         return text
 

@@ -7,8 +7,8 @@ the vision tower.
     decoded image    -> patches, and the grid again, by its own size          patches
 
 A grid is what the tokens of an image depend on: (1, h, w) patches, (height, width) in pixels once
-resized, tiles, or (rows, columns) of tiles. That of a clip has further entries: (t, h, w) patches,
-seconds per temporal patch, and the second at the middle of each.
+resized, tiles, or (rows, columns) of tiles. A clip's has more entries: (t, h, w) patches, seconds per
+temporal patch, and the second at the middle of each.
 
 A new family is a new class here, one entry in CLASSES, and a test: common/README.md.
 """
@@ -38,12 +38,12 @@ Patches = tuple[Tensor, Grid]
 Inputs = dict[str, Tensor]  # of a model of transformers, by name
 Files = dict[str, dict]  # the small files of a checkpoint, by name
 Expansion = tuple[str, list[int]]  # a text, and how often each image token in it is repeated
-Segment = tuple  # (start, end, prefix_start, prefix_end[, whether its tokens all see each other])
+Segment = tuple  # (start, end, prefix_start, prefix_end[, BOTH_WAYS or IN_WINDOWS])
 
 
-# They do in every layer, or in those with a sliding window.
+# A segment's tokens all see each other: in every layer, or in those with a sliding window.
 BOTH_WAYS, IN_WINDOWS = 1, 2
-MOST_GRIDS = 1 << 16  # that are kept of one family
+MOST_GRIDS = 1 << 16  # that a family caches
 
 
 def is_clip(grid: Grid) -> bool:
@@ -56,18 +56,18 @@ class Family:
 
     model_types: tuple = ()
     media: tuple = ("image",)
-    replies_show_images = True  # whether replies of environments may hold them
-    # Those that may prepare the images; the first one where the files do not say.
+    replies_show_images = True  # whether replies of environments may hold images
+    # Those that a checkpoint may name; the first one if it names none.
     image_processors: tuple = ()
-    processor_options: dict = {}  # whatever the files say
-    # A pattern of the special tokens around images that no config names: never to be sampled.
+    processor_options: dict = {}  # override what the files say
+    # A pattern of special tokens around images that no config names, so that none is sampled.
     unnamed_tokens = ""
-    begins_image = "image_token_id"  # config key of the token that the chat template writes
-    sees_both_ways = ""  # what use_bidirectional_attention may be in its decoder's config
-    types_input = ""  # by which transformers is told what each token is
-    image_processor: Any  # transformers' own, of images and of the frames of clips
+    begins_image = "image_token_id"  # config key of what the chat template writes for an image
+    sees_both_ways = ""  # supported use_bidirectional_attention of its decoder's config, if set
+    types_input = ""  # the input that tells transformers what each token is
+    image_processor: Any  # transformers' own, for images and for the frames of clips
     frame_processor: Any
-    clip_grid: Callable  # of families that take clips
+    clip_grid: Callable  # only in families that take clips
 
     def __init__(self, config):
         self.config = config
@@ -84,29 +84,29 @@ class Family:
         return torch.tensor([self.image_token_id, self.video_token_id])
 
     def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
-        """The segments of a row as the family's decoder attends to them; ``image_index`` (M,)
-        ascending."""
+        """The segments of a row as the family's decoder attends to them; ``image_index`` (M,): where
+        its image tokens are, ascending."""
         return segments
 
     def token_types(self, input_ids: Tensor) -> Inputs:
-        """What transformers asks for in some families: which tokens are pieces of images (1) or
-        clips (2)."""
+        """The input by which some families of transformers are told which tokens are pieces of images
+        (1) or clips (2)."""
         images, clips = input_ids == self.image_token_id, input_ids == self.video_token_id
         return {self.types_input: images.int() + 2 * clips.int()} if self.types_input else {}
 
     def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
-        """What transformers takes for images, of any number of prompts, as `loader.load_pixels`
+        """What transformers takes for the images of any number of prompts, as `loader.load_pixels`
         made them.
 
-        items: the prompts' grids, which tell images and clips apart; without, the tower takes
+        items: the prompts' grids, which tell images and clips apart; without them, the tower takes
         clips as images.
         """
         return {"pixel_values": patches}
 
-    # What the reading of rows needs
+    # What reading rows needs
 
     def among(self, count: int) -> "Family":
-        """The family as it treats each of the ``count`` images of a prompt."""
+        """The family as it treats the images of a prompt with ``count`` of them."""
         return self
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
@@ -130,11 +130,11 @@ class Family:
             maker = getattr(transformers, f"{name}ImageProcessorPil")
             self.image_processor = maker.from_dict(settings)
             self.patches(Image.new("RGB", (64, 64)))
-        except Exception as error:  # settings of a wrong type raise anything
+        except Exception as error:  # settings of a wrong type may raise anything
             raise ValueError(f"preprocessor_config.json cannot be used: {error!r}") from error
 
     def processor_settings(self, settings: dict, args: DataArgs) -> dict:
-        """The settings of the image processor, as the flags change them."""
+        """The settings of the image processor, with the changes that flags ask for."""
         if args.min_pixels or args.max_pixels:
             name = self.config.model_type
             raise ValueError(f"--min_pixels and --max_pixels: {name} resizes by its own files")
@@ -144,22 +144,22 @@ class Family:
         return self.tokenizer.convert_ids_to_tokens(token_id)
 
     def grid(self, width: int, height: int) -> Grid:
-        """The grid of an image of width x height pixels. Raises ValueError: sides too unlike each
-        other."""
+        """The grid of an image of width x height pixels. Raises ValueError: one side is too
+        long for the other."""
         side = self.config.vision_config.image_size
         return side, side
 
     def seen_size(self, grid: Grid) -> tuple[int, int] | None:
-        """(width, height) in pixels of an image as the model sees it; None: in squares or tiles."""
+        """(width, height) in pixels of an image as the model sees it; None: as squares or tiles."""
         return None
 
     def expand(self, grid: Grid) -> Expansion:
-        """What stands in the prompt for an image or clip. The counts are those of the features that the
-        model makes, by its config; the texts those of the families' processors."""
+        """What stands in the prompt for an image or clip: the text that the family's own processor
+        writes, and counts of the features that the model makes by its config."""
         raise NotImplementedError
 
     def patches(self, image: Image.Image) -> Patches:
-        """One image by the family's image processor, and its grid."""
+        """The patches that the family's image processor makes of an image, and its grid."""
         return self.prepared(image)["pixel_values"], self.grid(*image.size)
 
     def prepared(self, image: Image.Image) -> Inputs:
@@ -167,7 +167,7 @@ class Family:
 
 
 def settings_of_images(files: Files) -> dict:
-    """Of the image processor, as a checkpoint has them."""
+    """The settings of the image processor in a checkpoint's files."""
     return files["processor_config"].get("image_processor") or files["preprocessor_config"]
 
 
@@ -195,14 +195,14 @@ class Qwen(Family):
     )
     media = ("image", "video")
     image_processors = ("Qwen2VL",)
-    usual_pixels = 56 * 56, 28 * 28 * 1280  # fewest and most, where neither flags nor files say it
+    usual_pixels = 56 * 56, 28 * 28 * 1280  # fewest and most, where neither flags nor files say so
     types_input = "mm_token_type_ids"
 
     def __init__(self, config):
         super().__init__(config)
-        tower = config.vision_config  # has the last word on patches: its weights have their shape
+        tower = config.vision_config  # decides on patches: its weights have their shape
         self.patch_size, self.merge_size = tower.patch_size, tower.spatial_merge_size
-        self.side = self.patch_size * self.merge_size  # in pixels, of what becomes a token
+        self.side = self.patch_size * self.merge_size  # pixels along a side of what becomes a token
         self.depth = tower.temporal_patch_size
         self.is_third = config.model_type.startswith("qwen3")
         self.video_token_id = config.video_token_id
@@ -227,8 +227,8 @@ class Qwen(Family):
             self.prepare_clips(files, args)
 
     def prepare_clips(self, files: Files, args: DataArgs) -> None:
-        """How the frames of clips are prepared. Older checkpoints, which do not say it, treat them as
-        they do images; exports of these say so."""
+        """Settle how the frames of clips are prepared. Older checkpoints have no settings for them, and
+        treat them like images; exports of these then say so."""
         self.max_frame_pixels = args.max_pixels
         settings = files["processor_config"].get("video_processor")
         settings = settings or files["video_preprocessor_config"]
@@ -245,9 +245,9 @@ class Qwen(Family):
         return self.bounded(settings, (args.min_pixels, args.max_pixels), self.usual_pixels)
 
     def bounded(self, settings: dict, flags: tuple, defaults: tuple) -> dict:
-        """Settings with the fewest and most pixels by the flags or else by the settings, which
-        spell them in three ways. Given min_pixels without a size, transformers 5.17 would write it
-        into the default of the class, for every later checkpoint."""
+        """Settings with the fewest and most pixels from the flags, or else from the settings, which
+        spell them in three ways. They include a size: given min_pixels without one, transformers
+        5.17 would change the class's default, and so every later checkpoint."""
         check_form(settings, {"size?": dict}, "preprocessor_config.json")
         values = (settings.get("size") or {}) | {key: v for key, v in settings.items() if v}
         low = flags[0] or values.get("min_pixels") or values.get("shortest_edge") or defaults[0]
@@ -270,7 +270,7 @@ class Qwen(Family):
         return 1, h // self.patch_size, w // self.patch_size
 
     def resized(self, height: int, width: int, low: int, high: int) -> tuple[int, int]:
-        """(height, width) of an image in whole tokens, of ``low`` to ``high`` pixels."""
+        """(height, width) of an image once resized to whole tokens and ``low`` to ``high`` pixels."""
         return smart_resize(height, width, self.side, low, high)
 
     def seen_size(self, grid: Grid) -> tuple[int, int]:
@@ -302,7 +302,7 @@ class Qwen(Family):
 
     def expand(self, grid: Grid) -> Expansion:
         t, h, w = grid[:3]
-        tokens = h * w // self.merge_size**2  # of a temporal patch; an image is one
+        tokens = h * w // self.merge_size**2  # per temporal patch; an image has one
         if not is_clip(grid):
             return self.placeholder, [tokens]
         if not self.is_third:
@@ -315,9 +315,9 @@ class Qwen(Family):
         return text, [tokens] * t
 
     def patches(self, *frames: Image.Image) -> Patches:
-        """An image, or the frames of a clip as (t * h * w, 3 * deep * side**2) patches in the order
-        of the families' video processors, and (t, h, w). The last frame is repeated to fill the
-        last temporal patch."""
+        """The patches and grid of an image; or of the frames of a clip, (t * h * w, 3 * deep * side**2)
+        patches in the order of the families' video processors, and (t, h, w). The last frame is
+        repeated to fill the last temporal patch."""
         if len(frames) == 1:
             return super().patches(*frames)
         deep, side = self.depth, self.patch_size
@@ -333,7 +333,7 @@ class Qwen(Family):
 class Gemma3(Family):
     """Square images, whose tokens see each other in the decoder."""
 
-    # Its image tokens see each other in both directions, which a segment after a prefix cannot do.
+    # An image's tokens see each other, and a segment that has a prefix cannot be cut up for that.
     replies_show_images = False
     model_types = ("gemma3",)
     image_processors = ("Gemma3", "Siglip")
@@ -343,7 +343,7 @@ class Gemma3(Family):
     types_input = "token_type_ids"
 
     def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
-        """A prompt is cut into text and images, each of which has all before it as its prefix."""
+        """Cut a prompt into texts and images, each with all that comes before it as its prefix."""
         if not len(image_index):
             return segments
         index = image_index.cpu().numpy()
@@ -384,8 +384,8 @@ class Llava(Family):
 
 
 class Glm(Qwen):
-    """GLM-4.1V to GLM-4.6V, GLM-OCR: Qwen-VL's patches, in sizes by another rule. Their clips, whose
-    frames are images with their times, are not read."""
+    """GLM-4.1V to GLM-4.6V, GLM-OCR: Qwen-VL's patches, but images are resized by another rule. Their
+    clips, in which each frame is an image with its time, are not read."""
 
     model_types = ("glm4v", "glm46v", "glm_ocr", "glm4v_moe")
     media = ("image",)
@@ -394,7 +394,7 @@ class Glm(Qwen):
     unnamed_tokens = r"<\|(begin|end)_of_(image|video)\|>"
 
     def resized(self, height: int, width: int, low: int, high: int) -> tuple[int, int]:
-        """The pixels are those of as many frames as a patch is deep."""
+        """GLM's bounds are for the pixels of as many frames as a patch is deep."""
         rule = sys.modules[type(self.image_processor).__module__].smart_resize
         return rule(self.depth, height, width, self.depth, self.side, low, high)
 
@@ -409,16 +409,16 @@ class Exaone(Qwen):
 
 
 class Measured(Family):
-    """Families whose image processor says of an image what its tokens depend on."""
+    """Families whose image processor reports what an image's tokens depend on."""
 
-    sizes: tuple = ()  # of what it returns: their numbers are the grid
+    sizes: tuple = ()  # names of the outputs whose numbers are the grid
 
     def __init__(self, config):
         super().__init__(config)
         self.grids: dict[tuple[int, int], Grid] = {}
 
     def grid(self, width: int, height: int) -> Grid:
-        """That of a blank image: it depends on nothing but the size."""
+        """The grid of a blank image, as it depends on nothing but the size."""
         size = width, height
         if size not in self.grids:
             if len(self.grids) == MOST_GRIDS:
@@ -432,13 +432,13 @@ class Measured(Family):
         return self.flat(batch["pixel_values"]), tuple(numbers)
 
     def flat(self, pixels: Tensor) -> Tensor:
-        """The pixels of an image in a form in which those of several can be put together."""
+        """The pixels of an image in a form in which those of several can be concatenated."""
         return pixels
 
 
 class Mistral3(Measured):
     """Mistral Small 3 and Ministral 3, whose tower is Pixtral: images of any size, in rows of tokens
-    with a break after each. A grid is (height, width) in pixels. Its processor in transformers wants
+    with a break between them. A grid is (height, width) in pixels. Its processor in transformers needs
     torchvision."""
 
     model_types = ("mistral3",)
@@ -469,7 +469,7 @@ class Mistral3(Measured):
         return pixels.flatten()  # (3 * h * w,)
 
     def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
-        """Images of several sizes in one tensor, whose margins the tower does not see."""
+        """Images of several sizes, padded into one tensor; the tower does not see the padding."""
         images = patches.split((3 * grids.prod(dim=1)).tolist())
         height, width = grids.amax(dim=0).tolist()
         framed = []
@@ -512,8 +512,8 @@ class Gemma4(Measured, Gemma3):
         return segments if is_causal else super().attention_segments(segments, image_index)
 
     def patches(self, image: Image.Image) -> Patches:
-        """(1, P, 3 * side**2 + 2): behind the numbers of a patch its column and row, -1 where the
-        processor pads. It fills its budget of patches, so that it seldom pads much."""
+        """(1, P, 3 * side**2 + 2): each patch's pixels, then its column and row, -1 where the processor
+        pads. It sizes images to fill its budget of patches, so it seldom pads much."""
         batch = self.prepared(image)
         pixels = torch.cat([batch["pixel_values"], batch["image_position_ids"]], dim=2)
         return pixels, tuple(batch["num_soft_tokens_per_image"].tolist())
@@ -533,20 +533,20 @@ class Described(Family):
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
         super().prepare(files, tokenizer, args)
-        # Its part for clips is not used, and may be None.
+        # Its part for clips is not used and may be None, which this check would refuse.
         unchecked = {"check_argument_for_proper_class": lambda *_: None}
         theirs = type(self.processor, (getattr(transformers, self.processor),), unchecked)
         parts = {"image_processor": self.image_processor}
-        parts["tokenizer"] = copy.deepcopy(tokenizer)  # to which some add tokens
+        parts["tokenizer"] = copy.deepcopy(tokenizer)  # some processors add tokens to it
         try:
             self.writer = theirs.from_args_and_dict([], files["processor_config"], **parts)
             self.expand(self.grid(64, 64))
-        except Exception as error:  # settings of a wrong type raise anything
+        except Exception as error:  # settings of a wrong type may raise anything
             raise ValueError(f"processor_config.json cannot be used: {error!r}") from error
         self.placeholder = self.writer.image_token
 
     def described(self, grid: Grid) -> dict[str, Any]:
-        """What the image processor says of an image of this grid, as far as the text depends on it."""
+        """What the image processor reports for an image of this grid, as far as the text needs it."""
         raise NotImplementedError
 
     def expand(self, grid: Grid) -> Expansion:
@@ -558,11 +558,11 @@ class Described(Family):
 
     def patches(self, image: Image.Image) -> Patches:
         pixels, grid = super().patches(image)
-        return pixels.flatten(0, -4), grid  # (T, 3, h, w) of its tiles
+        return pixels.flatten(0, -4), grid  # (T, 3, h, w) of T tiles
 
 
 class InternVL(Described):
-    """An image as a number of square tiles, by its shape."""
+    """An image cut into square tiles, as many as suit its shape."""
 
     model_types = ("internvl",)
     image_processors = ("GotOcr2",)
@@ -578,7 +578,7 @@ class InternVL(Described):
 
 
 class Aya(InternVL):
-    """Aya Vision: InternVL's tiles, each of which has a number."""
+    """Aya Vision: InternVL's tiles, numbered."""
 
     model_types = ("aya_vision",)
     processor = "AyaVisionProcessor"
@@ -586,12 +586,12 @@ class Aya(InternVL):
 
 
 class SmolVLM(Described):
-    """Idefics3 and SmolVLM: (rows, columns) of tiles and the whole image, or, (0, 0), the whole
-    image alone."""
+    """Idefics3 and SmolVLM: tiles and the whole image. A grid is (rows, columns) of tiles, or (0, 0)
+    for the whole image alone."""
 
     model_types = ("idefics3", "smolvlm")
     image_processors = ("Idefics3", "SmolVLM")
-    processor = "Idefics3Processor"  # SmolVLM's writes the same, and needs a package for clips
+    processor = "Idefics3Processor"  # SmolVLM's writes the same, but needs a package for clips
     unnamed_tokens = r"<fake_token_around_image>|<global-img>|<image>|<row_\d_col_\d>"
     processor_options = {"return_row_col_info": True}
 
@@ -609,7 +609,7 @@ class SmolVLM(Described):
 
 
 class LlavaNext(Described):
-    """LLaVA-NeXT (1.6): the whole image, and tiles of it whose margins are cut off again. A grid is its
+    """LLaVA-NeXT (1.6): the whole image, and tiles of it whose padding is cut off again. A grid is its
     (height, width)."""
 
     model_types = ("llava_next",)
@@ -624,7 +624,7 @@ class LlavaNext(Described):
 
     def described(self, grid: Grid) -> dict[str, Any]:
         side = self.config.vision_config.image_size
-        pixels = torch.empty(1, 1, side, side, device="meta")  # for its size
+        pixels = torch.empty(1, 1, side, side, device="meta")  # only its shape is read
         return {"image_sizes": [grid[:2]], "pixel_values": pixels}
 
 
@@ -633,7 +633,7 @@ class OneVision(LlavaNext):
     (height, width, images in the prompt). Its clips are not read."""
 
     model_types = ("llava_onevision",)
-    # a second image would change what the first one is
+    # a second image would change how the first one is encoded
     replies_show_images = False
     image_processors = ("LlavaOnevision",)
     processor = "LlavaOnevisionProcessor"
@@ -658,7 +658,7 @@ class OneVision(LlavaNext):
         return super().described(grid) | {"batch_num_images": [grid[2]]}
 
     def prepared(self, image: Image.Image) -> Inputs:
-        together = [image] * min(self.count, 2)  # in a prompt; more are treated as two are
+        together = [image] * min(self.count, 2)  # in a prompt; more are treated like two
         pixels = self.image_processor(images=[together], return_tensors="pt")["pixel_values"]
         return {"pixel_values": pixels[:1]}
 
@@ -683,7 +683,7 @@ FAMILIES = {model_type: family for family in CLASSES for model_type in family.mo
 
 
 def family_of(config) -> Family:
-    """The family of a model's config. Raises ValueError: one that is not supported."""
+    """The family of a model's config. Raises ValueError: it is not supported."""
     if config.model_type not in FAMILIES:
         raise ValueError(
             f"family {config.model_type!r} is not one of {', '.join(FAMILIES)}; to add it, begin with "
@@ -693,7 +693,7 @@ def family_of(config) -> Family:
 
 
 def nearest(config) -> type[Family]:
-    """The class from which a new family would begin, by its vision tower."""
+    """The class to begin a new family with, by its vision tower."""
     tower = getattr(config, "vision_config", None)
     if tower is None:
         return TextOnly

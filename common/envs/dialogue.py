@@ -3,11 +3,11 @@
     open         environments are reset; first observations become part of the prompts
     on_turn_end  a turn of the policy has ended: its environment is asked in a thread
     poll         the episodes whose environments have answered
-    fill         the conversations, as a batch has them
+    fill         the conversations become part of the batch
 
-The rollout engine decodes the other samples in the meantime. It marks a slot whose sample waits as
-done. A waiting slot still decodes, and nothing that it writes survives the reply: tokens and the
-states of linear attention stay as they are, and its cache entries are overwritten.
+Meanwhile the rollout engine decodes the other samples. It marks a slot whose sample waits as done.
+A waiting slot still decodes, but nothing it writes survives the reply: its tokens and states of
+linear attention do not change, and its cache entries are overwritten.
 """
 
 import itertools
@@ -50,18 +50,18 @@ class Episode:
     key: Key
     prompt: Prompt  # with the first observation, if there is one
     conversation: Conversation
-    env: Any = None  # the user's object, once it is made; that of a teammate's sample is there
-    call: Call = field(init=False)  # the last one
+    env: Any = None  # the user's object, once it is made; None for a teammate's sample
+    call: Call = field(init=False)  # the latest
     response: Response = Response(EMPTY, EMPTY, False)  # the own tokens of all finished turns
-    # what the policy reads next: the first observation, unless it stands in the prompt, or a reply
+    # what the policy reads next: a reply, or a first observation that is not in the prompt
     reply: Reply | None = None
     reply_tokens: int = 0  # of all replies, without a first observation
-    # What follows the prompt, turns and what the policy has read: token ids (n,), which are its own
-    # (n,), rotary positions from the prompt's end on (n, 3).
+    # What follows the prompt, turn by turn and reply by reply: token ids (n,), whether they are the
+    # policy's own (n,), rotary positions counted from the prompt's end (n, 3).
     stream: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     length: int = 0  # tokens of the stream
-    position: int = 0  # after its last token
-    own_tokens: int = 0  # of them the policy's own
+    position: int = 0  # rotary, after its last token
+    own_tokens: int = 0  # those of them that are the policy's own
 
     def extend(self, ids: Tensor, positions: Tensor, is_own: bool) -> None:
         """Add a turn or a reply (n,); its rotary positions (3, n) begin at 0."""
@@ -71,15 +71,15 @@ class Episode:
         self.position += int(positions.max()) + 1
 
     def add_turn(self, tokens: Tensor) -> None:
-        """Add what is new of all own tokens (n,)."""
+        """Add the latest turn, given the own tokens (n,) of all turns."""
         turn = tokens[self.own_tokens :]
         self.extend(turn, torch.arange(len(turn)).expand(3, -1), is_own=True)
         self.own_tokens = len(tokens)
 
     def read_reply(self, reply: Reply) -> tuple[Tensor, Tensor]:
-        """Add the finished turn and the reply to it. Returns what is new to the model, token ids
-        (n,) and rotary positions from the prompt's end on (3, n): the reply, and before it the
-        turn's last token, which decoding has not cached."""
+        """Add the finished turn and the reply to it. Returns what the model has not read yet: the
+        turn's last token, which decoding has not cached, and the reply, as token ids (n,) and
+        rotary positions counted from the prompt's end (3, n)."""
         conversation, new = self.conversation, len(reply.input_ids)
         if len(self.response.tokens):
             self.add_turn(self.response.tokens)
@@ -110,9 +110,9 @@ class EnvRollout:
         threads = max(1, self.environment.workers)
         self.workers = Workers(threads, self.environment.timeout, "--env_timeout")
         self.episodes: dict[Key, Episode] = {}
-        self.waiting: dict[Key, Episode] = {}  # for an answer of their environments, which are here
+        self.waiting: dict[Key, Episode] = {}  # for environments that run on this rank
         self.closing: list[Episode] = []
-        self.shared_pixels: dict[int, Pixels] = {}  # by prompt, with its own
+        self.shared_pixels: dict[int, Pixels] = {}  # by prompt, its own first
 
     def submit(self, episode: Episode, function: Callable, *args: Any) -> None:
         """Call a user's program in a thread; with --env_workers 0 wait for it, so that calls never
@@ -122,16 +122,16 @@ class EnvRollout:
             self.workers.wait_for_any([episode.call])
 
     def reply_features(self, all_replies: list[Reply]) -> list[Tensor]:
-        """Image features (K, M, H) of the replies that show images, by one call of the vision
-        tower. The replies have them, too; a tower that is trained computes them again, from
-        the patches."""
+        """Image features (K, M, H) of each reply that shows images, by one call of the vision
+        tower. The replies keep them for training, or their patches if the tower itself is
+        trained."""
         unseen = [reply for reply in all_replies if reply.grids]
         if not unseen:
             return []
         setup = self.model.setup
         patches = torch.cat([reply.patches for reply in unseen])
         grids = torch.tensor([grid for reply in unseen for grid in reply.grids])
-        with torch.inference_mode(False), torch.no_grad():  # they are trained on later
+        with torch.inference_mode(False), torch.no_grad():  # training reads them later
             features = vlm.image_features(self.model, patches, grids).cpu()
         image_ids = setup.family.visual_token_ids()
         counts = [int(torch.isin(reply.input_ids, image_ids).sum()) for reply in unseen]
@@ -146,8 +146,8 @@ class EnvRollout:
         """Reset the environments of this rank's samples. Returns the batch with the first
         observations in its prompts, the same on every rank.
 
-        One that all samples of a prompt share ends the prompt. Of others a prompt keeps what they
-        have in common; the rest begins the stream of each sample.
+        One that all samples of a prompt share ends the prompt. Where they differ, the prompt keeps
+        their common beginning, and the rest begins the stream of each sample.
         """
         changed = {}
         self.reset_all(batch, indices, count)
@@ -181,7 +181,7 @@ class EnvRollout:
 
     def reset(self, episode: Episode, row: dict) -> tuple[Reply, Prompt] | None:
         """In a thread: make and reset an environment. Returns its first observation, and the prompt
-        with it at the end of the last message."""
+        with the observation appended to its last message."""
         prompt = episode.prompt
         episode.env = self.environment.make()
         observation = episode.env.reset(row)
@@ -212,19 +212,19 @@ class EnvRollout:
             parts = [batch.patches[index]] if index in batch.patches else []
             parts.append((opening.patches, torch.tensor(opening.grids)))
             self.shared_pixels[index] = join_pixels(parts)
-        for episode in episodes:  # one whose reset failed sees it too: it is in its prompt
+        for episode in episodes:  # even one whose reset failed: it has the same prompt
             episode.reply = None
             episode.conversation.opening = opening.content
             episode.conversation.images = list(opening.images)
         return prompt
 
     def split_openings(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
-        """The prompt up to where the first observations of its samples differ; the rest is left to
-        the samples."""
+        """The prompt up to where the first observations of its samples differ; what follows goes to
+        the samples' replies."""
         ids = batch.prompts[index].input_ids
         cut = len(ids)
         for episode in episodes:
-            size = min(len(ids), len(episode.prompt.input_ids)) - 1  # a last token stays behind
+            size = min(len(ids), len(episode.prompt.input_ids)) - 1  # leaves each at least a token
             is_equal = ids[:size] == episode.prompt.input_ids[:size]
             cut = min(cut, int(is_equal.cumprod(0).sum()))
         for episode in episodes:
@@ -236,7 +236,7 @@ class EnvRollout:
 
     @property
     def extra_tokens(self) -> int:
-        """Most tokens of a sample that are neither the prompt's nor its own."""
+        """The most tokens that a sample may have besides its prompt's and the policy's own."""
         replies = [episode.reply for episode in self.episodes.values() if episode.reply]
         longest = max((len(reply.input_ids) for reply in replies), default=0)
         return self.environment.max_reply_tokens + longest
@@ -244,11 +244,11 @@ class EnvRollout:
     # Turns
 
     def on_turn_end(self, key: Key, response: Response, by_string: bool) -> bool:
-        """Ask the environment about the turn that ends a ``response``. False: the sample is
-        finished, by a limit of tokens or an environment that has failed before.
+        """Hand the environment the turn that ends ``response``. False: the sample is over, as a
+        token limit cut the turn or its environment has failed before.
 
         Args:
-            by_string: a stop string has ended it, not a token.
+            by_string: a stop string, not an end token, has ended the turn.
         """
         episode = self.episodes[key]
         episode.response = response
@@ -263,7 +263,7 @@ class EnvRollout:
         return True
 
     def step(self, episode: Episode, text: str, by_string: bool) -> tuple[Step, Reply | None]:
-        """In a thread: what an environment returns for a turn, and what the policy reads of it."""
+        """In a thread: what an environment returns for a turn, and its reply as the policy reads it."""
         step = read_step(episode.env.step(text))
         if step.done:
             return step, None
@@ -274,9 +274,9 @@ class EnvRollout:
         return step, reply
 
     def poll(self, wait: bool) -> list[Episode]:
-        """The episodes whose environments have answered since the last call: with a reply that the
-        policy is to read, or without one and ended. ``wait`` a moment for one. All ranks of a team
-        are told the same."""
+        """The episodes whose environments have answered since the last call: with a reply for the
+        policy to read, or ended without one. ``wait``: give them a moment if none has. All ranks of
+        a team get the same episodes."""
         calls = {episode.call: key for key, episode in self.waiting.items()}
         if wait:
             futures.wait(calls, 0.1, futures.FIRST_COMPLETED)
@@ -295,7 +295,7 @@ class EnvRollout:
         return answered
 
     def take_reply(self, episode: Episode) -> None:
-        """Set the reply to the last turn, or how the sample has ended."""
+        """Set the reply to the latest turn, or end the sample."""
         conversation, own_tokens = episode.conversation, len(episode.response.tokens)
         result = self.wait_for(episode)
         if result is None:
@@ -321,7 +321,7 @@ class EnvRollout:
             episode.reply = reply
 
     def wait_for(self, episode: Episode) -> Any:
-        """What an environment has returned; None if it failed, which is then recorded."""
+        """Wait for an environment's call. Returns its result; None if it failed, which is recorded."""
         call, conversation = episode.call, episode.conversation
         self.workers.wait_for_any([call])
         conversation.seconds += call.seconds
@@ -335,7 +335,7 @@ class EnvRollout:
         return None
 
     def end(self, episode: Episode, ended: str) -> None:
-        """A sample is over: let its environment go, unless it is still busy with a late call."""
+        """End a sample, and close its environment unless it is still busy with a late call."""
         episode.conversation.ended = ended
         episode.response = episode.response._replace(truncated=ended.endswith("_limit"))
         can_close = callable(getattr(episode.env, "close", None))
@@ -354,7 +354,7 @@ class EnvRollout:
     # Conversations
 
     def fill(self, batch: Batch, keys: list[Key]) -> None:
-        """Add the conversations of the samples ``keys``, in the order of the batch."""
+        """Add to the batch the conversations of its samples, whose ``keys`` are in its order."""
         episodes = [self.episodes[key] for key in keys]
         empty = torch.zeros(0, dtype=torch.int64)
         parts = [(empty, empty.bool(), empty.view(0, 3))]  # a rank may have no samples

@@ -4,7 +4,7 @@
     step(text) -> (reply or None, reward, done)
     close()       optional
 
-A reply or observation is a text, an image of Pillow's, a pathlib.Path of one, or a list of these.
+A reply or observation is a text, a Pillow image, a pathlib.Path of an image, or a list of these.
 A reward is a number, or {"reward": number, "accuracy": number}.
 """
 
@@ -26,17 +26,17 @@ from common.user_code import load_object, refuse_async
 
 
 class Step(NamedTuple):
-    """What `step` has returned."""
+    """What a call of `step` returned."""
 
-    reply: Any  # None: nothing
+    reply: Any  # None: no reply
     reward: float
-    accuracy: float | None  # None: it says none
+    accuracy: float | None  # None: not reported
     done: bool
 
 
 def load_environment(args: EnvArgs, max_prompt_tokens: int) -> Environment | None:
-    """The environment of --env; None without. Raises UserError: no class, or one that lacks what it
-    needs."""
+    """The environment of --env; None without the flag. Raises UserError: there is no such class, or
+    it cannot serve as an environment."""
     if not args.env:
         return None
     made = load_object("--env", args.env, "an existing path.py:Class")
@@ -64,7 +64,7 @@ def load_environment(args: EnvArgs, max_prompt_tokens: int) -> Environment | Non
 
 
 def check_model(env: Environment, processor: Processor) -> None:
-    """Raises UserError: the checkpoint's chat template cannot express what the environment says."""
+    """Raises UserError: this model cannot read what the environment may say."""
     parts = [Image.new("RGB", (64, 64), "white"), "seen"] if env.shows_images else "seen"
     try:
         reply = read_parts(parts, processor, env.max_reply_tokens)
@@ -77,16 +77,16 @@ def check_model(env: Environment, processor: Processor) -> None:
 
 
 def env_row(row: Prompt, seed: tuple[int, ...], number: int) -> dict:
-    """What `reset` gets, and may change: all columns of the row, its folder, the places of its images
-    (see `coordinates.Place`), a seed that the samples of a prompt share, and the sample's number among
-    them."""
+    """The dict that `reset` gets, and may change: all columns of the row, its folder, the places of its
+    images (see `coordinates.Place`), a seed that all samples of the prompt share, and this sample's
+    number among them."""
     (word,) = np.random.SeedSequence(seed).generate_state(1)
     further = {"folder": row.folder, "places": [*row.places], "seed": int(word), "number": number}
     return copy.deepcopy(row.row) | further
 
 
 def read_step(returned: Any) -> Step:
-    """What `step` has returned. Raises ValueError or TypeError: anything else than it may."""
+    """Read what `step` returned. Raises ValueError or TypeError: it is malformed."""
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise ValueError(f"step must return (reply or None, reward, done), not {returned!r:.200}")
     reply, reward, done = returned
@@ -104,7 +104,7 @@ def read_step(returned: Any) -> Step:
 
 
 def describe_failures(conversations: list[Conversation]) -> str:
-    """In how many samples the environment has failed, and how it did in the first; "": in none."""
+    """How many samples the environment failed in, and the first failure; "" if none."""
     errors = [conversation.error for conversation in conversations if conversation.error]
     if not errors:
         return ""
@@ -112,6 +112,6 @@ def describe_failures(conversations: list[Conversation]) -> str:
 
 
 def check_failures(conversations: list[Conversation]) -> None:
-    """Raises UserError: the environment has failed in every sample, so there is nothing to learn."""
+    """Raises UserError: the environment failed in every sample, so there is nothing to learn from."""
     if conversations and all(conversation.error for conversation in conversations):
         raise UserError(describe_failures(conversations))

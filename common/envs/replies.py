@@ -3,9 +3,9 @@
     parts -> texts and images                                  read_parts
     reply -> token ids that follow the assistant's end token   encode_reply
 
-A reply is written by the chat template itself: in a conversation of a user, an assistant and the
-reply, it is what follows after the assistant's words. Only these tokens are new; what the policy
-has sampled is never tokenized again. Raised are ValueErrors: what is wrong with a reply.
+The chat template itself writes a reply: of a conversation of a user, an assistant and the reply, it
+is what follows the assistant's words. Only that is tokenized; what the policy has sampled never is
+again. A ValueError says what is wrong with a reply.
 
 Shapes: E tokens of a reply.
 """
@@ -23,7 +23,7 @@ from common.buffers import EMPTY, Content
 from common.data.images import read_image, upright_rgb
 from common.data.processor import Processor
 
-TURN = "\x02turn\x03"  # nothing else contains it, and no template changes it
+TURN = "\x02turn\x03"  # occurs in nothing else, and no template changes it
 
 
 @dataclass
@@ -32,16 +32,16 @@ class Reply:
 
     content: Content = field(default_factory=list)
     images: list[Image.Image] = field(default_factory=list)  # RGB
-    patches: Tensor = EMPTY  # of all images, one after the other
+    patches: Tensor = EMPTY  # of all images, concatenated
     grids: tuple[tuple, ...] = ()
     features: Tensor = EMPTY  # of all images, as `Conversation` keeps them
     input_ids: Tensor = EMPTY  # (E,) int64
-    positions: Tensor = EMPTY  # (3, E) rotary positions from the first token on
+    positions: Tensor = EMPTY  # (3, E) rotary positions, counted from its beginning
 
 
 def read_parts(parts: Any, processor: Processor, limit: int) -> Reply:
-    """A text, an image (Pillow's, or the path of one), or a list of these, not yet encoded. Of a text
-    that cannot be ``limit`` tokens, so much is read as is too long, too: no tokenizer meets the rest."""
+    """Read a text, an image (Pillow's, or the path of one), or a list of these, without encoding it. A
+    text too long for ``limit`` tokens is cut to one that still is, to spare the tokenizer the rest."""
     reply, family = Reply(), processor.family
     longest = limit * processor.token_characters
     if not isinstance(parts, list | tuple):
@@ -72,7 +72,7 @@ def encode_reply(processor: Processor, reply: Reply, role: str, by_string: bool)
     turn.
 
     Args:
-        by_string: the turn was ended by a stop string; else the policy has sampled an end token.
+        by_string: a stop string ended the turn; otherwise the policy sampled an end token.
     """
     tail = render_reply(processor, reply, role)
     # The first end token closes the assistant's turn. LLaVA's template closes none, though its

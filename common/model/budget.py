@@ -2,11 +2,10 @@
 
     MemoryPlan                what the steps of a script need: `MemoryPlan.phases`
     fastest                   the fastest setting that fits
-    fit                       on a GPU, before a weight is read: refuses what cannot fit, warns of
-                              what may not; names sequences that are longer than a model was made
-                              for
+    fit                       before weights are read: on a GPU, refuses what cannot fit and warns of
+                              what may not; warns of sequences longer than a model was made for
 
-The formulas of each part are in `common.model.memory`; launch/plan.py prints them as a table.
+The formulas of each part are in `common.model.memory`; launch/plan.py prints a plan as a table.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,10 +24,10 @@ from common.process import UserError
 
 GIB = 2**30
 RESERVED = 2 * GIB  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
-PACK_UNIT = 256  # tokens; the sizes of packs that are suggested are multiples of it
-SPARE = 0.08  # of a GPU, for what the formulas do not know
+PACK_UNIT = 256  # tokens; suggested sizes of packs are multiples of it
+SPARE = 0.08  # share of a GPU, for what the formulas miss
 
-# how the names of parts end that are no estimates
+# how the names of parts end that are exact, not estimates
 CERTAIN = ("weights", "Adam", "average", "gradient shards", "KV cache")
 
 Parts = dict[str, float]  # bytes on a GPU by part
@@ -46,12 +45,12 @@ class MemoryPlan:
     models: Modules  # by role, on any device
     shards: int  # ranks that share one copy of the weights
     args: ModelArgs
-    offload: str  # what is kept in host memory while it is not in use, as the flag says
-    longest: int  # tokens of the longest sequence that is written
+    offload: str  # the value of --offload
+    longest: int  # tokens of the longest sequence that is generated, with its prompt
     least_pack: int  # tokens that a pack must hold
     longest_target: int = 0  # tokens of the longest prompt with a target to learn
-    updates: bool = True  # False: an evaluation alone
-    keys: float = 1.0  # that attention gathers for each token of a pack
+    updates: bool = True  # False: the run only evaluates
+    keys: float = 1.0  # how many attention gathers per token of a pack
 
     def __post_init__(self):
         self.held: dict[tuple[str, str], float] = {}  # (role, part)
@@ -60,8 +59,8 @@ class MemoryPlan:
                 if size:
                     self.held[role, part] = size
         self.trained = [role for role, part in self.held if part == "Adam"]
-        self.in_use: list[str] = []  # frozen roles that an update asks
-        self.fixed: dict[str, Callable[[], Parts]] = {}  # phases that no pack changes
+        self.in_use: list[str] = []  # frozen roles to which the loss has an exact KL
+        self.fixed: dict[str, Callable[[], Parts]] = {}  # phases that do not depend on packs
 
     @property
     def setting(self) -> tuple[int, bool]:
@@ -69,7 +68,7 @@ class MemoryPlan:
         return self.args.max_tokens_per_pack, self.args.gradient_checkpointing != "off"
 
     def phases(self, tokens: int, recompute: bool) -> dict[str, Parts]:
-        """With updates by packs of so many tokens."""
+        """Bytes by phase and part, with updates on packs of so many tokens."""
         phases = {name: parts() for name, parts in self.fixed.items()}
         if self.updates:
             for role in self.trained:
@@ -77,8 +76,8 @@ class MemoryPlan:
         return phases
 
     def resident(self, *busy: str) -> Parts:
-        """What lies on the GPU; of what is offloaded, the parts of the roles that are ``busy``: in
-        training, or frozen and in use."""
+        """What stays on the GPU; of what --offload moves, only the parts of the roles that are ``busy``:
+        in training, or frozen and in use."""
         parts: Parts = {"reserved": RESERVED}
         for (role, part), size in self.held.items():
             if part == "weights":
@@ -90,7 +89,7 @@ class MemoryPlan:
         return parts
 
     def update(self, role: str, tokens: int, recompute: bool) -> Parts:
-        """With two layers gathered, one of them ahead of its use."""
+        """Bytes of an update. Two layers are gathered, one of them ahead of its use."""
         module = self.models[role]
         root, layer, _ = memory.gathered_bytes(module)
         parts = {
@@ -105,8 +104,8 @@ class MemoryPlan:
         return self.resident(role, *self.in_use) | parts
 
     def scoring(self, role: str) -> Parts:
-        """Of a frozen model. Scoring by those in training, be it with masked or blank images, needs less
-        than their updates."""
+        """Bytes of scoring by a frozen model. One in training needs less to score, even with masked or
+        blank images, than to update."""
         module = self.models[role]
         root, layer, _ = memory.gathered_bytes(module)
         forward = memory.forward_bytes(module, module.model.setup.head_chunk)
@@ -115,19 +114,20 @@ class MemoryPlan:
     def decoding(
         self, role: str, length: int, slots: int, *busy: str, prefill: float = 0.0
     ) -> Parts:
-        """All weights gathered, or their pieces, and a cache for so many sequences of so many tokens.
-        ``prefill``: bytes of a forward of all prompts at once; 0: they are read pack by pack."""
+        """Bytes of decoding, with all weights gathered, or a rank's pieces, and a cache of so many
+        ``slots`` of ``length`` tokens. ``prefill``: bytes of a forward of all prompts at once; 0: they
+        are read pack by pack."""
         module, ranks = self.models[role], self.args.rollout_shards
         slot = memory.slot_bytes(module, length, ranks)
         return self.resident(*busy) | {
             "gathered weights": memory.decoding_bytes(module, ranks),
-            "KV cache": slot,  # of one sequence, the least that a run can do with
+            "KV cache": slot,  # of one sequence, the least that a run needs
             "further slots": (slots - 1) * slot,
             "forward": prefill or memory.forward_bytes(module, slots),
         }
 
     def slots(self, gib: float) -> int:
-        """Samples that a rollout can decode together on a GPU with ``gib``."""
+        """How many samples a rollout can decode together on a GPU with ``gib``."""
         parts = self.decoding("actor", self.longest, slots=0)
         free = gib * GIB - total(parts) + parts["forward"]
         actor, ranks = self.models["actor"], self.args.rollout_shards
@@ -149,7 +149,7 @@ def total(parts: Parts) -> float:
 
 
 def certain(parts: Parts) -> float:
-    """Bytes that are no estimate: weights, gradients, optimizer states and one slot of a cache."""
+    """Bytes that are exact: weights, gradients, optimizer states and one slot of a cache."""
     return sum(size for part, size in parts.items() if part.endswith(CERTAIN))
 
 
@@ -172,8 +172,8 @@ def has_room(plan: MemoryPlan, gib: float, tokens: int, recompute: bool) -> bool
 
 def fastest(plan: MemoryPlan, most: int, gib: float) -> str:
     """The flags of the fastest setting that leaves a share `SPARE` of ``gib`` free: without
-    recomputation if any pack fits so, and the largest pack of at most ``most`` tokens. Or what else
-    would help."""
+    recomputation if any pack then fits, and the largest pack of at most ``most`` tokens. If none fits,
+    what else would help."""
     least = -(-plan.least_pack // PACK_UNIT) * PACK_UNIT
     for flag in ("off", "on"):
         for tokens in reversed(range(least, most + 1, PACK_UNIT)):
@@ -191,7 +191,7 @@ def least_team(plan: MemoryPlan, gib: float) -> str:
     args, advice = plan.args, ""
     for size in range(8, 0, -1):  # the smallest has the last word
         plan.args = replace(args, rollout_shards=size)
-        with suppress(UserError):  # so many cannot share a layer
+        with suppress(UserError):  # so many ranks cannot share a layer
             if plan.shards % size == 0 and has_room(plan, gib, *plan.setting):
                 advice = f"--rollout_shards {size} fits: the smallest that does is the fastest"
     plan.args = args
@@ -199,9 +199,9 @@ def least_team(plan: MemoryPlan, gib: float) -> str:
 
 
 def require_fit(plan: MemoryPlan, gib: float, needed: Callable) -> str:
-    """A line about the peak of a run on GPUs with ``gib``, and about the smallest teams that fit if it
-    has teams; a warning, with what would help, where that leaves less than a share `SPARE` free.
-    Raises UserError: what is ``needed`` of a phase (`total` or `certain`) does not fit."""
+    """A line on the peak of a run on GPUs with ``gib`` and, if it has teams, on the smallest that fit.
+    Where less than a share `SPARE` stays free, a warning with what would help. Raises UserError: a
+    phase does not fit, measured by ``needed`` (`total` or `certain`)."""
     tokens, recompute = plan.setting
     peak, phase = peak_of(plan, tokens, recompute)
     line = f"memory per GPU: {peak:.1f} of {gib:.1f} GiB, in {phase}"
@@ -215,7 +215,7 @@ def require_fit(plan: MemoryPlan, gib: float, needed: Callable) -> str:
 
 
 def new_positions(plan: MemoryPlan) -> str:
-    """A line where sequences may be longer than what a model was made for, else an empty one."""
+    """A warning if sequences may be longer than a model was made for, else ""."""
     longest = max(plan.longest, plan.longest_target)
     limits = []
     for role, module in plan.models.items():
@@ -231,9 +231,9 @@ def new_positions(plan: MemoryPlan) -> str:
 
 
 def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
-    """Before weights are read: say that sequences are too long for a model; on GPUs, hold the plan
-    against the memory that is free on the fullest of them, and say its peak. What is certain not to
-    fit raises a UserError on all ranks; an estimate only warns."""
+    """Before weights are read: warn of sequences too long for a model; on GPUs, compare the plan with
+    the free memory of the fullest of them, and say its peak. What is certain not to fit raises a
+    UserError on all ranks; an estimate only warns."""
     plan.phases(*plan.setting)  # refuses layers that a team cannot share
     warning = new_positions(plan)
     if warning:

@@ -28,7 +28,7 @@ from common.model.teams import cut
 from common.process import UserError
 
 HOST = torch.device("cpu")
-MOST_SKIPPED = 3  # steps in a row without an update of a model that is trained in them
+MOST_SKIPPED = 3  # steps in a row that train a model but skip all its updates
 
 
 # -------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class Trainable(Generic[Trained]):
         return [rate * factor for rate in self.rates]
 
     def set_rates(self, step: int) -> None:
-        """Before an update of ``step``."""
+        """To be called before each update of ``step``."""
         for group, rate in zip(self.optimizer.param_groups, self.rates_at(step)):
             group["lr"] = rate
 
@@ -90,8 +90,8 @@ class Trainable(Generic[Trained]):
 
     @contextmanager
     def averaged(self):
-        """Inside, weights and average have changed places, in the memory of both; afterwards both
-        are as before, bit for bit. Without an average nothing happens."""
+        """Inside, weights and average are swapped in place; afterwards both are as before, bit for
+        bit. Without an average nothing happens."""
         self.swap_average()
         try:
             yield
@@ -110,8 +110,8 @@ class Trainable(Generic[Trained]):
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create an optimizer's state, as a step at a rate of 0 does: a checkpoint may be saved or read
-    before the first update."""
+    """Create an optimizer's state, by a step at a rate of 0: a checkpoint may be saved or read before
+    the first update."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
@@ -140,7 +140,7 @@ def schedule(step: int, steps: int, args: OptimArgs) -> float:
     """Learning rate of 1-based ``step`` of ``steps`` as a fraction of the base."""
     if step <= args.warmup_steps:
         return step / (args.warmup_steps + 1)
-    # a final rate of 0 would be an update without effect: it comes after the last step
+    # an update at a rate of 0 would be wasted: a decay to 0 ends one step after the last
     done = step - args.warmup_steps - (args.min_lr_ratio == 0)
     progress = min(1.0, done / max(1, steps - args.warmup_steps))
     if args.lr_schedule == "cosine":
@@ -157,7 +157,7 @@ def schedule(step: int, steps: int, args: OptimArgs) -> float:
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Give the target the weights of the source. Both are sharded alike, so every rank copies its
+    """Give ``target`` the weights of ``source``. Both are sharded alike, so every rank copies its
     own part."""
     weights = dict(source.named_parameters())
     for name, parameter in target.named_parameters():
@@ -173,15 +173,14 @@ def fsdp_parts(module: nn.Module) -> list:
 @contextmanager
 def unsharded(module: vlm.Wrapper):
     """Gather all weights once; inside, forwards run no collective, so ranks may do different
-    amounts of work. In a team, each rank has its pieces of the layers, and its ranks work alike."""
+    amounts of work. In a team, each rank keeps its pieces of the layers, and all do the same work."""
     parts, team = fsdp_parts(module), module.model.setup.team
     layers = set(vlm.decoder(module.model).layers.modules())
-    # a first unshard() below would otherwise initialise each part as a root
+    # otherwise the first unshard() below would initialise each part as a root
     parts[0]._get_fsdp_state()._lazy_init()
     with unhooked(parts), ExitStack() as undo:
-        for (
-            part
-        ) in parts:  # one after the other: what is gathered exists twice until it is in place
+        # one after the other: what is gathered exists twice until it is in place
+        for part in parts:
             part.unshard()
             undo.callback(part.reshard)
             if team.size > 1 and part in layers:
@@ -191,9 +190,9 @@ def unsharded(module: vlm.Wrapper):
 
 @contextmanager
 def unhooked(parts: list):
-    """Inside, forwards of these modules run without FSDP2's hooks, those of users stay. They have
-    nothing to do while weights are gathered and everything is in the compute dtype, but record every
-    forward, and their waits for FSDP2's own streams could not be captured in a CUDA graph."""
+    """Inside, forwards of these modules run without FSDP2's hooks; other hooks stay. While weights are
+    gathered and everything is in the compute dtype, FSDP2's have nothing to do, but they would record
+    every forward, and their waits for FSDP2's streams could not be captured in a CUDA graph."""
     hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in parts]
     for part, pre_hooks, hooks in hooked:
         state = part._get_fsdp_state()
@@ -204,21 +203,21 @@ def unhooked(parts: list):
         yield
     finally:
         for part, pre_hooks, hooks in hooked:
-            # what was registered inside stays, as transformers' recorders
+            # hooks registered inside stay, such as transformers' recorders
             pre_hooks.update(part._forward_pre_hooks)
             hooks.update(part._forward_hooks)
             part._forward_pre_hooks, part._forward_hooks = pre_hooks, hooks
 
 
 def rest_after_scoring(module: nn.Module) -> None:
-    """Forwards without a backward leave a record, and the root's weights gathered: drop both."""
+    """Drop what forwards without a backward leave behind: a record, and the root's gathered weights."""
     forget_forwards(module)
     fsdp_parts(module)[0].reshard()
 
 
 def forget_forwards(module: nn.Module) -> None:
-    """FSDP2 records every forward and only a backward clears the record, so a frozen model, or a
-    long rollout, would grow it without bound."""
+    """Clear FSDP2's record of forwards. Only a backward does so otherwise, so with a frozen model, or
+    in a long rollout, it would grow without bound."""
     parts = fsdp_parts(module)
     parts[0]._get_fsdp_state()._comm_ctx.post_forward_order.clear()
     for part in parts:
@@ -255,14 +254,14 @@ def is_offloaded(part: Trainable | vlm.Wrapper, setting: str) -> bool:
 
 
 def offload(part: Trainable | vlm.Wrapper, setting: str) -> None:
-    """Move what `is_offloaded` into host memory."""
+    """Move a part into host memory if `is_offloaded` says so."""
     if is_offloaded(part, setting):
         move(part, HOST)
 
 
 @contextmanager
 def onloaded(setting: str, *parts: Trainable | vlm.Wrapper):
-    """Inside, what `is_offloaded` of these parts is on its device."""
+    """Inside, those of the parts that are offloaded are back on their device."""
     for part in parts:
         module = part.module if isinstance(part, Trainable) else part
         if is_offloaded(part, setting):
@@ -277,20 +276,20 @@ def onloaded(setting: str, *parts: Trainable | vlm.Wrapper):
 @torch.no_grad()
 def move(part: Trainable | vlm.Wrapper, device: torch.device) -> None:
     """Put an optimizer's state, or the shards and buffers of a module that FSDP2 wraps, into the
-    memory of ``device``. Parameters stay the same objects, and FSDP2's own `_apply` tells each of
-    its parts where they are now; forwards need them on the device of the mesh."""
+    memory of ``device``. Parameters stay the same objects, and FSDP2's own `_apply` updates its
+    references to them; forwards need them on the device of the mesh."""
     if isinstance(part, Trainable):
         for state in part.optimizer.state.values():
             state |= {name: moved(state[name], device) for name in state if name != "step"}
     else:
         part._apply(lambda tensor: moved(tensor, device))
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # before the host reads what is on its way
+        torch.cuda.synchronize()  # copies may still be on their way to the host
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor, this rank's part only if it is sharded, in the memory of ``device``: pinned if
-    that is the host."""
+    """The tensor, or this rank's shard of it, in the memory of ``device``, which is pinned if that is
+    the host."""
     local = shard_of(tensor)
     if local.device == device:
         return tensor

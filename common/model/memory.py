@@ -1,7 +1,7 @@
-"""Bytes per GPU of a role and a stage, operations of an update, and what of both was used.
+"""Bytes per GPU by role and stage, operations of an update, and how much of both a run used.
 
-The formulas read modules with parameters, which may be on the meta device; launch/plan.py adds them
-up.
+The formulas read modules with parameters, which may be on the meta device; `common.model.budget` adds
+them up.
 """
 
 import resource
@@ -18,7 +18,7 @@ from common.model.linear_attention import DeltaNet, activation_bytes
 from common.model.teams import piece_bytes
 from common.model.vlm import Wrapper, decoder, experts_per_token, routers, tower_parameters
 
-MARGIN = 2 * 2**30  # bytes of a GPU, the least that is kept free
+MARGIN = 2 * 2**30  # least bytes of a GPU that a rollout leaves free
 # dense bfloat16, from data sheets
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
@@ -29,10 +29,10 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
 def update_flops(policy: Wrapper, tokens: float, responses: float) -> float:
-    """Operations of an update by so many tokens, those of responses going through the output head:
-    per weight a multiplication and an addition in the forward, as many for the gradient of the
-    inputs, and as many for that of the weight unless it is frozen."""
-    used = 1.0  # of stacked experts
+    """Operations of an update on so many ``tokens``, of which those of ``responses`` go through the
+    output head: per weight a multiplication and an addition in the forward, as many for the gradient
+    of the inputs, and as many for that of the weight unless it is frozen."""
+    used = 1.0  # share of the stacked experts that a token uses
     if mixtures := routers(policy.model):
         experts = mixtures[0].get_parameter("weight").shape[0]
         used = experts_per_token(policy.model) / experts
@@ -56,7 +56,7 @@ def utilisation(policy: Wrapper, tokens: float, responses: float, seconds: float
 
 
 def peak() -> Metrics:
-    """The metric perf/peak_memory_gib: of the GPU since its counter was reset, or of this
+    """The metric perf/peak_memory_gib: of the GPU since its counter was reset; without one, of this
     process."""
     if torch.cuda.is_available():
         used = torch.cuda.max_memory_allocated()
@@ -80,9 +80,9 @@ def count_trained(parameters: Iterable[Tensor]) -> int:
 
 
 def resident_bytes(module: Wrapper, shards: int) -> dict[str, int]:
-    """What a role keeps on a GPU between stages: its weights, cut along the first dimension into
-    ``shards`` as FSDP2 cuts them, on the rank with the largest, with the frozen vision tower, which
-    is whole; and Adam's two moments of what is trained."""
+    """What a role keeps on a GPU between stages: its weights, and Adam's two moments of those that are
+    trained. FSDP2 cuts them along the first dimension into ``shards``, of which the largest counts; a
+    frozen vision tower is whole on every rank."""
     whole = {p for p in tower_parameters(module.model) if not p.requires_grad}
     weights = trained = 0
     for p in module.parameters():
@@ -97,8 +97,8 @@ def resident_bytes(module: Wrapper, shards: int) -> dict[str, int]:
 
 
 def gathered_bytes(module: Wrapper) -> tuple[int, int, int]:
-    """Gathered weights of the root group (embeddings, head, norm), of the largest layer, and of all
-    layers."""
+    """Bytes of the gathered weights of the root group (embeddings, head, norm), of the largest layer,
+    and of all layers."""
     width = module.model.setup.dtype.itemsize
     layers = [count(layer.parameters()) for layer in decoder(module.model).layers]
     tower = count(tower_parameters(module.model))
@@ -107,8 +107,8 @@ def gathered_bytes(module: Wrapper) -> tuple[int, int, int]:
 
 
 def decoding_bytes(module: Wrapper, ranks: int) -> int:
-    """Gathered weights in a rollout: all of them, or where ``ranks`` share the layers the pieces of one,
-    while the last layer is gathered."""
+    """Bytes of the gathered weights in a rollout: all; or where ``ranks`` share the layers, the root, the
+    pieces of one rank, and the last layer, which is whole until it is cut."""
     root, layer, layers = gathered_bytes(module)
     if ranks == 1:
         return root + layers
@@ -116,20 +116,20 @@ def decoding_bytes(module: Wrapper, ranks: int) -> int:
 
 
 def activations(module: Wrapper, keys: float = 1.0) -> list[float]:
-    """Of each decoder layer the bytes per token that it keeps for its backward. ``keys``: that are
-    gathered for each token of a pack, as responses attend to their prompts too; sdpa on a GPU
-    repeats them for each query head."""
+    """Bytes per token that each decoder layer keeps for its backward. ``keys``: how many are gathered
+    per token of a pack, as responses attend to their prompts too; sdpa on a GPU repeats them for each
+    query head."""
     configs = layer_configs(module.model.config.get_text_config())
     layers = zip(decoder(module.model).layers, configs)
     return [layer_activations(module, layer, config, keys) for layer, config in layers]
 
 
 def layer_activations(module: Wrapper, layer: nn.Module, config, keys: float) -> float:
-    """Of one of them: of every norm its input in float32 and its output before the scale (less on a
-    GPU, where a norm is one kernel); what the products read; queries, keys, values and output of the
-    attention, or what linear attention keeps; four tensors of the MLP (gate, its activation, up,
-    their product), in MoE for each expert of the token, with its input, and where a layer has inputs
-    of its own the same four of these."""
+    """Those of one layer: each norm's input in float32 and its output before the scale (less on a GPU,
+    where a norm is one kernel); the inputs of the matrix products; queries, keys, values and output of
+    attention, or what linear attention keeps; four tensors of the MLP (gate, its activation, up, their
+    product), in MoE for each expert of the token, with its input; and the same four for the layer's
+    own inputs, if it has any."""
     text, width = module.model.config.get_text_config(), module.model.setup.dtype.itemsize
     queries, kv_heads = config.num_attention_heads, config.num_key_value_heads
     repeats = {"q_norm": queries, "k_norm": kv_heads}  # one scale for all heads
@@ -155,31 +155,31 @@ def layer_activations(module: Wrapper, layer: nn.Module, config, keys: float) ->
 
 
 def logits_bytes(module: Wrapper, tokens: int) -> int:
-    """Of the logits of so many tokens, three tensors of float32; 0 without a head."""
+    """Bytes of the logits of so many tokens, as three float32 tensors; 0 without a head."""
     if not hasattr(module.model, "lm_head"):
         return 0
     return 12 * tokens * module.model.config.get_text_config().vocab_size
 
 
 def forward_bytes(module: Wrapper, tokens: int) -> float:
-    """What a forward without gradients needs besides gathered weights and cache: for a layer of a
-    pack, or for the logits of so many tokens."""
+    """What a forward without gradients needs besides gathered weights and cache: one layer's
+    activations of a pack, or the logits of so many ``tokens`` if they are larger."""
     pack = module.model.setup.max_tokens_per_pack * max(activations(module))
     return max(pack, logits_bytes(module, tokens))
 
 
 def slot_bytes(module: Wrapper, length: int, ranks: int) -> int:
-    """Bytes of the cache of one sequence of up to ``length`` tokens, whose heads so many ``ranks``
-    share, counted on meta."""
+    """Bytes of the cache of one sequence of up to ``length`` tokens on each of the ``ranks`` that share
+    its heads, counted on meta."""
     text, setup = module.model.config.get_text_config(), module.model.setup
     meta = torch.device("meta")
     return SlotCache(text, 1, length, setup.dtype, meta, setup.backend, ranks).nbytes
 
 
 def fitting_slots(policy: Wrapper, length: int, most: int, free: float, ranks: int) -> int:
-    """The slots of a rollout, at least one, for sequences of ``length`` tokens, that fit into
-    ``free`` bytes. A tenth of these, and at least 2 GiB, stay free for fragments of torch's cache,
-    NCCL's buffers and CUDA graphs."""
+    """How many slots for sequences of ``length`` tokens fit into ``free`` bytes: at least one, at most
+    ``most``. A tenth of the bytes, and at least 2 GiB, stay free for fragments of torch's cache, NCCL's
+    buffers and CUDA graphs."""
     room = free - max(0.1 * free, MARGIN) - forward_bytes(policy, most)
     return max(1, min(most, int(room // slot_bytes(policy, length, ranks))))
 
@@ -187,11 +187,11 @@ def fitting_slots(policy: Wrapper, length: int, most: int, free: float, ranks: i
 def backward_bytes(
     module: Wrapper, tokens: int, recompute: bool, keys: float = 1.0
 ) -> dict[str, float]:
-    """Of an update by a pack of so many tokens, without gathered weights and gradient shards: what
-    the forward keeps, and the larger of what the backward adds to it: at the head, chunks of logits
-    and the weight's gradient in float32; in a layer, the activations computed again, gradients of
-    them, and those of two layers' weights before they are reduced, in the compute type and in
-    float32. ``keys``: see `activations`.
+    """Bytes of an update on a pack of so many tokens, without gathered weights and gradient shards: what
+    the forward keeps, and what the backward adds where it needs most: at the head, a chunk of logits
+    and the weight's gradient in float32; in a layer, the activations computed again, their gradients,
+    and those of two layers' weights before they are reduced, in the compute dtype and in float32.
+    ``keys``: see `activations`.
     """
     model = module.model
     layers = decoder(model).layers
@@ -200,7 +200,7 @@ def backward_bytes(
     by_layer = activations(module, keys)
     hidden = tokens * text.hidden_size
     inputs = tokens * len(layers) * getattr(text, "hidden_size_per_layer_input", 0)
-    # embeddings, with images, and the last norm; inputs of all layers, their norm and gradient
+    # embeddings, with images, and the last norm; the layers' own inputs, their norm and gradient
     saved = (hidden + inputs) * (4 + 4 * width)
     saved += len(layers) * width * hidden if recompute else tokens * sum(by_layer)
 

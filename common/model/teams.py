@@ -1,15 +1,15 @@
-"""Rollouts of models that no GPU can hold: the ranks of a team decode the same samples, each with its
+"""Rollouts of models too large for one GPU: the ranks of a team decode the same samples, each with its
 piece of every layer (tensor parallelism, Shoeybi et al. 2019).
 
-A piece of a layer is a narrower layer, with some of the heads and some of the inner numbers of the
-MLP. transformers' own modules compute it; two sums per layer over the team make its outputs whole.
+A piece of a layer is a narrower layer, with some of the heads and part of the MLP's inner dimension.
+transformers' own modules compute it; two sums per layer over the team make its outputs whole.
 FSDP gathers one layer after the other, as for training, and each rank keeps its piece of each
 (`cut`): a team may have any size that divides the heads, however the weights are sharded in training.
 
-Embeddings and head are whole on every rank. They are gathered so in any case, before the layers; and
-to gather the logits of pieces of the head would take about as long as to compute all of them.
+Embeddings and head are whole on every rank. They are gathered whole anyway, before the layers, and
+gathering logits from pieces of the head would take about as long as computing all of them.
 
-Shapes: E experts, I their inner numbers, H hidden size.
+Shapes: E experts, I their inner size, H hidden size.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ from common.distributed import Team
 from common.model.vlm import Model, decoder
 from common.process import UserError
 
-# What is cut of a layer, by the names of modules: of each of its parameters the dimension. Whatever
-# else a layer has is whole on every rank: norms, routers, linear attention.
+# What is cut of a layer: by module name, the dimension for each of its parameters. Everything else is
+# whole on every rank: norms, routers, linear attention.
 OUTPUTS = {"weight": 0, "bias": 0, "lora_B": 0}
 INPUTS = {"weight": 1, "lora_A": 1}
 SUMMED = {  # the outputs of all ranks are terms of a sum
@@ -40,8 +40,8 @@ CUTS = SUMMED | {
     "up_proj": OUTPUTS,
     "gate_up_proj": OUTPUTS,
 }
-KEYS = {"k_proj", "v_proj"}  # which may be values as well, or another layer's
-# What a module may have of these, besides keys: all that makes one computation.
+KEYS = {"k_proj", "v_proj"}  # optional: keys may serve as values, or be another layer's
+# Those of CUTS that a module may have, KEYS aside: all parts of one computation, or none.
 TOGETHER = (
     set(),
     {"q_proj", "o_proj"},
@@ -52,9 +52,9 @@ TOGETHER = (
 
 
 def places(layer: nn.Module) -> dict[nn.Module, tuple[str, int]]:
-    """Of a layer and each module in it the name in the module around it, and how many numbers stay
-    together in what is cut of it: those of a head. Raises UserError: a module has only part of what
-    is cut together, the rest by other names."""
+    """For a layer and each module in it, its name in its parent, and how many numbers of a cut
+    dimension stay together, such as those of a head. Raises UserError: a module has only some of the
+    parts that are cut together; the others go by other names."""
     placed = {layer: ("", 1)}
     for path, outer in layer.named_modules():
         parts = outer._modules.keys() & CUTS.keys()
@@ -70,13 +70,13 @@ def places(layer: nn.Module) -> dict[nn.Module, tuple[str, int]]:
 
 
 def piece_of(value: Tensor, module: str, unit: int, kind: str, team: Team) -> Tensor:
-    """A copy of this rank's piece of a parameter: of the ``kind``, as "weight", in a ``module`` of this
-    name, where ``unit`` numbers stay together. Raises UserError: it cannot be shared equally."""
+    """A copy of this rank's piece of a parameter: its ``kind``, such as "weight", of a ``module`` of this
+    name, in which ``unit`` numbers stay together. Raises UserError: it cannot be shared equally."""
     dim, size = CUTS.get(module, {}).get(kind), team.size
     if dim is None:
         is_term = module in SUMMED and kind == "bias"
         return value / size if is_term else value.clone()
-    # all gates, then what they open: of each a piece
+    # gate_up_proj is all gates, then all ups: take a piece of each
     value = value.unflatten(dim, (2 if "gate_up_proj" in (module, kind) else 1, -1))
     numbers, least = value.shape[dim + 1], size * unit
     if numbers % least and (module not in KEYS or least % numbers):  # ranks may share a key head
@@ -90,8 +90,8 @@ def piece_of(value: Tensor, module: str, unit: int, kind: str, team: Team) -> Te
 
 
 def piece_bytes(model: Model, ranks: int) -> int:
-    """Of a rank's pieces of all layers where so many ranks share them, in the compute type; counted on
-    meta. Raises UserError: they cannot."""
+    """Bytes of a rank's pieces of all layers if so many ranks share them, in the compute dtype; counted
+    on meta. Raises UserError: they cannot share them."""
     numbers = 0
     for layer in decoder(model).layers:
         for owner, place in places(layer).items():
@@ -101,20 +101,20 @@ def piece_bytes(model: Model, ranks: int) -> int:
 
 
 class Sharded(nn.Module):
-    """What FSDP makes of a module, as far as it is used here."""
+    """A module that FSDP wraps, as far as it is used here."""
 
     reshard: Callable
 
 
 def cut(layer: Sharded, team: Team, undo: ExitStack) -> None:
-    """Until ``undo``, this rank has its pieces of what FSDP has gathered of a layer, whose outputs are
-    sums over the team."""
+    """Until ``undo`` closes, replace the weights of a layer that FSDP has gathered by this rank's
+    pieces, and sum its outputs over the team."""
     placed = places(layer)
     weights = [
         (owner, kind, weight)
         for owner in layer.modules()
         for kind, weight in owner.named_parameters(recurse=False)
-        if not isinstance(weight, DTensor)  # FSDP gathers it with a part of the layer
+        if not isinstance(weight, DTensor)  # FSDP gathers this one with a part of the layer
     ]
     pieces = [piece_of(weight, *placed[owner], kind, team) for owner, kind, weight in weights]
     layer.reshard()
@@ -129,7 +129,7 @@ def cut(layer: Sharded, team: Team, undo: ExitStack) -> None:
         if name in SUMMED:
             undo.callback(owner.register_forward_hook(sum_outputs).remove)
         groups = getattr(owner, "num_key_value_groups", None)
-        if groups:  # transformers' own attention repeats each key head so often
+        if groups:  # transformers' own attention repeats each key head this often
             undo.callback(setattr, owner, "num_key_value_groups", groups)
             inputs = owner.get_parameter("o_proj.weight").shape[1]
             owner.num_key_value_groups = min(groups, inputs // getattr(owner, "head_dim", 1))

@@ -7,7 +7,7 @@
     region_record      the true and predicted regions of a sample, for pictures and tables
 
 Everything that is written counts: copies and malformed boxes are wrong predictions, an unfinished
-thought or answer leaves nothing, and so many boxes that one must be right earn nothing.
+thought or answer is no answer, and so many boxes that one is bound to be right earn nothing.
 """
 
 import ast
@@ -30,16 +30,16 @@ from common.rewards.rules import Columns, after_thought, extract_answer, with_op
 # Reading
 # --------------------------------------------------------------------------------------------------
 
-# A point, which may lie outside of the image, or a box with its corners sorted, cut off at the image's
-# edges, in pixels of the file; None: what is written is neither, or nothing is left. And its label, or "".
+# A region in pixels of the file, and its label, or "". A point may lie outside the image; a box has its
+# corners sorted and is cut off at the image's edges. None: it is neither, or nothing of it is left.
 Prediction = tuple[Box | Point | None, str]
 
-# The patterns take time in proportion to the text: what one part of them may hold ends where the next
-# part begins.
+# These patterns take time in proportion to the text: what one part may match ends where the next part
+# begins.
 FENCE = re.compile(r"(?<!`)(`{3,5})\w*\n(.*?)\1", re.DOTALL)
 LIST = r"([-+.\deE\s]+(?:,[-+.\deE\s]+)+)"  # 1.2.3 too, which is no number
 POINT = r"\(([-+.\deE\s]+),([-+.\deE\s]+)\)"
-# What families write, and the list that it means; in this order.
+# What families write, and the list that it stands for; replaced in this order.
 SPELLINGS = {
     rf"{POINT}\s*,\s*{POINT}": r"[\1,\2,\3,\4]",  # Qwen2-VL
     rf"[(<]{LIST}[)>]": r"[\1]",
@@ -60,7 +60,7 @@ ITEM = rf"{OBJECT_OR_NUMBERS}|\[\s*\]"
 OTHER = r"[^][{}]|\[\s*[^][{}\d\s][^][{}\d]*\]"
 ITEMS = rf"\[\s*\]|\[(?:{OTHER})*(?:{ITEM})(?:{OTHER}|{ITEM})*\]"  # a list of them
 ITEMS_OR_ONE = re.compile(f"({ITEMS})|{OBJECT_OR_NUMBERS}")
-# Of a list: what is no item, as null, is a malformed one.
+# An element of a list; what is no item, such as null, counts as a malformed one.
 ELEMENT = re.compile(rf"{ITEM}|\[[^][]*\]|\w[^][{{}},]*")
 REGION = re.compile(
     r"""(?:\A|["'](bbox_2d|bbox|box|point_2d|point|Position|box_2d)["']\s*:\s*)"""
@@ -72,9 +72,9 @@ LABEL = re.compile(
 
 
 def answer_text(response: str) -> str:
-    r"""The part of a response that answers: of what follows the last thought the last
-    <answer>...</answer> or GLM's box, or all; of that the last `\boxed{...}`, and of that the last
-    fenced block, if there is one. "" where a thought or the answer is not finished."""
+    r"""The part of a response that answers. After the last thought, it is the last
+    <answer>...</answer> or GLM's box, or else everything; in that the last `\boxed{...}`, and in that
+    the last fenced block, if there is one. "" if a thought or the answer is not finished."""
     text = (
         after_thought(response)
         .replace("<|begin_of_box|>", "<answer>")
@@ -85,16 +85,17 @@ def answer_text(response: str) -> str:
     for rule in ("answer", "boxed"):
         answer = extract_answer(text, rule)
         text = text if answer is None else answer
-    while fenced := FENCE.findall(text):  # one may be in another with more backticks
+    while fenced := FENCE.findall(text):  # a block may be inside one with more backticks
         text = fenced[-1][1]
     return text
 
 
 def read_predictions(response: str, place: Place) -> list[Prediction] | None:
-    """The boxes and points of a response. Lists of them: the last one alone; single ones: all. None:
-    it says neither any, nor that there is none, or a bracket is not closed, as it was cut off."""
+    """The boxes and points of a response: those of its last list, or all if they are not in lists.
+    None: it has none and does not say that there are none, or a bracket is open as it was cut off."""
     text = answer_text(response).strip()
-    text = LABEL.sub(lambda label: quote(label[0], errors="replace"), text)  # hides its brackets
+    # hides brackets in labels
+    text = LABEL.sub(lambda label: quote(label[0], errors="replace"), text)
     if text.count("[") > text.count("]") or text.count("{") > text.count("}"):
         return None
     for spelling, meaning in SPELLINGS.items():
@@ -115,7 +116,7 @@ def read_predictions(response: str, place: Place) -> list[Prediction] | None:
 
 
 def predicted_region(item: str, place: Place) -> Box | Point | None:
-    """The point of an object or of a list of numbers, or what of its box is in the image."""
+    """The point of an object or a list of numbers, or the part of its box that is in the image."""
     keyed = REGION.search(item)
     if keyed is None:
         return None
@@ -138,12 +139,12 @@ def read_label(item: str) -> str:
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError):
             return str(read(keyed[1]))
-    return keyed[1][1:-1]  # with escapes of neither
+    return keyed[1][1:-1]  # has escapes of neither language
 
 
 def read_boxes(response: str, place: Place) -> list[tuple[Box | None, str]] | None:
-    """The boxes of a response in pixels of the file, and their labels; None for what is no box, and in
-    place of all where none can be read: see `read_predictions`."""
+    """The boxes of a response in pixels of the file, and their labels. None in place of a box for what is
+    not one, and in place of the list where `read_predictions` returns None."""
     predictions = read_predictions(response, place)
     if predictions is None:
         return None
@@ -155,7 +156,7 @@ def read_boxes(response: str, place: Place) -> list[tuple[Box | None, str]] | No
 # --------------------------------------------------------------------------------------------------
 
 BOX_SCORES = ("reward", "box_iou", "accuracy", "f1", "f1_class", "parsed")
-MOST = 100  # predictions that may be scored, or twice the true regions if these are more
+MOST = 100  # boxes that may be scored, or twice the true ones if more; predictions in a record
 SLACK = 1e-9  # of a threshold, against rounding
 HALF = 0.5 - SLACK  # the IoU of a hit
 NEAR = 0.05  # of the image's diagonal: how far from a true point a click may be
@@ -180,7 +181,7 @@ def match(gains: ArrayLike) -> list[tuple[int, int]]:
     table = np.array(gains, dtype=float, ndmin=2)
     rows, columns = table.shape
     size = max(rows, columns)
-    cost = np.zeros((rows, size))  # columns that gain nothing are added: each row gets one
+    cost = np.zeros((rows, size))  # columns that gain nothing are added, so that each row gets one
     cost[:, :columns] = -table
     price = np.zeros(size)
     row_of = np.full(size, -1)  # of a column; -1: it is free
@@ -215,7 +216,7 @@ def best_sum(gains: np.ndarray) -> float:
 def score_boxes(response: str, truth: Regions) -> dict[str, float]:
     """`box_iou`: the sum of IoU over the best pairing / the larger number of boxes; `accuracy`: all are
     paired at an IoU of 0.5; `f1` of pairs at 0.5; `f1_class`: ... with equal labels, where the row has
-    some. With no true box: 1 for an answer that says so."""
+    some. Without true boxes, all are 1 for an answer that says there are none."""
     boxes = read_boxes(response, truth.place)
     count = len(truth.boxes)
     parsed = boxes is not None
@@ -244,7 +245,7 @@ def score_boxes(response: str, truth: Regions) -> dict[str, float]:
 
 
 def plain(label: str) -> str:
-    """A label without case, with single blanks."""
+    """A label in lower case, with single spaces."""
     return " ".join(label.lower().split())
 
 
@@ -269,7 +270,7 @@ def is_hit(region: Box | Point | None, truth: Regions) -> bool:
     return any(math.dist(centre, point) <= near for point in truth.points)
 
 
-# Each with its "reward".
+# Each returns its "reward" among its scores.
 RULES = {"box": score_boxes, "boxes": score_boxes, "point": score_point}
 
 
@@ -290,7 +291,7 @@ def problem_of(rule: str, truth: Regions | None) -> str:
 
 
 def earned_by_lazy(rule: str, rows: Sequence[Regions]) -> tuple[str, float]:
-    """An answer for which no image need be seen, and what it earns on average."""
+    """An answer that can be given without seeing the image, and what it earns on average."""
     is_point = rule == "point"
     answer = "[0.5, 0.5]" if is_point else "[0, 0, 1, 1]"
     earned = []
@@ -306,9 +307,9 @@ def earned_by_lazy(rule: str, rows: Sequence[Regions]) -> tuple[str, float]:
 
 
 def region_record(row: Prompt, response: str) -> dict:
-    """What the record of a response says of regions, if its row has some: the true ones and those of the
-    response that are in the image, in pixels of the file. The score of a box is its IoU with its partner
-    in the best pairing, that of a predicted point 1 if it hits."""
+    """The entry for regions in the record of a response, if its row has some: the true ones, and those of
+    the response that are in the image, in pixels of the file. A box's score is its IoU with its partner
+    in the best pairing, a predicted point's is 1 if it hits."""
     truth = row.regions
     if truth is None:
         return {}

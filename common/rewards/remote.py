@@ -1,4 +1,4 @@
-"""Rewards from a server over HTTP; the README of common has the contract."""
+"""Rewards from a server over HTTP; common/README.md has the contract."""
 
 import base64
 import io
@@ -18,13 +18,13 @@ from common.rewards.rules import Columns
 
 URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:\d+)?(/[^\s#]*)?", re.ASCII | re.IGNORECASE)
 RETRIES = 4  # of a request, after 0.5, 1, 2 and 4 seconds
-FRAMES = 16  # of a video, that a server gets
-MAY_PASS = (408, 429)  # too slow, too many; as every 5xx
+FRAMES = 16  # most that a server gets of a video
+MAY_PASS = (408, 429)  # too slow, too many requests: retried, as every 5xx is
 
 
 class StayHere(request.HTTPRedirectHandler):
-    """Follows no redirect: the samples would not be sent again, and an answer to something else
-    would be taken for their rewards."""
+    """Follows no redirect: the samples would not be sent along, and the answer to some other
+    request would be taken for their rewards."""
 
     def redirect_request(self, *_) -> None:
         return None
@@ -33,12 +33,12 @@ class StayHere(request.HTTPRedirectHandler):
 class Server:
     """A reward server as a reward function.
 
-    Time-outs, lost connections and answers 408, 429 and 5xx may pass and are tried again; any other
-    answer but a valid one is an error at once. No proxy is used, and no redirect followed.
+    Time-outs, lost connections and the statuses 408, 429 and 5xx may pass and are retried; any other
+    invalid answer is an error at once. No proxy is used, and no redirect followed.
     """
 
     def __init__(self, url: str, args: RewardArgs):
-        """Raises UserError: a URL that cannot be asked."""
+        """Raises UserError: the URL is malformed."""
         self.url = url
         self.timeout = args.reward_timeout / 2  # of one try, seconds
         if not URL.fullmatch(url):
@@ -87,8 +87,8 @@ class Server:
 
 
 def encode_images(images: list[list]) -> list[list]:
-    """The images of each sample as JSON. One that an earlier sample has, say of the same prompt, is
-    not sent again: {"same_as": [sample, image]} says where it is, by their numbers from 0 on."""
+    """The images of each sample as JSON. One that has come before, say in a sample of the same prompt,
+    is not sent again: {"same_as": [sample, image]} says where it is, counting from 0."""
     seen, encoded = {}, []
     for i, items in enumerate(images):
         encoded.append([])
@@ -99,7 +99,7 @@ def encode_images(images: list[list]) -> list[list]:
 
 
 def encode_image(item: str | tuple[str, ...]) -> str | list[str]:
-    """An image, upright and RGB, as PNG in base64; of a video a list of up to FRAMES frames."""
+    """An image, upright and RGB, as PNG in base64; a video as a list of up to FRAMES such frames."""
     encoded = []
     for image in read_frames([item], FRAMES):
         file = io.BytesIO()
@@ -109,8 +109,8 @@ def encode_image(item: str | tuple[str, ...]) -> str | list[str]:
 
 
 def read_answer(answer: bytes) -> Columns:
-    """{"rewards": [...], further components} of an answer, as a reward function returns them; the
-    lists are not looked at. Raises UserError."""
+    """The columns of an answer, {"rewards": [...], further components}, as a reward function returns
+    them; the lists themselves are not checked here. Raises UserError."""
     try:
         columns = parse_json(answer, "the server's answer")
     except ValueError as error:
