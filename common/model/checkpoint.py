@@ -238,15 +238,15 @@ class Checkpoints:
         choice = self.args.resume
         with raise_on_all_ranks(f"{self.folder}: "):
             ours = [path for _, path in step_folders(self.folder)] if is_main() else []
-        asked, candidates = self.folder, from_main(ours)
+        named, candidates = self.folder, from_main(ours)
         if choice == "never" and (candidates or from_main((self.out / "metrics.jsonl").exists())):
             raise UserError(f"--resume never: {self.out} already holds a run; choose another --out")
         if choice not in ("auto", "must", "never"):
             # a step of this --out, a folder, or a pointer `latest`
             step = self.folder / f"step-{choice}"
-            asked = from_main((step if choice.isdecimal() else follow_pointer(choice)).resolve())
-            there = [asked] if from_main((asked / "COMMITTED.json").exists()) else []
-            if asked.parent != self.folder.resolve():
+            named = from_main((step if choice.isdecimal() else follow_pointer(choice)).resolve())
+            there = [named] if from_main((named / "COMMITTED.json").exists()) else []
+            if named.parent != self.folder.resolve():
                 candidates = candidates or there  # a requeued job goes on from its own
             elif self.read_only:
                 candidates = there
@@ -255,7 +255,7 @@ class Checkpoints:
                     f"--resume {choice} is a checkpoint of this --out itself: leave out --resume "
                     "to continue from the newest one, or choose another --out to start from this one"
                 )
-        missing = f"--resume {choice}: no complete checkpoint in {asked}"
+        missing = f"--resume {choice}: no complete checkpoint in {named}"
         if candidates:
             return self.first_readable(candidates, missing)
         if choice not in ("auto", "never") or self.export_only:

@@ -51,11 +51,11 @@ TOGETHER = (
 )
 
 
-def places(layer: nn.Module) -> dict[nn.Module, tuple[str, int]]:
+def names_and_units(layer: nn.Module) -> dict[nn.Module, tuple[str, int]]:
     """For a layer and each module in it, its name in its parent, and how many numbers of a cut
     dimension stay together, such as those of a head. Raises UserError: a module has only some of the
     parts that are cut together; the others go by other names."""
-    placed = {layer: ("", 1)}
+    named = {layer: ("", 1)}
     for path, outer in layer.named_modules():
         parts = outer._modules.keys() & CUTS.keys()
         if parts - KEYS not in TOGETHER:
@@ -65,8 +65,8 @@ def places(layer: nn.Module) -> dict[nn.Module, tuple[str, int]]:
             )
         for name, part in outer.named_children():
             # the experts' kernel reads 16 bytes at a time
-            placed[part] = name, 8 if name == "experts" else getattr(outer, "head_dim", 1)
-    return placed
+            named[part] = name, 8 if name == "experts" else getattr(outer, "head_dim", 1)
+    return named
 
 
 def piece_of(value: Tensor, module: str, unit: int, kind: str, team: Team) -> Tensor:
@@ -94,9 +94,9 @@ def piece_bytes(model: Model, ranks: int) -> int:
     on meta. Raises UserError: they cannot share them."""
     numbers = 0
     for layer in decoder(model).layers:
-        for owner, place in places(layer).items():
+        for owner, name_and_unit in names_and_units(layer).items():
             for kind, value in owner.named_parameters(recurse=False):
-                numbers += piece_of(value.to("meta"), *place, kind, Team(ranks)).numel()
+                numbers += piece_of(value.to("meta"), *name_and_unit, kind, Team(ranks)).numel()
     return numbers * model.setup.dtype.itemsize
 
 
@@ -109,14 +109,14 @@ class Sharded(nn.Module):
 def cut(layer: Sharded, team: Team, undo: ExitStack) -> None:
     """Until ``undo`` closes, replace the weights of a layer that FSDP has gathered by this rank's
     pieces, and sum its outputs over the team."""
-    placed = places(layer)
+    named = names_and_units(layer)
     weights = [
         (owner, kind, weight)
         for owner in layer.modules()
         for kind, weight in owner.named_parameters(recurse=False)
         if not isinstance(weight, DTensor)  # FSDP gathers this one with a part of the layer
     ]
-    pieces = [piece_of(weight, *placed[owner], kind, team) for owner, kind, weight in weights]
+    pieces = [piece_of(weight, *named[owner], kind, team) for owner, kind, weight in weights]
     layer.reshard()
     for (owner, kind, _), piece in zip(weights, pieces):
         undo.callback(setattr, owner, kind, getattr(owner, kind))
@@ -125,7 +125,7 @@ def cut(layer: Sharded, team: Team, undo: ExitStack) -> None:
     def sum_outputs(_, __, out: Tensor) -> Tensor:
         return team.sum(out)
 
-    for owner, (name, _) in placed.items():
+    for owner, (name, _) in named.items():
         if name in SUMMED:
             undo.callback(owner.register_forward_hook(sum_outputs).remove)
         groups = getattr(owner, "num_key_value_groups", None)
