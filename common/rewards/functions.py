@@ -28,9 +28,8 @@ from common.user_code import load_function
 
 # Columns (n,) of n samples, "reward" and its components, and what a judge says of each, if anything.
 Scored = tuple[dict[str, Tensor], list[str]]
-Spans = list[
-    list[tuple[int, float]]
-]  # of each sample: the end of a span in characters, what it earns
+# Of each sample: where a span ends, in characters, and what it earns.
+Spans = list[list[tuple[int, float]]]
 CALLED = ("rule", "function", "remote")  # kinds of sources: functions of texts
 
 

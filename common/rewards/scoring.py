@@ -279,9 +279,8 @@ class RewardMix:
         returned is in ``by_rank``."""
         parts, notes, at_tokens = [], [], torch.zeros(len(batch.tokens), dtype=torch.float64)
         if source.kind in CALLED:
-            for mine, columns, spans in [
-                part[source.name] for part in by_rank if source.name in part
-            ]:
+            answers = [part[source.name] for part in by_rank if source.name in part]
+            for mine, columns, spans in answers:
                 parts.append((mine, columns))
                 for index, earned in spans:
                     at_tokens[index] += earned
@@ -311,10 +310,8 @@ class RewardMix:
     def combine(self, combiner: Callable, rewards: dict[str, Tensor]) -> Tensor:
         """(S,) what --reward_combiner makes of the sources' rewards. Raises UserError on every rank."""
         lists = {name: column.tolist() for name, column in rewards.items()}
-        flag, count = (
-            f"--reward_combiner {self.args.reward_combiner}",
-            len(next(iter(lists.values()))),
-        )
+        count = len(next(iter(lists.values())))
+        flag = f"--reward_combiner {self.args.reward_combiner}"
         values = run_on_main(flag, lambda: [float(value) for value in combiner(lists)])
         if len(values) != count:
             raise UserError(f"{flag}: {len(values)} values for {count} samples")
