@@ -47,10 +47,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from common import standins
-
-standins.for_help()  # --help does not wait for the imports below
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -78,25 +74,25 @@ from common.rewards.regions import region_record
 def main(argv: list[str] | None = None) -> logging.Metrics:
     """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
     args = parse_args(argv)
-    ranks = distributed.start(args.run.timeout, args.run.hsdp, args.model.rollout_shards)
-    distributed.check_same_flags(flags.as_flags(args))
+    ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
+    distributed.check_same_flags(flags.as_json(args))
     rows = load_rows(args)
     listed = run_flags(args, rows)
-    args = replace(args, run=checkpoint.choose_folder(args.run, args.checkpoint, listed, IDENTITY))
-    checkpoints = checkpoint.Checkpoints(args.run, args.checkpoint)
+    args = checkpoint.choose_folder(args, listed, IDENTITY)
+    checkpoints = checkpoint.Checkpoints(args)
     args = count_steps(args, len(rows.train), checkpoints.saved)
     judge = load_judge(args, rows, ranks)
 
-    trained = fsdp.Trainable(judge, adamw(judge, args.update.lr, args.optim), args.optim)
+    trained = fsdp.Trainable(judge, adamw(judge, args.lr, args), args)
     roles = {"judge": trained}
     state = TrainState()
     checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY)
-    rows.settings.held_out = accuracy.newest_held_out(args.run.out, state.step)
-    if args.run.export_only:
+    rows.settings.held_out = accuracy.newest_held_out(args.out, state.step)
+    if args.export_only:
         return checkpoints.export_now({"export": trained}, rows.processor)
     log = open_log(args, rows, state.step)
-    last = args.optim.steps
-    if not args.run.eval_only:  # an evaluation has nothing to save
+    last = args.steps
+    if not args.eval_only:  # an evaluation has nothing to save
         process.catch_signals()
 
     with checkpoints, open_loader(args, rows, state) as loader:
@@ -106,12 +102,12 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             checkpoints.save_if_due(step, last)
             if checkpoints.saved_to_stop(step, last):
                 break
-            due = logging.evaluation_due(step, last, state.pass_ended, args.run)
+            due = logging.evaluation_due(step, last, state.pass_ended, args)
             if due and rows.held_out and not log.has_evaluation(step):
                 evaluate(judge, rows, state, log, args)
             checkpoints.export_if_due(step, last, {"export": trained}, rows.processor)
             # a signal may have come meanwhile
-            if step == last or args.run.eval_only or checkpoints.saved_to_stop(step, last):
+            if step == last or args.eval_only or checkpoints.saved_to_stop(step, last):
                 break
 
             # One step.
@@ -147,7 +143,7 @@ class JudgeArgs:
     """judgements (a text, or a file that contains it; empty: judge.json of --model, else built in)"""
 
     system_instruction: str = flag(
-        "", "system message; {prompt} in it becomes the row's prompt", check=check_instruction
+        "", "system message; {prompt} in it becomes the row's prompt", 
     )
     pictures_template: str = flag(
         "", "asks which of two pictures is better: {prompt} and two <image>"
@@ -172,8 +168,7 @@ class UpdateArgs:
     """update"""
 
     max_epochs: int = flag(
-        2,
-        "passes over the data, rounded up to whole steps; 0, or with --steps: --steps decides",
+        0, "passes over the data, rounded up to whole steps; 0: --steps decides, or else 2 passes"
     )
     lr: float = flag(1e-5, "learning rate")
 
@@ -187,15 +182,19 @@ class EvalArgs:
 
 
 @dataclass(frozen=True)
-class Args:
-    model: flags.ModelArgs
-    data: flags.DataArgs
-    judge: JudgeArgs
-    update: UpdateArgs
-    optim: flags.OptimArgs
-    eval: EvalArgs
-    checkpoint: flags.CheckpointArgs
-    run: flags.RunArgs
+class Args(
+    flags.ModelArgs,
+    flags.DataArgs,
+    JudgeArgs,
+    UpdateArgs,
+    flags.OptimArgs,
+    EvalArgs,
+    flags.CheckpointArgs,
+    flags.RunArgs,
+):
+    """All flags."""
+
+    steps: int = flag(0, "steps of the run; 0: those of --max_epochs")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -205,31 +204,33 @@ def parse_args(argv: list[str] | None = None) -> Args:
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
-    args, typed, named = flags.parse(Args, __doc__, argv, toy=("questions", "grm_args.json"))
-    if "steps" in typed or ("steps" in named and "max_epochs" not in named):
-        args = replace(args, update=replace(args.update, max_epochs=0))
-    flags.Refusals(args, typed).raise_any()
-    return replace(args, judge=read_texts(args.judge))
+    args = flags.parse(Args, __doc__, argv, toy=("questions", "grm_args.json"))
+    if not args.steps and not args.max_epochs:
+        args = replace(args, max_epochs=2)
+    refuse = flags.Refusals(args)
+    refuse(args.steps and args.max_epochs, "--steps and --max_epochs: one of them must be 0")
+    refuse.check("system_instruction", check_instruction, args.system_instruction)
+    refuse.raise_any()
+    return read_texts(args)
 
 
-def read_texts(args: JudgeArgs) -> JudgeArgs:
+def read_texts(args: Args) -> Args:
     """Templates and instruction; those that name a file are read from it."""
     texts = {}
-    for name, value in vars(args).items():
+    for name in JudgeArgs.__annotations__:
+        value = getattr(args, name)
         if os.path.isfile(value):
             texts[name] = read_text(value).strip("\n")
     return replace(args, **texts)
 
 
 def count_steps(args: Args, rows: int, saved: dict = {}) -> Args:
-    """The arguments with --max_epochs converted to --steps, counted from the checkpoint ``saved``."""
-    if not args.update.max_epochs:
+    """The arguments with the --steps that --max_epochs take, counted from the checkpoint ``saved``."""
+    if args.steps:
         return args
-    left = args.update.max_epochs * rows - saved.get("rows_drawn", 0)
-    steps = saved.get("step", 0) + math.ceil(left / args.data.prompts_per_step)
-    return replace(
-        args, update=replace(args.update, max_epochs=0), optim=replace(args.optim, steps=steps)
-    )
+    left = args.max_epochs * rows - saved.get("rows_drawn", 0)
+    steps = saved.get("step", 0) + math.ceil(left / args.prompts_per_step)
+    return replace(args, steps=steps, max_epochs=0)
 
 
 # Flags that identify a run: --resume auto does not continue with other values of them.
@@ -241,7 +242,7 @@ IDENTITY = {
 
 def run_flags(args: Args, rows: "Rows") -> dict:
     """Flags and a digest of the data, which a resume compares with those of its checkpoint."""
-    return flags.as_flags(args) | {"data (rows)": data.digest_rows(args.data.data, len(rows.train))}
+    return flags.as_json(args) | {"data (rows)": data.digest_rows(args.data, len(rows.train))}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -278,16 +279,16 @@ def load_rows(args: Args) -> Rows:
         UserError: on every rank; bad checkpoint files, templates or rows, with file and line.
     """
     with distributed.raise_on_all_ranks():
-        processor = Processor(weights.resolve_folder(args.model.model, weights=False), args.data)
+        processor = Processor(weights.resolve_folder(args.model, weights=False), args)
         processor.check_options()
         templates = {
-            kind: getattr(args.judge, f"{kind}_template") for kind in judgements.JUDGEMENTS
+            kind: getattr(args, f"{kind}_template") for kind in judgements.JUDGEMENTS
         }
         settings = judgements.JudgeSettings.to_train(
-            processor, templates, args.judge.system_instruction
+            processor, templates, args.system_instruction
         )
-        loaded = load_examples(args.data.data, args, processor, settings)
-        held_out = load_examples(args.data.eval_data, args, processor, settings)
+        loaded = load_examples(args.data, args, processor, settings)
+        held_out = load_examples(args.eval_data, args, processor, settings)
         settings.note_training(example.prompt for examples in loaded for example in examples)
     train_sets = [group_by_prompt(examples) for examples in loaded]
     return Rows(processor, settings, train_sets, list(itertools.chain(*held_out)))
@@ -302,7 +303,7 @@ def load_examples(
     """The examples of each file of --data or --eval_data. Raises ValueError with file and line."""
     frame = judgements.answer_frame(processor)
     return [
-        judgements.load_judgements(path, processor, settings, args.data, args.judge.orders, frame)
+        judgements.load_judgements(path, processor, settings, args, args.orders, frame)
         for path, _ in flags.parse_datasets(spec)
     ]
 
@@ -318,10 +319,10 @@ def group_by_prompt(examples: list[Example]) -> list[Question]:
 
 def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
     """The training questions in order, continuing where the run stopped."""
-    shares = data.shares_of(args.data.data, rows.train_sets)
-    size, seed = args.data.prompts_per_step, args.run.seed
+    shares = data.shares_of(args.data, rows.train_sets)
+    size, seed = args.prompts_per_step, args.seed
     batches = data.draw_batches(rows.train_sets, shares, size, seed, start=state.rows_drawn)
-    return data.PromptLoader(rows.processor, args.data, batches)
+    return data.PromptLoader(rows.processor, args, batches)
 
 
 def next_batch(loader: data.PromptLoader) -> Batch:
@@ -353,7 +354,7 @@ def advance(
     state: TrainState, metrics: logging.Metrics, batch: Batch, rows: Rows, args: Args
 ) -> None:
     """Count a finished step: update the state, and add its counters to the metrics."""
-    prompts, count = args.data.prompts_per_step, len(rows.train)
+    prompts, count = args.prompts_per_step, len(rows.train)
     state.step += 1
     state.rows_drawn += prompts
     state.pass_ended = state.rows_drawn % count < prompts
@@ -372,24 +373,24 @@ def advance(
 
 def build_judge(args: Args, processor: Processor, device: torch.device) -> Policy:
     """The model on meta; it will compute on ``device``. Raises UserError on every rank: bad files."""
-    longest = args.data.max_prompt_tokens + args.eval.eval_max_new_tokens  # with its judgement
+    longest = args.max_prompt_tokens + args.eval_max_new_tokens  # with its judgement
     with distributed.raise_on_all_ranks():
-        return Policy(build.Builder(args.model, device, longest).actor(), processor)
+        return Policy(build.Builder(args, device, longest).actor(), processor)
 
 
 def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.MemoryPlan:
     """The memory of a step on so many ranks, and of the evaluation, which prefills a padded batch of
     questions at once."""
     prompt = budget.longest_prompt(row.prompt for row in (*rows.held_out, *rows.train))
-    length, batch = prompt + args.eval.eval_max_new_tokens, args.eval.eval_batch
+    length, batch = prompt + args.eval_max_new_tokens, args.eval_batch
     plan = budget.MemoryPlan(
         {"judge": judge},
-        shards=args.run.hsdp or ranks,
-        args=args.model,
+        shards=args.hsdp or ranks,
+        args=args,
         offload="none",
         longest=length if rows.held_out else 0,
-        least_pack=args.data.max_prompt_tokens,
-        updates=not args.run.eval_only,
+        least_pack=args.max_prompt_tokens,
+        updates=not args.eval_only,
         longest_target=budget.longest_example(
             example for row in rows.train for example in row.examples
         ),
@@ -404,12 +405,12 @@ def load_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Policy:
     """The model, sharded and loaded. Raises UserError on every rank: bad files, or too little
     memory."""
     judge = build_judge(args, rows.processor, ranks.device)
-    if not args.run.export_only:
+    if not args.export_only:
         budget.fit(plan_memory(args, judge, rows, ranks.world), ranks)
     judge.model.setup.team = ranks.team
     with distributed.raise_on_all_ranks():
         shard(judge, ranks.mesh)
-        weights.fill(judge, ranks.device, args.run.seed)
+        weights.fill(judge, ranks.device, args.seed)
     return judge
 
 
@@ -543,7 +544,7 @@ def evaluate(
     for kind, known in held_out["kinds"].items():
         doubt = judgements.doubtful_accuracy(rows.settings, kind)
         # If all right verdicts are the same (chance 1), there is nothing to learn.
-        if doubt and known["chance"] < 1 and state.step == args.optim.steps:
+        if doubt and known["chance"] < 1 and state.step == args.steps:
             log.line(f"warning: {doubt}")
     metrics = {f"eval/{name}": value for name, value in summary.items() if type(value) is float}
     for name in ("source", "kind"):
@@ -576,14 +577,14 @@ def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
     # Sorted by length, so that a batch needs little padding.
     held_out = rows.held_out
     longest_first = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
-    size = args.eval.eval_batch * dist.get_world_size()
+    size = args.eval_batch * dist.get_world_size()
     batches = data.batches_in_order([held_out[i] for i in longest_first], size)
     waiting, records, dropped = iter(longest_first), [], 0
-    with data.PromptLoader(rows.processor, args.data, batches) as loader:
+    with data.PromptLoader(rows.processor, args, batches) as loader:
         for _ in batches:
             batch = loader.take(least=0)
             dropped += len(batch.dropped)
-            written = generate(judge, batch, args.eval)
+            written = generate(judge, batch, args)
             likelihoods = weigh_verdicts(judge, rows, loader.rows, batch)
             for k, example in enumerate(loader.rows):
                 index = next(waiting)
@@ -728,19 +729,19 @@ def example_record(example: Example) -> dict:
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record, and print what the run will do."""
     used = {"coordinates": rows.processor.space}
-    log = logging.RunLogger(args.run, flags.as_flags(args) | used, args.optim.steps, first_step)
+    log = logging.RunLogger(args, flags.as_json(args) | used, args.steps, first_step)
     if any(question.prompt.regions for question in rows.train):
         log.line(f"boxes and points of responses are in the coordinates {rows.processor.space!r}")
-    prompts, count, steps = args.data.prompts_per_step, len(rows.train), args.optim.steps
+    prompts, count, steps = args.prompts_per_step, len(rows.train), args.steps
     log.line(
         f"{count} training prompts, {len(rows.held_out)} held-out examples; {steps} steps of {prompts} "
         f"prompts = {steps * prompts / max(1, count):.1f} passes; output: {log.out}"
     )
-    if args.run.eval_only:
+    if args.eval_only:
         return log
-    for line in data.repeated_rows(args.data, rows.train_sets):
+    for line in data.repeated_rows(args, rows.train_sets):
         log.line(line)
-    warmup = args.optim.warmup_steps
+    warmup = args.warmup_steps
     if warmup >= steps:
         log.line(f"warning: --warmup_steps {warmup} of --steps {steps}: --lr is never reached")
     return log
@@ -765,7 +766,7 @@ def report(
     with their likelihoods."""
     step, metrics = state.step, state.metrics
     log.step(step, metrics, STEP_COLUMNS)
-    if log.shows_samples(step, args.optim.steps):
+    if log.shows_samples(step, args.steps):
         records = target_records(questions, batch, target_logprobs)
         caption = "{nats_per_token} nats per token"
         log_samples(log, step, records, "response_text", caption, stem="step")

@@ -42,10 +42,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from common import standins
-
-standins.for_help()  # --help does not wait for the imports below
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -103,15 +99,15 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
     args = parse_args(argv)
     reward, environment, weigh = load_programs(args)  # runs the user's code before a GPU is touched
-    ranks = distributed.start(args.run.timeout, args.run.hsdp, args.model.rollout_shards)
-    distributed.check_same_flags(flags.as_flags(args))
+    ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
+    distributed.check_same_flags(flags.as_json(args))
     rows = load_rows(args)
     check_rows(args, rows, reward, environment)
     args = choose_folder(args, rows)
-    checkpoints = checkpoint.Checkpoints(args.run, args.checkpoint)
+    checkpoints = checkpoint.Checkpoints(args)
     models = build_models(args, rows.processor, ranks.device)
     modules = models.by_role()  # on meta: no weights are read yet
-    if not args.run.export_only:
+    if not args.export_only:
         modules |= reward_modules(args, reward, rows, models.actor)
         prepare_teacher(args, rows, models.teacher)
         budget.fit(plan_memory(args, modules, rows, ranks.world), ranks)
@@ -119,17 +115,17 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 
     trainables = make_trainables(args, models)
     exports = exported_models(args, trainables)
-    state = TrainState(args.algorithm.kl_coef, history=torch.zeros(2, len(rows.train)))
+    state = TrainState(args.kl_coef, history=torch.zeros(2, len(rows.train)))
     roles = saved_roles(args, trainables, models)
     checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY, resolve_flags)
-    if args.run.export_only:
+    if args.export_only:
         return checkpoints.export_now(exports, rows.processor)
     log = open_log(args, rows, state.step)
     sampling = replace(sampling_of(args, rows.processor, ranks.device), environment=environment)
-    if not args.run.eval_only:  # an evaluation has nothing to save
+    if not args.eval_only:  # an evaluation has nothing to save
         process.catch_signals()
 
-    last = args.optim.steps
+    last = args.steps
     with checkpoints, open_loader(args, rows, state, weigh) as loader:
         for step in range(state.step, max(state.step, last) + 1):  # the number of finished steps
             # Between two steps: save, evaluate, export, stop. A resumed run starts here and does
@@ -143,7 +139,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
                 report_evaluation(log, metrics, records, cards, state)
             checkpoints.export_if_due(step, last, exports, rows.processor)
             # a signal may have come meanwhile
-            if step == last or args.run.eval_only or checkpoints.saved_to_stop(step, last):
+            if step == last or args.eval_only or checkpoints.saved_to_stop(step, last):
                 break
 
             # One step.
@@ -237,15 +233,12 @@ class RolloutArgs:
         "rollouts per step, which share --prompts_per_step equally and whose samples are pooled for "
         "the updates; must divide --prompts_per_step",
         low=1,
-        must_divide="prompts_per_step",
-        must_not_exceed="dynamic_sampling",
     )
     samples_per_prompt: int = flag(4, "samples per prompt", low=1)
     max_new_tokens: int = flag(512, "longest response, tokens", low=1)
     min_new_tokens: int = flag(
         0,
         "shortest response, tokens: before that, stop tokens are banned and stop strings deferred",
-        must_not_exceed="max_new_tokens",
     )
     temperature: float = flag(
         1.0,
@@ -266,7 +259,6 @@ class RolloutArgs:
     stop_strings: str = flag(
         "",
         "JSON list of strings that end a response when they appear in it",
-        check=flags.parse_stop_strings,
     )
     slots: int = flag(
         0,
@@ -300,17 +292,6 @@ class AlgorithmArgs:
         "components except reward and parsed (env: the reward). none: rewards are only measured, "
         "and learning is from a teacher; --reward none implies it",
         choices=tuple(ESTIMATORS),
-        needs={"none": "teacher_model: all learning is from a teacher"},
-        excludes={
-            "gdpo": "reward_combiner reward_norm reward_clip overlong_buffer dynamic_sampling: gdpo "
-            "compares the sources of rewards before they become one number",
-            "none": "dynamic_sampling: prompts are chosen by rewards, which are not used",
-        },
-        idles={
-            **dict.fromkeys(WITHOUT_CRITIC, f"{OF_CRITIC} turn_gamma: it has no critic"),
-            "gae": "turn_gamma: it does not know of turns",
-            "bi_level_gae": "gae_lambda_policy gae_alpha: it has one lambda",
-        },
     )
     gamma: float = flag(
         1.0, "discount per token (gae, bi_level_gae, reinforce, reinforce++, remax)", high=1
@@ -326,7 +307,6 @@ class AlgorithmArgs:
         "lambda of gae's advantages alone (VAPO); -1: --gae_lambda",
         high=1,
         off=-1,
-        excludes="gae_alpha",
     )
     gae_alpha: float = flag(
         0.0,
@@ -346,7 +326,6 @@ class AlgorithmArgs:
     overlong_buffer: int = flag(
         0,
         "tokens before --max_new_tokens over which a length penalty grows (DAPO); 0: off",
-        must_not_exceed="max_new_tokens",
     )
     overlong_factor: float = flag(1.0, "length penalty at --max_new_tokens, with --overlong_buffer")
     dynamic_sampling: int = flag(
@@ -366,13 +345,10 @@ class AlgorithmArgs:
         "",
         "model folder of the frozen reference, loaded only with --kl_coef; empty: the actor's",
         paths=True,
-        needs="kl_coef",
     )
     reference_every: int = flag(
         0,
         "steps between copies of the actor's weights into the reference; 0: never",
-        needs="kl_coef",
-        excludes="lora_rank reference_model: the reference is the actor's own model, without adapters",
     )
     kl_coef: float = flag(0.0, "weight of the KL to the reference; 0: no reference is loaded")
     kl_in: str = flag("reward", "where the KL acts", choices=("reward", "loss"))
@@ -386,7 +362,6 @@ class AlgorithmArgs:
     kl_target: float = flag(
         0.0,
         "adapt the weight of the KL to reach this KL per token; 0: the weight is fixed",
-        needs="kl_coef",
     )
     kl_horizon: int = flag(
         10000, "samples over which the adaptive weight changes by at most about a fifth", low=1
@@ -401,11 +376,6 @@ class AlgorithmArgs:
         "ppo",
         "loss of the actor",
         choices=tuple(POLICY_LOSSES),
-        excludes={
-            "sapo": "clip_low clip_high: sapo has a soft gate in place of a clip",
-            "gspo": "perception_ratio: gspo takes whole responses, not tokens",
-            "gmpo": "perception_ratio: gmpo takes whole responses, not tokens",
-        },
     )
     clip_low: float = flag(
         -1.0,
@@ -452,75 +422,76 @@ class AlgorithmArgs:
 
 
 @dataclass(frozen=True)
-class Args:
-    model: flags.ModelArgs
-    data: flags.DataArgs
-    rows: ppo_flags.RowArgs
-    rollout: RolloutArgs
-    env: ppo_flags.EnvArgs
-    reward: ppo_flags.RewardArgs
-    algorithm: AlgorithmArgs
-    perception: ppo_flags.PerceptionArgs
-    teacher: ppo_flags.TeacherArgs
-    update: ppo_flags.UpdateArgs
-    optim: flags.OptimArgs
-    checkpoint: flags.CheckpointArgs
-    run: flags.RunArgs
+class Args(
+    flags.ModelArgs,
+    flags.DataArgs,
+    ppo_flags.RowArgs,
+    RolloutArgs,
+    ppo_flags.EnvArgs,
+    ppo_flags.RewardArgs,
+    AlgorithmArgs,
+    ppo_flags.PerceptionArgs,
+    ppo_flags.TeacherArgs,
+    ppo_flags.UpdateArgs,
+    flags.OptimArgs,
+    flags.CheckpointArgs,
+    flags.RunArgs,
+):
+    """All flags, and what follows from them."""
 
     @property
     def prompts_per_rollout(self) -> int:
-        return self.data.prompts_per_step // self.rollout.rollouts_per_step
+        return self.prompts_per_step // self.rollouts_per_step
 
     @property
     def longest_response(self) -> int:
         """The longest response in tokens, with the replies of an environment."""
-        replies = self.env.max_reply_tokens if self.env.env else 0
-        return self.rollout.max_new_tokens + replies
+        return self.max_new_tokens + (self.max_reply_tokens if self.env else 0)
 
     @property
     def longest(self) -> int:
         """The longest prompt and response together, in tokens."""
-        return self.data.max_prompt_tokens + self.longest_response
+        return self.max_prompt_tokens + self.longest_response
 
     @property
     def whiten(self) -> bool:
-        if self.algorithm.advantages_norm == "auto":
-            return ESTIMATORS[self.algorithm.advantage].whiten
-        return self.algorithm.advantages_norm == "on"
+        if self.advantages_norm == "auto":
+            return ESTIMATORS[self.advantage].whiten
+        return self.advantages_norm == "on"
 
     @property
     def aggregation(self) -> str:
-        if self.algorithm.loss_aggregation == "auto":
-            return POLICY_LOSSES[self.algorithm.policy_loss].aggregation
-        return self.algorithm.loss_aggregation
+        if self.loss_aggregation == "auto":
+            return POLICY_LOSSES[self.policy_loss].aggregation
+        return self.loss_aggregation
 
     @property
     def clip(self) -> tuple[float, float]:
         """How far below and above 1 the ratio is clipped."""
-        low, high = POLICY_LOSSES[self.algorithm.policy_loss].clip
-        if self.algorithm.clip_low != -1:
-            low = self.algorithm.clip_low
-        if self.algorithm.clip_high != -1:
-            high = self.algorithm.clip_high
+        low, high = POLICY_LOSSES[self.policy_loss].clip
+        if self.clip_low != -1:
+            low = self.clip_low
+        if self.clip_high != -1:
+            high = self.clip_high
         return low, high
 
     @property
-    def critic_epochs(self) -> int:
-        return self.update.critic_epochs or self.update.epochs
+    def passes_of_critic(self) -> int:
+        return self.critic_epochs or self.epochs
 
     @property
     def kl_in_loss(self) -> bool:
-        return self.algorithm.kl_coef > 0 and self.algorithm.kl_in == "loss"
+        return self.kl_coef > 0 and self.kl_in == "loss"
 
     @property
     def exact_kl_in_loss(self) -> bool:
-        return self.kl_in_loss and self.kl_estimator == "full"
+        return self.kl_in_loss and self.kl_kind == "full"
 
     @property
-    def kl_estimator(self) -> str:
-        if self.algorithm.kl_estimator == "auto":
-            return "k3+" if self.algorithm.kl_in == "loss" else "k1"
-        return self.algorithm.kl_estimator
+    def kl_kind(self) -> str:
+        if self.kl_estimator == "auto":
+            return "k3+" if self.kl_in == "loss" else "k1"
+        return self.kl_estimator
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -530,10 +501,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
-    args, typed, _ = flags.parse(Args, __doc__, argv, ("describe", "args.json"), load_programs)
-    if args.reward.reward == "none" and "advantage" not in typed:
-        args = replace(args, algorithm=replace(args.algorithm, advantage="none"))
-    check_args(args, typed)
+    args = flags.parse(Args, __doc__, argv, ("describe", "args.json"))
+    check_args(args)
     return args
 
 
@@ -568,13 +537,13 @@ def load_rows(args: Args) -> Rows:
         UserError: on every rank; bad checkpoint files, or bad rows, with file and line.
     """
     with distributed.raise_on_all_ranks():
-        processor = Processor(weights.resolve_folder(args.model.model, weights=False), args.data)
+        processor = Processor(weights.resolve_folder(args.model, weights=False), args)
         processor.check_options()
         # a judge that is trained further loses its recorded accuracy
         settings = judgements.JudgeSettings.to_train(processor)
-        train_sets = load_files(args.data.data, args, processor, settings)
-        held_out = load_files(args.data.eval_data, args, processor, settings)
-        if args.rows.row_kind == "judgements":
+        train_sets = load_files(args.data, args, processor, settings)
+        held_out = load_files(args.eval_data, args, processor, settings)
+        if args.row_kind == "judgements":
             settings.note_training(row for rows in train_sets for row in rows)
     held_out = list(itertools.chain(*held_out))
     return Rows(processor, train_sets, held_out, load_ptx(args, processor))
@@ -585,15 +554,15 @@ def load_files(
 ) -> list[list[Prompt]]:
     """The rows of each file of --data or --eval_data, numbered across all files. Raises ValueError with
     file and line."""
-    columns, system = parse_columns(args.rows.columns), args.rows.system_prompt
+    columns, system = parse_columns(args.columns), args.system_prompt
     sets, number = [], itertools.count()
     for path, _ in flags.parse_datasets(spec):
-        if args.rows.row_kind == "prompts":
-            rows = load_prompts(path, processor, args.data, columns, system)
+        if args.row_kind == "prompts":
+            rows = load_prompts(path, processor, args, columns, system)
         else:
             rows = [
                 each.prompt
-                for each in judgements.load_judgements(path, processor, settings, args.data)
+                for each in judgements.load_judgements(path, processor, settings, args)
             ]
         sets.append([replace(row, index=next(number)) for row in rows])
     return sets
@@ -608,11 +577,11 @@ def check_rows(
     """Raises UserError if rows cannot be scored or have no images to change, or if the environment does
     not work with this model."""
     imageless = rows.train and not environment and not any(row.grids for row in rows.train)
-    if imageless and (args.perception.masks_images or args.teacher.student_images):
+    if imageless and (args.masks_images or args.student_images):
         raise UserError(
             "--perception_* and --student_images change images, and no row of --data has any"
         )
-    if args.rows.curriculum and 0 < len(rows.train) < args.prompts_per_rollout:
+    if args.curriculum and 0 < len(rows.train) < args.prompts_per_rollout:
         raise UserError(
             f"--curriculum draws {args.prompts_per_rollout} different rows for a rollout, and --data has "
             f"{len(rows.train)}: use fewer --prompts_per_step"
@@ -633,19 +602,19 @@ def check_rows(
 def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
     """The next-token loss on --ptx_data, if any. Its rows get no system prompt. Raises UserError on
     every rank."""
-    if not args.rows.ptx_data:
+    if not args.ptx_data:
         return None
     with distributed.raise_on_all_ranks("--ptx_data "):
         rows = judgements.load_responses(
-            args.rows.ptx_data, processor, args.data, args.model.max_tokens_per_pack
+            args.ptx_data, processor, args, args.max_tokens_per_pack
         )
     return PtxLoss(
         rows=rows,
-        loader=data.PromptLoader(processor, args.data),
-        batch=args.rows.ptx_batch,
-        coef=args.rows.ptx_coef,
-        labels=args.rows.ptx_labels,
-        seed=args.run.seed,
+        loader=data.PromptLoader(processor, args),
+        batch=args.ptx_batch,
+        coef=args.ptx_coef,
+        labels=args.ptx_labels,
+        seed=args.seed,
     )
 
 
@@ -656,12 +625,12 @@ def open_loader(
     stopped."""
     if rows.ptx:
         rows.ptx.scheduled = state.ptx_rows
-    together = 2 if args.reward.in_pairs else 1  # both orders of a pair
+    together = 2 if args.in_pairs else 1  # both orders of a pair
     batches = data.draw_batches(
         rows.train_sets,
-        data.shares_of(args.data.data, rows.train_sets),
+        data.shares_of(args.data, rows.train_sets),
         args.prompts_per_rollout,
-        args.run.seed,
+        args.seed,
         together,
         state.rows_drawn,
     )
@@ -669,10 +638,10 @@ def open_loader(
         batches = draw_by_history(args, weigh, rows.train, state)
     return data.PromptLoader(
         rows.processor,
-        args.data,
+        args,
         batches,
         together,
-        image_changes.damage(args.teacher.student_images, args.run.seed),
+        image_changes.damage(args.student_images, args.seed),
     )
 
 
@@ -686,11 +655,11 @@ def draw_by_history(
     def draw(start: int) -> list[int]:
         columns = [dict(row.row) for row in rows]  # the function may change what it gets
         weights = weigh(columns, *state.history.numpy().copy())
-        return data.draw_by_weights(weights, len(rows), size, (args.run.seed, start))
+        return data.draw_by_weights(weights, len(rows), size, (args.seed, start))
 
     for start in itertools.count(state.rows_drawn, size):
         if not state.ahead:
-            state.ahead = run_on_main(f"--curriculum {args.rows.curriculum}", draw, start)
+            state.ahead = run_on_main(f"--curriculum {args.curriculum}", draw, start)
         yield [rows[k] for k in state.ahead], list(range(start, start + size))
         state.ahead = []
 
@@ -730,7 +699,7 @@ class TrainState:
 
 def evaluation_due(state: TrainState, rows: Rows, args: Args) -> bool:
     """Whether the held-out rows are evaluated after this step."""
-    due = logging.evaluation_due(state.step, args.optim.steps, state.pass_ended, args.run)
+    due = logging.evaluation_due(state.step, args.steps, state.pass_ended, args)
     return due and bool(rows.held_out)
 
 
@@ -742,16 +711,15 @@ def advance(
     args: Args,
 ) -> None:
     """Count a finished step: update the state, and add its counters to the metrics."""
-    algorithm = args.algorithm
-    if len(batch.kl) and state.step >= args.update.critic_warmup_steps:
+    if len(batch.kl) and state.step >= args.critic_warmup_steps:
         metrics["train/kl_coef"] = state.kl_coef
-        if algorithm.kl_target:
+        if args.kl_target:
             state.kl_coef = losses.adapt_kl_coef(
                 state.kl_coef,
                 float(batch.kl.mean()),
-                algorithm.kl_target,
+                args.kl_target,
                 len(batch),
-                algorithm.kl_horizon,
+                args.kl_horizon,
             )
     if rows.ptx:
         state.ptx_rows = rows.ptx.scheduled
@@ -790,11 +758,11 @@ BEGIN_ANEW = {
 
 def resolve_flags(listed: dict) -> dict:
     """Flags with `auto` resolved, so that two spellings of a run are the same run."""
-    args = flags.from_flags(Args, listed)
+    args = Args(**{name: listed[name] for name in Args.__dataclass_fields__})
     resolved = {
         "advantages_norm": "on" if args.whiten else "off",
         "loss_aggregation": args.aggregation,
-        "kl_estimator": args.kl_estimator,
+        "kl_estimator": args.kl_kind,
     }
     return listed | resolved
 
@@ -802,15 +770,15 @@ def resolve_flags(listed: dict) -> dict:
 def choose_folder(args: Args, rows: Rows) -> Args:
     """Flags with the folder of a run without --out; see `checkpoint.choose_folder`."""
     listed = resolve_flags(run_flags(args, rows))
-    return replace(args, run=checkpoint.choose_folder(args.run, args.checkpoint, listed, IDENTITY))
+    return checkpoint.choose_folder(args, listed, IDENTITY)
 
 
 def run_flags(args: Args, rows: "Rows") -> dict:
     """Flags and digests of the data, which a resume compares with those of its checkpoint."""
-    listed = flags.as_flags(args)
-    listed["data (rows)"] = data.digest_rows(args.data.data, len(rows.train))
+    listed = flags.as_json(args)
+    listed["data (rows)"] = data.digest_rows(args.data, len(rows.train))
     if rows.ptx:
-        listed["ptx_data (rows)"] = data.digest_rows(args.rows.ptx_data, len(rows.ptx.rows))
+        listed["ptx_data (rows)"] = data.digest_rows(args.ptx_data, len(rows.ptx.rows))
     return listed
 
 
@@ -821,20 +789,19 @@ def run_flags(args: Args, rows: "Rows") -> dict:
 
 def sampling_of(args: Args, processor: Processor, device: torch.device) -> Sampling:
     """The sampling that the flags ask for."""
-    rollout = args.rollout
     return Sampling(
         banned=processor.banned_mask().to(device),
         stop_ids=torch.tensor(processor.stop_ids, device=device),
-        max_new_tokens=rollout.max_new_tokens,
-        min_new_tokens=rollout.min_new_tokens,
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        stop_strings=flags.parse_stop_strings(rollout.stop_strings),
-        seed=args.run.seed,
+        max_new_tokens=args.max_new_tokens,
+        min_new_tokens=args.min_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        stop_strings=flags.parse_stop_strings(args.stop_strings),
+        seed=args.seed,
         stream=TRAIN,
-        slots=rollout.slots,
-        cuda_graphs=rollout.cuda_graphs,
+        slots=args.slots,
+        cuda_graphs=args.cuda_graphs,
     )
 
 
@@ -864,23 +831,22 @@ def build_models(args: Args, processor: Processor, device: torch.device) -> Mode
     Raises:
         UserError: on every rank; a checkpoint is missing, or cannot serve in its role.
     """
-    algorithm = args.algorithm
-    if args.rollout.cuda_graphs == "on" and device.type == "cpu":
+    if args.cuda_graphs == "on" and device.type == "cpu":
         raise UserError("--cuda_graphs on needs a GPU, and torch sees none; leave it at auto")
     with distributed.raise_on_all_ranks():
-        builder = build.Builder(args.model, device, args.longest)
+        builder = build.Builder(args, device, args.longest)
         actor = Policy(builder.actor(), processor)
-        if args.update.aux_loss_coef and not vlm.balances_by_loss(actor.model):
+        if args.aux_loss_coef and not vlm.balances_by_loss(actor.model):
             raise ValueError(
-                f"--aux_loss_coef {args.update.aux_loss_coef}: {builder.folder} has no experts "
+                f"--aux_loss_coef {args.aux_loss_coef}: {builder.folder} has no experts "
                 "to balance, or balances them by a bias"
             )
         critic = None
-        if ESTIMATORS[algorithm.advantage].has_critic:
-            critic = Critic(builder.role(algorithm.critic_model, head=False))
-        reference = actor if algorithm.kl_coef else None  # without its adapters
-        if reference and (algorithm.reference_model or not args.model.lora_rank):
-            body = builder.role(algorithm.reference_model, frozen=True)
+        if ESTIMATORS[args.advantage].has_critic:
+            critic = Critic(builder.role(args.critic_model, head=False))
+        reference = actor if args.kl_coef else None  # without its adapters
+        if reference and (args.reference_model or not args.lora_rank):
+            body = builder.role(args.reference_model, frozen=True)
             reference = Policy(body, processor).eval()
         return Models(actor, critic, reference, build_teacher(args, builder, actor))
 
@@ -888,14 +854,14 @@ def build_models(args: Args, processor: Processor, device: torch.device) -> Mode
 def build_teacher(args: Args, builder: build.Builder, actor: Policy) -> Teacher | None:
     """The teacher of --teacher_model, if any, on meta. With adapters, `self` is the actor without
     them."""
-    name, policy = args.teacher.teacher_model, actor
+    name, policy = args.teacher_model, actor
     if not name:
         return None
     if name not in ("self", "ema"):
-        policy = Policy(*build.build_reader(name, actor.model, actor.processor, args.data)).eval()
-    elif not args.model.lora_rank:
+        policy = Policy(*build.build_reader(name, actor.model, actor.processor, args)).eval()
+    elif not args.lora_rank:
         policy = Policy(builder.role("", frozen=True), actor.processor).eval()
-    return Teacher(policy, actor, args.teacher, args.update.offload)
+    return Teacher(policy, actor, args, args.offload)
 
 
 def reward_modules(args: Args, reward: scoring.RewardMix, rows: Rows, actor: Policy) -> vlm.Modules:
@@ -906,52 +872,52 @@ def reward_modules(args: Args, reward: scoring.RewardMix, rows: Rows, actor: Pol
         rows.all,
         actor,
         write=partial(write_critiques, args=args),
-        offload=args.update.offload,
+        offload=args.offload,
         # a judge must not see the damaged images of the actor
-        shares_features=not args.teacher.student_images,
+        shares_features=not args.student_images,
     )
 
 
 def prepare_teacher(args: Args, rows: Rows, teacher: Teacher | None) -> None:
     """Ban the ids that the teacher does not know. Raises UserError: see `Teacher.ban_unknown_ids`."""
     if teacher:
-        teacher.ban_unknown_ids(rows.all, with_env=bool(args.env.env))
+        teacher.ban_unknown_ids(rows.all, with_env=bool(args.env))
 
 
 def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> budget.MemoryPlan:
     """The memory of a step on so many ranks. A rollout is planned with --slots, or a single slot; it
     uses more if memory is free."""
     prompt = budget.longest_prompt(rows.all)
-    if args.env.env:  # a first observation may fill the prompt
-        prompt = args.data.max_prompt_tokens
+    if args.env:  # a first observation may fill the prompt
+        prompt = args.max_prompt_tokens
     longest = prompt + args.longest_response
     plan = budget.MemoryPlan(
         modules,
-        shards=args.run.hsdp or ranks,
-        args=args.model,
-        offload=args.update.offload,
+        shards=args.hsdp or ranks,
+        args=args,
+        offload=args.offload,
         longest=longest,
         least_pack=args.longest,
-        updates=not args.run.eval_only,
+        updates=not args.eval_only,
     )
     if rows.ptx:
         plan.longest_target = budget.longest_example(rows.ptx.rows)
     # keys per token of a prompt and its n responses of L tokens: (P + n (P + L)) / (P + n L)
-    if args.rollout.samples_per_prompt > 1:
-        plan.keys = 1 + prompt / (prompt / args.rollout.samples_per_prompt + args.longest_response)
-    if args.update.ema_beta:
+    if args.samples_per_prompt > 1:
+        plan.keys = 1 + prompt / (prompt / args.samples_per_prompt + args.longest_response)
+    if args.ema_beta:
         plan.held["actor", "average"] = plan.held["actor", "Adam"] // 2
     if args.exact_kl_in_loss:
         plan.in_use.append("reference")
-    if args.teacher.in_loss:
+    if args.teacher_in_loss:
         plan.in_use.append("teacher")
-    slots = args.rollout.slots or 1
+    slots = args.slots or 1
     plan.fixed["rollout"] = partial(plan.decoding, "actor", longest, slots)
     for role in modules:
-        if role.startswith("grm") and args.reward.grm_mode == "critique":
-            length = longest + args.reward.grm_max_new_tokens
+        if role.startswith("grm") and args.grm_mode == "critique":
+            length = longest + args.grm_max_new_tokens
             plan.fixed[f"{role} writes"] = partial(plan.decoding, role, length, slots, role)
-        elif role == "teacher" and args.data.eval_data:
+        elif role == "teacher" and args.eval_data:
             plan.fixed["teacher answers"] = partial(plan.decoding, role, longest, slots, role)
         elif role not in plan.trained:
             plan.fixed[f"{role} scores"] = partial(plan.scoring, role)
@@ -964,32 +930,31 @@ def load_models(args: Args, modules: vlm.Modules, ranks: distributed.Ranks) -> N
         for module in modules.values():
             module.model.setup.team = ranks.team
             shard(module, ranks.mesh)
-            weights.fill(module, ranks.device, args.run.seed)
-            fsdp.offload(module, args.update.offload)
+            weights.fill(module, ranks.device, args.seed)
+            fsdp.offload(module, args.offload)
 
 
 def make_trainables(args: Args, models: Models) -> Trainables:
     """The models that are trained, with their optimizers."""
-    update = args.update
     trainables = {}
     trainables["actor"] = fsdp.Trainable(
         models.actor,
-        adamw(models.actor, update.actor_lr, args.optim),
-        args.optim,
-        delay=update.critic_warmup_steps,
-        ema_beta=update.ema_beta,
+        adamw(models.actor, args.actor_lr, args),
+        args,
+        delay=args.critic_warmup_steps,
+        ema_beta=args.ema_beta,
     )
     if models.critic:
-        optimizer = adamw(models.critic, update.critic_lr, args.optim)
-        trainables["critic"] = fsdp.Trainable(models.critic, optimizer, args.optim)
+        optimizer = adamw(models.critic, args.critic_lr, args)
+        trainables["critic"] = fsdp.Trainable(models.critic, optimizer, args)
     for part in trainables.values():
-        fsdp.offload(part, update.offload)
+        fsdp.offload(part, args.offload)
     return trainables
 
 
 def saved_roles(args: Args, trainables: Trainables, models: Models) -> storage.Roles:
     """What a checkpoint contains, by role: also the reference, if --reference_every changes it."""
-    if not (models.reference and args.algorithm.reference_every):
+    if not (models.reference and args.reference_every):
         return trainables
     return {**trainables, "reference": models.reference}
 
@@ -997,7 +962,7 @@ def saved_roles(args: Args, trainables: Trainables, models: Models) -> storage.R
 def exported_models(args: Args, trainables: Trainables) -> Trainables:
     """The models to export, by their folders in --out."""
     exports = {"export": trainables["actor"]}
-    if args.algorithm.export_critic and "critic" in trainables:
+    if args.export_critic and "critic" in trainables:
         exports["export_critic"] = trainables["critic"]
     return exports
 
@@ -1083,10 +1048,10 @@ def collect(
     If the limit of rollouts is reached first, prompts without spread fill the step. The moments of
     --reward_norm include all rewards, even those of prompts that are not used.
     """
-    size, dynamic = args.data.prompts_per_step, args.algorithm.dynamic_sampling
+    size, dynamic = args.prompts_per_step, args.dynamic_sampling
     parts: list[Batch] = []
     useful = generated = 0  # prompts with spread; tokens
-    for _ in range(dynamic or args.rollout.rollouts_per_step):
+    for _ in range(dynamic or args.rollouts_per_step):
         part, tokens = sample_and_score(models, loader, reward, sampling, state.step, args)
         parts.append(part)
         generated += tokens
@@ -1119,7 +1084,7 @@ def collect(
 
 def note_rewards(batch: Batch, state: TrainState, args: Args) -> None:
     """Fill the batch's history, then add its rewards to what the state knows of earlier ones."""
-    if args.algorithm.reward_norm:
+    if args.reward_norm:
         state.moments.update(batch.rewards)
     rows = torch.tensor([prompt.index for prompt in batch.prompts])[batch.prompt_index]  # (S,)
     batch.history = state.history[:, rows].T
@@ -1136,17 +1101,17 @@ def sample_and_score(
 ) -> tuple[Batch, int]:
     """One rollout of the next prompts, with its rewards, log-probs and values; for remax also the
     rewards of one greedy response to each prompt. Also returns the number of generated tokens."""
-    actor, remax = models.actor, args.algorithm.advantage == "remax"
+    actor, remax = models.actor, args.advantage == "remax"
     with logging.timer("data"):
         prompts = loader.take()
     with logging.timer("rollout"):
-        batch = rollout(actor, prompts, sampling, args.rollout.samples_per_prompt)
+        batch = rollout(actor, prompts, sampling, args.samples_per_prompt)
         if remax:
             greedy = rollout(actor, prompts, replace(sampling, greedy=True), 1)
     generated = len(batch.tokens)
     # functions and servers compute rewards in threads; reward.score waits for them
     call = reward.begin(batch, actor.processor, step)
-    if not args.algorithm.dynamic_sampling:  # else `collect` does it, for the prompts that it keeps
+    if not args.dynamic_sampling:  # else `collect` does it, for the prompts that it keeps
         fill_logprobs_and_values(batch, models, args)
     with logging.timer("reward"):
         reward.score(batch, actor.processor, step, call)
@@ -1213,7 +1178,7 @@ def write_critiques(judge: Policy, questions: Batch, args: Args) -> Batch:
     """The judge's critique of every question, sampled greedily."""
     sampling = replace(
         sampling_of(args, judge.processor, judge.model.setup.device),
-        max_new_tokens=args.reward.grm_max_new_tokens,
+        max_new_tokens=args.grm_max_new_tokens,
         min_new_tokens=0,
         stop_strings=(),
         stream=JUDGE,
@@ -1231,25 +1196,25 @@ def write_critiques(judge: Policy, questions: Batch, args: Args) -> Batch:
 def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
     """Fill old_logprobs and, if the flags need them, entropy, masked_logprobs, ref_logprobs, kl,
     values and teacher_logprobs."""
-    actor, reference, algorithm = models.actor, models.reference, args.algorithm
+    actor, reference = models.actor, models.reference
     # As recorded by the sampler: the policy has not changed since, so no forward pass is needed.
     batch.old_logprobs = batch.logprobs
-    if algorithm.importance_cap or algorithm.high_entropy_ratio < 1 or batch.foreign.any():
+    if args.importance_cap or args.high_entropy_ratio < 1 or batch.foreign.any():
         logp, batch.entropy = packs.run_forward(
             actor, batch, lambda pack: torch.stack(actor(pack, batch.sampling, entropy=True)[:2])
         )
         batch.logprobs = torch.where(batch.foreign, logp, batch.logprobs)
-        batch.old_logprobs = logp if algorithm.importance_cap else batch.logprobs
-    if args.perception.masks_images:
-        share = args.perception.perception_mask
-        change = image_changes.at_random(image_changes.mask, share, args.run.seed)
+        batch.old_logprobs = logp if args.importance_cap else batch.logprobs
+    if args.masks_images:
+        share = args.perception_mask
+        change = image_changes.at_random(image_changes.mask, share, args.seed)
         batch.masked_logprobs = image_changes.changed_logprobs(actor, batch, change)
     if reference:
-        with fsdp.onloaded(args.update.offload, reference):
-            fill_reference_kl(batch, actor, reference, args.kl_estimator)
+        with fsdp.onloaded(args.offload, reference):
+            fill_reference_kl(batch, actor, reference, args.kl_kind)
     if models.critic:
         batch.values = values_of(models.critic, batch)
-    if models.teacher and not args.teacher.in_loss:
+    if models.teacher and not args.teacher_in_loss:
         with models.teacher.in_use() as policy:
             batch.teacher_logprobs = logprobs_of(policy, models.teacher.view(batch))
 
@@ -1283,29 +1248,27 @@ def reference_outputs(reference: Policy, pack: Pack) -> tuple[Tensor, Tensor, fl
 
 def shape_rewards(reward: Tensor, lengths: Tensor, state: TrainState, args: Args) -> Tensor:
     """(S,) rewards as the estimator sees them: normalized, clipped, with the length penalty."""
-    algorithm = args.algorithm
-    if algorithm.reward_norm:
+    if args.reward_norm:
         reward = state.moments.normalize(reward)
-    if algorithm.reward_clip:
-        reward = reward.clamp(-algorithm.reward_clip, algorithm.reward_clip)
-    if algorithm.overlong_buffer:
+    if args.reward_clip:
+        reward = reward.clamp(-args.reward_clip, args.reward_clip)
+    if args.overlong_buffer:
         reward = reward + losses.overlong_penalty(
             lengths,
-            args.rollout.max_new_tokens,
-            algorithm.overlong_buffer,
-            algorithm.overlong_factor,
+            args.max_new_tokens,
+            args.overlong_buffer,
+            args.overlong_factor,
         )
     return reward
 
 
 def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.AdvantageInputs:
     """What the estimator needs: shaped rewards, the KL, and the critic's values."""
-    algorithm = args.algorithm
     kl = batch.kl if len(batch.kl) else torch.zeros(len(batch.tokens))  # (N,)
     inputs = losses.AdvantageInputs(
         rewards=shape_rewards(batch.rewards, batch.own_lengths, state, args),
         kl=kl,
-        kl_coef=state.kl_coef if algorithm.kl_in == "reward" else 0.0,
+        kl_coef=state.kl_coef if args.kl_in == "reward" else 0.0,
         lengths=batch.own_lengths,
         prompt_index=batch.prompt_index,
         components={name: batch.components[name] for name in batch.compared},
@@ -1314,13 +1277,13 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
         turn_ends=batch.turn_ends,
         turn_rewards=batch.turn_rewards,
         values=batch.values,
-        gamma=algorithm.gamma,
-        turn_gamma=algorithm.turn_gamma,
-        gae_lambda=algorithm.gae_lambda,
-        gae_lambda_policy=algorithm.gae_lambda_policy,
-        gae_alpha=algorithm.gae_alpha,
+        gamma=args.gamma,
+        turn_gamma=args.turn_gamma,
+        gae_lambda=args.gae_lambda,
+        gae_lambda_policy=args.gae_lambda_policy,
+        gae_alpha=args.gae_alpha,
     )
-    if algorithm.reward_norm:
+    if args.reward_norm:
         inputs.turn_rewards = batch.turn_rewards / state.moments.std
     if len(batch.greedy_rewards):
         inputs.greedy_rewards = shape_rewards(
@@ -1332,36 +1295,35 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
 def rewards_that_follow(inputs: losses.AdvantageInputs, args: Args) -> Tensor:
     """(N,) the discounted rewards from each token on: the returns with values of 0 and lambda 1."""
     nothing = torch.zeros_like(inputs.kl)
-    estimator = ESTIMATORS[args.algorithm.advantage]
+    estimator = ESTIMATORS[args.advantage]
     return estimator.estimate(replace(inputs, values=nothing, gae_lambda=1.0))[1]
 
 
 def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.Metrics:
     """Fill advantages, returns and in_policy_loss: for the whole step at once, the same on every
     rank. Returns the rollout's metrics."""
-    algorithm = args.algorithm
     batch.kl_coef = state.kl_coef
     inputs = advantage_inputs(batch, state, args)
-    advantages, batch.returns = ESTIMATORS[algorithm.advantage].estimate(inputs)
+    advantages, batch.returns = ESTIMATORS[args.advantage].estimate(inputs)
     if args.whiten:
         advantages = losses.whiten(advantages)
-    batch.in_policy_loss = policy_loss_mask(batch, algorithm)
-    if args.perception.masks_images:
+    batch.in_policy_loss = policy_loss_mask(batch, args)
+    if args.masks_images:
         # VPPO weighs responses by how much they depend on their images, and trains the tokens that
         # depend most
         perception = losses.perception(batch.old_logprobs, batch.masked_logprobs)  # (N,)
         factors = losses.perception_factors(
-            perception, batch.own_lengths, args.perception.perception_scale
+            perception, batch.own_lengths, args.perception_scale
         )  # (S,)
         advantages = advantages * factors.repeat_interleave(batch.own_lengths)
         batch.in_policy_loss &= losses.perception_mask(
-            perception, batch.own_lengths, args.perception.perception_ratio
+            perception, batch.own_lengths, args.perception_ratio
         )
     if len(batch.teacher_logprobs):
         log_ratio = batch.teacher_logprobs - batch.old_logprobs
-        advantages = advantages + args.teacher.teacher_coef * log_ratio
-    if algorithm.advantage_clip:
-        advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
+        advantages = advantages + args.teacher_coef * log_ratio
+    if args.advantage_clip:
+        advantages = advantages.clamp(-args.advantage_clip, args.advantage_clip)
     batch.advantages = advantages
     metrics = batch_metrics(batch) | {"rollout/return": float(inputs.rewards_after_kl.mean())}
     if len(batch.values):
@@ -1371,14 +1333,14 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.M
     return metrics
 
 
-def policy_loss_mask(batch: Batch, algorithm: AlgorithmArgs) -> Tensor:
+def policy_loss_mask(batch: Batch, args: Args) -> Tensor:
     """(N,) bool: which tokens take part in the policy loss."""
     mask = ~batch.foreign
-    if algorithm.high_entropy_ratio < 1:
+    if args.high_entropy_ratio < 1:
         mask &= losses.high_entropy_mask(
-            batch.entropy, batch.own_lengths, algorithm.high_entropy_ratio
+            batch.entropy, batch.own_lengths, args.high_entropy_ratio
         )
-    if algorithm.mask_truncated:
+    if args.mask_truncated:
         mask &= ~batch.truncated.repeat_interleave(batch.own_lengths)
     return mask
 
@@ -1429,11 +1391,11 @@ class Minibatch(NamedTuple):
         """Whether the actor can learn from it. Tokens outside the policy loss may have other terms."""
         other_terms = (
             args.kl_in_loss,
-            args.algorithm.entropy_coef,
-            args.perception.perception_coef,
-            args.teacher.in_loss,
-            args.update.aux_loss_coef,
-            args.rows.ptx_coef,
+            args.entropy_coef,
+            args.perception_coef,
+            args.teacher_in_loss,
+            args.aux_loss_coef,
+            args.ptx_coef,
         )
         weights = self.weights if any(other_terms) else self.policy_weights
         return bool(weights.any())
@@ -1444,10 +1406,10 @@ def minibatches_of(
 ) -> Iterator[Minibatch]:
     """The minibatches of ``epochs`` passes over the samples of ``step``, counted from 1."""
     all_tokens = torch.ones_like(batch.in_policy_loss)
-    balanced = args.update.aux_loss_coef > 0
+    balanced = args.aux_loss_coef > 0
     for epoch in range(epochs):
-        seed = (args.run.seed, step, epoch)
-        for indices in batch.minibatches(args.update.minibatches, seed):
+        seed = (args.seed, step, epoch)
+        for indices in batch.minibatches(args.minibatches, seed):
             yield Minibatch(
                 indices,
                 weights=minibatch_weights(batch, indices, all_tokens, args),
@@ -1461,7 +1423,7 @@ def minibatch_weights(batch: Batch, indices: np.ndarray, mask: Tensor, args: Arg
     token counts of all ranks; 0 outside of the minibatch and where ``mask`` (N,) is false."""
     in_minibatch = torch.isin(batch.prompt_index, torch.as_tensor(indices))  # (S,)
     lengths = batch.per_sample_sum(mask) * in_minibatch
-    per_sample = losses.token_weights(lengths, args.aggregation, args.rollout.max_new_tokens)
+    per_sample = losses.token_weights(lengths, args.aggregation, args.max_new_tokens)
     return per_sample.float().repeat_interleave(batch.own_lengths) * mask  # (N,)
 
 
@@ -1479,11 +1441,11 @@ def update_models(
     if "critic" in trainables:
         with logging.timer("update_critic"):
             metrics |= update_critic(trainables["critic"], batch, step, args)
-    if step > args.update.critic_warmup_steps:
+    if step > args.critic_warmup_steps:
         with logging.timer("update_actor"):
             metrics |= update_actor(trainables["actor"], models, batch, step, ptx, args)
         if ptx:
-            ptx.scheduled += args.update.epochs * args.update.minibatches * ptx.batch
+            ptx.scheduled += args.epochs * args.minibatches * ptx.batch
     return metrics
 
 
@@ -1493,8 +1455,8 @@ def update_critic(
     """Fit the values to the returns, in all epochs and minibatches of ``step`` (from 1)."""
     critic, sums = trained.module, logging.MetricSums()
     critic.train()
-    with fsdp.onloaded(args.update.offload, trained):
-        for minibatch in minibatches_of(critic, batch, step, args.critic_epochs, args):
+    with fsdp.onloaded(args.offload, trained):
+        for minibatch in minibatches_of(critic, batch, step, args.passes_of_critic, args):
             if not minibatch.weights.any():
                 continue
             stats = []
@@ -1514,9 +1476,9 @@ def critic_loss(
     with vlm.router_logits(critic.model) as routed:
         values = critic(pack)  # (T,)
     old, returns, weight = pack.pick(batch.values, batch.returns, minibatch.weights)  # (T,) each
-    loss = (weight * losses.value_loss(values, old, returns, args.algorithm.value_clip)).sum()
+    loss = (weight * losses.value_loss(values, old, returns, args.value_clip)).sum()
     balance = experts.pack_balance_loss(critic.model, pack, routed, minibatch.expert_load)
-    return loss + args.update.aux_loss_coef * balance, {"critic_loss": logging.Share(loss.detach())}
+    return loss + args.aux_loss_coef * balance, {"critic_loss": logging.Share(loss.detach())}
 
 
 def update_actor(
@@ -1531,14 +1493,14 @@ def update_actor(
     --target_kl is exceeded."""
     actor, sums = trained.module, logging.MetricSums()
     reference = models.reference if args.exact_kl_in_loss else None
-    teacher = models.teacher if args.teacher.in_loss else None
+    teacher = models.teacher if args.teacher_in_loss else None
     # the loss contains the exact KL to these
     frozen = list(filter(None, (reference, teacher and teacher.policy)))
     updates = 0
     actor.train()
-    with fsdp.onloaded(args.update.offload, trained, *frozen):
+    with fsdp.onloaded(args.offload, trained, *frozen):
         view = teacher and (teacher.policy.model, teacher.view(batch))
-        minibatches = minibatches_of(actor, batch, step, args.update.epochs, args)
+        minibatches = minibatches_of(actor, batch, step, args.epochs, args)
         for number, minibatch in enumerate(minibatches):
             if not minibatch.teaches(args):
                 continue
@@ -1551,7 +1513,7 @@ def update_actor(
                 stats.append(pack_stats)
             for policy in frozen:
                 fsdp.rest_after_scoring(policy)
-            if args.update.target_kl and exceeds(stats, args.update.target_kl):
+            if args.target_kl and exceeds(stats, args.target_kl):
                 trained.optimizer.zero_grad()
                 break
             if ptx:
@@ -1562,7 +1524,7 @@ def update_actor(
             sums.record_update("actor", norm, applied, stats)
             updates += applied
     metrics = {"train/actor_lr": trained.rates_at(step)[0], "train/actor_updates": updates}
-    if args.algorithm.mask_truncated:
+    if args.mask_truncated:
         metrics["train/masked_responses"] = int(batch.truncated.sum())
     return metrics | sums.reduce()
 
@@ -1571,7 +1533,7 @@ def learn_text(ptx: PtxLoss, actor: Policy, pending: tuple, args: Args) -> dict:
     """Add the gradient of the next-token loss on the rows that `PtxLoss.start` chose. Returns its
     statistics."""
     stats = {}
-    for loss in ptx.losses(actor, pending, args.update.aux_loss_coef, stats):
+    for loss in ptx.losses(actor, pending, args.aux_loss_coef, stats):
         backward(loss)
     return stats
 
@@ -1584,7 +1546,6 @@ def actor_loss(
     A statistic is a `Mean` (a sum over the pack's tokens, and their number; for ratios only the
     tokens in the policy loss), a `Largest`, or the pack's `Share` of a loss.
     """
-    algorithm = args.algorithm
     references = []  # the loss contains the exact KL to each of them
     if args.exact_kl_in_loss and models.reference:
         references.append(reference_outputs(models.reference, pack))
@@ -1599,11 +1560,11 @@ def actor_loss(
         minibatch.weights, minibatch.policy_weights, batch.in_policy_loss
     )
     inputs = losses.PolicyLossInputs(logp, old, advantages, pack.sample, len(batch), in_loss)
-    clips = args.clip if algorithm.policy_loss != "ppo" else (*args.clip, algorithm.dual_clip)
-    out = POLICY_LOSSES[algorithm.policy_loss].compute(inputs, *clips)
+    clips = args.clip if args.policy_loss != "ppo" else (*args.clip, args.dual_clip)
+    out = POLICY_LOSSES[args.policy_loss].compute(inputs, *clips)
     terms = out.per_token
-    if algorithm.importance_cap:
-        terms = terms * (old - sampled).exp().clamp(max=algorithm.importance_cap)
+    if args.importance_cap:
+        terms = terms * (old - sampled).exp().clamp(max=args.importance_cap)
     loss = (policy_weight * terms).sum()
     # counted on the host: in_loss.sum() would wait for the device
     n_kept = int(batch.in_policy_loss[pack.flat].sum())
@@ -1613,15 +1574,15 @@ def actor_loss(
     stats |= sampler_stats(logp.detach() - sampled, entropy.detach(), pack, batch)
     stats["policy_loss"] = logging.Share(loss.detach())
 
-    if algorithm.entropy_coef:
-        loss = loss - algorithm.entropy_coef * (weight * entropy).sum()
+    if args.entropy_coef:
+        loss = loss - args.entropy_coef * (weight * entropy).sum()
     for name, (coef, term) in kl_terms(logp, kls, pack, batch, args).items():
         term = (weight * term).sum()
         loss = loss + coef * term
         stats[name] = logging.Share(term.detach())
     if minibatch.expert_load is not None:
         balance = experts.pack_balance_loss(actor.model, pack, routed, minibatch.expert_load)
-        balance = args.update.aux_loss_coef * balance
+        balance = args.aux_loss_coef * balance
         loss = loss + balance
         stats["aux_loss"] = logging.Share(balance.detach())
     return loss, stats
@@ -1634,14 +1595,14 @@ def kl_terms(
     policy loss. ``kls`` are the exact KLs, the one to the teacher last."""
     terms = {}
     if pack.teacher:
-        terms["teacher_kl"] = args.teacher.teacher_coef, kls.pop()
+        terms["teacher_kl"] = args.teacher_coef, kls.pop()
     if args.kl_in_loss:
         if not kls:
-            kls = [losses.kl_penalty(args.kl_estimator, logp, *pack.pick(batch.ref_logprobs))]
+            kls = [losses.kl_penalty(args.kl_kind, logp, *pack.pick(batch.ref_logprobs))]
         terms["kl_loss"] = batch.kl_coef, kls[0]
     if len(batch.masked_logprobs):
         masked_kl = losses.perception_kl(logp, *pack.pick(batch.masked_logprobs))
-        terms["perception_kl"] = -args.perception.perception_coef, masked_kl
+        terms["perception_kl"] = -args.perception_coef, masked_kl
     return terms
 
 
@@ -1677,7 +1638,7 @@ def exceeds(stats: list[dict], target_kl: float) -> bool:
 
 def move_reference(step: int, models: Models, args: Args) -> None:
     """Copy the actor's weights into the reference every --reference_every steps."""
-    every = args.algorithm.reference_every
+    every = args.reference_every
     if models.reference and every and step % every == 0:
         fsdp.copy_weights(models.actor, models.reference)
 
@@ -1697,7 +1658,7 @@ def evaluate(
 ) -> tuple[logging.Metrics, list[dict], list[Image.Image]]:
     """Answer every held-out prompt, spread over the ranks; with --ema_beta, with the averaged
     weights. Returns metrics, a record of each answer and, on rank 0, cards of the first ones."""
-    actor, count = trainables["actor"].module, args.rollout.eval_samples
+    actor, count = trainables["actor"].module, args.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     batches = data.batches_in_order(rows.held_out, prompts_together(args, count))
@@ -1706,13 +1667,13 @@ def evaluate(
     gaps: list[Tensor] = []  # (k,) each, see `image_changes.vision_gaps`
     with (
         trainables["actor"].averaged(),
-        data.PromptLoader(rows.processor, args.data, batches) as loader,
+        data.PromptLoader(rows.processor, args, batches) as loader,
     ):
         for _ in batches:
             prompts = loader.take(least=0)
             dropped += len(prompts.dropped)
             batch = rollout(actor, prompts, sampling, count)
-            if args.run.eval_only and len(batch) and not records:  # no update will compare them
+            if args.eval_only and len(batch) and not records:  # no update will compare them
                 require_same_policy(actor, batch, args)
             reward.score(batch, actor.processor, state.step)
             if "critic" in trainables and len(batch):  # all its prompts may be dropped
@@ -1721,7 +1682,7 @@ def evaluate(
                 )
             gaps.append(image_changes.vision_gaps(actor, batch))
             answers = reports.sample_records(batch, actor.processor)
-            picks = range(len(batch))[: max(0, args.run.log_samples - len(records))]
+            picks = range(len(batch))[: max(0, args.log_samples - len(records))]
             cards += reports.sample_cards(batch, answers, picks)
             records += answers
             conversations += batch.conversations
@@ -1750,13 +1711,13 @@ def evaluate_teacher(
     """Before the first step: the teacher's own accuracy and reward on one rollout of held-out prompts,
     which it reads with its hint and its images. It cannot teach what it cannot answer. Skipped with
     an environment, whose images it might not see."""
-    if not teacher or args.env.env or args.reward.reward == "none" or step:
+    if not teacher or args.env or args.reward == "none" or step:
         return {}
     batches = data.batches_in_order(rows.held_out, prompts_together(args, 1))[:1]
     sampling = replace(sampling, stream=EVAL, greedy=True)
     with (
         teacher.in_use() as policy,
-        data.PromptLoader(rows.processor, args.data, batches) as loader,
+        data.PromptLoader(rows.processor, args, batches) as loader,
     ):
         batch = loader.take()
         answers = rollout(policy, teacher.view(batch), sampling, 1)
@@ -1770,9 +1731,9 @@ def evaluate_teacher(
 def prompts_together(args: Args, samples: int) -> int:
     """The held-out prompts of a rollout, as many as fill all slots, as each rollout waits for its
     slowest answer; an even number, for both orders of a pair."""
-    size = args.model.rollout_shards
+    size = args.rollout_shards
     teams = distributed.world_size() // size
-    slots = teams * (args.rollout.slots or attention.most_slots(size))
+    slots = teams * (args.slots or attention.most_slots(size))
     return max(2, slots // samples // 2 * 2)
 
 
@@ -1852,25 +1813,25 @@ def report_evaluation(
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record, and print what the run will do."""
     used = {"coordinates": rows.processor.space}
-    log = logging.RunLogger(args.run, flags.as_flags(args) | used, args.optim.steps, first_step)
+    log = logging.RunLogger(args, flags.as_json(args) | used, args.steps, first_step)
     if any(row.regions for row in rows.all):
         log.line(
             f"boxes and points of answers are read in the coordinates {rows.processor.space!r}"
         )
-    if args.run.eval_only:
+    if args.eval_only:
         log.line(f"{len(rows.held_out)} held-out rows; output: {log.out}")
         return log
-    prompts, count = args.data.prompts_per_step, args.rollout.samples_per_prompt
-    updates = args.update.epochs * args.update.minibatches
-    passes = args.optim.steps * prompts / max(1, len(rows.train))
+    prompts, count = args.prompts_per_step, args.samples_per_prompt
+    updates = args.epochs * args.minibatches
+    passes = args.steps * prompts / max(1, len(rows.train))
     seeing = sum(bool(row.grids) for row in rows.train)
     log.line(
         f"{len(rows.train)} training prompts, {seeing or 'none'} with images, "
         f"{len(rows.held_out)} held out; "
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
-        f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
+        f"{args.steps} steps = {passes:.1f} passes over the data; output: {args.out}"
     )
-    for line in data.repeated_rows(args.data, rows.train_sets):
+    for line in data.repeated_rows(args, rows.train_sets):
         log.line(line)
     for problem in learning_problems(args):
         log.line(f"warning: {problem}")
@@ -1880,9 +1841,9 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
 def learning_problems(args: Args) -> list[str]:
     """Flags with which the actor never learns, or not what it should."""
     steps, frozen, warmup = (
-        args.optim.steps,
-        args.update.critic_warmup_steps,
-        args.optim.warmup_steps,
+        args.steps,
+        args.critic_warmup_steps,
+        args.warmup_steps,
     )
     problems = []
     if frozen >= steps:
@@ -1891,8 +1852,6 @@ def learning_problems(args: Args) -> list[str]:
         )
     elif frozen + warmup >= steps:
         problems.append(f"--warmup_steps {warmup} of --steps {steps}: --actor_lr is never reached")
-    if has_idle_kl(args):
-        problems.append(IDLE_KL)
     return problems
 
 
@@ -1908,9 +1867,9 @@ def report(
     samples."""
     step, metrics = state.step, state.metrics
     records: list[dict] = []
-    if log.shows_samples(step, args.optim.steps):
+    if log.shows_samples(step, args.steps):
         # the first sample of each prompt
-        picks = range(0, len(batch), args.rollout.samples_per_prompt)[: args.run.log_samples]
+        picks = range(0, len(batch), args.samples_per_prompt)[: args.log_samples]
         if distributed.is_main():
             records = reports.sample_records(batch, actor.processor)
         log.samples(step, records, reports.sample_cards(batch, records, picks))
@@ -1929,7 +1888,7 @@ def report(
         metrics.get("train/actor_updates") == 0,
         f"step {step}: the actor was not updated: every token is masked, or a gradient is not finite",
     )
-    if args.algorithm.advantage in ("none", "gdpo"):
+    if args.advantage in ("none", "gdpo"):
         return  # which do not compare total rewards
     flat = metrics["rollout/groups_without_spread"]
     prompts = metrics["rollout/rollouts"] * args.prompts_per_rollout
@@ -1955,7 +1914,7 @@ def check_sampler(log: logging.RunLogger, state: TrainState, actor: Policy, args
     if not problem:
         return
     problem = f"step {state.step}: train/sampler_gap {problem}"
-    if state.step == 1 + max(log.first_step, args.update.critic_warmup_steps):
+    if state.step == 1 + max(log.first_step, args.critic_warmup_steps):
         raise UserError(problem)
     log.line(f"warning: {problem}")
 
@@ -1971,7 +1930,7 @@ def require_same_policy(actor: Policy, batch: Batch, args: Args) -> None:
 def sampler_problem(gap: float, actor: Policy, args: Args) -> str:
     """Why a ``gap`` between the log-probs of sampler and forward pass is too large; "" if it is
     rounding."""
-    limit = args.update.sampler_gap_limit
+    limit = args.sampler_gap_limit
     if limit < 0:
         # Rounding makes 1e-7 to 1e-5 nats in float32 and 0.01 to 0.03 in bfloat16; a kernel that
         # reads one wrong key makes 0.5 or more.
@@ -1993,8 +1952,8 @@ def performance(
     ``metrics``."""
     perf = logging.timer.metrics()
     # fewer than --epochs if --target_kl stopped them
-    actor_passes = metrics.get("train/actor_updates", 0) / args.update.minibatches
-    passes = actor_passes + (args.critic_epochs if models.critic else 0)
+    actor_passes = metrics.get("train/actor_updates", 0) / args.minibatches
+    passes = actor_passes + (args.passes_of_critic if models.critic else 0)
     update = perf.get("perf/update_actor_seconds", 0.0)
     update += perf.get("perf/update_critic_seconds", 0.0)
     generated = metrics["rollout/generated_tokens"]
@@ -2428,75 +2387,131 @@ class RolloutEngine:
 def load_programs(args: Args) -> tuple[scoring.RewardMix, Environment | None, Callable | None]:
     """The sources of rewards, the environment, and the function of --curriculum; runs the user's code.
     Raises UserError."""
-    reward, weigh = scoring.load_rewards(args.reward), None
-    environment = environments.load_environment(args.env, args.data.max_prompt_tokens)
-    if args.rows.curriculum:
-        weigh, _ = load_function("--curriculum", args.rows.curriculum, "rows, samples, rewards")
+    reward, weigh = scoring.load_rewards(args), None
+    environment = environments.load_environment(args, args.max_prompt_tokens)
+    if args.curriculum:
+        weigh, _ = load_function("--curriculum", args.curriculum, "rows, samples, rewards")
     return reward, environment, weigh
 
 
-def check_args(args: Args, typed: set[str]) -> None:
-    """Refuse combinations that cannot work, before any process group or GPU is touched. ``typed``: the
-    flags on the command line. Raises UserError."""
-    refuse = flags.Refusals(args, typed)
-    values = refuse.values
+def check_args(args: Args) -> None:
+    """Refuse combinations that cannot work, before any process group or GPU is touched. Raises
+    UserError."""
+    refuse = flags.Refusals(args)
+    refuse.check("stop_strings", flags.parse_stop_strings, args.stop_strings)
+    refuse.check("teacher_prompt", ppo_flags.check_teacher_prompt, args.teacher_prompt)
+    image_changes.damage(args.student_images, args.seed)
     refuse(
-        values.max_tokens_per_pack < args.longest,
-        f"--max_tokens_per_pack {values.max_tokens_per_pack} must hold one prompt and one response: "
-        f"--max_prompt_tokens + --max_new_tokens{' + --max_reply_tokens' if values.env else ''} = "
+        args.max_tokens_per_pack < args.longest,
+        f"--max_tokens_per_pack {args.max_tokens_per_pack} must hold one prompt and one response: "
+        f"--max_prompt_tokens + --max_new_tokens{' + --max_reply_tokens' if args.env else ''} = "
         f"{args.longest}",
     )
     refuse(
-        values.reward_timeout >= values.timeout,
-        f"--reward_timeout {values.reward_timeout:g} must be below --timeout {values.timeout:g}: a rank "
+        args.reward_timeout >= args.timeout,
+        f"--reward_timeout {args.reward_timeout:g} must be below --timeout {args.timeout:g}: a rank "
         "that waits so long would be given up by the others",
     )
-    refuse(
-        args.reward.in_pairs and values.prompts_per_step % max(1, 2 * values.rollouts_per_step),
-        f"--prompts_per_step {values.prompts_per_step} must be a multiple of 2 x --rollouts_per_step: "
-        "--reward judgement draws both orders of a pair together",
-    )
-    check_advantages(refuse)
-    is_new = not any(args.run.out.glob("checkpoints/step-*"))  # an old run goes on, with a warning
-    refuse(has_idle_kl(args) and "kl_estimator" in typed and is_new, IDLE_KL)
-    image_changes.damage(values.student_images, values.seed)
+    for name in ("rollouts_per_step", "minibatches"):
+        refuse(
+            args.prompts_per_step % max(1, getattr(args, name)),
+            f"--{name} {getattr(args, name)} must divide --prompts_per_step {args.prompts_per_step}",
+        )
+    for name in ("min_new_tokens", "overlong_buffer"):
+        refuse(
+            getattr(args, name) > args.max_new_tokens,
+            f"--{name} {getattr(args, name)} exceeds --max_new_tokens {args.max_new_tokens}",
+        )
+    check_advantages(refuse, args)
+    check_rewards(refuse, args)
     refuse.raise_any()
 
 
-def check_advantages(refuse: flags.Refusals) -> None:
+def check_advantages(refuse: flags.Refusals, args: Args) -> None:
     """Refuse flags with which advantages or the KL cannot be computed."""
-    values = refuse.values
-    estimator = ESTIMATORS[values.advantage]
-    compares = {"advantage": estimator.compares, "dynamic_sampling": values.dynamic_sampling}
+    estimator = ESTIMATORS[args.advantage]
+    compares = {"advantage": estimator.compares, "dynamic_sampling": args.dynamic_sampling}
     for name, does in compares.items():
         refuse(
-            does and values.samples_per_prompt < 2,
-            f"--{name} {getattr(values, name)} compares the samples of a prompt: "
-            f"--samples_per_prompt {values.samples_per_prompt} must be at least 2",
+            does and args.samples_per_prompt < 2,
+            f"--{name} {getattr(args, name)} compares the samples of a prompt: "
+            f"--samples_per_prompt {args.samples_per_prompt} must be at least 2",
         )
     refuse(
-        values.critic_warmup_steps and not estimator.has_critic,
-        f"--critic_warmup_steps {values.critic_warmup_steps} needs a critic (--advantage gae)",
-    )
-    samples = values.prompts_per_step * values.samples_per_prompt
-    refuse(
-        values.kl_target and 5 * values.kl_horizon <= samples,
-        f"--kl_horizon {values.kl_horizon} must exceed a fifth of the {samples} samples per step",
+        args.dynamic_sampling and args.rollouts_per_step > args.dynamic_sampling,
+        f"--rollouts_per_step {args.rollouts_per_step} exceeds --dynamic_sampling {args.dynamic_sampling}",
     )
     refuse(
-        values.advantage == "none" and values.kl_coef and values.kl_in == "reward",
-        "--advantage none, which --reward none implies, needs --kl_in loss for its --kl_coef",
+        args.critic_warmup_steps and not estimator.has_critic,
+        f"--critic_warmup_steps {args.critic_warmup_steps} needs a critic (--advantage gae)",
+    )
+    samples = args.prompts_per_step * args.samples_per_prompt
+    refuse(
+        args.kl_target and 5 * args.kl_horizon <= samples,
+        f"--kl_horizon {args.kl_horizon} must exceed a fifth of the {samples} samples per step",
+    )
+    refuse(
+        args.kl_in_loss and args.kl_kind == "k1",
+        "--kl_estimator k1 with --kl_in loss constrains nothing, as the gradient of k1 averages to "
+        "zero: use k2, k3+ or full",
+    )
+    refuse(
+        args.reference_every and (args.lora_rank or args.reference_model),
+        "--reference_every excludes --lora_rank and --reference_model: the reference is the actor's own "
+        "model, without adapters",
+    )
+    whole_step = args.reward_norm or args.reward_clip or args.overlong_buffer or args.reward_combiner
+    refuse(
+        args.advantage == "gdpo" and (whole_step or args.dynamic_sampling),
+        "--advantage gdpo compares the sources of rewards before they become one number: without "
+        "--reward_combiner, --reward_norm, --reward_clip, --overlong_buffer and --dynamic_sampling",
+    )
+    refuse(
+        args.policy_loss in ("gspo", "gmpo") and args.perception_ratio < 1,
+        f"--policy_loss {args.policy_loss} excludes --perception_ratio: it takes whole responses",
     )
 
 
-def has_idle_kl(args: Args) -> bool:
-    return args.kl_in_loss and args.kl_estimator == "k1"
-
-
-IDLE_KL = (
-    "--kl_estimator k1 with --kl_in loss constrains nothing, as the gradient of k1 averages to zero: "
-    "use k2, k3+ or full"
-)
+def check_rewards(refuse: flags.Refusals, args: Args) -> None:
+    """Refuse sources of rewards and teachers that have nothing to work on."""
+    only_teacher = args.advantage == "none"
+    refuse(
+        only_teacher and (args.dynamic_sampling or (args.kl_coef and not args.kl_in_loss)),
+        "--advantage none excludes --dynamic_sampling, and needs --kl_in loss for its --kl_coef",
+    )
+    refuse(
+        (only_teacher or args.reward == "none") and not (only_teacher and args.teacher_model),
+        "--advantage none, which --reward none needs too, needs a --teacher_model: all learning is "
+        "from it",
+    )
+    refuse(
+        (args.reward == "judgement" or args.consistency_coef) and args.row_kind != "judgements",
+        "--reward judgement and --consistency_coef need --row_kind judgements",
+    )
+    refuse(
+        args.in_pairs and (args.dynamic_sampling or args.curriculum),
+        "both orders of a pair are drawn and trained together: without --dynamic_sampling and "
+        "--curriculum",
+    )
+    refuse(
+        args.in_pairs and args.prompts_per_step % (2 * args.rollouts_per_step),
+        f"--prompts_per_step {args.prompts_per_step} must be a multiple of 2 x --rollouts_per_step: "
+        "--reward judgement draws both orders of a pair together",
+    )
+    refuse(args.reward_recipe and args.reward_combiner, "--reward_recipe excludes --reward_combiner")
+    refuse(bool(args.ptx_data) != bool(args.ptx_coef), "--ptx_data and --ptx_coef need each other")
+    refuse(
+        args.teacher_model == "ema" and (args.lora_rank or not args.ema_beta),
+        "--teacher_model ema needs --ema_beta, and excludes --lora_rank: use self",
+    )
+    refuse(
+        args.teacher_prompt and (args.env or not args.teacher_model),
+        "--teacher_prompt needs --teacher_model, and excludes --env",
+    )
+    refuse(
+        args.student_images and (args.env or args.masks_images),
+        "--student_images excludes --env and --perception_*",
+    )
 
 
 if __name__ == "__main__":

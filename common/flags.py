@@ -1,10 +1,10 @@
-"""Flags: a field of a frozen dataclass is a flag, a dataclass is a group in --help.
+"""Flags: a field of a frozen dataclass is a flag, a dataclass is a group in --help. A script's Args
+inherits from its groups, so all of its values are attributes of one object.
 
-flag           declares a flag: its default, its help and its rules
-parse          command line, --config and defaults -> a script's Args, a dataclass of groups
-Rules          what a flag may be, beside which others
+flag           declares a flag: its default, its help and what values it may have
+parse          command line, --config and defaults -> a script's Args
 Refusals       collects what is wrong with the values
-as_flags       the values by flag, for args.json
+as_json        the values by flag, for args.json
 """
 
 import argparse
@@ -12,18 +12,17 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from common.files import follow_pointer, parse_json, read_json
 from common.process import Exit, UserError
 from common.toy import toy_file, write_toy
 
-Groups = TypeVar("Groups")  # a script's Args: groups of flags
+Args = TypeVar("Args")  # a script's
 NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
 LARGEST = 1e300  # of a flag's values: no infinity
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
@@ -32,68 +31,42 @@ LONGEST_WAIT = 1e7
 # by its content, and "data (rows)" by the number of rows, too.
 MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
 IDENTITY = (*MODEL_IDENTITY, "data", "data (rows)", "template_options")
-# flags of other systems, and those that earlier versions of this one had, with their defaults
-FOREIGN = Path(__file__).with_name("foreign_flags.json")
-# that most runs touch: --help alone shows these
-OFTEN = """
-model train_vision lora_rank gradient_checkpointing max_tokens_per_pack
-data eval_data prompts_per_step max_prompt_tokens max_pixels columns
-samples_per_prompt max_new_tokens temperature eval_samples env reward advantage kl_coef
-epochs minibatches actor_lr critic_lr lr steps max_epochs warmup_steps
-save_every resume out seed eval_every eval_only
-""".split()
 
 # -------------------------------------------------------------------------------------------------
 # Declaring flags
 # -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What a flag may be, alone and beside others.
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple = (),
+    low: float = 0,
+    high: float = LARGEST,
+    off: float | None = None,
+    paths: bool = False,
+) -> Any:
+    """A field of an argument class.
 
-    ``needs`` and ``excludes`` name other flags that are not at their defaults, or have a value, as in
-    row_kind=prompts. ``idles`` name flags without effect: --config may hold them, the command line may
-    not. Names are separated by spaces; ": " and a reason may follow. Each of the three is for all values
-    but the default or, as a dictionary, for single values.
+    Args:
+        help: what it does, with the unit.
+        low, high: bounds of a number; one that may be negative says so.
+        off: the one value outside of these bounds that is allowed.
+        paths: whether paths in the value become absolute.
     """
-
-    help: str  # with the unit
-    choices: tuple = ()
-    low: float = 0  # a flag that may be negative says so
-    high: float = LARGEST
-    off: float | None = None  # the one value outside of these bounds that is allowed
-    check: Callable | None = None  # of the value; raises ValueError
-    paths: bool = False  # paths in the value become absolute
-    needs: str | dict[str, str] = ""
-    excludes: str | dict[str, str] = ""
-    idles: str | dict[str, str] = ""
-    must_divide: str = ""  # the value of another flag
-    must_not_exceed: str = ""  # the value of another flag, unless that is 0: off
+    rules = {"help": help, "choices": choices, "low": low, "high": high, "off": off, "paths": paths}
+    return dataclasses.field(default=default, metadata=rules)
 
 
-def flag(default: Any, help: str, **rules: Any) -> Any:
-    """A field of an argument class: its default, its help, and its `Rules`."""
-    return dataclasses.field(default=default, metadata=vars(Rules(help, **rules)))
+def groups_of(args_class: type) -> list[type]:
+    """The groups of flags that a script's Args inherits from, in order."""
+    return [base for base in args_class.__bases__ if dataclasses.is_dataclass(base)]
 
 
-def fields_of(kind: type) -> list[Any]:
-    """The fields of an argument class or group, whose types are classes, and not the names of classes."""
-    return list(dataclasses.fields(kind))
-
-
-def list_fields(args_class: type) -> dict[str, dataclasses.Field]:
-    """The flags of a script's Args by name, group after group."""
-    groups = [group.type for group in fields_of(args_class)]
-    return {field.name: field for group in groups for field in fields_of(group)}
-
-
-def as_flags(groups: object) -> dict:
-    """The values of a script's Args by flag, JSON-ready: what --config reads back."""
-    values = {}
-    for group in vars(groups).values():
-        values |= vars(group)
-    return values | {"out": str(values["out"])}
+def as_json(args: Any) -> dict:
+    """The values of a script's Args by flag: what --config reads back."""
+    return vars(args) | {"out": str(args.out)}
 
 
 def absolute_paths(text: str) -> str:
@@ -121,72 +94,37 @@ def map_parts(text: str, change: Callable[[str], str]) -> str:
 
 
 def parse(
-    args_class: type[Groups],
-    doc: str | None,
-    argv: list[str] | None,
-    toy: tuple[str, str],
-    check: Callable | None = None,
-) -> tuple[Groups, set[str], set[str]]:
-    """An ``args_class`` with the values of flags, the names of the flags on the command line, and
-    those on the command line or in --config.
+    args_class: type[Args], doc: str | None, argv: list[str] | None, toy: tuple[str, str]
+) -> Args:
+    """An ``args_class`` with the values of flags. The command line overrides --config, which overrides
+    the defaults.
 
-    The command line overrides --config, which overrides the defaults. Without --config,
-    --export_only reads the run's own args.json, and without --model a file of the embedded toy is
-    read: ``toy`` is its task and its name. Before the toy is written, ``check`` sees the flags of the
-    command line.
+    Without --config, --export_only reads the run's own args.json; and without --model and --data, a
+    file of the embedded toy is read: ``toy`` is its task and its name.
 
     Raises:
         UserError: an unknown flag or a value of another type.
     """
     parser = build_parser(args_class, doc)
     typed = vars(parser.parse_args(argv))
-    if "help" in typed:
-        build_parser(args_class, doc, listed=typed["help"]).print_help()
-        raise Exit(0)
     config = typed.pop("config", None)
-    if config is None and "model" not in typed:
-        if typed.get("export_only"):
-            # it may have been moved since
-            out = typed.setdefault("out", follow_pointer(RunArgs.out))
-            config = out / "args.json"
-        elif not typed.keys() & {"data", "eval_data"}:
-            config = toy_file(*toy)
-            if not config.exists():
-                early = from_flags(args_class, typed)  # a mistake in them does not wait for the toy
-                Refusals(early, typed, with_others=False).raise_any()
-                if check:
-                    check(early)
-                if not write_toy(config, toy[0]):
-                    raise UserError(
-                        "no --model given, and launch/toy.py did not write the embedded toy, for the "
-                        "reason above"
-                    )
+    if config is None and typed.get("export_only"):
+        config = typed.setdefault("out", follow_pointer(RunArgs.out)) / "args.json"
+    elif config is None and not typed.keys() & {"model", "data", "eval_data"}:
+        config = toy_file(*toy)
+        if not config.exists() and not write_toy(config, toy[0]):
+            raise UserError("no --model given, and launch/toy.py did not write the embedded toy")
     values = read_config(config, parser) if config else {}
     if typed.get("export_only"):
         values["resume"] = "auto"  # whatever the interrupted run began with
-    values |= typed
-    return from_flags(args_class, values), set(typed), set(values)
+    return args_class(**values | typed)
 
 
-def from_flags(args_class: type[Groups], values: dict) -> Groups:
-    """An ``args_class`` with the values of some flags and the defaults of the others."""
-    groups = {}
-    for group in fields_of(args_class):
-        names = {field.name for field in fields_of(group.type)}
-        groups[group.name] = group.type(
-            **{name: value for name, value in values.items() if name in names}
-        )
-    return args_class(**groups)
-
-
-def build_parser(args_class: type, description: str | None, listed: str = "all") -> "Parser":
+def build_parser(args_class: type, description: str | None) -> "Parser":
     """One section per group; flags that were not given stay absent, so that a value of --config can
-    stand. Its help has the flags that are ``listed``: those most touched, all, or those of a stage."""
-    stages = [stage.name for stage in fields_of(args_class)]
+    stand."""
     parser = Parser(
         description=description,
-        epilog=f"--help all: every flag; --help STAGE: those of a stage: {', '.join(stages)}",
-        add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -196,35 +134,25 @@ def build_parser(args_class: type, description: str | None, listed: str = "all")
         metavar="FILE",
         help="JSON file of flags (such as <out>/args.json); the command line overrides it",
     )
-    parser.add_argument(
-        "-h",
-        "--help",
-        nargs="?",
-        const="most",
-        choices=("most", "all", *stages),
-        metavar="STAGE",
-        help="the flags that most runs touch; more of them: see the last line",
-    )
-    for stage in fields_of(args_class):
-        section = parser.add_argument_group(stage.type.__doc__)
-        for field in fields_of(stage.type):
-            text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
-            if listed not in ("all", stage.name, "most" if field.name in OFTEN else ""):
-                text = argparse.SUPPRESS
-            choices = field.metadata["choices"]
-            options: dict = {"type": field.type}
-            if field.metadata["paths"]:
-                options["type"] = absolute_paths
-            if field.type is bool:
-                options = {"action": argparse.BooleanOptionalAction}
-            elif choices:
-                options["choices"] = choices
-                if "on" in choices:  # the bare flag switches it on
-                    options |= {"nargs": "?", "const": "on"}
-            else:
-                options["metavar"] = field.type.__name__.upper()
-            section.add_argument(f"--{field.name}", help=text, **options)
+    fields = {field.name: field for field in dataclasses.fields(args_class)}
+    for group in groups_of(args_class):
+        section = parser.add_argument_group(group.__doc__)
+        for name in group.__annotations__:
+            add_flag(section, fields[name])
     return parser
+
+
+def add_flag(section: Any, field: dataclasses.Field) -> None:
+    text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
+    choices: Any = field.metadata["choices"]
+    options: dict = {"type": absolute_paths if field.metadata["paths"] else field.type}
+    if field.type is bool:
+        options = {"action": argparse.BooleanOptionalAction}
+    elif choices:
+        options["choices"] = choices
+        if "on" in choices:  # the bare flag switches it on
+            options |= {"nargs": "?", "const": "on"}
+    section.add_argument(f"--{field.name}", help=text, **options)
 
 
 class Parser(argparse.ArgumentParser):
@@ -239,16 +167,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, argv: list[str] | None = None) -> argparse.Namespace:
         values, rest = self.parse_known_args(argv)
-        if not rest:
-            return values
-        words = [word for word in rest if word.startswith("--") or "=" in word]
-        known = [option.removeprefix("--") for option in self._option_string_actions]
-        hints = {word: suggest(word.removeprefix("--").partition("=")[0], known) for word in words}
-        message = f"unrecognized arguments: {' '.join(rest)}"
-        for word, hint in hints.items():
-            if hint:
-                message += f"; {hint}" if len(hints) == 1 else f"\n{word}: {hint}"
-        raise UserError(message)
+        unknown = [word.partition("=")[0] for word in rest if word.startswith("--")]
+        known = list(self._option_string_actions)
+        for word in unknown:
+            if near := get_close_matches(word, known, 1, cutoff=0.7):
+                self.error(f"unrecognized arguments: {word}; did you mean {near[0]}?")
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return values
 
 
 def read_config(path: str | Path, parser: "Parser") -> dict:
@@ -257,49 +183,16 @@ def read_config(path: str | Path, parser: "Parser") -> dict:
     Raises:
         UserError: not a JSON object, an unknown flag, or a value of another type.
     """
+    words = []
     try:
-        config = read_json(path)
-    except ValueError as error:
-        raise UserError(f"--config {error}") from error
-    left = read_json(FOREIGN)["left"]
-    try:
-        if config.keys() & {"config", "help"}:
-            raise ValueError("expected a JSON object of flags, --config and --help not among them")
-        words = []
-        for name, value in config.items():
-            if name in left and value == left[name]:
-                continue  # of a run of an earlier version, which did not use it
+        for name, value in read_json(path).items():
             if isinstance(value, bool):
                 words.append(f"--{name}" if value else f"--no-{name}")
             else:
                 words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
         return vars(parser.parse_args(words))
     except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
-
-
-# -------------------------------------------------------------------------------------------------
-# Names of other systems
-# -------------------------------------------------------------------------------------------------
-
-
-def suggest(unknown: str, known: list[str]) -> str:
-    """What to write instead of an unknown flag: one of another system, the beginning of a ``known`` one,
-    or a misspelling. "" if nothing is like it."""
-    foreign = read_json(FOREIGN)
-    name = unknown.lower().replace("-", "_")
-    ours = [name] if name in known else []  # it was written --actor-lr
-    for word in (name, name.rpartition(".")[2]):  # verl's are paths: actor_rollout_ref.rollout.n
-        if word in foreign["without"]:
-            return foreign["without"][word]
-        ours = ours or [
-            flag
-            for flag, others in foreign["ours"].items()
-            if flag in known and word in others.split()
-        ]
-    longer = [other for other in known if other.startswith(name)]
-    ours = ours or longer[:1] or get_close_matches(name, known, 1, cutoff=0.7)
-    return f"did you mean {', '.join(f'--{flag}' for flag in sorted(ours))}?" if ours else ""
+        raise UserError(f"--config {path}: {error}") from error
 
 
 # -------------------------------------------------------------------------------------------------
@@ -308,73 +201,50 @@ def suggest(unknown: str, known: list[str]) -> str:
 
 
 class Refusals:
-    """All that is wrong with a script's Args, reported together. The `Rules` of each flag come first; a
-    script adds what they cannot express, by ``refuse(condition, message)``. ``typed``: the flags on the
-    command line; ``with_others``: also check each flag against the others."""
+    """All that is wrong with a script's Args, reported together: numbers out of bounds come first; a
+    script adds combinations that cannot work, by ``refuse(condition, message)``."""
 
-    def __init__(self, groups: object, typed: Collection[str], with_others: bool = True):
+    def __init__(self, args: Any):
         self.problems: list[str] = []
-        self.values = SimpleNamespace(**as_flags(groups))
-        self.fields = list_fields(type(groups))
-        for name, field in self.fields.items():
-            rules, value = Rules(**field.metadata), getattr(self.values, name)
-            self.check_alone(name, value, rules)
-            if with_others:
-                self.check_relations(name, value, rules, typed)
-        values = self.values
+        for field in dataclasses.fields(args):
+            value, rules = getattr(args, field.name), field.metadata
+            if isinstance(value, int | float) and value != rules["off"]:
+                bounds = f"from {rules['low']:.7g} to {rules['high']:.10g}"
+                inside = rules["low"] <= value <= rules["high"]  # NaN is not
+                self(not inside, f"--{field.name} {value} must be {bounds}")
         self(
-            with_others and not (values.model and (values.data or values.eval_only)),
+            not (args.model and (args.data or args.eval_only)),
             "--model and --data are needed together; without both, the built-in toy is trained on "
             "its own rows",
         )
+        self(args.eval_only and not args.eval_data, "--eval_only needs --eval_data")
+        self(args.train_vision and args.lora_rank, "--train_vision excludes --lora_rank")
+        self(
+            args.max_prompt_tokens > args.max_tokens_per_pack,
+            f"--max_prompt_tokens {args.max_prompt_tokens} exceeds --max_tokens_per_pack "
+            f"{args.max_tokens_per_pack}",
+        )
+        self.check("eval_data", check_eval_data, args.eval_data)
+        self.check("data", parse_datasets, args.data)
+        self.check("image_root", check_folder, args.image_root)
+        self.check("template_options", parse_template_options, args.template_options)
 
     def __call__(self, condition: object, message: str) -> None:
         """Refuse with ``message`` if the condition holds."""
         if condition:
             self.problems.append(message)
 
+    def check(self, name: str, function: Callable, value: str) -> None:
+        """Refuse a value for which the function raises a ValueError."""
+        try:
+            function(value)
+        except ValueError as error:
+            self(True, f"--{name} {error}")
+
     def raise_any(self) -> None:
         """Raises UserError if anything was refused."""
         if self.problems:
             raise UserError("\n".join(self.problems))
-
-    def check_alone(self, name: str, value: Any, rules: Rules) -> None:
-        if isinstance(value, int | float) and value != rules.off:
-            low, high = rules.low, rules.high
-            off = "" if rules.off is None else f", or {rules.off:g}"
-            # NaN is not
-            self(not low <= value, f"--{name} {value} must be at least {low:.7g}{off}")
-            self(value > high, f"--{name} {value} must be at most {high:.10g}{off}")
-        if rules.check:
-            try:
-                rules.check(value)
-            except ValueError as error:
-                self(True, f"--{name} {error}")
-
-    def check_relations(self, name: str, value: Any, rules: Rules, typed: Collection[str]) -> None:
-        this = f"--{name} {value!s:.60}".removesuffix(" True")
-        for verb, texts, holds, wanted in (
-            ("needs", rules.needs, self.holds, True),
-            ("excludes", rules.excludes, self.holds, False),
-            ("has no use for", rules.idles, typed.__contains__, False),
-        ):
-            if isinstance(texts, str):
-                texts = {value: texts} if self.holds(name) else {}
-            others, mark, reason = texts.get(value, "").partition(": ")
-            for other in others.split():
-                message = f"{this} {verb} --{other.replace('=', ' ')}{mark}{reason}"
-                self(holds(other) != wanted, message)
-        if other := rules.must_divide:
-            total = getattr(self.values, other)
-            self(total % max(1, value), f"{this} must divide --{other} {total}")
-        if other := rules.must_not_exceed:
-            limit = getattr(self.values, other)
-            self(0 < limit < value, f"{this} exceeds --{other} {limit}")
-
-    def holds(self, condition: str) -> bool:
-        name, _, wanted = condition.partition("=")
-        value = getattr(self.values, name)
-        return value == wanted if wanted else value != self.fields[name].default
 
 
 def check_folder(path: str) -> None:
@@ -458,7 +328,6 @@ class ModelArgs:
         False,
         "train the vision tower and its projector too; every model then has one of its "
         "own and computes image features in every forward pass",
-        excludes="lora_rank",
     )
     lora_rank: int = flag(
         0,
@@ -489,10 +358,9 @@ class DataArgs:
         "training rows: JSONL files, as a.jsonl,b.jsonl or with probabilities: "
         "a.jsonl:0.7,b.jsonl:0.3",
         paths=True,
-        check=parse_datasets,
     )
     eval_data: str = flag(
-        "", "held-out rows: JSONL files; empty: no evaluation", paths=True, check=check_eval_data
+        "", "held-out rows: JSONL files; empty: no evaluation", paths=True, 
     )
     prompts_per_step: int = flag(32, "prompts per step, over all ranks", low=1)
     max_prompt_tokens: int = flag(
@@ -500,7 +368,6 @@ class DataArgs:
         "longest prompt (of the reward model: with its target), tokens with image tokens; longer "
         "ones are bad rows",
         low=1,
-        must_not_exceed="max_tokens_per_pack",
     )
     min_pixels: int = flag(0, "smallest image after resizing, pixels; 0: the checkpoint's own")
     max_pixels: int = flag(
@@ -521,13 +388,11 @@ class DataArgs:
         "folder of images and videos: paths are relative to the rows' file, or to this folder; what "
         "lies outside of it, links resolved, is refused; empty: any file",
         paths=True,
-        check=check_folder,
     )
     template_options: str = flag(
         "",
         'variables of the chat template, as a JSON object: {"enable_thinking": false}; empty: those of '
         "judge.json, if any",
-        check=parse_template_options,
     )
     on_bad_row: str = flag(
         "error",
@@ -608,12 +473,11 @@ class RunArgs:
         "never",
         low=-1,
     )
-    eval_only: bool = flag(False, "evaluate the model and stop", needs="eval_data")
+    eval_only: bool = flag(False, "evaluate the model and stop", )
     export_only: bool = flag(
         False,
         "export the weights of the run in --out, from its newest checkpoint or --resume PATH, and "
         "stop; the other flags are those of the run",
-        excludes="eval_only",
     )
     log_samples: int = flag(
         4,

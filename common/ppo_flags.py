@@ -40,7 +40,6 @@ class RowArgs:
     system_prompt: str = flag(
         "",
         "system message put before every prompt; empty: none",
-        needs="row_kind=prompts: judgements have a judge's system_instruction",
     )
     curriculum: str = flag(
         "",
@@ -48,18 +47,15 @@ class RowArgs:
         "of each row of --data they are its columns, how many samples it had, and the sum of their "
         "rewards; empty: every row once in a pass",
         paths=True,
-        excludes="consistency_coef: both orders of a pair are drawn together",
     )
     ptx_data: str = flag(
         "",
         "JSONL with prompt, images, response for a next-token loss besides the RL loss; empty: none",
         paths=True,
-        needs="ptx_coef",
     )
     ptx_coef: float = flag(
         0.0,
         "weight of the --ptx_data loss in the actor's loss (PPO-ptx); 0: off",
-        needs="ptx_data",
     )
     ptx_batch: int = flag(64, "rows of --ptx_data per update of the actor, over all ranks", low=1)
     ptx_labels: str = flag(
@@ -111,16 +107,12 @@ class RewardArgs:
         "file.py:function, grm:FOLDER (generative judge), "
         "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: only a teacher",
         paths=True,
-        needs={"none": "teacher_model", "judgement": "row_kind=judgements"},
-        excludes={"judgement": "dynamic_sampling: both orders of a pair are trained on together"},
     )
     reward_recipe: str = flag(
         "",
         'JSON, or a .json file, in place of --reward: {label: [[source, weight], ...]}, "*" for '
         "every other label; weight 0: only measured",
         paths=True,
-        excludes="reward_combiner: a recipe has weights",
-        idles="reward",
     )
     reward_combiner: str = flag(
         "",
@@ -131,8 +123,6 @@ class RewardArgs:
         0.0,
         "with --reward judgement on pairs: a right verdict earns accuracy x (1 + this x the share of "
         "the samples to the other order that say the same); 0: off",
-        needs="row_kind=judgements",
-        excludes="dynamic_sampling",
     )
     grm_question: str = flag(
         "auto",
@@ -179,8 +169,6 @@ class TeacherArgs:
         "of any size that has the policy's tokens and reads rows by its own processor; self: the "
         "initial weights (with adapters, the base model); ema: the average of --ema_beta; empty: none",
         paths=True,
-        needs={"ema": "ema_beta"},
-        excludes={"ema": "lora_rank: adapters have no average; use self"},
     )
     teacher_in: str = flag(
         "advantage",
@@ -188,25 +176,21 @@ class TeacherArgs:
         "loss: add --teacher_coef * the exact KL(policy | teacher) over the vocabulary, which costs a "
         "forward pass of the teacher per update",
         choices=("advantage", "loss"),
-        needs="teacher_model",
     )
     teacher_coef: float = flag(1.0, "weight of the teacher")
     teacher_prompt: str = flag(
         "",
         "template of what the teacher reads in place of a prompt; braces take columns of the row: "
         "'{prompt} (The answer is {answer}.)'; empty: the prompt",
-        needs="teacher_model",
-        check=check_teacher_prompt,
     )
     student_images: str = flag(
         "",
         "damage to the policy's images in training, which the teacher sees undamaged: noise:0.3 (standard "
         "deviation, on a scale of 1) or mask:0.3 (share of squares of 14 pixels, black); empty: none",
-        excludes="perception_coef perception_ratio perception_scale",
     )
 
     @property
-    def in_loss(self) -> bool:
+    def teacher_in_loss(self) -> bool:
         return self.teacher_model != "" and self.teacher_in == "loss"
 
 
@@ -219,7 +203,6 @@ class EnvArgs:
         "file.py:Class of an environment that answers the policy's turns (launch/README.md); empty: "
         "responses have one turn",
         paths=True,
-        excludes="teacher_prompt student_images: conversations are scored unchanged",
     )
     max_turns: int = flag(8, "turns of the policy in a sample with an environment", low=1)
     max_reply_tokens: int = flag(
@@ -250,7 +233,6 @@ class UpdateArgs:
         1,
         "optimizer updates per pass; must divide --prompts_per_step",
         low=1,
-        must_divide="prompts_per_step",
     )
     actor_lr: float = flag(1e-6, "learning rate of the actor")
     critic_lr: float = flag(9e-6, "learning rate of the critic")

@@ -51,7 +51,7 @@ def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, 
     """Yields (what is compared, largest difference, its bound)."""
     processor = chat.processor
     args = ppo.parse_args(["--model", str(processor.folder), *FLAGS.split()])
-    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    ranks = distributed.start(args.timeout, args.hsdp)
     actor = ppo.build_models(args, processor, ranks.device).actor
     ppo.load_models(args, {"actor": actor}, ranks)
     bound, ties = BOUNDS[actor.model.setup.dtype]

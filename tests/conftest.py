@@ -149,7 +149,7 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
 
     common = "--max_prompt_tokens 512 --max_new_tokens 12 --prompts_per_step 4"
     args = ppo.parse_args(words("--model", checkpoint, "--data", data, common, *flags))
-    ranks = distributed.start(args.run.timeout, args.run.hsdp, args.model.rollout_shards)
+    ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
     rows = ppo.load_rows(args)
     models = ppo.build_models(args, rows.processor, ranks.device)
     ppo.prepare_teacher(args, rows, models.teacher)
@@ -178,7 +178,7 @@ def build_rewards(args, reward, rows, actor, ranks) -> None:
     with distributed.raise_on_all_ranks():
         for module in models.values():
             ppo.shard(module, ranks.mesh)
-            weights.fill(module, ranks.device, args.run.seed)
+            weights.fill(module, ranks.device, args.seed)
 
 
 def judge_settings(*verdicts: tuple[str, str], saved: dict = {}, **settings):
@@ -204,21 +204,15 @@ def take(env, count: int | None = None):
     from common.data.loader import PromptLoader
 
     rows = env.prompts[:count]
-    with PromptLoader(env.processor, env.args.data) as loader:
+    with PromptLoader(env.processor, env.args) as loader:
         return loader.collect(*loader.submit(rows, list(range(len(rows)))))
 
 
 def with_flags(args, **changes):
-    """The same arguments with other values of some flags, whatever their group."""
+    """The same arguments with other values of some flags."""
     import dataclasses
 
-    groups = {}
-    for name, group in vars(args).items():
-        fields = {field.name for field in dataclasses.fields(group)}
-        groups[name] = dataclasses.replace(
-            group, **{key: changes[key] for key in fields & changes.keys()}
-        )
-    return dataclasses.replace(args, **groups)
+    return dataclasses.replace(args, **changes)
 
 
 def user_error(message: str):

@@ -785,12 +785,12 @@ def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
             *flags,
         )
     )
-    rows, ranks = grm.load_rows(args), distributed.start(args.run.timeout, args.run.hsdp)
+    rows, ranks = grm.load_rows(args), distributed.start(args.timeout, args.hsdp)
     judge, processor = grm.load_judge(args, rows, ranks), rows.processor
     with PromptLoader(
-        processor, args.data, batches_in_order(rows.held_out, len(rows.held_out))
+        processor, args, batches_in_order(rows.held_out, len(rows.held_out))
     ) as loader:
-        written = grm.generate(judge, loader.take(), args.eval)
+        written = grm.generate(judge, loader.take(), args)
     silent = {*processor.stop_ids, processor.tokenizer.pad_token_id}
     for i, example in enumerate(rows.held_out):
         response = generated(family, example.prompt, inputs_of, 5)

@@ -212,7 +212,7 @@ def gradient(args: ppo.Args, module, batch: Batch) -> tuple[Tensors, int]:
     number of packs."""
     weights = ppo.minibatch_weights(batch, range(4), batch.in_policy_loss, args)
     part = ppo.Minibatch(range(4), weights, weights, None)
-    batch = dataclasses.replace(batch, kl_coef=args.algorithm.kl_coef)
+    batch = dataclasses.replace(batch, kl_coef=args.kl_coef)
     count = 0
     for row in packs.of_batch(module.model, batch, range(4)):
         if isinstance(module, ppo.Critic):
@@ -245,7 +245,7 @@ def signed_gradients(module, batch: Batch, signs: torch.Tensor, parts=(None,)) -
 
 
 def trainable(module, args, lr: float) -> fsdp.Trainable:
-    return fsdp.Trainable(module, ppo.adamw(module, lr, args.optim), args.optim)
+    return fsdp.Trainable(module, ppo.adamw(module, lr, args), args)
 
 
 class Caught(fsdp.Trainable):
@@ -255,7 +255,7 @@ class Caught(fsdp.Trainable):
     def __init__(self, module, args):
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.gradients, self.state, self.param_groups = [], {}, [{"lr": 1e-3, "params": trained}]
-        super().__init__(module, self, dataclasses.replace(args.optim, max_grad_norm=0.0))
+        super().__init__(module, self, dataclasses.replace(args, max_grad_norm=0.0))
         self.gradients.clear()  # of the step that creates the state
 
     def step(self) -> None:
@@ -483,7 +483,7 @@ def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
     loaded = ppo.load_rows(args)
     models = ppo.build_models(args, loaded.processor, plan.META)
     modules = models.by_role() | ppo.reward_modules(
-        args, scoring.load_rewards(args.reward), loaded, models.actor
+        args, scoring.load_rewards(args), loaded, models.actor
     )
     needed = ppo.plan_memory(args, modules, loaded, 8)
     return SimpleNamespace(args=args, models=modules, prompts=loaded.train, needed=needed)

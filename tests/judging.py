@@ -37,7 +37,7 @@ def answered(model: Path, rows: Path | str, responses: list[list[str]], *flags: 
     """An actor, its reward, and one step of the first prompts with these responses. How the actor
     samples is nothing to its judge."""
     env = start(model, rows, "--advantage grpo --temperature 0.5 --min_new_tokens 3", *flags)
-    reward = scoring.load_rewards(env.args.reward)
+    reward = scoring.load_rewards(env.args)
     build(env, reward, env.prompts)
     batch = take(env, len(responses))
     vlm.compute_features(env.actor.model, batch)

@@ -193,7 +193,7 @@ def talk(env, name: str, count: int, batch=None, **changes):
         dict(env=f"{PROGRAMS}:{name}", env_workers=0, max_turns=4, max_reply_tokens=400) | changes
     )
     slots = flags.pop("slots", env.sampling.slots)
-    answering = environments.load_environment(dataclasses.replace(env.args.env, **flags), 512)
+    answering = environments.load_environment(dataclasses.replace(env.args, **flags), 512)
     sampling = dataclasses.replace(env.sampling, environment=answering, slots=slots)
     return ppo.rollout(env.actor, take(env) if batch is None else batch, sampling, count)
 

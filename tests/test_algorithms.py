@@ -350,7 +350,7 @@ def head_gradient(
 ) -> torch.Tensor:
     """For the head's weight, of a minibatch of all prompts as an update of the actor makes it."""
     batch = dataclasses.replace(batch, kl_coef=kl_coef)
-    (part,) = ppo.minibatches_of(env.actor, batch, 1, args.update.epochs, args)
+    (part,) = ppo.minibatches_of(env.actor, batch, 1, args.epochs, args)
     for pack in packs.of_batch(env.actor.model, batch, part.indices):
         ppo.backward(ppo.actor_loss(env.actor, models, pack, batch, part, args)[0])
     grad = env.actor.model.lm_head.weight.grad.full_tensor()
@@ -414,7 +414,7 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
         ]
         keep.append([t in best for t in range(len(tokens))])
     samples.old_logprobs = env.batch.old_logprobs
-    samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
+    samples.in_policy_loss = ppo.policy_loss_mask(samples, args)
     assert [part.tolist() for part in samples.split(samples.in_policy_loss)] == keep
     assert_close(
         head_gradient(env, args, samples),
@@ -428,7 +428,7 @@ def test_truncated_responses_carry_no_policy_loss(env, qwen25, name):
     samples = copied(env)
     samples.truncated = torch.arange(16) % 3 == 0
     args = with_flags(env.args, mask_truncated=True, policy_loss=name, kl_in="reward")
-    samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
+    samples.in_policy_loss = ppo.policy_loss_mask(samples, args)
     trained = Caught(env.actor, args)
     with computing(env.actor, max_tokens_per_pack=600):
         metrics = ppo.update_actor(trained, None, samples, 1, None, args)
@@ -439,7 +439,7 @@ def test_truncated_responses_carry_no_policy_loss(env, qwen25, name):
     assert metrics["train/actor_updates"] == 1
     # nothing to learn from: no update
     samples.truncated[:] = True
-    samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
+    samples.in_policy_loss = ppo.policy_loss_mask(samples, args)
     assert ppo.update_actor(trained, None, samples, 1, None, args)["train/actor_updates"] == 0
     assert len(trained.gradients) == 1
     assert env.actor.model.lm_head.weight.grad is None
@@ -472,7 +472,7 @@ def test_value_kl_and_entropy_terms_keep_truncated_responses(env):
                 args = with_flags(
                     env.args, **({"kl_in": "reward", "mask_truncated": masked} | terms)
                 )
-                samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
+                samples.in_policy_loss = ppo.policy_loss_mask(samples, args)
                 ppo.update_actor(actor, None, samples, 1, None, args)
             ppo.update_critic(critic, samples, 1, args)
             plain, kl, entropy = map(flat, actor.gradients)
@@ -496,7 +496,7 @@ def test_a_minibatch_of_truncated_responses_has_other_terms(env, terms):
     args = with_flags(env.args, **({"kl_in": "reward", "mask_truncated": True} | terms))
     trained = Caught(env.actor, args)
     for batch in (samples, silent):
-        batch.kl_coef, batch.in_policy_loss = 0.5, ppo.policy_loss_mask(batch, args.algorithm)
+        batch.kl_coef, batch.in_policy_loss = 0.5, ppo.policy_loss_mask(batch, args)
         assert ppo.update_actor(trained, None, batch, 1, None, args)["train/actor_updates"] == 1
     weights, expected = map(flat, trained.gradients)
     assert expected.norm() > 1e-2
@@ -702,7 +702,7 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     )
     reward = scoring.load_rewards(ppo_flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
     batches = [(env.prompts, list(range(4 * k, 4 * k + 4))) for k in range(rollouts)]
-    with PromptLoader(env.processor, args.data, batches) as loader:
+    with PromptLoader(env.processor, args, batches) as loader:
         samples, metrics = ppo.collect(
             ppo.Models(env.actor, None, None), loader, reward, env.sampling, state_of(env), args
         )
@@ -736,7 +736,7 @@ def test_functions_score_while_the_models_do(env, ruled, monkeypatch):
         filled.set()
 
     def reward(prompts, responses, references, labels, images):
-        filled.wait(0.0 if args.algorithm.dynamic_sampling else 60.0)
+        filled.wait(0.0 if args.dynamic_sampling else 60.0)
         events.append("rewards")
         return [float(len(response)) for response in responses]
 
@@ -745,7 +745,7 @@ def test_functions_score_while_the_models_do(env, ruled, monkeypatch):
     mix.sources[0].function = reward
     for dynamic, expected in ((0, ["log-probs", "rewards"]), (1, ["rewards", "log-probs"])):
         args = with_flags(env.args, dynamic_sampling=dynamic, prompts_per_step=4)
-        with PromptLoader(env.processor, args.data, [(env.prompts, [0, 1, 2, 3])]) as loader:
+        with PromptLoader(env.processor, args, [(env.prompts, [0, 1, 2, 3])]) as loader:
             batch, _ = ppo.collect(
                 ppo.Models(env.actor, None, None), loader, mix, env.sampling, state_of(env), args
             )

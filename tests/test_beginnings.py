@@ -124,12 +124,12 @@ def test_foreign_tokens_stay_out_of_what_is_said_of_the_sampler(qwen25, picture_
     """And out of the policy loss."""
     env = fresh(qwen25, picture_rows, "--advantage grpo --minibatches 1 --epochs 1")
     batch, args = env.batch, env.args
-    whole = ppo.policy_loss_mask(batch, args.algorithm)
+    whole = ppo.policy_loss_mask(batch, args)
     assert whole.all()
     generator = seeded(3)
     batch.foreign = torch.rand(len(batch.tokens), generator=generator) < 0.3
     drawn = ~batch.foreign
-    batch.in_policy_loss = ppo.policy_loss_mask(batch, args.algorithm)
+    batch.in_policy_loss = ppo.policy_loss_mask(batch, args)
     assert torch.equal(batch.in_policy_loss, drawn)
     batch.logprobs[batch.foreign] -= 5
     batch.logprobs[drawn] += 0.01

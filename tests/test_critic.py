@@ -37,7 +37,7 @@ def env(qwen25, picture_rows):
 def evaluate(env, rows=None, **changes) -> tuple[dict[str, float], list]:
     args, scorer = with_flags(env.args, **changes), Scorer()
     roles = ppo.make_trainables(args, ppo.Models(env.actor, env.critic, env.reference))
-    state = ppo.TrainState(args.algorithm.kl_coef)
+    state = ppo.TrainState(args.kl_coef)
     metrics, *_ = ppo.evaluate(roles, scorer, rows or env.rows, env.sampling, state, args)
     return metrics, scorer.batches
 
@@ -104,7 +104,7 @@ def test_an_evaluation_fills_the_slots(env):
 def test_without_a_critic_there_is_none(env):
     args = with_flags(env.args, advantage="grpo")
     roles = ppo.make_trainables(args, ppo.Models(env.actor, None, None))
-    state = ppo.TrainState(args.algorithm.kl_coef)
+    state = ppo.TrainState(args.kl_coef)
     metrics, *_ = ppo.evaluate(roles, Scorer(), env.rows, env.sampling, state, args)
     assert "eval/explained_variance" not in metrics
     assert "eval/reward_mean" in metrics

@@ -299,7 +299,7 @@ def muon_by_torch(folder: Path, argv: list[str]) -> None:
             *words("--steps 3 --warmup_steps 1 --weight_decay 0.1"),
         ]
     )
-    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    ranks = distributed.start(args.timeout, args.hsdp)
     models = script.build_models(args, script.load_rows(args).processor, ranks.device)
     script.load_models(args, models.by_role(), ranks)
     trained = script.make_trainables(args, models)["actor"]
@@ -310,7 +310,7 @@ def muon_by_torch(folder: Path, argv: list[str]) -> None:
         kinds["layers" in name and p.ndim == 2].append(p)
     muon = torch.optim.Muon(kinds[True], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     groups = [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in kinds[False]]
-    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, args.optim.adam_beta2))
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, args.adam_beta2))
     for step, share in ((1, 0.5), (2, 1.0), (3, 1.0)):
         for number, (name, p) in enumerate(whole.items()):
             p.grad = torch.randn(p.shape, generator=seeded(100 * step + number))
@@ -457,7 +457,7 @@ def test_samples_of_noisy_images_are_trained_on_the_clean_ones(run, qwen25, task
         env.actor.model,
         env.processor,
         image_changes.at_random(
-            image_changes.add_noise, 0.5 * (1 - 1 / (1 + math.exp(20))), env.args.run.seed
+            image_changes.add_noise, 0.5 * (1 - 1 / (1 + math.exp(20))), env.args.seed
         ),
     )
     for prompts, stream, first in ((clean, ppo.TRAIN, 0), (images, ppo.JUDGE + 1, 2)):

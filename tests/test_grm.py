@@ -79,7 +79,7 @@ def task(judgements) -> Path:
 def start(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> SimpleNamespace:
     """The script's own start-up in this process, as one rank."""
     args = grm.parse_args(judge_flags(checkpoint, task, out, *more))
-    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    ranks = distributed.start(args.timeout, args.hsdp)
     rows = grm.load_rows(args)
     args = grm.count_steps(args, len(rows.train))
     return SimpleNamespace(
@@ -98,7 +98,7 @@ def env(qwen25, task, tmp_path_factory):
 
 def take(env, rows: list) -> Batch:
     """The prompts of examples or questions as one batch without targets, pictures decoded."""
-    with PromptLoader(env.processor, env.args.data) as loader:
+    with PromptLoader(env.processor, env.args) as loader:
         return loader.collect(*loader.submit(rows, list(range(len(rows)))))
 
 
@@ -362,7 +362,7 @@ def test_likelihood_is_that_of_single_samples(env, oracle):
 
 
 def test_generation_does_not_depend_on_batches(env, oracle):
-    written = grm.generate(env.judge, take(env, env.held_out), env.args.eval)
+    written = grm.generate(env.judge, take(env, env.held_out), env.args)
     for i, example in enumerate(env.held_out):
         inputs = inputs_of(example.prompt, torch.zeros(0, dtype=torch.int64), env.processor)
         tokens = oracle.generate(
@@ -380,12 +380,12 @@ def test_generation_does_not_depend_on_batches(env, oracle):
 
 def test_a_judgement_that_was_cut_off_has_no_verdict(env, monkeypatch, tmp_path):
     """What the judge writes third ends some of its judgements; all texts quote the right verdict."""
-    batch, limit = take(env, env.held_out), env.args.eval.eval_max_new_tokens
+    batch, limit = take(env, env.held_out), env.args.eval_max_new_tokens
     monkeypatch.setattr(env.processor, "decode", lambda parts: [str(ids.tolist()) for ids in parts])
     texts = [
         json.loads(text)
         for text, _ in map(
-            grm.generate(env.judge, batch, env.args.eval).get,
+            grm.generate(env.judge, batch, env.args).get,
             range(len(env.held_out)),
         )
     ]
@@ -410,11 +410,11 @@ def test_a_judgement_that_was_cut_off_has_no_verdict(env, monkeypatch, tmp_path)
 def test_generation_needs_no_pad_token(env):
     """Batches are filled up with a stop token then, and say the same."""
     batch, tokenizer = take(env, env.held_out), env.processor.tokenizer
-    texts, pad = grm.generate(env.judge, batch, env.args.eval), tokenizer.pad_token
+    texts, pad = grm.generate(env.judge, batch, env.args), tokenizer.pad_token
     tokenizer.pad_token = None
     try:
         assert tokenizer.pad_token_id is None
-        assert grm.generate(env.judge, batch, env.args.eval) == texts
+        assert grm.generate(env.judge, batch, env.args) == texts
     finally:
         tokenizer.pad_token = pad
 
@@ -613,7 +613,7 @@ def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
     assert "Answer: 4\n" in prompts[0].text
     assert "Answer A: 4.5\nAnswer B: 4\n" in prompts[2].text
     assert f"{path}: columns that are kept, but not read: 'by', 'id'\n" in capsys.readouterr().out
-    of_ppo = judgements.load_judgements(path, env.processor, settings(), env.args.data)
+    of_ppo = judgements.load_judgements(path, env.processor, settings(), env.args)
     assert [prompt.row for prompt, *_ in of_ppo] == [prompt.row for prompt in prompts]
 
 
@@ -702,7 +702,7 @@ def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
         f"{task / 'rows.jsonl'},{task / 'more.jsonl'}",
         "--max_epochs 1",
     )
-    total, steps = len(env.rows.train), env.args.optim.steps
+    total, steps = len(env.rows.train), env.args.steps
     assert steps == -(-total // 4)
     with grm.open_loader(env.args, env.rows, grm.TrainState()) as loader:
         groups = [loader.ahead[0], *(rows for rows, _ in itertools.islice(loader.later, steps - 1))]
@@ -1117,7 +1117,7 @@ def test_the_toy_brings_judgements(tmp_path):
     )
     assert not train & evaluated
     args = grm.parse_args(words("--config", out / "grm_args.json"))
-    distributed.start(args.run.timeout, args.run.hsdp)
+    distributed.start(args.timeout, args.hsdp)
     loaded = grm.load_rows(args)
     assert len(loaded.train) > 256
     assert len(loaded.held_out) > 128
@@ -1148,7 +1148,7 @@ def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
     path = tmp_path / "args.json"
     write_json(path, {"model": "m", "data": "d.jsonl", "steps": 2500})
     steps = lambda *more: (
-        grm.count_steps(grm.parse_args(words("--config", path, *more)), 128).optim.steps
+        grm.count_steps(grm.parse_args(words("--config", path, *more)), 128).steps
     )  # noqa: E731
     assert (steps(), steps("--max_epochs 1"), steps("--max_epochs 1 --steps 7")) == (2500, 4, 7)
     write_json(path, {"model": "m", "data": "d.jsonl", "prompts_per_step": 64})

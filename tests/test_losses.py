@@ -278,7 +278,7 @@ def test_what_values_of_turns_are_compared_with():
     later turns are their own turns' affair."""
     x = turns_of(*TURNS)
     x.kl_coef = 0.0
-    args = SimpleNamespace(algorithm=SimpleNamespace(advantage="bi_level_gae"))
+    args = SimpleNamespace(advantage="bi_level_gae")
     expected = []
     for _, turns in TURNS:
         for k, turn in enumerate(turns):
@@ -287,7 +287,7 @@ def test_what_values_of_turns_are_compared_with():
                 within = sum(0.9 ** (m - n) * turn[m] for m in range(n, len(turn)))
                 expected.append(within + 0.9 ** (len(turn) - 1 - n) * later)
     close(ppo.rewards_that_follow(x, args), expected, 2e-6)
-    args.algorithm.advantage = "gae"
+    args.advantage = "gae"
     assert torch.equal(ppo.rewards_that_follow(x, args), x.rewards_to_go)
 
 

@@ -91,12 +91,12 @@ def sampled(folder: Path, rows: Path, *flags: str):
         stir_value_head(env.critic)
     env.models = ppo.Models(env.actor, env.critic, env.reference)
     history = torch.zeros(2, len(env.prompts))
-    env.state = ppo.TrainState(env.args.algorithm.kl_coef, rows_drawn=4, history=history)
+    env.state = ppo.TrainState(env.args.kl_coef, rows_drawn=4, history=history)
     with ppo.open_loader(env.args, env.rows, env.state) as loader:
         env.batch, _ = ppo.collect(
             env.models,
             loader,
-            scoring.load_rewards(env.args.reward),
+            scoring.load_rewards(env.args),
             env.sampling,
             env.state,
             env.args,

@@ -146,7 +146,7 @@ def seen_by(teacher: Path, env, rows: Path, name: str = "seen.jsonl") -> tuple:
     processor = Processor(teacher)
     return (
         oracle(teacher),
-        load_prompts(str(rows.with_name(name)), processor, env.args.data),
+        load_prompts(str(rows.with_name(name)), processor, env.args),
         processor,
     )
 
@@ -478,7 +478,7 @@ def test_its_own_accuracy_is_measured_first(qwen25, other, task, tmp_path):
     write_rows(task / "hinted.jsonl", hinted)
     processor, model, answers = Processor(other), hugging_face(other), []
     args = ppo.parse_args(flags(qwen25, task, tmp_path / "x"))
-    for prompt in load_prompts(str(task / "hinted.jsonl"), processor, args.data):
+    for prompt in load_prompts(str(task / "hinted.jsonl"), processor, args):
         inputs = inputs_of(prompt, torch.zeros(0, dtype=torch.int64), processor)
         ids = model.generate(
             **inputs,

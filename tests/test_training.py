@@ -149,7 +149,7 @@ def test_weights_of_a_minibatch_are_those_of_its_tokens(env):
             if prompt in (0, 2)
         ]
         weights = losses.token_weights(
-            torch.tensor(list(map(len, chosen))), mode, args.rollout.max_new_tokens
+            torch.tensor(list(map(len, chosen))), mode, args.max_new_tokens
         )
         for part, weight in zip(chosen, weights):
             expected[part] = weight
@@ -267,7 +267,7 @@ def test_importance_weight_acts_only_with_recomputed_logprobs(exact):
 """),
 )
 def test_lr_schedule(delay, line, factors):
-    args = ppo.parse_args(words("--model m --data d.jsonl", line)).optim
+    args = ppo.parse_args(words("--model m --data d.jsonl", line))
     trained = SimpleNamespace(rates=[1.0], delay=int(delay), args=args)
     steps = range(1 + trained.delay, args.steps + 1)
     rates = [round(fsdp.Trainable.rates_at(trained, step)[0], 4) for step in steps]
@@ -278,11 +278,11 @@ def test_each_group_of_parameters_keeps_a_rate_of_its_own(qwen25, picture_rows):
     """The schedule scales it; a matrix at rate 0 stays as it is. Without a step, the state is that
     of no step."""
     env = start(qwen25, picture_rows, "--steps 5 --warmup_steps 3")
-    optimizer = ppo.adamw(env.actor, 1e-2, env.args.optim)
+    optimizer = ppo.adamw(env.actor, 1e-2, env.args)
     for group, rate in zip(optimizer.param_groups, (0.0, 0.4)):
         group["lr"] = rate
     before = weights_of(env.actor)
-    trained = fsdp.Trainable(env.actor, optimizer, env.args.optim)
+    trained = fsdp.Trainable(env.actor, optimizer, env.args)
     parameters = [p for p in env.actor.parameters() if p.requires_grad]
     assert optimizer.state.keys() == set(parameters)
     assert not any(value.any() for state in optimizer.state.values() for value in state.values())
@@ -738,7 +738,7 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
 def warnings_of(env, tmp_path, capsys, *steps: dict) -> list[str]:
     """What is warned of in steps with such metrics."""
     args = with_flags(env.args, prompts_per_step=32, out=tmp_path, log_samples=0)
-    state, log = ppo.TrainState(args.algorithm.kl_coef), ppo.open_log(args, env.rows, 0)
+    state, log = ppo.TrainState(args.kl_coef), ppo.open_log(args, env.rows, 0)
     for state.step, metrics in enumerate(steps, start=1):
         state.metrics = {"rollout/rollouts": 1, "rollout/reward": 0.125} | metrics
         ppo.report(log, env.batch, state, env.actor, SimpleNamespace(metrics=dict), args)
@@ -772,7 +772,7 @@ def test_advantages_of_0_where_rewards_differ_are_told(env, tmp_path, capsys):
 def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer(env, tmp_path, capsys):
     """Of the former every time, of the latter once until it changes."""
     args = with_flags(env.args, out=tmp_path)
-    state, log = ppo.TrainState(args.algorithm.kl_coef), ppo.open_log(args, env.rows, 0)
+    state, log = ppo.TrainState(args.kl_coef), ppo.open_log(args, env.rows, 0)
     warned = []
     for state.step, (gap, accuracy) in enumerate(
         [(0.3, 0.0), (4.8e-4, 0.0), (-2e-5, 0.5), (0.2, 0.0), (0.0, 0.0)]

@@ -64,6 +64,10 @@ MOST_FAILURES = 3  # failed saves in a row that end a run
 LOOKS, PAUSE = 4, 20.0
 
 
+class Args(CheckpointArgs, RunArgs):
+    """What is read here of a script's Args."""
+
+
 def of_today(saved: dict) -> dict:
     """A state.json as it is written today. Earlier versions counted the place in the data in batches, or
     steps, of the size that they had, and kept some paths as they were given."""
@@ -79,7 +83,7 @@ def of_today(saved: dict) -> dict:
     return saved
 
 
-def choose_folder(run: RunArgs, args: CheckpointArgs, flags: dict, identity: set[str]) -> RunArgs:
+def choose_folder(run: Args, flags: dict, identity: set[str]) -> Args:
     """``run`` with the folder of a run without --out, chosen by rank 0: the one that runs/latest
     names, if this is the same run, unfinished, or asks for what is there; else a new one, which
     runs/latest then names. A folder runs/latest of earlier versions is used.
@@ -90,7 +94,7 @@ def choose_folder(run: RunArgs, args: CheckpointArgs, flags: dict, identity: set
         return run
     with raise_on_all_ranks():
         folder = follow_pointer(run.out)
-        is_asked_for = run.eval_only or args.resume == "must"
+        is_asked_for = run.eval_only or run.resume == "must"
         is_used = folder.is_dir() and (is_asked_for or folder == run.out)
         if is_main() and not is_used:
             values = flags | contents(flags)
@@ -117,8 +121,8 @@ class Checkpoints:
     As a context manager it waits for the save in flight at the end, even after a UserError.
     """
 
-    def __init__(self, run: RunArgs, args: CheckpointArgs):
-        self.out, self.args, self.timeout = run.out, args, run.timeout
+    def __init__(self, run: Args):
+        self.out, self.args, self.timeout = run.out, run, run.timeout
         self.folder = run.out / "checkpoints"
         self.first_step = 0  # the step that was resumed from
         self.saved_step = 0  # the newest that is saved, or on its way

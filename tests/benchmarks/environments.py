@@ -113,7 +113,7 @@ def main() -> None:
             str(folder / "run"),
         ]
     )
-    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    ranks = distributed.start(args.timeout, args.hsdp)
     loaded = ppo.load_rows(args)
     models = ppo.build_models(args, loaded.processor, ranks.device)
     ppo.load_models(args, models.by_role(), ranks)
@@ -122,7 +122,7 @@ def main() -> None:
     sampling = ppo.sampling_of(args, loaded.processor, ranks.device)
     sampling.banned[list(loaded.processor.stop_ids)] = True
     answering = dataclasses.replace(
-        sampling, environment=environments.load_environment(args.env, args.data.max_prompt_tokens)
+        sampling, environment=environments.load_environment(args.env, args.max_prompt_tokens)
     )
     asks = answering.environment.make
     lengths = (

@@ -331,7 +331,7 @@ def prefill_table(setup, folder: Path, size: str, totals, peak: float) -> None:
 def update_table(args, budgets, response: int, peak: float) -> None:
     """One optimizer step on 8 prompts of 8 responses each, without vision tower: token ids and
     advantages are random."""
-    ranks, rows = distributed.start(args.run.timeout, args.run.hsdp), ppo.load_rows(args)
+    ranks, rows = distributed.start(args.timeout, args.hsdp), ppo.load_rows(args)
     models = ppo.build_models(args, rows.processor, ranks.device)
     ppo.load_models(args, models.by_role(), ranks)
     actor = models.actor

@@ -156,7 +156,7 @@ def main() -> None:
             str(folder / "run"),
         ]
     )
-    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    ranks = distributed.start(args.timeout, args.hsdp)
     loaded = ppo.load_rows(args)
     rows, processor = loaded.train, loaded.processor
     models = ppo.build_models(args, processor, ranks.device)

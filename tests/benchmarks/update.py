@@ -89,7 +89,7 @@ def start(folder: Path, kind: str, size: str, longest: int, pack: int):
 
 
 def load_actor(args, processor):
-    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    ranks = distributed.start(args.timeout, args.hsdp)
     models = ppo.build_models(args, processor, ranks.device)
     ppo.load_models(args, models.by_role(), ranks)
     return models.actor.train()

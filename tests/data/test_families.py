@@ -737,9 +737,9 @@ def test_a_frozen_tower_drops_nothing(family, tmp_path):
         changed = config | {"vision_config": config["vision_config"] | dropout}
         write_json(folder / "config.json", changed)
         args = grm.parse_args(words("--model", folder, "--data", data, "--out", tmp_path / "out"))
-        judge_rows, ranks = grm.load_rows(args), distributed.start(args.run.timeout, args.run.hsdp)
+        judge_rows, ranks = grm.load_rows(args), distributed.start(args.timeout, args.hsdp)
         judge, questions = grm.load_judge(args, judge_rows, ranks), judge_rows.train[:2]
-        with PromptLoader(judge_rows.processor, args.data) as loader:
+        with PromptLoader(judge_rows.processor, args) as loader:
             batch = loader.collect(*loader.submit(questions, ids))
         batch = batch.with_targets(
             [[example.target for example in question.examples] for question in questions]

@@ -300,7 +300,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
         FRAMES,
         "--video_fps 3",
     )
-    reward = scoring.load_rewards(env.args.reward)
+    reward = scoring.load_rewards(env.args)
     build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
     responses = ["3", "a <video>", "3", "square"]
     batch = take(env, 4).with_targets(

@@ -478,7 +478,7 @@ def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
         qwen25, picture_rows, '--max_new_tokens 32 --stop_strings ["a","e","r"]', "--reward env"
     )
     batch = talk(env, "Right" if names else "Costly", 2)
-    scoring.load_rewards(env.args.reward).score(batch, env.processor, 0)
+    scoring.load_rewards(env.args).score(batch, env.processor, 0)
     answered = torch.tensor(
         [conversation.ended == "answered" for conversation in batch.conversations]
     )
@@ -548,7 +548,7 @@ def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25,
         "--reward_recipe",
         recipe,
     )
-    reward, prompts = scoring.load_rewards(env.args.reward), take(env)
+    reward, prompts = scoring.load_rewards(env.args), take(env)
     labels = ("game", "quiz", "quiz", "quiz")
     prompts.prompts = [
         dataclasses.replace(p, label=label, reference="1")
@@ -656,7 +656,7 @@ def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, j
         f"grm:{judges[which]}",
         "--grm_question correct",
     )
-    reward = scoring.load_rewards(env.args.reward)
+    reward = scoring.load_rewards(env.args)
     build(env, reward)
     assert reward.sources[0].ask.shares_tower == (which == "near")
     batch = talk(env, name, 2, batch=take(env).select_prompts([1, 2]))

@@ -123,23 +123,23 @@ def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatc
     assert call[0] == "torchrun"
     assert "--nproc_per_node" in call
     script, args = parsed(call, monkeypatch, tmp_path / "a project")
-    assert args.run.seed == 7
-    assert str(args.run.out) == "two words"
+    assert args.seed == 7
+    assert str(args.out) == "two words"
     if script is ppo:
         package = SimpleNamespace(LatexExtractionConfig=dict, parse=None, verify=None)
         monkeypatch.setitem(sys.modules, "math_verify", package)
-        scoring.load_rewards(args.reward)
+        scoring.load_rewards(args)
         # The gradient of k3 as such vanishes where its value is clamped, which is where it is needed.
-        algorithm = args.algorithm
+        algorithm = args
         if algorithm.kl_coef and algorithm.kl_in == "loss":
             assert algorithm.kl_estimator in ("k2", "k3+", "full")
     if name.startswith("geo3k"):
-        assert (args.data.data, args.data.eval_data) == (
+        assert (args.data, args.eval_data) == (
             "data/geo3k/train.jsonl",
             "data/geo3k/test.jsonl",
         )
-        assert r"\boxed{}" in args.rows.system_prompt
-        assert args.model.model == "Qwen/Qwen2.5-VL-7B-Instruct"
+        assert r"\boxed{}" in args.system_prompt
+        assert args.model == "Qwen/Qwen2.5-VL-7B-Instruct"
 
 
 def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
@@ -152,8 +152,8 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
         )
         assert (script, other) == (grm, ppo)
         assert str(sft.run.out) == "runs/two/sft"
-        assert args.model.model == "runs/two/sft/export/latest"
-        assert str(args.run.out) == "runs/two/ppo"
+        assert args.model == "runs/two/sft/export/latest"
+        assert str(args.out) == "runs/two/ppo"
         assert sft.model.model == model.get("MODEL", "toy/model")
     # before the first half takes its hours
     with pytest.raises(AssertionError, match="EVAL_DATA: the held-out rows of PPO"):
@@ -162,9 +162,9 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
     for flags, advantage in (((), "grpo"), (("--critic",), "gae"), (("--teacher",), "none")):
         (call,) = launch("real_words.sh", *flags)
         args = parsed(call, monkeypatch, project)[1]
-        assert args.algorithm.advantage == advantage
-        assert args.model.model == "real/fashion/model"
-        mix = scoring.load_rewards(args.reward)
+        assert args.advantage == advantage
+        assert args.model == "real/fashion/model"
+        mix = scoring.load_rewards(args)
         rules = [
             (label, spec.rpartition(":")[2], weight)
             for label, weights in mix.recipe.items()
@@ -190,7 +190,7 @@ def test_the_stages_of_a_judge_fit_together(launch, monkeypatch, tmp_path, model
     )
     cold, right, rl = (f"o/{stage}/export/latest" for stage in ("cold", "right", "rl"))
     stages = [
-        (script is ppo, args.model.model, args.data.data, args.data.eval_data, str(args.run.out))
+        (script is ppo, args.model, args.data, args.eval_data, str(args.out))
         for script, args in calls
     ]
     assert stages == [
@@ -203,8 +203,8 @@ def test_the_stages_of_a_judge_fit_together(launch, monkeypatch, tmp_path, model
         (True, right, "o/wrong.jsonl", "", "o/rl"),
         (True, rl, "", held, "o/rl-table"),
     ]
-    assert {args.run.seed for _, args in calls} == {7}
-    assert [args.run.eval_only for script, args in calls if script is ppo] == [
+    assert {args.seed for _, args in calls} == {7}
+    assert [args.eval_only for script, args in calls if script is ppo] == [
         True,
         True,
         True,
@@ -247,9 +247,9 @@ def test_a_recipe_for_another_model_under_slurm(launch, monkeypatch, tmp_path, n
     assert step[step.index("--nproc_per_node") + 1] == "8"
     trainer, args = parsed(step, monkeypatch, tmp_path / "a project")
     assert trainer.__name__ == f"train_{script}_vl"
-    assert args.optim.steps == 3
-    assert args.model.model == "small model"
-    assert str(args.run.out) == "runs/small"
+    assert args.steps == 3
+    assert args.model == "small model"
+    assert str(args.out) == "runs/small"
 
 
 CUP = {"boxes": [[2, 2, 40, 30]]}

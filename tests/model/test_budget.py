@@ -70,7 +70,7 @@ LINE = "--kl_coef 0.01 --dtype bfloat16"
 
 
 def fit(dry, checkpointing: str) -> None:
-    dry.needed.args = replace(dry.args.model, gradient_checkpointing=checkpointing)
+    dry.needed.args = replace(dry.args, gradient_checkpointing=checkpointing)
     budget.fit(dry.needed, GRAPHICS)
 
 
@@ -92,7 +92,7 @@ def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, mo
         r"--gradient_checkpointing off --max_tokens_per_pack \d+\n",
         capsys.readouterr().out,
     )
-    peak, _ = budget.peak_of(dry.needed, dry.args.model.max_tokens_per_pack, True)
+    peak, _ = budget.peak_of(dry.needed, dry.args.max_tokens_per_pack, True)
     for share, warned in ((0.91, False), (0.93, True)):
         reported(monkeypatch, peak / share)
         fit(dry, "auto")
@@ -263,7 +263,7 @@ def test_the_flag_of_old():
         ([], "auto"),
     ):
         args = ppo.parse_args(words("--model m --data d.jsonl", *line, "--out x"))
-        assert (args.model.gradient_checkpointing, str(args.run.out)) == (value, "x")
+        assert (args.gradient_checkpointing, str(args.out)) == (value, "x")
     with user_error("did you mean --gradient_checkpointing"):
         ppo.parse_args(words("--model m --data d.jsonl", "--no-gradient_checkpointing"))
 

@@ -149,7 +149,7 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
             mode,
             "--grm_max_new_tokens 6",
         )
-        reward = scoring.load_rewards(env.args.reward)
+        reward = scoring.load_rewards(env.args)
         build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
         batch = take(env).with_targets(
             [[torch.tensor(env.processor.tokenizer.encode(text))] for text in ("3", "4", "a", "b")]

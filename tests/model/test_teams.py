@@ -27,7 +27,7 @@ TALKERS = Path(__file__).parents[1] / "talkers.py"
 
 def dealt(env):
     """All prompts of the file, dealt to the ranks."""
-    with PromptLoader(env.processor, env.args.data) as loader:
+    with PromptLoader(env.processor, env.args) as loader:
         return loader.collect(*loader.submit(env.prompts, list(range(len(env.prompts)))))
 
 
@@ -142,14 +142,14 @@ def test_a_team_has_the_time_limit_of_the_run_and_graphs_for_its_slots():
 def judge_alike(folder, task, out) -> None:
     """Also where two ranks have the same key head, which transformers' own attention repeats."""
     args = grm.parse_args(judge_flags(folder, task, out))
-    loaded = distributed.start(args.run.timeout, args.run.hsdp)
+    loaded = distributed.start(args.timeout, args.hsdp)
     rows = grm.load_rows(args)
     judge, texts = grm.load_judge(args, rows, loaded), []
-    with PromptLoader(rows.processor, args.data) as loader:
+    with PromptLoader(rows.processor, args) as loader:
         batch = loader.collect(*loader.submit(rows.held_out, list(range(len(rows.held_out)))))
     for size in (1, 2, 4):
         judge.model.setup.team = distributed.join_team(size, 60.0)
-        texts.append(grm.generate(judge, batch, args.eval))
+        texts.append(grm.generate(judge, batch, args))
     assert len(texts[0]) == len(rows.held_out)
     assert texts[0] == texts[1] == texts[2]
 

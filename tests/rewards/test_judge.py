@@ -154,7 +154,7 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
         f"grm:{judges['near']}",
         "--grm_question correct",
     )
-    reward = scoring.load_rewards(env.args.reward)
+    reward = scoring.load_rewards(env.args)
     build(env, reward)
     rows[4]["prompt"] = "what?"
     model = reward.sources[0].ask
@@ -297,13 +297,13 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     assert max(expected) - min(expected) > 0.01
     save_weights(folder, tensors)
     with user_error("1 weights are in no file, the first: value_head.weight"):
-        build(env, scoring.load_rewards(env.args.reward))
+        build(env, scoring.load_rewards(env.args))
     for other in ("v_head.summary.weight", "v_head.weight", "reward_head.weight", "score.0.weight"):
         save_weights(folder, tensors | {other: head})
         with user_error(
             f"{folder}: {other}: a value head is read from score.weight or value_head.weight"
         ):
-            build(env, scoring.load_rewards(env.args.reward))
+            build(env, scoring.load_rewards(env.args))
     # not silently begun at zero
     with user_error("score.0.weight: a value head is read from"):
         start(qwen25, picture_rows, "--critic_model", folder)
@@ -326,10 +326,10 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     object.__setattr__(batch.prompts[0], "reference", "a circle")
     scored = score(env, reward, batch)
     alone_reward = scoring.load_rewards(
-        replace(env.args.reward, reward_recipe="", reward=f"grm:{judges['near']}")
+        replace(env.args, reward_recipe="", reward=f"grm:{judges['near']}")
     )
     measured = scoring.load_rewards(
-        replace(env.args.reward, reward_recipe='{"math": [["exact", 0]], "*": [["exact", 1]]}')
+        replace(env.args, reward_recipe='{"math": [["exact", 0]], "*": [["exact", 1]]}')
     )
     assert [measured.can_earn(label) for label in ("math", "other", None)] == [False, True, True]
     build(env, alone_reward)
@@ -394,7 +394,7 @@ def test_spans_fall_on_the_tokens_that_end_them(qwen25, picture_rows, tmp_path, 
     at_ends = torch.zeros(len(earned)).index_fill(0, batch.own_lengths.cumsum(0) - 1, at_end)
     assert torch.allclose(inputs.token_rewards, torch.tensor(earned) + at_ends)
     assert torch.equal(score(env, reward, scored).turn_rewards, scored.turn_rewards)
-    reward = scoring.load_rewards(replace(env.args.reward, reward=f"{tmp_path}/mine.py:beyond"))
+    reward = scoring.load_rewards(replace(env.args, reward=f"{tmp_path}/mine.py:beyond"))
     with user_error(
         r"beyond: spans must be lists of \(end, reward\), with ends in the response: .* not in range"
     ):
@@ -602,7 +602,7 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
     env = start(
         qwen25, picture_rows, "--advantage grpo --reward_recipe", '{"math": [["exact", 1]]}'
     )
-    reward = scoring.load_rewards(env.args.reward)
+    reward = scoring.load_rewards(env.args)
     with user_error(r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
         reward.check_rows(env.prompts)
     row = Prompt([], "", (), (), torch.zeros(0), 0, source="x.jsonl:7")
@@ -616,7 +616,7 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
 def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges):
     env = start(qwen25, picture_rows, "--advantage grpo --reward", f"grm:{qwen25}")
     with user_error("judge.json names none"):
-        build(env, scoring.load_rewards(env.args.reward))
+        build(env, scoring.load_rewards(env.args))
     for trained, asked in ((["correct", "score"], "correct"), (["score"], "score")):
         assert judgements.JudgeSettings(trained_on=trained).question_to_ask("auto") == asked
     with value_error("not trained on questions of the kind answers"):
@@ -747,7 +747,7 @@ def test_an_accuracy_is_of_the_weights_it_was_measured_with(judges, tmp_path):
 def loaded(script, line: list[str]):
     """The rows that a script loads."""
     args = script.parse_args(line)
-    distributed.start(args.run.timeout, args.run.hsdp)
+    distributed.start(args.timeout, args.hsdp)
     return script.load_rows(args)
 
 
@@ -859,7 +859,7 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path, newline
         "--advantage grpo --reward",
         f"rm:{tmp_path / 'rm'}",
     )
-    reward = scoring.load_rewards(env.args.reward)
+    reward = scoring.load_rewards(env.args)
     build(env, reward)
     answers = ["a circle", "3"], ["no idea"]
     targets = [[tokens_of(env, text) for text in texts] for texts in answers]

@@ -226,7 +226,7 @@ def test_both_orders_of_a_pair_are_drawn_together(qwen25, pairs):
     args = ppo.parse_args(
         words("--model", qwen25, "--data", f"{pairs}:0.3,{pairs}:0.7", FLAGS, "--steps 5")
     )
-    distributed.start(args.run.timeout, args.run.hsdp)
+    distributed.start(args.timeout, args.hsdp)
     rows = ppo.load_rows(args)
     state = ppo.TrainState(0.0)
     with ppo.open_loader(args, rows, state) as loader:
@@ -347,10 +347,10 @@ def test_what_has_no_other_order_is_refused(qwen25, tmp_path):
         with user_error(
             "--consistency_coef needs the reward judgement, and judgement beside others needs"
         ):
-            scoring.load_rewards(replace(args.reward, **changes))
-    distributed.start(args.run.timeout, args.run.hsdp)
+            scoring.load_rewards(replace(args, **changes))
+    distributed.start(args.timeout, args.hsdp)
     with user_error("rows.jsonl:1: correct has no other order"):
-        scoring.load_rewards(args.reward).check_rows(ppo.load_rows(args).train)
+        scoring.load_rewards(args).check_rows(ppo.load_rows(args).train)
 
 
 def test_an_evaluation_keeps_both_orders_together(qwen25, pairs):
@@ -376,7 +376,7 @@ def test_a_response_that_was_cut_off_earns_no_answer(qwen25, picture_rows, rule,
         [[torch.tensor(env.processor.tokenizer.encode(text, add_special_tokens=False))] * 2]
     )
     batch.truncated = torch.tensor([False, True])
-    scoring.load_rewards(env.args.reward).score(batch, env.processor, 0)
+    scoring.load_rewards(env.args).score(batch, env.processor, 0)
     assert batch.rewards.tolist() == [1, gains]
 
 
