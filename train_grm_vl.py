@@ -41,8 +41,6 @@ import itertools
 import math
 import os
 import time
-from collections import ChainMap
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +51,6 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.utils.rnn import pad_sequence
 
 from common import distributed, flags, logging, process
 from common.buffers import Batch
@@ -62,23 +59,33 @@ from common.data.processor import Processor
 from common.data.rows import Example, Prompt, user_text
 from common.files import read_text
 from common.flags import flag
-from common.model import budget, build, checkpoint, fsdp, memory, packs, shards, vlm, weights
+from common.model import (
+    attention,
+    budget,
+    build,
+    checkpoint,
+    fsdp,
+    memory,
+    packs,
+    shards,
+    vlm,
+    weights,
+)
 from common.model.policy import Policy, logprobs_of
+from common.model.rollout import rollout
 from common.process import UserError
 from common.reports import accuracy
 from common.reports.records import judgement_cards
 from common.rewards import judge as judgements
 from common.rewards.regions import region_record
+from common.sampling import Sampling
 
 
 def main(argv: list[str] | None = None) -> logging.Metrics:
-    """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
+    """Train, or only evaluate (--eval_only). Returns the last metrics."""
     args = parse_args(argv)
     ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
-    distributed.check_same_flags(flags.as_json(args))
     rows = load_rows(args)
-    listed = run_flags(args, rows)
-    args = checkpoint.choose_folder(args, listed, IDENTITY)
     checkpoints = checkpoint.Checkpoints(args)
     args = count_steps(args, len(rows.train), checkpoints.saved)
     judge = load_judge(args, rows, ranks)
@@ -86,10 +93,8 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     trained = fsdp.Trainable(judge, adamw(judge, args.lr, args), args)
     roles = {"judge": trained}
     state = TrainState()
-    checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY)
+    checkpoints.resume(state, roles, flags.as_json(args), IDENTITY)
     rows.settings.held_out = accuracy.newest_held_out(args.out, state.step)
-    if args.export_only:
-        return checkpoints.export_now({"export": trained}, rows.processor)
     log = open_log(args, rows, state.step)
     last = args.steps
     if not args.eval_only:  # an evaluation has nothing to save
@@ -143,7 +148,8 @@ class JudgeArgs:
     """judgements (a text, or a file that contains it; empty: judge.json of --model, else built in)"""
 
     system_instruction: str = flag(
-        "", "system message; {prompt} in it becomes the row's prompt", 
+        "",
+        "system message; {prompt} in it becomes the row's prompt",
     )
     pictures_template: str = flag(
         "", "asks which of two pictures is better: {prompt} and two <image>"
@@ -177,7 +183,6 @@ class UpdateArgs:
 class EvalArgs:
     """evaluation"""
 
-    eval_batch: int = flag(32, "judgements generated together per rank", low=1)
     eval_max_new_tokens: int = flag(1024, "longest generated judgement, tokens", low=1)
 
 
@@ -240,11 +245,6 @@ IDENTITY = {
 }
 
 
-def run_flags(args: Args, rows: "Rows") -> dict:
-    """Flags and a digest of the data, which a resume compares with those of its checkpoint."""
-    return flags.as_json(args) | {"data (rows)": data.digest_rows(args.data, len(rows.train))}
-
-
 # -------------------------------------------------------------------------------------------------
 # Data: from rows to questions, targets and verdicts. judge.json keeps how they are asked.
 # -------------------------------------------------------------------------------------------------
@@ -281,12 +281,8 @@ def load_rows(args: Args) -> Rows:
     with distributed.raise_on_all_ranks():
         processor = Processor(weights.resolve_folder(args.model, weights=False), args)
         processor.check_options()
-        templates = {
-            kind: getattr(args, f"{kind}_template") for kind in judgements.JUDGEMENTS
-        }
-        settings = judgements.JudgeSettings.to_train(
-            processor, templates, args.system_instruction
-        )
+        templates = {kind: getattr(args, f"{kind}_template") for kind in judgements.JUDGEMENTS}
+        settings = judgements.JudgeSettings.to_train(processor, templates, args.system_instruction)
         loaded = load_examples(args.data, args, processor, settings)
         held_out = load_examples(args.eval_data, args, processor, settings)
         settings.note_training(example.prompt for examples in loaded for example in examples)
@@ -346,7 +342,7 @@ class TrainState:
     def state_dict(self) -> dict:
         return vars(self)
 
-    def load_state_dict(self, saved: dict, changed: set[str]) -> None:
+    def load_state_dict(self, saved: dict) -> None:
         vars(self).update(saved)
 
 
@@ -379,10 +375,10 @@ def build_judge(args: Args, processor: Processor, device: torch.device) -> Polic
 
 
 def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.MemoryPlan:
-    """The memory of a step on so many ranks, and of the evaluation, which prefills a padded batch of
-    questions at once."""
+    """The memory of a step on so many ranks, and of the evaluation with a single slot; it uses more if
+    memory is free."""
     prompt = budget.longest_prompt(row.prompt for row in (*rows.held_out, *rows.train))
-    length, batch = prompt + args.eval_max_new_tokens, args.eval_batch
+    length = prompt + args.eval_max_new_tokens
     plan = budget.MemoryPlan(
         {"judge": judge},
         shards=args.hsdp or ranks,
@@ -396,8 +392,7 @@ def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.Mem
         ),
     )
     if rows.held_out:
-        prefill = batch * prompt * max(memory.activations(judge))
-        plan.fixed["evaluate"] = partial(plan.decoding, "judge", length, batch, prefill=prefill)
+        plan.fixed["evaluate"] = partial(plan.decoding, "judge", length, 1)
     return plan
 
 
@@ -405,8 +400,7 @@ def load_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Policy:
     """The model, sharded and loaded. Raises UserError on every rank: bad files, or too little
     memory."""
     judge = build_judge(args, rows.processor, ranks.device)
-    if not args.export_only:
-        budget.fit(plan_memory(args, judge, rows, ranks.world), ranks)
+    budget.fit(plan_memory(args, judge, rows, ranks.world), ranks)
     judge.model.setup.team = ranks.team
     with distributed.raise_on_all_ranks():
         shard(judge, ranks.mesh)
@@ -577,14 +571,14 @@ def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
     # Sorted by length, so that a batch needs little padding.
     held_out = rows.held_out
     longest_first = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
-    size = args.eval_batch * dist.get_world_size()
+    size = attention.most_slots(args.rollout_shards) * dist.get_world_size()
     batches = data.batches_in_order([held_out[i] for i in longest_first], size)
     waiting, records, dropped = iter(longest_first), [], 0
     with data.PromptLoader(rows.processor, args, batches) as loader:
         for _ in batches:
             batch = loader.take(least=0)
             dropped += len(batch.dropped)
-            written = generate(judge, batch, args)
+            batch, written = write_judgements(judge, batch, args)
             likelihoods = weigh_verdicts(judge, rows, loader.rows, batch)
             for k, example in enumerate(loader.rows):
                 index = next(waiting)
@@ -597,68 +591,21 @@ def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
     return records, dropped
 
 
-def generate(judge: Policy, batch: Batch, args: EvalArgs) -> dict[int, tuple[str, bool]]:
-    """Index of the prompt -> its generated judgement, and whether it was cut off; of all ranks. Each rank
-    or team answers its own prompts by Hugging Face's `generate`, in batches padded on the left."""
-    model, processor, team = judge.model, judge.processor, judge.model.setup.team
-    mine = batch.own_prompts(team.size)
-    patches = dict(ChainMap(*team.gather_objects(batch.patches)))
-    batch = replace(batch, patches=patches)
-    options = generation_options(processor, args)
-    stop_ids = set(processor.stop_ids)
-    written = []
-    judge.eval()
-    with fsdp.unsharded(judge), plain_attention(model):
-        for start in range(0, len(mine), args.eval_batch):
-            indices = mine[start : start + args.eval_batch]
-            inputs = generation_inputs(model, batch, indices, options["pad_token_id"])
-            length = inputs["input_ids"].shape[1]
-            tokens = model.generate(**inputs, **options)[:, length:]
-            is_cut = [stop_ids.isdisjoint(ids) for ids in tokens.tolist()]
-            written += zip(indices, zip(processor.decode(list(tokens)), is_cut))
-    return dict(itertools.chain(*distributed.gather_objects(written)))
-
-
-def generation_options(processor: Processor, args: EvalArgs) -> dict:
-    """The arguments of `generate` that are the same for all batches."""
-    pad = processor.tokenizer.pad_token_id
-    return {
-        "max_new_tokens": args.eval_max_new_tokens,
-        "eos_token_id": list(processor.stop_ids),
-        "pad_token_id": processor.stop_ids[0] if pad is None else pad,
-        "suppress_tokens": list(processor.banned_ids),
-        "use_cache": True,
-        "synced_gpus": False,
-        "do_sample": False,
-    }
-
-
-def generation_inputs(
-    model: vlm.Model, batch: Batch, indices: list[int], pad: int
-) -> dict[str, Tensor]:
-    """The prompts ``indices`` as Hugging Face's model takes them, padded on the left."""
-    prompts = [batch.prompts[index].input_ids for index in indices]
-    ones = [torch.ones_like(ids) for ids in prompts]
-    ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")
-    mask = pad_sequence(ones, batch_first=True, padding_side="left")
-    inputs = {"input_ids": ids, "attention_mask": mask} | model.setup.family.token_types(ids)
-    pixels = [batch.patches[index] for index in indices if index in batch.patches]
-    if pixels:
-        items = [grid for index in indices for grid in batch.prompts[index].grids]
-        inputs |= model.setup.family.vision_inputs(*data.join_pixels(pixels), tuple(items))
-    return {name: value.to(model.setup.device) for name, value in inputs.items()}
-
-
-@contextmanager
-def plain_attention(model: vlm.Model):
-    """Inside, the language model uses transformers' own attention: ours does not support the padded
-    batches of `generate`."""
-    config = vlm.decoder(model).config
-    ours, config._attn_implementation = config._attn_implementation, "sdpa"
-    try:
-        yield
-    finally:
-        config._attn_implementation = ours
+def write_judgements(
+    judge: Policy, batch: Batch, args: Args
+) -> tuple[Batch, dict[int, tuple[str, bool]]]:
+    """Index of the prompt -> its judgement, sampled greedily, and whether it was cut off; of all ranks."""
+    processor, device = judge.processor, judge.model.setup.device
+    sampling = Sampling(
+        banned=processor.banned_mask().to(device),
+        stop_ids=torch.tensor(processor.stop_ids, device=device),
+        max_new_tokens=args.eval_max_new_tokens,
+        greedy=True,
+    )
+    answered = rollout(judge, batch, sampling, 1)
+    texts = processor.decode(answered.split(answered.tokens))
+    written = zip(texts, answered.truncated.tolist())
+    return answered, dict(zip(answered.prompt_index.tolist(), written))
 
 
 def weigh_verdicts(

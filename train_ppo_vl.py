@@ -36,7 +36,6 @@ Invariants, each with a test:
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,12 +50,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common import distributed, flags, logging, logprobs, losses, ppo_flags, process
-from common.buffers import EMPTY, Batch, Pack, fill_packs
+from common import distributed, flags, logging, losses, ppo_flags, process
+from common.buffers import EMPTY, Batch, Pack
 from common.data import loader as data
 from common.data.processor import Processor
 from common.data.rows import Prompt, load_prompts, parse_columns
-from common.envs import dialogue, environments
+from common.envs import environments
 from common.flags import flag
 from common.model import (
     adapters,
@@ -66,17 +65,16 @@ from common.model import (
     checkpoint,
     experts,
     fsdp,
-    graphs,
     image_changes,
     memory,
     packs,
     shards,
-    storage,
     vlm,
     weights,
 )
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.ptx import PtxLoss
+from common.model.rollout import EVAL, JUDGE, TRAIN, rollout
 from common.model.teacher import Teacher, follow_average
 from common.process import UserError
 from common.reports import records as reports
@@ -86,40 +84,31 @@ from common.rewards import scoring
 from common.sampling import Environment, Sampling
 from common.user_code import load_function, run_on_main
 
-# given beginnings of responses: tokens (n,) and their log-probs (n,)
-Beginnings = dict[dialogue.Key, tuple[Tensor, Tensor]]
 Trainables = dict[str, fsdp.Trainable]  # by role
-# streams of sampling noise: a prompt that occurs in two of them gets independent samples
-TRAIN, EVAL, JUDGE = 0, 1, 2
-# eager decoding steps at a batch size before its CUDA graph is captured, which takes about as long
-EAGER_TOKENS = 2
 
 
 def main(argv: list[str] | None = None) -> logging.Metrics:
-    """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
+    """Train, or only evaluate (--eval_only). Returns the last metrics."""
     args = parse_args(argv)
     reward, environment, weigh = load_programs(args)  # runs the user's code before a GPU is touched
     ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
-    distributed.check_same_flags(flags.as_json(args))
     rows = load_rows(args)
     check_rows(args, rows, reward, environment)
-    args = choose_folder(args, rows)
     checkpoints = checkpoint.Checkpoints(args)
     models = build_models(args, rows.processor, ranks.device)
     modules = models.by_role()  # on meta: no weights are read yet
-    if not args.export_only:
-        modules |= reward_modules(args, reward, rows, models.actor)
-        prepare_teacher(args, rows, models.teacher)
-        budget.fit(plan_memory(args, modules, rows, ranks.world), ranks)
+    modules |= reward_modules(args, reward, rows, models.actor)
+    prepare_teacher(args, rows, models.teacher)
+    budget.fit(plan_memory(args, modules, rows, ranks.world), ranks)
     load_models(args, modules, ranks)
 
     trainables = make_trainables(args, models)
     exports = exported_models(args, trainables)
     state = TrainState(args.kl_coef, history=torch.zeros(2, len(rows.train)))
     roles = saved_roles(args, trainables, models)
-    checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY, resolve_flags)
-    if args.export_only:
-        return checkpoints.export_now(exports, rows.processor)
+    checkpoints.resume(state, roles, flags.as_json(args), IDENTITY)
+    if not args.kl_target:  # else the weight adapts, and is part of the state
+        state.kl_coef = args.kl_coef
     log = open_log(args, rows, state.step)
     sampling = replace(sampling_of(args, rows.processor, ranks.device), environment=environment)
     if not args.eval_only:  # an evaluation has nothing to save
@@ -135,7 +124,6 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
                 break
             if evaluation_due(state, rows, args) and not log.has_evaluation(step):
                 metrics, records, cards = evaluate(trainables, reward, rows, sampling, state, args)
-                metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, step, args)
                 report_evaluation(log, metrics, records, cards, state)
             checkpoints.export_if_due(step, last, exports, rows.processor)
             # a signal may have come meanwhile
@@ -225,61 +213,6 @@ WITHOUT_CRITIC = [name for name, estimator in ESTIMATORS.items() if not estimato
 
 
 @dataclass(frozen=True)
-class RolloutArgs:
-    """rollout"""
-
-    rollouts_per_step: int = flag(
-        1,
-        "rollouts per step, which share --prompts_per_step equally and whose samples are pooled for "
-        "the updates; must divide --prompts_per_step",
-        low=1,
-    )
-    samples_per_prompt: int = flag(4, "samples per prompt", low=1)
-    max_new_tokens: int = flag(512, "longest response, tokens", low=1)
-    min_new_tokens: int = flag(
-        0,
-        "shortest response, tokens: before that, stop tokens are banned and stop strings deferred",
-    )
-    temperature: float = flag(
-        1.0,
-        "sampling temperature; log-probs are taken at the same temperature everywhere",
-        low=1e-6,
-    )
-    top_k: int = flag(
-        0,
-        "sample from the k likeliest tokens; 0: off. Biases the gradient, which assumes "
-        "the full distribution",
-    )
-    top_p: float = flag(
-        1.0,
-        "keep the smallest set with this probability; 1: off. Biases the gradient too",
-        low=1e-6,
-        high=1,
-    )
-    stop_strings: str = flag(
-        "",
-        "JSON list of strings that end a response when they appear in it",
-    )
-    slots: int = flag(
-        0,
-        "sequences decoded together per rank, or team of --rollout_shards; 0: as many as fit into "
-        f"memory, at most {attention.most_slots(1)}, of a team {attention.most_slots(2)}",
-    )
-    cuda_graphs: str = flag(
-        "auto",
-        "decode with CUDA graphs (one launch per token), captured again in every rollout. auto: "
-        f"on a GPU, after {EAGER_TOKENS} tokens at the same batch size",
-        choices=("auto", "on", "off"),
-    )
-    eval_samples: int = flag(
-        1,
-        "samples per held-out prompt; 1: greedy; more: drawn at --temperature, for mean rewards "
-        "and pass@k",
-        low=1,
-    )
-
-
-@dataclass(frozen=True)
 class AlgorithmArgs:
     """algorithm"""
 
@@ -336,7 +269,6 @@ class AlgorithmArgs:
     critic_model: str = flag(
         "",
         "model folder of the critic, with its value head if it has one; empty: the actor's",
-        paths=True,
     )
     export_critic: bool = flag(
         False, "export the critic as well, to <out>/export_critic: a --critic_model of other runs"
@@ -344,7 +276,6 @@ class AlgorithmArgs:
     reference_model: str = flag(
         "",
         "model folder of the frozen reference, loaded only with --kl_coef; empty: the actor's",
-        paths=True,
     )
     reference_every: int = flag(
         0,
@@ -426,7 +357,7 @@ class Args(
     flags.ModelArgs,
     flags.DataArgs,
     ppo_flags.RowArgs,
-    RolloutArgs,
+    ppo_flags.RolloutArgs,
     ppo_flags.EnvArgs,
     ppo_flags.RewardArgs,
     AlgorithmArgs,
@@ -561,8 +492,7 @@ def load_files(
             rows = load_prompts(path, processor, args, columns, system)
         else:
             rows = [
-                each.prompt
-                for each in judgements.load_judgements(path, processor, settings, args)
+                each.prompt for each in judgements.load_judgements(path, processor, settings, args)
             ]
         sets.append([replace(row, index=next(number)) for row in rows])
     return sets
@@ -605,9 +535,7 @@ def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
     if not args.ptx_data:
         return None
     with distributed.raise_on_all_ranks("--ptx_data "):
-        rows = judgements.load_responses(
-            args.ptx_data, processor, args, args.max_tokens_per_pack
-        )
+        rows = judgements.load_responses(args.ptx_data, processor, args, args.max_tokens_per_pack)
     return PtxLoss(
         rows=rows,
         loader=data.PromptLoader(processor, args),
@@ -686,15 +614,13 @@ class TrainState:
         history = self.history.numpy().tobytes().hex()  # a list of numbers would take seconds
         return vars(self) | {"moments": vars(self.moments), "history": history}
 
-    def load_state_dict(self, saved: dict, changed: set[str]) -> None:
-        """Restore what was saved, but for what BEGIN_ANEW resets."""
+    def load_state_dict(self, saved: dict) -> None:
         saved["moments"] = losses.RunningMoments(**saved["moments"])
-        if "history" in saved:
-            stored = bytearray.fromhex(saved["history"])
-            saved["history"] = torch.frombuffer(stored, dtype=torch.float32).view(2, -1)
-        for name, value in saved.items():
-            if changed.isdisjoint(BEGIN_ANEW.get(name, ())):
-                setattr(self, name, value)
+        stored = bytearray.fromhex(saved.pop("history"))
+        history = torch.frombuffer(stored, dtype=torch.float32).view(2, -1)
+        if history.shape == self.history.shape:  # else the rows are others
+            saved["history"] = history
+        vars(self).update(saved)
 
 
 def evaluation_due(state: TrainState, rows: Rows, args: Args) -> bool:
@@ -737,49 +663,13 @@ def advance(
 OF_REWARDS = "reward reward_recipe reward_combiner consistency_coef env".split()
 IDENTITY = {
     *flags.IDENTITY,
-    "ptx_data (rows)",
+    "ptx_data",
     *OF_REWARDS,
     *ppo_flags.RowArgs.__annotations__,
     *AlgorithmArgs.__annotations__,
     *ppo_flags.PerceptionArgs.__annotations__,
     *ppo_flags.TeacherArgs.__annotations__,
 }
-
-
-# What a resumed run does not restore if one of these flags has changed.
-BEGIN_ANEW = {
-    "kl_coef": ("kl_coef", "kl_target"),
-    "moments": (*OF_REWARDS, "grm_question", "grm_mode"),
-    "history": (*OF_REWARDS, "data", "data (rows)"),
-    "ahead": ("prompts_per_step", "rollouts_per_step", "data", "data (rows)"),
-    "ptx_rows": ("ptx_data",),
-}
-
-
-def resolve_flags(listed: dict) -> dict:
-    """Flags with `auto` resolved, so that two spellings of a run are the same run."""
-    args = Args(**{name: listed[name] for name in Args.__dataclass_fields__})
-    resolved = {
-        "advantages_norm": "on" if args.whiten else "off",
-        "loss_aggregation": args.aggregation,
-        "kl_estimator": args.kl_kind,
-    }
-    return listed | resolved
-
-
-def choose_folder(args: Args, rows: Rows) -> Args:
-    """Flags with the folder of a run without --out; see `checkpoint.choose_folder`."""
-    listed = resolve_flags(run_flags(args, rows))
-    return checkpoint.choose_folder(args, listed, IDENTITY)
-
-
-def run_flags(args: Args, rows: "Rows") -> dict:
-    """Flags and digests of the data, which a resume compares with those of its checkpoint."""
-    listed = flags.as_json(args)
-    listed["data (rows)"] = data.digest_rows(args.data, len(rows.train))
-    if rows.ptx:
-        listed["ptx_data (rows)"] = data.digest_rows(args.ptx_data, len(rows.ptx.rows))
-    return listed
 
 
 # -------------------------------------------------------------------------------------------------
@@ -952,7 +842,7 @@ def make_trainables(args: Args, models: Models) -> Trainables:
     return trainables
 
 
-def saved_roles(args: Args, trainables: Trainables, models: Models) -> storage.Roles:
+def saved_roles(args: Args, trainables: Trainables, models: Models) -> checkpoint.Roles:
     """What a checkpoint contains, by role: also the reference, if --reference_every changes it."""
     if not (models.reference and args.reference_every):
         return trainables
@@ -1125,55 +1015,6 @@ def sample_and_score(
     return batch, generated
 
 
-def rollout(
-    actor: Policy,
-    batch: Batch,
-    sampling: Sampling,
-    samples_per_prompt: int,
-    beginnings: Beginnings | None = None,
-) -> Batch:
-    """Sample responses to every prompt; returns the batch with the samples of all ranks.
-
-    The actor is unsharded once. Then only teams run collectives, so they may finish at different
-    times.
-
-    Args:
-        beginnings: at most --max_new_tokens tokens, and their log-probs, NaN for tokens that are
-            `Batch.foreign`. The policy continues as if it had drawn them, unless the last one is an
-            end token. In a conversation they are in its first turn. All ranks of a team pass the same.
-    """
-    actor.eval()
-    mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}
-    if sampling.environment:
-        envs = dialogue.EnvRollout(sampling.environment, actor, sampling)
-        batch = envs.open(batch, mine, samples_per_prompt)
-    with torch.no_grad(), fsdp.unsharded(actor):
-        vlm.compute_features(actor.model, batch)
-        ours = batch.own_prompts(actor.model.setup.team.size)
-        shared = packs.share_features(actor.model, batch, ours)
-        engine = RolloutEngine(actor, shared, sampling, ours, samples_per_prompt, envs, beginnings)
-        bare = fsdp.bare_forwards(vlm.decoder(actor.model))
-        with torch.inference_mode(), bare:
-            results = engine.generate()
-    del engine  # frees its slots and graphs
-    torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache
-    samples = [(index, number) for index in mine for number in range(samples_per_prompt)]
-    responses: list[list[Tensor]] = [[] for _ in batch.prompts]
-    for index, number in samples:
-        responses[index].append(results[index, number].tokens)
-    local = batch.with_targets(responses)
-    local.logprobs = torch.cat([torch.zeros(0), *(results[key].logprobs for key in samples)])
-    local.truncated = torch.tensor([results[key].truncated for key in samples], dtype=torch.bool)
-    local.sampling = sampling
-    if beginnings:
-        local.foreign = local.logprobs.isnan()
-    if envs:
-        envs.fill(local, samples)
-    batch = local.gathered()
-    environments.check_failures(batch.conversations)
-    return batch
-
-
 def write_critiques(judge: Policy, questions: Batch, args: Args) -> Batch:
     """The judge's critique of every question, sampled greedily."""
     sampling = replace(
@@ -1199,12 +1040,12 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
     actor, reference = models.actor, models.reference
     # As recorded by the sampler: the policy has not changed since, so no forward pass is needed.
     batch.old_logprobs = batch.logprobs
-    if args.importance_cap or args.high_entropy_ratio < 1 or batch.foreign.any():
+    if args.importance_cap or args.high_entropy_ratio < 1:
         logp, batch.entropy = packs.run_forward(
             actor, batch, lambda pack: torch.stack(actor(pack, batch.sampling, entropy=True)[:2])
         )
-        batch.logprobs = torch.where(batch.foreign, logp, batch.logprobs)
-        batch.old_logprobs = logp if args.importance_cap else batch.logprobs
+        if args.importance_cap:
+            batch.old_logprobs = logp
     if args.masks_images:
         share = args.perception_mask
         change = image_changes.at_random(image_changes.mask, share, args.seed)
@@ -1335,11 +1176,9 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.M
 
 def policy_loss_mask(batch: Batch, args: Args) -> Tensor:
     """(N,) bool: which tokens take part in the policy loss."""
-    mask = ~batch.foreign
+    mask = torch.ones_like(batch.tokens, dtype=torch.bool)
     if args.high_entropy_ratio < 1:
-        mask &= losses.high_entropy_mask(
-            batch.entropy, batch.own_lengths, args.high_entropy_ratio
-        )
+        mask &= losses.high_entropy_mask(batch.entropy, batch.own_lengths, args.high_entropy_ratio)
     if args.mask_truncated:
         mask &= ~batch.truncated.repeat_interleave(batch.own_lengths)
     return mask
@@ -1571,7 +1410,11 @@ def actor_loss(
     sums = losses.ratio_sums(inputs, out)
     stats: dict = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
     stats["ratio_max"] = logging.Largest(losses.largest_ratio(inputs, out))
-    stats |= sampler_stats(logp.detach() - sampled, entropy.detach(), pack, batch)
+    # between training and sampler: rounding, until the first update of a step
+    log_ratio, count = logp.detach() - sampled, len(logp)
+    stats["sampler_gap"] = logging.Mean(log_ratio.abs().sum(), count)
+    stats["rollout/train_kl"] = logging.Mean((log_ratio.expm1() - log_ratio).sum(), count)  # k3
+    stats["entropy"] = logging.Mean(entropy.detach().sum(), count)
     stats["policy_loss"] = logging.Share(loss.detach())
 
     if args.entropy_coef:
@@ -1604,20 +1447,6 @@ def kl_terms(
         masked_kl = losses.perception_kl(logp, *pack.pick(batch.masked_logprobs))
         terms["perception_kl"] = -args.perception_coef, masked_kl
     return terms
-
-
-def sampler_stats(log_ratio: Tensor, entropy: Tensor, pack: Pack, batch: Batch) -> dict:
-    """Of the tokens that the policy drew: their entropy (T,), and the ``log_ratio`` (T,) between training
-    and sampler, which is rounding until the first update of a step."""
-    is_drawn = ~batch.foreign
-    (drawn,) = pack.pick(is_drawn)
-    count = int(is_drawn[pack.flat].sum())
-    log_ratio = log_ratio * drawn
-    return {
-        "sampler_gap": logging.Mean(log_ratio.abs().sum(), count),
-        "rollout/train_kl": logging.Mean((log_ratio.expm1() - log_ratio).sum(), count),  # k3
-        "entropy": logging.Mean((entropy * drawn).sum(), count),
-    }
 
 
 def forget_sampler(stats: list[dict]) -> None:
@@ -1700,34 +1529,6 @@ def evaluate(
     return metrics | {"eval/seconds": time.perf_counter() - started}, records, cards
 
 
-def evaluate_teacher(
-    teacher: Teacher | None,
-    reward: scoring.RewardMix,
-    rows: Rows,
-    sampling: Sampling,
-    step: int,
-    args: Args,
-) -> logging.Metrics:
-    """Before the first step: the teacher's own accuracy and reward on one rollout of held-out prompts,
-    which it reads with its hint and its images. It cannot teach what it cannot answer. Skipped with
-    an environment, whose images it might not see."""
-    if not teacher or args.env or args.reward == "none" or step:
-        return {}
-    batches = data.batches_in_order(rows.held_out, prompts_together(args, 1))[:1]
-    sampling = replace(sampling, stream=EVAL, greedy=True)
-    with (
-        teacher.in_use() as policy,
-        data.PromptLoader(rows.processor, args, batches) as loader,
-    ):
-        batch = loader.take()
-        answers = rollout(policy, teacher.view(batch), sampling, 1)
-    answers = replace(answers, prompts=batch.prompts, features=batch.features, positions={})
-    reward.score(answers, rows.processor, step)
-    metrics = reports.summarise_samples(reports.sample_records(answers, rows.processor), 1)
-    columns = reports.accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
-    return {f"eval/teacher_{word}": metrics[name] for word, name in columns.items()}
-
-
 def prompts_together(args: Args, samples: int) -> int:
     """The held-out prompts of a rollout, as many as fill all slots, as each rollout waits for its
     slowest answer; an even number, for both orders of a pair."""
@@ -1758,8 +1559,6 @@ EVALUATION_COLUMNS = {
     "length": "eval/response_length_mean",
     "truncated": "eval/truncated_mean",
     "vision_gap": "eval/vision_gap_logprob",
-    "teacher_accuracy": "eval/teacher_accuracy",
-    "teacher_reward": "eval/teacher_reward",
 }
 # ... and of a step
 STEP_COLUMNS = {
@@ -1833,26 +1632,7 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     )
     for line in data.repeated_rows(args, rows.train_sets):
         log.line(line)
-    for problem in learning_problems(args):
-        log.line(f"warning: {problem}")
     return log
-
-
-def learning_problems(args: Args) -> list[str]:
-    """Flags with which the actor never learns, or not what it should."""
-    steps, frozen, warmup = (
-        args.steps,
-        args.critic_warmup_steps,
-        args.warmup_steps,
-    )
-    problems = []
-    if frozen >= steps:
-        problems.append(
-            f"--critic_warmup_steps {frozen} of --steps {steps}: the actor never learns"
-        )
-    elif frozen + warmup >= steps:
-        problems.append(f"--warmup_steps {warmup} of --steps {steps}: --actor_lr is never reached")
-    return problems
 
 
 def report(
@@ -1898,12 +1678,6 @@ def report(
         f"step {step}: {flat} of {prompts} prompts have samples that all earned the same (mean "
         f"reward {metrics['rollout/reward']:.3f}), so nothing tells better answers from worse; see "
         f"{log.out}/samples",
-    )
-    all_zero = metrics["train/advantages_min"] == metrics["train/advantages_max"] == 0
-    log.warn(
-        "advantages",
-        all_zero and flat < prompts,
-        f"step {step}: all advantages are 0, though rewards differ: the estimator tells nothing apart",
     )
 
 
@@ -1964,419 +1738,6 @@ def performance(
         responses = actor_passes * len(batch.tokens)
         perf |= memory.utilisation(models.actor, tokens, responses, update)
     return perf | memory.peak()
-
-
-# -------------------------------------------------------------------------------------------------
-# Appendix: the rollout engine
-# -------------------------------------------------------------------------------------------------
-
-
-# batch sizes that get a CUDA graph, besides the number of slots
-GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-# the slots in which a rollout's first graph is compared with an eager step, and their largest median
-# difference of log-probs
-CHECKED_SLOTS, GRAPH_GAP = 8, 0.1
-
-
-@dataclass
-class Sample:
-    """What the host knows about the sample in a slot."""
-
-    key: dialogue.Key
-    stored: int = 0  # upper bound of its cached tokens
-    turn_start: int = 0  # response tokens before this turn
-    searched: int = 0  # response tokens already searched for stop strings
-    waits: bool = False  # for its environment
-
-
-@dataclass(eq=False)
-class RolloutEngine:
-    """Continuous batching over KV slots, with the model's own layers.
-
-    A prompt is prefilled once; its keys and values go into the slots of all its samples
-    (`attention.PackedAttention`). Slots 0..B-1 then decode together, and each step adds the key and
-    value of one token (`attention.DecodeAttention`). The next prompt is admitted once enough slots
-    are free. The state of sampling lives on the device, and the host looks at it every few steps. A
-    token depends only on the logits and (seed, stream, draw of the prompt, number of the sample,
-    position): not on slots, ranks, or what else is in the batch.
-    """
-
-    actor: Policy
-    batch: Batch
-    sampling: Sampling
-    indices: list[int]  # of the prompts of this rank or its team
-    count: int  # samples per prompt
-    envs: dialogue.EnvRollout | None = None
-    beginnings: Beginnings = field(default_factory=dict)
-
-    def __post_init__(self):
-        sampling, envs = self.sampling, self.envs
-        self.model = self.actor.model
-        self.setup = self.model.setup
-        device = self.setup.device
-        # decoding steps between two checks by the host for finished slots
-        self.poll = 8 if device.type == "cuda" else 1
-        longest = max((self.batch.prompt_lengths[g] for g in self.indices), default=1)
-        capacity = longest + sampling.max_new_tokens
-        if envs:
-            capacity += envs.extra_tokens
-        slots = self.slot_count(capacity, max(1, len(self.indices) * self.count))
-        self.cache = attention.SlotCache(
-            self.model.config.get_text_config(),
-            slots,
-            capacity,
-            self.setup.dtype,
-            device,
-            self.setup.backend,
-            self.setup.team.size,
-        )
-        self.make_slots(slots)
-        if envs and self.cache.linear:
-            self.cache.linear.done = self.done
-            if sampling.stop_strings:
-                # the states of linear attention cannot go back to the end of a stop string
-                self.poll = 1
-        self.graphs: graphs.StepGraphs | None = None
-        if device.type == "cuda" and sampling.cuda_graphs != "off":
-            eager = EAGER_TOKENS if sampling.cuda_graphs == "auto" else 1
-            self.graphs = graphs.StepGraphs(eager)
-
-    def make_slots(self, slots: int) -> None:
-        """The state of each slot, on the device and on the host."""
-        device, longest = self.setup.device, self.sampling.max_new_tokens
-        self.slots: dict[int, Sample] = {}  # the busy ones
-        self.slot_ids = torch.arange(slots, device=device)
-        self.counters = torch.zeros(3, slots, dtype=torch.int64, device=device)
-        # cached tokens, next position, response tokens
-        self.length, self.rope, self.response_tokens = self.counters
-        # the newest token, and the key of the sample's noise
-        self.last, self.noise_keys = torch.zeros(2, slots, dtype=torch.int64, device=device)
-        self.done = torch.ones(slots, dtype=torch.bool, device=device)
-        # One spare column: a finished slot keeps writing behind its response.
-        self.out_tokens = torch.zeros(slots, longest + 1, dtype=torch.int64, device=device)
-        self.out_logprobs = torch.zeros(slots, longest + 1, device=device)
-        # what moves with a sample
-        self.state = [
-            *self.counters,
-            self.last,
-            self.noise_keys,
-            self.done,
-            self.out_tokens,
-            self.out_logprobs,
-        ]
-
-    def slot_count(self, capacity: int, wanted: int) -> int:
-        """--slots, or else as many as fit into memory beside a prefill and a margin, at most
-        `attention.most_slots`. A team has the fewest of its ranks."""
-        team = self.setup.team
-        wanted = min(wanted, self.sampling.slots or attention.most_slots(team.size))
-        if self.sampling.slots or self.setup.device.type != "cuda":
-            return wanted
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        fitting = memory.fitting_slots(self.actor, capacity, wanted, free, team.size)
-        return min(team.gather_objects(fitting))
-
-    def generate(self) -> dict[dialogue.Key, dialogue.Response]:
-        """Sample all responses; returns them by (index of the prompt, sample number)."""
-        # (prompt, sample numbers), each with at most as many samples as there are slots
-        waiting, numbers = deque(), range(self.count)
-        for index in self.indices:
-            for first in numbers[:: self.cache.slots]:
-                waiting.append((index, numbers[first : first + self.cache.slots]))
-        self.results = {}
-        bar = logging.progress(range(len(self.indices) * self.count), "own samples")
-        while waiting or self.slots:
-            bar.update(len(self.results) - bar.n)
-            self.admit(waiting)
-            if self.envs:
-                self.collect_replies(self.envs)
-            self.harvest()  # the token that a prefill draws may end a turn
-            if not waiting:
-                self.compact()
-            decoding = self.decoding()
-            if decoding:
-                for _ in range(self.poll):
-                    self.decode(decoding[-1] + 1)
-                self.harvest()
-        bar.close()
-        if self.envs:
-            self.envs.finish()
-        return self.results
-
-    def decoding(self) -> list[int]:
-        """The busy slots whose samples are not waiting for an environment."""
-        return [slot for slot, sample in sorted(self.slots.items()) if not sample.waits]
-
-    def admit(self, waiting: deque) -> None:
-        """Prefill waiting prompts while there are free slots for all their samples."""
-        free = deque(slot for slot in range(self.cache.slots) if slot not in self.slots)
-        members = []  # (prompt, [(slot, sample number), ...])
-        while waiting and len(free) >= len(waiting[0][1]):
-            index, numbers = waiting.popleft()
-            members.append((index, [(free.popleft(), number) for number in numbers]))
-        sizes = [self.batch.prompt_lengths[index] for index, _ in members]
-        for part in fill_packs(members, sizes, self.setup.max_tokens_per_pack):
-            self.prefill(part)
-
-    def prefill(self, members: list[tuple[int, list[tuple[int, int]]]]) -> None:
-        """Run the prompts of (prompt, [(slot, sample number), ...]) in one pack, and sample the
-        first token of every response."""
-        batch, sampling = self.batch, self.sampling
-        started, parts = [], []
-        for index, samples in members:
-            for slot, number in samples:
-                started.append((slot, batch.prompt_ids[index], number))
-                self.slots[slot] = Sample((index, number))
-            slots, ids = [slot for slot, _ in samples], batch.prompts[index].input_ids
-            parts.append(packs.Prefill(slots, 0, ids, vlm.positions_of(self.model, batch, index)))
-        slots, prompt_ids, numbers = torch.tensor(started, device=self.setup.device).T  # (b,) each
-        self.noise_keys[slots] = logprobs.sequence_keys(
-            sampling.seed, sampling.stream, prompt_ids, numbers
-        )
-        features = [batch.features[index] for index, _ in members if index in batch.features]
-        self.begin(parts, features)
-        begun = [slot for slot, *_ in started]
-        if self.envs:
-            self.read_replies(self.envs, begun)
-        self.read_beginnings(begun)
-
-    def begin(self, parts: list[packs.Prefill], features: list[Tensor]) -> None:
-        """Prefill ``parts``, with the ``features`` of their images, and sample the next token of each of
-        their slots."""
-        pack = packs.prefill_pack(self.model, self.cache, parts, features)
-        hidden = vlm.hidden_states(self.model, pack)[pack.predict]  # (b, H)
-        state = []
-        for part in parts:
-            length, following = part.cached + len(part.input_ids), int(part.positions.max()) + 1
-            for slot in part.slots:
-                state.append((slot, length, following, part.spoken))
-                self.slots[slot].stored, self.slots[slot].searched = length, part.spoken
-        slots, *counters = torch.tensor(state, device=hidden.device).T  # (b,) each
-        self.counters[:, slots] = torch.stack(counters)
-        self.done[slots] = False
-        self.sample(hidden, slots)
-
-    def decode(self, size: int) -> None:
-        """One token for each of the slots 0..size-1. Finished slots compute too, but their samples
-        do not change."""
-        capacity, slots = self.cache.capacity, self.cache.slots
-        if self.graphs:
-            size = min([slots, *(s for s in GRAPH_SIZES if s >= size)])
-        busy = [sample for slot, sample in self.slots.items() if slot < size]
-        longest = min(max(sample.stored for sample in busy) + 1, capacity)
-        for sample in busy:
-            sample.stored = min(sample.stored + 1, capacity - 1)
-        if not self.graphs:
-            self.decode_on_device(size, longest)
-            return
-        if self.cache.reads_masked:  # attention also reads keys that it masks: few of them
-            capacity = min(1 << (longest - 1).bit_length(), capacity)
-        if self.graphs.is_first(size, capacity):
-            self.check_first_graph(self.graphs, size, capacity)
-        else:
-            self.graphs.run(self.decode_on_device, size, capacity)
-
-    def check_first_graph(self, steps: graphs.StepGraphs, size: int, capacity: int) -> None:
-        """Run a rollout's first graph, after an eager step of a few slots, which is undone. Raises
-        RuntimeError: they differ by more than rounding."""
-        few = slice(0, min(size, CHECKED_SLOTS))
-        cells = self.slot_ids[few], self.response_tokens[few].clone()
-        changing = [part[few] for part in self.state]
-        if self.cache.linear:
-            changing += [self.cache.linear.inputs[:, few], self.cache.linear.states[:, few]]
-        before = [part.clone() for part in changing]
-        self.decode_on_device(few.stop, capacity)
-        eager = self.out_logprobs[cells]
-        for part, value in zip(changing, before):  # the graph writes the same keys and values again
-            part.copy_(value)
-        steps.run(self.decode_on_device, size, capacity)
-        # the median: rounding may change a token here and there
-        gap = float((self.out_logprobs[cells] - eager).abs().median())
-        if not gap < GRAPH_GAP:
-            raise RuntimeError(
-                f"log-probs of a CUDA graph are {gap:.2g} off those of an eager step, at most "
-                f"{GRAPH_GAP} is rounding; --cuda_graphs off decodes without graphs"
-            )
-
-    def decode_on_device(self, size: int, longest: int) -> None:
-        """The device's part of `decode`; the host reads nothing back. No slot has more than
-        ``longest`` cached tokens, the new one included."""
-        pack = Pack(
-            input_ids=self.last[None, :size],
-            positions=self.rope[:size].expand(3, 1, -1),
-            attention=attention.DecodeAttention(
-                self.cache, self.length[:size], longest, self.setup.backend
-            ),
-        )
-        hidden = vlm.hidden_states(self.model, pack)  # (B, H)
-        self.counters[:2, :size] += ~self.done[:size]
-        self.sample(hidden, slice(0, size))
-
-    def sample(self, hidden: Tensor, slots: Tensor | slice) -> None:
-        """Draw the next token of ``slots`` (b,) from their last hidden states (b, H), count it, and
-        mark the slots that it finishes."""
-        sampling, live = self.sampling, ~self.done[slots]
-        step = self.response_tokens[slots]  # (b,) position of the token in its response
-        # (b, V)
-        logits = logprobs.logits_fp32(
-            hidden,
-            self.model.lm_head.weight,
-            softcap=vlm.softcap(self.model),
-            **sampling.logits_options(step),
-        )
-        if sampling.greedy:
-            ids = logits.argmax(dim=-1)
-        else:
-            candidates = logprobs.truncate(logits, sampling.top_k, sampling.top_p)
-            ids = logprobs.gumbel_race(
-                candidates, logprobs.token_keys(self.noise_keys[slots], step)
-            )
-        ids = self.setup.team.agree(ids)
-        cells = self.slot_ids[slots], step
-        self.out_tokens[cells] = ids
-        # under the full distribution, without top-k and top-p, as in training
-        self.out_logprobs[cells] = logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
-        self.last[slots] = ids
-        # not torch.isin, which sorts ten or more ids: a graph cannot capture that
-        stopped = (ids[:, None] == sampling.stop_ids).any(dim=1)
-        self.done[slots] |= stopped | (step + 1 >= sampling.max_new_tokens)
-        self.response_tokens[slots] += live
-
-    def harvest(self) -> None:
-        """Take finished responses out of their slots. Only here does the host wait for the
-        device."""
-        decoding = self.decoding()
-        done = self.done.tolist() if decoding else []
-        ready = [slot for slot in decoding if done[slot] or self.sampling.stop_strings]
-        if not ready:
-            return
-        counts = self.response_tokens[ready].tolist()
-        all_tokens = self.out_tokens[ready, : max(counts)].cpu()
-        all_logprobs = self.out_logprobs[ready, : max(counts)].cpu()
-        stop_ids = set(self.sampling.stop_ids.tolist())
-        for slot, count, tokens, logps in zip(ready, counts, all_tokens, all_logprobs):
-            end = self.stop_string_end(self.slots[slot], tokens[:count])
-            if end is None and not done[slot]:
-                continue
-            n = end or count
-            truncated = end is None and int(tokens[n - 1]) not in stop_ids
-            response = dialogue.Response(tokens[:n].clone(), logps[:n].clone(), truncated)
-            self.end_turn(slot, response, by_string=end is not None)
-
-    def end_turn(self, slot: int, response: dialogue.Response, by_string: bool) -> None:
-        """Free a slot, unless its environment is going to answer."""
-        sample = self.slots[slot]
-        self.done[slot] = True
-        if self.envs:
-            sample.waits = self.envs.on_turn_end(sample.key, response, by_string)
-        if not sample.waits:
-            self.release(slot, response)
-
-    def release(self, slot: int, response: dialogue.Response) -> None:
-        """Take a finished sample out of its slot."""
-        self.results[self.slots.pop(slot).key] = response
-        # a free slot still decodes; with length 0 it does not read its old sequence
-        self.length[slot] = 0
-
-    def collect_replies(self, envs: dialogue.EnvRollout) -> None:
-        """Continue the samples whose environments have answered, and release those whose
-        conversations are over. If all samples are waiting, wait for the first answer."""
-        all_wait = bool(self.slots) and not self.decoding()
-        answered = {episode.key: episode for episode in envs.poll(wait=all_wait)}
-        continuing = []
-        for slot, sample in sorted(self.slots.items()):
-            if sample.key not in answered:
-                continue
-            episode = answered[sample.key]
-            if not episode.reply:
-                self.release(slot, episode.response)
-            else:
-                sample.waits = False
-                continuing.append(slot)
-        self.read_replies(envs, continuing)
-
-    def read_replies(self, envs: dialogue.EnvRollout, slots: list[int]) -> None:
-        """Prefill the replies that have not been read, as many at once as fit into a pack."""
-        unread, sizes = [], []
-        for slot in slots:
-            episode = envs.episodes[self.slots[slot].key]
-            if episode.reply:
-                unread.append((slot, episode, episode.reply))
-                sizes.append(1 + len(episode.reply.input_ids))
-        for part in fill_packs(unread, sizes, self.setup.max_tokens_per_pack):
-            self.resume(envs, part)
-
-    def resume(
-        self,
-        envs: dialogue.EnvRollout,
-        replies: list[tuple[int, dialogue.Episode, dialogue.Reply]],
-    ) -> None:
-        """Prefill replies after the cached tokens of their slots, and sample the first token of the
-        next turns."""
-        features = envs.reply_features([reply for *_, reply in replies])
-        parts = []
-        for slot, episode, reply in replies:
-            index, _ = episode.key
-            ids, offsets = episode.read_reply(reply)
-            length, spoken = self.batch.prompt_lengths[index] + episode.length, episode.own_tokens
-            after = int(vlm.positions_of(self.model, self.batch, index).max()) + 1
-            parts.append(packs.Prefill([slot], length - len(ids), ids, after + offsets, spoken))
-            self.slots[slot] = Sample(episode.key, turn_start=spoken)
-        self.begin(parts, features)
-
-    def read_beginnings(self, slots: list[int]) -> None:
-        """Prefill the given beginnings of responses, slot by slot, as if the policy had drawn them: the
-        last token is still to be decoded, unless it ends the response."""
-        for slot in slots:
-            sample = self.slots[slot]
-            tokens, logps = self.beginnings.get(sample.key, (EMPTY, EMPTY))
-            n = len(tokens)
-            if n > 1:
-                positions = int(self.rope[slot]) + torch.arange(n - 1).expand(3, -1)
-                part = packs.Prefill([slot], sample.stored, tokens[:-1], positions, n - 1)
-                self.begin([part], [])
-            if n:
-                self.out_tokens[slot, :n], self.out_logprobs[slot, :n] = tokens, logps
-                self.last[slot] = tokens[-1]
-                is_end = tokens[-1] in self.sampling.stop_ids.cpu()
-                self.done[slot] = is_end or n == self.sampling.max_new_tokens
-
-    def stop_string_end(self, sample: Sample, tokens: Tensor) -> int | None:
-        """Number of tokens up to and including the one that completes a stop string, but at least
-        --min_new_tokens; None if there is no stop string."""
-        strings, shortest = self.sampling.stop_strings, self.sampling.min_new_tokens
-        if not strings or len(tokens) < shortest:
-            return None
-        # enough tokens for any stop string, as a token has at least one byte
-        window = 8 + 2 * max(len(stop.encode()) for stop in strings)
-        first = max(sample.turn_start, sample.searched + 1 - window)
-        recent = tokens[first:]
-        if self.shows_stop_string(recent):
-            for n in range(sample.searched + 1, len(tokens) + 1):
-                if self.shows_stop_string(recent[max(0, n - window - first) : n - first]):
-                    return max(n, shortest)
-        sample.searched = len(tokens)
-        return None
-
-    def shows_stop_string(self, tokens: Tensor) -> bool:
-        (text,) = self.actor.processor.decode([tokens])
-        return any(stop in text for stop in self.sampling.stop_strings)
-
-    def compact(self) -> None:
-        """Move busy slots to the front if over an eighth of the decoding slots is free, so that the last
-        responses decode in small batches."""
-        busy = sorted(self.slots)
-        if len(busy) >= 0.875 * (max(busy, default=-1) + 1):
-            return
-        target = [slot for slot in range(len(busy)) if slot not in self.slots]
-        source = [slot for slot in busy if slot >= len(busy)]
-        self.cache.move(source, target, max(self.slots[slot].stored for slot in source))
-        for state in self.state:
-            state[target] = state[source]
-        for old, new in zip(source, target):
-            self.slots[new] = self.slots.pop(old)
-        self.done[source], self.length[source] = True, 0
 
 
 # -------------------------------------------------------------------------------------------------
@@ -2460,7 +1821,9 @@ def check_advantages(refuse: flags.Refusals, args: Args) -> None:
         "--reference_every excludes --lora_rank and --reference_model: the reference is the actor's own "
         "model, without adapters",
     )
-    whole_step = args.reward_norm or args.reward_clip or args.overlong_buffer or args.reward_combiner
+    whole_step = (
+        args.reward_norm or args.reward_clip or args.overlong_buffer or args.reward_combiner
+    )
     refuse(
         args.advantage == "gdpo" and (whole_step or args.dynamic_sampling),
         "--advantage gdpo compares the sources of rewards before they become one number: without "
@@ -2498,7 +1861,9 @@ def check_rewards(refuse: flags.Refusals, args: Args) -> None:
         f"--prompts_per_step {args.prompts_per_step} must be a multiple of 2 x --rollouts_per_step: "
         "--reward judgement draws both orders of a pair together",
     )
-    refuse(args.reward_recipe and args.reward_combiner, "--reward_recipe excludes --reward_combiner")
+    refuse(
+        args.reward_recipe and args.reward_combiner, "--reward_recipe excludes --reward_combiner"
+    )
     refuse(bool(args.ptx_data) != bool(args.ptx_coef), "--ptx_data and --ptx_coef need each other")
     refuse(
         args.teacher_model == "ema" and (args.lora_rank or not args.ema_beta),

@@ -134,10 +134,8 @@ class Batch:
     own_lengths: PerSample = EMPTY  # response tokens, a sampled end token included
     truncated: PerSample = EMPTY  # bool: cut off by a limit, of tokens or of turns
     tokens: PerToken = EMPTY
-    # As recorded when the tokens were sampled; of foreign ones, once they are scored, the policy's.
+    # As recorded when the tokens were sampled.
     logprobs: PerToken = EMPTY
-    # bool: not drawn by the policy from this prompt, as a demonstration, an earlier step's sample
-    foreign: PerToken = EMPTY
     sampling: OfBatch[Sampling | None] = None  # how they were drawn; training uses the same
 
     # Conversations, if there is an environment.
@@ -287,7 +285,6 @@ class Batch:
             sample_number=ragged_index(torch.zeros_like(counts), counts),
             own_lengths=torch.tensor([len(tokens) for tokens in responses], dtype=torch.int64),
             tokens=tokens,
-            foreign=torch.zeros_like(tokens, dtype=torch.bool),
         )
 
     def gathered(self) -> "Batch":
@@ -297,15 +294,6 @@ class Batch:
         samples = {name: torch.cat([part[name] for part in ranks]) for name in ranks[0]}
         whole = replace(self, **samples, conversations=gather_conversations(self.conversations))
         return whole.select(whole.prompt_index.argsort(stable=True))
-
-    def join(self, other: "Batch") -> "Batch":
-        """The batch with the samples of another rollout of the same prompts, in one group with its own and
-        numbered on behind them."""
-        both = Batch.concatenate([self, other])
-        both.prompt_index %= len(self.prompts)
-        both.sample_number[len(self) :] += self.sample_number.max() + 1
-        in_groups = both.select(both.prompt_index.argsort(stable=True))
-        return in_groups.select_prompts(list(range(len(self.prompts))))
 
     def select(self, order: Tensor) -> "Batch":
         """The batch with only the samples ``order`` (k,), in that order, but all prompts."""

@@ -219,19 +219,6 @@ def raise_on_all_ranks(prefix: str = ""):
         raise UserError(problems[0])
 
 
-def check_same_flags(flags: dict) -> None:
-    """Raises UserError on every rank if two ranks were started with different flags, as by hand on
-    several nodes."""
-    first, *others = gather_objects(flags)
-    for other in others:
-        for name, value in first.items():
-            if value != other[name]:
-                raise UserError(
-                    f"the ranks were started with different flags: --{name} {value!r} and "
-                    f"{other[name]!r}"
-                )
-
-
 def stop_requested() -> bool:
     """Whether any rank was asked to stop: the same answer on all of them."""
     return any(gather_objects(bool(STOP_SIGNALS)))

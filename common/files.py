@@ -30,13 +30,11 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
 
 LFS = b"version https://git-lfs."  # how a pointer begins
-DEEPEST = 100  # lists and objects inside each other; Python's recursion ends at a few hundred
 
 
 def open_regular(path: str | Path) -> BufferedReader:
@@ -87,19 +85,7 @@ def parse_json(text: str | bytes, where: str | Path) -> Any:
         ) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
-    level, depth = [value], 0
-    while level:
-        level, depth = [part for outer in level for part in parts_of(outer)], depth + 1
-    if depth > DEEPEST:
-        raise ValueError(f"{where}: lists and objects are nested more than {DEEPEST} deep")
     return value
-
-
-def parts_of(value: Any) -> Iterable:
-    """What a list or object contains."""
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def read_json(path: str | Path, form: Any = dict) -> Any:

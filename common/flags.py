@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.files import follow_pointer, parse_json, read_json
+from common.files import parse_json, read_json
 from common.process import Exit, UserError
 from common.toy import toy_file, write_toy
 
@@ -27,10 +27,8 @@ NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
 LARGEST = 1e300  # of a flag's values: no infinity
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
 LONGEST_WAIT = 1e7
-# The flags that identify a model, and a run of either script. A file or folder that they name counts
-# by its content, and "data (rows)" by the number of rows, too.
-MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
-IDENTITY = (*MODEL_IDENTITY, "data", "data (rows)", "template_options")
+# The flags that identify a run of either script.
+IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision", "data", "template_options")
 
 # -------------------------------------------------------------------------------------------------
 # Declaring flags
@@ -45,7 +43,6 @@ def flag(
     low: float = 0,
     high: float = LARGEST,
     off: float | None = None,
-    paths: bool = False,
 ) -> Any:
     """A field of an argument class.
 
@@ -53,9 +50,8 @@ def flag(
         help: what it does, with the unit.
         low, high: bounds of a number; one that may be negative says so.
         off: the one value outside of these bounds that is allowed.
-        paths: whether paths in the value become absolute.
     """
-    rules = {"help": help, "choices": choices, "low": low, "high": high, "off": off, "paths": paths}
+    rules = {"help": help, "choices": choices, "low": low, "high": high, "off": off}
     return dataclasses.field(default=default, metadata=rules)
 
 
@@ -69,25 +65,6 @@ def as_json(args: Any) -> dict:
     return vars(args) | {"out": str(args.out)}
 
 
-def absolute_paths(text: str) -> str:
-    """A flag's value with the paths in it absolute, so that args.json can be read from any folder:
-    one path, or several: see `map_parts`. What does not exist (a hub name, a rule) stays."""
-    # a word may be a rule's name, even where a file has it
-    is_path = "/" in text or "." in text or os.path.isfile(f"{text}/config.json")
-    if is_path and os.path.exists(text):
-        return str(follow_pointer(text).resolve())
-    return map_parts(text, absolute_paths)
-
-
-def map_parts(text: str, change: Callable[[str], str]) -> str:
-    """A flag's value with each of its parts changed, as in a.jsonl:0.7,b.jsonl:0.3 or
-    grm:FOLDER,file.py:function, or in the JSON of a recipe."""
-    for mark in '",:':
-        if mark in text and (mark != ":" or "://" not in text):
-            return mark.join(map(change, text.split(mark)))
-    return text
-
-
 # -------------------------------------------------------------------------------------------------
 # Command line and --config
 # -------------------------------------------------------------------------------------------------
@@ -99,8 +76,8 @@ def parse(
     """An ``args_class`` with the values of flags. The command line overrides --config, which overrides
     the defaults.
 
-    Without --config, --export_only reads the run's own args.json; and without --model and --data, a
-    file of the embedded toy is read: ``toy`` is its task and its name.
+    Without --config, --model and --data, a file of the embedded toy is read: ``toy`` is its task and its
+    name.
 
     Raises:
         UserError: an unknown flag or a value of another type.
@@ -108,15 +85,11 @@ def parse(
     parser = build_parser(args_class, doc)
     typed = vars(parser.parse_args(argv))
     config = typed.pop("config", None)
-    if config is None and typed.get("export_only"):
-        config = typed.setdefault("out", follow_pointer(RunArgs.out)) / "args.json"
-    elif config is None and not typed.keys() & {"model", "data", "eval_data"}:
+    if config is None and not typed.keys() & {"model", "data", "eval_data"}:
         config = toy_file(*toy)
         if not config.exists() and not write_toy(config, toy[0]):
             raise UserError("no --model given, and launch/toy.py did not write the embedded toy")
     values = read_config(config, parser) if config else {}
-    if typed.get("export_only"):
-        values["resume"] = "auto"  # whatever the interrupted run began with
     return args_class(**values | typed)
 
 
@@ -145,7 +118,7 @@ def build_parser(args_class: type, description: str | None) -> "Parser":
 def add_flag(section: Any, field: dataclasses.Field) -> None:
     text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
     choices: Any = field.metadata["choices"]
-    options: dict = {"type": absolute_paths if field.metadata["paths"] else field.type}
+    options: dict = {"type": field.type}
     if field.type is bool:
         options = {"action": argparse.BooleanOptionalAction}
     elif choices:
@@ -305,9 +278,7 @@ def parse_stop_strings(text: str) -> list[str]:
 class ModelArgs:
     """model"""
 
-    model: str = flag(
-        "", "checkpoint to train: folder in Hugging Face format, or hub name", paths=True
-    )
+    model: str = flag("", "checkpoint to train: folder in Hugging Face format, or hub name")
     dtype: str = flag(
         "auto",
         "compute type; weights and optimizer stay float32. auto: bfloat16 on GPU, float32 on CPU",
@@ -357,10 +328,10 @@ class DataArgs:
         "",
         "training rows: JSONL files, as a.jsonl,b.jsonl or with probabilities: "
         "a.jsonl:0.7,b.jsonl:0.3",
-        paths=True,
     )
     eval_data: str = flag(
-        "", "held-out rows: JSONL files; empty: no evaluation", paths=True, 
+        "",
+        "held-out rows: JSONL files; empty: no evaluation",
     )
     prompts_per_step: int = flag(32, "prompts per step, over all ranks", low=1)
     max_prompt_tokens: int = flag(
@@ -387,7 +358,6 @@ class DataArgs:
         "",
         "folder of images and videos: paths are relative to the rows' file, or to this folder; what "
         "lies outside of it, links resolved, is refused; empty: any file",
-        paths=True,
     )
     template_options: str = flag(
         "",
@@ -436,11 +406,6 @@ class CheckpointArgs:
         "disk space of complete checkpoints, 10^9 bytes: beyond it the oldest are deleted, never "
         "the newest; 0: no limit",
     )
-    save_strategy: str = flag(
-        "unrestricted",
-        "who writes at the same time: all ranks, those of one node, or one rank",
-        choices=("unrestricted", "single_node", "single_process", "single_thread"),
-    )
     save_blocking: bool = flag(
         False, "wait for each checkpoint instead of writing it in the background"
     )
@@ -452,8 +417,8 @@ class CheckpointArgs:
     resume: str = flag(
         "auto",
         "auto: resume if --out has a checkpoint, but not one of another model, data, reward or "
-        "algorithm; must: fail if it has none; never: fail if it has one; PATH: start a new --out from "
-        "that checkpoint (or its latest); with --export_only, a step of --out as well",
+        "algorithm; never: fail if it has one; PATH: start --out, unless it has its own, from that "
+        "checkpoint, with other flags if need be",
     )
 
 
@@ -463,8 +428,7 @@ class RunArgs:
 
     out: Path = flag(
         Path("runs/latest"),
-        "output folder; without it a new one, or that of the same run if it is unfinished, which "
-        "runs/latest then names",
+        "output folder",
     )
     seed: int = flag(0, "seed of sampling and data order", high=2**32 - 1)
     eval_every: int = flag(
@@ -473,12 +437,7 @@ class RunArgs:
         "never",
         low=-1,
     )
-    eval_only: bool = flag(False, "evaluate the model and stop", )
-    export_only: bool = flag(
-        False,
-        "export the weights of the run in --out, from its newest checkpoint or --resume PATH, and "
-        "stop; the other flags are those of the run",
-    )
+    eval_only: bool = flag(False, "evaluate the model and stop")
     log_samples: int = flag(
         4,
         "samples shown as pictures and text, with every evaluation and some steps; 0: none",

@@ -185,8 +185,6 @@ def hides_bars() -> bool | None:
 
 # steps between samples of training; those of the first and the last step are written, too
 SAMPLES_EVERY = 5
-# marks the folder of an unfinished run without --out; it holds the flags that identify the run
-UNFINISHED = ".unfinished"
 
 
 class RunLogger:
@@ -331,8 +329,6 @@ class RunLogger:
         if distributed.is_main():
             self._file.close()
             self._writer.close()
-            if not stopped:
-                (self.out / UNFINISHED).unlink(missing_ok=True)
         if stopped:
             raise Exit(EXIT_PREEMPTED)
 

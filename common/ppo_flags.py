@@ -46,12 +46,10 @@ class RowArgs:
         "file.py:function of (rows, samples, rewards) to weights, by which the rows of a batch are drawn; "
         "of each row of --data they are its columns, how many samples it had, and the sum of their "
         "rewards; empty: every row once in a pass",
-        paths=True,
     )
     ptx_data: str = flag(
         "",
         "JSONL with prompt, images, response for a next-token loss besides the RL loss; empty: none",
-        paths=True,
     )
     ptx_coef: float = flag(
         0.0,
@@ -62,6 +60,61 @@ class RowArgs:
         "text",
         "tokens of --ptx_data that carry the loss: all text, or responses",
         choices=("text", "responses"),
+    )
+
+
+@dataclass(frozen=True)
+class RolloutArgs:
+    """rollout"""
+
+    rollouts_per_step: int = flag(
+        1,
+        "rollouts per step, which share --prompts_per_step equally and whose samples are pooled for "
+        "the updates; must divide --prompts_per_step",
+        low=1,
+    )
+    samples_per_prompt: int = flag(4, "samples per prompt", low=1)
+    max_new_tokens: int = flag(512, "longest response, tokens", low=1)
+    min_new_tokens: int = flag(
+        0,
+        "shortest response, tokens: before that, stop tokens are banned and stop strings deferred",
+    )
+    temperature: float = flag(
+        1.0,
+        "sampling temperature; log-probs are taken at the same temperature everywhere",
+        low=1e-6,
+    )
+    top_k: int = flag(
+        0,
+        "sample from the k likeliest tokens; 0: off. Biases the gradient, which assumes "
+        "the full distribution",
+    )
+    top_p: float = flag(
+        1.0,
+        "keep the smallest set with this probability; 1: off. Biases the gradient too",
+        low=1e-6,
+        high=1,
+    )
+    stop_strings: str = flag(
+        "",
+        "JSON list of strings that end a response when they appear in it",
+    )
+    slots: int = flag(
+        0,
+        "sequences decoded together per rank, or team of --rollout_shards; 0: as many as fit into "
+        "memory, at most 256, of a team 512",
+    )
+    cuda_graphs: str = flag(
+        "auto",
+        "decode with CUDA graphs (one launch per token), captured again in every rollout. auto: "
+        "on a GPU, after the first tokens at the same batch size",
+        choices=("auto", "on", "off"),
+    )
+    eval_samples: int = flag(
+        1,
+        "samples per held-out prompt; 1: greedy; more: drawn at --temperature, for mean rewards "
+        "and pass@k",
+        low=1,
     )
 
 
@@ -106,18 +159,15 @@ class RewardArgs:
         "point, verdict, or judgement, which draws both orders of pairs together), env (what --env gives), "
         "file.py:function, grm:FOLDER (generative judge), "
         "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: only a teacher",
-        paths=True,
     )
     reward_recipe: str = flag(
         "",
         'JSON, or a .json file, in place of --reward: {label: [[source, weight], ...]}, "*" for '
         "every other label; weight 0: only measured",
-        paths=True,
     )
     reward_combiner: str = flag(
         "",
         "file.py:function of {source: rewards} to rewards, for several sources without a recipe",
-        paths=True,
     )
     consistency_coef: float = flag(
         0.0,
@@ -168,7 +218,6 @@ class TeacherArgs:
         "frozen model that also scores the sampled tokens, and from which the policy learns: a checkpoint "
         "of any size that has the policy's tokens and reads rows by its own processor; self: the "
         "initial weights (with adapters, the base model); ema: the average of --ema_beta; empty: none",
-        paths=True,
     )
     teacher_in: str = flag(
         "advantage",
@@ -202,7 +251,6 @@ class EnvArgs:
         "",
         "file.py:Class of an environment that answers the policy's turns (launch/README.md); empty: "
         "responses have one turn",
-        paths=True,
     )
     max_turns: int = flag(8, "turns of the policy in a sample with an environment", low=1)
     max_reply_tokens: int = flag(

@@ -5,28 +5,24 @@ catch_signals    from now on, a signal ends the run after the step in progress
 """
 
 import ctypes
-import json
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from common.files import as_message, say
+from common.files import say
 from common.threads import GIVEN_UP
 
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
-PATIENCE = 20  # seconds that the ranks of a machine leave its first one to tell torchrun an error
 # Signals that arrived; all ranks look at them together between two steps.
 STOP_SIGNALS: list[int] = []
 
@@ -61,27 +57,6 @@ def default_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def end_at_signals() -> None:
-    """Let the signals of `handle_signals` end this process at once, with one line, until
-    `catch_signals`: there is nothing to save.
-
-    A thread does it. A handler would wait until the main thread is back in the interpreter, from a
-    collective, or from waiting for the other machines.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)  # gets a byte whenever a signal comes that has a handler
-    threading.Thread(target=end_when_told, args=[reader], daemon=True).start()
-    handle_signals(lambda *_: None)
-
-
-def end_when_told(reader: int) -> None:
-    """In a thread: wait for a byte, and end the process."""
-    os.read(reader, 1)
-    tell_now("stopped by a signal with nothing to save; the same command starts again")
-    os._exit(EXIT_PREEMPTED)
-
-
 def tell_now(message: str) -> None:
     """Print a line once for this machine, in the middle of whatever is printed."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -92,7 +67,6 @@ def tell_now(message: str) -> None:
 def catch_signals() -> None:
     """From now on, the signals of `handle_signals` ask for a stop after the step in progress; a
     second Ctrl-C ends the process at once."""
-    signal.set_wakeup_fd(-1)
     handle_signals(request_stop)
 
 
@@ -152,59 +126,33 @@ TIMED_OUT = (
 
 
 def run_main(program: Callable[[], Any]) -> None:
-    """Run a script's main; what it raises becomes one message and an exit code."""
+    """Run a script's main; what it raises becomes one message and an exit code, and is told to
+    torchrun, whose summary comes last."""
     die_with_torchrun()
-    end_at_signals()
     code = 0
     with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
         try:
             program()
         except UserError as error:
-            tell_once(f"error: {error}")
+            get_error_handler().record_exception(error)
+            if os.environ.get("RANK", "0") == "0":  # all ranks raise it
+                say(f"error: {error}", file=sys.stderr)
             code = EXIT_USER_ERROR
         except Exit as end:
             code = end.code
         except (Exception, SystemExit) as error:  # a SystemExit of user code is an error, too
-            messages = [traceback.format_exc().rstrip()]
+            get_error_handler().record_exception(error)
+            say(traceback.format_exc().rstrip(), file=sys.stderr)
             if isinstance(error, torch.OutOfMemoryError):
-                messages.append(OUT_OF_MEMORY)
+                say(OUT_OF_MEMORY, file=sys.stderr)
             elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():
-                messages.append(TIMED_OUT)
-            for message in messages:
-                say(message, file=sys.stderr)
-            tell_torchrun(messages[-1])
+                say(TIMED_OUT, file=sys.stderr)
             os._exit(1)  # no destructor may wait for the other ranks
-    told_alone = dist.is_initialized() and code == EXIT_USER_ERROR  # see `tell_once`
-    if dist.is_initialized() and not told_alone:
+    if dist.is_initialized() and not code:
         dist.destroy_process_group()
     # An ordinary exit would abort the process if one of the threads that were given up is inside
     # C++; and NCCL might wait in it for ranks that do not leave the group.
-    if GIVEN_UP or told_alone:
+    if GIVEN_UP or code == EXIT_USER_ERROR:
         os._exit(code)
     if code:
         raise Exit(code)
-
-
-def tell_once(message: str) -> None:
-    """Print what all ranks would print: torchrun does so, last of all, unless it starts them again."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # so far; None without torchrun
-    if restarts and os.environ["LOCAL_RANK"] != "0":
-        # until torchrun ends this process, because the first one of this machine has told it why
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(PATIENCE)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first one tells it, whichever ends first
-    tell_torchrun(message)
-    is_told = restarts and restarts == os.environ["TORCHELASTIC_MAX_RESTARTS"]
-    if not is_told and os.environ.get("RANK", "0") == "0":
-        say(message, file=sys.stderr)
-
-
-def tell_torchrun(message: str) -> None:
-    """Leave a message for the summary that torchrun prints last."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        details = {
-            "message": as_message(message),
-            "extraInfo": {"timestamp": str(int(time.time()))},
-        }
-        Path(path).write_text(json.dumps({"message": details}))

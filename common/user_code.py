@@ -4,7 +4,6 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,9 +11,6 @@ from typing import Any
 from common import distributed
 from common.process import UserError
 from common.threads import describe_error
-
-FOLDERS: list[str] = []  # that hold the programs
-NEIGHBOURS: set[str] = set()  # modules that were imported from there
 
 
 def load_object(flag_name: str, spec: str, expected: str) -> Any:
@@ -74,31 +70,10 @@ def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:
     return distributed.from_main(returned)
 
 
-class Beside:
-    """Finds what programs import from beside them, after everything that is installed."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Raises ImportError: two programs have such a module beside them; Python would load only one."""
-        specs = {folder: PathFinder.find_spec(name, [folder]) for folder in FOLDERS}
-        folders = [folder for folder, spec in specs.items() if spec]
-        if path is not None or not folders:  # a part of a package, which Python itself finds
-            return None
-        if len(folders) > 1:
-            raise ImportError(f"{name} is in {' and in '.join(folders)}: rename one of them")
-        NEIGHBOURS.add(name)
-        return specs[folders[0]]
-
-
-sys.meta_path.append(Beside)
-
-
 def run_program(file: Path) -> ModuleType:
-    """Run a file of the user, which can import what lies beside it."""
-    if str(file.parent) not in FOLDERS:
-        FOLDERS.append(str(file.parent))
-    for name in NEIGHBOURS & sys.modules.keys():
-        Beside.find_spec(name)  # raises if there is one here, too: the program would get the other
+    """Run a file of the user, which can import what lies beside it, after everything that is installed."""
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
     # In sys.modules, a name that no installed module has, nor a file called the same in another folder.
     # A dot would mark it as a module of a package.
     name = str(file).replace(".", ":")

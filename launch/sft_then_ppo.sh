@@ -30,7 +30,7 @@ if [ -z "${MODEL:-}" ]; then
     done
     head -n 32 "$out/train.jsonl" > "$out/written.jsonl"
     "${launch[@]}" train_grm_vl.py --model toy/model --data "$out/written.jsonl" --eval_data "$out/eval.jsonl" \
-        --steps 8 --prompts_per_step 16 --eval_every 4 --lr 1e-3 --max_prompt_tokens 256 --max_tokens_per_pack 4096 --eval_batch 128 \
+        --steps 8 --prompts_per_step 16 --eval_every 4 --lr 1e-3 --max_prompt_tokens 256 --max_tokens_per_pack 4096 \
         --eval_max_new_tokens 4 --out "$out/sft"
     exec "${launch[@]}" train_ppo_vl.py --config toy/args.json --model "$out/sft/export/latest" --out "$out/ppo" ${flags[@]+"${flags[@]}"}
 fi

@@ -87,7 +87,6 @@ JUDGE_ARGS = dict(
     max_tokens_per_pack=4096,
     eval_every=300,
     eval_max_new_tokens=24,
-    eval_batch=128,
     correct_template="{prompt}\n{response}\n",
     pictures_template="A<image>B<image>\n{prompt}\n",
 )
@@ -106,7 +105,6 @@ SFT_ARGS = dict(
     max_pixels=10_000,  # 3 x 3 tokens of 28 or 32 pixels
     eval_every=200,
     eval_max_new_tokens=40,
-    eval_batch=128,
 )
 LOCATE_ARGS = TRAINER_ARGS | dict(
     reward="box", advantage="grpo", max_new_tokens=40, max_pixels=10_000

@@ -145,6 +145,7 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
     from types import SimpleNamespace
 
     import train_ppo_vl as ppo
+    from common.model import rollout as rollouts
     from common import distributed
 
     common = "--max_prompt_tokens 512 --max_new_tokens 12 --prompts_per_step 4"
@@ -171,6 +172,7 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
 def build_rewards(args, reward, rows, actor, ranks) -> None:
     """Build and load the reward models of a run, as its start does."""
     import train_ppo_vl as ppo
+    from common.model import rollout as rollouts
     from common import distributed
     from common.model import weights
 
@@ -501,14 +503,15 @@ def seven_b(qwen25, tmp_path_factory) -> Path:
 def poll(monkeypatch) -> list[int]:
     """[after how many tokens the engine looks at its samples]"""
     import train_ppo_vl as ppo
+    from common.model import rollout as rollouts
 
-    poll, init = [1], ppo.RolloutEngine.__init__
+    poll, init = [1], rollouts.RolloutEngine.__init__
 
     def init_with_poll(engine, *args):
         init(engine, *args)
         engine.poll = poll[0]
 
-    monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_poll)
+    monkeypatch.setattr(rollouts.RolloutEngine, "__init__", init_with_poll)
     return poll
 
 
@@ -520,9 +523,10 @@ def graphs_of(monkeypatch):
     from types import SimpleNamespace
 
     import train_ppo_vl as ppo
+    from common.model import rollout as rollouts
     from common.model import graphs
 
-    init = ppo.RolloutEngine.__init__
+    init = rollouts.RolloutEngine.__init__
 
     def use(replay=lambda step, size, capacity: step(size, capacity)):
         captured = []
@@ -551,7 +555,7 @@ def graphs_of(monkeypatch):
 
             return SimpleNamespace(replay=replay_at_the_same_addresses), pool
 
-        monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_graphs)
+        monkeypatch.setattr(rollouts.RolloutEngine, "__init__", init_with_graphs)
         monkeypatch.setattr(graphs, "capture", capture)
         return captured
 

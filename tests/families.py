@@ -781,7 +781,7 @@ def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
             data,
             "--out",
             data.parent / "judge",
-            "--eval_max_new_tokens 5 --eval_batch 4",
+            "--eval_max_new_tokens 5",
             *flags,
         )
     )
@@ -790,7 +790,7 @@ def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
     with PromptLoader(
         processor, args, batches_in_order(rows.held_out, len(rows.held_out))
     ) as loader:
-        written = grm.generate(judge, loader.take(), args)
+        _, written = grm.write_judgements(judge, loader.take(), args)
     silent = {*processor.stop_ids, processor.tokenizer.pad_token_id}
     for i, example in enumerate(rows.held_out):
         response = generated(family, example.prompt, inputs_of, 5)

@@ -33,7 +33,7 @@ from common.flags import DataArgs
 from common.model import fsdp, packs, shards, vlm
 from common.model.build import build_model
 from common.model.vlm import Compute
-from common.model.weights import load_weights, materialize
+from common.model.weights import copy_shard, materialize, named_weights, read_whole
 from common.rewards import scoring
 from common.threads import Workers
 from conftest import (
@@ -467,6 +467,14 @@ def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tens
     return [list(itertools.islice(responses, count)) for count in counts]
 
 
+def load_weights(model, folder) -> None:
+    """A checkpoint's weights, in a model that is not sharded."""
+    model.setup.folder = Path(folder)
+    stored = read_whole(model).state_dict()
+    for name, target in named_weights(SimpleNamespace(model=model)).items():
+        copy_shard(target, stored[name])
+
+
 def load_model(folder, loaded: bool = True):
     """The model of a folder, not sharded; without its weights if not ``loaded``."""
     model = build_model(Processor(folder, DataArgs()).config, COMPUTE).requires_grad_(False)
@@ -727,8 +735,7 @@ def judge_flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> l
         "--out",
         out,
         "--max_prompt_tokens 600 --max_tokens_per_pack 700 --prompts_per_step 4 --lr 1e-3 "
-        "--eval_max_new_tokens 5 "
-        "--eval_batch 2",
+        "--eval_max_new_tokens 5 ",
         *more,
     )
 

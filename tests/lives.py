@@ -12,7 +12,7 @@ import pytest
 
 import ranks
 import train_ppo_vl as ppo
-from common.model import checkpoint, storage
+from common.model import checkpoint
 from conftest import assert_same_records, reproducible, words, write_image, write_rows
 
 REWARD = '''
@@ -33,7 +33,7 @@ def rank() -> int:
 
 
 SAVING = {  # what a save calls, in order
-    "before-write": (checkpoint, "own_shards"),
+    "before-write": (checkpoint.Checkpoints, "write"),
     "before-commit": (checkpoint.Checkpoints, "commit"),
     "before-rename": (Path, "rename"),
     "before-pointer": (checkpoint, "write_pointer"),
@@ -111,7 +111,7 @@ def steps(out: Path) -> list[int]:
     """Steps of the complete checkpoints, newest first."""
     return [
         step
-        for step, path in storage.step_folders(out / "checkpoints")
+        for step, path in checkpoint.step_folders(out / "checkpoints")
         if (path / "COMMITTED.json").exists()
     ]
 

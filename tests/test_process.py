@@ -95,30 +95,6 @@ def test_exit_code_0_means_done(program, code, message):
     assert ("Traceback" in result.stderr) == (code == 1)
 
 
-@pytest.mark.parametrize(
-    "rank, restarts, printed", [(0, "1", True), (0, "0", False), (1, "0", False)]
-)
-def test_torchrun_tells_an_error_once_and_last(
-    tmp_path, monkeypatch, capsys, rank, restarts, printed
-):
-    """Printed as well only where torchrun restarts and forgets it; all but the first rank leave it
-    to that one."""
-    waited, file = [], tmp_path / "error.json"
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "TORCHELASTIC_ERROR_FILE": file,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": restarts,
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(process.time, "sleep", waited.append)
-    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
-    process.tell_once("error: a typo")
-    assert read_json(file)["message"]["message"] == "error: a typo"
-    assert capsys.readouterr().err == ("error: a typo\n" if printed else "")
-    assert waited == [process.PATIENCE] * rank
 
 
 TYPO = """
@@ -194,14 +170,6 @@ COLLECTIVE = """
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"])
-@pytest.mark.parametrize("wait", ["time.sleep(20)", COLLECTIVE])
-def test_a_signal_before_the_loop_ends_with_one_line(name, wait):
-    """At once, also in a collective, which no handler of Python interrupts; one process of each
-    machine says it."""
-    for local_rank, message in (("0", STOPPED), ("1", "")):
-        result = python(BEFORE_THE_LOOP.format(name=name, wait=wait), LOCAL_RANK=local_rank)
-        assert (result.returncode, result.stdout, result.stderr) == (75, "", message)
 
 
 @pytest.mark.parametrize("name, code", [("SIGHUP", 0), ("SIGUSR1", 75)])

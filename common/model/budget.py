@@ -112,18 +112,17 @@ class MemoryPlan:
         return self.resident(role) | {"gathered weights": root + 2 * layer, "forward": forward}
 
     def decoding(
-        self, role: str, length: int, slots: int, *busy: str, prefill: float = 0.0
+        self, role: str, length: int, slots: int, *busy: str
     ) -> Parts:
         """Bytes of decoding, with all weights gathered, or a rank's pieces, and a cache of so many
-        ``slots`` of ``length`` tokens. ``prefill``: bytes of a forward of all prompts at once; 0: they
-        are read pack by pack."""
+        ``slots`` of ``length`` tokens."""
         module, ranks = self.models[role], self.args.rollout_shards
         slot = memory.slot_bytes(module, length, ranks)
         return self.resident(*busy) | {
             "gathered weights": memory.decoding_bytes(module, ranks),
             "KV cache": slot,  # of one sequence, the least that a run needs
             "further slots": (slots - 1) * slot,
-            "forward": prefill or memory.forward_bytes(module, slots),
+            "forward": memory.forward_bytes(module, slots),
         }
 
     def slots(self, gib: float) -> int:

@@ -48,7 +48,6 @@ from common.model.vlm import (
     vision_parts,
 )
 from common.model.weights import (
-    COPIED_KEYS,
     VISION_KEYS,
     Tensors,
     resolve_folder,
@@ -239,8 +238,8 @@ def build_model(
         raise ValueError(problem) from error
     how = {part.name: getattr(compute, part.name) for part in fields(Compute)}
     model.setup = Setup(**how, family=family, folder=folder, trains_vision=trains_vision)
-    for key in COPIED_KEYS:  # no part of any model here, as a tower for sound
-        model.model._modules.pop(key.removesuffix("."), None)
+    for name in ("audio_tower", "embed_audio"):  # of models that hear
+        model.model._modules.pop(name, None)
     use_ours(model)
     # EOS may serve as padding, and learns like any token
     decoder(model).get_input_embeddings().padding_idx = None

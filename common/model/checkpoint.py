@@ -1,26 +1,35 @@
 """Checkpoints: a folder step-N is complete or it does not exist.
 
-Saved in the background, committed by rename; a pointer to the newest is written last. What is in
-such a folder, and how it is checked, stands in `common.model.storage`.
+    <out>/checkpoints/step-N/shard-*.safetensors    weights and optimizer states, by torch's DCP
+                             state.json             counters, and the flags of the run
+                             COMMITTED.json         the sha256 of every file; written last
+    <out>/export/step-N/                            weights in Hugging Face format
+
+Saved in the background, committed by rename. Tensors may be read on any number of ranks; nothing is
+read with pickle.
 """
 
 import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Container
+from collections.abc import Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from common.data.processor import Processor
 from common.distributed import (
@@ -32,91 +41,105 @@ from common.distributed import (
     stop_requested,
 )
 from common.files import follow_pointer, read_json, say, sha256
-from common.flags import MODEL_IDENTITY, CheckpointArgs, RunArgs, absolute_paths
-from common.logging import (
-    UNFINISHED,
-    Metrics,
-    due,
-    sync_folder,
-    write_durably,
-    write_link,
-    write_pointer,
-)
+from common.flags import CheckpointArgs, RunArgs
+from common.logging import Metrics, due, sync_folder, write_durably, write_pointer
 from common.model import weights
 from common.model.fsdp import Trainable
-from common.model.identity import NAMING, contents
-from common.model.staging import Staging
-from common.model.storage import (
-    Roles,
-    find_damage,
-    is_complete,
-    load_training_state,
-    own_shards,
-    step_folders,
-    training_state,
-    write_shards,
-)
+from common.model.vlm import Wrapper
 from common.process import UserError
 
-MOST_FAILURES = 3  # failed saves in a row that end a run
-# how often checkpoints are looked at of which none can be read, and the seconds in between: a file
-# system may come back
-LOOKS, PAUSE = 4, 20.0
+# By role: actor, critic, judge; and a reference that moves, which has no optimizer.
+Roles = Mapping[str, Trainable | Wrapper]
+
+
+# -------------------------------------------------------------------------------------------------
+# What is in a checkpoint
+# -------------------------------------------------------------------------------------------------
+
+
+def training_state(roles: Roles) -> dict[str, Tensor]:
+    """Weights and optimizer state of all roles, as they are in use, by their names in a checkpoint.
+
+    The frozen weights of a trained role are those of --model; a role without an optimizer has all
+    of its own. Rates and decays are flags.
+    """
+    state = {}
+    for role, part in roles.items():
+        module = part.module if isinstance(part, Trainable) else part
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad or module is part:
+                state[f"{role}.model.{name}"] = parameter.detach()
+            if parameter.requires_grad and isinstance(part, Trainable):
+                for kind, value in part.optimizer.state[parameter].items():
+                    state[f"{role}.optimizer.state.{name}.{kind}"] = value
+    return state
+
+
+def load_training_state(path: Path, roles: Roles) -> None:
+    """Read a checkpoint's tensors into models and optimizers, in place; any number of ranks may
+    have written it. Raises UserError: it lacks some, or has them in other shapes."""
+    try:
+        dcp.load(training_state(roles), storage_reader=HuggingFaceStorageReader(str(path)))
+    except dcp.api.CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise UserError(
+            f"{path} cannot be loaded into the models of this run: {cause}; --config "
+            "<out>/args.json has the flags of its run; to start from its weights alone, pass an export "
+            "of its run as --model"
+        ) from error
+
+
+def step_folders(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint, newest first. Raises OSError: they cannot be listed, which
+    does not mean that there is none."""
+    names = os.listdir(folder) if os.path.lexists(folder) else []
+    paths = [folder / name for name in names if re.fullmatch(r"step-\d+", name)]
+    return sorted([(int(path.name[5:]), path) for path in paths], reverse=True)
+
+
+def find_damage(path: Path) -> str:
+    """What is wrong with a checkpoint; "" if its files are those that were committed. The ranks
+    share the reading; all must call."""
+    problem = ""
+    try:
+        committed = read_json(path / "COMMITTED.json", {"sha256": {str: str}})["sha256"]
+        for name in sorted(committed)[dist.get_rank() :: dist.get_world_size()]:
+            if sha256(path / name) != committed[name]:
+                problem = f"{name} is not what was written: its sha256 is another"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    return max(gather_objects(problem))
+
+
+def make_stager() -> DefaultStager:
+    """Copies tensors into host memory, which is kept for the next save: pinned where there is a GPU."""
+    gpu = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=gpu,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=gpu,
+        )
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# The checkpoints of a run
+# -------------------------------------------------------------------------------------------------
 
 
 class Args(CheckpointArgs, RunArgs):
     """What is read here of a script's Args."""
 
 
-def of_today(saved: dict) -> dict:
-    """A state.json as it is written today. Earlier versions counted the place in the data in batches, or
-    steps, of the size that they had, and kept some paths as they were given."""
-    flags, step = saved["flags"], saved["step"]
-    for name in flags.keys() & NAMING.split():
-        flags[name] = absolute_paths(flags[name])
-    if "rows_drawn" not in saved:
-        size = flags["prompts_per_step"] // flags.get("rollouts_per_step", 1)
-        saved["rows_drawn"] = saved.pop("batches_taken", step) * size
-        if flags.get("ptx_data"):
-            updates = flags["epochs"] * flags["minibatches"] * (step - flags["critic_warmup_steps"])
-            saved["ptx_rows"] = max(0, updates) * flags["ptx_batch"]
-    return saved
-
-
-def choose_folder(run: Args, flags: dict, identity: set[str]) -> Args:
-    """``run`` with the folder of a run without --out, chosen by rank 0: the one that runs/latest
-    names, if this is the same run, unfinished, or asks for what is there; else a new one, which
-    runs/latest then names. A folder runs/latest of earlier versions is used.
-
-    Raises UserError: what flags name cannot be read, or the folder cannot be made.
-    """
-    if run.out != RunArgs.out:
-        return run
-    with raise_on_all_ranks():
-        folder = follow_pointer(run.out)
-        is_asked_for = run.eval_only or run.resume == "must"
-        is_used = folder.is_dir() and (is_asked_for or folder == run.out)
-        if is_main() and not is_used:
-            values = flags | contents(flags)
-            described = json.dumps(
-                {name: values[name] for name in sorted(values.keys() & identity)}
-            )
-            mark = folder / UNFINISHED
-            if not mark.exists() or mark.read_text() != described:
-                folder = run.out.with_name(f"{datetime.now():%Y-%m-%d-%H%M%S-%f}")
-                write_durably(folder / UNFINISHED, described)
-                write_link(run.out, folder.name)
-    return from_main(replace(run, out=folder))
-
-
 class Checkpoints:
     """Writes and finds <out>/checkpoints/step-N, and exports to <out>/export/step-N.
 
-    A save goes into a fresh hidden folder: every rank's tensors as safetensors, in the background,
-    then on rank 0 COMMITTED.json with the sha256 of every file, fsync, rename to step-N, the
-    `latest` pointer, and only then the deletion of old checkpoints. Death at any instant leaves the
-    earlier checkpoints as they were. One save is in flight at most. A resume takes the newest
-    checkpoint whose files are those committed.
+    A save goes into a fresh hidden folder, in the background; then rank 0 writes COMMITTED.json,
+    renames the folder to step-N, moves the `latest` pointer, and only then deletes old checkpoints.
+    Death at any instant leaves the earlier checkpoints as they were. One save is in flight at most. A
+    resume takes the newest checkpoint whose files are those committed.
 
     As a context manager it waits for the save in flight at the end, even after a UserError.
     """
@@ -124,21 +147,19 @@ class Checkpoints:
     def __init__(self, run: Args):
         self.out, self.args, self.timeout = run.out, run, run.timeout
         self.folder = run.out / "checkpoints"
+        self.eval_only = run.eval_only
         self.first_step = 0  # the step that was resumed from
         self.saved_step = 0  # the newest that is saved, or on its way
-        self.damaged: set[Path] = set()  # what could not be resumed from
-        # nothing will be saved: --steps may lie before the checkpoint
-        self.read_only, self.export_only = run.eval_only or run.export_only, run.export_only
-        self.failed = 0  # saves in a row
+        self.problem = ""  # of the last save
         self.waited = 0.0  # seconds that training waited for saves since they were last recorded
         # a save in flight: its step, and the sha256 of each file that this rank writes
         self.pending: tuple[int, Future] | None = None
-        self.staging = Staging()
+        self.stager = make_stager()
         self.start_writer()
         lock, began = run.out / ".lock", from_main(f"{time.time_ns()}")
         with raise_on_all_ranks(f"--out {run.out}: "):
             if is_main():
-                self.take_folder(lock, began)
+                self.lock_folder(lock, began)
         with raise_on_all_ranks(f"--out {run.out}: "):
             if not lock.exists() or lock.read_text() != began:  # each node would keep its shards
                 raise ValueError(
@@ -147,17 +168,15 @@ class Checkpoints:
                 )
 
     def start_writer(self) -> None:
-        """A thread that writes, and a group in which those of all ranks take turns."""
+        """A thread that writes, and a group for the collectives of its own."""
         self.thread = ThreadPoolExecutor(1)
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
-    def take_folder(self, lock: Path, began: str) -> None:
+    def lock_folder(self, lock: Path, began: str) -> None:
         """Make this the only live run of the folder; the kernel drops the lock of a process that
-        dies. Rank 0 only. Raises ValueError, OSError."""
+        dies. Raises ValueError, OSError."""
         self.out.mkdir(parents=True, exist_ok=True)
-        if lock.is_symlink() or (lock.exists() and lock.stat().st_nlink > 1):
-            raise ValueError(f"{lock} is a link; remove it, or the file behind it is overwritten")
-        self.lock = open(lock, "a+")
+        self.lock = open(lock, "a")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -167,11 +186,8 @@ class Checkpoints:
         self.lock.truncate(0)
         self.lock.write(began)
         self.lock.flush()
-        os.fsync(self.lock.fileno())
-        # Left by a process that was killed during a save or an export.
-        for pattern in ("checkpoints/.tmp-*", "export*/.step-*"):
-            for path in self.out.glob(pattern):
-                shutil.rmtree(path)
+        for path in self.folder.glob(".tmp-*"):  # of saves that were killed
+            shutil.rmtree(path)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -181,129 +197,81 @@ class Checkpoints:
             self.finish()
         if is_main():
             self.lock.close()
-        if kind is None and self.failed:
+        if kind is None and self.problem:
             raise UserError(self.problem)
 
     # ---------------------------------------------------------------------------------------------
     # Resume
     # ---------------------------------------------------------------------------------------------
 
-    def resume(
-        self,
-        state,
-        roles: Roles,
-        flags: dict,
-        identity: Container[str],
-        resolve: Callable[[dict], dict] = dict,
-    ) -> None:
+    def resume(self, state, roles: Roles, flags: dict, identity: Container[str]) -> None:
         """Load the checkpoint that --resume asks for, if there is one.
 
         Args:
             state: has `state_dict`, `load_state_dict`, `step` and `metrics`.
-            flags: of this run, and digests of its rows.
+            flags: of this run.
             identity: those that make it another run: --resume auto does not go on from the
                 checkpoint of another one. All other changes are printed.
-            resolve: flags -> flags with what `auto` stands for.
 
         Raises:
-            UserError: no checkpoint where one must be, one where none may be, none that can be
-                read, one of another run, or one that does not fit into the models.
+            UserError: no checkpoint where one must be, none that can be read, one of another run,
+                or one that does not fit into the models.
         """
         self.state, self.roles, self.flags = state, roles, flags
-        with raise_on_all_ranks():
-            self.contents = contents(flags)
-        self.contents = from_main(self.contents)
-        message = f"starting from step 0: no complete checkpoint in {self.folder}"
-        if self.path is not None:
-            before, digests = resolve(self.saved.pop("flags")), self.saved.pop("contents", {})
-            now = resolve(flags) | {k: v for k, v in self.contents.items() if k in digests}
-            with raise_on_all_ranks(f"{self.path}: "):
-                changed = self.compare_flags(before | digests, now, identity)
-            # A critic, say, that --critic_model has replaced is not the one that was saved.
-            stay = {role: part for role, part in roles.items() if f"{role}_model" not in changed}
-            load_training_state(self.path, stay)
-            state.load_state_dict(self.saved, set(changed))
-            self.first_step = self.saved_step = state.step
-            message = f"resuming from {self.path}"
-            message += f"; changed: {'; '.join(changed.values())}" if changed else ""
-        say_once(message)
+        if self.path is None:
+            say_once(f"starting from step 0: no complete checkpoint in {self.folder}")
+            return
+        before = self.saved.pop("flags")
+        changed = {
+            name: f"--{name} {old!r} -> {flags[name]!r}"
+            for name, old in before.items()
+            if flags.get(name, old) != old
+        }
+        others = [text for name, text in changed.items() if name in identity]
+        if others and self.args.resume == "auto" and not self.eval_only:
+            raise UserError(
+                f"{self.path} is of another run: {'; '.join(others)}. Choose another --out; to start "
+                f"from this checkpoint anyway, pass --resume {self.path} as well"
+            )
+        load_training_state(self.path, roles)
+        state.load_state_dict(self.saved)
+        self.first_step = self.saved_step = state.step
+        if state.step > flags["steps"] and not self.eval_only:
+            raise UserError(f"{self.path} is already beyond --steps {flags['steps']}")
+        message = f"resuming from {self.path}"
+        say_once(message + (f"; changed: {'; '.join(changed.values())}" if changed else ""))
 
     @cached_property
     def saved(self) -> dict:
         """state.json of `path`; {} to start from step 0. All ranks must ask. Raises UserError."""
         with raise_on_all_ranks():
-            return of_today(read_json(self.path / "state.json")) if self.path else {}
+            return read_json(self.path / "state.json") if self.path else {}
 
     @cached_property
     def path(self) -> Path | None:
-        """The checkpoint that --resume means, if its files are as they were written, else the one
-        before it; None to start from step 0, as there is none. All ranks must ask. Raises
+        """The newest checkpoint of --out whose files are as they were written; without any, or for an
+        evaluation, the one that --resume names; None to start from step 0. All ranks must ask. Raises
         UserError."""
         choice = self.args.resume
         with raise_on_all_ranks(f"{self.folder}: "):
             ours = [path for _, path in step_folders(self.folder)] if is_main() else []
-        named, candidates = self.folder, from_main(ours)
-        if choice == "never" and (candidates or from_main((self.out / "metrics.jsonl").exists())):
+        candidates = from_main(ours)
+        if choice == "never" and candidates:
             raise UserError(f"--resume never: {self.out} already holds a run; choose another --out")
-        if choice not in ("auto", "must", "never"):
-            # a step of this --out, a folder, or a pointer `latest`
-            step = self.folder / f"step-{choice}"
-            named = from_main((step if choice.isdecimal() else follow_pointer(choice)).resolve())
-            there = [named] if from_main((named / "COMMITTED.json").exists()) else []
-            if named.parent != self.folder.resolve():
-                candidates = candidates or there  # a requeued job goes on from its own
-            elif self.read_only:
-                candidates = there
-            else:
-                raise UserError(
-                    f"--resume {choice} is a checkpoint of this --out itself: leave out --resume "
-                    "to continue from the newest one, or choose another --out to start from this one"
-                )
-        missing = f"--resume {choice}: no complete checkpoint in {named}"
-        if candidates:
-            return self.first_readable(candidates, missing)
-        if choice not in ("auto", "never") or self.export_only:
-            raise UserError(missing)
+        if choice not in ("auto", "never") and (self.eval_only or not candidates):
+            candidates = [from_main(follow_pointer(choice).resolve())]
+        problem = ""
+        for path in candidates:
+            problem = find_damage(path)
+            if not problem:
+                return path
+            say_once(f"warning: not resumed from: {path}: {problem}")
+        if problem:  # which does not mean to start over
+            raise UserError(
+                f"no checkpoint that can be resumed from: {path}: {problem}. Start again once its "
+                "files can be read, or choose another --out"
+            )
         return None
-
-    def first_readable(self, candidates: list[Path], missing: str) -> Path:
-        """The first checkpoint whose files are as they were written. All ranks must call. Raises
-        UserError with what is ``missing``: there is none, which does not mean to start over."""
-        for attempt in range(LOOKS):
-            time.sleep(attempt and PAUSE)
-            self.damaged.clear()
-            for path in candidates:
-                problem = find_damage(path)
-                if not problem:
-                    return path
-                self.damaged.add(path)
-                say_once(f"warning: not resumed from: {path}: {problem}")
-        raise UserError(
-            f"{missing}, but damaged ones: {path}: {problem}. Start again once their files can be "
-            f"read, or move {path.parent} away to start from step 0"
-        )
-
-    def compare_flags(self, before: dict, now: dict, identity: Container[str]) -> dict[str, str]:
-        """How flags have changed, by name. Raises ValueError: they make this another run, or --steps is
-        less than what is saved."""
-        steps = self.flags["steps"]
-        if self.saved["step"] > steps and not self.read_only:
-            raise ValueError(
-                f"it is already beyond --steps {steps}; raise --steps, or start another --out from "
-                "an earlier checkpoint"
-            )
-        changed = {}
-        for name, old in before.items():
-            if now.get(name, old) != old:
-                changed[name] = f"--{name} {old!r} -> {now[name]!r}"
-        if self.read_only:  # which changes nothing: only the model has to be the same
-            identity = MODEL_IDENTITY
-        others = [text for name, text in changed.items() if name in identity]
-        if others and self.args.resume == "auto":
-            raise ValueError(
-                f"it is of another run: {'; '.join(others)}. Choose another --out, or --resume must"
-            )
-        return changed
 
     # ---------------------------------------------------------------------------------------------
     # Save
@@ -326,21 +294,14 @@ class Checkpoints:
         return True
 
     def save(self, step: int) -> None:
-        """Start saving; training may change the tensors at once, which it does after their copy."""
+        """Start saving; training may change the tensors at once, as they are copied first."""
         started = time.perf_counter()
         self.finish()
-        folder = self.unfinished(step)
-        try:
-            with raise_on_all_ranks():
-                if is_main():
-                    self.begin(folder)
-        except UserError as error:
-            self.count_failure(step, error)
-            return
-        shards, metadata = own_shards(training_state(self.roles))
-        copies = self.staging.stage(shards)
-        done = self.thread.submit(self.write, self.group, folder, copies, metadata)
-        self.pending, self.saved_step = (step, done), step
+        scalars = self.state.state_dict() | {"flags": self.flags}
+        text = json.dumps(scalars, indent=1, allow_nan=False)
+        copies = self.stager.stage(training_state(self.roles))
+        self.pending = step, self.thread.submit(self.write, step, text, copies)
+        self.saved_step = step
         if self.args.save_blocking:
             self.finish()
         self.waited += time.perf_counter() - started
@@ -349,35 +310,20 @@ class Checkpoints:
         """The folder that is written, before it becomes step-N."""
         return self.folder / f".tmp-step-{step}"
 
-    def begin(self, folder: Path) -> None:
-        """Make the folder, with state.json. Raises OSError: the disk is full; ValueError: a scalar is
-        not finite."""
-        folder.mkdir(parents=True)
-        scalars = self.state.state_dict() | {"flags": self.flags, "contents": self.contents}
-        write_durably(folder / "state.json", json.dumps(scalars, indent=1, allow_nan=False))
-
-    def write(
-        self,
-        group: Any,
-        folder: Path,
-        copies: weights.Tensors,
-        metadata: dict[str, str],
-    ) -> dict[str, str]:
-        """In the thread: `write_shards`, when it is this rank's turn."""
-        self.staging.wait()
-        turn, turns = 0, 0  # unrestricted: all ranks at once
-        if self.args.save_strategy == "single_node":
-            turn = int(os.environ.get("GROUP_RANK", 0))
-            turns = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-        elif self.args.save_strategy != "unrestricted":
-            turn, turns = dist.get_rank(), dist.get_world_size()
-        for _ in range(turn):
-            dist.barrier(group)
+    def write(self, step: int, text: str, copies: dict[str, Tensor]) -> dict[str, str]:
+        """In the thread: write this rank's files; their sha256. Raises OSError."""
+        folder = self.unfinished(step)
         try:
-            return write_shards(folder, copies, metadata)
-        finally:  # also after an error, or the others would hang
-            for _ in range(turns - turn):
-                dist.barrier(group)
+            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+            dcp.save(copies, storage_writer=writer, process_group=self.group)
+        except dcp.api.CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            raise OSError(str(cause)) from error
+        files = list(folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
+        if is_main():
+            write_durably(folder / "state.json", text)
+            files.append(folder / "state.json")
+        return {path.name: sha256(path) for path in files}
 
     def commit_if_written(self) -> None:
         """Commit the save in flight if it has been written on all ranks."""
@@ -385,88 +331,65 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save in flight, if there is one, and commit it."""
+        """Wait for the save in flight, if there is one, and commit it. A failure is only a warning,
+        unless it is the last save; the next one tries again."""
         if self.pending is None:
             return
         (step, done), self.pending = self.pending, None
+        self.problem = ""
         try:
             with raise_on_all_ranks(f"{socket.gethostname()}: "):
                 digests = self.wait_for(done)
             parts = gather_objects(digests)
             with raise_on_all_ranks():
                 if is_main():
-                    self.commit(step, parts)
-            self.failed = 0
+                    self.commit(step, {name: part[name] for part in parts for name in part})
         except UserError as error:
-            self.count_failure(step, error)
+            self.problem = f"the checkpoint of step {step} was not saved: {error}"
+            self.saved_step = self.first_step
+            if is_main():
+                shutil.rmtree(self.unfinished(step), ignore_errors=True)  # the disk may be full of it
+            say_once(f"warning: {self.problem}")
+            self.start_writer()  # the old one may wait for ranks that have given up
 
     def wait_for(self, done: Future) -> dict[str, str]:
-        """The sha256 of each file that this rank has written. Raises ValueError, OSError."""
+        """The sha256 of each file that this rank has written. Raises OSError."""
         limit = 0.8 * self.timeout  # less than the other ranks wait for this one
         try:
             return done.result(limit)
         except TimeoutError as error:
             raise OSError(f"not written within {limit:g} s, 0.8 of --timeout") from error
-        except RuntimeError as error:  # CUDA's, and those of a turn that never came
+        except RuntimeError as error:  # CUDA's, and a collective that another rank has left
             raise OSError(str(error)) from error
 
-    def commit(self, step: int, parts: list[dict[str, str]]) -> None:
+    def commit(self, step: int, digests: dict[str, str]) -> None:
         """Make a written checkpoint visible, then delete those that need not be kept. Rank 0 only.
-
-        ``parts``: the sha256 of every file, from the ranks that wrote them. Raises OSError.
-        """
+        Raises OSError."""
         sync_folder(self.out / "metrics.jsonl")  # which the checkpoint needs after a power cut
         folder, final = self.unfinished(step), self.folder / f"step-{step}"
-        digests = {"state.json": sha256(folder / "state.json")}
-        for part in parts:
-            digests |= part
         committed = json.dumps({"step": step, "sha256": digests}, indent=1)
         write_durably(folder / "COMMITTED.json", committed)
         sync_folder(folder)
-        if final.exists():  # it is damaged, or of an attempt that was rolled back
+        if final.exists():  # it could not be read, or is of an attempt that was rolled back
             shutil.rmtree(final)
         folder.rename(final)
-        self.damaged.discard(final)
         sync_folder(self.folder)
         write_pointer(self.folder / "latest", final.name)
         self.delete_old(step)
 
     def delete_old(self, step: int) -> None:
-        """Delete checkpoints beyond --keep_last and --keep_gb, but not that of this ``step``; what is
-        damaged counts for neither."""
-        count, size, limit = 0, 0, self.args.keep_gb * 1e9 or math.inf
-        # Newer ones are damaged, or could not be read when the run started.
-        for path in (path for number, path in step_folders(self.folder) if number <= step):
-            is_good = path not in self.damaged and is_complete(path)
-            if is_good:
-                size += sum(file.stat().st_size for file in path.iterdir())
+        """Delete checkpoints beyond --keep_last and --keep_gb, but not that of this ``step``."""
+        size, limit = 0, self.args.keep_gb * 1e9 or math.inf
+        old = [path for number, path in step_folders(self.folder) if number <= step]
+        for count, path in enumerate(old):
+            size += sum(file.stat().st_size for file in path.iterdir())
             if count and (count >= self.args.keep_last or size > limit):
                 shutil.rmtree(path, ignore_errors=True)  # what is left is deleted the next time
-            count += is_good
-
-    def count_failure(self, step: int, problem: UserError) -> None:
-        """Count a failed save. Raises UserError after MOST_FAILURES in a row."""
-        self.failed += 1
-        self.problem = (
-            f"the checkpoint of step {step} was not saved ({self.failed} in a row): {problem}"
-        )
-        self.saved_step = self.first_step
-        if is_main():
-            shutil.rmtree(self.unfinished(step), ignore_errors=True)
-        say_once(f"warning: {self.problem}")
-        if self.failed >= MOST_FAILURES:
-            raise UserError(self.problem)
-        self.start_writer()  # the old one may wait for ranks that have given up
-
-    # ---------------------------------------------------------------------------------------------
-    # Records
-    # ---------------------------------------------------------------------------------------------
 
     def metrics(self) -> Metrics:
-        """For the record of a step: failed saves in a row, and the seconds that training has waited
-        for saves since the last record."""
+        """For the record of a step: seconds that training has waited for saves since the last one."""
         waited, self.waited = self.waited, 0.0
-        return {"perf/failed_saves": self.failed, "perf/save_seconds": waited}
+        return {"perf/save_seconds": waited}
 
     # ---------------------------------------------------------------------------------------------
     # Exports
@@ -475,25 +398,11 @@ class Checkpoints:
     def export_if_due(
         self, step: int, last: int, exports: dict[str, Trainable], processor: Processor
     ) -> None:
-        """Export the weights after ``step`` steps if --export_every says so. Raises UserError if
-        the last export fails; earlier ones only warn."""
-        if not self.read_only and due(step, self.args.export_every, last):
-            self.export(step, exports, processor, must=step == last)
-
-    def export_now(self, exports: dict[str, Trainable], processor: Processor) -> Metrics:
-        """Export the weights of the checkpoint that was resumed from, for --export_only. Returns
-        the metrics of its step. Raises UserError if that fails."""
-        step = self.first_step
-        self.export(step, exports, processor, must=True)
-        for name in exports:
-            say_once(f"exported to {self.out}/{name}/step-{step}")
-        return self.state.metrics
-
-    def export(
-        self, step: int, exports: dict[str, Trainable], processor: Processor, must: bool
-    ) -> None:
-        """Write models to <out>/NAME/step-N, by their names there, and averages of their weights to
-        <out>/NAME_ema/step-N. What cannot be written is an error if it ``must``, else a warning."""
+        """Write models to <out>/NAME/step-N if --export_every says so, by their names there, and
+        averages of their weights to <out>/NAME_ema/step-N. Raises UserError if the last export
+        fails; earlier ones only warn."""
+        if self.eval_only or not due(step, self.args.export_every, last):
+            return
         models = []
         for name, trained in exports.items():
             models.append((name, trained.module, nullcontext()))
@@ -503,7 +412,7 @@ class Checkpoints:
             folder = self.out / name / f"step-{step}"
             with swapped:
                 problem = weights.export(module, processor, folder)
-            if problem and must:
+            if problem and step == last:
                 raise UserError(
                     f"the weights were not exported to {folder}: {problem}. Once that is fixed, "
                     "the same command goes on from the newest checkpoint and exports them"

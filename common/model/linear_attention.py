@@ -114,19 +114,8 @@ class DeltaNet(qwen3_5.Qwen3_5GatedDeltaNet):
         self.decay = Decay(theirs.A_log, theirs.dt_bias)
         del self._parameters["A_log"], self._parameters["dt_bias"]
 
-    @property
-    def A_log(self) -> Tensor:
-        return self.decay.A_log
-
-    @property
-    def dt_bias(self) -> Tensor:
-        return self.decay.dt_bias
-
-    def forward(self, hidden_states: Tensor, attention=None, **theirs) -> Tensor:
-        """(1, N, H) -> (1, N, H). Without ``attention``, as in Hugging Face's `generate`, it is the
-        layer of transformers."""
-        if attention is None:
-            return super().forward(hidden_states, **theirs)
+    def forward(self, hidden_states: Tensor, attention, **_) -> Tensor:
+        """(1, N, H) -> (1, N, H)."""
         x = hidden_states[0]  # (N, H)
         taps = self.conv1d.weight[:, 0].T  # (K, C)
         mixed = attention.linear.convolve(self.slot_layer, self.in_proj_qkv(x), taps)

@@ -14,7 +14,7 @@ of image features.
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +51,6 @@ class Compute:
         return self.device.type == "meta"
 
 
-@dataclass(frozen=True)
-class StoredWeight:
-    """A weight in a checkpoint's files.
-
-    Attributes:
-        name: of the parameter or buffer; "": of multi-token prediction, or of a tower left out.
-        like: on meta, its shape and type in the files, which exports keep.
-        part: which expert, which part of its rows and of how many, where the parameter holds all
-            experts of a layer and the files each matrix alone; None: all of it.
-    """
-
-    name: str
-    path: Path
-    like: Tensor
-    part: tuple[int, int, int] | None = None
-
-
 @dataclass(kw_only=True)
 class Setup(Compute):
     """``model.setup``: what a model here is, and how it computes."""
@@ -76,8 +59,6 @@ class Setup(Compute):
     folder: Path  # its checkpoint
     trains_vision: bool = False  # its own forward computes image features
     team: Team = ALONE  # the ranks that decode together, once it is loaded
-    # the weights of the checkpoint's files by their keys there, set by `weights.load_weights`
-    stored: dict[str, StoredWeight] = field(default_factory=dict)
     # what PEFT's adapter_config.json says of its adapters, if it has any
     adapter: dict[str, Any] | None = None
 
@@ -124,7 +105,6 @@ class Model(nn.Module):
     lm_head: nn.Linear
     get_decoder: Callable[..., Decoder]
     generate: Callable
-    _keys_to_ignore_on_load_unexpected: set[str]
 
 
 class Wrapper(nn.Module):

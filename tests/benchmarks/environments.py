@@ -48,7 +48,7 @@ class Asks:
 
 def give_turns(table: torch.Tensor) -> None:
     """From now on turns end where the table (prompts, samples, turns) says, by the end token."""
-    prefill, sample = ppo.RolloutEngine.prefill, ppo.RolloutEngine.sample
+    prefill, sample = rollouts.RolloutEngine.prefill, rollouts.RolloutEngine.sample
 
     def prefill_with_ends(engine, members):
         if not hasattr(engine, "ends"):
@@ -69,7 +69,7 @@ def give_turns(table: torch.Tensor) -> None:
         engine.out_tokens[engine.slot_ids[slots], step] = engine.last[slots] = ids
         engine.done[slots] = done | ended
 
-    ppo.RolloutEngine.prefill, ppo.RolloutEngine.sample = prefill_with_ends, sample_to_end
+    rollouts.RolloutEngine.prefill, rollouts.RolloutEngine.sample = prefill_with_ends, sample_to_end
 
 
 def main() -> None:

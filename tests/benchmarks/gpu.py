@@ -34,6 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
 import reference_kernels
 import toy
 import train_ppo_vl as ppo
+from common.model import rollout as rollouts
 from common import distributed
 from common.buffers import Batch, Pack
 from common.data.processor import Processor
@@ -193,9 +194,9 @@ def decoding_seconds(
     actor = SimpleNamespace(model=model)
     prompts = SimpleNamespace(prompt_lengths=[context] * batch)
     with torch.inference_mode(), bare_forwards(vlm.decoder(model)):
-        engine = ppo.RolloutEngine(actor, prompts, sampling, list(range(batch)), 1)
+        engine = rollouts.RolloutEngine(actor, prompts, sampling, list(range(batch)), 1)
         engine.length[:], engine.rope[:], engine.done[:] = context, context, False
-        engine.slots = {k: ppo.Sample((k, 0), stored=context) for k in range(batch)}
+        engine.slots = {k: rollouts.Sample((k, 0), stored=context) for k in range(batch)}
         # set up, captured
         timed(lambda: engine.decode(batch), 3)
         seconds = timed(lambda: engine.decode(batch), steps)

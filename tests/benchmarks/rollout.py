@@ -30,6 +30,7 @@ from transformers import AutoModelForImageTextToText
 
 import toy
 import train_ppo_vl as ppo
+from common.model import rollout as rollouts
 from common import distributed
 from common.buffers import Batch
 from common.data.loader import load_pixels
@@ -94,7 +95,7 @@ def length_table(prompts: int) -> np.ndarray:
 def give_lengths(table: torch.Tensor) -> None:
     """From now on responses end where the table (prompts, samples) says, so that both sides have
     the same work."""
-    prefill, sample = ppo.RolloutEngine.prefill, ppo.RolloutEngine.sample
+    prefill, sample = rollouts.RolloutEngine.prefill, rollouts.RolloutEngine.sample
 
     def prefill_with_limit(engine, members):
         if not hasattr(engine, "limit"):
@@ -111,7 +112,7 @@ def give_lengths(table: torch.Tensor) -> None:
         sample(engine, hidden, slots)
         engine.done[slots] = done | (engine.response_tokens[slots] >= engine.limit[slots])
 
-    ppo.RolloutEngine.prefill, ppo.RolloutEngine.sample = prefill_with_limit, sample_to_limit
+    rollouts.RolloutEngine.prefill, rollouts.RolloutEngine.sample = prefill_with_limit, sample_to_limit
 
 
 def main() -> None:

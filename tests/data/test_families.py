@@ -590,22 +590,6 @@ def test_what_our_attention_is_not_is_refused():
         build.build_model(AutoConfig.for_model(**config), COMPUTE)
 
 
-def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):
-    """As in those of Qwen3-0.6B. Another one is not read over the embeddings; transformers would
-    not tie it either."""
-    model = write_family("llama", tmp_path, picture_rows)
-    weights = load_file(tmp_path / "model.safetensors")
-    assert "lm_head.weight" not in weights
-    head = weights["model.embed_tokens.weight"].clone()
-    save_weights(tmp_path, weights | {"lm_head.weight": head})
-    env, export = start(tmp_path, tmp_path / "rows.jsonl"), tmp_path / "export" / "step-1"
-    export.parent.mkdir()
-    assert vlm_weights.export(env.actor, env.processor, export) is None
-    assert torch.equal(model.from_pretrained(export).lm_head.weight, head)
-    assert load_file(export / "model.safetensors").keys() == {*weights, "lm_head.weight"}
-    save_weights(tmp_path, weights | {"lm_head.weight": head + 1})
-    with user_error("weight differs from the weight that config.json ties it to"):
-        start(tmp_path, tmp_path / "rows.jsonl")
 
 
 def test_critic_and_reference_are_read_by_their_own_config(tmp_path, picture_rows):

@@ -24,7 +24,6 @@ from common.data.loader import digest_rows
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.flags import DataArgs
-from common.model import storage
 from common.model.build import build_model
 from common.model.weights import load_weights, open_weights, resolve_folder
 from common.rewards.judge import JUDGEMENTS, JudgeSettings
@@ -249,7 +248,7 @@ def test_only_regular_files_are_opened(load, qwen25, tmp_path, fifo):
             load([{"prompt": "x"} | row])
     for read in (
         lambda: open_weights(fifo),
-        lambda: storage.sha256(fifo),
+        lambda: files.sha256(fifo),
         lambda: files.read_text(fifo),
         lambda: digest_rows(str(fifo), 1),
         lambda: ppo.parse_args(["--config", str(fifo)]),

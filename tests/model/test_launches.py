@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks
 import train_ppo_vl as ppo
+from common.model import rollout as rollouts
 from common.data.folder import read_model_config
 from common.distributed import ALONE, Team
 from common.model import build, layers, teams, vlm
@@ -97,7 +98,7 @@ def launches(folder, count_layers: int, team: Team = ALONE, **sampling) -> Launc
                 layer.reshard = lambda: None
                 teams.cut(layer, team, pieces)
         batch = SimpleNamespace(prompt_lengths=[8] * SLOTS)
-        engine = ppo.RolloutEngine(actor, batch, settings, list(range(SLOTS)), 1)
+        engine = rollouts.RolloutEngine(actor, batch, settings, list(range(SLOTS)), 1)
         with Launches() as counted, pytest.MonkeyPatch.context() as patch:
             patch.setattr(layers, "fuse", counted.fuse)
             theirs = sys.modules[type(decoder).__module__]

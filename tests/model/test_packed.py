@@ -23,7 +23,8 @@ from common.model.fsdp import unsharded
 from common.model.linear_attention import PackedDelta
 from common.model.packs import Prefill, prefill_pack
 from common.model.vlm import decoder, hidden_states, image_features, prompt_positions
-from common.model.weights import load_weights, materialize, resolve_folder
+from common.model.weights import materialize, resolve_folder
+from helpers import load_weights
 from conftest import (
     ROUNDING,
     hugging_face,

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
+from common.model import rollout as rollouts
 from common import distributed
 from common.data.loader import PromptLoader
 from common.envs import environments
@@ -54,17 +55,17 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
         )
         environment = environments.load_environment(args, 512)
         env.sampling = dataclasses.replace(env.sampling, environment=environment)
-    generate = ppo.RolloutEngine.generate
+    generate = rollouts.RolloutEngine.generate
 
     def watched(engine):
         heads = engine.cache.keys[0].shape[2]
         held.append((whole_bytes(env.actor), heads))
         return generate(engine)
 
-    ppo.RolloutEngine.generate = watched
+    rollouts.RolloutEngine.generate = watched
     for setup.team in (distributed.ALONE, distributed.join_team(size, 60.0)):
         results.append(ppo.rollout(env.actor, dealt(env), env.sampling, 4))
-    ppo.RolloutEngine.generate = generate
+    rollouts.RolloutEngine.generate = generate
     alone, together = results
     assert torch.equal(alone.tokens, together.tokens)
     assert (alone.logprobs - together.logprobs).abs().max() < ROUNDING
@@ -136,7 +137,7 @@ def start_with_a_team() -> None:
 
 def test_a_team_has_the_time_limit_of_the_run_and_graphs_for_its_slots():
     ranks.run(start_with_a_team, world=4)
-    assert ppo.GRAPH_SIZES[-1] == attention.most_slots(2) == 2 * attention.most_slots(1) == 512
+    assert rollouts.GRAPH_SIZES[-1] == attention.most_slots(2) == 2 * attention.most_slots(1) == 512
 
 
 def judge_alike(folder, task, out) -> None:
@@ -149,7 +150,7 @@ def judge_alike(folder, task, out) -> None:
         batch = loader.collect(*loader.submit(rows.held_out, list(range(len(rows.held_out)))))
     for size in (1, 2, 4):
         judge.model.setup.team = distributed.join_team(size, 60.0)
-        texts.append(grm.generate(judge, batch, args))
+        texts.append(grm.write_judgements(judge, batch, args)[1])
     assert len(texts[0]) == len(rows.held_out)
     assert texts[0] == texts[1] == texts[2]
 

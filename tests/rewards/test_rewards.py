@@ -505,55 +505,6 @@ def test_spans_of_another_form_are_refused(spans, message):
         score(lambda *_: {"spans": spans}, 3)
 
 
-def test_programs_import_what_lies_beside_them(tmp_path, monkeypatch):
-    """At the start, in a call, in a circle, of packages with and without __init__.py, whose modules
-    import them by name. What is installed comes first: a file that is named after what it uses does not
-    import itself. A name that lies beside two programs is refused, whoever imports it first."""
-
-    monkeypatch.setattr(user_code, "FOLDERS", [])
-    monkeypatch.setattr(user_code, "NEIGHBOURS", set())
-
-    def write(name: str, text: str) -> None:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-
-    write(
-        "a/PIL.py",
-        "from PIL import Image\nfrom parts import two\nfrom my_helper import more, right\n"
-        "def score(prompts, *_):\n"
-        "    from late import value\n"
-        "    return [right + value + more + two.N] * len(prompts)\n"
-        "def best(rewards):\n    return [right for _ in rewards['exact']]\n",
-    )
-    write(
-        "a/my_helper.py",
-        "import parts.more\nfrom my_values import worth\nright = worth()\nmore = parts.more.N\n",
-    )
-    write("a/my_values.py", "import my_helper\ndef worth():\n    return 1\n")
-    write("a/late.py", "value = 0.25\n")
-    write("a/parts/__init__.py", "")
-    write("a/parts/more.py", "from . import two\nN = 10 * two.N\n")
-    write("a/parts/two.py", "import bare.deep.two as it\nN = it.N\n")
-    write("a/bare/deep/two.py", "import torch.nn\nfrom bare.zero import N\nN += 2\n")
-    write("a/bare/zero.py", "N = 0\n")
-    for name in ("math", "common", "torch/nn"):
-        write(f"a/{name}.py", "raise RuntimeError('not this one')\n")
-    path = f"{tmp_path}/a/PIL.py"
-    assert score(load_source(f"{path}:score").function)[0] == [23.25] * 4
-    mix = scoring.load_rewards(RewardArgs(reward="exact", reward_combiner=f"{path}:best"))
-    assert mix.combiner({"exact": [0.0]}) == [1]
-
-    calls = "def score(*_):\n    from later import N\n    return [N] * 4\n"
-    for folder in "bc":
-        write(f"{folder}/score.py", calls)
-        write(f"{folder}/later.py", "N = 1\n")
-    functions = [load_source(f"{tmp_path}/{folder}/score.py:score").function for folder in "bc"]
-    with user_error(f"later is in {tmp_path}/b and in {tmp_path}/c: rename one of them"):
-        score(functions[0])
-    write("d/my_helper.py", "")
-    write("d/score.py", calls)
-    with user_error(f"my_helper is in {tmp_path}/a and in {tmp_path}/d: rename one of them"):
-        load_source(f"{tmp_path}/d/score.py:score")
 
 
 def test_a_function_may_empty_its_lists():
