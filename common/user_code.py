@@ -1,29 +1,136 @@
-"""Programs of the user, such as rewards and environments, which a flag names as ``path.py:name``."""
+"""Programs of the user, such as rewards and environments, which a flag names as ``path.py:name``.
 
+load_object      the object that the flag names
+load_function    a function, whose calls are guarded
+guard            around every call: puts back what a program changes in the process
+run_on_main      a call on rank 0, for all ranks
+"""
+
+import functools
 import importlib.util
 import inspect
+import os
+import socket
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from common import distributed
 from common.process import UserError
 from common.threads import describe_error
 
+# What a program shares with the trainer, and how it is put back.
+SHARED: dict[str, tuple[Callable, Callable]] = {
+    "sys.stdout": (lambda: sys.stdout, lambda stream: setattr(sys, "stdout", stream)),
+    "sys.stderr": (lambda: sys.stderr, lambda stream: setattr(sys, "stderr", stream)),
+    "the working folder": (os.getcwd, os.chdir),
+    "torch's default type": (torch.get_default_dtype, torch.set_default_dtype),
+    "the default time limit of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
+}
+# The same, but each thread has its own.
+THREAD_LOCAL: dict[str, tuple[Callable, Callable]] = {
+    "torch's default device": (
+        torch.get_default_device,
+        lambda _: torch.set_default_device(None),
+    ),
+    "torch's gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+}
+OVERLAP = "is changed while another call runs"
+lock = threading.Lock()
+running: list[str] = []  # the programs that are being called
+before: dict[str, Any] = {}  # the values of SHARED when no program was running
+programs: set[Path] = set()  # all that were loaded
+
+
+@contextmanager
+def guard(program: str) -> Iterator[None]:
+    """Around a call of a user's program: afterwards, what it changed of the process is as before.
+
+    Raises:
+        UserError: calls overlap while one of them has changed what both share.
+        RuntimeError: the program raised KeyboardInterrupt or SystemExit, which are its own errors.
+    """
+    with lock:
+        if running:
+            refuse_overlap(program)
+        else:
+            before.update(read_values(SHARED))
+        running.append(program)
+    of_thread = read_values(THREAD_LOCAL)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    finally:
+        put_back(THREAD_LOCAL, of_thread)
+        with lock:
+            running.remove(program)
+            if running:
+                refuse_overlap(program)
+            else:
+                put_back(SHARED, before)
+
+
+def read_values(settings: dict[str, tuple[Callable, Callable]]) -> dict[str, Any]:
+    return {name: read() for name, (read, _) in settings.items()}
+
+
+def put_back(settings: dict[str, tuple[Callable, Callable]], values: dict[str, Any]) -> None:
+    for name, (read, write) in settings.items():
+        if read() != values[name]:
+            write(values[name])
+
+
+def refuse_overlap(program: str) -> None:
+    """Raises UserError: something of SHARED is not what it was before the calls that run now."""
+    for name, value in read_values(SHARED).items():
+        if value != before[name]:
+            raise UserError(
+                f"{program}: {name} {OVERLAP} ({', '.join(sorted({program, *running}))}), and they share it; "
+                "run what changes it in a subprocess, or an environment with --env_workers 0"
+            )
+
+
+def guarded(program: str, function: Callable) -> Callable:
+    """The function, with `guard` around each call."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        with guard(program):
+            return function(*args, **named)
+
+    return call
+
 
 def load_object(flag_name: str, spec: str, expected: str) -> Any:
     """The object that ``path.py:name`` names in a program of the user. Raises UserError: there is no
-    such file, and what was ``expected``; or what the program raised."""
+    such file, and what was ``expected``; or what the program raised; or it has no such name."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if file.suffix != ".py" or not file.is_file():
         raise UserError(f"{flag_name} {spec}: expected {expected}")
     try:
-        return getattr(run_program(file), name)
-    except (Exception, SystemExit) as error:
+        with guard(spec):
+            module = run_program(file)
+    except UserError:
+        raise
+    except Exception as error:
         raise UserError(f"{flag_name} {spec}: {path} raised {describe_error(error)}") from error
+    if not hasattr(module, name):
+        defined = [key for key, value in vars(module).items() if is_defined_in(module, value)]
+        has = f"it has {', '.join(defined)}" if defined else "it defines no function or class"
+        raise UserError(f"{flag_name} {spec}: {path} has no {name!r}; {has}")
+    return getattr(module, name)
+
+
+def is_defined_in(module: ModuleType, value: Any) -> bool:
+    return callable(value) and getattr(value, "__module__", None) == module.__name__
 
 
 def refuse_async(flag_name: str, spec: str, function: Any) -> None:
@@ -43,7 +150,7 @@ def load_function(
     expected: str = "an existing path.py:function",
 ) -> tuple[Callable, list[str]]:
     """The function that ``path.py:function`` names, which is called with what it ``takes``, and the
-    names among those ``offered`` that it has parameters for. Raises UserError: there is no such
+    names among those ``offered`` that it has parameters for. Its calls are guarded. Raises UserError: there is no such
     function, and what was ``expected``; or it has other parameters."""
     function = load_object(flag_name, spec, expected)
     refuse_async(flag_name, spec, function)
@@ -54,7 +161,7 @@ def load_function(
     except (TypeError, ValueError) as error:  # no function, or a builtin
         may_ask = f", and may ask for {', '.join(offered)}" if offered else ""
         raise UserError(f"{flag_name} {spec}: must take ({takes}){may_ask}: {error}") from error
-    return function, asks
+    return guarded(spec, function), asks
 
 
 def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:
@@ -71,12 +178,17 @@ def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:
 
 
 def run_program(file: Path) -> ModuleType:
-    """Run a file of the user, which can import what lies beside it, after everything that is installed."""
+    """Run a file of the user as the module of its name, which processes that it spawns can import, too.
+    It can import what lies beside it, after everything that is installed. Raises UserError: what it
+    imported lies beside another program."""
+    programs.add(file)
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    # In sys.modules, a name that no installed module has, nor a file called the same in another folder.
-    # A dot would mark it as a module of a package.
-    name = str(file).replace(".", ":")
+    name = file.stem
+    found = importlib.util.find_spec(name) if "." not in name else None
+    if found is None or found.origin != str(file):
+        # No process that it spawns can import this; what Python says of that is what to do.
+        name = f"{name} (another module is called so: rename {file})".replace(".", ":")
     spec: Any = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look there
@@ -85,4 +197,16 @@ def run_program(file: Path) -> ModuleType:
     except BaseException:
         del sys.modules[name]  # it is incomplete
         raise
+    refuse_taken_neighbours(file.parent)
     return module
+
+
+def refuse_taken_neighbours(folder: Path) -> None:
+    """Raises UserError: a module that lies in ``folder`` has been imported from the folder of another
+    program, and Python has only one of a name."""
+    others = {file.parent for file in programs} - {folder}
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "")
+        is_taken = file.parent in others and file.stem == name and file not in programs
+        if is_taken and (folder / file.name).exists():
+            raise UserError(f"{file.name} is in {file.parent} and in {folder}: rename one of them")

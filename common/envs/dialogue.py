@@ -31,6 +31,7 @@ from common.model import vlm
 from common.model.policy import Policy
 from common.sampling import Environment, Sampling
 from common.threads import Call, LateError, Workers, describe_error
+from common.user_code import guard, guarded
 
 Key = tuple[int, int]  # (index of the prompt, sample number)
 
@@ -183,8 +184,9 @@ class EnvRollout:
         """In a thread: make and reset an environment. Returns its first observation, and the prompt
         with the observation appended to its last message."""
         prompt = episode.prompt
-        episode.env = self.environment.make()
-        observation = episode.env.reset(row)
+        with guard(f"--env {self.environment.spec}"):
+            episode.env = self.environment.make()
+            observation = episode.env.reset(row)
         if observation is None:
             return None
         limit = self.environment.max_prompt_tokens
@@ -264,7 +266,9 @@ class EnvRollout:
 
     def step(self, episode: Episode, text: str, by_string: bool) -> tuple[Step, Reply | None]:
         """In a thread: what an environment returns for a turn, and its reply as the policy reads it."""
-        step = read_step(episode.env.step(text))
+        with guard(f"--env {self.environment.spec}"):
+            returned = episode.env.step(text)
+        step = read_step(returned)
         if step.done:
             return step, None
         reply = replies.read_parts(step.reply, self.processor, self.environment.max_reply_tokens)
@@ -340,7 +344,7 @@ class EnvRollout:
         episode.response = episode.response._replace(truncated=ended.endswith("_limit"))
         can_close = callable(getattr(episode.env, "close", None))
         if can_close and not isinstance(episode.call.exception(), LateError):
-            self.submit(episode, episode.env.close)
+            self.submit(episode, guarded(f"--env {self.environment.spec}", episode.env.close))
             self.closing.append(episode)
 
     def finish(self) -> None:

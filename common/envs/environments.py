@@ -22,7 +22,7 @@ from common.envs.replies import encode_reply, read_parts
 from common.ppo_flags import EnvArgs
 from common.process import UserError
 from common.sampling import Environment
-from common.user_code import load_object, refuse_async
+from common.user_code import OVERLAP, load_object, refuse_async
 
 
 class Step(NamedTuple):
@@ -112,6 +112,11 @@ def describe_failures(conversations: list[Conversation]) -> str:
 
 
 def check_failures(conversations: list[Conversation]) -> None:
-    """Raises UserError: the environment failed in every sample, so there is nothing to learn from."""
-    if conversations and all(conversation.error for conversation in conversations):
+    """Raises UserError: the environment failed in every sample, so there is nothing to learn from; or its
+    calls have changed what they share, and any sample may have another's output."""
+    errors = [conversation.error for conversation in conversations]
+    overlaps = [error for error in errors if OVERLAP in error]
+    if overlaps:
+        raise UserError(overlaps[0])
+    if errors and all(errors):
         raise UserError(describe_failures(conversations))

@@ -111,9 +111,7 @@ class MemoryPlan:
         forward = memory.forward_bytes(module, module.model.setup.head_chunk)
         return self.resident(role) | {"gathered weights": root + 2 * layer, "forward": forward}
 
-    def decoding(
-        self, role: str, length: int, slots: int, *busy: str
-    ) -> Parts:
+    def decoding(self, role: str, length: int, slots: int, *busy: str) -> Parts:
         """Bytes of decoding, with all weights gathered, or a rank's pieces, and a cache of so many
         ``slots`` of ``length`` tokens."""
         module, ranks = self.models[role], self.args.rollout_shards

@@ -348,7 +348,9 @@ class Checkpoints:
             self.problem = f"the checkpoint of step {step} was not saved: {error}"
             self.saved_step = self.first_step
             if is_main():
-                shutil.rmtree(self.unfinished(step), ignore_errors=True)  # the disk may be full of it
+                shutil.rmtree(
+                    self.unfinished(step), ignore_errors=True
+                )  # the disk may be full of it
             say_once(f"warning: {self.problem}")
             self.start_writer()  # the old one may wait for ranks that have given up
 

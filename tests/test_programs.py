@@ -1,0 +1,194 @@
+"""Programs of the user in the trainer's process: what they share with it, the names of their modules, what is
+said of them."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import user_code
+from common.buffers import Conversation
+from common.envs import environments
+from common.threads import Workers
+from common.user_code import load_function
+from conftest import user_error
+
+ROOT = Path(user_code.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def no_program_yet(monkeypatch):
+    monkeypatch.setattr(user_code, "programs", set())
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+
+
+def load(file: Path, text: str, name: str = "score"):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return load_function("--reward", f"{file}:{name}", "prompts")[0]
+
+
+def process_state() -> list:
+    return [
+        sys.stdout,
+        sys.stderr,
+        os.getcwd(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_grad_enabled(),
+        socket.getdefaulttimeout(),
+    ]
+
+
+CHANGES = """
+import io, os, socket, sys, torch
+sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+os.chdir("/")
+torch.set_default_dtype(torch.bfloat16)
+torch.set_default_device("meta")
+torch.set_grad_enabled(False)
+socket.setdefaulttimeout(1.5)
+"""
+
+
+@pytest.mark.parametrize("where", ["at the top", "in a call", "in a call that fails"])
+def test_what_a_program_changes_is_put_back(tmp_path, where):
+    before, inside = process_state(), CHANGES.replace("\n", "\n    ")
+    if where == "at the top":
+        load(tmp_path / "mine.py", f"{CHANGES}\ndef score(prompts):\n    return 1\n")
+    else:
+        end = "raise ValueError" if "fails" in where else "return 1"
+        score = load(tmp_path / "mine.py", f"def score(prompts):{inside}{end}\n")
+        try:
+            score([])
+        except ValueError:
+            assert "fails" in where
+    assert process_state() == before
+
+
+@pytest.mark.parametrize("end", ["KeyboardInterrupt", "SystemExit(3)"])
+def test_an_end_that_a_program_asks_for_is_its_error(tmp_path, end):
+    score = load(tmp_path / "mine.py", f"def score(prompts):\n    raise {end}\n")
+    with pytest.raises(RuntimeError, match=end[:10]):
+        score([])
+    with user_error(f"mine.py:score: .*mine.py raised RuntimeError: {end[:10]}"):
+        load(tmp_path / "mine.py", f"raise {end}")
+
+
+def test_calls_that_overlap_while_one_changes_what_they_share_are_refused(tmp_path):
+    """The usual tool is exec with redirected output. Several threads would get each other's output."""
+    score = load(
+        tmp_path / "mine.py",
+        "import contextlib, io\n"
+        "def score(events):\n"
+        "    out = io.StringIO()\n"
+        "    with contextlib.redirect_stdout(out):\n"
+        "        events[0].set()\n"
+        "        assert events[1].wait(10)\n"
+        "    return out.getvalue()\n",
+    )
+    before, inside, leave = process_state(), threading.Event(), threading.Event()
+    workers = Workers(2)
+    first = workers.submit(score, [inside, leave])
+    assert inside.wait(10)
+    with user_error(
+        r"mine\.py:score: sys\.stdout is changed while another call runs .* subprocess"
+    ):
+        score([inside, leave])
+    leave.set()
+    assert first.result(10) == ""
+    workers.close()
+    assert process_state() == before
+
+
+def test_overlapping_calls_that_change_nothing_are_fine(tmp_path):
+    score = load(tmp_path / "mine.py", "def score(barrier):\n    return barrier.wait(5) >= 0\n")
+    workers, barrier = Workers(2), threading.Barrier(2)
+    assert all([call.result(10) for call in [workers.submit(score, barrier) for _ in range(2)]])
+    workers.close()
+
+
+def test_programs_import_what_lies_beside_them(tmp_path):
+    """At the start, in a call, of packages with and without __init__.py. What is installed comes first: a
+    file that is named after what it uses does not import itself."""
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    write("a/my_helper.py", "import parts.more\nfrom my_values import worth\nright = worth()\n")
+    write("a/my_values.py", "def worth():\n    return 1\n")
+    write("a/late.py", "value = 0.25\n")
+    write("a/parts/__init__.py", "")
+    write("a/parts/more.py", "from . import two\nN = 10 * two.N\n")
+    write("a/parts/two.py", "import bare.deep.two as it\nN = it.N\n")
+    write("a/bare/deep/two.py", "import torch.nn\nN = 2\n")
+    for name in ("math", "common", "torch/nn"):
+        write(f"a/{name}.py", "raise RuntimeError('not this one')\n")
+    score = load(
+        tmp_path / "a" / "PIL.py",
+        "from PIL import Image\nfrom parts import two\nfrom my_helper import right\n"
+        "def score(prompts):\n    from late import value\n    return right + value + two.N\n",
+    )
+    assert score([]) == 3.25
+
+
+def test_two_programs_of_one_name_work_and_their_helpers_are_told_apart(tmp_path):
+    texts = ["def score(prompts):\n    return 1\n", "def score(prompts):\n    return 2\n"]
+    first, second = [load(tmp_path / folder / "mine.py", text) for folder, text in zip("ab", texts)]
+    assert (first([]), second([])) == (1, 2)
+    (tmp_path / "a" / "helper.py").write_text("")
+    load(tmp_path / "a" / "other.py", "import helper\ndef score(prompts):\n    return 3\n")
+    (tmp_path / "b" / "helper.py").write_text("")
+    with user_error(f"helper.py is in {tmp_path}/a and in {tmp_path}/b: rename one of them"):
+        load(tmp_path / "b" / "other.py", "import helper\ndef score(prompts):\n    return 3\n")
+
+
+SPAWN = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+def square(x):
+    return x * x
+def score(prompts):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(square, prompts))
+"""
+
+
+@pytest.mark.parametrize("name, expected", [("mine.py", "[1, 4]"), ("json.py", "rename ")])
+def test_a_program_may_spawn_processes(tmp_path, name, expected):
+    """They import it by its name; one of a name that is taken cannot be, and is told so."""
+    (tmp_path / name).write_text(SPAWN)
+    run = (
+        "from common.user_code import load_function\n"
+        f"score = load_function('--reward', '{tmp_path / name}:score', 'prompts')[0]\n"
+        "print(score([1, 2]))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert expected in (ended.stdout if name == "mine.py" else ended.stderr)
+
+
+def test_a_misspelled_function_lists_those_of_the_file(tmp_path):
+    text = "from math import sqrt\ndef score(prompts):\n    pass\nclass Look:\n    pass\n"
+    with user_error(r"mine\.py has no 'scor'; it has score, Look$"):
+        load(tmp_path / "mine.py", text, "scor")
+    with user_error("it defines no function or class"):
+        load(tmp_path / "mine.py", "import math\n")
+
+
+def test_a_sample_that_may_have_the_output_of_another_ends_the_run():
+    """All others of an environment's errors end their sample alone."""
+    failed, fine = (Conversation("user") for _ in range(2))
+    failed.error = "tools.py:Tool: rows.jsonl:1: ZeroDivisionError"
+    environments.check_failures([failed, fine])
+    failed.error = f"tools.py:Tool: rows.jsonl:1: sys.stdout {user_code.OVERLAP}"
+    with user_error("tools.py:Tool: rows.jsonl:1: sys.stdout is changed"):
+        environments.check_failures([fine, failed])
