@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# errors of a user's program; those that would end Python as well
+RAISED = (Exception, SystemExit, KeyboardInterrupt)
 GIVEN_UP: list["Call"] = []  # calls whose threads may be running still
 
 

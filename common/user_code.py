@@ -23,7 +23,7 @@ import torch
 
 from common import distributed
 from common.process import UserError
-from common.threads import describe_error
+from common.threads import RAISED, describe_error
 
 # What a program shares with the trainer, and how it is put back.
 SHARED: dict[str, tuple[Callable, Callable]] = {
@@ -52,9 +52,7 @@ programs: set[Path] = set()  # all that were loaded
 def guard(program: str) -> Iterator[None]:
     """Around a call of a user's program: afterwards, what it changed of the process is as before.
 
-    Raises:
-        UserError: calls overlap while one of them has changed what both share.
-        RuntimeError: the program raised KeyboardInterrupt or SystemExit, which are its own errors.
+    Raises UserError: calls overlap while one of them has changed what both share.
     """
     with lock:
         if running:
@@ -65,8 +63,6 @@ def guard(program: str) -> Iterator[None]:
     of_thread = read_values(THREAD_LOCAL)
     try:
         yield
-    except (KeyboardInterrupt, SystemExit) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
     finally:
         put_back(THREAD_LOCAL, of_thread)
         with lock:
@@ -120,7 +116,7 @@ def load_object(flag_name: str, spec: str, expected: str) -> Any:
             module = run_program(file)
     except UserError:
         raise
-    except Exception as error:
+    except RAISED as error:
         raise UserError(f"{flag_name} {spec}: {path} raised {describe_error(error)}") from error
     if not hasattr(module, name):
         defined = [key for key, value in vars(module).items() if is_defined_in(module, value)]
@@ -172,7 +168,7 @@ def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:
         if distributed.is_main():
             try:
                 returned = function(*inputs)
-            except (Exception, SystemExit) as error:
+            except RAISED as error:
                 raise ValueError(describe_error(error)) from error
     return distributed.from_main(returned)
 

@@ -95,8 +95,6 @@ def test_exit_code_0_means_done(program, code, message):
     assert ("Traceback" in result.stderr) == (code == 1)
 
 
-
-
 TYPO = """
 import time
 from common import process
@@ -168,8 +166,6 @@ COLLECTIVE = """
     while True:
         libc.sem_wait(lock)
 """
-
-
 
 
 @pytest.mark.parametrize("name, code", [("SIGHUP", 0), ("SIGUSR1", 75)])

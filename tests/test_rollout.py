@@ -306,8 +306,6 @@ def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, 
     assert lengths and all(length.bit_count() == 1 for length in lengths)
 
 
-
-
 def test_a_graph_decodes_over_a_longer_sample_that_waits(qwen25, picture_rows):
     """Three slots decode as four: in the fourth a sample waits for its environment. What it sees is
     not used, but if it saw none of its keys, NaN would stay in its slot for the next sample

@@ -23,7 +23,7 @@ from common.process import UserError
 from common.rewards import regions
 from common.rewards.remote import Server
 from common.rewards.rules import RULES, Columns, rule_reward
-from common.threads import Workers, describe_error
+from common.threads import RAISED, Workers, describe_error
 from common.user_code import load_function
 
 # Columns (n,) of n samples, "reward" and its components, and what a judge says of each, if anything.
@@ -182,7 +182,7 @@ def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
         result = source.function(*inputs, **by_name)
     except UserError as error:  # of a server
         raise failure(source, samples, str(error)) from error
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         raise failure(source, samples, f"it raised {describe_error(error)}") from error
     columns = dict(result) if isinstance(result, dict) else {"reward": result}
     if not columns:
