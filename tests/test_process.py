@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import ranks
-from common import distributed, process
-from conftest import ROOT, read_json, user_error
+from common import distributed
+from conftest import ROOT, user_error
 
 SCRIPTS = ("train_ppo_vl.py", "train_grm_vl.py")
 

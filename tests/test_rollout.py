@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.model import rollout as rollouts
 from common import logprobs
 from common.model import attention as vlm_attention
 from common.model import fsdp, graphs, vlm
+from common.model import rollout as rollouts
 from conftest import (
     ROUNDING,
     computing,
