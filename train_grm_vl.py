@@ -680,18 +680,32 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     if any(question.prompt.regions for question in rows.train):
         log.line(f"boxes and points of responses are in the coordinates {rows.processor.space!r}")
     prompts, count, steps = args.prompts_per_step, len(rows.train), args.steps
+    sizes = [len(question.examples) for question in rows.train]
     log.line(
-        f"{count} training prompts, {len(rows.held_out)} held-out examples; {steps} steps of {prompts} "
-        f"prompts = {steps * prompts / max(1, count):.1f} passes; output: {log.out}"
+        f"{sum(sizes)} examples of {count} training prompts, {len(rows.held_out)} held-out examples; {steps} "
+        f"steps of {prompts} prompts = {steps * prompts / max(1, count):.1f} passes; output: {log.out}"
     )
     if args.eval_only:
         return log
-    for line in data.repeated_rows(args, rows.train_sets):
+    for line in [*data.repeated_rows(args, rows.train_sets), *uneven_prompts(rows.train)]:
         log.line(line)
     warmup = args.warmup_steps
     if warmup >= steps:
         log.line(f"warning: --warmup_steps {warmup} of --steps {steps}: --lr is never reached")
     return log
+
+
+def uneven_prompts(questions: list[Question]) -> list[str]:
+    """A warning where one prompt has more than a tenth of all examples, and more than twice as many as others
+    have on average: its step is far larger than the others."""
+    largest = max(questions, key=lambda question: len(question.examples))
+    count, total = len(largest.examples), sum(len(question.examples) for question in questions)
+    if count <= max(total / 10, 2 * total / len(questions)):
+        return []
+    return [
+        f"warning: {count} of {total} examples share one prompt ({largest.prompt.source}), and a step has whole "
+        "prompts: put what tells these rows apart into their prompts, or give them several prompts"
+    ]
 
 
 def performance(batch: Batch) -> logging.Metrics:

@@ -1128,3 +1128,15 @@ def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
 def test_flags_are_refused(line, message):
     with user_error(message):
         grm.parse_args(line.split())
+
+
+def test_a_prompt_that_makes_one_step_larger_than_all_others_is_told():
+    """320 rows of which 300 share a prompt: "4 prompts a step" are 4, 4, 303, 4 ... rows."""
+
+    def questions(*counts):
+        return [grm.Question(SimpleNamespace(source="a:1"), [None] * count) for count in counts]
+
+    (line,) = grm.uneven_prompts(questions(*[1] * 20, 300))
+    assert line.startswith("warning: 300 of 320 examples share one prompt (a:1)")
+    for counts in ([1] * 300, [30] * 10, [320], [2, 1, 1]):
+        assert grm.uneven_prompts(questions(*counts)) == []
