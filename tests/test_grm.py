@@ -407,8 +407,6 @@ def test_a_judgement_that_was_cut_off_has_no_verdict(env, monkeypatch, tmp_path)
         assert record["predicted_answer"] == (None if record["truncated"] else read)
 
 
-
-
 def evaluate(env, held_out: list, **changes) -> tuple[dict[str, float], list[str]]:
     """The script's evaluation of some rows, with other flags: its metrics, and in which order the
     log was called."""
@@ -423,8 +421,6 @@ def test_an_evaluation_is_recorded_when_its_files_are_written(env):
     """A resumed run repeats an evaluation without a record, so the record comes last."""
     _, calls = evaluate(env, env.held_out[:1])
     assert [call for call in calls if call != "line"] == ["json", "samples", "evaluation"]
-
-
 
 
 def test_a_batch_without_a_picture_that_decodes(env, monkeypatch):
@@ -1100,15 +1096,11 @@ def test_the_toy_brings_judgements(tmp_path):
     assert len(loaded.held_out) > 128
 
 
-
-
 def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
     """args.json has the steps counted out, the toy's own a number of its own."""
     path = tmp_path / "args.json"
     write_json(path, {"model": "m", "data": "d.jsonl", "steps": 2500})
-    steps = lambda *more: (
-        grm.count_steps(grm.parse_args(words("--config", path, *more)), 128).steps
-    )  # noqa: E731
+    steps = lambda *more: grm.count_steps(grm.parse_args(words("--config", path, *more)), 128).steps  # noqa: E731
     assert (steps(), steps("--max_epochs 1 --steps 0"), steps("--steps 7")) == (2500, 4, 7)
     write_json(path, {"model": "m", "data": "d.jsonl", "prompts_per_step": 64})
     assert (steps(), steps("--max_epochs 1"), steps("--steps 7")) == (4, 2, 7)
