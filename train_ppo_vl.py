@@ -489,7 +489,7 @@ def load_files(
     sets, number = [], itertools.count()
     for path, _ in flags.parse_datasets(spec):
         if args.row_kind == "prompts":
-            rows = load_prompts(path, processor, args, columns, system)
+            rows = load_prompts(path, processor, args, columns, system, args.env)
         else:
             rows = [
                 each.prompt for each in judgements.load_judgements(path, processor, settings, args)

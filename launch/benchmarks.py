@@ -34,7 +34,7 @@ VL_GROUPS = {
 # with hallucination.
 VL_ELSEWHERE = {"R1-Reward": "rlhf rlaif", "UnifiedReward": "hallucination"}
 
-MM_RLHF_GROUPS = ("mcq", "long", "short", "safety", "video")  # folders of its images and videos
+MM_RLHF_GROUPS = ("mcq", "long", "short", "safety")  # folders of its images
 PREFERRED = {
     "Output1": "A",
     "Output2": "B",
@@ -89,9 +89,13 @@ def vl_group(name: str, script: str = "") -> str:
 def mm_rlhf(row: dict) -> Rows:
     column = "video" if row.get("video") else "image"
     path = take_media(row, column)
-    group = next((folder for folder in path.split("/") if folder in MM_RLHF_GROUPS), None)
-    if group is None:
-        raise ValueError(f"{path:.60} is in none of the folders {', '.join(MM_RLHF_GROUPS)}")
+    group = column
+    if column == "image":
+        # the last: further up are folders of the user's
+        named = [folder for folder in path.split("/") if folder in MM_RLHF_GROUPS]
+        if not named:
+            raise ValueError(f"{path:.60} is in none of the folders {', '.join(MM_RLHF_GROUPS)}")
+        group = named[-1]
     return [row | {column: path, "source": group, "pair": row["id"]}]
 
 
@@ -123,7 +127,7 @@ def rewardbench2(row: dict) -> Rows:
 
 
 def genai_bench(row: dict) -> Rows:
-    if "left_video" in row:
+    if {"left_video", "video_left"} & row.keys():
         raise LeftOut("two videos")
     if "source_image" in row:
         raise LeftOut("an image beside those of both sides")

@@ -12,8 +12,8 @@ for example (https://huggingface.co/datasets/hiyouga/geometry3k: 2,101 / 300 / 6
 
 Sources are .parquet, .jsonl and .json files, or folders of the first two; JSON may be one list, objects
 over several lines, or in UTF-16. The shards train-00000-of-00002 and train-00001-of-00002 become train.jsonl. Images are
-written as they are, as images/<split>-<row>-<place>.jpeg and so on; their paths are relative to the
-file or, where there is no such file, to
+written as they are, as images/<split>-<row>-<place>.jpeg and so on, one that several rows show
+only once; their paths are relative to the file or, where there is no such file, to
 --image_root, outside of which none is read.
 
     our column   taken from (the first that is there)
@@ -29,6 +29,9 @@ file or, where there is no such file, to
     responses    chosen and rejected, as text or conversations, or the two of response (VL-RewardBench); ms-swift's
                  rejected_response or rejected_messages beside the chosen one
     preferred    A or B, the response that was chosen, or as human_ranking says, which may be a tie
+
+Where both responses are pictures (bytes, a path, a message of one image, or <image> for the two of
+images), the row is a pair of pictures: images holds them, and there are no responses.
 
     form                  system                             read as
     role, content         verl, TRL, OpenAI, ms-swift        messages
@@ -52,7 +55,8 @@ image, or of a kind that judges here cannot read, are counted and left out.
 
 Every other column is kept under its name. In a pair, a name that would change how the row is read,
 such as score, becomes original_score. A hash of the texts decides which response of a pair stands
-first."""
+first. A column that is left over and whose name says that it holds a preference (rejected_2, score)
+ends the conversion, if the row is no pair and --keep does not name it."""
 
 import argparse
 import ast
@@ -62,9 +66,11 @@ import io
 import json
 import os
 import re
+import shlex
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -91,8 +97,13 @@ SPACES = {"norm_1": "1", "norm1": "1", "norm_1000": "1000", "Position": "1000"}
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "value")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # that the trainers read
 
+# What an object says of how its picture or film is to be read, besides where it is.
+READING = "resized_height resized_width min_pixels max_pixels total_pixels fps nframes min_frames "
+READING += "max_frames video_start video_end"
+
 # How columns of images or bytes look in Python's spelling.
 IMAGE_COLUMN = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)|(^|[ \[(])b'"
+PICTURE = r"(?is)data:image/.*|\S+\.(bmp|gif|jpe?g|png|tiff?|webp)"  # a response that is one
 MESSAGES = r'\s*\[\s*\{\s*"(role|content|from|value)"'  # as text
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "developer": "system"}
@@ -109,18 +120,27 @@ FINAL_ANSWERS = (
 BAD_ROW = (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError, RecursionError)
 
 # Columns by which the reward model would take a pair for a row of another kind.
-NOT_IN_PAIRS = ("question", "messages", "response", "critique", "correct", "score")
+NOT_IN_PAIRS = ("question", "messages", "response", "critique", "correct", "score", "criterion")
+# Columns that say which of several responses is better, or how good one is.
+PREFERENCE = "(?i)reject|chosen|prefer|rank|score|winner"
+# How other systems write the place of one of several images.
+NUMBERED_IMAGE = r"<image[ _]?\d+>"
 
 
 # ---- One row. Each function takes what it reads out of `rest`, the columns that are left.
 
 
 def convert(
-    row: dict, images: "Images", label: str = "", boxes: str = "", space: str = "file"
+    row: dict,
+    images: "Images",
+    label: str = "",
+    boxes: str = "",
+    space: str = "file",
+    keep: Collection[str] = (),
 ) -> dict:
     """One row of the trainers from one of another system.
 
-    label: for rows that have none. boxes, space: see --help.
+    label: for rows that have none. boxes, space, keep: see --help.
     Raises one of BAD_ROW; its words are ours if it is a plain ValueError or a FileNotFoundError.
     """
     rest = {column: value for column, value in row.items() if value is not None}
@@ -153,6 +173,12 @@ def convert(
     value = label if value is None else as_text(value)
     if value:
         converted["source" if is_pair else "label"] = value
+    lost = [column for column in rest if re.search(PREFERENCE, column) and column not in keep]
+    if lost and not is_pair:
+        raise ValueError(
+            f"{', '.join(lost)}: a preference that would be lost. Name both sides by --columns "
+            "chosen=NAME,rejected=NAME, or what is none by --keep"
+        )
     for column, value in rest.items():
         if re.search(IMAGE_COLUMN, f"{value!r:.2000}"):
             images.unread.add(column)
@@ -183,7 +209,8 @@ def convert_prompt(rest: dict, images: "Images") -> dict:
 
 
 def convert_pair(rest: dict, images: "Images") -> dict:
-    """The prompt, images, videos, responses and verdict of a pair."""
+    """The prompt, images, videos, responses and verdict of a pair; of a pair of pictures, no
+    responses."""
     if "preferred" in rest:  # a pair of images, or one in our form
         return {"prompt": as_one_text(take_prompt(rest, images))} | take_media(rest, images)
     preferred = "A"
@@ -195,31 +222,71 @@ def convert_pair(rest: dict, images: "Images") -> dict:
         preferred = "tie" if ranks[0] == ranks[1] else "A" if ranks[0] < ranks[1] else "B"
     else:
         prompt, responses = take_chosen(rest, images)
-    converted = take_media(rest, images)
+    converted, prompt = take_media(rest, images), as_one_text(prompt)
     if images.embedded:
         if converted["images"]:
             raise ValueError("images of a pair come with its messages or in a column, not both")
         converted["images"] = images.embedded
-    prompt = as_one_text(prompt)
-    text = json.dumps([prompt, *responses])
+    pictures = [find_picture(response) for response in responses]
+    if any(pictures):
+        sides = write_sides(pictures, prompt, converted, images)
+        key = [images.digest(side) for side in sides]
+    else:
+        key = sides = [last_text(response) for response in responses]
+    text = json.dumps([prompt, *key])
     if hashlib.sha256(text.encode()).digest()[0] % 2:  # of half of all pairs, in any file
-        responses = responses[::-1]
+        sides = sides[::-1]
         preferred = {"A": "B", "B": "A", "tie": "tie"}[preferred]
-    return converted | {"prompt": prompt, "responses": responses, "preferred": preferred}
+    column = "images" if any(pictures) else "responses"
+    return converted | {"prompt": prompt, column: sides, "preferred": preferred}
 
 
-def take_chosen(rest: dict, images: "Images") -> tuple[str | list, list[str]]:
-    """The prompt, and the chosen and the rejected response. Without a column for the prompt, it is
-    what both conversations begin with."""
-    chosen, rejected = read_messages(rest.pop("chosen")), read_messages(rest.pop("rejected"))
-    responses = [last_text(chosen), last_text(rejected)]
-    if not (set(PROMPTS) & rest.keys() or isinstance(chosen, str)):
+def take_chosen(rest: dict, images: "Images") -> tuple[str | list, list]:
+    """The prompt, and the chosen and the rejected response, each a text, messages or a picture.
+    Without a column for the prompt, it is what both conversations begin with."""
+    sides = [rest.pop("chosen"), rest.pop("rejected")]
+    chosen, rejected = (side if is_picture(side) else read_messages(side) for side in sides)
+    if not set(PROMPTS) & rest.keys() and isinstance(chosen, list):
         if isinstance(rejected, list) and chosen[:-1] != rejected[:-1]:
             raise ValueError(
                 "without a prompt, 'chosen' and 'rejected' must begin with the same messages"
             )
         rest["prompt"] = chosen[:-1]
-    return take_prompt(rest, images), responses
+    return take_prompt(rest, images), [chosen, rejected]
+
+
+def is_picture(side: Any) -> bool:
+    """Whether a response is a file of an image or what one holds."""
+    if isinstance(side, dict):
+        return bool(set(IMAGE_KEYS) & side.keys()) and not {"role", "from"} & side.keys()
+    return isinstance(side, bytes) or isinstance(side, str) and bool(re.fullmatch(PICTURE, side))
+
+
+def find_picture(response: Any) -> Any:
+    """The picture that a response is; <image> if it is one of a column, None if it is a text. Raises
+    ValueError: it is both."""
+    if is_picture(response):
+        return response
+    content = response if isinstance(response, str) else response[-1]["content"]
+    if isinstance(content, str):
+        return "<image>" if content.strip() == "<image>" else None
+    parts = [part for part in content if part["type"] != "text" or part["text"].strip()]
+    if all(part["type"] == "text" for part in parts):
+        return None
+    if len(parts) > 1 or parts[0]["type"] not in ("image", "image_url"):
+        raise ValueError(f"a response of a pair is a text or one picture, not {content!r:.80}")
+    return parts[0] if any(parts[0].get(key) for key in IMAGE_KEYS) else "<image>"
+
+
+def write_sides(pictures: list, prompt: str, converted: dict, images: "Images") -> list[str]:
+    """The paths of both pictures of a pair. Raises ValueError: there are not two, or more."""
+    if not all(pictures):
+        raise ValueError("one response of the pair is a picture, the other a text")
+    given = [images.write(picture) for picture in pictures if picture != "<image>"]
+    sides = given + converted["images"]
+    if len(sides) != 2 or len(given) == 1 or "<image>" in prompt or converted.get("videos"):
+        raise ValueError("a pair of pictures has two images, and none in its question")
+    return sides
 
 
 def take_prompt(rest: dict, images: "Images") -> str | list:
@@ -425,13 +492,18 @@ class Images:
     # paths in the row are relative to this folder or, where they are not there,
     beside: Path
     root: Path | None = None  # to this one, outside of which none is read
-    count: int = 0
+    # of all rows: by the digest of an image its path, as rows have it
+    written: dict[bytes, str] = field(default_factory=dict)
+    count: int = 0  # of those of the row that no row before it has
     embedded: list[str] = field(default_factory=list)  # written from messages
     unread: set[str] = field(default_factory=set)  # columns that seem to hold images
 
     def write(self, image: Any) -> str:
         """Write an image; returns its path beside the JSONL file. Raises one of BAD_ROW."""
         data = self.read(image)
+        digest = hashlib.sha256(data).digest()
+        if digest in self.written:
+            return self.written[digest]
         try:
             with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as picture:
                 picture.load()  # finds a damaged body now, not in the middle of a training run
@@ -440,10 +512,16 @@ class Images:
         path = self.folder / f"{self.name}-{self.count}.{picture.format.lower()}"
         path.write_bytes(data)
         self.count += 1
-        return f"{self.folder.name}/{path.name}"
+        self.written[digest] = f"{self.folder.name}/{path.name}"
+        return self.written[digest]
+
+    def digest(self, path: str) -> str:
+        """Of the content of an image that is written."""
+        return hashlib.sha256(self.folder.parent.joinpath(path).read_bytes()).hexdigest()
 
     def write_part(self, part: dict) -> dict:
         """A part of a message, with the path of its image if it brings one."""
+        check_reading(part)
         if part["type"] == "text":
             return {"type": "text", "text": part.get("text") or part.get("value", "")}
         if part["type"] == "video":
@@ -460,6 +538,7 @@ class Images:
     def read(self, image: Any) -> bytes:
         """An encoded image, given as bytes, base64, data URL or path, or as an object with one of these."""
         if isinstance(image, dict):
+            check_reading(image)
             return self.read(next((image[key] for key in IMAGE_KEYS if image.get(key)), None))
         if isinstance(image, bytes):
             return image
@@ -489,6 +568,8 @@ class Images:
         """A film as its absolute path; of a list or folder of frames the list of their images."""
         if isinstance(clip, list):
             return [self.write(frame) for frame in clip]
+        if isinstance(clip, dict):
+            check_reading(clip)
         path = clip["video"] if isinstance(clip, dict) else clip
         path = self.locate(path)
         if not path.exists():
@@ -498,6 +579,16 @@ class Images:
             frames = sorted(path.iterdir(), key=lambda frame: (len(frame.name), frame))
             return [self.write(str(frame.absolute())) for frame in frames]
         return str(path.resolve())
+
+
+def check_reading(part: dict) -> None:
+    """Raises ValueError: an object says how its own picture or film is to be read."""
+    named = [key for key in READING.split() if part.get(key) is not None]
+    if named:
+        raise ValueError(
+            f"{', '.join(named)} of one picture or film: the trainers read all alike, as --min_pixels, "
+            "--max_pixels and --video_fps say; resize its file, and remove the entry"
+        )
 
 
 # ---- Files
@@ -522,7 +613,11 @@ def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f"{path}: pip install pyarrow, in an environment of its own") from error
+        raise ValueError(
+            f"{path}: parquet needs pyarrow, here in an environment of its own:\n"
+            "python -m venv .venv-convert && .venv-convert/bin/pip install pyarrow pillow\n"
+            f".venv-convert/bin/python {shlex.join(sys.argv)}"
+        ) from error
     try:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(100):
             yield from batch.to_pylist()
@@ -543,9 +638,12 @@ def read_json(data: bytes) -> list:
     return rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
 
 
-def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Namespace) -> None:
-    """Write <folder>/<split>.jsonl and its images. Raises ValueError with file and row."""
-    total, written, unread, left_out = 0, 0, set(), Counter()
+def write_split(
+    split: str, paths: list[Path], folder: Path, args: argparse.Namespace, known: dict[bytes, str]
+) -> None:
+    """Write <folder>/<split>.jsonl and its images, but for those that are ``known``, to which they are
+    added. Raises ValueError with file and row."""
+    total, written, unread, left_out, numbered = 0, 0, set(), Counter(), ""
     skipped = (benchmarks.LeftOut, FileNotFoundError) if args.benchmark else ()
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
         for path, number, text in numbered_rows(paths):
@@ -556,11 +654,13 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
                 parts = benchmarks.rows_of(args.benchmark, row) if args.benchmark else [row]
                 for part in parts:
                     name = f"{split}-{total:05d}"
-                    images = Images(folder / "images", name, path.parent, args.image_root)
-                    converted = convert(part, images, args.label, args.boxes, args.space)
+                    images = Images(folder / "images", name, path.parent, args.image_root, known)
+                    how = args.label, args.boxes, args.space, args.keep
+                    converted = convert(part, images, *how)
                     file.write(json.dumps(converted, default=plain) + "\n")
                     total, written = total + 1, written + images.count
                     unread |= images.unread
+                    numbered = numbered or numbered_image(converted)
             except skipped as error:
                 left_out["image missing" if isinstance(error, OSError) else f"{error}"] += 1
             except BAD_ROW as error:
@@ -569,10 +669,20 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
     if unread:
         names = ", ".join(sorted(unread))
         say(f"not read, but perhaps images (--columns images=NAME): {names:.400}")
+    if numbered:
+        say(
+            f"{numbered} in a text stands for no image: write <image> for it, in the order of images"
+        )
     for reason, count in left_out.items():
         say(f"left out: {count} rows, {reason}")
     if left_out and not total:
         raise ValueError(f"{split}: no row is left (images are looked for in --image_root)")
+
+
+def numbered_image(converted: dict) -> str:
+    """What stands in the prompt of a row with images where <image> should; "" if there is none."""
+    found = re.search(NUMBERED_IMAGE, f"{converted['prompt']}")
+    return found[0] if found and converted["images"] else ""
 
 
 def numbered_rows(paths: list[Path]) -> Iterator[tuple[Path, int, str | bytes | dict]]:
@@ -666,6 +776,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="pixels of the file, or 0 to this number on both axes",
     )
     parser.add_argument(
+        "--keep",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME,...",
+        help="columns that hold no preference, whatever their names say: they stay as they are",
+    )
+    parser.add_argument(
         "--image_root",
         type=Path,
         help="folder of images and videos: paths are relative to the rows' file, or to this folder; "
@@ -684,8 +801,9 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix=f"{args.out.name}.", dir=args.out.parent) as scratch:
         folder = Path(scratch) / "whole"
         (folder / "images").mkdir(parents=True)
+        known = {}
         for split, paths in find_splits(args.sources).items():
-            write_split(split, paths, folder, args)
+            write_split(split, paths, folder, args, known)
         folder.rename(args.out)
 
 

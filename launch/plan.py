@@ -4,10 +4,12 @@
     python launch/plan.py grm --gpus 8 -- --model Qwen/Qwen2.5-VL-7B-Instruct --data b.jsonl
 
 After -- come the flags of the run itself. Its rows are checked, and of a model on the hub only the
-small files are fetched. Exit code 2: it does not fit. The run itself refuses only if weights,
+small files are fetched. Without --data, config.json alone is read: every prompt is then as long as
+--max_prompt_tokens. Exit code 2: it does not fit. The run itself refuses only if weights,
 gradients, optimizer states and one sample do not fit; otherwise it warns.
 """
 
+import re
 import sys
 from collections.abc import Iterable
 
@@ -18,12 +20,14 @@ from tool import between  # puts the project's folder on the path
 # isort: split
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.flags import Parser
+from common.data.rows import Example, Prompt
+from common.flags import DataArgs, Parser
 from common.model import budget
-from common.process import run_main
+from common.process import UserError, run_main
 from common.rewards import scoring
 
 META = torch.device("meta")
+UNREAD = "(no rows)"  # --data of a plan without rows
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -43,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv[:cut])
 
     plan_script = plan_ppo if options.script == "ppo" else plan_grm
-    plan = plan_script(argv[cut + 1 :], options.gpus)
+    plan = plan_script(with_data(argv[cut + 1 :]), options.gpus)
     tokens, recompute = plan.setting
     print(f"{options.gpus} GPUs, {plan.shards} shards, packs of {tokens} tokens:")
     print(*memory_table(plan.phases(tokens, recompute)), sep="\n", flush=True)
@@ -70,9 +74,23 @@ def table_line(name: str, cells: Iterable[str]) -> str:
     return (f"{name:20}" + "".join(f"{cell:>18}" for cell in cells)).rstrip()
 
 
+def with_data(flags: list[str]) -> list[str]:
+    """The flags of a run, with a mark in place of its rows where they name a model alone."""
+    names = {word.partition("=")[0] for word in flags}
+    named = "--model" in names and not names & {"--config", "--data", "--eval_data"}
+    return [*flags, "--data", UNREAD] if named else flags
+
+
+def longest_row(args: DataArgs) -> Prompt:
+    ids = torch.empty(args.max_prompt_tokens, dtype=torch.int64, device="meta")
+    return Prompt([], "", (), (), ids, 0)
+
+
 def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = ppo.parse_args(flags)
-    reward = scoring.load_rewards(args.reward)
+    if args.data == UNREAD:
+        return plan_ppo_without_rows(args, gpus)
+    reward = scoring.load_rewards(args)
     rows = ppo.load_rows(args)
     reward.check_rows(rows.all)
     models = ppo.build_models(args, rows.processor, META)
@@ -81,9 +99,23 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     return ppo.plan_memory(args, modules, rows, gpus)
 
 
+def plan_ppo_without_rows(args: ppo.Args, gpus: int) -> budget.MemoryPlan:
+    """Raises UserError: other models than actor, critic and reference, which read rows."""
+    if args.ptx_data or args.teacher_model or re.search("(^|,)(grm|rm):", args.reward):
+        raise UserError(
+            "--reward grm: or rm:, --teacher_model and --ptx_data need --data in a plan"
+        )
+    modules = ppo.build_models(args, None, META).by_role()
+    return ppo.plan_memory(args, modules, ppo.Rows(None, [[longest_row(args)]], [], None), gpus)
+
+
 def plan_grm(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = grm.parse_args(flags)
-    rows = grm.load_rows(args)
+    if args.data == UNREAD:
+        example = Example(longest_row(args), torch.empty(0), "")
+        rows = grm.Rows(None, None, [[grm.Question(example.prompt, [example])]], [example])
+    else:
+        rows = grm.load_rows(args)
     judge = grm.build_judge(args, rows.processor, META)
     return grm.plan_memory(args, judge, rows, gpus)
 

@@ -50,6 +50,7 @@ NO_PATH = r"(?s)(https?|data|file):|iVBORw0KGgo|/9j/|R0lGOD|UklGR|.*\0|.{4097}|$
 # How columns of images look in Python's spelling.
 IMAGES = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)"
 MESSAGES = r"""\s*(\[\s*\{\s*["'](content|value)|\[?\s*\{\s*["'](role|from))["']\s*:"""  # as text
+NUMBERED_IMAGE = r"<image[ _]?\d+>"  # how other systems write the place of one of several images
 WORKED_SOLUTION = r"(?m)^####.*\s*\Z|.\\boxed|<answer>"
 Media = str | tuple[str, ...]  # the path of an image; of a clip its file, or those of its frames
 
@@ -112,9 +113,10 @@ def load_prompts(
     args: DataArgs,
     columns: dict[str, str] = COLUMNS,
     system_prompt: str = "",
+    env: str = "",
 ) -> list[Prompt]:
     """Read a JSONL file of prompts; the paths of images are relative to it, and only their headers
-    are read.
+    are read. An environment (``env``) may read any column.
 
     Raises ValueError: no rows, bad rows (the first five and their number), no row left after
     skipping.
@@ -141,7 +143,15 @@ def load_prompts(
             **fields,
         )
 
-    prompts = read_rows(path, build, args, known={*columns.values(), "videos", "rubric", "regions"})
+    known = {*columns.values(), "videos", "rubric", "regions"}
+    prompts = read_rows(path, build, args, known, all_read=bool(env))
+    numbered = (re.search(NUMBERED_IMAGE, user_text(row.messages)) for row in prompts if row.images)
+    mark = next(filter(None, numbered), None)
+    if mark:
+        distributed.say_once(
+            f"warning: {path}: {mark[0]} in a text stands for no image: write <image> for it, in the "
+            "order of images"
+        )
     worked = any(re.search(WORKED_SOLUTION, prompt.reference or "") for prompt in prompts)
     if worked:
         distributed.say_once(
@@ -159,14 +169,18 @@ class BadRow(str):
 
 
 def read_rows(
-    path: str, build: Callable[[dict, dict], Row], args: DataArgs, known: Collection[str]
+    path: str,
+    build: Callable[[dict, dict], Row],
+    args: DataArgs,
+    known: Collection[str],
+    all_read: bool = False,
 ) -> list[Row]:
     """``build(row, fields)`` of every row of a JSONL file, in file order; blank lines are no rows.
     ``fields`` are those of `Prompt` that say where a row is from: index, source, row and folder.
     A row for which ``build`` raises stops the run or is skipped, by --on_bad_row.
 
     Columns that are not ``known`` are no error, but rank 0 prints their names: one may be
-    misspelled, or hold what other systems read.
+    misspelled, or hold what other systems read. Not if all of them are read elsewhere (``all_read``).
     """
     folder, name = os.path.split(os.path.abspath(path))
     unread = set()
@@ -196,7 +210,7 @@ def read_rows(
         rows = list(pool.map(read_row, range(len(lines)), *zip(*lines)))
     bad = [row for row in rows if isinstance(row, BadRow)]
     report_bad(path, bad, len(rows), args.on_bad_row == "error" or len(bad) == len(rows))
-    if unread:
+    if unread and not all_read:
         names = ", ".join(sorted(unread))
         distributed.say_once(f"{path}: columns that are kept, but not read: {names:.400}")
     return [row for row in rows if not isinstance(row, BadRow)]
@@ -367,7 +381,7 @@ def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
         if len(free) != len(items):
             raise ValueError(
                 f"the columns of the row hold {len(items)} {kind}s for {len(free)} places "
-                f"(<{kind}> in a string, or parts without a file of their own)"
+                f"(<{kind}> in a string, which has no number, or parts without a file of their own)"
             )
         for part, item in zip(free, items):
             part["file"] = item
@@ -443,8 +457,8 @@ def make_prompt(
         fields: the further ones of `Prompt`.
     """
     messages = message_turns(prompt)
-    check_text(user_text(messages))
     items = place_media(messages, media)
+    check_text(user_text(messages), items)
     if system_prompt:
         if any(message["role"] == "system" for message in messages):
             raise ValueError(
@@ -471,10 +485,10 @@ def make_prompt(
     return Prompt(messages, text, paths, grids, input_ids, image_tokens, **fields)
 
 
-def check_text(text: str) -> None:
-    """Raises ValueError: the user's text is empty, or names images as Qwen-VL's rows do."""
-    if not text.strip():
-        raise ValueError("empty prompt: no text of the user's")
+def check_text(text: str, media: Sequence[Media]) -> None:
+    """Raises ValueError: the user says nothing and shows nothing, or names images as Qwen-VL's rows do."""
+    if not text.strip() and not media:
+        raise ValueError("empty prompt: no text of the user's, and no image")
     if re.search("<img>.+</img>", text):
         raise ValueError(
             "<img>path</img> in a text: give the path in images, and write <image> in its place"

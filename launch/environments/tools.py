@@ -11,7 +11,7 @@ import re
 
 from common.rewards.rules import after_thought
 
-MISTAKES = ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError
+MISTAKES = ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError
 
 
 class Tools:
@@ -43,10 +43,16 @@ class Tools:
             name, arguments = asked["name"], asked.get("arguments") or {}
             is_tool = inspect.isroutine(getattr(type(self), name, None))  # of whatever class
             if name.startswith("_") or name in {*vars(Tools), "close"} or not is_tool:
-                return json.dumps({"error": f"no tool {name!r:.80}"})
+                return mistake(f"no tool {name!r:.80}")
             return json.dumps({"result": getattr(self, name)(**arguments)}, allow_nan=False)
         except MISTAKES as error:
-            return json.dumps({"error": f"{type(error).__name__}: {error}"})
+            return mistake(f"{type(error).__name__}: {error!s:.120}")
+
+
+def mistake(text: str) -> str:
+    """As JSON, in which no word of the policy's is a special token, such as <|im_start|>: a reply must
+    hold none."""
+    return json.dumps({"error": text}).replace("<", r"\u003c")
 
 
 class Calculator(Tools):

@@ -1,5 +1,5 @@
 """Crop and zoom on the row's own picture: <zoom>left, top, right, bottom</zoom>, in thousandths of
-its width and height; any other turn is the answer.
+its width and height; any other turn is the answer. A strip that no image processor takes is not shown.
 
     python train_ppo_vl.py ... --env launch/environments/zoom.py:Zoom --reward env --max_turns 4
 """
@@ -13,6 +13,7 @@ from common.data.images import read_image
 from common.data.rows import media_list
 from common.rewards.rules import after_thought
 
+THINNEST = 100  # times the shorter side; Qwen's processors take up to 200
 CALL = re.compile(r"<zoom>\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*</zoom>")
 
 
@@ -30,9 +31,13 @@ class Zoom:
         if not asked:
             return None, float(answer == str(self.row["answer"])), True
         corners = zip(asked.groups(), 2 * self.picture.size)
-        left, top, right, bottom = (round(min(int(at), 1000) / 1000 * side) for at, side in corners)
+        left, top, right, bottom = (
+            round(min(float(at), 1000) / 1000 * side) for at, side in corners
+        )
         if left >= right or top >= bottom:
             return "An empty region: left < right and top < bottom, please.", 0.0, False
         crop = self.picture.crop((left, top, right, bottom))
+        if max(crop.size) > THINNEST * min(crop.size):
+            return "Too thin a strip: a wider or higher region, please.", 0.0, False
         longer = max(self.picture.size)
         return [ImageOps.contain(crop, (longer, longer))], 0.0, False

@@ -4,6 +4,7 @@ import base64
 import json
 import random
 import re
+import shlex
 import subprocess
 import sys
 
@@ -553,6 +554,80 @@ def test_a_dialogue_in_a_pair_is_one_text(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "form", ["bytes", "messages", "placeholders", "paths", "ranking", "data URL"]
+)
+def test_two_generated_pictures_are_a_pair_of_pictures(tmp_path, qwen25, form):
+    """Of the kind pictures, in either order; never two responses that say <image>."""
+    good, bad = noise(40), noise(41)
+    for name, image in (("good.png", good), ("bad.png", bad)):
+        image.save(tmp_path / name)
+
+    def messages(image):
+        part = {"type": "image_url", "image_url": {"url": data_url(image)}}
+        return [{"role": "assistant", "content": [part]}]
+
+    sides = {
+        "bytes": dict(chosen={"bytes": base64_of(good)}, rejected={"bytes": base64_of(bad)}),
+        "messages": dict(chosen=messages(good), rejected=messages(bad)),
+        "placeholders": dict(
+            chosen="<image>", rejected="<image>", images=[base64_of(good), base64_of(bad)]
+        ),
+        "paths": dict(chosen="good.png", rejected="bad.png"),
+        "data URL": dict(chosen=data_url(good), rejected=data_url(bad)),
+        "ranking": dict(
+            response=["<image>"] * 2,
+            human_ranking=[0, 1],
+            images=[base64_of(good), base64_of(bad)],
+        ),
+    }[form]
+    rows = run(tmp_path, [{"prompt": f"a cat {k}"} | sides for k in range(8)])
+    for row in rows:
+        assert "responses" not in row
+        assert row["images"]["AB".index(row["preferred"])] == "images/rows-00000-0.png"
+        assert set(row["images"]) == {"images/rows-00000-0.png", "images/rows-00000-1.png"}
+    assert {row["preferred"] for row in rows} == {"A", "B"}
+    path = str(tmp_path / "out" / "rows.jsonl")
+    loaded = load_judgements(path, Processor(str(qwen25)), judge_settings(), DataArgs())
+    assert {prompt.label for prompt, *_ in loaded} == {"pictures"}
+    assert_pixels(loaded[0].prompt, *((good, bad) if rows[0]["preferred"] == "A" else (bad, good)))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        "rejected_conversations",
+        "output_preference",
+        "human_rankings",
+        "overall_score",
+        "chosenResponse",
+    ],
+)
+def test_no_preference_is_lost(tmp_path, capsys, column):
+    """A row with a column that says what is better, and is not read, never becomes one to imitate."""
+    row = {"prompt": "a", "response": "b", column: [1]}
+    with pytest.raises(SystemExit):
+        run(tmp_path, [row])
+    assert f"row 1: {column}: a preference that would be lost" in capsys.readouterr().err
+    assert run(tmp_path, [row], "--keep", column)[0][column] == [1]
+
+
+def test_pictures_that_several_rows_show_are_one_file(tmp_path, qwen25, capsys):
+    row = {"prompt": "x", "image": base64_of(noise(1))}
+    rows = run(tmp_path, [row] * 10 + [row | {"image": base64_of(noise(2))}])
+    assert {row["images"][0] for row in rows[:10]} == {"images/rows-00000-0.png"}
+    assert len(list((tmp_path / "out" / "images").iterdir())) == 2
+    assert capsys.readouterr().out == "rows.jsonl: 11 rows, 2 images\n"
+    for prompt in load(tmp_path / "out" / "rows.jsonl", qwen25)[:10]:
+        assert_pixels(prompt, noise(1))
+
+
+@pytest.mark.parametrize("mark", ["<image1>", "<image_1>", "<image 1>"])
+def test_numbered_places_of_images(tmp_path, capsys, mark):
+    run(tmp_path, [{"prompt": f"Is {mark} red?", "images": [base64_of(noise(1))]}])
+    assert f"{mark} in a text stands for no image: write <image> for it" in capsys.readouterr().out
+
+
 # ---- Parquet
 
 
@@ -584,14 +659,14 @@ def test_geometry3k(tmp_path, qwen25, pyarrow, capsys):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
     convert.main(words(tmp_path, "--label geo3k --out", tmp_path / "data" / "geo3k"))
     assert (
-        capsys.readouterr().out == "test.jsonl: 1 rows, 1 images\ntrain.jsonl: 5 rows, 5 images\n"
+        capsys.readouterr().out == "test.jsonl: 1 rows, 1 images\ntrain.jsonl: 5 rows, 0 images\n"
     )
 
     folder = tmp_path / "data" / "geo3k"
     rows = read_rows(folder / "train.jsonl")
     assert rows[0] == dict(
         prompt="<image>Find $x$.",
-        images=["images/train-00000-0.png"],
+        images=["images/test-00000-0.png"],
         answer="train-00000-of-00002 0",
         label="geo3k",
     )
@@ -606,7 +681,12 @@ def test_parquet_without_its_package(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.parquet").touch()
     with pytest.raises(SystemExit):
         convert.main(words(tmp_path / "train.parquet", "--out", tmp_path / "out"))
-    assert "pip install pyarrow" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    first, second = error.splitlines()[1:]
+    assert first.strip() == (
+        "python -m venv .venv-convert && .venv-convert/bin/pip install pyarrow pillow"
+    )
+    assert second.strip() == f".venv-convert/bin/python {shlex.join(sys.argv)}"
 
 
 # ---- Errors
@@ -654,7 +734,23 @@ def embedded(row):
  "objects of another image than the first"],
 [{"query": "Where?", "objects": "[{\"bbox\": [1, 2, 3, 4], \"image\": 1}]"},
  "objects of another image than the first"],
-[3, "no row as in the tables of --help: 3"]
+[3, "no row as in the tables of --help: 3"],
+[{"messages": [{"role": "user", "content": [{"type": "image", "image": "ONE", "resized_height": 280}]}]},
+ "resized_height of one picture or film: the trainers read all alike"],
+[{"prompt": "x", "images": [{"image": "ONE", "max_pixels": 1000}]},
+ "max_pixels of one picture or film"],
+[{"prompt": "x", "videos": [{"video": "a.mp4", "fps": 2, "nframes": null}]},
+ "fps of one picture or film"],
+[{"prompt": "x", "chosen": {"bytes": "ONE"}, "rejected": "a dog"},
+ "one response of the pair is a picture, the other a text"],
+[{"prompt": "x", "chosen": "<image>", "rejected": "<image>", "images": ["ONE"]},
+ "a pair of pictures has two images, and none in its question"],
+[{"prompt": "<image>x", "chosen": {"bytes": "ONE"}, "rejected": {"bytes": "TWO"}, "images": ["ONE"]},
+ "a pair of pictures has two images, and none in its question"],
+[{"prompt": "x", "chosen": [{"role": "assistant", "content": [{"type": "image", "image": "ONE"},
+                                                              {"type": "text", "text": "here"}]}],
+  "rejected": "no"},
+ "a response of a pair is a text or one picture"]
 ]"""),
 )
 def test_an_error_names_file_and_row(tmp_path, capsys, row, message):

@@ -251,11 +251,21 @@ def test_a_benchmark_becomes_judgements(tmp_path, published, qwen25, capsys, ben
     assert [prompt.row["source"] for prompt, *_ in loaded[::2]] == GROUPS[benchmark]
 
 
-def test_the_first_folder_is_the_group_of_mm_rlhf():
-    """Of two that name one, whatever the seed of Python's hashes."""
+def test_folders_on_the_way_are_no_group_of_mm_rlhf():
+    """Of several that name one, the last counts; and what is no film is not in the group of films."""
     for first, second in permutations(("mcq", "long", "short", "safety", "video"), 2):
-        (row,) = benchmarks.rows_of("mm_rlhf", chosen("1", image=f"{first}/{second}/a.png"))
-        assert row["source"] == first
+        (row,) = benchmarks.rows_of("mm_rlhf", chosen("1", image=f"/{first}/data/{second}/a.png"))
+        assert row["source"] == (first if second == "video" else second)
+        (row,) = benchmarks.rows_of("mm_rlhf", chosen("1", video=f"/{first}/data/{second}/a.mp4"))
+        assert row["source"] == "video"
+
+
+def test_pairs_of_films_are_told_as_such():
+    """GenAI-Bench-Video has two spellings of its columns."""
+    for left, right in (("left_video", "right_video"), ("video_left", "video_right")):
+        row = {"prompt": "a", left: "a.mp4", right: "b.mp4", "vote_type": "leftvote"}
+        with pytest.raises(benchmarks.LeftOut, match="two videos"):
+            benchmarks.rows_of("genai_bench", row)
 
 
 def test_the_copy_of_vl_rewardbench(tmp_path, published):

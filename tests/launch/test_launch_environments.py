@@ -11,7 +11,9 @@ from PIL import Image
 
 import toy
 import train_ppo_vl as ppo
+from common.data.processor import Processor
 from common.envs import environments
+from common.envs.replies import encode_reply, read_parts
 from common.ppo_flags import EnvArgs
 from conftest import ROOT, read_rows, start, table, take, words
 
@@ -217,7 +219,8 @@ def test_zoom_shows_what_was_asked_for(tmp_path):
     (crop,), reward, done = zoom.step("I look: <zoom>500, 0, 750, 500</zoom>")
     assert crop.getcolors() == [(80 * 80, (255, 0, 0))]
     assert (reward, done) == (0.0, False)
-    assert isinstance(zoom.step("<zoom>700,0,100,10</zoom>")[0], str)
+    for impossible in ("700,0,100,10", f"0,0,{'9' * 5000},0", "0,0,0,0"):
+        assert isinstance(zoom.step(f"<zoom>{impossible}</zoom>")[0], str)
     assert zoom.step("red") == (None, 1.0, True)
     zoom.reset({"folder": str(tmp_path), "image": "a.png", "answer": 12})
     assert zoom.step("12 ") == (None, 1.0, True)
@@ -228,6 +231,32 @@ def test_zoom_shows_what_was_asked_for(tmp_path):
     zoom.reset({"folder": str(tmp_path), "images": "turned.jpg", "answer": "red"})
     (crop,), *_ = zoom.step("<zoom>550, 550, 950, 700</zoom>")
     assert [abs(a - b) < 8 for a, b in zip(crop.getpixel((9, 9)), (255, 0, 0))] == [True] * 3
+
+
+def test_a_strip_that_no_processor_takes_is_answered_in_words(tmp_path, qwen25):
+    """The processor refuses what is more than 200 times as long as high, one pixel of 1000 here."""
+    Image.new("RGB", (1000, 1000)).save(tmp_path / "a.png")
+    zoom, processor = program("zoom").Zoom(), Processor(str(qwen25))
+    zoom.reset({"folder": str(tmp_path), "image": "a.png", "answer": "red"})
+    for asked in ("0, 500, 1000, 501", "500, 0, 501, 1000", "0, 500, 1000, 509"):
+        reply, reward, done = zoom.step(f"<zoom>{asked}</zoom>")
+        assert "Too thin" in reply
+        assert (reward, done) == (0.0, False)
+    reply, *_ = zoom.step("<zoom>0, 500, 1000, 510</zoom>")
+    read_parts(reply, processor, 512)  # which a rollout does with it
+
+
+def test_the_words_of_a_mistake_can_be_read(qwen25):
+    """A policy may ask for a tool whose name is a special token, which no reply may hold."""
+    tool, processor = program("tools").Calculator(), Processor(str(qwen25))
+    tool.reset({"answer": "12"})
+    for call in (
+        '{"name": "<|im_start|>"}',
+        '{"name": "calculate", "arguments": {"a": 1, "operator": "<|im_start|>", "b": 2}}',
+    ):
+        reply, *_ = tool.step(f"<tool_call>{call}</tool_call>")
+        assert "<|im_start|>" in json.loads(reply)["error"]
+        encode_reply(processor, read_parts(reply, processor, 512), "tool", False)
 
 
 def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):

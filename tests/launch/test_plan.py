@@ -377,6 +377,26 @@ def test_a_plan_compares_no_towers(qwen25, picture_rows, tmp_path):
     assert "critic" in planned(qwen25, picture_rows, "--critic_model", bare).models
 
 
+def test_a_config_alone_is_planned(seven_b, tmp_path, capsys):
+    """No rows, no tokenizer, no chat template: prompts have --max_prompt_tokens."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(seven_b / "config.json", bare)
+    line = words("--model", bare, "--max_prompt_tokens 1000 --max_new_tokens 500")
+    plan.main(["ppo", "--gib", "800", "--", *line, "--kl_coef", "0.01"])
+    table, language = cells(capsys.readouterr().out), 8292166656 - 676550144
+    cache = 2 * 28 * 512 * 2 * 1500  # of one sample
+    assert table["KV cache"] == pytest.approx([cache / GIB], abs=0.006)
+    weights = 4 * language / 8 + 2 * 676550144
+    assert table["actor weights"] == pytest.approx([weights / GIB] * 4, abs=0.006)
+    plan.main(["grm", "--gib", "800", "--", *line[:4]])
+    assert cells(capsys.readouterr().out)["judge Adam"][0] == pytest.approx(
+        language / GIB, abs=0.006
+    )
+    with user_error("need --data in a plan"):
+        plan.main(["ppo", "--", *line, "--reward", "grm:judge"])
+
+
 def test_the_judges_plan(seven_b, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "how many?", "response": "3", "correct": true}\n')
