@@ -517,6 +517,10 @@ def check_rows(
             f"{len(rows.train)}: use fewer --prompts_per_step"
         )
     reward.check_rows(rows.all)
+    if [source.spec for source in reward.sources] == ["boxed"]:
+        distributed.say_once(
+            r"--reward boxed (the default): the last \boxed{...} of a response against its row's answer"
+        )
     reward.report_lazy_answers(rows.train or rows.held_out)
     kinds = {source.kind for source in reward.sources}
     if environment:
@@ -889,6 +893,8 @@ def shard(module: vlm.Wrapper, mesh: DeviceMesh) -> None:
 def adamw(module: nn.Module, lr: float, args: flags.OptimArgs) -> torch.optim.Optimizer:
     """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not. A
     group may have a rate of its own."""
+    # Others take FSDP's shards as well: NAdam and SGD as they are, Muon beside AdamW as in
+    # tests/experiments. Adafactor does not: its statistics of rows and columns need whole matrices.
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},

@@ -34,6 +34,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
 
+LARGEST_WHOLE = 2**53  # above it, floats skip integers
 LFS = b"version https://git-lfs."  # how a pointer begins
 
 
@@ -133,10 +134,14 @@ def check_form(value: Any, form: Any, name: str) -> None:
 
 
 def number_as_text(value: Any) -> Any:
-    """An integer or finite float as its text, anything else unchanged. True and false are left
-    alone: whether a model should say "true", "yes" or "1" is for the data to say."""
+    """An integer or finite float as its text, 3.0 as "3" (tables write a column of integers so, if one is
+    missing); anything else unchanged. True and false are left alone: whether a model should say
+    "true", "yes" or "1" is for the data to say."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return str(value) if is_number and abs(value) < math.inf else value
+    if not is_number or not abs(value) < math.inf:
+        return value
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_WHOLE
+    return str(int(value) if is_whole else value)
 
 
 def printable(text: str, keep: str = "") -> str:

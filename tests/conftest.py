@@ -583,7 +583,7 @@ def processor(tmp_path_factory):
 
 @pytest.fixture
 def load(tmp_path, processor):
-    """load(rows, columns, system_prompt, **flags): write rows (dicts, or raw bytes) as train.jsonl
+    """load(rows, columns, system_prompt, env, **flags): write rows (dicts, or raw bytes) as train.jsonl
     beside two pictures and load them."""
     from PIL import Image
 
@@ -594,7 +594,7 @@ def load(tmp_path, processor):
     Image.new("RGB", (64, 40), RED).save(tmp_path / "a.png")
     Image.new("RGB", (30, 90), BLUE).save(tmp_path / "b.jpg")
 
-    def load(rows, columns="", system_prompt="", **flags):
+    def load(rows, columns="", system_prompt="", env="", **flags):
         data = (
             rows
             if isinstance(rows, bytes)
@@ -602,9 +602,8 @@ def load(tmp_path, processor):
         )
         (tmp_path / "train.jsonl").write_bytes(data)
         args = DataArgs(**{"max_prompt_tokens": 500} | flags)
-        return load_prompts(
-            str(tmp_path / "train.jsonl"), processor, args, parse_columns(columns), system_prompt
-        )
+        how = processor, args, parse_columns(columns), system_prompt, env
+        return load_prompts(str(tmp_path / "train.jsonl"), *how)
 
     return load
 

@@ -8,6 +8,7 @@
 
 from pathlib import Path
 
+from common.files import number_as_text
 from common.rewards.rules import after_thought
 
 
@@ -22,5 +23,5 @@ class Look:
         if answer == "look" and not self.looked:
             self.looked = True
             return [Path(self.row["folder"], self.row["hidden"]), self.row["prompt"]], 0.0, False
-        right = float(answer == str(self.row["answer"]))
+        right = float(answer == str(number_as_text(self.row["answer"])))
         return None, {"reward": right, "accuracy": right}, True

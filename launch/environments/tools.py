@@ -9,6 +9,7 @@ import json
 import operator
 import re
 
+from common.files import number_as_text
 from common.rewards.rules import after_thought
 
 MISTAKES = ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError
@@ -26,7 +27,7 @@ class Tools:
 
     def reward(self, text: str) -> float:
         """What the last turn earns, without its thought."""
-        return float(text == str(self.row["answer"]))
+        return float(text == str(number_as_text(self.row["answer"])))
 
     def step(self, text: str) -> tuple:
         start, end = map(re.escape, self.markers)

@@ -11,6 +11,7 @@ from PIL import ImageOps
 
 from common.data.images import read_image
 from common.data.rows import media_list
+from common.files import number_as_text
 from common.rewards.rules import after_thought
 
 THINNEST = 100  # times the shorter side; Qwen's processors take up to 200
@@ -29,7 +30,7 @@ class Zoom:
         answer = after_thought(text)
         asked = CALL.search(answer)
         if not asked:
-            return None, float(answer == str(self.row["answer"])), True
+            return None, float(answer == str(number_as_text(self.row["answer"]))), True
         corners = zip(asked.groups(), 2 * self.picture.size)
         left, top, right, bottom = (
             round(min(float(at), 1000) / 1000 * side) for at, side in corners

@@ -867,6 +867,42 @@ def test_order(load):
     ]
 
 
+def test_a_picture_alone_is_a_prompt(load):
+    """As readers of pages are asked."""
+    rows = [
+        {"prompt": "", "images": "a.png"},
+        {"prompt": "<image>", "images": "a.png"},
+        {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "images": "a.png"},
+    ]
+    for prompt in load(rows):
+        assert prompt.text == rendered(("user", PICTURE))
+        assert len(prompt.images) == 1
+
+
+@pytest.mark.parametrize("mark", ["<image1>", "<image_1>", "<image 1>"])
+def test_numbered_places_of_images_are_told(load, tmp_path, capsys, mark):
+    load([{"prompt": f"Is {mark} red?", "images": "a.png"}])
+    assert f"warning: {tmp_path / 'train.jsonl'}: {mark} in a text stands for no image" in (
+        capsys.readouterr().out
+    )
+    load([{"prompt": f"Is {mark} a tag?"}, {"prompt": "Is <image> red?", "images": "a.png"}])
+    assert "stands for no image" not in capsys.readouterr().out
+
+
+def test_an_environment_may_read_any_column(load, capsys):
+    load([{"prompt": "x", "tools": [1], "hidden": "a.png"}], env="env.py:Game")
+    assert capsys.readouterr().out == ""
+
+
+def test_numbers_of_tables_are_read_as_they_were(load):
+    """pandas makes floats of a column of integers with a gap."""
+    values = [3.0, 2.5, -12.0, 1e-5, 20250101.0, 1e300]
+    prompts = load([{"prompt": "x", "answer": value, "label": value} for value in values])
+    texts = ["3", "2.5", "-12", "1e-05", "20250101", "1e+300"]
+    assert [prompt.reference for prompt in prompts] == texts
+    assert [prompt.label for prompt in prompts] == texts
+
+
 BAD_ROWS = table(
     """
 invalid JSON              | {"prompt":  | not JSON
@@ -875,7 +911,7 @@ no object                 | ["prompt"] | a row must be a JSON object, not \\['pr
 no prompt column | {"question": "x", "answer": "y"}
     | no column 'prompt' .*; the row has 'question', 'answer'
 prompt of wrong type      | {"prompt": 5} | prompt must be a string or messages .* it is 5
-empty prompt              | {"prompt": "<image> ", "images": "a.png"} | empty prompt
+empty prompt              | {"prompt": " "} | empty prompt
 no messages               | {"prompt": []} | prompt must be a string or messages
 message without content   | {"prompt": [{"role": "user"}]} | prompt must be .* not {'role': 'user'}
 message of null | {"prompt": [{"role": "user", "content": null}]}

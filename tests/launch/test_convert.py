@@ -28,7 +28,9 @@ from helpers import PYTHONS_WORDS, base64_of, encode, noise, odd_value
     "number, text",
     [
         ("3", "3"),
-        ("3.0", "3.0"),
+        ("3.0", "3"),
+        ("-12.0", "-12"),
+        ("2.50", "2.5"),
         ("0.00001", "1e-05"),
         ("2e16", "2e+16"),
         ("true", None),

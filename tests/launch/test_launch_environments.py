@@ -101,6 +101,8 @@ def test_tools_are_called_and_their_mistakes_are_told():
     ):
         assert list(replies(wrong)[0]) == ["error"]
     assert tool.step(" 12") == (None, 1.0, True)
+    tool.reset({"answer": 12.0})  # by pandas
+    assert tool.step("12") == (None, 1.0, True)
     assert tool.step("13") == (None, 0.0, True)
 
 
