@@ -145,7 +145,6 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
     from types import SimpleNamespace
 
     import train_ppo_vl as ppo
-    from common.model import rollout as rollouts
     from common import distributed
 
     common = "--max_prompt_tokens 512 --max_new_tokens 12 --prompts_per_step 4"
@@ -172,7 +171,6 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
 def build_rewards(args, reward, rows, actor, ranks) -> None:
     """Build and load the reward models of a run, as its start does."""
     import train_ppo_vl as ppo
-    from common.model import rollout as rollouts
     from common import distributed
     from common.model import weights
 
@@ -502,7 +500,6 @@ def seven_b(qwen25, tmp_path_factory) -> Path:
 @pytest.fixture
 def poll(monkeypatch) -> list[int]:
     """[after how many tokens the engine looks at its samples]"""
-    import train_ppo_vl as ppo
     from common.model import rollout as rollouts
 
     poll, init = [1], rollouts.RolloutEngine.__init__
@@ -522,9 +519,8 @@ def graphs_of(monkeypatch):
     captured batch sizes and capacities."""
     from types import SimpleNamespace
 
-    import train_ppo_vl as ppo
-    from common.model import rollout as rollouts
     from common.model import graphs
+    from common.model import rollout as rollouts
 
     init = rollouts.RolloutEngine.__init__
 
