@@ -45,6 +45,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from common import standins
+
+standins.for_help()  # --help does not wait for the imports below
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -148,8 +152,7 @@ class JudgeArgs:
     """judgements (a text, or a file that contains it; empty: judge.json of --model, else built in)"""
 
     system_instruction: str = flag(
-        "",
-        "system message; {prompt} in it becomes the row's prompt",
+        "", "system message; {prompt} in it becomes the row's prompt", check=check_instruction
     )
     pictures_template: str = flag(
         "", "asks which of two pictures is better: {prompt} and two <image>"
@@ -201,6 +204,9 @@ class Args(
 
     steps: int = flag(0, "steps of the run; 0: those of --max_epochs")
 
+    def automatic(self) -> dict:
+        return {"max_epochs": 0 if self.steps else 2}
+
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags override --config, which overrides defaults. Without --model and --config the run is
@@ -210,11 +216,11 @@ def parse_args(argv: list[str] | None = None) -> Args:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
     args = flags.parse(Args, __doc__, argv, toy=("questions", "grm_args.json"))
-    if not args.steps and not args.max_epochs:
-        args = replace(args, max_epochs=2)
-    refuse = flags.Refusals(args)
-    refuse(args.steps and args.max_epochs, "--steps and --max_epochs: one of them must be 0")
-    refuse.check("system_instruction", check_instruction, args.system_instruction)
+    refuse = flags.Refusals()
+    flags.check_shared(refuse, args)
+    refuse(
+        args.steps and args.max_epochs, "--steps excludes --max_epochs: each says how long to train"
+    )
     refuse.raise_any()
     return read_texts(args)
 

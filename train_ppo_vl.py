@@ -41,6 +41,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
+from common import standins
+
+standins.for_help()  # --help does not wait for the imports below
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -204,12 +208,6 @@ POLICY_LOSSES = {
     # a soft gate instead of a clip
     "sapo": PolicyLoss(losses.sapo, clip=(0.0, 0.0), aggregation="seq-mean-token-mean"),
 }
-# without effect if there is no critic
-OF_CRITIC = (
-    "critic_model export_critic critic_lr critic_epochs value_clip "
-    "gae_lambda gae_lambda_policy gae_alpha"
-)
-WITHOUT_CRITIC = [name for name, estimator in ESTIMATORS.items() if not estimator.has_critic]
 
 
 @dataclass(frozen=True)
@@ -269,6 +267,7 @@ class AlgorithmArgs:
     critic_model: str = flag(
         "",
         "model folder of the critic, with its value head if it has one; empty: the actor's",
+        paths=True,
     )
     export_critic: bool = flag(
         False, "export the critic as well, to <out>/export_critic: a --critic_model of other runs"
@@ -276,6 +275,7 @@ class AlgorithmArgs:
     reference_model: str = flag(
         "",
         "model folder of the frozen reference, loaded only with --kl_coef; empty: the actor's",
+        paths=True,
     )
     reference_every: int = flag(
         0,
@@ -385,44 +385,28 @@ class Args(
         return self.max_prompt_tokens + self.longest_response
 
     @property
-    def whiten(self) -> bool:
-        if self.advantages_norm == "auto":
-            return ESTIMATORS[self.advantage].whiten
-        return self.advantages_norm == "on"
-
-    @property
-    def aggregation(self) -> str:
-        if self.loss_aggregation == "auto":
-            return POLICY_LOSSES[self.policy_loss].aggregation
-        return self.loss_aggregation
-
-    @property
-    def clip(self) -> tuple[float, float]:
-        """How far below and above 1 the ratio is clipped."""
-        low, high = POLICY_LOSSES[self.policy_loss].clip
-        if self.clip_low != -1:
-            low = self.clip_low
-        if self.clip_high != -1:
-            high = self.clip_high
-        return low, high
-
-    @property
-    def passes_of_critic(self) -> int:
-        return self.critic_epochs or self.epochs
-
-    @property
     def kl_in_loss(self) -> bool:
         return self.kl_coef > 0 and self.kl_in == "loss"
 
     @property
     def exact_kl_in_loss(self) -> bool:
-        return self.kl_in_loss and self.kl_kind == "full"
+        return self.kl_in_loss and self.kl_estimator == "full"
 
-    @property
-    def kl_kind(self) -> str:
-        if self.kl_estimator == "auto":
-            return "k3+" if self.kl_in == "loss" else "k1"
-        return self.kl_estimator
+    def automatic(self) -> dict:
+        only_teacher = self.reward == "none"
+        estimator = ESTIMATORS["none" if only_teacher else self.advantage]
+        policy_loss = POLICY_LOSSES[self.policy_loss]
+        clip_low, clip_high = policy_loss.clip
+        return {
+            "advantage": "none" if only_teacher else "gae",
+            "advantages_norm": "on" if estimator.whiten else "off",
+            "gae_lambda_policy": self.gae_lambda,
+            "loss_aggregation": policy_loss.aggregation,
+            "clip_low": clip_low,
+            "clip_high": clip_high,
+            "kl_estimator": "k3+" if self.kl_in == "loss" else "k1",
+            "critic_epochs": self.epochs,
+        }
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -432,7 +416,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
-    args = flags.parse(Args, __doc__, argv, ("describe", "args.json"))
+    args = flags.parse(Args, __doc__, argv, ("describe", "args.json"), load_programs)
     check_args(args)
     return args
 
@@ -1058,7 +1042,7 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
         batch.masked_logprobs = image_changes.changed_logprobs(actor, batch, change)
     if reference:
         with fsdp.onloaded(args.offload, reference):
-            fill_reference_kl(batch, actor, reference, args.kl_kind)
+            fill_reference_kl(batch, actor, reference, args.kl_estimator)
     if models.critic:
         batch.values = values_of(models.critic, batch)
     if models.teacher and not args.teacher_in_loss:
@@ -1152,7 +1136,7 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.M
     batch.kl_coef = state.kl_coef
     inputs = advantage_inputs(batch, state, args)
     advantages, batch.returns = ESTIMATORS[args.advantage].estimate(inputs)
-    if args.whiten:
+    if args.advantages_norm == "on":
         advantages = losses.whiten(advantages)
     batch.in_policy_loss = policy_loss_mask(batch, args)
     if args.masks_images:
@@ -1268,7 +1252,7 @@ def minibatch_weights(batch: Batch, indices: np.ndarray, mask: Tensor, args: Arg
     token counts of all ranks; 0 outside of the minibatch and where ``mask`` (N,) is false."""
     in_minibatch = torch.isin(batch.prompt_index, torch.as_tensor(indices))  # (S,)
     lengths = batch.per_sample_sum(mask) * in_minibatch
-    per_sample = losses.token_weights(lengths, args.aggregation, args.max_new_tokens)
+    per_sample = losses.token_weights(lengths, args.loss_aggregation, args.max_new_tokens)
     return per_sample.float().repeat_interleave(batch.own_lengths) * mask  # (N,)
 
 
@@ -1301,7 +1285,7 @@ def update_critic(
     critic, sums = trained.module, logging.MetricSums()
     critic.train()
     with fsdp.onloaded(args.offload, trained):
-        for minibatch in minibatches_of(critic, batch, step, args.passes_of_critic, args):
+        for minibatch in minibatches_of(critic, batch, step, args.critic_epochs, args):
             if not minibatch.weights.any():
                 continue
             stats = []
@@ -1405,7 +1389,9 @@ def actor_loss(
         minibatch.weights, minibatch.policy_weights, batch.in_policy_loss
     )
     inputs = losses.PolicyLossInputs(logp, old, advantages, pack.sample, len(batch), in_loss)
-    clips = args.clip if args.policy_loss != "ppo" else (*args.clip, args.dual_clip)
+    clips = [args.clip_low, args.clip_high]
+    if args.policy_loss == "ppo":
+        clips.append(args.dual_clip)
     out = POLICY_LOSSES[args.policy_loss].compute(inputs, *clips)
     terms = out.per_token
     if args.importance_cap:
@@ -1447,7 +1433,7 @@ def kl_terms(
         terms["teacher_kl"] = args.teacher_coef, kls.pop()
     if args.kl_in_loss:
         if not kls:
-            kls = [losses.kl_penalty(args.kl_kind, logp, *pack.pick(batch.ref_logprobs))]
+            kls = [losses.kl_penalty(args.kl_estimator, logp, *pack.pick(batch.ref_logprobs))]
         terms["kl_loss"] = batch.kl_coef, kls[0]
     if len(batch.masked_logprobs):
         masked_kl = losses.perception_kl(logp, *pack.pick(batch.masked_logprobs))
@@ -1733,7 +1719,7 @@ def performance(
     perf = logging.timer.metrics()
     # fewer than --epochs if --target_kl stopped them
     actor_passes = metrics.get("train/actor_updates", 0) / args.minibatches
-    passes = actor_passes + (args.passes_of_critic if models.critic else 0)
+    passes = actor_passes + (args.critic_epochs if models.critic else 0)
     update = perf.get("perf/update_actor_seconds", 0.0)
     update += perf.get("perf/update_critic_seconds", 0.0)
     generated = metrics["rollout/generated_tokens"]
@@ -1764,24 +1750,28 @@ def load_programs(args: Args) -> tuple[scoring.RewardMix, Environment | None, Ca
 def check_args(args: Args) -> None:
     """Refuse combinations that cannot work, before any process group or GPU is touched. Raises
     UserError."""
-    refuse = flags.Refusals(args)
-    refuse.check("stop_strings", flags.parse_stop_strings, args.stop_strings)
-    refuse.check("teacher_prompt", ppo_flags.check_teacher_prompt, args.teacher_prompt)
+    refuse = flags.Refusals()
+    flags.check_shared(refuse, args)
+    check_sizes(refuse, args)
+    check_advantages(refuse, args)
+    check_kl(refuse, args)
+    check_rewards(refuse, args)
+    check_teacher(refuse, args)
     image_changes.damage(args.student_images, args.seed)
+    refuse.raise_any()
+
+
+def check_sizes(refuse: flags.Refusals, args: Args) -> None:
+    """Refuse numbers of tokens, samples and seconds that do not fit each other."""
     refuse(
         args.max_tokens_per_pack < args.longest,
         f"--max_tokens_per_pack {args.max_tokens_per_pack} must hold one prompt and one response: "
         f"--max_prompt_tokens + --max_new_tokens{' + --max_reply_tokens' if args.env else ''} = "
         f"{args.longest}",
     )
-    refuse(
-        args.reward_timeout >= args.timeout,
-        f"--reward_timeout {args.reward_timeout:g} must be below --timeout {args.timeout:g}: a rank "
-        "that waits so long would be given up by the others",
-    )
     for name in ("rollouts_per_step", "minibatches"):
         refuse(
-            args.prompts_per_step % max(1, getattr(args, name)),
+            args.prompts_per_step % getattr(args, name),
             f"--{name} {getattr(args, name)} must divide --prompts_per_step {args.prompts_per_step}",
         )
     for name in ("min_new_tokens", "overlong_buffer"):
@@ -1789,28 +1779,82 @@ def check_args(args: Args) -> None:
             getattr(args, name) > args.max_new_tokens,
             f"--{name} {getattr(args, name)} exceeds --max_new_tokens {args.max_new_tokens}",
         )
-    check_advantages(refuse, args)
-    check_rewards(refuse, args)
-    refuse.raise_any()
+    refuse(
+        args.in_pairs and args.prompts_per_step % (2 * args.rollouts_per_step),
+        f"--prompts_per_step {args.prompts_per_step} must be a multiple of 2 x --rollouts_per_step: "
+        "--reward judgement draws both orders of a pair together",
+    )
+    refuse(
+        0 < args.dynamic_sampling < args.rollouts_per_step,
+        f"--rollouts_per_step {args.rollouts_per_step} exceeds --dynamic_sampling "
+        f"{args.dynamic_sampling}",
+    )
+    refuse(
+        args.reward_timeout >= args.timeout,
+        f"--reward_timeout {args.reward_timeout:g} must be below --timeout {args.timeout:g}: a rank "
+        "that waits so long would be given up by the others",
+    )
 
 
 def check_advantages(refuse: flags.Refusals, args: Args) -> None:
-    """Refuse flags with which advantages or the KL cannot be computed."""
-    estimator = ESTIMATORS[args.advantage]
+    """Refuse flags that --advantage or --policy_loss would not use, or could not."""
+    estimator, alone = ESTIMATORS[args.advantage], args.samples_per_prompt < 2
     compares = {"advantage": estimator.compares, "dynamic_sampling": args.dynamic_sampling}
     for name, does in compares.items():
         refuse(
-            does and args.samples_per_prompt < 2,
+            does and alone,
             f"--{name} {getattr(args, name)} compares the samples of a prompt: "
             f"--samples_per_prompt {args.samples_per_prompt} must be at least 2",
         )
+    for name in ("critic_model", "export_critic", "critic_warmup_steps"):
+        refuse(
+            getattr(args, name) and not estimator.has_critic,
+            f"--{name} {getattr(args, name)} needs a critic, and --advantage {args.advantage} has none",
+        )
     refuse(
-        args.dynamic_sampling and args.rollouts_per_step > args.dynamic_sampling,
-        f"--rollouts_per_step {args.rollouts_per_step} exceeds --dynamic_sampling {args.dynamic_sampling}",
+        args.turn_gamma < 1 and args.advantage != "bi_level_gae",
+        f"--turn_gamma {args.turn_gamma} is of --advantage bi_level_gae alone",
+    )
+    own_lambda = args.gae_lambda_policy != args.gae_lambda
+    refuse(
+        (own_lambda or args.gae_alpha) and args.advantage != "gae",
+        "--gae_lambda_policy and --gae_alpha are of --advantage gae alone",
     )
     refuse(
-        args.critic_warmup_steps and not estimator.has_critic,
-        f"--critic_warmup_steps {args.critic_warmup_steps} needs a critic (--advantage gae)",
+        own_lambda and args.gae_alpha,
+        f"--gae_lambda_policy {args.gae_lambda_policy} excludes --gae_alpha: both are the lambda of "
+        "the advantages",
+    )
+    if args.advantage == "gdpo":
+        shaping = "reward_combiner reward_norm reward_clip overlong_buffer dynamic_sampling"
+        for name in shaping.split():
+            refuse(
+                getattr(args, name),
+                f"--advantage gdpo excludes --{name}: gdpo compares the sources of rewards before they "
+                "become one number",
+            )
+    refuse(
+        args.policy_loss == "sapo" and (args.clip_low or args.clip_high),
+        "--policy_loss sapo excludes --clip_low and --clip_high: sapo has a soft gate in place of a clip",
+    )
+    refuse(
+        args.policy_loss in ("gspo", "gmpo") and args.perception_ratio < 1,
+        f"--policy_loss {args.policy_loss} excludes --perception_ratio: it takes whole responses, not "
+        "tokens",
+    )
+
+
+def check_kl(refuse: flags.Refusals, args: Args) -> None:
+    """Refuse a KL that would constrain nothing, and flags of a reference that is not loaded."""
+    for name in ("reference_model", "reference_every", "kl_target"):
+        refuse(
+            getattr(args, name) and not args.kl_coef,
+            f"--{name} {getattr(args, name)} needs --kl_coef: without it no reference is loaded",
+        )
+    refuse(
+        args.kl_in_loss and args.kl_estimator == "k1",
+        "--kl_estimator k1 with --kl_in loss constrains nothing, as the gradient of k1 averages to "
+        "zero: use k2, k3+ or full",
     )
     samples = args.prompts_per_step * args.samples_per_prompt
     refuse(
@@ -1818,70 +1862,75 @@ def check_advantages(refuse: flags.Refusals, args: Args) -> None:
         f"--kl_horizon {args.kl_horizon} must exceed a fifth of the {samples} samples per step",
     )
     refuse(
-        args.kl_in_loss and args.kl_kind == "k1",
-        "--kl_estimator k1 with --kl_in loss constrains nothing, as the gradient of k1 averages to "
-        "zero: use k2, k3+ or full",
-    )
-    refuse(
         args.reference_every and (args.lora_rank or args.reference_model),
-        "--reference_every excludes --lora_rank and --reference_model: the reference is the actor's own "
-        "model, without adapters",
-    )
-    whole_step = (
-        args.reward_norm or args.reward_clip or args.overlong_buffer or args.reward_combiner
-    )
-    refuse(
-        args.advantage == "gdpo" and (whole_step or args.dynamic_sampling),
-        "--advantage gdpo compares the sources of rewards before they become one number: without "
-        "--reward_combiner, --reward_norm, --reward_clip, --overlong_buffer and --dynamic_sampling",
-    )
-    refuse(
-        args.policy_loss in ("gspo", "gmpo") and args.perception_ratio < 1,
-        f"--policy_loss {args.policy_loss} excludes --perception_ratio: it takes whole responses",
+        f"--reference_every {args.reference_every} excludes --lora_rank and --reference_model: the "
+        "reference is the actor's own model, without adapters",
     )
 
 
 def check_rewards(refuse: flags.Refusals, args: Args) -> None:
-    """Refuse sources of rewards and teachers that have nothing to work on."""
-    only_teacher = args.advantage == "none"
+    """Refuse sources of rewards that would not be used, or do not fit the rows."""
     refuse(
-        only_teacher and (args.dynamic_sampling or (args.kl_coef and not args.kl_in_loss)),
-        "--advantage none excludes --dynamic_sampling, and needs --kl_in loss for its --kl_coef",
+        args.reward_recipe and args.reward != Args.reward,
+        f"--reward_recipe is in place of --reward {args.reward}: give one of them",
     )
     refuse(
-        (only_teacher or args.reward == "none") and not (only_teacher and args.teacher_model),
-        "--advantage none, which --reward none needs too, needs a --teacher_model: all learning is "
-        "from it",
+        args.reward_recipe and args.reward_combiner,
+        "--reward_recipe excludes --reward_combiner: a recipe has weights",
     )
+    judgements_only = args.reward == "judgement" or args.consistency_coef
     refuse(
-        (args.reward == "judgement" or args.consistency_coef) and args.row_kind != "judgements",
+        judgements_only and args.row_kind != "judgements",
         "--reward judgement and --consistency_coef need --row_kind judgements",
     )
     refuse(
         args.in_pairs and (args.dynamic_sampling or args.curriculum),
-        "both orders of a pair are drawn and trained together: without --dynamic_sampling and "
+        "--reward judgement draws both orders of a pair together: without --dynamic_sampling and "
         "--curriculum",
     )
     refuse(
-        args.in_pairs and args.prompts_per_step % (2 * args.rollouts_per_step),
-        f"--prompts_per_step {args.prompts_per_step} must be a multiple of 2 x --rollouts_per_step: "
-        "--reward judgement draws both orders of a pair together",
-    )
-    refuse(
-        args.reward_recipe and args.reward_combiner, "--reward_recipe excludes --reward_combiner"
+        args.system_prompt and args.row_kind != "prompts",
+        "--system_prompt needs --row_kind prompts: judgements have a judge's system_instruction",
     )
     refuse(bool(args.ptx_data) != bool(args.ptx_coef), "--ptx_data and --ptx_coef need each other")
+
+
+def check_teacher(refuse: flags.Refusals, args: Args) -> None:
+    """Refuse learning without rewards that has no teacher, and teachers without their model."""
+    refuse(
+        args.reward == "none" and args.advantage != "none",
+        f"--reward none excludes --advantage {args.advantage}: there is nothing to compute it from",
+    )
+    only_teacher = args.advantage == "none"
+    refuse(
+        only_teacher and not args.teacher_model,
+        "--advantage none, which --reward none implies, needs --teacher_model: all learning is from a "
+        "teacher",
+    )
+    refuse(
+        only_teacher and args.dynamic_sampling,
+        "--advantage none excludes --dynamic_sampling: prompts are chosen by rewards, which are not used",
+    )
+    refuse(
+        only_teacher and args.kl_coef and args.kl_in == "reward",
+        "--advantage none, which --reward none implies, needs --kl_in loss for its --kl_coef",
+    )
+    refuse(
+        (args.teacher_prompt or args.teacher_in != "advantage") and not args.teacher_model,
+        "--teacher_prompt and --teacher_in loss need --teacher_model",
+    )
     refuse(
         args.teacher_model == "ema" and (args.lora_rank or not args.ema_beta),
-        "--teacher_model ema needs --ema_beta, and excludes --lora_rank: use self",
+        "--teacher_model ema needs --ema_beta, and excludes --lora_rank: adapters have no average; use "
+        "self",
     )
     refuse(
-        args.teacher_prompt and (args.env or not args.teacher_model),
-        "--teacher_prompt needs --teacher_model, and excludes --env",
+        args.env and (args.teacher_prompt or args.student_images),
+        "--env excludes --teacher_prompt and --student_images: conversations are scored unchanged",
     )
     refuse(
-        args.student_images and (args.env or args.masks_images),
-        "--student_images excludes --env and --perception_*",
+        args.student_images and args.masks_images,
+        "--student_images excludes --perception_coef, --perception_ratio and --perception_scale",
     )
 
 

@@ -1,9 +1,10 @@
 """Flags: a field of a frozen dataclass is a flag, a dataclass is a group in --help. A script's Args
-inherits from its groups, so all of its values are attributes of one object.
+inherits from its groups: the flags are its attributes.
 
 flag           declares a flag: its default, its help and what values it may have
 parse          command line, --config and defaults -> a script's Args
-Refusals       collects what is wrong with the values
+override       an Args with other values of some flags
+Refusals       collects what is wrong with values beside each other
 as_json        the values by flag, for args.json
 """
 
@@ -12,23 +13,34 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.files import parse_json, read_json
+from common.files import follow_pointer, parse_json, read_json
 from common.process import Exit, UserError
 from common.toy import toy_file, write_toy
 
-Args = TypeVar("Args")  # a script's
+Args = TypeVar("Args", bound="RunArgs")  # a script's
 NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
 LARGEST = 1e300  # of a flag's values: no infinity
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
 LONGEST_WAIT = 1e7
 # The flags that identify a run of either script.
 IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision", "data", "template_options")
+FOREIGN = Path(__file__).with_name("foreign_flags.json")  # flags of other systems
+# that most runs touch: --help alone shows these
+OFTEN = """
+model train_vision lora_rank gradient_checkpointing max_tokens_per_pack
+data eval_data prompts_per_step max_prompt_tokens max_pixels columns
+samples_per_prompt max_new_tokens temperature eval_samples env reward advantage kl_coef
+epochs minibatches actor_lr critic_lr lr steps max_epochs warmup_steps
+save_every resume out seed eval_every eval_only
+""".split()
+# Flags that stand for each other: one on the command line is meant in place of all in --config.
+ALTERNATIVES = ({"reward", "reward_recipe"}, {"steps", "max_epochs"})
 
 # -------------------------------------------------------------------------------------------------
 # Declaring flags
@@ -43,6 +55,8 @@ def flag(
     low: float = 0,
     high: float = LARGEST,
     off: float | None = None,
+    check: Callable | None = None,
+    paths: bool = False,
 ) -> Any:
     """A field of an argument class.
 
@@ -50,19 +64,47 @@ def flag(
         help: what it does, with the unit.
         low, high: bounds of a number; one that may be negative says so.
         off: the one value outside of these bounds that is allowed.
+        check: raises ValueError for a value that is none.
+        paths: paths in the value become absolute.
     """
     rules = {"help": help, "choices": choices, "low": low, "high": high, "off": off}
-    return dataclasses.field(default=default, metadata=rules)
+    return dataclasses.field(default=default, metadata=rules | {"check": check, "paths": paths})
 
 
-def groups_of(args_class: type) -> list[type]:
-    """The groups of flags that a script's Args inherits from, in order."""
-    return [base for base in args_class.__bases__ if dataclasses.is_dataclass(base)]
+def groups_of(args_class: type) -> dict[str, type]:
+    """The groups that a script's Args inherits from, by the stage that --help takes: the first word of
+    their docstring."""
+    groups = [base for base in args_class.__bases__ if dataclasses.is_dataclass(base)]
+    return {re.match(r"\w+", str(group.__doc__))[0]: group for group in groups}
+
+
+def fields_of(args_class: type) -> dict[str, Any]:
+    """The fields of an argument class by flag. Their types are classes, not the names of classes."""
+    return {field.name: field for field in dataclasses.fields(args_class)}
 
 
 def as_json(args: Any) -> dict:
     """The values of a script's Args by flag: what --config reads back."""
     return vars(args) | {"out": str(args.out)}
+
+
+def absolute_paths(text: str) -> str:
+    """A flag's value with the paths in it absolute, so that args.json can be read from any folder:
+    one path, or several: see `map_parts`. What does not exist (a hub name, a rule) stays."""
+    # a word may be a rule's name, even where a file has it
+    is_path = "/" in text or "." in text or os.path.isfile(f"{text}/config.json")
+    if is_path and os.path.exists(text):
+        return str(follow_pointer(text).resolve())
+    return map_parts(text, absolute_paths)
+
+
+def map_parts(text: str, change: Callable[[str], str]) -> str:
+    """A flag's value with each of its parts changed, as in a.jsonl:0.7,b.jsonl:0.3 or
+    grm:FOLDER,file.py:function, or in the JSON of a recipe."""
+    for mark in '",:':
+        if mark in text and (mark != ":" or "://" not in text):
+            return mark.join(map(change, text.split(mark)))
+    return text
 
 
 # -------------------------------------------------------------------------------------------------
@@ -71,33 +113,66 @@ def as_json(args: Any) -> dict:
 
 
 def parse(
-    args_class: type[Args], doc: str | None, argv: list[str] | None, toy: tuple[str, str]
+    args_class: type[Args],
+    doc: str | None,
+    argv: list[str] | None,
+    toy: tuple[str, str],
+    check: Callable | None = None,
 ) -> Args:
     """An ``args_class`` with the values of flags. The command line overrides --config, which overrides
     the defaults.
 
     Without --config, --model and --data, a file of the embedded toy is read: ``toy`` is its task and its
-    name.
+    name. Before the toy is written, ``check`` sees the flags of the command line.
 
     Raises:
-        UserError: an unknown flag or a value of another type.
+        UserError: an unknown flag, or a value that is none of it.
     """
     parser = build_parser(args_class, doc)
-    typed = vars(parser.parse_args(argv))
+    typed = parser.read_flags(argv)
+    if "help" in typed:
+        build_parser(args_class, doc, listed=typed["help"]).print_help()
+        raise Exit(0)
     config = typed.pop("config", None)
     if config is None and not typed.keys() & {"model", "data", "eval_data"}:
         config = toy_file(*toy)
-        if not config.exists() and not write_toy(config, toy[0]):
-            raise UserError("no --model given, and launch/toy.py did not write the embedded toy")
-    values = read_config(config, parser) if config else {}
-    return args_class(**values | typed)
+        if not config.exists():
+            if check:
+                check(args_class(**typed))  # a mistake in them does not wait for the toy
+            if not write_toy(config, toy[0]):
+                raise UserError(
+                    "no --model given, and launch/toy.py did not write the embedded toy, for the "
+                    "reason above"
+                )
+    recorded = read_config(config, parser) if config else {}
+    args = override(args_class(**recorded), typed)
+    return dataclasses.replace(args, out=args.out.absolute())
 
 
-def build_parser(args_class: type, description: str | None) -> "Parser":
+def override(args: Args, values: dict) -> Args:
+    """The flags with other ``values`` of some. What follows from other flags (`RunArgs.automatic`) does so
+    again; what was chosen stays, but for alternatives to the new values."""
+    followed = args.automatic()
+    chosen = {name: value for name, value in vars(args).items() if followed.get(name) != value}
+    for names in ALTERNATIVES:
+        if names & values.keys():
+            chosen = {name: value for name, value in chosen.items() if name not in names}
+    args = type(args)(**chosen | values)
+    follows = {}
+    for name, value in args.automatic().items():
+        if getattr(args, name) == getattr(type(args), name):  # its default
+            follows[name] = value
+    return dataclasses.replace(args, **follows)
+
+
+def build_parser(args_class: type, description: str | None, listed: str = "all") -> "Parser":
     """One section per group; flags that were not given stay absent, so that a value of --config can
-    stand."""
+    stand. Its help has the flags that are ``listed``: those most touched, all, or those of a stage."""
+    groups = groups_of(args_class)
     parser = Parser(
         description=description,
+        epilog=f"--help all: every flag; --help STAGE: those of a stage: {', '.join(groups)}",
+        add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -107,29 +182,44 @@ def build_parser(args_class: type, description: str | None) -> "Parser":
         metavar="FILE",
         help="JSON file of flags (such as <out>/args.json); the command line overrides it",
     )
-    fields = {field.name: field for field in dataclasses.fields(args_class)}
-    for group in groups_of(args_class):
+    parser.add_argument(
+        "-h",
+        "--help",
+        nargs="?",
+        const="most",
+        choices=("most", "all", *groups),
+        metavar="STAGE",
+        help="the flags that most runs touch; more of them: see the last line",
+    )
+    parser.fields = fields_of(args_class)
+    for stage, group in groups.items():
         section = parser.add_argument_group(group.__doc__)
-        for name in group.__annotations__:
-            add_flag(section, fields[name])
+        for name in fields_of(group):
+            shown = listed in ("all", stage) or (listed == "most" and name in OFTEN)
+            add_flag(section, parser.fields[name], shown)
     return parser
 
 
-def add_flag(section: Any, field: dataclasses.Field) -> None:
+def add_flag(section: Any, field: dataclasses.Field, shown: bool) -> None:
+    """Add a flag to a parser's section; its help is ``shown`` or not."""
     text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
     choices: Any = field.metadata["choices"]
-    options: dict = {"type": field.type}
+    options: dict = {"type": absolute_paths if field.metadata["paths"] else field.type}
     if field.type is bool:
         options = {"action": argparse.BooleanOptionalAction}
     elif choices:
         options["choices"] = choices
         if "on" in choices:  # the bare flag switches it on
             options |= {"nargs": "?", "const": "on"}
-    section.add_argument(f"--{field.name}", help=text, **options)
+    else:
+        options["metavar"] = field.type.__name__.upper()
+    section.add_argument(f"--{field.name}", help=text if shown else argparse.SUPPRESS, **options)
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError for a mistake, and suggests the flag that may be meant."""
+    """Raises UserError for a mistake, and says which flag may be meant."""
+
+    fields: dict[str, Any]  # by flag, for `read_flags`
 
     def error(self, message: str):
         raise UserError(message)
@@ -140,32 +230,74 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, argv: list[str] | None = None) -> argparse.Namespace:
         values, rest = self.parse_known_args(argv)
-        unknown = [word.partition("=")[0] for word in rest if word.startswith("--")]
-        known = list(self._option_string_actions)
-        for word in unknown:
-            if near := get_close_matches(word, known, 1, cutoff=0.7):
-                self.error(f"unrecognized arguments: {word}; did you mean {near[0]}?")
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        if not rest:
+            return values
+        words = [word for word in rest if word.startswith("--") or "=" in word]
+        known = [option.removeprefix("--") for option in self._option_string_actions]
+        hints = {word: suggest(word.removeprefix("--").partition("=")[0], known) for word in words}
+        message = f"unrecognized arguments: {' '.join(rest)}"
+        for word, hint in hints.items():
+            if hint:
+                message += f"; {hint}" if len(hints) == 1 else f"\n{word}: {hint}"
+        raise UserError(message)
+
+    def read_flags(self, argv: list[str] | None) -> dict:
+        """The flags that were given, each with a value that it may have. Raises UserError."""
+        values = vars(self.parse_args(argv))
+        refuse = Refusals()
+        for name, field in self.fields.items():
+            if name in values:
+                check_value(refuse, name, values[name], field.metadata)
+        refuse.raise_any()
         return values
 
 
-def read_config(path: str | Path, parser: "Parser") -> dict:
+def read_config(path: str | Path, parser: Parser) -> dict:
     """Flags from a JSON file, read as if they stood on the command line.
 
     Raises:
-        UserError: not a JSON object, an unknown flag, or a value of another type.
+        UserError: not a JSON object, an unknown flag, or a value that is none of it.
     """
-    words = []
     try:
-        for name, value in read_json(path).items():
+        config = read_json(path)
+    except ValueError as error:
+        raise UserError(f"--config {error}") from error
+    try:
+        if config.keys() & {"config", "help"}:
+            raise ValueError("expected a JSON object of flags, --config and --help not among them")
+        words = []
+        for name, value in config.items():
             if isinstance(value, bool):
                 words.append(f"--{name}" if value else f"--no-{name}")
             else:
                 words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
-        return vars(parser.parse_args(words))
+        return parser.read_flags(words)
     except ValueError as error:
-        raise UserError(f"--config {path}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
+
+
+# -------------------------------------------------------------------------------------------------
+# Names of other systems
+# -------------------------------------------------------------------------------------------------
+
+
+def suggest(unknown: str, known: list[str]) -> str:
+    """What to write instead of an unknown flag: one of another system, the beginning of a ``known`` one,
+    or a misspelling. "" if nothing is like it."""
+    foreign = read_json(FOREIGN)
+    name = unknown.lower().replace("-", "_")
+    ours = [name] if name in known else []  # it was written --actor-lr
+    for word in (name, name.rpartition(".")[2]):  # verl's are paths: actor_rollout_ref.rollout.n
+        if word in foreign["without"]:
+            return foreign["without"][word]
+        ours = ours or [
+            flag
+            for flag, others in foreign["ours"].items()
+            if flag in known and word in others.split()
+        ]
+    longer = [other for other in known if other.startswith(name)]
+    ours = ours or longer[:1] or get_close_matches(name, known, 1, cutoff=0.7)
+    return f"did you mean {', '.join(f'--{flag}' for flag in sorted(ours))}?" if ours else ""
 
 
 # -------------------------------------------------------------------------------------------------
@@ -174,50 +306,54 @@ def read_config(path: str | Path, parser: "Parser") -> dict:
 
 
 class Refusals:
-    """All that is wrong with a script's Args, reported together: numbers out of bounds come first; a
-    script adds combinations that cannot work, by ``refuse(condition, message)``."""
+    """What is wrong with flags, told together."""
 
-    def __init__(self, args: Any):
+    def __init__(self):
         self.problems: list[str] = []
-        for field in dataclasses.fields(args):
-            value, rules = getattr(args, field.name), field.metadata
-            if isinstance(value, int | float) and value != rules["off"]:
-                bounds = f"from {rules['low']:.7g} to {rules['high']:.10g}"
-                inside = rules["low"] <= value <= rules["high"]  # NaN is not
-                self(not inside, f"--{field.name} {value} must be {bounds}")
-        self(
-            not (args.model and (args.data or args.eval_only)),
-            "--model and --data are needed together; without both, the built-in toy is trained on "
-            "its own rows",
-        )
-        self(args.eval_only and not args.eval_data, "--eval_only needs --eval_data")
-        self(args.train_vision and args.lora_rank, "--train_vision excludes --lora_rank")
-        self(
-            args.max_prompt_tokens > args.max_tokens_per_pack,
-            f"--max_prompt_tokens {args.max_prompt_tokens} exceeds --max_tokens_per_pack "
-            f"{args.max_tokens_per_pack}",
-        )
-        self.check("eval_data", check_eval_data, args.eval_data)
-        self.check("data", parse_datasets, args.data)
-        self.check("image_root", check_folder, args.image_root)
-        self.check("template_options", parse_template_options, args.template_options)
 
     def __call__(self, condition: object, message: str) -> None:
         """Refuse with ``message`` if the condition holds."""
         if condition:
             self.problems.append(message)
 
-    def check(self, name: str, function: Callable, value: str) -> None:
-        """Refuse a value for which the function raises a ValueError."""
-        try:
-            function(value)
-        except ValueError as error:
-            self(True, f"--{name} {error}")
-
     def raise_any(self) -> None:
         """Raises UserError if anything was refused."""
         if self.problems:
             raise UserError("\n".join(self.problems))
+
+
+def check_value(refuse: Refusals, name: str, value: Any, rules: Mapping) -> None:
+    """Refuse a value that a flag with these rules cannot have: see `flag`."""
+    low, high, off = rules["low"], rules["high"], rules["off"]
+    if isinstance(value, int | float) and value != off:
+        or_off = "" if off is None else f", or {off:g}"
+        # NaN is not
+        refuse(not low <= value, f"--{name} {value} must be at least {low:.7g}{or_off}")
+        refuse(value > high, f"--{name} {value} must be at most {high:.10g}{or_off}")
+    if rules["check"]:
+        try:
+            rules["check"](value)
+        except ValueError as error:
+            refuse(True, f"--{name} {error}")
+
+
+def check_shared(refuse: Refusals, args: Any) -> None:
+    """Refuse flags of both scripts that cannot be used together."""
+    refuse(
+        not (args.model and (args.data or args.eval_only)),
+        "--model and --data are needed together; without both, the built-in toy is trained on "
+        "its own rows",
+    )
+    refuse(args.eval_only and not args.eval_data, "--eval_only needs --eval_data")
+    refuse(
+        args.train_vision and args.lora_rank,
+        f"--train_vision excludes --lora_rank {args.lora_rank}: adapters are of the language model",
+    )
+    refuse(
+        args.max_prompt_tokens > args.max_tokens_per_pack,
+        f"--max_prompt_tokens {args.max_prompt_tokens} exceeds --max_tokens_per_pack "
+        f"{args.max_tokens_per_pack}",
+    )
 
 
 def check_folder(path: str) -> None:
@@ -278,7 +414,9 @@ def parse_stop_strings(text: str) -> list[str]:
 class ModelArgs:
     """model"""
 
-    model: str = flag("", "checkpoint to train: folder in Hugging Face format, or hub name")
+    model: str = flag(
+        "", "checkpoint to train: folder in Hugging Face format, or hub name", paths=True
+    )
     dtype: str = flag(
         "auto",
         "compute type; weights and optimizer stay float32. auto: bfloat16 on GPU, float32 on CPU",
@@ -328,10 +466,11 @@ class DataArgs:
         "",
         "training rows: JSONL files, as a.jsonl,b.jsonl or with probabilities: "
         "a.jsonl:0.7,b.jsonl:0.3",
+        paths=True,
+        check=parse_datasets,
     )
     eval_data: str = flag(
-        "",
-        "held-out rows: JSONL files; empty: no evaluation",
+        "", "held-out rows: JSONL files; empty: no evaluation", paths=True, check=check_eval_data
     )
     prompts_per_step: int = flag(32, "prompts per step, over all ranks", low=1)
     max_prompt_tokens: int = flag(
@@ -358,11 +497,14 @@ class DataArgs:
         "",
         "folder of images and videos: paths are relative to the rows' file, or to this folder; what "
         "lies outside of it, links resolved, is refused; empty: any file",
+        paths=True,
+        check=check_folder,
     )
     template_options: str = flag(
         "",
         'variables of the chat template, as a JSON object: {"enable_thinking": false}; empty: those of '
         "judge.json, if any",
+        check=parse_template_options,
     )
     on_bad_row: str = flag(
         "error",
@@ -453,3 +595,7 @@ class RunArgs:
         "ranks that share one copy of weights and optimizer, such as the GPUs of a node; only "
         "gradients travel between the copies (HSDP). 0: all ranks share one",
     )
+
+    def automatic(self) -> dict[str, Any]:
+        """The values that some flags have at their defaults, as they follow from other flags."""
+        return {}

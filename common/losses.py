@@ -53,7 +53,7 @@ class AdvantageInputs:
     gamma: float = 1.0
     turn_gamma: float = 1.0
     gae_lambda: float = 1.0
-    gae_lambda_policy: float = -1.0  # lambda of the advantages alone; -1: gae_lambda
+    gae_lambda_policy: float = 1.0  # of gae's advantages alone
     gae_alpha: float = 0.0  # above 0: their lambda is `length_adaptive_lambda`
 
     @functools.cached_property
@@ -111,7 +111,7 @@ def gae_estimate(x: AdvantageInputs) -> AdvantagesAndReturns:
     lam: Tensor | float = x.gae_lambda_policy
     if x.gae_alpha:
         lam = length_adaptive_lambda(x.lengths, x.gae_alpha)
-    if x.gae_alpha or x.gae_lambda_policy != -1:
+    if x.gae_alpha or x.gae_lambda_policy != x.gae_lambda:
         advantages, _ = gae(x.token_rewards, x.values, x.lengths, x.gamma, lam)
     return advantages, returns
 

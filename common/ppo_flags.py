@@ -4,7 +4,7 @@ import re
 import string
 from dataclasses import dataclass
 
-from common.flags import LONGEST_WAIT, flag
+from common.flags import LONGEST_WAIT, flag, parse_stop_strings
 
 # of --teacher_prompt: text, in which a brace is written twice, and names of columns
 HINT = re.compile(r"(?:[^{}]|\{\{|\}\}|\{[^\W\d][^{}.\[\]:!]*\})*")
@@ -46,10 +46,12 @@ class RowArgs:
         "file.py:function of (rows, samples, rewards) to weights, by which the rows of a batch are drawn; "
         "of each row of --data they are its columns, how many samples it had, and the sum of their "
         "rewards; empty: every row once in a pass",
+        paths=True,
     )
     ptx_data: str = flag(
         "",
         "JSONL with prompt, images, response for a next-token loss besides the RL loss; empty: none",
+        paths=True,
     )
     ptx_coef: float = flag(
         0.0,
@@ -98,6 +100,7 @@ class RolloutArgs:
     stop_strings: str = flag(
         "",
         "JSON list of strings that end a response when they appear in it",
+        check=parse_stop_strings,
     )
     slots: int = flag(
         0,
@@ -159,15 +162,18 @@ class RewardArgs:
         "point, verdict, or judgement, which draws both orders of pairs together), env (what --env gives), "
         "file.py:function, grm:FOLDER (generative judge), "
         "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: only a teacher",
+        paths=True,
     )
     reward_recipe: str = flag(
         "",
         'JSON, or a .json file, in place of --reward: {label: [[source, weight], ...]}, "*" for '
         "every other label; weight 0: only measured",
+        paths=True,
     )
     reward_combiner: str = flag(
         "",
         "file.py:function of {source: rewards} to rewards, for several sources without a recipe",
+        paths=True,
     )
     consistency_coef: float = flag(
         0.0,
@@ -218,6 +224,7 @@ class TeacherArgs:
         "frozen model that also scores the sampled tokens, and from which the policy learns: a checkpoint "
         "of any size that has the policy's tokens and reads rows by its own processor; self: the "
         "initial weights (with adapters, the base model); ema: the average of --ema_beta; empty: none",
+        paths=True,
     )
     teacher_in: str = flag(
         "advantage",
@@ -231,6 +238,7 @@ class TeacherArgs:
         "",
         "template of what the teacher reads in place of a prompt; braces take columns of the row: "
         "'{prompt} (The answer is {answer}.)'; empty: the prompt",
+        check=check_teacher_prompt,
     )
     student_images: str = flag(
         "",
@@ -251,6 +259,7 @@ class EnvArgs:
         "",
         "file.py:Class of an environment that answers the policy's turns (launch/README.md); empty: "
         "responses have one turn",
+        paths=True,
     )
     max_turns: int = flag(8, "turns of the policy in a sample with an environment", low=1)
     max_reply_tokens: int = flag(

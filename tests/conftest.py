@@ -210,9 +210,9 @@ def take(env, count: int | None = None):
 
 def with_flags(args, **changes):
     """The same arguments with other values of some flags."""
-    import dataclasses
+    from common import flags
 
-    return dataclasses.replace(args, **changes)
+    return flags.override(args, changes)
 
 
 def user_error(message: str):

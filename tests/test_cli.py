@@ -29,7 +29,7 @@ from conftest import read_json, read_rows, table, user_error, words
 
 SCRIPT = Path(ppo.__file__)
 ROOT = SCRIPT.parent
-GROUPS = {kind.__doc__: kind for kind in common_flags.groups_of(ppo.Args)}
+GROUPS = common_flags.groups_of(ppo.Args)  # by stage
 FIELDS = [(group, field) for group, kind in GROUPS.items() for field in dataclasses.fields(kind)]
 NEEDED = words("--model m --data d.jsonl")  # parse_args looks at neither
 
@@ -85,7 +85,7 @@ def shown(text: str) -> set[str]:
 
 
 def test_help_lists_every_flag_with_its_default(capsys):
-    text = help_of(capsys)
+    text = help_of(capsys, "all")
     squeezed = "".join(text.split())  # argparse wraps lines, also at hyphens
     assert shown(text) == {field.name for _, field in FIELDS}
     for group, field in FIELDS:
@@ -99,9 +99,46 @@ def test_help_lists_every_flag_with_its_default(capsys):
     assert "--config FILE" in text
 
 
+def test_help_shows_what_most_runs_touch_and_the_rest_by_stage(capsys):
+    text = help_of(capsys)
+    assert shown(text) == {field.name for _, field in FIELDS if field.name in common_flags.OFTEN}
+    assert 30 <= len(shown(text)) <= 35
+    assert GROUPS["perception"].__doc__ not in text
+    by_stage = [shown(help_of(capsys, stage)) for stage in GROUPS]
+    assert by_stage == [
+        {field.name for field in dataclasses.fields(kind)} for kind in GROUPS.values()
+    ]
+    known = common_flags.fields_of(ppo.Args) | common_flags.fields_of(grm.Args)
+    assert set(common_flags.OFTEN) <= known.keys()
+    with user_error("invalid choice: 'nonsense'"):
+        ppo.parse_args(["--help", "nonsense"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_ppo_vl.py", "train_grm_vl.py"])
+def test_help_imports_no_models(script):
+    """What takes seconds to import is a mock then."""
+    code = (
+        "import runpy, sys\nsys.argv = [sys.argv[1], '--help']\n"
+        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally:\n    print(*sorted(name for name in sys.modules if getattr(sys.modules[name], "
+        "'__file__', '')))"
+    )
+    result = run(["-c", code, str(ROOT / script)])
+    assert result.returncode == 0 and "--prompts_per_step INT" in result.stdout, result.stderr
+    imported = result.stdout.splitlines()[-1].split()
+    assert "torch" in imported
+    assert not [
+        name
+        for name in imported
+        if name.startswith(("transformers", "torch.distributed.tensor", "torch._dynamo"))
+    ]
+
+
 def test_defaults_are_consistent():
     """The defaults, with the two flags that have none, pass their own checks."""
-    assert ppo.parse_args(NEEDED) == ppo.Args(model="m", data="d.jsonl")
+    defaults = ppo.Args(model="m", data="d.jsonl", out=Path.cwd() / "runs/latest")
+    assert ppo.parse_args(NEEDED) == common_flags.override(defaults, {})
 
 
 def test_a_flag_reaches_its_field():
@@ -143,10 +180,11 @@ stray                                         | unrecognized arguments: stray
 --prompts_per_step 10 --rollouts_per_step 4   | --rollouts_per_step 4 must divide --prompts_per_step 10
 --rollouts_per_step 4 --dynamic_sampling 3    | --rollouts_per_step 4 exceeds --dynamic_sampling 3
 --advantage grpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
---advantage grpo --critic_lr 1e-5             | --advantage grpo has no use for --critic_lr: it has no critic
---advantage reinforce++ --value_clip 0.1 --gae_lambda 0.9
-    | --advantage reinforce++ has no use for --value_clip: it has no critic
---advantage grpo --gae_lambda_policy 0.9 --gae_alpha 0.1 | --advantage grpo has no use for --gae_alpha
+--advantage grpo --export_critic              | --export_critic True needs a critic, and --advantage grpo has none
+--advantage grpo --critic_model m             | --critic_model m needs a critic, and --advantage grpo has none
+--advantage grpo --gae_alpha 0.1              | --gae_lambda_policy and --gae_alpha are of --advantage gae alone
+--advantage bi_level_gae --gae_lambda_policy 0.9 | --gae_alpha are of --advantage gae alone
+--advantage grpo --turn_gamma 0.9             | --turn_gamma 0.9 is of --advantage bi_level_gae alone
 --advantage gdpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
 --advantage gdpo --reward exact,boxed --reward_combiner m.py:f
     | --advantage gdpo excludes --reward_combiner: gdpo compares the sources
@@ -154,9 +192,9 @@ stray                                         | unrecognized arguments: stray
     | --advantage gdpo excludes --overlong_buffer: gdpo compares the sources
 --advantage gdpo --dynamic_sampling 2
     | --advantage gdpo excludes --dynamic_sampling: gdpo compares the sources
---policy_loss sapo --clip_high 0              | --policy_loss sapo excludes --clip_high: sapo has a soft gate
+--policy_loss sapo --clip_high 1              | --policy_loss sapo excludes --clip_low and --clip_high: sapo has a soft gate
 --perception_ratio 0.4 --policy_loss gspo
-    | --policy_loss gspo excludes --perception_ratio: gspo takes whole responses
+    | --policy_loss gspo excludes --perception_ratio: it takes whole responses
 --perception_ratio 0.4 --policy_loss gmpo     | --policy_loss gmpo excludes --perception_ratio
 --perception_ratio 0                          | --perception_ratio 0.0 must be at least 1e-06
 --perception_coef -1                          | --perception_coef -1.0 must be at least 0
@@ -167,9 +205,9 @@ stray                                         | unrecognized arguments: stray
 --freezing_actor_steps 2                      | did you mean --critic_warmup_steps?
 --reference_model m                           | --reference_model m needs --kl_coef
 --reference_every 5                           | --reference_every 5 needs --kl_coef
---reference_every 5 --kl_coef 0.1 --lora_rank 4 | --reference_every 5 excludes --lora_rank: the reference is
+--reference_every 5 --kl_coef 0.1 --lora_rank 4 | --reference_every 5 excludes --lora_rank and --reference_model: the
 --reference_every 5 --kl_coef 0.1 --reference_model m
-    | --reference_every 5 excludes --reference_model: the reference is
+    | --reference_every 5 excludes --lora_rank and --reference_model: the
 --kl_target 0.1                               | --kl_target 0.1 needs --kl_coef
 --kl_coef 0.1 --kl_target 0.1 --kl_horizon 20 | --kl_horizon
 --kl_coef 0.1 --kl_in loss --kl_estimator k1  | the gradient of k1 averages to zero
@@ -179,9 +217,9 @@ stray                                         | unrecognized arguments: stray
 --dual_clip 1                                 | --dual_clip 1.0 must be at least 1.000001, or 0
 --max_tokens_per_pack 4607                    | --max_prompt_tokens + --max_new_tokens = 4608
 --eval_only                                   | --eval_only needs --eval_data
---row_kind judgements --system_prompt x       | --system_prompt x needs --row_kind prompts
---ptx_data p.jsonl                            | --ptx_data p.jsonl needs --ptx_coef
---ptx_coef 0.1                                | --ptx_coef 0.1 needs --ptx_data
+--row_kind judgements --system_prompt x       | --system_prompt needs --row_kind prompts
+--ptx_data p.jsonl                            | --ptx_data and --ptx_coef need each other
+--ptx_coef 0.1                                | --ptx_data and --ptx_coef need each other
 --stop_strings [1]                            | not a JSON list of non-empty strings
 --stop_strings end                            | --stop_strings end: not JSON
 --stop_strings [""]                           | not a JSON list of non-empty strings
@@ -238,20 +276,11 @@ def test_names_of_other_systems_are_answered_with_ours(script, line, ours):
 
 
 def test_suggested_flags_exist():
-    flags_of = {
-        script: {
-            field.name
-            for group in dataclasses.fields(script.Args)
-            for field in dataclasses.fields(group.type)
-        }
-        for script in (ppo, grm)
-    }
+    flags_of = [common_flags.fields_of(script.Args) for script in (ppo, grm)]
     foreign = read_json(ROOT / "common" / "foreign_flags.json")
-    without = {*foreign["without"], *foreign["left"]}
-    assert not without & {name for known in flags_of.values() for name in known}
-    assert foreign["left"].keys() <= foreign["without"].keys()  # what to do instead
+    assert not [name for name in foreign["without"] for known in flags_of if name in known]
     for ours, others in foreign["ours"].items():
-        with_ours = [known for known in flags_of.values() if ours in known]
+        with_ours = [known for known in flags_of if ours in known]
         assert with_ours, ours
         for foreign in others.split():
             assert any(foreign not in known for known in with_ours), foreign
@@ -375,8 +404,11 @@ def test_two_machines_may_write_the_toy_at_the_same_time(monkeypatch, tmp_path):
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(process.UserError) as refusal:
-        ppo.parse_args(NEEDED + "--steps 0 --gamma 2 --minibatches 3 --stop_strings x".split())
-    assert str(refusal.value).count("\n") == 3
+        ppo.parse_args(NEEDED + "--steps 0 --gamma 2 --stop_strings x".split())
+    assert str(refusal.value).count("\n") == 2
+    with pytest.raises(process.UserError) as refusal:
+        ppo.parse_args(NEEDED + "--minibatches 3 --kl_target 1 --turn_gamma 0.5".split())
+    assert str(refusal.value).count("\n") == 2
 
 
 def test_flags_that_are_no_contradiction():
@@ -441,28 +473,56 @@ def test_flags_override_config_override_defaults(tmp_path):
         False,
         "d.jsonl",
     )
-    assert args.out == Path("here")
+    assert args.out == Path.cwd() / "here"  # before anything changes the folder
     assert isinstance(args.gamma, float)
     assert args.top_k == 0
-    assert ppo.parse_args(words("--config", config, "--out there")).out == Path("there")
+    assert ppo.parse_args(words("--config", config, "--out there")).out == Path.cwd() / "there"
 
 
-def test_a_flag_that_has_left_may_stand_in_an_old_config_at_its_default(tmp_path):
-    config = tmp_path / "args.json"
-    config.write_text('{"model": "m", "data": "d.jsonl", "compile": "off"}')
-    assert ppo.parse_args(words("--config", config)).model == "m"
-    config.write_text('{"model": "m", "data": "d.jsonl", "compile": "layers"}')
-    with user_error("unrecognized arguments: --compile=layers; layers are not compiled"):
-        ppo.parse_args(words("--config", config))
+def test_what_follows_from_other_flags_is_recorded_and_follows_them_again(tmp_path):
+    """args.json has the values in force; with another estimator or loss from the command line, those that
+    follow from it are not of the recorded one, and what was chosen stays."""
+    names = "advantages_norm loss_aggregation clip_low clip_high kl_estimator critic_epochs".split()
+    names += ["gae_lambda_policy", "advantage"]
 
+    def parsed(*line: str) -> list:
+        args = ppo.parse_args(words(*line))
+        (tmp_path / "args.json").write_text(json.dumps(common_flags.as_json(args)))
+        return [getattr(args, name) for name in names]
 
-def test_a_config_may_hold_critic_flags_that_the_command_line_may_not(tmp_path):
-    """args.json records all flags: another estimator from the command line must still be able to use it."""
-    config = tmp_path / "a.json"
-    config.write_text('{"model": "m", "data": "d.jsonl", "critic_lr": 1e-5, "value_clip": 0.1}')
-    assert (
-        ppo.parse_args(words("--config", config, "--advantage grpo")).advantage == "grpo"
+    again = ("--config", tmp_path / "args.json")
+    first = parsed(*NEEDED, "--epochs 2 --gae_lambda 0.9 --clip_low 0.1")
+    assert first == ["on", "token-mean", 0.1, 0.2, "k1", 2, 0.9, "gae"]
+    assert parsed(*again) == first
+    other = parsed(
+        *again, "--advantage grpo --policy_loss gspo --kl_in loss --epochs 3 --gae_lambda 0.8"
     )
+    assert other == ["off", "seq-mean-token-mean", 0.1, 4e-4, "k3+", 3, 0.8, "grpo"]
+    assert parsed(*again, "--advantage gae --kl_estimator k2")[:5] == ["on", *other[1:4], "k2"]
+    alone = parsed(*NEEDED, "--reward none --teacher_model m")
+    assert (alone[-1], alone[0]) == ("none", "off")
+    assert parsed(*again, "--reward exact")[-1] == "gae"
+
+
+def test_one_of_two_flags_that_stand_for_each_other_replaces_the_other_of_a_config(tmp_path):
+    config = tmp_path / "a.json"
+    config.write_text('{"model": "m", "data": "d.jsonl", "reward": "exact", "steps": 7}')
+    args = ppo.parse_args(words("--config", config, "--reward_recipe", '{"*": [["answer", 1]]}'))
+    assert (args.reward, args.steps) == ("boxed", 7)
+    with user_error("--reward_recipe is in place of --reward exact: give one of them"):
+        ppo.parse_args(words("--config", config, "--reward exact --reward_recipe r.json"))
+    config.write_text('{"model": "m", "data": "d.jsonl", "steps": 7}')
+
+    def length(*line) -> tuple[int, int]:
+        args = grm.parse_args(words(*line))
+        return args.steps, args.max_epochs
+
+    assert length("--config", config) == (7, 0)
+    assert length("--config", config, "--max_epochs 3") == (0, 3)
+    assert length(*NEEDED) == (0, 2)
+    assert length(*NEEDED, "--steps 5") == (5, 0)
+    with user_error("--steps excludes --max_epochs"):
+        grm.parse_args(words(*NEEDED, "--steps 5 --max_epochs 2"))
 
 
 def test_flags_that_make_another_run():
@@ -471,7 +531,7 @@ def test_flags_that_make_another_run():
     assert {name for name in ppo.IDENTITY if "(rows)" not in name} <= {
         field.name for _, field in FIELDS
     }
-    assert {name for name in grm.IDENTITY if "(rows)" not in name} <= common_flags.list_fields(
+    assert {name for name in grm.IDENTITY if "(rows)" not in name} <= common_flags.fields_of(
         grm.Args
     ).keys()
     assert {"model", "data", "reward", "advantage", "kl_coef"} <= ppo.IDENTITY
