@@ -27,7 +27,7 @@ file. "source" is optional in every kind, "videos" in all but pictures. A respon
     score      {"question": "what is this?", "images": ["x.png"], "response": "a cat", "score": 4}
 
 Pairs are shown in both orders (--orders); in each of them, {A} and {B} in a critique become the
-names that the two have there. A template turns a row into a question. The judge.json of an export
+names that the two have there. A critique without them is of the order given. A template turns a row into a question. The judge.json of an export
 contains all templates, so that a judge is always asked in the way it was trained.
 
 Shapes: N target tokens in a step, L tokens in a pack, T of them targets.
@@ -60,8 +60,8 @@ from common import distributed, flags, logging, process
 from common.buffers import Batch
 from common.data import loader as data
 from common.data.processor import Processor
-from common.data.rows import Example, Prompt, user_text
-from common.files import read_text
+from common.data.rows import Example, Prompt
+from common.files import check_form, parse_json, read_text
 from common.flags import flag
 from common.model import (
     attention,
@@ -79,9 +79,8 @@ from common.model.policy import Policy, logprobs_of
 from common.model.rollout import rollout
 from common.process import UserError
 from common.reports import accuracy
-from common.reports.records import judgement_cards
+from common.reports import records as reports
 from common.rewards import judge as judgements
-from common.rewards.regions import region_record
 from common.sampling import Sampling
 
 
@@ -98,7 +97,6 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     roles = {"judge": trained}
     state = TrainState()
     checkpoints.resume(state, roles, flags.as_json(args), IDENTITY)
-    rows.settings.held_out = accuracy.newest_held_out(args.out, state.step)
     log = open_log(args, rows, state.step)
     last = args.steps
     if not args.eval_only:  # an evaluation has nothing to save
@@ -128,7 +126,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             advance(state, metrics, batch, rows, args)
             state.metrics |= performance(batch) | checkpoints.metrics()
             # logged before it is saved
-            report(log, loader.rows, batch, target_logprobs, state, args)
+            report(log, judge, batch, target_logprobs, state, args)
             fsdp.check_skipped_updates(roles)
 
     log.close(state.step, last)
@@ -154,17 +152,12 @@ class JudgeArgs:
     system_instruction: str = flag(
         "", "system message; {prompt} in it becomes the row's prompt", check=check_instruction
     )
-    pictures_template: str = flag(
-        "", "asks which of two pictures is better: {prompt} and two <image>"
+    templates: str = flag(
+        "",
+        "questions by kind of judgement, as a JSON object: pictures ({prompt} and two <image>), answers "
+        "({prompt}, {response_a}, {response_b}), correct, score ({prompt}, {response}), rubric (with "
+        "{criterion})",
     )
-    answers_template: str = flag(
-        "", "asks which of two answers is better: {prompt}, {response_a}, {response_b}"
-    )
-    correct_template: str = flag("", "asks whether an answer is correct: {prompt}, {response}")
-    rubric_template: str = flag(
-        "", "asks whether an answer meets a criterion: {prompt}, {response}, {criterion}"
-    )
-    score_template: str = flag("", "asks for the score of an answer: {prompt}, {response}")
     orders: str = flag(
         "both",
         "orders in which pairs are shown, in training and evaluation",
@@ -287,7 +280,8 @@ def load_rows(args: Args) -> Rows:
     with distributed.raise_on_all_ranks():
         processor = Processor(weights.resolve_folder(args.model, weights=False), args)
         processor.check_options()
-        templates = {kind: getattr(args, f"{kind}_template") for kind in judgements.JUDGEMENTS}
+        templates = parse_json(args.templates or "{}", "--templates")
+        check_form(templates, {str: str}, "--templates")
         settings = judgements.JudgeSettings.to_train(processor, templates, args.system_instruction)
         loaded = load_examples(args.data, args, processor, settings)
         held_out = load_examples(args.eval_data, args, processor, settings)
@@ -331,7 +325,9 @@ def next_batch(loader: data.PromptLoader) -> Batch:
     """The prompts of a step with their targets; prompts whose images do not decode get none."""
     batch = loader.take()
     targets = [[example.target for example in question.examples] for question in loader.rows]
-    return batch.with_targets(targets)
+    batch = batch.with_targets(targets)
+    batch.truncated = torch.zeros(len(batch), dtype=torch.bool)
+    return batch
 
 
 @dataclass
@@ -539,13 +535,6 @@ def evaluate(
     summary: dict = {"step": state.step, "dropped": dropped} | accuracy.summarise_judgements(
         records
     )
-    held_out = accuracy.held_out_record(summary)
-    rows.settings.held_out = held_out
-    for kind, known in held_out["kinds"].items():
-        doubt = judgements.doubtful_accuracy(rows.settings, kind)
-        # If all right verdicts are the same (chance 1), there is nothing to learn.
-        if doubt and known["chance"] < 1 and state.step == args.steps:
-            log.line(f"warning: {doubt}")
     metrics = {f"eval/{name}": value for name, value in summary.items() if type(value) is float}
     for name in ("source", "kind"):
         for key, value in summary[f"accuracy_per_{name}"].items():
@@ -556,11 +545,9 @@ def evaluate(
         "eval/seconds": time.perf_counter() - started,
     }
     state.metrics |= metrics
-    log.json(f"eval/eval_result_{state.step}.json", {"summary": summary, "records": records})
-    caption = "right: {response_text}"
-    if "accuracy" in summary:  # some have a verdict
-        caption = "verdict: {predicted_answer}   right: {gt_answer}"
-    log_samples(log, state.step, records, "generated_text", caption, stem="eval")
+    evaluated = {"summary": summary, "records": list(map(evaluation_record, records))}
+    log.json(f"eval/eval_result_{state.step}.json", evaluated)
+    log_samples(log, state.step, records, stem="eval")
     # written last: if this record is missing, a resumed run evaluates again
     log.evaluation(state.step, metrics, EVALUATION_COLUMNS)
     return metrics
@@ -584,23 +571,42 @@ def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
         for _ in batches:
             batch = loader.take(least=0)
             dropped += len(batch.dropped)
-            batch, written = write_judgements(judge, batch, args)
+            batch = write_judgements(judge, batch, args)
             likelihoods = weigh_verdicts(judge, rows, loader.rows, batch)
-            for k, example in enumerate(loader.rows):
-                index = next(waiting)
-                if k in likelihoods:
-                    record = evaluation_record(rows.settings, index, example, *written[k])
-                    records.append(record | likelihoods[k])
+            indices = list(itertools.islice(waiting, len(loader.rows)))
+            answers = reports.sample_records(batch, rows.processor)
+            for k, record in zip(batch.prompt_index.tolist(), answers):
+                example = loader.rows[k]
+                target = {"target": example.text, "tokens": len(example.target)}
+                records.append(record | target | likelihoods[k] | {"index": indices[k]})
     if not records:
         raise UserError("evaluation: no held-out example is left; no image decodes")
     records.sort(key=lambda record: record["index"])
     return records, dropped
 
 
-def write_judgements(
-    judge: Policy, batch: Batch, args: Args
-) -> tuple[Batch, dict[int, tuple[str, bool]]]:
-    """Index of the prompt -> its judgement, sampled greedily, and whether it was cut off; of all ranks."""
+def evaluation_record(record: dict) -> dict:
+    """A record as eval_result_N.json has it: what was asked under "info", and the names that other
+    systems give to what was answered."""
+    info = {
+        "row": record["source"],
+        "source": record.get("group"),
+        "kind": record["label"],
+        "images": record["images"],
+        "question": record["question"],
+    }
+    kept = ("index", "order", "truncated", "tokens", "loss", "probabilities", "regions")
+    return {
+        "info": info,
+        "generated_text": record["response"],
+        "response_text": record["target"],
+        "predicted_answer": record.get("verdict"),
+        "gt_answer": record["reference"],
+    } | {name: record[name] for name in kept if name in record}
+
+
+def write_judgements(judge: Policy, batch: Batch, args: Args) -> Batch:
+    """The prompts with a judgement each, sampled greedily; of all ranks."""
     processor, device = judge.processor, judge.model.setup.device
     sampling = Sampling(
         banned=processor.banned_mask().to(device),
@@ -608,10 +614,7 @@ def write_judgements(
         max_new_tokens=args.eval_max_new_tokens,
         greedy=True,
     )
-    answered = rollout(judge, batch, sampling, 1)
-    texts = processor.decode(answered.split(answered.tokens))
-    written = zip(texts, answered.truncated.tolist())
-    return answered, dict(zip(answered.prompt_index.tolist(), written))
+    return rollout(judge, batch, sampling, 1)
 
 
 def weigh_verdicts(
@@ -621,7 +624,7 @@ def weigh_verdicts(
     probability of each verdict, a softmax over the verdicts' log-probs right after the prompt. One
     packed forward pass computes both."""
     kinds = [example.prompt.label for example in examples]
-    verdicts = {kind: rows.settings.verdicts(kind) for kind in set(kinds)}
+    verdicts = {kind: rows.settings.known_verdicts(kind) for kind in set(kinds)}
     encoded = {
         kind: judgements.encode_verdicts(rows.processor, words) for kind, words in verdicts.items()
     }
@@ -638,40 +641,6 @@ def weigh_verdicts(
         probabilities = dict(zip(verdicts[kinds[index]], chances))
         likelihoods[index] = {"loss": -float(logps[0]), "probabilities": probabilities}
     return likelihoods
-
-
-def evaluation_record(
-    settings: judgements.JudgeSettings, index: int, example: Example, text: str, is_cut: bool
-) -> dict:
-    """A JSON-ready record of the evaluation, without likelihoods. A judgement that was cut off has no
-    verdict."""
-    verdict = None if is_cut else settings.read_verdict(text, example.prompt)
-    answer = {
-        "generated_text": text,
-        "truncated": is_cut,
-        "predicted_answer": verdict,
-        "index": index,
-    }
-    return example_record(example) | answer | region_record(example.prompt, text)
-
-
-def example_record(example: Example) -> dict:
-    """The part of a record that describes a question and its right judgement."""
-    prompt = example.prompt
-    info = {
-        "row": prompt.source,
-        "source": judgements.group_of(prompt),
-        "kind": prompt.label,
-        "images": list(prompt.images),
-        "question": user_text(prompt.messages),
-    }
-    record = {
-        "info": info,
-        "response_text": example.text,
-        "gt_answer": prompt.reference,
-        "tokens": len(example.target),
-    }
-    return record | judgements.row_record(prompt)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -723,7 +692,7 @@ def performance(batch: Batch) -> logging.Metrics:
 
 def report(
     log: logging.RunLogger,
-    questions: list[Question],
+    judge: Policy,
     batch: Batch,
     target_logprobs: Tensor,
     state: TrainState,
@@ -734,31 +703,18 @@ def report(
     step, metrics = state.step, state.metrics
     log.step(step, metrics, STEP_COLUMNS)
     if log.shows_samples(step, args.steps):
-        records = target_records(questions, batch, target_logprobs)
-        caption = "{nats_per_token} nats per token"
-        log_samples(log, step, records, "response_text", caption, stem="step")
+        records = reports.sample_records(batch, judge.processor)
+        for record, logp in zip(records, batch.split(target_logprobs)):
+            record["nats_per_token"] = round(-float(logp.mean()), 3)
+        log_samples(log, step, records, stem="step")
 
 
-def target_records(questions: list[Question], batch: Batch, target_logprobs: Tensor) -> list[dict]:
-    """A JSON-ready record of each target of the step, with its likelihood."""
-    records = []
-    parts = zip(
-        batch.prompt_index.tolist(), batch.sample_number.tolist(), batch.split(target_logprobs)
-    )
-    for index, number, logp in parts:
-        record = example_record(questions[index].examples[number])
-        records.append(record | {"nats_per_token": f"{-float(logp.mean()):.3f}"})
-    return records
-
-
-def log_samples(
-    log: logging.RunLogger, step: int, records: list[dict], text: str, caption: str, stem: str
-) -> None:
-    """Log the records, and `judgement_cards` of some of them, evenly spaced."""
+def log_samples(log: logging.RunLogger, step: int, records: list[dict], stem: str) -> None:
+    """Log the records, and cards of some of them, evenly spaced."""
     count = log.log_samples
     every = max(1, len(records) // max(1, count))
     picks = records[::every][:count] if distributed.is_main() else []
-    log.samples(step, records, judgement_cards(picks, text, caption), stem)
+    log.samples(step, records, list(map(reports.record_card, picks)), stem)
 
 
 if __name__ == "__main__":

@@ -454,7 +454,6 @@ def load_rows(args: Args) -> Rows:
     with distributed.raise_on_all_ranks():
         processor = Processor(weights.resolve_folder(args.model, weights=False), args)
         processor.check_options()
-        # a judge that is trained further loses its recorded accuracy
         settings = judgements.JudgeSettings.to_train(processor)
         train_sets = load_files(args.data, args, processor, settings)
         held_out = load_files(args.eval_data, args, processor, settings)
@@ -505,12 +504,16 @@ def check_rows(
         distributed.say_once(
             r"--reward boxed (the default): the last \boxed{...} of a response against its row's answer"
         )
-    reward.report_lazy_answers(rows.train or rows.held_out)
     kinds = {source.kind for source in reward.sources}
     if environment:
         if "rm" in kinds:
             raise UserError(
                 "--reward rm: scalar models do not see conversations; use grm: with --env"
+            )
+        if "grm" in kinds and environment.shows_images:
+            raise UserError(
+                "--reward grm: a judge reads conversations, but sees no images of an environment (a class "
+                "that never shows images says pictures = False)"
             )
         environments.check_model(environment, rows.processor)
     elif "env" in kinds:
@@ -541,13 +544,11 @@ def open_loader(
     stopped."""
     if rows.ptx:
         rows.ptx.scheduled = state.ptx_rows
-    together = 2 if args.in_pairs else 1  # both orders of a pair
     batches = data.draw_batches(
         rows.train_sets,
         data.shares_of(args.data, rows.train_sets),
         args.prompts_per_rollout,
         args.seed,
-        together,
         state.rows_drawn,
     )
     if weigh and rows.train:
@@ -556,7 +557,6 @@ def open_loader(
         rows.processor,
         args,
         batches,
-        together,
         image_changes.damage(args.student_images, args.seed),
     )
 
@@ -648,7 +648,7 @@ def advance(
 
 
 # Flags that identify a run: --resume auto does not continue with other values of them.
-OF_REWARDS = "reward reward_recipe reward_combiner consistency_coef env".split()
+OF_REWARDS = "reward reward_recipe reward_combiner env".split()
 IDENTITY = {
     *flags.IDENTITY,
     "ptx_data",
@@ -1523,11 +1523,11 @@ def evaluate(
 
 def prompts_together(args: Args, samples: int) -> int:
     """The held-out prompts of a rollout, as many as fill all slots, as each rollout waits for its
-    slowest answer; an even number, for both orders of a pair."""
+    slowest answer."""
     size = args.rollout_shards
     teams = distributed.world_size() // size
     slots = teams * (args.slots or attention.most_slots(size))
-    return max(2, slots // samples // 2 * 2)
+    return max(1, slots // samples)
 
 
 def values_and_returns(
@@ -1780,11 +1780,6 @@ def check_sizes(refuse: flags.Refusals, args: Args) -> None:
             f"--{name} {getattr(args, name)} exceeds --max_new_tokens {args.max_new_tokens}",
         )
     refuse(
-        args.in_pairs and args.prompts_per_step % (2 * args.rollouts_per_step),
-        f"--prompts_per_step {args.prompts_per_step} must be a multiple of 2 x --rollouts_per_step: "
-        "--reward judgement draws both orders of a pair together",
-    )
-    refuse(
         0 < args.dynamic_sampling < args.rollouts_per_step,
         f"--rollouts_per_step {args.rollouts_per_step} exceeds --dynamic_sampling "
         f"{args.dynamic_sampling}",
@@ -1877,16 +1872,6 @@ def check_rewards(refuse: flags.Refusals, args: Args) -> None:
     refuse(
         args.reward_recipe and args.reward_combiner,
         "--reward_recipe excludes --reward_combiner: a recipe has weights",
-    )
-    judgements_only = args.reward == "judgement" or args.consistency_coef
-    refuse(
-        judgements_only and args.row_kind != "judgements",
-        "--reward judgement and --consistency_coef need --row_kind judgements",
-    )
-    refuse(
-        args.in_pairs and (args.dynamic_sampling or args.curriculum),
-        "--reward judgement draws both orders of a pair together: without --dynamic_sampling and "
-        "--curriculum",
     )
     refuse(
         args.system_prompt and args.row_kind != "prompts",

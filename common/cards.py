@@ -6,7 +6,7 @@ import textwrap
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 INK, PAPER, BLUE = "#1f2933", "#ffffff", "#1d4ed8"
-GREEN, RED = "#16a34a", "#dc2626"
+GREEN = "#16a34a"
 WIDTH, MARGIN = 480, 18  # of a card
 IMAGE_HEIGHT = 224  # at most
 SIZE, LINE_HEIGHT = 14, 19  # of the text
@@ -48,26 +48,17 @@ def fit_images(images: list[Image.Image]) -> list[Image.Image]:
     return fitted
 
 
-def draw_regions(image: Image.Image, true: list[dict], predicted: list[dict]) -> Image.Image:
-    """An image in the size of a card with the true regions green, and those of an answer blue, or red where
-    they score nothing, with their scores: see `rewards.regions.region_record`."""
+def draw_regions(image: Image.Image, true: list, answered: list) -> Image.Image:
+    """An image in the size of a card with the true boxes and points green, and those of an answer blue."""
     (fitted,) = fit_images([image])
-    draw = ImageDraw.Draw(fitted)
-    font = ImageFont.load_default(SIZE)
-    scale = fitted.width / image.width, fitted.height / image.height
-    drawn = [(one, GREEN, "") for one in true]
-    for one in predicted:
-        score = one["score"]
-        colour = BLUE if score else RED
-        drawn.append((one, colour, f"{score:.2f}"))
-    for one, colour, text in drawn:
-        corners = [value * factor for value, factor in zip(one["region"], scale * 2)]
-        if len(corners) == 2:
-            draw.circle(corners, 5, outline=colour, width=2)
-        else:
-            draw.rectangle(corners, outline=colour, width=2)
-        x, y = corners[:2]
-        draw.text((x + 4, y + 2), text, colour, font)
+    draw, scale = ImageDraw.Draw(fitted), fitted.width / image.width
+    for regions, colour in ((true, GREEN), (answered, BLUE)):
+        for region in regions:
+            corners = [value * scale for value in region]
+            if len(corners) == 2:
+                draw.circle(corners, 5, outline=colour, width=2)
+            else:
+                draw.rectangle(corners, outline=colour, width=2)
     return fitted
 
 

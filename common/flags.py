@@ -490,8 +490,8 @@ class DataArgs:
     coordinates: str = flag(
         "auto",
         "in which the model answers with boxes and points: pixels of the file, or of the image as seen; "
-        "0 to a number; 0 to 1 of the image in a square; auto: as the family's makers say",
-        choices=("auto", "file", "seen", "1000", "100", "1", "square"),
+        "0 to a number; auto: as the family's makers say",
+        choices=("auto", "file", "seen", "1000", "1"),
     )
     image_root: str = flag(
         "",

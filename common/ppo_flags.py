@@ -30,7 +30,7 @@ class RowArgs:
     row_kind: str = flag(
         "prompts",
         "kind of rows: prompts; or judgements (see train_grm_vl.py --help judge), to train a judge by RL: "
-        "--reward verdict or judgement compares the judge's answers with the rows' verdicts",
+        "--reward verdict compares the judge's answers with the rows' verdicts",
         choices=("prompts", "judgements"),
     )
     columns: str = flag(
@@ -159,7 +159,7 @@ class RewardArgs:
     reward: str = flag(
         "boxed",
         "source of rewards, or several separated by commas: a rule (exact, boxed, answer, box, boxes, "
-        "point, verdict, or judgement, which draws both orders of pairs together), env (what --env gives), "
+        "point, verdict), env (what --env gives), "
         "file.py:function, grm:FOLDER (generative judge), "
         "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: only a teacher",
         paths=True,
@@ -175,23 +175,17 @@ class RewardArgs:
         "file.py:function of {source: rewards} to rewards, for several sources without a recipe",
         paths=True,
     )
-    consistency_coef: float = flag(
-        0.0,
-        "with --reward judgement on pairs: a right verdict earns accuracy x (1 + this x the share of "
-        "the samples to the other order that say the same); 0: off",
-    )
     grm_question: str = flag(
         "auto",
-        "what a judge is asked; answers: whether the response or the reference is better; rubric: "
-        "whether the response meets each criterion of the row's rubric; auto: correct or, for a judge "
-        "that was not trained on it, score",
-        choices=("auto", "correct", "score", "answers", "rubric"),
+        "what a judge is asked; rubric: whether the response meets each criterion of the row's rubric; "
+        "auto: correct, score or rubric, the first that it was trained on",
+        choices=("auto", "correct", "score", "rubric"),
     )
     grm_mode: str = flag(
         "probability",
-        "what a judge's reward is: its expected verdict (by probability), its likeliest verdict, "
-        "or the verdict of a critique that it writes",
-        choices=("probability", "verdict", "critique"),
+        "what a judge's reward is: its expected verdict (by probability), or the verdict of a critique "
+        "that it writes",
+        choices=("probability", "critique"),
     )
     grm_max_new_tokens: int = flag(512, "longest critique of a judge, tokens", low=1)
     reward_timeout: float = flag(
@@ -200,19 +194,6 @@ class RewardArgs:
         low=1e-6,
         high=LONGEST_WAIT,
     )
-    reward_workers: int = flag(
-        1,
-        "threads per rank that score in parallel: requests at a time to a reward server",
-        low=1,
-    )
-    remote_batch: int = flag(
-        32, "most samples per request to a reward server; those of a prompt are never parted", low=1
-    )
-
-    @property
-    def in_pairs(self) -> bool:
-        """Whether both orders of a pair are drawn together."""
-        return self.reward == "judgement" or self.consistency_coef > 0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ class Environment:
     spec: str  # as in --env
     make: Callable[[], Any]
     role: str  # of its messages
-    shared: bool  # whether the first observation is the same for all samples of a prompt
     shows_images: bool  # whether what it says may hold images
     max_turns: int
     max_reply_tokens: int  # of all replies in a sample

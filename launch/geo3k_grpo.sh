@@ -22,7 +22,7 @@ ${LAUNCH:-torchrun --standalone --nproc_per_node 8 train_ppo_vl.py} \
     --data "${DATA:-data/geo3k}/train.jsonl" --eval_data "${DATA:-data/geo3k}/test.jsonl" \
     --out "${OUT:-runs/geo3k-grpo-7b}" \
     --system_prompt 'First think about the problem between <think> and </think>, then give the final answer in \boxed{}.' \
-    --reward launch/reward_math.py:score --reward_timeout 600 --reward_workers 4 --advantage grpo \
+    --reward launch/reward_math.py:score --reward_timeout 600 --advantage grpo \
     --prompts_per_step 512 --samples_per_prompt 5 --minibatches 4 --steps 60 \
     --max_prompt_tokens 2048 --max_new_tokens 2048 --min_pixels 262144 --max_pixels 4194304 \
     --actor_lr 1e-6 --weight_decay 1e-2 --adam_beta2 0.999 \

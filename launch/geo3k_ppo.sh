@@ -21,7 +21,7 @@ ${LAUNCH:-torchrun --standalone --nproc_per_node 8 train_ppo_vl.py} \
     --data "${DATA:-data/geo3k}/train.jsonl" --eval_data "${DATA:-data/geo3k}/test.jsonl" \
     --out "${OUT:-runs/geo3k-ppo-7b}" \
     --system_prompt 'First think about the problem between <think> and </think>, then give the final answer in \boxed{}.' \
-    --reward launch/reward_math.py:score --reward_timeout 600 --reward_workers 4 --advantage gae --gamma 1 --gae_lambda 0.95 --advantages_norm on \
+    --reward launch/reward_math.py:score --reward_timeout 600 --advantage gae --gamma 1 --gae_lambda 0.95 --advantages_norm on \
     --prompts_per_step 128 --samples_per_prompt 2 --minibatches 2 --steps 492 \
     --max_prompt_tokens 1024 --max_new_tokens 2048 \
     --actor_lr 1e-6 --critic_lr 9e-6 --lr_schedule cosine --min_lr_ratio 0.1 --warmup_steps 15 \

@@ -39,7 +39,7 @@ else
     judge=(--max_new_tokens 2048)
     rl=(--prompts_per_step 64 --minibatches 2 --actor_lr 1e-6 --kl_coef 1e-3 --kl_in loss --kl_estimator k3+ --steps 200)
 fi
-judge+=(--row_kind judgements --reward judgement)
+judge+=(--row_kind judgements --reward verdict)
 
 fine_tune() {    # stage, model, rows, flags
     "${launch[@]}" train_grm_vl.py "${tune[@]}" --model "$2" --data "$3" --out "$out/$1" "${@:4}" "${flags[@]}"
@@ -59,5 +59,5 @@ python launch/judge_filter.py "$out/judged" --right "$out/right.jsonl" --wrong "
 fine_tune right "$out/cold/export/latest" "$out/right.jsonl" ${right[@]+"${right[@]}"}
 table right "$out/right/export/latest"
 "${launch[@]}" train_ppo_vl.py "${judge[@]}" "${rl[@]}" --model "$out/right/export/latest" --data "$out/wrong.jsonl" --advantage grpo \
-    --samples_per_prompt 8 --consistency_coef 0.5 --out "$out/rl" "${flags[@]}"
+    --samples_per_prompt 8 --out "$out/rl" "${flags[@]}"
 table rl "$out/rl/export/latest"

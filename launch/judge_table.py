@@ -39,12 +39,9 @@ JUDGEMENT = {  # what the table reads of a record
     "order": ("given", "swapped"),
     "verdict?": str,
     "reference": str,
-    "lengths?": [int],
     "group": str,
-    "pair?": str | int | float,
-    "row": {"benchmark?": str},
+    "row": {"benchmark?": str, "pair?": str | int | float, "responses?": list},
 }
-MAY_LACK = dict.fromkeys(("verdict", "lengths", "pair"))
 
 Orders = dict[str, list[dict]]  # order -> the judgements on a row, sample by sample
 Column = dict[str, str]  # line -> cell
@@ -71,7 +68,7 @@ def read_judgements(run: Path, form: dict = JUDGEMENT) -> list[Orders]:
         if record.get("truncated") and "ended" not in record:
             record["verdict"] = None
         rows[record["index"] - (record["order"] == "swapped")][record["order"]].append(
-            MAY_LACK | record
+            {"verdict": None} | record
         )
     return list(rows.values())
 
@@ -88,7 +85,8 @@ class Unit:
         """Count the judgements on a row, all as if its answers stood in the order given;
         ``odd_ties``: also those that say a tie, in a benchmark that has none."""
         first = orders["given"][0]
-        right, sizes = first["reference"], first["lengths"] or [0]
+        right, row = first["reference"], first["row"]
+        sizes = [len(str(answer)) for answer in row.get("responses") or [""]]
         unswapped = [record["verdict"] for record in orders["given"]]
         swapped = [
             MIRRORED.get(record["verdict"], record["verdict"]) for record in orders["swapped"]
@@ -125,7 +123,7 @@ class Unit:
         }
         # ACC+, best of 4
         together = np.array([sum(map(all, zip(*self.hits))), total])
-        self.counts["all that count together right"] = (first["pair"] is not None) * together
+        self.counts["all that count together right"] = (row.get("pair") is not None) * together
 
 
 def read_units(run: Path) -> list[Unit]:
@@ -138,7 +136,8 @@ def read_units(run: Path) -> list[Unit]:
     units, odd = {}, benchmarks_with_odd_ties(pairs)
     for orders in pairs:
         first = orders["given"][0]
-        key = first["group"], first["pair"], first["pair"] is None and first["index"]
+        pair = first["row"].get("pair")
+        key = first["group"], pair, pair is None and first["index"]
         units.setdefault(key, Unit(first)).add(orders, first["row"].get("benchmark") in odd)
     return list(units.values())
 

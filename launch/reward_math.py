@@ -7,19 +7,21 @@ The answer is the last \boxed{...} of the response, and is right if the library 
 is 0.9 for a right answer and 0.1 for the rule's format, thoughts in <think>...</think>, which the chat template may
 open, and then the answer. Text that cannot be parsed is a wrong answer.
 
-The library runs in a process of its own, with --reward_workers 8 in eight of them. Its own time limit works only in the main thread, where rewards are not computed,
-and no thread could stop an answer such as 9^{9^{9}}, which sympy starts to write out. Such an answer costs
-SECONDS of --reward_timeout.
+The library runs in PROCESSES of its own. Its own time limit works only in the main thread, where rewards are not
+computed, and no thread could stop an answer such as 9^{9^{9}}, which sympy starts to write out. Such an answer
+costs SECONDS of --reward_timeout.
 """
 
 import json
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from math_verify import LatexExtractionConfig, parse, verify
 
 SECONDS = 5  # of CPU time, for one answer
+PROCESSES = 8
 BOXED = LatexExtractionConfig(boxed_match_priority=0)
 LATEX = str.maketrans({"√": r"\sqrt ", "°": r"^\circ "})  # what the library does not read
 
@@ -30,10 +32,13 @@ def score(prompts, responses, references, labels, images):
 
     texts = list(map(rules.with_opened_thought, prompts, responses))
     answers = [rules.extract_answer(text, "boxed") or "" for text in texts]
-    accuracy = []
-    while len(accuracy) < len(answers):
-        done = len(accuracy)
-        accuracy += grade_in_process(answers[done:], references[done:])
+    size = -(-len(answers) // PROCESSES)
+    parts = [slice(k, k + size) for k in range(0, len(answers), size)]
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        grades = pool.map(
+            grade_all, [answers[part] for part in parts], [references[part] for part in parts]
+        )
+    accuracy = sum(grades, [])
     by_rule = map(rules.answers_equal, answers, references)
     accuracy = [max(right, float(equal)) for right, equal in zip(accuracy, by_rule)]
     formats = [rules.format_score(text, "boxed") for text in texts]
@@ -52,6 +57,15 @@ def grade(answer: str, reference: str) -> float:
 
 def in_box(answer: str) -> str:
     return rf"\boxed{{{answer.translate(LATEX)}}}"
+
+
+def grade_all(answers: list[str], references: list[str]) -> list[float]:
+    """Grades of answers in a process of their own, or several if some of them take too long."""
+    grades = []
+    while len(grades) < len(answers):
+        done = len(grades)
+        grades += grade_in_process(answers[done:], references[done:])
+    return grades
 
 
 def grade_in_process(answers: list[str], references: list[str]) -> list[float]:

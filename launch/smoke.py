@@ -26,10 +26,11 @@ import toy
 from tool import ROOT  # puts the project's folder on the path
 
 # isort: split
+from common.model.storage import step_folders
+
 from common import distributed
 from common.logging import environment, read_records
 from common.model.attention import choose_backend
-from common.model.storage import step_folders
 from common.process import UserError
 
 LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a sampler that is right

@@ -6,9 +6,7 @@ python launch/summary.py RUN train/kl train/entropy    these metrics
 """
 
 import sys
-from collections import defaultdict
 from pathlib import Path
-from statistics import fmean
 
 from tool import one_message  # puts common/ on the path
 
@@ -20,11 +18,7 @@ SAMPLE = {  # what is read of a record
     "response": str,
     "reward": int | float,
     "reference?": str,
-    "label?": str,
-    "components?": dict,
-    "regions?": {"true": [{"label": str, "score": float}]},
 }
-MOST_LABELS = 20  # the most frequent
 
 
 def read_metrics(run: Path, names: list[str]) -> dict[str, list[float]]:
@@ -46,21 +40,6 @@ def read_metrics(run: Path, names: list[str]) -> dict[str, list[float]]:
     return metrics
 
 
-def iou_by_label(records: list[dict]) -> list[str]:
-    """Where boxes were rewarded: the mean IoU of the true ones with their partners in the answers, by their
-    label or that of the row."""
-    values = defaultdict(list)
-    for record in records:
-        regions, components = record.get("regions"), record.get("components")
-        if regions and any(name.endswith("box_iou") for name in components or ()):
-            for one in regions["true"]:
-                values[one["label"] or record.get("label") or "(no label)"].append(one["score"])
-    frequent = sorted(values, key=lambda label: -len(values[label]))[:MOST_LABELS]
-    return [
-        f"  {label:34.34}{fmean(values[label]):.3f}   {len(values[label])}" for label in frequent
-    ]
-
-
 @one_message()
 def main(argv: list[str]) -> None:
     if not argv:
@@ -78,11 +57,6 @@ def main(argv: list[str]) -> None:
             print(
                 f"    {answer!r}   reward {record['reward']:.2f}, right: {record.get('reference')!r}"
             )
-        lines = iou_by_label(records)
-        if lines:
-            print("\nIoU by label, and how many true boxes have it:")
-        for line in lines:
-            say(line)
     cards = max(run.glob("samples/*.png"), default="none were written")
     print()
     say(f"samples as pictures   {cards}")

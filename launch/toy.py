@@ -87,8 +87,9 @@ JUDGE_ARGS = dict(
     max_tokens_per_pack=4096,
     eval_every=300,
     eval_max_new_tokens=24,
-    correct_template="{prompt}\n{response}\n",
-    pictures_template="A<image>B<image>\n{prompt}\n",
+    templates=json.dumps(
+        {"correct": "{prompt}\n{response}\n", "pictures": "A<image>B<image>\n{prompt}\n"}
+    ),
 )
 
 # For --task locate: written answers first, then rewards.

@@ -746,12 +746,13 @@ def evaluation(out: Path, step: int) -> dict:
 
 def score_samples(source, samples, args) -> dict[str, list]:
     """What a source says of samples, by its calls in threads."""
-    from common.rewards.functions import begin_scoring, end_scoring
+    from common.rewards.functions import call_source
+    from common.rewards.scoring import RewardMix
 
-    workers = Workers(args.reward_workers)
-    calls = begin_scoring(source, samples, workers)
+    workers = Workers(1)
+    calls = {source.name: (samples, [], workers.submit(call_source, source, samples))}
     workers.close()
-    return end_scoring(calls, args.reward_timeout)[0]
+    return RewardMix([source], {}, args).finish(calls)[source.name][1]
 
 
 def reward_samples(

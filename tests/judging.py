@@ -93,9 +93,8 @@ def alone(folder: Path, prompt: Prompt, question: str, answer: str | None, pictu
 def ask(prompt: Prompt, kind: str, **answers: str) -> str:
     """The question of a kind about a prompt; what a response says of images is text."""
     answers = {name: text.replace("<image>", " ") for name, text in answers.items()}
-    return judgements.format_template(
-        judgements.JUDGEMENTS[kind][0], prompt=judgements.user_text(prompt.messages), **answers
-    )
+    prompt = judgements.user_text(prompt.messages)
+    return judgements.fill_in(judgements.BUILT_IN[kind], {"prompt": prompt, **answers})
 
 
 def chances(
@@ -172,13 +171,15 @@ def judged(folder, rows: list[tuple]) -> Path:
                     "sample": sample,
                     "order": order,
                     "group": group,
-                    "pair": None,
                     "verdict": VERDICTS[letter],
                     "reference": reference,
-                    "lengths": None,
                     "row": {},
                 }
-                records.append(record | dict(*further))
+                record |= dict(*further)
+                for name in ("pair", "responses"):
+                    if name in record:
+                        record["row"] = record["row"] | {name: record.pop(name)}
+                records.append(record)
     (folder / "samples").mkdir(parents=True)
     lines = map(json.dumps, records)
     (folder / "samples" / "eval-000000.jsonl").write_text('{"prompt": "of an older evaluation"}\n')

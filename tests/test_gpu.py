@@ -15,10 +15,10 @@ import check_kernels
 import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.model import rollout as rollouts
 from common import distributed, logprobs
 from common.flags import ModelArgs
 from common.model import build, packs, vlm
+from common.model import rollout as rollouts
 from common.model.attention import choose_backend
 from common.model.fsdp import bare_forwards, unsharded
 from conftest import (

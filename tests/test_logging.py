@@ -22,7 +22,6 @@ from common.cards import (
     BLUE,
     CHARACTERS,
     GREEN,
-    RED,
     contact_sheet,
     draw_regions,
     sample_card,
@@ -385,17 +384,13 @@ def test_a_card_is_bounded(modes):
 
 
 def test_regions_are_drawn_in_pixels_of_the_file():
-    """In the card's scale: true ones green, predicted ones blue, or red where they hit nothing."""
-    one = {"region": [0, 0, 20, 10], "label": "", "score": 0.5}
-    image = draw_regions(
-        Image.new("RGB", (40, 20), "white"),
-        [one],
-        [one | {"region": [20, 10, 40, 20]}, one | {"region": [30, 5], "score": 0.0}],
-    )
+    """In the card's scale: true ones green, answered ones blue."""
+    white = Image.new("RGB", (40, 20), "white")
+    image = draw_regions(white, [[0, 0, 20, 10]], [[20, 10, 40, 20], [30, 5]])
     assert image.size == (444, 222)  # 11.1 times
     assert image.getpixel((0, 60)) == image.getpixel((221, 60)) == ImageColor.getrgb(GREEN)
     assert image.getpixel((222, 150)) == image.getpixel((443, 150)) == ImageColor.getrgb(BLUE)
-    assert image.getpixel((333 + 5, 56)) == ImageColor.getrgb(RED)
+    assert image.getpixel((333 + 5, 56)) == ImageColor.getrgb(BLUE)
     assert image.getpixel((110, 180)) == (255, 255, 255)
 
 

@@ -1130,14 +1130,13 @@ RUNS = {
         "qwen2_5_vl",
         "--steps 2 --data TASK/train.jsonl:0.75,TASK/eval.jsonl:0.25 --prompts_per_step 3 --advantage rloo "
         "--gradient_checkpointing --importance_cap 2 --temperature 0.7 --min_new_tokens 2 --target_kl 1e-4 "
-        "--epochs 3 --eval_every 0 --reward TASK/reward.py:of_rows --reward_workers 2",
+        "--epochs 3 --eval_every 0 --reward TASK/reward.py:of_rows",
     ),
     "reinforce++": (
         "qwen2_5_vl",
         "--steps 2 --prompts_per_step 1 --advantage reinforce++ --gamma 0.9 --slots 2 "
-        "--eval_samples 2 --loss_aggregation seq-mean-token-sum-norm "
+        "--eval_samples 2 --loss_aggregation seq-mean-token-sum-norm ",
         # rank 1 has no prompt
-        "--reward_workers 2",
     ),
     "skip": ("qwen2_5_vl", "--steps 2 --data TASK/bad.jsonl --on_bad_row skip --eval_every 0"),
     "judged": (
@@ -1338,7 +1337,7 @@ def test_a_judge_learns_from_verdicts(both):
     # each order has noise of its own
     assert len({row["index"] for row in rows}) == 5
     judge = Processor(out / "export" / "step-2").files["judge"]
-    assert judge["trained_on"] == ["answers", "correct", "pictures"]
+    assert sorted(judge["verdicts"]) == ["answers", "correct", "pictures"]
     *_, trained, evaluated = records(out)
     assert {"rollout/accuracy_reward", "rollout/format_reward"} <= trained.keys()
     assert {"eval/accuracy_reward_mean", "eval/format_reward_mean"} <= evaluated.keys()
@@ -1418,8 +1417,7 @@ def check_exchange() -> None:
 
 
 def test_boxes_are_rewarded_in_the_models_coordinates(qwen25, tmp_path, capsys):
-    """From rows in pixels of the file to the reward, its components, args.json, records and cards; and what
-    lazy answers earn."""
+    """From rows in pixels of the file to the reward, its components, args.json, records and cards."""
     Image.new("RGB", (50, 30), "white").save(tmp_path / "a.png")
     row = {
         "prompt": "where?",
@@ -1436,13 +1434,12 @@ def test_boxes_are_rewarded_in_the_models_coordinates(qwen25, tmp_path, capsys):
     more = words("--data", rows, "--eval_data", rows, "--max_pixels 4704 --reward box")
     before, step, _ = train(qwen25, tmp_path, tmp_path / "a", *more)
     text = capsys.readouterr().out
-    assert "always to answer the whole image earns 0.500" in text
     assert "coordinates 'seen'" in text
     assert read_json(tmp_path / "a" / "args.json")["coordinates"] == "seen"
     assert step["rollout/box_iou"] == step["rollout/reward"]
     assert before["eval/box_iou"] == before["eval/reward_mean"]
     answer = samples_of(tmp_path / "a", "step-000001")[0]
-    assert answer["regions"]["true"] == [{"region": [0, 0, 25, 30], "label": "cup", "score": 0}]
+    assert answer["regions"]["true"] == [[0, 0, 25, 30]]
     # a function gets the same places
     train(qwen25, tmp_path, tmp_path / "b", *more, "--reward", f"{tmp_path / 'mine.py'}:score")
     train(qwen25, tmp_path, tmp_path / "c", *more, "--coordinates 1000")

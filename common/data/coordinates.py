@@ -2,8 +2,7 @@
 
     Place          an image's sizes and the space of a model's answers; to and from pixels of its file
     read_regions   the column `regions` of a row, in pixels of the file
-    write_marks    <box> and <point> in a response to learn, as a family writes them
-    restate        the boxes and points of an answer in another model's space
+    write_marks    <box> and <point> in a response to learn, in the model's coordinates
 
 Families were trained to answer in different spaces: pixels of the image as they saw it, thousandths,
 fractions. The space is never guessed from how large the numbers are. Pixels of the file are those of
@@ -19,15 +18,12 @@ from common.files import check_form
 
 Box = tuple[float, ...]  # left, top, right, bottom
 Point = tuple[float, ...]  # x, y
-# Two or four finite numbers.
-NUMBER = r"\s*[-+]?(?:\d{1,25}\.?\d{0,25}|\.\d{1,25})(?:[eE][-+]?\d{1,2})?\s*"
-NUMBERS = f"{NUMBER},{NUMBER}(?:,{NUMBER},{NUMBER})?"
 # The form of the column `regions`.
 FORM = {
     "boxes?": [[int | float]],
     "points?": [[int | float]],
     "labels?": [str],
-    "space?": ("file", "seen", "1000", "100", "1", "square"),
+    "space?": ("file", "seen", "1000", "1"),
     "image?": int,
 }
 
@@ -45,30 +41,12 @@ SPACES = {
     "glm4v_moe": "1000",
     "glm46v": "1000",
 }
-# How a family writes a box and a point where that is not Qwen2.5-VL's JSON; sources as above.
-LITERALS = {
-    "qwen2_vl": (
-        "<|box_start|>({0},{1}),({2},{3})<|box_end|>",
-        "<|box_start|>({0},{1})<|box_end|>",
-    ),
-    "internvl": ("<box>[[{0}, {1}, {2}, {3}]]</box>", "<box>[[{0}, {1}]]</box>"),
-    **dict.fromkeys(
-        ("glm4v", "glm4v_moe", "glm46v"),
-        (
-            "<|begin_of_box|>[[{0},{1},{2},{3}]]<|end_of_box|>",
-            "<|begin_of_box|>[[{0},{1}]]<|end_of_box|>",
-        ),
-    ),
-}
 
 
 @dataclass(frozen=True)
 class Place:
-    """An image, and the space in which a model answers about it.
-
-    Spaces: `file` and `seen`, pixels; a number: 0 to that number on both axes; `square`: 0 to 1 of the
-    image padded to a square (LLaVA 1.5); `auto`: unknown.
-    """
+    """An image, and the space in which a model answers about it: `file` and `seen`, pixels; a number:
+    0 to that number on both axes; `auto`: unknown."""
 
     file: tuple[int, int]  # (width, height) in pixels of the upright file
     seen: tuple[int, int] | None  # as the model saw it; None: it saw squares, or tiles
@@ -77,33 +55,22 @@ class Place:
     def to_file(self, *numbers: float) -> tuple[float, ...]:
         """A point x, y of an answer, or a box x1, y1, x2, y2, in pixels of the file; nothing is rounded or
         clipped."""
-        axes = zip(numbers, self._axes() * 2)
-        return tuple(number * pixels / units - margin for number, (pixels, units, margin) in axes)
+        axes = zip(numbers, self.file * 2, self.units() * 2)
+        return tuple(number * pixels / units for number, pixels, units in axes)
 
     def from_file(self, *numbers: float) -> tuple[float, ...]:
         """The inverse of `to_file`."""
-        axes = zip(numbers, self._axes() * 2)
-        return tuple((number + margin) * units / pixels for number, (pixels, units, margin) in axes)
+        axes = zip(numbers, self.file * 2, self.units() * 2)
+        return tuple(number * units / pixels for number, pixels, units in axes)
 
-    def check(self) -> None:
-        """Raises ValueError: answers in this space cannot be placed in this image."""
-        if self.space == "auto":
+    def units(self) -> tuple[float, float]:
+        """How many units of the space the image is wide and high. Raises ValueError: nobody knows."""
+        sizes = {"file": self.file, "seen": self.seen, "auto": None}
+        if sizes.get(self.space, self.file) is None:
             raise ValueError(
                 "in which coordinates this model answers is not known: --coordinates SPACE"
             )
-        if self.space == "seen" and self.seen is None:
-            raise ValueError("--coordinates seen: this model sees no image as a whole")
-
-    def _axes(self) -> list[tuple[float, float, float]]:
-        """For x and y: how many pixels of the file the space spans, how many units that is, and how many
-        pixels before the image it begins. Raises ValueError: see `check`."""
-        self.check()
-        if self.space == "square":
-            side = max(self.file)
-            return [(side, 1, (side - pixels) // 2) for pixels in self.file]
-        sizes = {"file": self.file, "seen": self.seen}
-        units = sizes.get(self.space) or [float(self.space)] * 2
-        return [(pixels, count, 0) for pixels, count in zip(self.file, units)]
+        return sizes.get(self.space) or (float(self.space), float(self.space))
 
 
 @dataclass(frozen=True)
@@ -136,7 +103,7 @@ def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None
     place = dict(enumerate(places)).get(entry["image"])
     if place is None:
         raise ValueError(f"regions: the row has no image {entry['image']} (counted from 0)")
-    place.check()
+    place.units()
     source = replace(place, space=entry["space"])
     boxes = tuple(row_region(box, 4, source) for box in entry["boxes"])
     points = tuple(row_region(point, 2, source) for point in entry["points"])
@@ -152,87 +119,47 @@ def row_region(numbers: list[float], size: int, source: Place) -> Box | Point:
     # JSON may hold integers too large for a float
     if len(numbers) != size or not all(abs(number) < 1e100 for number in numbers):
         raise ValueError(f"regions: {numbers} are not {size} finite numbers")
-    region, file = source.to_file(*numbers), source.file
-    if is_region(region, file):
-        return clip(region, file)
-    (left, top), (width, height) = region[:2], region[-2:]
-    readings = {
-        'with "space": "1"': (replace(source, space="1").to_file(*numbers), file),
-        'with "space": "1000"': (replace(source, space="1000").to_file(*numbers), file),
-        "as x, y, width and height": ((left, top, left + width, top + height), file),
-        "before EXIF turns the image": (region, file[::-1]),
-    }
-    fitting = [words for words, reading in readings.items() if is_region(*reading)]
-    kind = "box" if size == 4 else "point"
-    advice = f"; it would be one {', or '.join(fitting)}" if fitting else ""
-    raise ValueError(
-        f"regions: {numbers} is no {kind} in an image of {file[0]} x {file[1]} pixels{advice}"
-    )
-
-
-def is_region(region: Box | Point, size: tuple[int, int]) -> bool:
-    """Whether a point or box is in an image of that size. A box has at least a pixel, so that fractions are
-    not taken for pixels."""
-    if not all(-1 <= value <= limit + 1 for value, limit in zip(region, size * 2)):
-        return False
-    if len(region) == 2:
-        return True
-    left, top, right, bottom = clip(region, size)
-    return left < right and top < bottom and max(right - left, bottom - top) >= 1
+    region = source.to_file(*numbers)
+    inside = clip(region, source.file)
+    left, top, right, bottom = (inside * 2)[:4]
+    # a box of less than a pixel: fractions, taken for pixels
+    is_box = left < right and top < bottom and max(right - left, bottom - top) >= 1
+    if max(map(abs, map(float.__sub__, region, inside))) > 1 or size == 4 and not is_box:
+        raise ValueError(
+            f"regions: {numbers} is no {'box' if size == 4 else 'point'} in an upright image of "
+            f'{source.file[0]} x {source.file[1]} pixels: x1, y1, x2, y2, or x, y; other units need "space"'
+        )
+    return inside
 
 
 def clip(region: Box | Point, size: tuple[int, int]) -> Box | Point:
     """A point or box with its numbers clamped to an image of that size."""
-    return tuple(min(max(value, 0), limit) for value, limit in zip(region, size * 2))
+    return tuple(min(max(value, 0.0), float(limit)) for value, limit in zip(region, size * 2))
 
 
-MARK = re.compile("<(box|point)>")
-# Decimals to write: none, except where a unit is a large part of the image.
-DECIMALS = {"1": 3, "square": 3, "100": 1}
-
-
-def write_marks(response: str, regions: Regions | None, model_type: str) -> str:
-    """A response to learn, with each <box> and <point> replaced by the row's next one, as the family writes
-    it. A response with closing tags has no marks: it is InternVL's own literal, written by hand.
+def write_marks(response: str, regions: Regions | None) -> str:
+    """A response to learn, with each <box> and <point> replaced by the row's next one, in the model's
+    coordinates. A response with closing tags has no marks: it is InternVL's own literal.
 
     Raises ValueError: the marks of a kind are not as many as its regions.
     """
-    marks = MARK.findall(response)
+    marks = re.findall("<(box|point)>", response)
     if not marks or re.search("</(box|point)>", response):
         return response
-    if regions is None:
-        raise ValueError(f"<{marks[0]}> in the response, but no regions in the row")
-    literals = LITERALS.get(model_type, ("[{0}, {1}, {2}, {3}]", "[{0}, {1}]"))
-    written = {}
-    for kind, known, literal in zip(("box", "point"), (regions.boxes, regions.points), literals):
-        count = marks.count(kind)
-        if count not in (0, len(known)):
-            raise ValueError(f"{count} <{kind}> in the response for {len(known)} of the regions")
-        written[kind] = [literal.format(*numerals(one, regions.place)) for one in known]
-    return MARK.sub(lambda mark: written[mark[1]].pop(0), response)
+    known = {"box": regions.boxes, "point": regions.points} if regions else {}
+    for kind in set(marks):
+        if marks.count(kind) != len(known.get(kind, ())):
+            raise ValueError(
+                f"{marks.count(kind)} <{kind}> in the response for {len(known.get(kind, ()))} of the regions"
+            )
+    left = {kind: iter(of_kind) for kind, of_kind in known.items()}
+    return re.sub(
+        "<(box|point)>", lambda mark: numerals(next(left[mark[1]]), regions.place), response
+    )
 
 
-def numerals(region: Box | Point, place: Place) -> list[str]:
-    """The numbers of a box or point in the space of a place, rounded half up."""
-    unit = 10 ** DECIMALS.get(place.space, 0)
-    numbers = place.from_file(*region)
-    return [f"{math.floor(number * unit + 0.5) / unit:g}" for number in numbers]
-
-
-# Numbers in brackets, except Gemini's box_2d, which has y first.
-IN_BRACKETS = re.compile(
-    rf"""(?<!["']box_2d["']:\[)(?<!["']box_2d["']: \[)(?<=[(<[]){NUMBERS}(?=[])>])"""
-)
-
-
-def restate(text: str, source: Place, target: Place) -> str:
-    """A text with its boxes and points converted from the coordinates of one model to those of another;
-    unchanged if these are the same, or not known."""
-    if target == source or target.space == "auto":
-        return text
-
-    def restated(numbers: re.Match) -> str:
-        region = source.to_file(*map(float, numbers[0].split(",")))
-        return ", ".join(numerals(region, target))
-
-    return IN_BRACKETS.sub(restated, text)
+def numerals(region: Box | Point, place: Place) -> str:
+    """A box or point in the space of a place, rounded half up."""
+    unit = 1000 if place.space == "1" else 1
+    numbers = [math.floor(x * unit + 0.5) / unit for x in place.from_file(*region)]
+    return f"[{', '.join(f'{number:g}' for number in numbers)}]"

@@ -6,7 +6,6 @@ reads, or a video (MP4, ...), for which a further package is needed. A user's mi
 ValueError that names the file.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
+from PIL import Image, ImageOps
 from transformers.video_utils import Path as VideoPath
 from transformers.video_utils import load_video
 
@@ -97,44 +96,23 @@ def _scaled_grey(image: Image.Image) -> Image.Image:
 
 
 def clip_times(files: Sequence[str], fps: float) -> tuple[tuple[int, int], list[float], float]:
-    """(width, height) of a clip's frames, the second at which each is shown, and frames per second.
-    Images, and animations that do not say how long they show a frame, have ``fps`` in a second.
+    """(width, height) of a clip's frames, the second at which each is shown, and frames per second:
+    those of the film, or ``fps`` of a list of images.
 
     Raises ValueError: no such file, not a clip, fewer than 2 frames, frames of different size, no
     decoder installed.
     """
-    durations = []  # milliseconds of each frame, where the file has them
     if len(files) > 1:
         sizes = {image_size(file): file for file in files}
         if len(sizes) > 1:
             raise ValueError(f"the frames of a clip differ in size: {sizes}")
         size, total = next(iter(sizes)), len(files)
-    elif _is_video(files[0]):
-        frames, header = _read_video(files[0], lambda total: [0])
-        size, total, fps = frames[0].size, header.total_num_frames, header.fps
     else:
-        size = image_size(files[0])
-        durations = _durations(files[0])
-        total = len(durations)
+        frames, header = _read_film(files[0], lambda total: [0])
+        size, total, fps = frames[0].size, header.total_num_frames, header.fps
     if total < 2:
-        raise ValueError(
-            f"{files[0]}: a video has at least 2 frames, this has {total} (images are the frames of "
-            "a video if they stand in a list of their own)"
-        )
-    if durations and all(durations):
-        starts = np.cumsum([0, *durations[:-1]]) / 1000
-        return size, starts.tolist(), 1000 * total / sum(durations)
+        raise ValueError(f"{files[0]}: a video has at least 2 frames, this has {total}")
     return size, [k / fps for k in range(total)], fps
-
-
-def _durations(path: str) -> list[float]:
-    """Milliseconds of each frame of an animation; 0 where it does not say."""
-    durations = []
-    with _open_image(path) as image:
-        for frame in ImageSequence.Iterator(image):
-            frame.load()  # or its duration is not known
-            durations.append(frame.info.get("duration", 0))
-    return durations
 
 
 def sample_frames(total: int, most: int) -> list[int]:
@@ -143,52 +121,31 @@ def sample_frames(total: int, most: int) -> list[int]:
     return np.linspace(0, total - 1, min(total, most)).round().astype(int).tolist()
 
 
-def read_clip(files: Sequence[str], most: int) -> list[Image.Image]:
-    """The sampled frames of a clip, as `read_image` gives images. Raises ValueError: see
-    `clip_times`, or a damaged body."""
-    if len(files) > 1:
-        return [read_image(files[k]) for k in sample_frames(len(files), most)]
-    if _is_video(files[0]):
-        return _read_video(files[0], lambda total: sample_frames(total, most))[0]
-    frames = []
-    with _open_image(files[0]) as image:
-        for k in sample_frames(getattr(image, "n_frames", 1), most):
-            image.seek(k)
-            frames.append(upright_rgb(image))
-    return frames
-
-
 def read_frames(items: Any, most: int) -> list[Image.Image]:
     """The images of `Prompt.images`, and of each clip up to ``most`` of its frames."""
     frames = []
     for item in items:
-        frames += [read_image(item)] if isinstance(item, str) else read_clip(tuple(item), most)
+        if isinstance(item, str):
+            frames.append(read_image(item))
+        elif len(item) == 1:
+            frames += _read_film(item[0], lambda total: sample_frames(total, most))[0]
+        else:
+            frames += [read_image(item[k]) for k in sample_frames(len(item), most)]
     return frames
 
 
-def _is_video(path: str) -> bool:
-    """Whether the file of a clip is in none of Pillow's formats."""
-    try:
-        with _open_image(path):
-            return False
-    except ValueError as error:
-        return isinstance(error.__cause__, UnidentifiedImageError)
-
-
-def _read_video(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Image.Image], Any]:
-    """The frames ``choose(their number)`` of a video file, and what transformers says of it (fps,
+def _read_film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Image.Image], Any]:
+    """The frames ``choose(their number)`` of a film, and what transformers says of it (fps,
     total_num_frames)."""
     package = next(filter(find_spec, VIDEO_DECODERS), None)
     if package is None:
         raise ValueError(
-            f"{path}: none of {', '.join(IMAGE_FORMATS)}; to read videos, install one of "
-            f"{', '.join(VIDEO_DECODERS)}, or give their frames as a list of images"
+            f"{path}: to read videos, install one of {', '.join(VIDEO_DECODERS)}, or give their frames as a "
+            "list of images"
         )
 
     def pick(metadata, **_) -> list[int]:  # transformers passes it by this name
-        if metadata.total_num_frames <= 0:
-            metadata.total_num_frames = _count_frames(path)
-        if not (metadata.total_num_frames and metadata.fps):
+        if not (metadata.total_num_frames > 0 and metadata.fps):
             raise ValueError(f"{metadata.total_num_frames} frames, {metadata.fps} in a second")
         return choose(metadata.total_num_frames)
 
@@ -201,13 +158,3 @@ def _read_video(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Ima
     if torch.is_tensor(frames):
         frames = frames.permute(0, 2, 3, 1).numpy()  # (F, h, w, 3)
     return [Image.fromarray(frame) for frame in frames], header
-
-
-@functools.cache  # asked again whenever a step reads the film
-def _count_frames(path: str) -> int:
-    """The frames of a film whose header does not tell their number, as that of a WebM or MKV: by
-    decoding it once."""
-    import av
-
-    with av.open(path) as film:
-        return sum(1 for _ in film.decode(video=0))

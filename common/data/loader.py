@@ -39,23 +39,16 @@ Drawn = tuple[list, list[int]]  # the rows of a batch, and their draw numbers
 
 
 def draw_batches(
-    sets: list[list], shares: list[float], size: int, seed: int, together: int = 1, start: int = 0
+    sets: list[list], shares: list[float], size: int, seed: int, start: int = 0
 ) -> Iterator[Drawn]:
     """Endless batches of a training run, from its row number ``start`` on. Each set of rows is drawn in
-    proportion to its share, evenly over time, and reshuffled with every pass over it; ``together``
-    consecutive rows stay side by side. The sequence of rows does not depend on the size of batches."""
+    proportion to its share, evenly over time, and reshuffled with every pass over it. The sequence of
+    rows does not depend on the size of batches."""
     which = mix(shares)
-    before = Counter(itertools.islice(which, start // together))
-    orders = []
-    for k, rows in enumerate(sets):
-        orders.append(data_order(len(rows) // together, seed, before[k]))
-
-    def draw_rows() -> Iterator:
-        for k in which:
-            first = next(orders[k]) * together
-            yield from sets[k][first : first + together]
-
-    return cut_batches(zip(draw_rows(), itertools.count(start)), size)
+    before = Counter(itertools.islice(which, start))
+    orders = [data_order(len(rows), seed, before[k]) for k, rows in enumerate(sets)]
+    rows = (sets[k][next(orders[k])] for k in which)
+    return cut_batches(zip(rows, itertools.count(start)), size)
 
 
 def batches_in_order(rows: list, size: int) -> list[Drawn]:
@@ -146,7 +139,6 @@ class PromptLoader:
     processor: Processor
     args: DataArgs
     batches: Iterable[Drawn] = ()  # to come; rows are prompts, or objects with a ``prompt``
-    together: int = 1  # how many consecutive prompts one rank gets
     change: Callable | None = None  # of images, as in `load_pixels`, by the key (draw number, 0)
 
     def __post_init__(self):
@@ -188,7 +180,7 @@ class PromptLoader:
 
     def owners(self, count: int) -> list[int]:
         """The ranks of ``count`` prompts."""
-        return [i // self.together % self.world for i in range(count)]
+        return [i % self.world for i in range(count)]
 
     def collect(self, rows: list, draws: list[int], futures: dict[int, Future]) -> Batch:
         """Wait for the images.

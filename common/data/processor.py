@@ -290,7 +290,7 @@ class Processor:
             # A nested image processor would take precedence over the pixel bounds just written.
             settings = dict(self.files[name])
             settings.pop("image_processor", None)
-            if settings and (name != "judge" or settings.get("trained_on")):
+            if settings and (name != "judge" or settings.get("verdicts")):
                 Path(folder, f"{name}.json").write_text(json.dumps(settings, indent=2), "utf-8")
 
 

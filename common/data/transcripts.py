@@ -3,16 +3,13 @@
 turn_texts           what the policy said, turn by turn
 finished_text        ... in a last turn, unless it was cut off
 messages             a conversation as chat messages
-as_text              ... as one text, with a mark in the place of each image
+as_text              ... as one text, with words in the place of each image
 """
 
-import itertools
 from collections.abc import Sequence
 
 from common.buffers import Batch, Conversation
 from common.data.processor import Processor
-
-IMAGE_MARK = "\x02image\x03"  # in `as_text`
 
 
 def turn_texts(batch: Batch, picks: Sequence[int], processor: Processor) -> list[list[str]]:
@@ -46,15 +43,15 @@ def as_text(conversation: Conversation, turns: list[str]) -> str:
     if len(turns) == 1 and not conversation.opening:
         return turns[0]
     chat = messages(conversation, turns)
-    return "\n".join(f"{one['role']}: {plain_text(one, IMAGE_MARK)}" for one in chat)
+    return "\n".join(f"{one['role']}: {plain_text(one)}" for one in chat)
 
 
-def plain_text(message: dict, mark: str) -> str:
-    """The content of a message, with ``mark`` in the place of each image."""
+def plain_text(message: dict) -> str:
+    """The content of a message, with words in the place of each image."""
     content = message["content"]
     if isinstance(content, str):
         return content
-    return "".join(part.get("text", mark) for part in content)
+    return "".join(part.get("text", " (an image) ") for part in content)
 
 
 def whole_texts(batch: Batch, picks: list[int], processor: Processor) -> list[str]:
@@ -64,9 +61,3 @@ def whole_texts(batch: Batch, picks: list[int], processor: Processor) -> list[st
     if not batch.conversations:
         return [texts[-1] for texts in turns]
     return [as_text(batch.conversations[i], texts) for i, texts in zip(picks, turns)]
-
-
-def image_sizes(conversation: Conversation) -> list[tuple[int, int]]:
-    """(width, height) of what an environment has shown, in order."""
-    parts = [*conversation.opening, *itertools.chain(*conversation.replies)]
-    return [(part["width"], part["height"]) for part in parts if part["type"] == "image"]

@@ -54,8 +54,7 @@ class Episode:
     env: Any = None  # the user's object, once it is made; None for a teammate's sample
     call: Call = field(init=False)  # the latest
     response: Response = Response(EMPTY, EMPTY, False)  # the own tokens of all finished turns
-    # what the policy reads next: a reply, or a first observation that is not in the prompt
-    reply: Reply | None = None
+    reply: Reply | None = None  # what the policy reads next
     reply_tokens: int = 0  # of all replies, without a first observation
     # What follows the prompt, turn by turn and reply by reply: token ids (n,), whether they are the
     # policy's own (n,), rotary positions counted from the prompt's end (n, 3).
@@ -82,19 +81,17 @@ class Episode:
         turn's last token, which decoding has not cached, and the reply, as token ids (n,) and
         rotary positions counted from the prompt's end (3, n)."""
         conversation, new = self.conversation, len(reply.input_ids)
-        if len(self.response.tokens):
-            self.add_turn(self.response.tokens)
-            conversation.replies.append(reply.content)
-            conversation.tokens_before.append(self.own_tokens)
-            conversation.images += reply.images
-            self.reply_tokens += new
-            new += 1
+        self.add_turn(self.response.tokens)
+        conversation.replies.append(reply.content)
+        conversation.tokens_before.append(self.own_tokens)
+        conversation.images += reply.images
+        self.reply_tokens += new
         self.extend(reply.input_ids, reply.positions, is_own=False)
         if reply.grids:
             conversation.add_images(reply.grids, reply.features)
         self.reply = None
         ids, _, positions = map(torch.cat, zip(*self.stream[-2:]))
-        return ids[-new:], positions[-new:].T
+        return ids[-new - 1 :], positions[-new - 1 :].T
 
 
 @dataclass(eq=False)
@@ -145,18 +142,15 @@ class EnvRollout:
 
     def open(self, batch: Batch, indices: list[int], count: int) -> Batch:
         """Reset the environments of this rank's samples. Returns the batch with the first
-        observations in its prompts, the same on every rank.
-
-        One that all samples of a prompt share ends the prompt. Where they differ, the prompt keeps
-        their common beginning, and the rest begins the stream of each sample.
-        """
+        observations in its prompts, the same on every rank. The samples of a prompt begin alike: their
+        environments have the same row and seed. Raises UserError on every rank: they do not."""
         changed = {}
         self.reset_all(batch, indices, count)
-        for index in indices:
-            episodes = [self.episodes[index, number] for number in range(count)]
-            if any(episode.reply for episode in episodes):
-                share = self.share_opening if self.environment.shared else self.split_openings
-                changed[index] = share(batch, index, episodes)
+        with distributed.raise_on_all_ranks(f"--env {self.environment.spec}: "):
+            for index in indices:
+                episodes = [self.episodes[index, number] for number in range(count)]
+                if any(episode.reply for episode in episodes):
+                    changed[index] = self.share_opening(batch, index, episodes)
         changed = ChainMap(*distributed.gather_objects(changed))
         prompts = [changed.get(index, prompt) for index, prompt in enumerate(batch.prompts)]
         self.copy_teammates()
@@ -208,8 +202,14 @@ class EnvRollout:
         self.episodes = dict(ChainMap(self.episodes, *self.team.gather_objects(copies)))
 
     def share_opening(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
-        """The prompt with the first observation that all its samples share."""
+        """The prompt with the first observation that all its samples share. Raises ValueError: they have
+        different ones."""
         opening, prompt = next((each.reply, each.prompt) for each in episodes if each.reply)
+        if any(each.reply and each.reply.content != opening.content for each in episodes):
+            raise ValueError(
+                f"{prompt.source}: reset shows the samples of a row different first observations; draw from "
+                'row["seed"], and send what differs as a reply'
+            )
         if opening.grids:
             parts = [batch.patches[index]] if index in batch.patches else []
             parts.append((opening.patches, torch.tensor(opening.grids)))
@@ -219,29 +219,6 @@ class EnvRollout:
             episode.conversation.opening = opening.content
             episode.conversation.images = list(opening.images)
         return prompt
-
-    def split_openings(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
-        """The prompt up to where the first observations of its samples differ; what follows goes to
-        the samples' replies."""
-        ids = batch.prompts[index].input_ids
-        cut = len(ids)
-        for episode in episodes:
-            size = min(len(ids), len(episode.prompt.input_ids)) - 1  # leaves each at least a token
-            is_equal = ids[:size] == episode.prompt.input_ids[:size]
-            cut = min(cut, int(is_equal.cumprod(0).sum()))
-        for episode in episodes:
-            positions = vlm.prompt_positions(self.model, episode.prompt)  # (3, P)
-            episode.reply = episode.reply or Reply()
-            episode.reply.input_ids = episode.prompt.input_ids[cut:]
-            episode.reply.positions = positions[:, cut:] - (positions[:, :cut].max() + 1)
-        return replace(batch.prompts[index], input_ids=ids[:cut])
-
-    @property
-    def extra_tokens(self) -> int:
-        """The most tokens that a sample may have besides its prompt's and the policy's own."""
-        replies = [episode.reply for episode in self.episodes.values() if episode.reply]
-        longest = max((len(reply.input_ids) for reply in replies), default=0)
-        return self.environment.max_reply_tokens + longest
 
     # Turns
 

@@ -52,7 +52,6 @@ def load_environment(args: EnvArgs, max_prompt_tokens: int) -> Environment | Non
         args.env,
         made,
         role,
-        shared=bool(getattr(made, "shared", False)),
         shows_images=bool(getattr(made, "pictures", True)),
         max_turns=args.max_turns,
         max_reply_tokens=args.max_reply_tokens,

@@ -2,29 +2,16 @@
 
 records  -> loss, accuracy, exact match, calibration, confusion    summarise_judgements
          -> accuracy of the majority of k judgements               vote_rates
-summary  -> what judge.json keeps of it                            held_out_record
-         -> ... from the files of a run that goes on               newest_held_out
 """
 
 from collections import Counter
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from statistics import fmean
 
-from common import distributed
-from common.files import read_json
 from common.rewards.judge import in_order
 from common.rewards.rules import same_words, vote
 
-# Of a file eval_result_N.json, what `held_out_record` reads.
-EVALUATION_FORM = {
-    "summary": {
-        "step": int,
-        "confusion": {str: {str: {str: int}}},
-        "accuracy_per_kind": {str: int | float},
-    }
-}
 SHORT_ANSWER = 16  # tokens; a longer response without a verdict is not compared word by word
 
 
@@ -35,18 +22,18 @@ def summarise_judgements(records: list[dict]) -> dict:
     summary: dict = {"loss": loss / sum(record["tokens"] for record in records)}
     graded, exact = [], []
     for record in records:
-        if record["gt_answer"] is not None:
+        if record["reference"] is not None:
             graded.append(record)
         elif record["tokens"] <= SHORT_ANSWER:
-            exact.append(same_words(record["generated_text"], record["response_text"]))
+            exact.append(same_words(record["response"], record["target"]))
     if exact:
         summary["exact_match"] = fmean(exact)
     if graded:
         summary |= grades(graded)
-    for key in ("source", "kind"):
+    for key, field in (("source", "group"), ("kind", "label")):
         hits = {}
         for record in graded:
-            hits.setdefault(record["info"][key], []).append(is_right(record))
+            hits.setdefault(record[field], []).append(is_right(record))
         summary[f"accuracy_per_{key}"] = {name: fmean(hits[name]) for name in sorted(hits)}
     summary["confusion"] = confusion(graded)
     return summary
@@ -56,12 +43,12 @@ def grades(graded: list[dict]) -> dict[str, float]:
     """Rates of the records with a right verdict; an unparsable verdict counts as wrong."""
     rates = {
         "accuracy": fmean(map(is_right, graded)),
-        "parse_rate": fmean(record["predicted_answer"] is not None for record in graded),
+        "parse_rate": fmean(record["verdict"] is not None for record in graded),
     }
     consistent = []
     for first, second in zip(graded, graded[1:]):
         if second["order"] == "swapped":
-            verdict, other = first["predicted_answer"], second["predicted_answer"]
+            verdict, other = first["verdict"], second["verdict"]
             consistent.append(verdict is not None and verdict == in_order(other, "swapped"))
     if consistent:
         rates["position_consistency"] = fmean(consistent)
@@ -72,16 +59,16 @@ def grades(graded: list[dict]) -> dict[str, float]:
 
 
 def is_right(record: dict) -> bool:
-    return record["predicted_answer"] == record["gt_answer"]
+    return record["verdict"] == record["reference"]
 
 
 def confusion(graded: list[dict]) -> dict[str, dict]:
     """Kind -> right verdict -> verdict -> how often."""
     table = {}
     for record in graded:
-        by_answer = table.setdefault(record["info"]["kind"], {})
-        counts = by_answer.setdefault(record["gt_answer"], Counter())
-        counts[record["predicted_answer"] or "unparsable"] += 1
+        by_answer = table.setdefault(record["label"], {})
+        counts = by_answer.setdefault(record["reference"], Counter())
+        counts[record["verdict"] or "unparsable"] += 1
     return table
 
 
@@ -92,7 +79,7 @@ def calibration(likely: list[dict]) -> dict[str, float]:
     for record in likely:
         chances = record["probabilities"]
         best = max(chances, key=chances.get)
-        is_hit = best == record["gt_answer"]
+        is_hit = best == record["reference"]
         right += is_hit
         gaps[min(int(chances[best] * 10), 9)] += is_hit - chances[best]
     error = sum(map(abs, gaps)) / len(likely)
@@ -113,29 +100,3 @@ def vote_rates(records: list[dict]) -> dict[int, float]:
             votes.append(vote(verdicts, samples[0]["reference"]))
         rates[k] = fmean(votes)
     return rates
-
-
-def held_out_record(summary: dict) -> dict:
-    """What judge.json says of an evaluation: its step, and by kind accuracy, number of judgements
-    and chance: the share of the most frequent right verdict, which always saying it scores."""
-    kinds = {}
-    for kind, rows in summary["confusion"].items():
-        right = [sum(counts.values()) for counts in rows.values()]
-        kinds[kind] = {
-            "accuracy": summary["accuracy_per_kind"][kind],
-            "chance": max(right) / sum(right),
-            "count": sum(right),
-        }
-    return {"step": summary["step"], "kinds": kinds}
-
-
-def newest_held_out(out: Path, step: int) -> dict | None:
-    """The `held_out_record` of a run's newest evaluation, up to the ``step`` from which it resumes. All
-    ranks must call. Raises UserError: its file cannot be read."""
-    for earlier in range(step, 0, -1):
-        path = out / "eval" / f"eval_result_{earlier}.json"
-        if path.exists():
-            with distributed.raise_on_all_ranks():
-                evaluation = read_json(path, EVALUATION_FORM)
-            return held_out_record(evaluation["summary"])
-    return None

@@ -15,7 +15,7 @@ from common.data.processor import Processor
 from common.data.rows import Prompt, user_text
 from common.data.transcripts import finished_text, messages, plain_text, turn_texts
 from common.reports.accuracy import vote_rates
-from common.rewards.judge import JudgeSettings, row_record
+from common.rewards.judge import JudgeSettings, group_of
 from common.rewards.regions import region_record
 
 
@@ -35,8 +35,9 @@ def judgement_record(row: Prompt, text: str, settings: JudgeSettings) -> dict:
     """What the record of a judgement says beside that of any sample: what it says of which row, and
     the question, so that a right one can be learned and a wrong one asked again."""
     question = [message for message in row.messages if message["role"] != "system"]
-    judged = {"verdict": settings.read_verdict(text, row), "row": row.row, "messages": question}
-    return row_record(row) | judged
+    verdict = settings.read_verdict(text, row)
+    judged = {"order": row.order, "group": group_of(row), "verdict": verdict}
+    return judged | {"row": row.row, "messages": question}
 
 
 def sample_record(batch: Batch, i: int, row: Prompt, turns: list[str]) -> dict:
@@ -51,11 +52,11 @@ def sample_record(batch: Batch, i: int, row: Prompt, turns: list[str]) -> dict:
         "response": turns[-1],
         "reference": row.reference,
         "label": row.label,
-        "reward": float(batch.rewards[i]),
         "response_length": int(batch.own_lengths[i]),
         "truncated": bool(batch.truncated[i]),
-        "components": {},
     }
+    if len(batch.rewards):
+        record |= {"reward": float(batch.rewards[i]), "components": {}}
     for name, values in batch.components.items():
         value = float(values[i])
         if not math.isnan(value):  # the sample has this component
@@ -81,33 +82,25 @@ def sample_cards(batch: Batch, records: list[dict], picks: Sequence[int]) -> lis
     """Pictures of the samples ``picks``, on rank 0: images, frames of videos and what environments
     have shown, what was asked and answered, turn by turn, and what it earned. Every rank calls, with
     its records if it has any."""
-    cards = []
     images_shown = gather_images(batch, picks)
     if not distributed.is_main():
-        return cards
-    for i, images in zip(picks, images_shown):
-        record = records[i]
-        frames = picture(record["images"], record.get("regions"))
-        caption = f"reward {record['reward']:.2f}"
-        if "advantage" in record:
-            caption += f"   advantage {record['advantage']:+.2f}"
-        caption += f"   reference: {record['reference']}"
-        if "judgement" in record:
-            caption += f"\n{record['judgement']}"
-        cards.append(sample_card(frames + images, spoken_text(record), caption))
-    return cards
+        return []
+    return [record_card(records[i], images) for i, images in zip(picks, images_shown)]
 
 
-def judgement_cards(records: list[dict], text: str, caption: str) -> list[Image.Image]:
-    """Pictures of records of train_grm_vl.py: images, what was asked, the field ``text``, and the
-    ``caption``, in which braces hold other fields."""
-    cards = []
-    for record in records:
-        info = record["info"]
-        frames = picture(info["images"], record.get("regions"))
-        spoken = spoken_text({"question": info["question"], "response": record[text]})
-        cards.append(sample_card(frames, spoken, caption.format(**record)))
-    return cards
+def record_card(record: dict, images: list[Image.Image] = []) -> Image.Image:
+    """A picture of a record, with ``images`` that an environment has shown."""
+    frames = picture(record["images"], record.get("regions"))
+    caption = ""
+    for name in ("reward", "advantage", "nats_per_token"):
+        if name in record:
+            caption += f"{name} {record[name]:.2f}   "
+    if record.get("verdict"):
+        caption += f"verdict: {record['verdict']}   "
+    caption += f"right: {record['reference'] or record.get('target')}"
+    if "judgement" in record:
+        caption += f"\n{record['judgement']}"
+    return sample_card(frames + images, spoken_text(record), caption)
 
 
 def picture(items: list, regions: dict | None) -> list[Image.Image]:
@@ -115,7 +108,7 @@ def picture(items: list, regions: dict | None) -> list[Image.Image]:
     frames = [read_frames([item], 6) for item in items]
     if regions:
         of_image = frames[regions["image"]]
-        of_image[0] = draw_regions(of_image[0], regions["true"], regions["predicted"])
+        of_image[0] = draw_regions(of_image[0], regions["true"], regions["answered"])
     return list(itertools.chain(*frames))
 
 
@@ -124,7 +117,7 @@ def spoken_text(record: dict) -> str:
     answer = {"role": "assistant", "content": record["response"]}
     parts = [f"PROMPT\n{record['question']}"]
     for message in record.get("conversation", [answer]):
-        content = plain_text(message, " (an image) ").strip()
+        content = plain_text(message).strip()
         parts.append(f"{message['role'].upper()}\n{content or '(empty)'}")
     if "env_error" in record:
         parts.append(f"ERROR\n{record['env_error']}")

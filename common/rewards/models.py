@@ -9,30 +9,20 @@ Every rank has all responses, and all ranks together ask a model about them.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch import Tensor
 
 from common import distributed
-from common.buffers import Batch, Conversation
-from common.data.coordinates import restate
-from common.data.loader import join_pixels, load_pixels
+from common.buffers import Batch
+from common.data.loader import load_pixels
 from common.data.processor import Processor, answer_frame
-from common.data.rows import (
-    MEDIA_MARKS,
-    Prompt,
-    check_media,
-    kind_of,
-    make_prompt,
-    measure,
-    user_text,
-)
-from common.data.transcripts import IMAGE_MARK, finished_text, image_sizes
+from common.data.rows import MEDIA_MARKS, Prompt, check_media, make_prompt, measure, user_text
+from common.data.transcripts import finished_text
 from common.model.build import build_reader
 from common.model.fsdp import onloaded
 from common.model.policy import Critic, Policy, logprobs_of, values_of
@@ -40,15 +30,7 @@ from common.model.vlm import Modules, compute_features, tower_parameters
 from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.rewards.functions import Scored
-from common.rewards.judge import (
-    ORDERS,
-    JudgeSettings,
-    doubtful_accuracy,
-    encode_verdicts,
-    framed_answer,
-    judge_prompt,
-    read_rubric,
-)
+from common.rewards.judge import JudgeSettings, encode_verdicts, framed_answer, read_rubric
 from common.rewards.rules import parse_verdict
 from common.rewards.scoring import RewardMix
 
@@ -115,19 +97,10 @@ def check_scored_rows(rows: list[Prompt], processor: Processor, has_rubrics: boo
             raise ValueError(f"{row.source}: {error}") from error
 
 
-WORTH = {"yes": 1.0, "no": 0.0, "A": 1.0, "B": 0.0, "tie": 0.5}  # of a verdict; a score is its own
+WORTH = {"yes": 1.0, "no": 0.0}  # of a verdict; a score is its own
+POINTWISE = ("correct", "score", "rubric")  # questions about one response
 
-# Where the images of a question come from: a prompt of the batch and, if its text has marks of
-# images from an environment, a sample that saw these.
-ImagesOf = tuple[int, int | None]
-
-
-class Answer(NamedTuple):
-    """What a reward model is asked about."""
-
-    prompt_index: int
-    sample: int | None  # the sample whose images from an environment the text has marks of
-    text: str
+Answer = tuple[int, str]  # a prompt of the batch, and what is said of it
 
 
 @dataclass
@@ -145,9 +118,7 @@ class RewardModel:
     def __call__(self, batch: Batch, used: list[int], texts: list[str]) -> Scored:
         """Columns (n,) for the n samples ``used`` with these ``texts``, and what a judge says of each.
         Equal answers share a result: asked separately, they would differ by rounding."""
-        answers = []
-        for index, i, text in zip(batch.prompt_index[used].tolist(), used, texts):
-            answers.append(Answer(index, i if IMAGE_MARK in text else None, text))
+        answers = list(zip(batch.prompt_index[used].tolist(), texts))
         index_of = {answer: k for k, answer in enumerate(dict.fromkeys(answers))}  # K answers
         with onloaded(self.offload, self.module):
             columns, notes = self.ask(batch, list(index_of))
@@ -159,43 +130,28 @@ class RewardModel:
         """Columns (K,) of answers in the order of their prompts, and what a judge says of each."""
         raise NotImplementedError
 
-    def with_their_images(self, batch: Batch, about: list[ImagesOf], asked: list[Prompt]) -> Batch:
-        """Questions ``asked`` with their images. The same images are read and encoded once, by the rank
-        that has them."""
-        owners = [batch.owners[index] for index, _ in about]
+    def with_their_images(self, batch: Batch, about: list[int], asked: list[Prompt]) -> Batch:
+        """Questions ``asked`` about prompts, with their images. Those of a prompt are read and encoded once,
+        by the rank that has them."""
+        owners = [batch.owners[index] for index in about]
         questions = Batch(prompts=asked, prompt_ids=list(range(len(asked))), owners=owners)
-        first = {}  # the first question with the same images
+        first = {index: about.index(index) for index in about}
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
-            for k, images in enumerate(about):
-                if first.setdefault(images, k) == k and owners[k] == dist.get_rank():
-                    self.fill_images(questions, k, batch, *images)
+            for index, k in first.items():
+                if self.shares_tower and index in batch.features:
+                    questions.features[k] = batch.features[index]
+                elif not self.shares_tower and owners[k] == dist.get_rank():
+                    row = replace(
+                        batch.prompts[index], grids=asked[k].grids
+                    )  # as this model sees them
+                    pixels = load_pixels(row, self.processor)
+                    if pixels is not None:
+                        questions.patches[k] = pixels
         compute_features(self.module.model, questions)
-        for k, images in enumerate(about):
-            if first[images] in questions.features:
-                questions.features[k] = questions.features[first[images]]
+        for k, index in enumerate(about):
+            if first[index] in questions.features:
+                questions.features[k] = questions.features[first[index]]
         return questions
-
-    def fill_images(
-        self, questions: Batch, k: int, batch: Batch, index: int, sample: int | None
-    ) -> None:
-        """Fill the features of question ``k``, or the patches if this model has a tower of its
-        own."""
-        episode = Conversation() if sample is None else batch.conversations[sample]
-        if self.shares_tower:
-            parts = [batch.features.get(index), episode.features]
-            parts = [part for part in parts if part is not None]
-            if parts:
-                questions.features[k] = torch.cat(parts, dim=1)
-            return
-        grids = questions.prompts[k].grids  # as this model sees them
-        pixels = load_pixels(replace(batch.prompts[index], grids=grids), self.processor)
-        parts = [] if pixels is None else [pixels]
-        family = self.processor.family.among(len(grids))
-        for image in episode.images:
-            patches, grid = family.patches(image)
-            parts.append((patches, torch.tensor([grid])))
-        if parts:
-            questions.patches[k] = join_pixels(parts)
 
     def without_markup(self, text: str) -> str:
         """Text of a policy or its prompt, in which nothing may pass for a special token or the
@@ -204,46 +160,14 @@ class RewardModel:
             text = text.replace(token, " ")
         return text
 
-    def in_own_coordinates(self, text: str, row: Prompt, places: Sequence) -> str:
-        """A response without markup and, where the row has regions, with boxes and points in this model's
-        coordinates. ``places``: the `Place` of each image, as this model sees it."""
-        if row.regions is not None:
-            text = restate(text, row.regions.place, places[row.regions.image])
-        return self.without_markup(text)
-
-
-def show_replies(ask: dict, row: Prompt, count: int) -> dict:
-    """A question with marks for the images of the row, and for the ``count`` that an environment has
-    shown. Raises ValueError: a template that puts the response before the prompt's images."""
-    text, in_front = ask["question"], ""
-    if not any(mark in text for mark in MEDIA_MARKS):  # then they come first, as in a row
-        in_front = "".join(f"<{kind_of(item)}>" for item in row.images)
-    if max(map(text.rfind, MEDIA_MARKS)) > text.find(IMAGE_MARK):
-        raise ValueError("the judge's template puts the response before the prompt's images")
-    files = [f"(image {k + 1} of a reply)" for k in range(count)]
-    images = ask["images"] + files  # their grids are known: no file is read
-    return ask | {
-        "question": in_front + text.replace(IMAGE_MARK, MEDIA_MARKS[0]),
-        "images": images,
-    }
-
-
-class Asked(NamedTuple):
-    """A question about one of several answers."""
-
-    answer: int  # its index
-    prompt: Prompt
-    weight: float  # among the questions about that answer
-    worth: Tensor  # (V,) of each verdict
-
 
 @dataclass
 class JudgeModel(RewardModel):
     """A generative judge (train_grm_vl.py). It is asked about each distinct response once, with a
-    rubric once for each criterion, and about a pair in both orders.
+    rubric once for each criterion.
 
-    Its verdicts are worth: no 0, yes 1; a score itself; a lost pair 0, a tie 1/2, a won pair 1. A
-    critique without a verdict is worth the lowest of them.
+    Its verdicts are worth: no 0, yes 1; a score itself. A critique without a verdict is worth the lowest
+    of them.
     """
 
     module: Policy
@@ -253,79 +177,69 @@ class JudgeModel(RewardModel):
         # headers are read once
         self.measure = functools.cache(functools.partial(measure, self.processor))
         self.settings = JudgeSettings.of(self.processor)
-        self.kind = self.settings.question_to_ask(self.args.grm_question)
-        self.verdicts = self.settings.verdicts(self.kind)
-        values = [WORTH[v] if v in WORTH else float(v) for v in self.verdicts]
-        worth = torch.tensor([values], dtype=torch.float64)
-        # (orders, verdicts); in the swapped order the response is B
-        self.worth = torch.cat([worth, 1 - worth]) if self.kind == "answers" else worth
-        self.unread = float(worth.min())
-        doubt = doubtful_accuracy(self.settings, self.kind)
-        if doubt:
-            distributed.say_once(
-                f"warning: --reward {self.spec}: {doubt}; its rewards may mean nothing"
+        self.kind = self.args.grm_question
+        if self.kind == "auto":  # the first pointwise one that it learned
+            self.kind = next(filter(self.settings.verdicts.__contains__, POINTWISE), "correct")
+        self.verdicts = self.settings.verdicts.get(self.kind)
+        if self.verdicts is None:
+            raise ValueError(
+                f"the judge was not trained on questions of the kind {self.kind} (--grm_question);"
+                f" judge.json names {', '.join(self.settings.verdicts) or 'none'}"
             )
+        values = [WORTH[v] if v in WORTH else float(v) for v in self.verdicts]
+        self.worth = torch.tensor(values, dtype=torch.float64)  # (V,)
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
-        asked = []  # Q questions
+        asked, weights, index = [], [], []  # Q questions, their weights and answers
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
-            for k, answer in enumerate(answers):
-                asked += self.questions_about(batch, k, answer)
-        about = [answers[one.answer][:2] for one in asked]
-        chances, notes = self.judge(batch, about, [one.prompt for one in asked])
+            for k, (i, text) in enumerate(answers):
+                criteria = [("", 1.0)]
+                if self.kind == "rubric":
+                    criteria = read_rubric(batch.prompts[i].row)
+                for criterion, weight in criteria:
+                    asked.append(self.question(batch.prompts[i], text, criterion))
+                    weights.append(weight)
+                    index.append(k)
+        chances, notes = self.judge(batch, [answers[k][0] for k in index], asked)
         parsed = chances.sum(dim=1)  # (Q,)
-        worth = torch.stack([one.worth for one in asked])  # (Q, V)
-        values = (chances * worth).sum(dim=1) + (1 - parsed) * self.unread
-        index = torch.tensor([one.answer for one in asked])
-        weight = torch.tensor([one.weight for one in asked], dtype=torch.float64)
-        columns = {"reward": index.bincount(weight * values) / index.bincount(weight)}
+        values = chances @ self.worth + (1 - parsed) * self.worth.min()
+        of, weight = torch.tensor(index), torch.tensor(weights, dtype=torch.float64)
+        columns = {"reward": of.bincount(weight * values) / of.bincount(weight)}
         if self.args.grm_mode == "critique":
-            columns["parsed"] = index.bincount(parsed) / index.bincount()
+            columns["parsed"] = of.bincount(parsed) / of.bincount()
         remarks = [[] for _ in answers]
-        for (k, *_), note, value in zip(asked, notes, values):
+        for k, note, value in zip(index, notes, values):
             remarks[k].append(note)
             if self.kind == "rubric":
                 nothing = torch.full_like(columns["reward"], math.nan)
                 columns.setdefault(f"criterion_{len(remarks[k])}", nothing)[k] = value
         return columns, list(map(" | ".join, remarks))
 
-    def questions_about(self, batch: Batch, number: int, answer: Answer) -> list["Asked"]:
-        """The questions about an answer: one for each criterion or, of a pair, each order."""
-        if self.kind == "rubric":
-            questions = []
-            for text, weight in read_rubric(batch.prompts[answer.prompt_index].row):
-                prompt = self.question(batch, answer, criterion=self.without_markup(text))
-                questions.append(Asked(number, prompt, weight, self.worth[0]))
-            return questions
-        return [
-            Asked(number, self.question(batch, answer, order=order), 1.0, worth)
-            for order, worth in zip(ORDERS, self.worth)
-        ]
-
-    def question(self, batch: Batch, answer: Answer, **further: str) -> Prompt:
-        """A question about an answer and, for a pair, about the reference."""
-        row, sizes = batch.prompts[answer.prompt_index], []
-        if answer.sample is not None:
-            sizes = image_sizes(batch.conversations[answer.sample])
-        count = len(row.images) + len(sizes)
-        family = self.processor.family.among(count)
-        measured = [self.measure(item, count) for item in row.images]
-        grids = [grid for grid, _ in measured] + [family.grid(*size) for size in sizes]
+    def question(self, row: Prompt, text: str, criterion: str = "") -> Prompt:
+        """A question about a response to a row."""
+        grids = tuple(self.measure(item, len(row.images))[0] for item in row.images)
         prompt = user_text(row.messages, len(row.images), self.without_markup)
-        responses = [self.in_own_coordinates(answer.text, row, [place for _, place in measured])]
-        if self.kind == "answers":
-            responses.append(self.without_markup(row.reference))
-        ask = self.settings.ask(self.kind, prompt, responses, list(row.images), **further)
-        if sizes:
-            ask = show_replies(ask, row, len(sizes))
-        options = {"grids": tuple(grids), "index": row.index, "source": row.source}
-        return judge_prompt(self.processor, self.settings, ask, **options)
+        question = self.settings.question(
+            self.kind,
+            [self.without_markup(text)],
+            prompt=prompt,
+            criterion=self.without_markup(criterion),
+        )
+        return make_prompt(
+            self.processor,
+            question,
+            row.images,
+            system_prompt=self.settings.instruction(prompt),
+            grids=grids,
+            index=row.index,
+            source=row.source,
+        )
 
     def judge(
-        self, batch: Batch, about: list[ImagesOf], prompts: list[Prompt]
+        self, batch: Batch, about: list[int], prompts: list[Prompt]
     ) -> tuple[Tensor, list[str]]:
-        """(Q, V) the probability of each verdict on each question, or 1 for the one that the mode
-        picks; and a note on it."""
+        """(Q, V) the probability of each verdict on each question, or 1 for the one that a critique
+        gives; and a note on it."""
         questions = self.with_their_images(batch, about, prompts)
         if self.args.grm_mode == "critique":
             return self.read_critiques(questions)
@@ -334,9 +248,6 @@ class JudgeModel(RewardModel):
         for row in chances.tolist():
             parts = [f"{verdict} {chance:.3f}" for verdict, chance in zip(self.verdicts, row)]
             notes.append("  ".join(parts))
-        if self.args.grm_mode == "verdict":
-            likeliest = chances.argmax(dim=1)
-            chances = nn.functional.one_hot(likeliest, len(self.verdicts)).double()
         return chances, notes
 
     def read_critiques(self, questions: Batch) -> tuple[Tensor, list[str]]:
@@ -380,19 +291,17 @@ class ScalarModel(RewardModel):
         padding = self.processor.config.get_text_config().pad_token_id
         prompts, targets = {}, {}  # by their number
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
-            for index in dict.fromkeys(answer.prompt_index for answer in answers):
+            for index in dict.fromkeys(index for index, _ in answers):
                 row = batch.prompts[index]
                 prompts[index] = make_prompt(self.processor, row.messages, row.images)
-        for index, _, text in answers:
-            text = self.in_own_coordinates(text, batch.prompts[index], prompts[index].places)
-            rest = framed_answer(self.processor, frame, text) + frame.after
+        for index, text in answers:
+            rest = framed_answer(self.processor, frame, self.without_markup(text)) + frame.after
             target = self.processor.ids_behind(frame.head, rest).tolist()
             while target and target[-1] == padding:
                 target.pop()
             # A value is read where a token is predicted: with one token more, at the last one, too.
             targets.setdefault(index, []).append(torch.tensor([*target, frame.end]))
-        about: list[ImagesOf] = [(index, None) for index in prompts]
-        questions = self.with_their_images(batch, about, list(prompts.values()))
+        questions = self.with_their_images(batch, list(prompts), list(prompts.values()))
         candidates = questions.with_targets(list(targets.values()))
         values = values_of(self.module, candidates)
         return {"reward": values[candidates.offsets[1:] - 1].double()}, []  # (K,)

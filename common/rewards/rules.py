@@ -18,7 +18,7 @@ from statistics import multimode
 Columns = dict[str, list[float]]  # a number for each sample: "reward" and its components
 # not the possessive *+, which finds nothing here before Python 3.11.5
 ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-RULES = ("exact", "boxed", "answer", "verdict", "judgement")
+RULES = ("exact", "boxed", "answer", "verdict")
 # How models that have tokens of their own for it write a thought: Ministral 3, Gemma 4.
 BEGINS_THOUGHT, ENDS_THOUGHT = r"\[THINK\]|<\|channel>thought", r"\[/THINK\]|<channel\|>"
 ACCURACY, FORM = 0.9, 0.1  # weights in rules that also reward the form
@@ -183,23 +183,18 @@ def rule_reward(rule: str, prompts, responses, references, labels, images) -> Co
 
 def rule_scores(rule: str, response: str, reference: str) -> dict[str, float]:
     """`exact`: 1 where the whole response is the reference; `verdict`: 1 where its last <answer>
-    is, as judgements end; `judgement`: 0.9 of that + 0.1 where it is the only one and nothing
-    follows; `boxed` and `answer`: 0.9 accuracy of the extracted answer + 0.1 format; parsed: whether
+    is, as judgements end; `boxed` and `answer`: 0.9 accuracy of the extracted answer + 0.1 format; parsed: whether
     there is one."""
     if rule == "exact":
         right = same_words(response, reference)
         return {"reward": right, "accuracy": right}
-    if rule in ("verdict", "judgement"):
+    if rule == "verdict":
         right = parse_verdict(response, [reference]) is not None
-        formed = parse_verdict(response) is not None
-        if rule == "verdict":
-            return {"reward": right, "accuracy": right, "format": formed}
-        scores = {"accuracy": right, "format": formed and ends_with_verdict(response)}
-    else:
-        answer = extract_answer(response, rule)
-        right, formed = answers_equal(answer or "", reference), format_score(response, rule)
-        scores = {"accuracy": right, "format": formed, "parsed": answer is not None}
-    return {"reward": ACCURACY * right + FORM * scores["format"]} | scores
+        return {"reward": right, "accuracy": right, "format": parse_verdict(response) is not None}
+    answer = extract_answer(response, rule)
+    right, formed = answers_equal(answer or "", reference), format_score(response, rule)
+    scores = {"accuracy": right, "format": formed, "parsed": answer is not None}
+    return {"reward": ACCURACY * right + FORM * formed} | scores
 
 
 def parse_verdict(text: str, verdicts: list[str] | None = None, prompt: str = "") -> str | None:
@@ -210,11 +205,6 @@ def parse_verdict(text: str, verdicts: list[str] | None = None, prompt: str = ""
     if word is None or verdicts is None:
         return word
     return {_meaning(verdict): verdict for verdict in verdicts}.get(_meaning(word)) or None
-
-
-def ends_with_verdict(response: str) -> bool:
-    """Whether the one answer of a judgement is its end."""
-    return response.rstrip().endswith("</answer>") and response.count("answer>") == 2
 
 
 def vote(verdicts: list[str | None], right: str) -> float:

@@ -10,9 +10,8 @@ Only the response is scored: a prompt that shows an answer as an example must no
 import copy
 import math
 import os
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 
 import torch
@@ -24,28 +23,23 @@ from common.buffers import Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.data.transcripts import finished_text, messages, turn_texts, whole_texts
-from common.files import check_form, parse_json, read_bytes, say
+from common.files import check_form, parse_json, read_bytes
 from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.rewards import regions
 from common.rewards.functions import (
     CALLED,
     Samples,
-    Scoring,
     Source,
-    Spans,
-    begin_scoring,
-    end_scoring,
+    call_source,
+    failure,
     load_source,
 )
-from common.rewards.judge import PAIRS, order_agreement
-from common.rewards.rules import ACCURACY
-from common.threads import Workers
+from common.threads import Call, Workers
 from common.user_code import load_function, run_on_main
 
 MEASURED = "parsed"  # a component that is no part of a reward
-LAZY_ROWS = 1000  # that are asked what lazy answers earn
-Calls = dict[str, tuple[list[int], Scoring]]  # by source: which samples it scores, and its calls
+Calls = dict[str, tuple[Samples, list[int], Call]]  # by source: samples that it scores, by number
 
 # --------------------------------------------------------------------------------------------------
 # Sources and recipes
@@ -65,11 +59,6 @@ def load_rewards(args: RewardArgs) -> "RewardMix":
         raise UserError(
             f"--reward {args.reward}: {len(specs)} sources need a --reward_recipe with their"
             " weights, or a --reward_combiner"
-        )
-    if args.in_pairs != ("judgement" in specs):
-        raise UserError(
-            "--consistency_coef needs the reward judgement, and judgement beside others needs "
-            "--consistency_coef (without it: verdict)"
         )
     sources = [load_source(spec, args) for spec in specs]
     name_apart(sources)
@@ -139,12 +128,9 @@ class RewardMix:
 
     def check_rows(self, rows: list[Prompt]) -> None:
         """Raises UserError: rows that cannot be scored, with their lines."""
-        kinds = ("rule", "grm") if self.args.grm_question == "answers" else ("rule",)
-        comparing = [source for source in self.sources if source.kind in kinds]
+        comparing = [source for source in self.sources if source.kind == "rule"]
         bad = []
         for row in rows:
-            if self.args.in_pairs and row.label not in PAIRS:
-                bad.append(f"{row.source}: {row.label} has no other order; use --reward verdict")
             if row.label not in self.recipe and "*" not in self.recipe:
                 bad.append(
                     f"{row.source}: label {row.label!r} is not in --reward_recipe: "
@@ -157,25 +143,6 @@ class RewardMix:
                     bad.append(f"{row.source}: {lack}, which {source.name} compares with")
         report_bad("--reward", bad, len(rows), is_error=True)
 
-    def report_lazy_answers(self, rows: Sequence[Prompt]) -> None:
-        """Print what the best answer that ignores the images earns on average, or how often it is right,
-        over the first rows: a policy that earns no more has learned nothing."""
-        if not distributed.is_main():
-            return
-        for source in self.sources:
-            scored = [row for row in rows[:LAZY_ROWS] if source.spec in self.weights(row.label)]
-            truths = [row.regions for row in scored if row.regions]
-            if source.spec in regions.RULES and truths:
-                answer, earned = regions.earned_by_lazy(source.spec, truths)
-                say(f"--reward {source.spec}: always to answer {answer} earns {earned:.3f}")
-            elif source.kind in CALLED and source.spec != "none":
-                counts = Counter(row.reference for row in scored if row.reference is not None)
-                for word, count in counts.most_common(1):
-                    say(
-                        f"--reward {source.spec}: always to answer {word!r:.80} is right in "
-                        f"{count / len(scored):.3f} of its rows"
-                    )
-
     def share_of(self, source: Source, batch: Batch) -> Tensor:
         """(S,) float64, the weight of a source in each sample; NaN where it does not score it."""
         shares = [self.weights(prompt.label).get(source.spec, math.nan) for prompt in batch.prompts]
@@ -186,9 +153,9 @@ class RewardMix:
         return (~self.share_of(source, batch).isnan()).nonzero()[:, 0].tolist()
 
     def begin(self, batch: Batch, processor: Processor, step: int) -> Calls:
-        """Start what functions, rules and servers compute for this rank's samples, in --reward_workers
-        threads; `score` waits for them."""
-        rank, calls, workers = dist.get_rank(), {}, Workers(self.args.reward_workers)
+        """Start what functions, rules and servers compute for this rank's samples, each in a thread of its
+        own; `score` waits for them."""
+        rank, calls, workers = dist.get_rank(), {}, Workers(len(self.sources))
         for source in self.sources:
             used = self.samples_of(source, batch)
             mine = [i for i in used if batch.owners[batch.prompt_index[i]] == rank]
@@ -198,17 +165,18 @@ class RewardMix:
                     pairs = zip(mine, samples.responses)
                     finished = [finished_text(batch, i, text) for i, text in pairs]
                     samples = samples._replace(responses=finished)
-                calls[source.name] = mine, begin_scoring(source, samples, workers)
+                call = workers.submit(call_source, source, samples)
+                calls[source.name] = samples, mine, call
         workers.close()
         return calls
 
     def score(
         self, batch: Batch, processor: Processor, step: int, calls: Calls | None = None
     ) -> None:
-        """Fill rewards, turn_rewards (with environments or spans), components (NaN where a source does not
-        score a sample) and judgements of all samples, alike on every rank. With several sources, a
-        component of one is named SOURCE/COMPONENT, and its reward SOURCE. `compared` and
-        the sources' weights are filled too.
+        """Fill rewards, turn_rewards (with environments), components (NaN where a source does not score a
+        sample) and judgements of all samples, alike on every rank. With several sources, a component of
+        one is named SOURCE/COMPONENT, and its reward SOURCE. `compared` and the sources' weights are
+        filled too.
 
         Args:
             step: steps of the run that are done.
@@ -217,27 +185,21 @@ class RewardMix:
         Raises:
             UserError: on every rank, when a source fails on any; the sample is in the message.
         """
-        calls = calls or self.begin(batch, processor, step)
-        with distributed.raise_on_all_ranks():
-            scored = {}
-            for name, (mine, scoring) in calls.items():
-                columns, spans = end_scoring(scoring, self.args.reward_timeout)
-                scored[name] = mine, columns, place_spans(mine, spans, batch, processor)
-        by_rank = distributed.gather_objects(scored)
-        batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
+        by_rank = distributed.gather_objects(
+            self.finish(calls or self.begin(batch, processor, step))
+        )
         total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
+        batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
         by_source, components = {}, {}  # (S,) each
         weights = []  # (S,) each, by source
         judgements = [""] * len(batch)
         for source in self.sources:
             share, used = self.share_of(source, batch), self.samples_of(source, batch)
             weights.append(share)
-            columns, notes, at_tokens = self.ask(source, batch, processor, used, by_rank)
-            if self.combiner is None:  # a combined reward belongs to no token
+            columns, notes = self.ask(source, batch, processor, used, by_rank)
+            if source.kind == "env" and self.combiner is None:  # a combined reward is of no turn
                 shares = share.nan_to_num().repeat_interleave(batch.own_lengths)
-                batch.turn_rewards += shares * at_tokens
-            if source.spec == "judgement" and self.args.consistency_coef:
-                self.reward_consistency(columns, batch, processor, used)
+                batch.turn_rewards += shares * rewards_at_turns(batch)
             by_source[source.name] = columns.pop("reward")
             total[used] += (share * by_source[source.name])[used]
             for name, values in columns.items():
@@ -253,17 +215,31 @@ class RewardMix:
         batch.components = {name: values.float() for name, values in components.items()}
         batch.judgements = [text.strip() for text in judgements]
 
+    def finish(self, calls: Calls) -> dict[str, tuple[list[int], dict]]:
+        """What the calls return in time, with the samples that they score. Raises UserError on every
+        rank."""
+        scored = {}
+        with distributed.raise_on_all_ranks():
+            wait([call for *_, call in calls.values()], self.args.reward_timeout, FIRST_EXCEPTION)
+            for source in self.sources:
+                samples, mine, call = calls.get(source.name, (None, [], None))
+                if call and not call.done():
+                    limit = f"{self.args.reward_timeout:g} s (--reward_timeout)"
+                    raise failure(source, samples, f"took longer than {limit}")
+                if call:
+                    scored[source.name] = mine, call.result()  # or raises what the call has raised
+        return scored
+
     def compared(self, components: Iterable[str]) -> list[str]:
         """The components that gdpo compares: the rewards of several sources, or the parts of the reward
-        of one. It has no parts if an environment gave it, if a rule for regions measures it in several ways,
-        or if consistency multiplies one of them."""
+        of one. It has no parts if an environment gave it, or if a rule for regions measures it in several
+        ways."""
         if len(self.sources) > 1:
             return [source.name for source in self.sources]
         alone = self.sources[0]
-        if alone.kind == "env" or alone.spec in regions.RULES or self.args.consistency_coef:
+        if alone.kind == "env" or alone.spec in regions.RULES:
             return []
-        names = [name for name in components if name != MEASURED]
-        return names if names != ["spans"] else []  # beside the reward alone, they are parts of it
+        return [name for name in components if name != MEASURED]
 
     def ask(
         self,
@@ -272,40 +248,18 @@ class RewardMix:
         processor: Processor,
         used: list[int],
         by_rank: list[dict],
-    ) -> tuple[dict[str, Tensor], list[str], Tensor]:
-        """Columns (S,) float64, "reward" and components, NaN for all but the n samples ``used``; what a
-        judge says of each of the n; and the part of the rewards that belongs to tokens, (N,) float64.
-        Models see whole conversations, functions the last turn as the response. What functions have
-        returned is in ``by_rank``."""
-        parts, notes, at_tokens = [], [], torch.zeros(len(batch.tokens), dtype=torch.float64)
-        if source.kind in CALLED:
-            answers = [part[source.name] for part in by_rank if source.name in part]
-            for mine, columns, spans in answers:
-                parts.append((mine, columns))
-                for index, earned in spans:
-                    at_tokens[index] += earned
-        elif source.ask is not None and used:
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """Columns (S,) float64, "reward" and components, NaN for all but the n samples ``used``; and what a
+        judge says of each of the n. Models see whole conversations, functions the last turn as the
+        response. What functions have returned is in ``by_rank``."""
+        parts, notes = [part[source.name] for part in by_rank if source.name in part], []
+        if source.ask is not None and used:
             columns, notes = source.ask(batch, used, whole_texts(batch, used, processor))
             parts = [(used, columns)]
         elif source.kind == "env":
-            at_tokens = rewards_at_turns(batch)
-            rewards = batch.per_sample_sum(at_tokens)[used]  # (n,)
+            rewards = batch.per_sample_sum(rewards_at_turns(batch))[used]  # (n,)
             parts = [(used, {"reward": rewards, "accuracy": env_accuracy(batch, rewards, used)})]
-        return join_columns(parts, len(batch)), notes, at_tokens
-
-    def reward_consistency(
-        self, columns: dict[str, Tensor], batch: Batch, processor: Processor, used: list[int]
-    ) -> None:
-        """Right verdicts earn more if the other order of the pair is judged alike; wrong ones do not."""
-        judged = zip(used, turn_texts(batch, used, processor))
-        texts = [finished_text(batch, i, turns[-1]) for i, turns in judged]
-        shares = order_agreement(batch.prompts, batch.prompt_index[used].tolist(), texts)
-        consistency = torch.full_like(columns["reward"], math.nan)
-        consistency[used] = torch.tensor(shares, dtype=torch.float64)
-        columns["consistency"] = consistency
-        columns["reward"] += (
-            ACCURACY * self.args.consistency_coef * columns["accuracy"] * consistency
-        )
+        return join_columns(parts, len(batch)), notes
 
     def combine(self, combiner: Callable, rewards: dict[str, Tensor]) -> Tensor:
         """(S,) what --reward_combiner makes of the sources' rewards. Raises UserError on every rank."""
@@ -352,29 +306,6 @@ def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int
         regions=[prompt.regions for prompt in prompts],
         step=step,
     )
-
-
-def place_spans(
-    mine: list[int], spans: Spans, batch: Batch, processor: Processor
-) -> list[tuple[int, float]]:
-    """(index of the token that ends a span, what it earns), for the spans of the last turns of the
-    samples ``mine``."""
-    turns, placed = batch.turns, []
-    for i, ends in zip(mine, spans):
-        turn = turns[i][-1]
-        start = int(batch.offsets[i + 1]) - len(turn)
-        placed += [(start + token_that_ends(processor, turn, end), earned) for end, earned in ends]
-    return placed
-
-
-def token_that_ends(processor: Processor, tokens: Tensor, end: int) -> int:
-    """The token that completes the first ``end`` characters. Until its last token is there, a character
-    of several tokens is shown as replacement marks."""
-
-    def whole_characters(count: int) -> int:
-        return len(processor.decode([tokens[:count]])[0].rstrip("\ufffd"))
-
-    return bisect_left(range(1, len(tokens)), end, key=whole_characters)
 
 
 def rewards_at_turns(batch: Batch) -> Tensor:

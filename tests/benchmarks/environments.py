@@ -25,6 +25,7 @@ from common import distributed
 from common.buffers import Batch
 from common.data.loader import load_pixels
 from common.envs import environments
+from common.model import rollout as rollouts
 from machine import machine
 
 TURNS, LONGEST = 3, 64

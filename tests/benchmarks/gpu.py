@@ -34,12 +34,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
 import reference_kernels
 import toy
 import train_ppo_vl as ppo
-from common.model import rollout as rollouts
 from common import distributed
 from common.buffers import Batch, Pack
 from common.data.processor import Processor
 from common.flags import DataArgs
 from common.model import adapters, build, checkpoint, memory, vlm, weights
+from common.model import rollout as rollouts
 from common.model.attention import BACKENDS, PackedAttention, SlotCache
 from common.model.fsdp import bare_forwards
 from conftest import computing

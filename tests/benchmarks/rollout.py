@@ -30,10 +30,10 @@ from transformers import AutoModelForImageTextToText
 
 import toy
 import train_ppo_vl as ppo
-from common.model import rollout as rollouts
 from common import distributed
 from common.buffers import Batch
 from common.data.loader import load_pixels
+from common.model import rollout as rollouts
 from machine import machine
 
 SAMPLES, LONGEST = 8, 128
@@ -112,7 +112,10 @@ def give_lengths(table: torch.Tensor) -> None:
         sample(engine, hidden, slots)
         engine.done[slots] = done | (engine.response_tokens[slots] >= engine.limit[slots])
 
-    rollouts.RolloutEngine.prefill, rollouts.RolloutEngine.sample = prefill_with_limit, sample_to_limit
+    rollouts.RolloutEngine.prefill, rollouts.RolloutEngine.sample = (
+        prefill_with_limit,
+        sample_to_limit,
+    )
 
 
 def main() -> None:

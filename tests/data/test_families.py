@@ -590,8 +590,6 @@ def test_what_our_attention_is_not_is_refused():
         build.build_model(AutoConfig.for_model(**config), COMPUTE)
 
 
-
-
 def test_critic_and_reference_are_read_by_their_own_config(tmp_path, picture_rows):
     """Mistral 0.1 and 0.2 have the same shapes, but not the same frequencies and windows."""
     write_family("mistral", tmp_path / "actor", picture_rows)

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 import shutil
 import threading
 import time
@@ -46,7 +45,6 @@ from conftest import (
 )
 from families import GEMMA4, KINDS, TEXT_ONLY, write_family
 from helpers import samples_of
-from judging import PICTURE, ask, build, chances
 from talkers import PROGRAMS, expected_logprobs, talk, whole
 
 pytestmark = pytest.mark.usefixtures("write_samples")
@@ -412,7 +410,6 @@ def test_an_environment_that_is_late_is_not_closed(qwen25, picture_rows):
         "late",
         Hangs,
         "user",
-        shared=False,
         shows_images=False,
         max_turns=8,
         max_reply_tokens=1024,
@@ -625,55 +622,6 @@ def test_rewards_of_turns_stand_at_their_last_own_token():
     group = dataclasses.replace(earned, prompt_index=torch.zeros(3, dtype=torch.int64))
     late = dataclasses.replace(group, turn_rewards=None)
     assert torch.equal(losses.dr_grpo(group)[0], losses.dr_grpo(late)[0])
-
-
-def verdict_chances(
-    folder: Path, prompt, conversation, turns: list[str], verdicts: list[str]
-) -> list[float]:
-    """What a judge says of a conversation when asked alone, by Hugging Face, with all pictures in
-    their places."""
-    told = [("user", conversation.opening)] if conversation.opening else []
-    for k, turn in enumerate(turns):
-        told.append(("assistant", [{"text": turn}]))
-        told += [("user", reply) for reply in conversation.replies[k : k + 1]]
-    lines = [
-        role + ": " + "".join(part.get("text", PICTURE) for part in parts) for role, parts in told
-    ]
-    # what a policy says is no turn of the judge's
-    response = re.sub(r"<\|im_(start|end)\|>", " ", "\n".join(lines))
-    question = ask(prompt, "correct", response=response)
-    return chances(folder, prompt, question, verdicts, conversation.images)
-
-
-@pytest.mark.parametrize("which, name", [("near", "Talk"), ("far", "Talk"), ("near", "Same")])
-def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, judges, which, name):
-    """Of the actor's tower, whose features serve, and of another; and a function sees it in its rows."""
-    env = start(
-        qwen25,
-        picture_rows,
-        '--max_new_tokens 24 --stop_strings ["a","e","r"]',
-        "--reward",
-        f"grm:{judges[which]}",
-        "--grm_question correct",
-    )
-    reward = scoring.load_rewards(env.args)
-    build(env, reward)
-    assert reward.sources[0].ask.shares_tower == (which == "near")
-    batch = talk(env, name, 2, batch=take(env).select_prompts([1, 2]))
-    reward.score(batch, env.processor, 0)
-    assert sum(len(conversation.images) for conversation in batch.conversations) > 2
-    texts = [
-        env.processor.decode(conversation.turn_tokens(tokens))
-        for conversation, tokens in zip(batch.conversations, batch.split(batch.tokens))
-    ]
-    for i, (conversation, turns) in enumerate(zip(batch.conversations, texts)):
-        if conversation.images:
-            prompt = env.prompts[1 + int(batch.prompt_index[i])]
-            expected = verdict_chances(judges[which], prompt, conversation, turns, ["yes", "no"])
-            assert float(batch.rewards[i]) == pytest.approx(expected[0], abs=ROUNDING)
-    samples = scoring.read_samples(batch, [0], env.processor, 0)
-    assert samples.responses == [texts[0][-1]]
-    assert turns_of(samples.rows[0]) == texts[0]
 
 
 # ------------------------------------------------------------------------------------------------ whole runs

@@ -357,9 +357,9 @@ def vl_row(name: str, *judgements, **further) -> tuple:
 
 # A judge at random. The swapped order is as it was shown: there the right answer is the other one.
 AT_RANDOM = [
-    vl_row("RLAIF-V-1", "A", "AAB", "BAB", lengths=[10, 5]),
-    vl_row("hallucination_pair-2", "B", "B-B", "AB-", lengths=[3, 3]),
-    vl_row("mathverse_3", "A", "BBB", "BBA", lengths=[1, 9]),
+    vl_row("RLAIF-V-1", "A", "AAB", "BAB", responses=["x" * 10, "x" * 5]),
+    vl_row("hallucination_pair-2", "B", "B-B", "AB-", responses=["x" * 3, "x" * 3]),
+    vl_row("mathverse_3", "A", "BBB", "BBA", responses=["x" * 1, "x" * 9]),
     vl_row("mmmu_pro_test_Art_4", "B", "BAB", "AAB"),
     vl_row("wildvision-battle-5", "A", "---", "BBB"),
     vl_row("svit-complex_reasoning-6", "B", "AAA", "BAB"),
@@ -487,9 +487,9 @@ def test_counts_by_hand(tmp_path):
     """Two judgements in each order: nine of twelve are right, one could not be read. Two groups
     have a pair of one name."""
     rows = [
-        ("g", "A", "AB", "BB", {"pair": "x", "lengths": [5, 2]}),
-        ("g", "B", "BB", "A-", {"pair": "x", "lengths": [1, 4]}),
-        ("h", "tie", "tA", "tt", {"pair": "x", "lengths": [3, 1]}),
+        ("g", "A", "AB", "BB", {"pair": "x", "responses": ["x" * 5, "x" * 2]}),
+        ("g", "B", "BB", "A-", {"pair": "x", "responses": ["x" * 1, "x" * 4]}),
+        ("h", "tie", "tA", "tt", {"pair": "x", "responses": ["x" * 3, "x" * 1]}),
     ]
     cells = table_of(tmp_path, rows)["overall"]
     cells.pop(judge_table.INTERVAL)
@@ -664,7 +664,6 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
                 {
                     "index": prompt.index,
                     "group": "g",
-                    "pair": None,
                     "sample": sample,
                     "order": prompt.order,
                     "verdict": verdict,
@@ -674,7 +673,6 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
                     "images": list(prompt.images),
                     "row": prompt.row,
                     "messages": prompt.messages,
-                    "lengths": None,
                 }
             )
     (tmp_path / "run" / "samples").mkdir(parents=True)

@@ -42,37 +42,3 @@ def test_a_run_on_one_screen(tmp_path, capsys):
     with pytest.raises(SystemExit):
         summary.main([str(tmp_path), "train/unknown"])
     assert "it has eval/accuracy_reward_mean" in capsys.readouterr().err
-
-
-def test_iou_by_label(tmp_path, capsys):
-    """Of a region, or else of its row, where boxes were rewarded."""
-
-    def answer(label, *regions, **components):
-        true = [{"region": [0, 0, 1, 1], "label": name, "score": score} for name, score in regions]
-        return dict(
-            question="q",
-            response="r",
-            reward=0,
-            label=label,
-            components=components,
-            regions={"true": true},
-        )
-
-    (tmp_path / "metrics.jsonl").write_text(METRICS)
-    (tmp_path / "samples").mkdir()
-    rows = [
-        answer(None, ("cup", 0.5), ("", 0.25), box_iou=0),
-        answer("dogs", ("", 1.0), ("cup", 0.75), **{"boxes/box_iou": 0}),
-        answer("clicks", ("", 0.0), accuracy=1),
-        dict(question="q", response="r", reward=0),
-        dict(question="q", response="r", reward=0, components={"box_iou": 0}),
-        dict(question="q", response="r", reward=0, components=None, regions={"true": []}),
-    ]
-    write_rows(tmp_path / "samples" / "eval-000001.jsonl", rows)
-    summary.main([str(tmp_path)])
-    table = capsys.readouterr().out.partition("IoU by label")[2].splitlines()[1:4]
-    assert [line.split() for line in table] == [
-        ["cup", "0.625", "2"],
-        ["(no", "label)", "0.250", "1"],
-        ["dogs", "1.000", "1"],
-    ]

@@ -17,10 +17,10 @@ import torch
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.model import rollout as rollouts
 from common import distributed
 from common.data.processor import Processor
 from common.model import budget, build, memory
+from common.model import rollout as rollouts
 from conftest import ROOT, read_json, read_rows, start, take, user_error, words, write_json
 from helpers import planned
 from ranks import clean_environment

@@ -24,25 +24,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logging, process
-from common.data.loader import PromptLoader
 from common.model import checkpoint, fsdp
 from common.model.memory import resident_bytes
 from conftest import (
     ROOT,
-    assert_same_records,
     read_json,
     read_rows,
     same_tensors,
     save_weights,
     start,
-    table,
     user_error,
     words,
     write_rows,
@@ -447,8 +444,6 @@ def test_a_save_that_outlasts_the_timeout(flags, out):
     assert steps(out) == [2]
 
 
-
-
 @pytest.mark.slow
 def test_nodes_that_share_no_disk(flags, out, tmp_path):
     """Refused at the start."""
@@ -457,8 +452,6 @@ def test_nodes_that_share_no_disk(flags, out, tmp_path):
     output = live(flags(Path(os.path.relpath(out))), 2, hooks, codes=[2, 2])
     assert "is not rank 0's folder: use a file system that all nodes share" in output
     assert socket.gethostname() in output
-
-
 
 
 def test_file_system_without_locks(flags, copy, monkeypatch, capfd):
@@ -509,16 +502,6 @@ def unnamed(flags, tmp_path, monkeypatch) -> Callable:
 
 
 LATEST = Path("runs", "latest")
-
-
-
-
-
-
-
-
-
-
 
 
 def test_a_metric_that_is_not_finite_costs_no_checkpoint(flags, out, monkeypatch):
@@ -638,8 +621,6 @@ def test_a_lost_policy_stops_the_run(flags, out):
         "skipped, 3 steps in a row;",
     )
     assert recorded(out) == [1, 2, 3, 4, 5, 6]
-
-
 
 
 # ----------------------------------------------------------------------------- damaged checkpoints
@@ -803,17 +784,11 @@ def test_changed_flags(flags, copy, capfd):
     assert recorded(copy) == [1, 2, 3, 4]
 
 
-
-
-
-
 def test_a_folder_that_cannot_be_listed_is_not_empty(flags, out):
     """As where checkpoints/ is a link to a disk that is not there."""
     out.mkdir()
     (out / "checkpoints").symlink_to(out.parent / "gone")
     refused(flags(out), f"{out}/checkpoints: ", "No such file")
-
-
 
 
 # ----------------------------------------------------------------------------- what a resumed run is held to
@@ -828,14 +803,6 @@ def copied_task(task: Path, folder: Path) -> list[str]:
         "--reward",
         f"{folder / 'reward.py'}:letters",
     )
-
-
-
-
-
-
-
-
 
 
 def test_an_evaluation_may_have_another_reward(flags, copy, task, tmp_path):
@@ -854,8 +821,6 @@ def test_an_evaluation_may_have_another_reward(flags, copy, task, tmp_path):
     refused(words(*evaluated, "--lora_rank 2"), "cannot be loaded into the models")
 
 
-
-
 # ----------------------------------------------------------------------------- flags that were
 # changed on purpose
 def resumed_state(argv: list[str], monkeypatch) -> ppo.TrainState:
@@ -870,12 +835,6 @@ def resumed_state(argv: list[str], monkeypatch) -> ppo.TrainState:
         patched.setattr(ppo.TrainState, "load_state_dict", loaded)
         train(argv)
     return states[0]
-
-
-
-
-
-
 
 
 # ----------------------------------------------------------------------------- the place in the data
@@ -924,10 +883,6 @@ def small_task(folder: Path, model: Path, name: str) -> list[str]:
     )
 
 
-
-
-
-
 @pytest.mark.parametrize("epochs, steps", [(2, 14), (1, 6)])
 def test_passes_are_counted_in_rows_that_are_left(qwen25, tmp_path, epochs, steps):
     """--max_epochs of 16 rows, 8 of them drawn in two steps of four: the rest in steps of two."""
@@ -942,8 +897,6 @@ def test_ranks_with_other_flags(flags, out):
     output = ranks.run(live_apart, flags(out), ["--gamma", "0.5"], world=2, codes=[2, 2])
     assert "were started with different flags: --gamma 1.0 and 0.5" in output
     assert not (out).exists()
-
-
 
 
 @pytest.mark.slow
@@ -1056,8 +1009,6 @@ def test_keep_gb(flags, finished, tmp_path):
         train(flags(out, f"--steps 4 --keep_last 3 --keep_gb {limit / 1e9}"))
         assert steps(out) == remaining
         assert pointer(out) == "step-4"
-
-
 
 
 # ----------------------------------------------------------------------------- one run per folder, signals

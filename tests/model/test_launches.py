@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks
 import train_ppo_vl as ppo
-from common.model import rollout as rollouts
 from common.data.folder import read_model_config
 from common.distributed import ALONE, Team
 from common.model import build, layers, teams, vlm
+from common.model import rollout as rollouts
 from conftest import write_checkpoint
 from families import write_family
 from helpers import DEVICE, HAS_CUDA, WAITS, filled

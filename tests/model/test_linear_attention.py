@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import toy
 import train_ppo_vl as ppo
-from common.model import rollout as rollouts
 from common import distributed
 from common.model import attention, build, fsdp, linear_attention, packs, vlm
+from common.model import rollout as rollouts
 from common.model import weights as vlm_weights
 from common.model.linear_attention import PackedDelta, SlotStates
 from conftest import (

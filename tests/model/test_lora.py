@@ -269,7 +269,10 @@ def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_
         weights_of(env.actor.model),
     )
     for key, value in after.items():
-        stem, expected = f"model.{key}".replace("model.model", "model.language_model").removesuffix(".weight"), before[key]
+        stem, expected = (
+            f"model.{key}".replace("model.model", "model.language_model").removesuffix(".weight"),
+            before[key],
+        )
         # the sum in float32, rounded once
         if f"{stem}.lora_A" in weights:
             expected = (

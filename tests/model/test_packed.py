@@ -24,7 +24,6 @@ from common.model.linear_attention import PackedDelta
 from common.model.packs import Prefill, prefill_pack
 from common.model.vlm import decoder, hidden_states, image_features, prompt_positions
 from common.model.weights import materialize, resolve_folder
-from helpers import load_weights
 from conftest import (
     ROUNDING,
     hugging_face,
@@ -37,7 +36,7 @@ from conftest import (
     token_logprobs,
     value_error,
 )
-from helpers import CPU, CUDA, load_model, random_responses
+from helpers import CPU, CUDA, load_model, load_weights, random_responses
 
 
 def hidden_of(model, pack, segments) -> torch.Tensor:

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.model import rollout as rollouts
 from common import distributed
 from common.data.loader import PromptLoader
 from common.envs import environments
 from common.model import attention, memory, teams, vlm
+from common.model import rollout as rollouts
 from conftest import ROUNDING, start, user_error, write_checkpoint
 from families import GEMMA4, write_family
 from helpers import judge_flags

@@ -9,14 +9,11 @@ import json
 import math
 import operator
 import shutil
-import statistics
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -27,18 +24,14 @@ from transformers import (
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, losses
-from common.buffers import Batch
 from common.data.processor import Processor
-from common.data.rows import Prompt, load_prompts
-from common.flags import DataArgs
+from common.data.rows import Prompt
 from common.model import vlm
 from common.ppo_flags import RewardArgs
 from common.reports.records import sample_records
 from common.rewards import judge as judgements
 from common.rewards import models as reward_models
 from common.rewards import scoring
-from common.user_code import load_function
 from conftest import (
     ROUNDING,
     inputs_of,
@@ -50,7 +43,6 @@ from conftest import (
     start,
     take,
     user_error,
-    value_error,
     words,
     write_json,
     write_rows,
@@ -69,7 +61,7 @@ def prepare(qwen25, picture_rows, *flags: str):
 
 
 @pytest.mark.parametrize("which", ["near", "far"])
-@pytest.mark.parametrize("kind", ["correct", "score", "answers"])
+@pytest.mark.parametrize("kind", ["correct", "score"])
 def test_the_judges_reward_is_what_it_says_when_asked_alone(
     qwen25, picture_rows, judges, which, kind
 ):
@@ -84,22 +76,9 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(
     expected = []
     for group, text in zip(batch.prompt_index.tolist(), texts):
         prompt = env.prompts[group]
-        if kind == "answers":
-            pairs = (text, "1"), ("1", text)
-            first, second = (
-                chances(
-                    judges[which],
-                    prompt,
-                    ask(prompt, kind, response_a=a, response_b=b),
-                    ["A", "B", "tie"],
-                )
-                for a, b in pairs
-            )
-            expected.append((first[0] + first[2] / 2 + second[1] + second[2] / 2) / 2)
-        else:
-            values = {"correct": {"yes": 1, "no": 0}, "score": {"-4": -4, "1": 1, "2.5": 2.5}}[kind]
-            p = chances(judges[which], prompt, ask(prompt, kind, response=text), list(values))
-            expected.append(sum(map(operator.mul, p, values.values())))
+        values = {"correct": {"yes": 1, "no": 0}, "score": {"-4": -4, "1": 1, "2.5": 2.5}}[kind]
+        p = chances(judges[which], prompt, ask(prompt, kind, response=text), list(values))
+        expected.append(sum(map(operator.mul, p, values.values())))
     assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
     assert max(expected) - min(expected) > 1e-4
     # the same answer twice
@@ -112,18 +91,12 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(
 
 
 @pytest.mark.slow
-def test_the_likeliest_verdict(qwen25, picture_rows, judges):
+def test_a_judge_whose_logprobs_are_not_finite(qwen25, picture_rows, judges):
     flags = words("--reward", f"grm:{judges['near']}", "--grm_question score")
-    env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, "--grm_mode verdict")
-    scores = score(env, reward, batch).rewards.tolist()
-    for group, text, earned in zip(batch.prompt_index.tolist(), texts, scores):
-        prompt = env.prompts[group]
-        question = ask(prompt, "score", response=text)
-        p = chances(judges["near"], prompt, question, ["-4", "1", "2.5"])
-        assert earned == [-4, 1, 2.5][p.index(max(p))]
+    env, reward, batch, texts = prepare(qwen25, picture_rows, *flags)
     judge = reward.sources[0].ask
     judge.module.model.model.language_model.norm.weight.data.to_local()[0] = torch.nan
-    for mode in ("verdict", "critique"):
+    for mode in ("probability", "critique"):
         judge.args = replace(judge.args, grm_mode=mode)
         with user_error("the judge's log-probs are not finite"):
             score(env, reward, batch)
@@ -174,7 +147,9 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
             settings,
             "both",
         )
-        trained = judgements.judge_prompt(processor, settings, example)
+        trained = judgements.make_prompt(
+            processor, example.question, example.images, None, example.instruction
+        )
         assert prompt.text == trained.text
         assert prompt.images == trained.images
         assert torch.equal(prompt.input_ids, trained.input_ids)
@@ -212,15 +187,13 @@ def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges,
 
 
 def test_a_critique_that_parses_earns_its_verdict(qwen25, picture_rows, judges, monkeypatch):
-    flags = words("--reward", f"grm:{judges['near']}", "--grm_question answers --grm_mode critique")
+    flags = words("--reward", f"grm:{judges['near']}", "--grm_question correct --grm_mode critique")
     env, reward, batch, _ = prepare(qwen25, picture_rows, *flags, "--grm_max_new_tokens 2")
-    # given, swapped of 5 questions
-    verdicts = iter(["A", "B", "A", "A", "tie", "tie", None, "B", None, None])
+    verdicts = iter(["yes", "no", "yes", None, "no"])  # of 5 questions
     monkeypatch.setattr(reward_models, "parse_verdict", lambda *_: next(verdicts))
     scored = score(env, reward, batch)
-    # won twice, won and lost, -, tied, lost+won, none
-    assert scored.rewards.tolist() == [1.0, 0.5, 1.0, 0.5, 0.5, 0.0]
-    assert scored.components["parsed"].tolist() == [1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
+    assert scored.rewards.tolist() == [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    assert scored.components["parsed"].tolist() == [1.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("opened, expected", [(False, [1, 0, 1, 1, 0, 1]), (True, [0] * 6)])
@@ -356,136 +329,6 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     assert metrics["rollout/grm_reward"] == pytest.approx(float(judged[3:].mean()))
 
 
-@pytest.mark.parametrize(
-    "numbers, at_end", [("'reward': [1.0] * len(responses), ", 1.0), ("", 0.0)]
-)
-def test_spans_fall_on_the_tokens_that_end_them(qwen25, picture_rows, tmp_path, numbers, at_end):
-    """Each sample earns k / 8 at the end of its k-th character, and what else it earns at its end.
-    By all prefixes of its tokens, one after the other: the first whose text is long enough."""
-    (tmp_path / "mine.py").write_text(
-        "def f(prompts, responses, *_):\n"
-        "    spans = [[(k, k / 8) for k in range(1, len(text) + 1)] for text in responses]\n"
-        f"    return {{{numbers}'spans': spans}}\n"
-        "def beyond(prompts, responses, *_):\n"
-        "    return {'spans': [[(len(text) + 1, 1.0)] for text in responses]}\n"
-    )
-    env, reward, batch, texts = prepare(
-        qwen25, picture_rows, f"--reward {tmp_path}/mine.py:f", "--reward_workers 2"
-    )
-    scored, earned = score(env, reward, batch), []
-    for tokens in batch.split(batch.tokens):
-        lengths = [len(env.processor.decode([tokens[:n]])[0]) for n in range(1, len(tokens) + 1)]
-        assert lengths == sorted(lengths)
-        before = [0, *lengths[:-1]]
-        earned += [
-            sum(k / 8 for k in range(first + 1, last + 1)) for first, last in zip(before, lengths)
-        ]
-    assert scored.turn_rewards.tolist() == earned
-    assert any(earned)
-    assert scored.rewards.tolist() == [at_end + sum(range(len(text) + 1)) / 8 for text in texts]
-    inputs = losses.AdvantageInputs(
-        scored.rewards,
-        torch.zeros(len(earned)),
-        0.0,
-        batch.own_lengths,
-        batch.prompt_index,
-        turn_rewards=scored.turn_rewards,
-    )
-    at_ends = torch.zeros(len(earned)).index_fill(0, batch.own_lengths.cumsum(0) - 1, at_end)
-    assert torch.allclose(inputs.token_rewards, torch.tensor(earned) + at_ends)
-    assert torch.equal(score(env, reward, scored).turn_rewards, scored.turn_rewards)
-    reward = scoring.load_rewards(replace(env.args, reward=f"{tmp_path}/mine.py:beyond"))
-    with user_error(
-        r"beyond: spans must be lists of \(end, reward\), with ends in the response: .* not in range"
-    ):
-        score(env, reward, batch)
-
-
-@pytest.mark.parametrize(
-    "numbers, compared",
-    [
-        (("accuracy", "style"), ("accuracy", "style", "spans")),
-        (("accuracy", "reward"), ("accuracy", "spans")),
-        (("reward",), ()),
-        ((), ()),
-    ],
-)
-def test_gdpo_compares_what_spans_earn_as_it_does_components(
-    qwen25, picture_rows, tmp_path, numbers, compared
-):
-    """Once: as a component beside others, else as a part of the reward; by a loop over the groups."""
-    worth = {"accuracy": "len(set(text))", "style": "text.count('e')", "reward": "len(text) / 7"}
-    columns = [f"'{name}': [{worth[name]} for text in responses], " for name in numbers]
-    (tmp_path / "mine.py").write_text(
-        "def f(prompts, responses, *_):\n"
-        "    spans = [[(k, ord(text[k - 1]) / 8) for k in range(1, len(text) + 1, 2)] for text in responses]\n"
-        f"    return {{{''.join(columns)}'spans': spans}}\n"
-    )
-    env, reward, batch, texts = prepare(
-        qwen25, picture_rows, f"--reward {tmp_path}/mine.py:f --advantage gdpo"
-    )
-    scored = score(env, reward, batch)
-    values = {
-        "spans": [sum(ord(letter) / 8 for letter in text[::2]) for text in texts],
-        "accuracy": [len(set(text)) for text in texts],
-        "style": [text.count("e") for text in texts],
-        "reward": [len(text) / 7 for text in texts],
-    }
-    earning = ("reward", "spans") if "reward" in numbers else (*numbers, "spans")
-    rewards = [sum(values[name][i] for name in earning) for i in range(len(texts))]
-    assert scored.rewards.tolist() == pytest.approx(rewards)
-    assert scored.components["spans"].tolist() == values["spans"]
-    totals = [0.0] * len(texts)
-    for column in [values[name] for name in compared] or [rewards]:
-        for group in ([0, 1, 2], [3], [4, 5]):
-            mine = [column[i] for i in group]
-            for i in group if len(set(mine)) > 1 else []:
-                totals[i] += (column[i] - statistics.fmean(mine)) / statistics.stdev(mine)
-    deviation = statistics.stdev(totals)
-    wanted = [total / deviation for total in totals]
-    advantages, _ = losses.gdpo(ppo.advantage_inputs(scored, ppo.TrainState(0.0), env.args))
-    ends = batch.own_lengths.cumsum(0) - 1
-    assert any(wanted)
-    assert advantages[ends].tolist() == pytest.approx(wanted, abs=1e-4)
-
-
-@pytest.mark.parametrize("each_is_replaced", [False, True])
-def test_a_span_ends_with_the_last_token_of_its_last_character(each_is_replaced):
-    """A token is a byte. What is left of a character is shown as one mark, or (byte fallback) as a mark for
-    each of its bytes: then a text has fewer characters with its last byte than before."""
-
-    def decode(parts):
-        raw = bytes(parts[0].tolist())
-        whole = raw.decode(errors="ignore")
-        left = len(raw) - len(whole.encode())
-        return [whole + "\ufffd" * (left if each_is_replaced else left > 0)]
-
-    text = "a😀bé"
-    processor = SimpleNamespace(decode=decode)
-    tokens = torch.tensor(list(text.encode()))
-    ends = [scoring.token_that_ends(processor, tokens, end) for end in (1, 2, 3, 4)]
-    assert ends == [0, 4, 5, 7]
-
-
-def test_rollouts_with_and_without_spans_are_one_batch(qwen25, picture_rows, tmp_path):
-    """As where a function of a recipe scores no row of one of them."""
-    (tmp_path / "mine.py").write_text(
-        "def f(prompts, responses, *_):\n    return {'spans': [[(1, 0.5)] for _ in responses]}\n"
-    )
-    recipe = json.dumps({"spans": [[f"{tmp_path}/mine.py:f", 1.0]], "*": [["none", 1.0]]})
-    env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward_recipe", recipe)
-    batch.prompts = [
-        replace(prompt, label="spans" if k == 1 else "other")
-        for k, prompt in enumerate(batch.prompts)
-    ]
-    parts = [score(env, reward, batch.select_prompts([k])) for k in range(3)]
-    joined = ppo.Batch.concatenate(parts)
-    assert torch.equal(joined.turn_rewards, score(env, reward, batch).turn_rewards)
-    assert joined.per_sample_sum(joined.turn_rewards).tolist() == [
-        0.5 * (k == 1) for k in batch.prompt_index.tolist()
-    ]
-
-
 def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_path):
     """Too large, a sum that overflows, and NaN of a model with broken weights."""
     (tmp_path / "mine.py").write_text(
@@ -513,36 +356,6 @@ def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_
         score(env, reward, batch)
 
 
-def test_a_combiner(qwen25, picture_rows, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def length(prompts, responses, *_):\n    return [len(r) for r in responses]\n"
-        "def best(scores):\n    return [max(pair) for pair in zip(*scores.values())]\n"
-        "def short(scores):\n    return [1.0]\ndef broken(scores):\n    return 1 / 0\n"
-        "def nan(scores):\n    return [float('nan')] * 6\n"
-    )
-    flags = words("--reward", f"exact,{tmp_path}/mine.py:length", "--reward_combiner")
-    env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, f"{tmp_path}/mine.py:best")
-    scored = score(env, reward, batch)
-    assert scored.rewards.tolist() == [max(float(text == "1"), len(text)) for text in texts]
-    for name, message in (
-        ("short", "1 values for 6 samples"),
-        ("broken", "ZeroDivisionError"),
-        ("nan", "must be finite"),
-    ):
-        reward.combiner, _ = load_function(
-            "--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards"
-        )
-        with user_error(message):
-            score(env, reward, batch)
-    env, reward, batch, texts = prepare(
-        qwen25, picture_rows, "--reward exact", *flags[2:], f"{tmp_path}/mine.py:best"
-    )
-    assert score(env, reward, batch).rewards.tolist() == [float(text == "1") for text in texts]
-    # of held-out rows whose pictures all fail
-    nothing = batch.select(torch.arange(0))
-    assert score(env, reward, nothing).rewards.tolist() == []
-
-
 def test_what_a_function_does_to_its_rows_stays_with_it(qwen25, picture_rows, tmp_path):
     """Not with the samples of the same prompt, nor with the next step."""
     (tmp_path / "mine.py").write_text(
@@ -562,7 +375,7 @@ def test_what_a_function_does_to_its_rows_stays_with_it(qwen25, picture_rows, tm
 
 
 def rewards_of(*flags: str) -> scoring.RewardMix:
-    return scoring.load_rewards(ppo.parse_args(words("--model m --data d.jsonl", *flags)).reward)
+    return scoring.load_rewards(ppo.parse_args(words("--model m --data d.jsonl", *flags)))
 
 
 BAD_RECIPES = """\
@@ -583,14 +396,12 @@ def test_bad_recipes_are_refused(tmp_path):
     for recipe in BAD_RECIPES.splitlines():
         with user_error("--reward_recipe"):
             rewards_of("--reward_recipe", recipe)
-    with user_error("2 sources need a --reward_recipe with their weights, or a --reward_combiner"):
+    with user_error("2 sources need a --reward_recipe with their weights"):
         rewards_of("--reward exact,boxed")
     with user_error("--reward 3: expected one of exact, "):
         rewards_of("--reward_recipe", '{"*": [[3, 1]]}')
     with user_error("--reward or --reward_recipe is empty"):
         rewards_of("--reward", "")
-    with user_error("has no use for --reward$"):
-        rewards_of("--reward exact", "--reward_recipe", '{"*": [["exact", 1]]}')
     path = tmp_path / "recipe.json"
     path.write_text('{"*": [["exact", 0.5], ["grm:a", 1], ["grm:b", 1]]}')
     reward = rewards_of("--reward_recipe", str(path))
@@ -609,46 +420,12 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
     with user_error("x.jsonl:7: no reference answer, which boxed compares with"):
         rewards_of("--reward boxed").check_rows([row])
     rewards_of("--reward grm:x").check_rows([row])
-    with user_error("no reference answer, which grm compares with"):
-        rewards_of("--reward grm:x --grm_question answers").check_rows([row])
 
 
 def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges):
     env = start(qwen25, picture_rows, "--advantage grpo --reward", f"grm:{qwen25}")
     with user_error("judge.json names none"):
         build(env, scoring.load_rewards(env.args))
-    for trained, asked in ((["correct", "score"], "correct"), (["score"], "score")):
-        assert judgements.JudgeSettings(trained_on=trained).question_to_ask("auto") == asked
-    with value_error("not trained on questions of the kind answers"):
-        judgements.JudgeSettings(trained_on=["score"]).question_to_ask("answers")
-
-
-@pytest.mark.parametrize(
-    "accuracy, chance, doubted",
-    [(0.599, 0.5, True), (0.601, 0.5, False), (0.601, 0.8, True), (1.0, 1.0, True)],
-)
-def test_a_judge_at_chance_is_doubted(judges, tmp_path, capsys, accuracy, chance, doubted):
-    """2 standard errors are 2 sqrt(.5 * .5 / 100) = .1; it is not asked for a score."""
-    kinds = {
-        "score": {"accuracy": 0.0, "chance": 1.0, "count": 9},
-        "correct": {"accuracy": accuracy, "chance": chance, "count": 100},
-    }
-    judge = read_json(judges["near"] / "judge.json") | {"held_out": {"step": 40, "kinds": kinds}}
-    folder = judge_folder(judges, tmp_path, judge)
-    reward_models.JudgeModel(
-        f"grm:{folder}",
-        None,
-        Processor(folder),
-        True,
-        RewardArgs(grm_question="correct"),
-        "none",
-        None,
-    )
-    warning = (
-        f"warning: --reward grm:{folder}: the judge's held-out accuracy on correct "
-        f"({accuracy:.3f} of 100, step 40)"
-    )
-    assert (warning in capsys.readouterr().out) == doubted
 
 
 def test_a_judge_is_asked_with_its_own_template_options(qwen25, judges, picture_rows, tmp_path):
@@ -665,10 +442,10 @@ def test_a_judge_is_asked_with_its_own_template_options(qwen25, judges, picture_
         json.dumps({"*": [[f"grm:{folder}", 1], [f"grm:{judges['far']}", 1]]}),
         "--template_options",
         '{"role": "x"}',
-        "--coordinates 100",
+        "--coordinates file",
     )
     # ... and its own space, unless it is of the policy's family
-    assert [source.ask.processor.space for source in reward.sources] == ["100", "1000"]
+    assert [source.ask.processor.space for source in reward.sources] == ["file", "1000"]
     assert env.processor.template_options == {"role": "x"}
     assert [source.ask.processor.template_options for source in reward.sources] == [
         {"content": 1},
@@ -676,79 +453,11 @@ def test_a_judge_is_asked_with_its_own_template_options(qwen25, judges, picture_
     ]
 
 
-def rows_with_a_place(policy, folder) -> tuple[Batch, str]:
-    """A row that has regions and one that has none, and a response in the policy's coordinates."""
-    Image.new("RGB", (50, 30)).save(folder / "a.png")
-    row = {"prompt": "where?", "images": ["a.png"], "regions": {"boxes": [[0, 0, 25, 30]]}}
-    path = write_rows(folder / "rows.jsonl", [row, row | {"regions": None}])
-    rows = load_prompts(path, Processor(policy, DataArgs(max_pixels=4704)), DataArgs())
-    return Batch(rows, [0, 1], [0, 0]), '[{"bbox_2d": [0, 7, 28, 14]}] or (14,7)'
-
-
-def test_a_judge_reads_boxes_in_its_own_coordinates(qwen25, judges, tmp_path):
-    """The policy, a Qwen2.5-VL, sees 56 x 28 pixels of the file's 50 x 30; thousandths are Qwen3-VL's."""
-    batch, response = rows_with_a_place(qwen25, tmp_path)
-    args = RewardArgs(grm_question="correct")
-    judge = reward_models.JudgeModel(
-        "grm:j", None, Processor(judges["far"]), False, args, "none", None
-    )
-    told = [judge.question(batch, reward_models.Answer(k, None, response)).text for k in range(2)]
-    assert 'Answer: [{"bbox_2d": [0, 250, 500, 500]}] or (250, 250)\n' in told[0]
-    assert f"Answer: {response}\n" in told[1]  # not known to be of a place
-
-
-def test_a_scalar_model_reads_boxes_in_its_own_coordinates(qwen25, judges, tmp_path, monkeypatch):
-    """The same places, of the same models."""
-    batch, response = rows_with_a_place(qwen25, tmp_path)
-    scalar = reward_models.ScalarModel(
-        "rm:s", None, Processor(judges["far"]), False, RewardArgs(), "none", None
-    )
-    asked = []
-    monkeypatch.setattr(
-        scalar, "with_their_images", lambda _, about, asked: Batch(asked, [0, 1], [0, 0])
-    )
-    monkeypatch.setattr(
-        reward_models,
-        "values_of",
-        lambda _, samples: asked.append(samples) or torch.zeros(len(samples.tokens)),
-    )
-    scalar.ask(batch, [reward_models.Answer(k, None, response) for k in range(2)])
-    told = scalar.processor.decode(asked[0].split(asked[0].tokens))
-    assert '[{"bbox_2d": [0, 250, 500, 500]}] or (250, 250)' in told[0]
-    assert response in told[1]
-
-
 def judge_folder(judges, tmp_path, judge: dict) -> Path:
     folder = tmp_path / "judge"
     shutil.copytree(judges["near"], folder, dirs_exist_ok=True)
     write_json(folder / "judge.json", judge)
     return folder
-
-
-def test_an_accuracy_is_of_the_weights_it_was_measured_with(judges, tmp_path):
-    """Whoever trains on from a judge, by rewards or by judgements, does not export it."""
-    judge = read_json(judges["near"] / "judge.json")
-    folder = judge_folder(
-        judges, tmp_path, judge | {"held_out": {"step": 1, "accuracy": 1.0, "kinds": {}}}
-    )
-    rows = {
-        "prompts": {"prompt": "a", "answer": "b"},
-        "judgements": {"question": "a", "response": "b", "correct": True},
-    }
-    for kind, row in rows.items():
-        write_rows(tmp_path / "rows.jsonl", [row])
-        line = words("--model", folder, "--data", tmp_path / "rows.jsonl")
-        saved = loaded(ppo, [*line, "--row_kind", kind]).processor.files["judge"]
-        assert not saved.get("held_out")
-        assert saved["kinds"]
-    assert not loaded(grm, line).processor.files["judge"]["held_out"]
-
-
-def loaded(script, line: list[str]):
-    """The rows that a script loads."""
-    args = script.parse_args(line)
-    distributed.start(args.timeout, args.hsdp)
-    return script.load_rows(args)
 
 
 def test_rows_that_a_model_cannot_see_are_refused_at_the_start(
@@ -793,8 +502,8 @@ def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
             "--out",
             judge,
             "--steps 3 --prompts_per_step 4 --lr 1e-3 --max_prompt_tokens 400",
-            "--correct_template",
-            "{prompt} - {response}?",
+            "--templates",
+            json.dumps({"correct": "{prompt} - {response}?"}),
         )
     )
     recipe = json.dumps({"*": [[f"grm:{judge}/export/latest", 1], ["exact", 0]]})
@@ -823,8 +532,8 @@ def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
     assert sample["judgement"].startswith("grm: yes ")
     assert sample["reward"] == pytest.approx(sample["components"]["grm"])
     asked = Processor(judge / "export" / "step-3").files["judge"]
-    assert asked["kinds"]["correct"]["template"] == "{prompt} - {response}?"
-    assert asked["trained_on"] == ["correct"]
+    assert asked["templates"]["correct"] == "{prompt} - {response}?"
+    assert asked["verdicts"] == {"correct": ["yes", "no"]}
 
 
 ENDING = "{%- if add_generation_prompt -%}<|im_start|>assistant{{ '\\n' }}{%- endif -%}"

@@ -7,7 +7,6 @@ import json
 import random
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from common import distributed
 from common.data.processor import Processor
 from common.reports import accuracy
 from common.rewards import judge as judgements
-from common.rewards import rules, scoring
+from common.rewards import scoring
 from common.rewards.judge import JudgeSettings, load_judgements
 from conftest import (
     ROUNDING,
@@ -29,7 +28,6 @@ from conftest import (
     table,
     take,
     user_error,
-    with_flags,
     words,
     write_json,
     write_judge,
@@ -122,10 +120,7 @@ def test_judgements_are_recorded_with_what_a_table_needs(qwen25, pairs, tmp_path
         assert record["row"] == row
         assert record["order"] == ("swapped" if swapped else "given")
         assert record["group"] == row.get("source", "pairs.jsonl")
-        assert record["pair"] == row.get("pair")
         assert record["verdict"] == ("A" if ">A<" in text else "B" if ">b<" in text else None)
-        lengths = [len(answer) for answer in row["responses"]] if "responses" in row else None
-        assert record["lengths"] == (lengths[::-1] if lengths and swapped else lengths)
         assert record["reference"] == (
             {"A": "B", "B": "A"}.get(row["preferred"], "tie") if swapped else row["preferred"]
         )
@@ -148,215 +143,14 @@ def test_a_recorded_question_is_a_row_to_learn_from(qwen25, pairs, tmp_path):
         }
         for record in records
     ]
-    args = ppo.parse_args(words("--model", judge, "--data", pairs, "--max_prompt_tokens 256")).data
+    args = ppo.parse_args(words("--model", judge, "--data", pairs, "--max_prompt_tokens 256"))
     processor = Processor(judge, args)
     settings = JudgeSettings.to_train(processor)
     path = write_rows(tmp_path / "sft.jsonl", rows)
     again = [prompt for prompt, *_ in load_judgements(path, processor, settings, args)]
     assert [prompt.images for prompt in again] == [tuple(record["images"]) for record in records]
     assert [prompt.text for prompt in again] == [record["prompt"] for record in records]
-    assert settings.trained_on == ["answers"]
-
-
-# ------------------------------------------------------------------------------------------------
-# both orders of a pair
-@pytest.mark.parametrize(
-    "text, right, formed",
-    table("""
-so <answer>A</answer>                 | 1 | 1
-<answer> a </answer>                  | 1 | 1
-<answer>B</answer>                    | 0 | 1
-<answer>A</answer>.                   | 1 | 0
-<answer>B</answer> <answer>A</answer> | 1 | 0
-<answer></answer>                     | 0 | 0
-A                                     | 0 | 0
-                                      | 0 | 0
-<answer>hm <answer>A</answer>         | 1 | 0
-<think>x</think><answer>C</answer>    | 0 | 1
-"""),
-)
-def test_the_rule_of_judgements(text, right, formed):
-    assert rules.rule_scores("judgement", text, "A") == {
-        "reward": pytest.approx(0.9 * int(right) + 0.1 * int(formed)),
-        "accuracy": int(right),
-        "format": int(formed),
-    }
-
-
-def test_consistency_is_that_of_a_plain_loop():
-    """Rows 0 and 1, 2 and 3, ... are both orders of a pair, with three judgements each."""
-    draw = random.Random(1)
-    rows = [SimpleNamespace(label=("answers", "pictures")[k // 2 % 2], text="") for k in range(10)]
-    indices = [k for k in range(10) for _ in range(3)]
-    texts = [
-        draw.choice(
-            [
-                "<answer>A</answer>",
-                "<answer>b</answer>",
-                "<answer>tie</answer>",
-                "<answer>C</answer>",
-                "A",
-            ]
-        )
-        for _ in indices
-    ]
-
-    def verdict(k: int) -> str:
-        return {">A<": "A", ">b<": "B", ">ti": "tie"}.get(texts[k][7:10], "")
-
-    expected = []
-    for k in range(len(texts)):
-        other = indices[k] + 1 if indices[k] % 2 == 0 else indices[k] - 1
-        mirrored = {"A": "B", "B": "A", "tie": "tie", "": None}[verdict(k)]
-        expected.append(
-            sum(verdict(j) == mirrored for j in range(len(texts)) if indices[j] == other) / 3
-        )
-    assert judgements.order_agreement(rows, indices, texts) == pytest.approx(expected)
-    assert {0, 1 / 3, 2 / 3} <= set(expected)
-
-
-FLAGS = (
-    "--row_kind judgements --reward judgement --advantage grpo --max_new_tokens 12 --max_prompt_tokens 256 "
-    "--samples_per_prompt 2 --prompts_per_step 4 --actor_lr 1e-3"
-)
-
-
-def test_both_orders_of_a_pair_are_drawn_together(qwen25, pairs):
-    """In both passes over the data, of several files, and as a resumed run draws them."""
-    args = ppo.parse_args(
-        words("--model", qwen25, "--data", f"{pairs}:0.3,{pairs}:0.7", FLAGS, "--steps 5")
-    )
-    distributed.start(args.timeout, args.hsdp)
-    rows = ppo.load_rows(args)
-    state = ppo.TrainState(0.0)
-    with ppo.open_loader(args, rows, state) as loader:
-        batches = [loader.take() for _ in range(5)]
-    with ppo.open_loader(args, rows, replace(state, rows_drawn=12)) as loader:
-        assert loader.take().prompts == batches[3].prompts
-    with ppo.open_loader(
-        with_flags(args, prompts_per_step=2), rows, replace(state, rows_drawn=12)
-    ) as loader:
-        halves = [loader.take() for _ in range(4)]
-        assert [row for half in halves for row in half.prompts] == batches[3].prompts + batches[
-            4
-        ].prompts
-        assert [draw for half in halves for draw in half.prompt_ids] == list(range(12, 20))
-    for batch in batches:
-        for one, other in zip(batch.prompts[::2], batch.prompts[1::2], strict=True):
-            assert one.source == other.source
-            assert (one.order, other.order) == ("given", "swapped")
-    assert sorted(id(row) for batch in batches[:1] for row in batch.prompts) != sorted(
-        map(id, batches[1].prompts)
-    )
-    loader.world = 3
-    assert loader.owners(8) == [0, 0, 1, 1, 2, 2, 0, 0]
-
-
-def judge_by_coin(seed: int) -> None:
-    """In every rank: responses say what the hash of their prompt and number decides, and a quarter
-    of them is cut off."""
-    import common.data.transcripts as transcripts
-    import common.reports.records as of_records
-    import common.rewards.scoring as scoring
-
-    verdicts = ("<answer>A</answer>", "<answer>B</answer>", "<answer>tie</answer>", "none")
-
-    def turn_texts(batch, picks, processor):
-        coins = []
-        for index, number in zip(batch.prompt_index.tolist(), batch.sample_number.tolist()):
-            coins.append(
-                random.Random(f"{seed} {(batch.prompts[index].index, number)}").randrange(16)
-            )
-        batch.truncated = torch.tensor(coins) >= 12
-        return [[verdicts[coins[i] % 4]] for i in picks]
-
-    for module in (scoring, of_records, transcripts):
-        module.turn_texts = turn_texts
-
-
-def plain_consistency(record: dict, records: list[dict]) -> float:
-    """The share of the samples of the same row in the other order that say the same of it."""
-    mirrored = {"A": "B", "B": "A", "tie": "tie"}.get(record["verdict"])
-    others = [
-        other
-        for other in records
-        if other["source"] == record["source"] and other["order"] != record["order"]
-    ]
-    return sum(mirrored is not None and other["verdict"] == mirrored for other in others) / len(
-        others
-    )
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_consistent_right_judge_earns_more(qwen25, pairs, tmp_path, world):
-    """Rewards of a step and of evaluations, on both numbers of ranks, by a plain loop over their records."""
-    line = words(
-        "--model",
-        qwen25,
-        "--data",
-        pairs,
-        "--eval_data",
-        pairs,
-        "--out",
-        tmp_path / "run",
-        FLAGS,
-        "--consistency_coef 0.5 --steps 2 --eval_samples 3 --log_samples 4 --prompts_per_step 6",
-    )
-    ranks.run(ppo.main, line, world=world, patches=[(judge_by_coin, 11)])
-    for name in ("step-000001", "eval-000002"):
-        records, gains = read_rows(tmp_path / "run" / "samples" / f"{name}.jsonl"), set()
-        assert len(records) == 6 * (2 if "step" in name else 3)
-        for record in records:
-            word = re.sub("<.?answer>", "", record["response"])
-            assert record["verdict"] == (None if record["truncated"] or word == "none" else word)
-            right, alike = (
-                record["verdict"] == record["reference"],
-                plain_consistency(record, records),
-            )
-            formed = record["verdict"] is not None
-            assert record["reward"] == pytest.approx(0.9 * right * (1 + 0.5 * alike) + 0.1 * formed)
-            assert record["components"]["consistency"] == pytest.approx(alike)
-            gains.add((right, alike > 0))
-        assert gains == {(True, True), (True, False), (False, True), (False, False)}
-
-
-ONE_ORDER = table("""
---prompts_per_step 3                       | --prompts_per_step 3 must be a multiple of 2
---prompts_per_step 4 --rollouts_per_step 4 | must be a multiple of 2 x --rollouts_per_step
---row_kind prompts                         | --reward judgement needs --row_kind judgements
---dynamic_sampling 2                       | --reward judgement excludes --dynamic_sampling: both orders
-""")
-
-
-@pytest.mark.parametrize("line, message", ONE_ORDER)
-def test_flags_that_tear_pairs_apart_are_refused(line, message):
-    with user_error(message):
-        ppo.parse_args(words("--model m --data d", FLAGS, line))
-
-
-def test_what_has_no_other_order_is_refused(qwen25, tmp_path):
-    rows = write_rows(
-        tmp_path / "rows.jsonl", [{"question": "2 + 2?", "response": "4", "correct": True}]
-    )
-    args = ppo.parse_args(words("--model", qwen25, "--data", rows, FLAGS))
-    for recipe, coefficient in (
-        ('{"*": [["verdict", 1]]}', 0.5),
-        ('{"*": [["judgement", 1], ["verdict", 0]]}', 0.0),
-    ):
-        changes = dict(reward_recipe=recipe, reward="", consistency_coef=coefficient)
-        with user_error(
-            "--consistency_coef needs the reward judgement, and judgement beside others needs"
-        ):
-            scoring.load_rewards(replace(args, **changes))
-    distributed.start(args.timeout, args.hsdp)
-    with user_error("rows.jsonl:1: correct has no other order"):
-        scoring.load_rewards(args).check_rows(ppo.load_rows(args).train)
-
-
-def test_an_evaluation_keeps_both_orders_together(qwen25, pairs):
-    for slots, samples, expected in ((3, 1, 2), (1, 1, 2), (4, 8, 2), (9, 2, 4)):
-        args = ppo.parse_args(words("--model", qwen25, "--data", pairs, FLAGS, "--slots", slots))
-        assert ppo.prompts_together(args, samples) == expected
+    assert list(settings.verdicts) == ["answers"]
 
 
 # ------------------------------------------------------------------------------------------------ what is read
@@ -381,16 +175,11 @@ def test_a_response_that_was_cut_off_earns_no_answer(qwen25, picture_rows, rule,
 
 
 def test_a_thought_that_a_template_opens_hides_a_verdict():
-    """In agreement of orders and in records; one that is closed does not."""
+    """One that is closed does not."""
     texts = ["not <answer>A</answer>", "so</think><answer>B</answer>"]
     rows = [
         SimpleNamespace(text="so: <think>\n", label="answers", reference=verdict)
         for verdict in "AB"
-    ]
-    assert judgements.order_agreement(rows, [0, 1], texts) == [0, 0]
-    assert judgements.order_agreement(rows, [0, 1], ["x</think><answer>A</answer>", texts[1]]) == [
-        1,
-        1,
     ]
     assert [JudgeSettings().read_verdict(text, row) for text, row in zip(texts, rows)] == [
         None,
@@ -446,12 +235,12 @@ def test_a_rubric_is_the_weighted_mean_of_its_criteria(qwen25, rubric_rows, judg
 @pytest.mark.parametrize(
     "rubric, message",
     table("""
-null                         | rows.jsonl:1: no "rubric"
-[]                           | no "rubric"
-[{"text": 3}]                | a text and a weight above 0
-[{"text": "a", "weight": 0}] | a weight above 0
+null                         | rows.jsonl:1: "rubric"
+[]                           | "rubric"
+[{"text": 3}]                | rubric: text must be str
+[{"text": "a", "weight": 0}] | weights above 0
 [{"text": "a", "weight": "2"}] | rows.jsonl:1:
-[{"weight": 1}]              | rows.jsonl:1: rubric: expected a text and
+[{"weight": 1}]              | rows.jsonl:1: rubric: text must be
 ["a", 5]                     | rows.jsonl:1:
 """),
 )
@@ -475,25 +264,21 @@ def test_a_judge_learns_criteria(qwen25, tmp_path):
         "critique": "It does not.",
     }
     (asked,) = judgements.read_judgement(row, settings, "both")
-    assert (asked["kind"], asked["question"], asked["verdict"]) == (
+    assert (asked.kind, asked.question, asked.verdict) == (
         "rubric",
         "what?|a cat|names <answer>",
         "no",
     )
-    assert asked["text"] == "It does not.\n<answer>no</answer>"
+    assert asked.text == "It does not.\n<answer>no</answer>"
     for bad in (
         row | {"criterion": 3},
         row | {"correct": "no"},
         {key: row[key] for key in row if key != "correct"},
     ):
-        with pytest.raises(
-            ValueError, match="a row with 'criterion' needs one prompt, a response and a criterion"
-        ):
+        with pytest.raises(ValueError, match="a row of rubric: c.* must be"):
             judgements.read_judgement(bad, settings, "both")
     settings.note_training([SimpleNamespace(label="rubric", reference="no")])
-    assert settings.question_to_ask("rubric") == "rubric"
-    with pytest.raises(ValueError, match="not trained on questions of the kind answers"):
-        settings.question_to_ask("answers")
+    assert settings.verdicts == {"rubric": ["yes", "no"]}
 
 
 # ------------------------------------------------------------------------------------------------ both

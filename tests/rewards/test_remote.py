@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import reward_server
 import train_ppo_vl as ppo
 from common.data import images as vlm_images
 from common.data.coordinates import Place
@@ -59,11 +58,11 @@ def columns(n, images=None):
     )
 
 
-def ask(url, n=7, images=None, workers=1, try_seconds=5.0, **settings):
+def ask(url, n=7, images=None, try_seconds=5.0, **settings):
     """Rewards and components of n samples, every third of them wrong, as the trainer gets them. The
     time of all tries is not limited here."""
     source = load_source(url, RewardArgs(reward=url, reward_timeout=2 * try_seconds, **settings))
-    args = RewardArgs(reward_timeout=20.0, reward_workers=workers)
+    args = RewardArgs(reward_timeout=20.0)
     prompts, responses, references, labels, images = columns(n, images)
     scored = score_samples(
         source, reward_samples(responses, references, prompts, labels, images), args
@@ -73,13 +72,11 @@ def ask(url, n=7, images=None, workers=1, try_seconds=5.0, **settings):
 
 # ------------------------------------------------------------------------------------------------
 # what is asked
-@pytest.mark.parametrize("workers, batch, requests", [(1, 3, 3), (3, 2, 4), (2, 100, 2)])
-def test_samples_arrive_once_and_in_order(server, workers, batch, requests):
-    rewards, components = ask(server.url("exact"), workers=workers, remote_batch=batch)
+def test_samples_arrive_once_and_in_order(server):
+    rewards, components = ask(server.url("exact"))
     assert rewards == [float(i % 3 > 0) for i in range(7)]
     assert components == {"pictures": [0.0] * 7}
-    assert server.requests == requests
-    assert all(len(asked["responses"]) <= batch for asked in server.batches)
+    assert server.requests == 1
     names = "queries prompts responses references labels images groups places"
     asked = {name: [] for name in names.split()}
     for part in sorted(server.batches, key=lambda part: part["prompts"][0]):
@@ -97,35 +94,6 @@ def test_samples_arrive_once_and_in_order(server, workers, batch, requests):
         groups=list(range(7)),
         places=[[]] * 7,
     )
-
-
-def test_a_request_holds_all_samples_of_a_prompt(server):
-    """Also where --remote_batch is smaller, so that a server can compare them."""
-    for workers, batch, expected in (
-        (1, 1, [[3, 3, 3], [5], [4, 4]]),
-        (1, 4, [[3, 3, 3, 5], [4, 4]]),
-        (2, 5, [[3, 3, 3], [5, 4, 4]]),
-        (9, 32, [[3, 3, 3], [5], [4, 4]]),
-    ):
-        server.batches.clear()
-        source = load_source(server.url("exact"), RewardArgs(remote_batch=batch))
-        samples = reward_samples(list("abcdef"), list("abcdef"), groups=[3, 3, 3, 5, 4, 4])
-        scored = score_samples(source, samples, RewardArgs(reward_workers=workers))
-        assert scored["reward"] == [1.0] * 6
-        asked = sorted(server.batches, key=lambda part: part["responses"])
-        assert [part["groups"] for part in asked] == expected
-
-
-def test_a_server_may_reward_spans(server, monkeypatch):
-    spans = [[[1, 0.5], [2, 0.25]], []]
-    answer = {"rewards": [1.0, 0.0], "spans": spans}
-    monkeypatch.setattr(reward_server, "score", lambda batch: answer)
-    source = load_source(server.url("exact"), RewardArgs())
-    columns = score_samples(source, reward_samples(["ab", "c"], groups=[0, 0]), RewardArgs())
-    assert columns == {"reward": [1.75, 0.0], "spans": [0.75, 0.0]}
-    answer["spans"] = [[[3, 0.5]], []]
-    with user_error(r"spans must be lists of \(end, reward\), with ends in the response"):
-        score_samples(source, reward_samples(["ab", "c"], groups=[0, 0]), RewardArgs())
 
 
 def test_places_arrive_as_objects(server):
@@ -156,9 +124,7 @@ def test_pictures_arrive_pixel_identical(server, tmp_path, monkeypatch):
     monkeypatch.setattr(
         vlm_images, "read_image", lambda path: opened.append(path) or read_image(path)
     )
-    assert ask(server.url("exact"), images=images, remote_batch=4)[1] == {
-        "pictures": [2.0, 2.0, 0, 2.0, 1.0, 0, 0]
-    }
+    assert ask(server.url("exact"), images=images)[1] == {"pictures": [2.0, 2.0, 0, 2.0, 1.0, 0, 0]}
     arrived = [
         open_pictures(pictures, part["images"])
         for part in server.batches
@@ -169,7 +135,7 @@ def test_pictures_arrive_pixel_identical(server, tmp_path, monkeypatch):
             assert picture.format == "PNG"
             assert picture.mode == "RGB"
             assert np.array_equal(np.asarray(picture), np.asarray(read_image(path)))
-    assert sorted(opened) == sorted([*paths, paths[0]])
+    assert sorted(opened) == sorted(paths)
     shared = json.dumps(server.batches[0]["images"][1])
     assert shared == '[{"same_as": [0, 0]}, {"same_as": [0, 1]}]'
 
@@ -195,17 +161,6 @@ def test_text_survives_json(server):
         == [1.0] * 4
     )
     assert server.batches[0]["queries"] == [2 * text for text in texts[:3]] + ["\ud83c\ud83c"]
-
-
-def test_requests_overlap_as_often_as_asked(server):
-    started = time.monotonic()
-    ask(server.url("slow/0.3"), n=8, workers=4, remote_batch=1)
-    assert server.most_running == 4
-    assert server.requests == 8
-    assert time.monotonic() - started < 8 * 0.3
-    server.most_running = 0
-    ask(server.url("slow/0.05"), n=4, workers=1, remote_batch=1)
-    assert server.most_running == 1
 
 
 # ------------------------------------------------------------------------------------------------
@@ -372,7 +327,7 @@ def test_training_by_the_server_is_training_by_the_rule(server, qwen25, picture_
                 "--max_prompt_tokens 512 --max_new_tokens 4 --prompts_per_step 4 --samples_per_prompt 2",
                 "--steps",
                 steps,
-                "--actor_lr 1e-3 --log_samples 1 --export_every 0 --reward_workers 2 --remote_batch 3",
+                "--actor_lr 1e-3 --log_samples 1 --export_every 0 ",
             )
         )
         of_steps = [record for record in records(out) if "rollout/reward" in record]

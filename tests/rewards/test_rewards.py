@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from common import user_code
 from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.reports.records import summarise_samples
-from common.rewards import scoring
 from common.rewards.functions import Source, load_source
 from common.rewards.rules import (
     answers_equal,
@@ -25,14 +23,14 @@ from conftest import readme_reward, table, user_error, value_error
 from helpers import reward_samples, score_samples
 
 
-def score(fn, n=4, workers=1, batch=0, timeout=60.0, asks=(), **more):
+def score(fn, n=4, timeout=60.0, asks=(), **more):
     """Rewards and components of n samples."""
     names = ("prompts", "responses", "references", "labels")
     samples = reward_samples(
         **{name: [f"{name[:-1]} {i}" for i in range(n)] for name in names}, **more
     )
-    source = Source("my.py:f", "f", "function", function=fn, batch=batch, asks=list(asks))
-    args = RewardArgs(reward_timeout=timeout, reward_workers=workers)
+    source = Source("my.py:f", "f", "function", function=fn, asks=list(asks))
+    args = RewardArgs(reward_timeout=timeout)
     scored = score_samples(source, samples, args)
     return scored.pop("reward"), scored
 
@@ -402,7 +400,7 @@ def test_the_readme_reward_pays_no_wrong_answer(tmp_path):
     "convert", [tuple, np.array, torch.tensor, lambda v: [np.float32(x) for x in v]]
 )
 def test_result_types(convert):
-    rewards, components = score(lambda p, r, *_: convert([float(x[-1]) for x in r]), workers=3)
+    rewards, components = score(lambda p, r, *_: convert([float(x[-1]) for x in r]))
     assert rewards == [0, 1, 2, 3]
     assert components == {}
     assert all(type(r) is float for r in rewards)
@@ -431,13 +429,7 @@ def test_a_function_that_wants_rows_gets_them(tmp_path, parameters, takes):
     assert source.asks == (["rows"] if takes else [])
     rows = [{"worth": i, "more": [i]} for i in range(7)]
     expected = [float(i) for i in range(7)] if takes else [-1.0] * 7
-    for workers, batch in ((1, 0), (3, 0), (2, 2)):
-        assert (
-            score(source.function, n=7, workers=workers, batch=batch, rows=rows, asks=source.asks)[
-                0
-            ]
-            == expected
-        )
+    assert score(source.function, n=7, rows=rows, asks=source.asks)[0] == expected
 
 
 def test_what_a_function_may_ask_for(tmp_path):
@@ -468,24 +460,6 @@ def test_what_a_function_may_ask_for(tmp_path):
         load_source(f"{tmp_path}/mine.py:unknown")
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 5, 9])
-@pytest.mark.parametrize("batch", [0, 3])
-def test_a_call_holds_all_samples_of_a_prompt(workers, batch):
-    """Whatever the number of calls, and a server's limit of samples in a request."""
-    groups, calls = [3, 3, 3, 3, 7, 8, 8, 8, 8, 9, 9], []
-
-    def f(prompts, responses, references, labels, images, groups):
-        calls.append(groups)
-        return [float(response.split()[1]) for response in responses]
-
-    rewards, _ = score(f, 11, workers, batch, asks=["groups"], groups=groups)
-    assert rewards == [float(i) for i in range(11)]
-    assert sorted(sum(calls, [])) == groups
-    assert max(map(len, calls)) <= (4 if batch else 11)
-    assert all(call.count(group) == groups.count(group) for call in calls for group in call)
-    assert len(calls) >= min(workers, 2)
-
-
 @pytest.mark.parametrize(
     "spans, message",
     [
@@ -505,8 +479,6 @@ def test_spans_of_another_form_are_refused(spans, message):
         score(lambda *_: {"spans": spans}, 3)
 
 
-
-
 def test_a_function_may_empty_its_lists():
     def empty(*lists, rows):
         for column in (*lists, rows):
@@ -520,18 +492,16 @@ def test_a_function_may_empty_its_lists():
         score(empty, asks=["rows"])
 
 
-@pytest.mark.parametrize("workers", [1, 3, 9])
-def test_order_and_components_over_workers(workers):
+def test_order_and_components():
     def f(prompts, responses, references, labels, images):
         index = [int(p[-1]) for p in prompts]
         assert all(
             [int(text[-1]) for text in column] == index
             for column in (responses, references, labels)
         )
-        time.sleep(0.01 * (9 - index[0]))  # later chunks finish first
         return {"a": index, "b": [i * 10 for i in index]}
 
-    rewards, components = score(f, n=7, workers=workers)
+    rewards, components = score(f, n=7)
     assert rewards == [11.0 * i for i in range(7)]  # no "reward": the sum of all components
     assert components == {"a": [float(i) for i in range(7)], "b": [10.0 * i for i in range(7)]}
     assert score(lambda p, *_: {"reward": [5] * len(p), "a": [1] * len(p)}) == (
@@ -543,13 +513,53 @@ def test_order_and_components_over_workers(workers):
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 def test_a_number_that_is_not_finite_shows_its_sample(bad):
     with user_error(f"(?s)my.py:f.*reward is {bad}, not a finite number.*response 3"):
-        score(lambda p, *_: [bad if x[-1] == "3" else 1.0 for x in p], workers=2)
+        score(lambda p, *_: [bad if x[-1] == "3" else 1.0 for x in p])
 
 
 @pytest.mark.parametrize("bad", [None, [1.0, 2.0], 10**400])
 def test_what_is_no_number_shows_a_sample_of_its_call(bad):
-    with user_error("(?s)my.py:f.*must be a list of 2 numbers, got .*.*response 2"):
-        score(lambda p, *_: [bad if x[-1] == "3" else 1.0 for x in p], workers=2)
+    with user_error("(?s)my.py:f.*must be a list of 4 numbers, got .*.*response 0"):
+        score(lambda p, *_: [bad if x[-1] == "3" else 1.0 for x in p])
+
+
+@pytest.mark.parametrize("error", [KeyError("gone"), SystemExit(3)])
+def test_raising_function_names_its_first_sample(error):
+    calls = []
+
+    def f(prompts, *_):
+        calls.append(len(prompts))
+        if any(p[-1] == "3" for p in prompts):
+            raise error
+        return [0.0] * len(prompts)
+
+    with user_error(f"(?s)raised {type(error).__name__}.*response 0"):
+        score(f)
+    assert calls == [4]  # not called again
+
+
+def test_timeout_leaves_only_daemon_threads():
+    release, before = threading.Event(), set(threading.enumerate())
+
+    def f(prompts, *_):
+        release.wait(20)
+        return [0.0] * len(prompts)
+
+    start = time.monotonic()
+    with user_error(r"(?s)took longer than 0.2 s \(--reward_timeout\).*response 0"):
+        score(f, timeout=0.2)
+    assert time.monotonic() - start < 5
+    # the process can exit
+    assert all(thread.daemon for thread in set(threading.enumerate()) - before)
+    release.set()
+
+
+def test_long_texts_are_cut_in_the_message():
+    long = "x" * 100_000 + "the end"
+    source = Source("f", "f", "function", function=lambda *_: [])
+    with pytest.raises(UserError) as info:
+        score_samples(source, one_sample(long, long, long), RewardArgs())
+    assert len(str(info.value)) < 2000
+    assert str(info.value).count("the end") == 3
 
 
 @pytest.mark.parametrize(
@@ -566,53 +576,6 @@ def test_what_is_no_number_shows_a_sample_of_its_call(bad):
 def test_wrong_shape(result, message):
     with user_error(f"(?s){message}.*response 0"):
         score(lambda *_: result)
-
-
-def test_components_must_agree_between_chunks():
-    with user_error(r"(?s)not all calls return the components \['a', 'b'\]"):
-        score(lambda p, *_: {"a" if p[0][-1] == "0" else "b": [0.0] * len(p)}, workers=2)
-
-
-@pytest.mark.parametrize("error", [KeyError("gone"), SystemExit(3)])
-def test_raising_function_names_the_first_sample_of_its_chunk(error):
-    calls = []
-
-    def f(prompts, *_):
-        calls.append(len(prompts))
-        if any(p[-1] == "3" for p in prompts):
-            raise error
-        return [0.0] * len(prompts)
-
-    with user_error(f"(?s)raised {type(error).__name__}.*response 2") as info:
-        score(f, workers=2)
-    assert info.value.__cause__ is error
-    assert calls == [2, 2]  # not called again
-
-
-def test_timeout_names_the_chunk_and_leaves_only_daemon_threads():
-    release, before = threading.Event(), set(threading.enumerate())
-
-    def f(prompts, *_):
-        if prompts[0][-1] == "2":
-            release.wait(20)
-        return [0.0] * len(prompts)
-
-    start = time.monotonic()
-    with user_error(r"(?s)took longer than 0.2 s \(--reward_timeout\).*response 2"):
-        score(f, workers=2, timeout=0.2)
-    assert time.monotonic() - start < 5
-    # the process can exit
-    assert all(thread.daemon for thread in set(threading.enumerate()) - before)
-    release.set()
-
-
-def test_long_texts_are_cut_in_the_message():
-    long = "x" * 100_000 + "the end"
-    source = Source("f", "f", "function", function=lambda *_: [])
-    with pytest.raises(UserError) as info:
-        score_samples(source, one_sample(long, long, long), RewardArgs())
-    assert len(str(info.value)) < 2000
-    assert str(info.value).count("the end") == 3
 
 
 @pytest.mark.parametrize(
@@ -644,11 +607,3 @@ def test_where_nobody_says_what_is_right_a_line_says_how(capsys, components, rat
     assert ('{"reward": [...], "accuracy": [...]}' in text) == (rate is None)
     summarise_samples(records, 1)
     assert capsys.readouterr().out == ""
-
-
-def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
-    (tmp_path / "leaves.py").write_text("import sys\ndef f(rewards):\n    sys.exit(0)\n")
-    spec = f"{tmp_path / 'leaves.py'}:f"
-    mix = scoring.load_rewards(RewardArgs(reward="exact", reward_combiner=spec))
-    with user_error(r"SystemExit: 0 \(leaves.py:3\b"):
-        mix.combine(mix.combiner, {"a": torch.zeros(2)})
