@@ -89,14 +89,16 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     args = parse_args(argv)
     ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
     rows = load_rows(args)
-    checkpoints = checkpoint.Checkpoints(args)
+    fingerprint = checkpoint.fingerprint_of(args)  # equal on all ranks
+    args = checkpoint.choose_folder(args, fingerprint)
+    state = TrainState()
+    checkpoints = checkpoint.Checkpoints(args, state, fingerprint)
     args = count_steps(args, len(rows.train), checkpoints.saved)
     judge = load_judge(args, rows, ranks)
 
     trained = fsdp.Trainable(judge, adamw(judge, args.lr, args), args)
     roles = {"judge": trained}
-    state = TrainState()
-    checkpoints.resume(state, roles, flags.as_json(args), IDENTITY)
+    checkpoints.resume(roles, args.steps, IDENTITY)
     log = open_log(args, rows, state.step)
     last = args.steps
     if not args.eval_only:  # an evaluation has nothing to save
@@ -237,7 +239,7 @@ def count_steps(args: Args, rows: int, saved: dict = {}) -> Args:
     return replace(args, steps=steps, max_epochs=0)
 
 
-# Flags that identify a run: --resume auto does not continue with other values of them.
+# The flags that make this another run, from whose checkpoint --resume auto does not go on.
 IDENTITY = {
     *flags.IDENTITY,
     *JudgeArgs.__annotations__,
@@ -344,7 +346,7 @@ class TrainState:
     def state_dict(self) -> dict:
         return vars(self)
 
-    def load_state_dict(self, saved: dict) -> None:
+    def load_state_dict(self, saved: dict, changed: set[str]) -> None:
         vars(self).update(saved)
 
 

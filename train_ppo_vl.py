@@ -16,7 +16,6 @@ What happens in common/:
     model/attention.py     fills the KV cache
     rewards/functions.py   `call_source` calls your reward
     rewards/scoring.py     collects the rewards; if a call has raised, ends every rank with a message
-    model/storage.py       the weights and optimizer states that a checkpoint holds
     model/checkpoint.py    saves in the background; resumes from the newest undamaged checkpoint
 
 Shapes: G prompts and S samples in a step, with N response tokens in all; L tokens in a pack, T of
@@ -97,8 +96,11 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     reward, environment, weigh = load_programs(args)  # runs the user's code before a GPU is touched
     ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
     rows = load_rows(args)
+    fingerprint = checkpoint.fingerprint_of(args)  # equal on all ranks
     check_rows(args, rows, reward, environment)
-    checkpoints = checkpoint.Checkpoints(args)
+    args = checkpoint.choose_folder(args, fingerprint)
+    state = TrainState(args.kl_coef, history=torch.zeros(2, len(rows.train)))
+    checkpoints = checkpoint.Checkpoints(args, state, fingerprint)
     models = build_models(args, rows.processor, ranks.device)
     modules = models.by_role()  # on meta: no weights are read yet
     modules |= reward_modules(args, reward, rows, models.actor)
@@ -108,11 +110,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 
     trainables = make_trainables(args, models)
     exports = exported_models(args, trainables)
-    state = TrainState(args.kl_coef, history=torch.zeros(2, len(rows.train)))
-    roles = saved_roles(args, trainables, models)
-    checkpoints.resume(state, roles, flags.as_json(args), IDENTITY)
-    if not args.kl_target:  # else the weight adapts, and is part of the state
-        state.kl_coef = args.kl_coef
+    checkpoints.resume(saved_roles(args, trainables, models), args.steps, IDENTITY)
     log = open_log(args, rows, state.step)
     sampling = replace(sampling_of(args, rows.processor, ranks.device), environment=environment)
     if not args.eval_only:  # an evaluation has nothing to save
@@ -459,8 +457,8 @@ def load_rows(args: Args) -> Rows:
         held_out = load_files(args.eval_data, args, processor, settings)
         if args.row_kind == "judgements":
             settings.note_training(row for rows in train_sets for row in rows)
-    held_out = list(itertools.chain(*held_out))
-    return Rows(processor, train_sets, held_out, load_ptx(args, processor))
+        ptx = load_ptx(args, processor)
+    return Rows(processor, train_sets, list(itertools.chain(*held_out)), ptx)
 
 
 def load_files(
@@ -521,12 +519,14 @@ def check_rows(
 
 
 def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
-    """The next-token loss on --ptx_data, if any. Its rows get no system prompt. Raises UserError on
-    every rank."""
+    """The next-token loss on --ptx_data, if any. Its rows get no system prompt. Raises ValueError with
+    file and line."""
     if not args.ptx_data:
         return None
-    with distributed.raise_on_all_ranks("--ptx_data "):
+    try:
         rows = judgements.load_responses(args.ptx_data, processor, args, args.max_tokens_per_pack)
+    except ValueError as error:
+        raise ValueError(f"--ptx_data {error}") from error
     return PtxLoss(
         rows=rows,
         loader=data.PromptLoader(processor, args),
@@ -602,13 +602,18 @@ class TrainState:
         history = self.history.numpy().tobytes().hex()  # a list of numbers would take seconds
         return vars(self) | {"moments": vars(self.moments), "history": history}
 
-    def load_state_dict(self, saved: dict) -> None:
+    def load_state_dict(self, saved: dict, changed: set[str]) -> None:
+        """Restore what was saved, but for what DEPENDS_ON flags that have ``changed``. Raises ValueError:
+        the history is no such text."""
         saved["moments"] = losses.RunningMoments(**saved["moments"])
-        stored = bytearray.fromhex(saved.pop("history"))
-        history = torch.frombuffer(stored, dtype=torch.float32).view(2, -1)
-        if history.shape == self.history.shape:  # else the rows are others
-            saved["history"] = history
-        vars(self).update(saved)
+        history = bytearray.fromhex(saved["history"])
+        if len(history) == self.history.nbytes > 0:
+            saved["history"] = torch.frombuffer(history, dtype=torch.float32).view(2, -1)
+        else:  # other rows are bad now, or there are none
+            changed = changed | {"data"}
+        for name, value in saved.items():
+            if changed.isdisjoint(DEPENDS_ON.get(name, ())):
+                setattr(self, name, value)
 
 
 def evaluation_due(state: TrainState, rows: Rows, args: Args) -> bool:
@@ -647,16 +652,24 @@ def advance(
     state.metrics = metrics
 
 
-# Flags that identify a run: --resume auto does not continue with other values of them.
-OF_REWARDS = "reward reward_recipe reward_combiner env".split()
+# The flags that make this another run, from whose checkpoint --resume auto does not go on. Those of its
+# length are flags.LENGTH; all others are its way, and taken as they are now.
+OF_REWARDS = "reward reward_recipe reward_combiner grm_question grm_mode env".split()
 IDENTITY = {
     *flags.IDENTITY,
-    "ptx_data",
     *OF_REWARDS,
     *ppo_flags.RowArgs.__annotations__,
     *AlgorithmArgs.__annotations__,
     *ppo_flags.PerceptionArgs.__annotations__,
     *ppo_flags.TeacherArgs.__annotations__,
+} - {"export_critic"}
+# What of a saved state belongs to which flags: where one of them has changed, it begins anew.
+DEPENDS_ON = {
+    "kl_coef": ("kl_coef", "kl_target"),
+    "moments": OF_REWARDS,
+    "history": (*OF_REWARDS, "data"),
+    "ahead": ("prompts_per_step", "rollouts_per_step", "data"),
+    "ptx_rows": ("ptx_data",),
 }
 
 

@@ -9,6 +9,8 @@ does not hold what it must.
     number_as_text           a number of JSON as the text that rows hold of it
     read_records             the JSON objects that a run has written, line by line
     follow_pointer           the folder that <out>/export/latest names
+    write_durably, replace_durably, write_pointer, write_link, sync_folder
+                             what survives a power cut
     say                      print what may quote files and programs
     as_message, printable    such a text, fit for a terminal
 
@@ -30,6 +32,7 @@ import math
 import os
 import re
 import stat
+import time
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
@@ -170,3 +173,54 @@ def follow_pointer(name: str | Path) -> Path:
     if path.name == "latest" and path.is_file():
         return path.parent / read_text(path).strip()
     return path
+
+
+# -------------------------------------------------------------------------------------------------
+# Files that survive a power cut
+# -------------------------------------------------------------------------------------------------
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a text file, with its folder, whose content is on the disk when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A lone surrogate, legal as an escape in a data row, has no encoding: backslashreplace writes
+    # the escape again.
+    path.unlink(missing_ok=True)  # a link, too: nothing is written through it
+    with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Make what is in a file, or new names and renames in a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def replace_durably(path: Path, text: str) -> None:
+    """Replace a text file: readers see the old content or the new one."""
+    aside = path.with_name(f".{path.name}.tmp")
+    write_durably(aside, text)
+    os.replace(aside, path)
+
+
+def write_pointer(pointer: Path, name: str) -> None:
+    """Replace a file that holds the name of its newest neighbour."""
+    replace_durably(pointer, name + "\n")
+    sync_folder(pointer.parent)
+
+
+def write_link(link: Path, name: str) -> None:
+    """Replace a relative link to its newest neighbour; where links cannot be made, see `write_pointer`."""
+    aside = link.with_name(f".{link.name}.link")
+    if link.is_dir() and not link.is_symlink():  # a run was copied, and each link became a folder
+        link.rename(link.with_name(f"{link.name}-{time.time_ns()}"))
+    try:
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(name)
+        os.replace(aside, link)
+        sync_folder(link.parent)
+    except OSError:
+        write_pointer(link, name)

@@ -28,8 +28,11 @@ NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
 LARGEST = 1e300  # of a flag's values: no infinity
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
 LONGEST_WAIT = 1e7
-# The flags that identify a run of either script.
-IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision", "data", "template_options")
+# The flags that make a model, and a run of either script, another one.
+MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
+IDENTITY = (*MODEL_IDENTITY, "data", "template_options", "seed")
+# Those of the length of a run. All others are its way: a resumed run takes them as they are now.
+LENGTH = ("steps", "max_epochs")
 FOREIGN = Path(__file__).with_name("foreign_flags.json")  # flags of other systems
 # that most runs touch: --help alone shows these
 OFTEN = """
@@ -548,6 +551,11 @@ class CheckpointArgs:
         "disk space of complete checkpoints, 10^9 bytes: beyond it the oldest are deleted, never "
         "the newest; 0: no limit",
     )
+    save_strategy: str = flag(
+        "unrestricted",
+        "who writes at the same time: all ranks, those of one node, or one rank",
+        choices=("unrestricted", "single_node", "single_process", "single_thread"),
+    )
     save_blocking: bool = flag(
         False, "wait for each checkpoint instead of writing it in the background"
     )
@@ -559,8 +567,8 @@ class CheckpointArgs:
     resume: str = flag(
         "auto",
         "auto: resume if --out has a checkpoint, but not one of another model, data, reward or "
-        "algorithm; never: fail if it has one; PATH: start --out, unless it has its own, from that "
-        "checkpoint, with other flags if need be",
+        "algorithm; never: fail if it has one; PATH of a run or a checkpoint: start --out, unless it has "
+        "one of its own, from there, with other flags if need be",
     )
 
 
@@ -569,8 +577,8 @@ class RunArgs:
     """run"""
 
     out: Path = flag(
-        Path("runs/latest"),
-        "output folder",
+        Path("runs/<time>"),
+        "output folder; without it a new one, which runs/latest then names",
     )
     seed: int = flag(0, "seed of sampling and data order", high=2**32 - 1)
     eval_every: int = flag(

@@ -11,7 +11,6 @@ an error.
 
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -30,7 +29,13 @@ from tqdm import tqdm
 
 from common import distributed
 from common.cards import contact_sheet
-from common.files import as_message, printable, read_records
+from common.files import (
+    as_message,
+    printable,
+    read_records,
+    replace_durably,
+    write_durably,
+)
 from common.flags import RunArgs
 from common.process import EXIT_PREEMPTED, Exit, UserError
 
@@ -322,7 +327,10 @@ class RunLogger:
         """
         stopped = step < last and not self.eval_only
         if stopped:
-            self.line(f"stopped by a signal after step {step}; the same command goes on from there")
+            self.line(
+                f"stopped by a signal after step {step}; {how_to_go_on(self.out)}, and with --steps "
+                f"{step} exports the weights of this step"
+            )
         else:
             self.line(f"done: all results are in {self.out}")
         self.bar.close()
@@ -366,6 +374,11 @@ class RunLogger:
         return texts
 
 
+def how_to_go_on(out: Path) -> str:
+    """What to type after a run has stopped."""
+    return f"the same command with --out {out} goes on from there"
+
+
 def environment() -> dict:
     """Versions, device and git commit ("-dirty" after it: tracked files were changed; "unknown": no
     checkout)."""
@@ -393,54 +406,3 @@ def as_lines(records: list[dict]) -> str:
     return "".join(
         json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records
     )
-
-
-# -------------------------------------------------------------------------------------------------
-# Files that survive a power cut
-# -------------------------------------------------------------------------------------------------
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a text file, with its folder, whose content is on the disk when this returns."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A lone surrogate, legal as an escape in a data row, has no encoding: backslashreplace writes
-    # the escape again.
-    path.unlink(missing_ok=True)  # a link, too: nothing is written through it
-    with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Make what is in a file, or new names and renames in a folder, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-
-
-def replace_durably(path: Path, text: str) -> None:
-    """Replace a text file: readers see the old content or the new one."""
-    aside = path.with_name(f".{path.name}.tmp")
-    write_durably(aside, text)
-    os.replace(aside, path)
-
-
-def write_pointer(pointer: Path, name: str) -> None:
-    """Replace a file that holds the name of its newest neighbour."""
-    replace_durably(pointer, name + "\n")
-    sync_folder(pointer.parent)
-
-
-def write_link(link: Path, name: str) -> None:
-    """Replace a relative link to its newest neighbour; where links cannot be made, see `write_pointer`."""
-    aside = link.with_name(f".{link.name}.link")
-    if link.is_dir() and not link.is_symlink():  # a run was copied, and each link became a folder
-        link.rename(link.with_name(f"{link.name}-{time.time_ns()}"))
-    try:
-        aside.unlink(missing_ok=True)
-        aside.symlink_to(name)
-        os.replace(aside, link)
-        sync_folder(link.parent)
-    except OSError:
-        write_pointer(link, name)

@@ -21,7 +21,7 @@ from common.files import say
 from common.threads import GIVEN_UP
 
 EXIT_USER_ERROR = 2
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command with --out goes on
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 # Signals that arrived; all ranks look at them together between two steps.
 STOP_SIGNALS: list[int] = []
@@ -68,6 +68,12 @@ def catch_signals() -> None:
     """From now on, the signals of `handle_signals` ask for a stop after the step in progress; a
     second Ctrl-C ends the process at once."""
     handle_signals(request_stop)
+
+
+def end_now(_number: int, _frame: Any) -> None:
+    """Signal handler, until `catch_signals`: end this process, which has nothing to save."""
+    tell_now("stopped by a signal with nothing to save; the same command starts again")
+    os._exit(EXIT_PREEMPTED)
 
 
 def handle_signals(handler: Callable) -> None:
@@ -129,6 +135,7 @@ def run_main(program: Callable[[], Any]) -> None:
     """Run a script's main; what it raises becomes one message and an exit code, and is told to
     torchrun, whose summary comes last."""
     die_with_torchrun()
+    handle_signals(end_now)
     code = 0
     with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
         try:

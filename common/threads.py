@@ -18,7 +18,7 @@ from typing import Any
 
 # errors of a user's program; those that would end Python as well
 RAISED = (Exception, SystemExit, KeyboardInterrupt)
-GIVEN_UP: list["Call"] = []  # calls whose threads may be running still
+GIVEN_UP: list[Future] = []  # calls whose threads may be running still
 
 
 def describe_error(error: BaseException) -> str:

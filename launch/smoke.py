@@ -26,11 +26,11 @@ import toy
 from tool import ROOT  # puts the project's folder on the path
 
 # isort: split
-from common.model.storage import step_folders
-
 from common import distributed
-from common.logging import environment, read_records
+from common.files import read_records
+from common.logging import environment
 from common.model.attention import choose_backend
+from common.model.checkpoint import step_folders
 from common.process import UserError
 
 LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a sampler that is right
@@ -99,7 +99,7 @@ def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict]:
     yield start(f"{ranks} ranks, killed", out, ranks, [*flags, "1000"], is_killed=True)
     newest = newest_checkpoint(out)
     last = str(newest + 2)
-    flags += [last, "--resume", "must"]
+    flags += [last]
     yield start(f"{ranks} ranks, resumed", out, ranks, flags, resumes=newest)
     yield check_export(out / "export" / f"step-{last}", flags)
 

@@ -1,5 +1,6 @@
 """A small run that is ended and started again, and what must be the same afterwards."""
 
+import gc
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 import ranks
 import train_ppo_vl as ppo
+from common import process
 from common.model import checkpoint
 from conftest import assert_same_records, reproducible, words, write_image, write_rows
 
@@ -21,9 +23,9 @@ def letters(prompts, responses, references, labels, images):
     return [sum(c in "aeiou " for c in r) / max(1, len(r)) + 0.1 * len(p) for r, p in zip(responses, images)]
 '''
 ALGORITHMS = {
-    "gae": "--steps 6 --epochs 2 --minibatches 2 --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --critic_lr 1e-3 "
+    "gae": "--steps 4 --epochs 2 --minibatches 2 --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --critic_lr 1e-3 "
     "--eval_every 2 --on_bad_row skip --data damaged.jsonl --ema_beta 0.9",
-    "grpo": "--steps 6 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --lr_schedule linear "
+    "grpo": "--steps 4 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --lr_schedule linear "
     "--warmup_steps 2 --eval_every 0",
 }
 
@@ -96,7 +98,7 @@ def records(out: Path) -> list[dict]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def assert_bitwise(out: Path, reference: Path, step: int = 6) -> None:
+def assert_bitwise(out: Path, reference: Path, step: int = 4) -> None:
     """Every step recorded once and equal in every bit, and so are the exported weights."""
     assert_same_records(records(out), records(reference))
     ours, theirs = (
@@ -168,7 +170,7 @@ def flags_of(model: Path, task: Path) -> Callable:
 
 
 def undisturbed_runs(flags: Callable, tmp_path_factory) -> Callable:
-    """(algorithm, ranks) -> folder of a run of six steps that nothing happened to."""
+    """(algorithm, ranks) -> folder of a run of four steps that nothing happened to."""
     folders = {}
 
     def run(name: str, world: int) -> Path:
@@ -197,3 +199,68 @@ def assert_close_records(ours: list[dict], theirs: list[dict]) -> None:
     """The same but for the order of additions, which is another on another number of ranks."""
     for first, second in zip(ours, theirs, strict=True):
         assert reproducible(first) == pytest.approx(reproducible(second), abs=1e-4, rel=1e-4)
+
+
+def refused(argv: list[str], *parts: str) -> None:
+    """A run in this process that ends with a message of all these parts."""
+    with pytest.raises(process.UserError) as error:
+        ppo.main(argv)
+    for part in parts:
+        assert part in str(error.value)
+    del error
+    # the frames that the error holds own the lock of the folder
+    gc.collect()
+
+
+def flip(path: Path, place: int) -> None:
+    """One bit of the byte there; from the end if it is negative."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def shard_file(folder: Path) -> Path:
+    """The file of a checkpoint's tensors that one rank has written."""
+    return next(folder.glob("*.safetensors"))
+
+
+def small_task(folder: Path, model: Path, name: str) -> list[str]:
+    """Flags of a run of either script on 16 rows."""
+    (folder / "reward.py").write_text(REWARD)
+    rows = [{"prompt": f"row {i}: how many circles?", "answer": "1"} for i in range(16)]
+    write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "eval.jsonl", rows[:2])
+    write_rows(
+        folder / "judged.jsonl", [{"prompt": row["prompt"], "response": "one"} for row in rows]
+    )
+    write_rows(folder / "ptx.jsonl", [{"prompt": f"say {i}", "response": f"{i}"} for i in range(7)])
+    flags = words(
+        "--model",
+        model,
+        "--out",
+        folder / name,
+        "--max_prompt_tokens 256 --max_tokens_per_pack 400 "
+        "--save_every 1 --log_samples 0 --timeout 90 --keep_last 9 --prompts_per_step 4 --export_every 0",
+    )
+    if name == "grm":
+        return words(
+            *flags,
+            "--data",
+            folder / "judged.jsonl",
+            "--eval_data",
+            folder / "judged.jsonl",
+            "--lr 1e-3 --eval_every 0",
+        )
+    return words(
+        *flags,
+        "--data",
+        f"{folder}/rows.jsonl:0.5",
+        "--eval_data",
+        folder / "eval.jsonl",
+        "--reward",
+        f"{folder}/reward.py:letters",
+        "--max_new_tokens 4 --samples_per_prompt 2 --rollouts_per_step 2 --actor_lr 1e-3 "
+        "--advantage grpo --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --reward_norm --minibatches 2 "
+        "--ptx_coef 0.1 --ptx_batch 2 --ptx_data",
+        folder / "ptx.jsonl",
+    )

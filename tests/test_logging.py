@@ -175,7 +175,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def die(*_):
         raise KeyboardInterrupt  # as a kill would, between the first byte and the last
 
-    monkeypatch.setattr("common.logging.os.fsync", die)
+    monkeypatch.setattr("common.files.os.fsync", die)
     for name in ("eval/a.json", "eval/b.json"):
         with pytest.raises(KeyboardInterrupt):
             log.json(name, "new")
@@ -263,7 +263,7 @@ def test_how_a_run_ended(tmp_path, capsys):
     assert stop.value.code == 75
     assert steps(tmp_path) == [2]
     assert (
-        "stopped by a signal after step 2; the same command goes on from there"
+        f"stopped by a signal after step 2; the same command with --out {tmp_path} goes on from there"
         in capsys.readouterr().out
     )
     open_log(tmp_path, first_step=6).close(6, 6)
@@ -440,7 +440,7 @@ def test_latest_is_a_link_or_a_file_and_replaces_either(tmp_path, monkeypatch, l
                     raise PermissionError("no links here")
 
                 patch.setattr(Path, "symlink_to", none)
-            logging.write_link(latest, "step-2")
+            files.write_link(latest, "step-2")
         assert latest.is_symlink() == links
         assert files.follow_pointer(str(latest)) == latest.parent / "step-2"
         # nothing is deleted

@@ -160,12 +160,15 @@ def main():
     print("too late")
 process.run_main(main)
 """
-COLLECTIVE = """
-    lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
-    libc.sem_init(lock, 0, 0)
-    while True:
-        libc.sem_wait(lock)
-"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT"])
+def test_a_signal_before_the_loop_ends_with_one_line(name):
+    """One process of each machine says it."""
+    for local_rank, message in (("0", STOPPED), ("1", "")):
+        program = BEFORE_THE_LOOP.format(name=name, wait="time.sleep(20)")
+        result = python(program, LOCAL_RANK=local_rank)
+        assert (result.returncode, result.stdout, result.stderr) == (75, "", message)
 
 
 @pytest.mark.parametrize("name, code", [("SIGHUP", 0), ("SIGUSR1", 75)])

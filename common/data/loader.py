@@ -25,7 +25,6 @@ from common.buffers import Batch
 from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
-from common.files import sha256
 from common.flags import DataArgs, parse_datasets
 from common.process import UserError
 
@@ -118,13 +117,6 @@ def repeated_rows(args: DataArgs, sets: list[list]) -> list[str]:
                 f"{path}: a step takes {taken:.0f} of its {len(rows)} rows, some of them again"
             )
     return problems
-
-
-def digest_rows(spec: str, rows: int) -> str:
-    """The number of rows in use and a digest of each of their files: rows that were edited make
-    another run."""
-    digests = [sha256(path)[:12] for path, _ in parse_datasets(spec)]
-    return f"{rows} rows, sha256 {' '.join(digests)}"
 
 
 # -------------------------------------------------------------------------------------------------

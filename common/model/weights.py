@@ -28,8 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common import distributed
 from common.data.processor import Processor
-from common.files import follow_pointer, read_json
-from common.logging import sync_folder, write_link
+from common.files import follow_pointer, read_json, sync_folder, write_link
 from common.model.adapters import adapted_layers, init_adapters
 from common.model.shards import copy_shard, whole
 from common.model.vlm import Model, Setup, Wrapper

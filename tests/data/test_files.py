@@ -20,7 +20,6 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import files, process
-from common.data.loader import digest_rows
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.flags import DataArgs
@@ -250,7 +249,6 @@ def test_only_regular_files_are_opened(load, qwen25, tmp_path, fifo):
         lambda: open_weights(fifo),
         lambda: files.sha256(fifo),
         lambda: files.read_text(fifo),
-        lambda: digest_rows(str(fifo), 1),
         lambda: ppo.parse_args(["--config", str(fifo)]),
     ):
         with value_error("fifo is not a regular file"):

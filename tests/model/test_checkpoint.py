@@ -3,8 +3,6 @@
 Real processes get real SIGKILLs; what else a life may suffer is patched into it before it begins.
 """
 
-import errno
-import gc
 import hashlib
 import json
 import os
@@ -15,22 +13,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, logging, process
+from common import distributed, files, logging, process
 from common.model import checkpoint, fsdp
 from common.model.memory import resident_bytes
 from conftest import (
@@ -42,19 +37,21 @@ from conftest import (
     start,
     user_error,
     words,
-    write_rows,
 )
 from helpers import assert_close_weights, change_weight, tensors, weights_of
 from lives import (
     ALGORITHMS,
-    REWARD,
     assert_bitwise,
     assert_close_records,
     die_at,
     flags_of,
+    flip,
     live,
     rank,
     records,
+    refused,
+    shard_file,
+    small_task,
     steps,
     stop_at,
     time_saves,
@@ -89,7 +86,7 @@ def change_writes(
 ) -> None:
     """The writer of one rank (-1: all) fails at the given saves (1-based), is slow at the first, or
     finds its disk full."""
-    original, calls = checkpoint.Checkpoints.write, []
+    original, calls = checkpoint.HuggingFaceStorageWriter.write_data, []
 
     def write(*arguments):
         calls.append(arguments)
@@ -106,28 +103,12 @@ def change_writes(
                 file.write(json.dumps([rank(), started, time.time()]) + "\n")
         return result
 
-    checkpoint.Checkpoints.write = write
-
-
-def limit_groups(most: int) -> None:
-    original, made = dist.new_group, []
-
-    def new_group(*arguments, **options):
-        made.append(arguments)
-        assert len(made) <= most
-        return original(*arguments, **options)
-
-    dist.new_group = new_group
+    checkpoint.HuggingFaceStorageWriter.write_data = write
 
 
 def name_hosts() -> None:
     """Every rank is on a host of its own."""
     socket.gethostname = lambda: f"node-{os.environ['RANK']}"
-
-
-def other_disk(only: int, folder: str) -> None:
-    """A relative --out is another folder for one rank."""
-    os.chdir(folder if rank() == only else ".")
 
 
 def fill_disk(disk: str, first: int) -> None:
@@ -175,11 +156,6 @@ def tell_shards() -> None:
     fsdp.create_state = told
 
 
-def live_apart(argv: list[str], more: list[str]) -> None:
-    """The run, which one rank was started for with further flags."""
-    ppo.main([*argv, *more] if os.environ["RANK"] == "1" else argv)
-
-
 # ----------------------------------------------------------------------------- set-up
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
@@ -223,16 +199,6 @@ def train(argv: list[str]) -> dict[str, float]:
     return ppo.main(argv)
 
 
-def refused(argv: list[str], *parts: str) -> None:
-    with pytest.raises(process.UserError) as error:
-        ppo.main(argv)
-    for part in parts:
-        assert part in str(error.value)
-    del error
-    # the frames that the error holds own the lock of the folder
-    gc.collect()
-
-
 @pytest.fixture(scope="module")
 def finished(flags, tmp_path_factory) -> Path:
     """A run of two steps with the checkpoints step-1 and step-2; copy it before use."""
@@ -254,18 +220,18 @@ def copy(finished, out) -> Path:
 
 # ----------------------------------------------------------------------------- bitwise resume
 @pytest.mark.parametrize("name, world", [("gae", 2), ("grpo", 1)])
-def test_six_steps_are_three_and_three(flags, out, undisturbed, name, world):
-    """3 steps, SIGKILL of all ranks in step 4, resume, 3 steps: all bits equal those of an
+def test_four_steps_are_two_and_two(flags, out, undisturbed, name, world):
+    """2 steps, SIGKILL of all ranks in step 3, resume, 2 steps: all bits equal those of an
     undisturbed run."""
-    argv = flags(out, ALGORITHMS[name] + " --save_every 3")
+    argv = flags(out, ALGORITHMS[name] + " --save_every 2")
     live(
         [*argv, "--save_blocking"],
         world,
-        [(stop_at, "update_actor", 4, -1, signal.SIGKILL)],
+        [(stop_at, "update_actor", 3, -1, signal.SIGKILL)],
         codes=[-signal.SIGKILL] * world,
     )
-    assert steps(out) == [3]
-    assert records(out)[-1]["step"] == 3
+    assert steps(out) == [2]
+    assert records(out)[-1]["step"] == 2
     assert "resuming from" in live(argv, world)
     assert_bitwise(out, undisturbed(name, world))
     if name == "gae":
@@ -276,13 +242,13 @@ def test_six_steps_are_three_and_three(flags, out, undisturbed, name, world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 3)])
 def test_resume_on_another_number_of_ranks(flags, out, undisturbed, before, after):
     """--resume PATH, into another folder, resharded."""
     reference = undisturbed("gae", before)
-    live(flags(out, ALGORITHMS["gae"] + f" --resume {reference}/checkpoints/step-3"), after)
-    actual, expected = records(out), records(reference)[-3:]
-    assert [r["step"] for r in actual] == [4, 5, 6]
+    live(flags(out, ALGORITHMS["gae"] + f" --resume {reference}/checkpoints/step-2"), after)
+    actual, expected = records(out), records(reference)[-2:]
+    assert [r["step"] for r in actual] == [3, 4]
     assert_close_records(actual, expected)
 
 
@@ -291,7 +257,7 @@ def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, task):
     """--hsdp 2 on four ranks: halves of everything, the steps of one rank, and a checkpoint that
     goes on on one."""
     reference, out = undisturbed("gae", 1), tmp_path / "four"
-    told = live(flags(out, ALGORITHMS["gae"] + " --hsdp 2 --save_every 3"), 4, [(tell_shards,)])
+    told = live(flags(out, ALGORITHMS["gae"] + " --hsdp 2 --save_every 2"), 4, [(tell_shards,)])
     # actor and critic
     assert told.count("[('(Replicate(), Shard(dim=0))', 2.0)]") == 8
     plan = start(qwen25, task / "rows.jsonl")
@@ -303,44 +269,43 @@ def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, task):
             assert int(moments) == 2 * int(weights)
             assert int(moments) <= planned["Adam"]
             assert int(moments) == planned["Adam"] or rank % 2
-    live(flags(tmp_path / "one", ALGORITHMS["gae"] + f" --resume {out}/checkpoints/step-3"))
-    for run, count in ((out, 7), (tmp_path / "one", 3)):
+    live(flags(tmp_path / "one", ALGORITHMS["gae"] + f" --resume {out}/checkpoints/step-2"))
+    for run, count in ((out, 5), (tmp_path / "one", 2)):
         assert_close_records(records(run), records(reference)[-count:])
-    assert_close_weights(*(folder / "export" / "step-6" for folder in (reference, out)))
+    assert_close_weights(*(folder / "export" / "step-4" for folder in (reference, out)))
 
 
 @pytest.mark.slow
 def test_a_slow_background_save_holds_the_state_of_its_step(flags, out, undisturbed, tmp_path):
     """Training goes on while the writer sleeps for four seconds; what it then writes is what it was given."""
     hooks = [(change_writes, 0, [], 4), (time_saves, str(tmp_path / "waited"))]
-    live(flags(out, ALGORITHMS["gae"] + " --save_every 3"), 1, hooks)
+    live(flags(out, ALGORITHMS["gae"] + " --save_every 2"), 1, hooks)
     waited = read_rows(tmp_path / "waited")
     # until the next save begins
-    assert 0 < sum(seconds for step, seconds in waited if step == 3) < 3
-    ours, theirs = (folder / "checkpoints" / "step-3" for folder in (out, undisturbed("gae", 1)))
+    assert 0 < sum(seconds for step, seconds in waited if step == 2) < 3
+    ours, theirs = (folder / "checkpoints" / "step-2" for folder in (out, undisturbed("gae", 1)))
     assert_equal_tensors(ours, theirs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "owner, method, saved, recorded, evaluated",
+    "owner, method, at, saved, recorded",
     [
-        ("RunLogger", "step", 3, 3, 2),
-        ("Checkpoints", "save", 3, 4, 2),
-        ("RunLogger", "evaluation", 4, 4, 2),
+        ("RunLogger", "step", 3, 2, 2),
+        ("Checkpoints", "save", 3, 2, 3),
+        ("RunLogger", "evaluation", 4, 4, 4),
     ],
 )
 def test_killed_between_record_save_and_evaluation(
-    flags, out, undisturbed, owner, method, saved, recorded, evaluated
+    flags, out, undisturbed, owner, method, at, saved, recorded
 ):
     """What a step still owes is made up for, once: its record, its checkpoint, its evaluation."""
     argv = flags(out, ALGORITHMS["gae"])
-    live([*argv, "--save_blocking"], 1, [(die_before, owner, method, 4)], codes=[-signal.SIGKILL])
+    live([*argv, "--save_blocking"], 1, [(die_before, owner, method, at)], codes=[-signal.SIGKILL])
     assert steps(out)[0] == saved
     assert records(out)[-1]["step"] == recorded
-    assert [record["step"] for record in records(out) if "eval/num_samples" in record][
-        -1
-    ] == evaluated
+    evaluated = [record["step"] for record in records(out) if "eval/num_samples" in record]
+    assert evaluated == [0, 2]
     live(argv)
     assert_bitwise(out, undisturbed("gae", 1))
 
@@ -349,11 +314,11 @@ def test_killed_between_record_save_and_evaluation(
 def test_half_a_record_is_no_record(flags, out, undisturbed):
     """A record that was cut by the kill, and those of steps after the checkpoint, are written anew."""
     out = Path(shutil.copytree(undisturbed("grpo", 1), out, symlinks=True))
-    for step in (5, 6):
+    for step in (3, 4):
         shutil.rmtree(out / "checkpoints" / f"step-{step}")
     with open(out / "metrics.jsonl", "a") as file:
-        file.write('{"step": 7, "rollout/rew')
-    assert "step-4" in live(flags(out, ALGORITHMS["grpo"]))
+        file.write('{"step": 5, "rollout/rew')
+    assert "step-2" in live(flags(out, ALGORITHMS["grpo"]))
     assert_bitwise(out, undisturbed("grpo", 1))
 
 
@@ -362,35 +327,35 @@ def test_half_a_record_is_no_record(flags, out, undisturbed):
 @pytest.mark.parametrize(
     "point, rank, survives",
     [
-        ("before-write", 1, 2),
-        ("before-commit", 0, 2),
-        ("before-rename", 0, 2),
-        ("before-pointer", 0, 3),
-        ("before-rotation", 0, 3),
+        ("before-write", 1, 1),
+        ("before-commit", 0, 1),
+        ("before-rename", 0, 1),
+        ("before-pointer", 0, 2),
+        ("before-rotation", 0, 2),
     ],
 )
 def test_killed_at_a_marked_point(flags, out, undisturbed, point, rank, survives):
     """The other rank ends too; earlier checkpoints are as they were; the next life takes the newest
     complete one."""
     shutil.copytree(undisturbed("grpo", 2), out, symlinks=True)
-    for step in (3, 4, 5, 6):
+    for step in (2, 3, 4):
         shutil.rmtree(out / "checkpoints" / f"step-{step}")
-    logging.write_pointer(out / "checkpoints" / "latest", "step-2")
-    before = contents(out / "checkpoints" / "step-2")
-    argv = flags(out, ALGORITHMS["grpo"] + " --save_every 3 --keep_last 2")
+    files.write_pointer(out / "checkpoints" / "latest", "step-1")
+    before = contents(out / "checkpoints" / "step-1")
+    argv = flags(out, ALGORITHMS["grpo"] + " --save_every 2 --keep_last 2")
     life = ranks.start(ppo.main, argv, world=2, patches=[(die_at, point, rank)])
     codes = life.wait()
     assert codes[rank] == -signal.SIGKILL
     assert codes[1 - rank] not in (0, -signal.SIGKILL)
     assert steps(out)[0] == survives
-    assert contents(out / "checkpoints" / "step-2") == before
-    assert pointer(out) == ("step-3" if point == "before-rotation" else "step-2")
+    assert contents(out / "checkpoints" / "step-1") == before
+    assert pointer(out) == ("step-2" if point == "before-rotation" else "step-1")
     output = live(argv, 2)
     assert f"resuming from {out}/checkpoints/step-{survives}" in output
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == [
         "latest",
-        "step-3",
-        "step-6",
+        "step-2",
+        "step-4",
     ]
     assert_bitwise(out, undisturbed("grpo", 2))
 
@@ -427,7 +392,7 @@ def test_write_error_on_one_rank(flags, out):
     hooks = [(change_writes, 1, [2, 4]), (name_hosts,)]
     output = live(flags(out, "--steps 5 --save_blocking"), 2, hooks)
     assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["2", "4"]
-    assert output.count("was not saved: node-1: [Errno 5] Input/output error") == 2
+    assert output.count("was not saved: rank 1 on node-1: [Errno 5] Input/output error") == 2
     assert steps(out) == [5, 3, 1]
     assert pointer(out) == "step-5"
     assert not list((out / "checkpoints").glob(".tmp-*"))
@@ -440,32 +405,8 @@ def test_a_save_that_outlasts_the_timeout(flags, out):
         flags(out, "--timeout 4 --reward_timeout 3 --save_blocking"), 2, [(change_writes, 1, [], 6)]
     )
     assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["1"]
-    assert "not written within 3.2 s" in output
+    assert "was not saved: rank 1 on " in output and "not written within 3.2 s" in output
     assert steps(out) == [2]
-
-
-@pytest.mark.slow
-def test_nodes_that_share_no_disk(flags, out, tmp_path):
-    """Refused at the start."""
-    (tmp_path / "node").mkdir()
-    hooks = [(other_disk, 1, str(tmp_path / "node"))]
-    output = live(flags(Path(os.path.relpath(out))), 2, hooks, codes=[2, 2])
-    assert "is not rank 0's folder: use a file system that all nodes share" in output
-    assert socket.gethostname() in output
-
-
-def test_file_system_without_locks(flags, copy, monkeypatch, capfd):
-    """Lustre without its mount option, say: a warning."""
-
-    def locked(file, operation):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(checkpoint.fcntl, "flock", locked)
-    train(flags(copy))
-    assert (
-        f"warning: a second run in {copy} would not be refused: [Errno {errno.ENOSYS}]"
-        in capfd.readouterr().out
-    )
 
 
 @pytest.mark.slow
@@ -487,23 +428,6 @@ def test_weights_that_cannot_be_exported(flags, out):
     assert load_file(out / "export" / "step-2" / "model.safetensors")
 
 
-# ----------------------------------------------------------------------------- without --out
-@pytest.fixture
-def unnamed(flags, tmp_path, monkeypatch) -> Callable:
-    """unnamed("--more flags"): a command without --out, in a folder of the test's own."""
-    monkeypatch.chdir(tmp_path)
-
-    def build(more: str = "") -> list[str]:
-        argv = flags(Path("none"), more)
-        place = argv.index("--out")
-        return argv[:place] + argv[place + 2 :]
-
-    return build
-
-
-LATEST = Path("runs", "latest")
-
-
 def test_a_metric_that_is_not_finite_costs_no_checkpoint(flags, out, monkeypatch):
     """The save that is on its way when the evaluation of its step turns out so is committed."""
     values = iter((1.0, float("nan")))
@@ -515,6 +439,7 @@ def test_a_metric_that_is_not_finite_costs_no_checkpoint(flags, out, monkeypatch
     assert recorded(out) == [0, 1, 2]
 
 
+# ----------------------------------------------------------------------------- full disks
 @pytest.fixture
 def mount(tmp_path):
     """mount(folder, size): makes it a small file system, until the test ends."""
@@ -559,11 +484,10 @@ def test_a_disk_that_is_full_at_the_last_save_is_named_last(flags, small_disk):
     hooks = [(change_writes, 0, [1], 0, str(small_disk / "checkpoints"))]
     output = live(flags(small_disk, "--steps 1 --export_every 0"), 1, hooks, codes=[2])
     last = output.splitlines()[-1]
-    assert last.startswith("error: the checkpoint of step 1 was not saved (1 in a row): ")
+    assert last.startswith("error: the checkpoint of step 1 was not saved: ")
     assert "No space left on device" in last
 
 
-# ----------------------------------------------------------------------------- records that cannot be written
 @pytest.mark.slow
 def test_a_full_disk_ends_the_run(flags, out, mount):
     """With one message, on every rank alike; the same command goes on once there is space."""
@@ -623,9 +547,25 @@ def test_a_lost_policy_stops_the_run(flags, out):
     assert recorded(out) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
+def test_a_weight_that_is_not_finite_is_named(flags, out, qwen25, tmp_path):
+    """On two ranks, in the shard of the second; nothing with it is ever committed or exported."""
+    model = Path(shutil.copytree(qwen25, tmp_path / "model"))
+    change_weight(model, lambda weight: weight[-1].fill_(torch.nan), "layers.1.mlp.up_proj.weight")
+    argv = flags(out, "--advantage rloo --steps 9 --export_every 1")
+    output = live(words(*argv, "--model", model), 2, codes=[2, 2])
+    assert output.count("error: step 3: the gradient of the actor was not finite") == 1
+    weight = r"\S*layers\.1\.mlp\.up_proj\.weight"
+    assert re.search(rf"step 1 was not saved: .*: actor\.model\.{weight} is not finite", output)
+    assert re.search(f"not exported to .*step-1: {weight} is not finite", output)
+    assert steps(out) == []
+    assert "Traceback" not in output
+    assert not list((out).glob("export/step-*"))
+
+
 # ----------------------------------------------------------------------------- damaged checkpoints
 def test_the_commit_holds_the_sha256_of_every_file(undisturbed):
-    folder = undisturbed("grpo", 2) / "checkpoints" / "step-6"
+    folder = undisturbed("grpo", 2) / "checkpoints" / "step-4"
     files = {name: data for name, data in contents(folder).items() if name != "COMMITTED.json"}
     commit = read_json(folder / "COMMITTED.json")
     assert commit["sha256"] == {
@@ -634,50 +574,10 @@ def test_the_commit_holds_the_sha256_of_every_file(undisturbed):
     assert len(files) == 3
 
 
-def flip(path: Path, place: int) -> None:
-    """One bit of the byte there; from the end if it is negative."""
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-
-
-def flip_in(path: Path, text: bytes) -> None:
-    """One bit of the character behind ``text``: a digit becomes another."""
-    flip(path, path.read_bytes().index(text) + len(text))
-
-
-def shard(folder: Path) -> Path:
-    return next(folder.glob("*.safetensors"))
-
-
-DAMAGES = {  # of a checkpoint -> what is said
-    "a weight or a moment": (lambda folder: flip(shard(folder), -1), "its sha256 is another"),
-    "a digit of the state": (
-        lambda folder: flip_in(folder / "state.json", b'"rows_drawn": '),
-        "state.json is not what was written",
-    ),
-    "no shard": (lambda folder: shard(folder).unlink(), "No such file"),
-    "no commit": (
-        lambda folder: (folder / "COMMITTED.json").unlink(),
-        "COMMITTED.json cannot be read",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_found(copy, damage):
-    distributed.start(60.0, 0)
-    path = copy / "checkpoints" / "step-2"
-    assert checkpoint.find_damage(path) == ""
-    apply, reason = DAMAGES[damage]
-    apply(path)
-    assert reason in checkpoint.find_damage(path)
-
-
 def test_a_rotten_checkpoint_is_not_resumed_from(flags, finished, copy, capfd):
     """It is told why, and the next older one is taken, whatever the pointer says; the result is as
     if the rotten one had never been."""
-    flip(shard(copy / "checkpoints" / "step-2"), -1)
+    flip(shard_file(copy / "checkpoints" / "step-2"), -1)
     (copy / "checkpoints" / "latest").write_text("step-7\n")
     train(flags(copy))
     output = capfd.readouterr().out
@@ -694,231 +594,18 @@ def test_a_rotten_checkpoint_is_not_resumed_from(flags, finished, copy, capfd):
 def test_all_ranks_look_for_rot(flags, out, undisturbed):
     """The newest is damaged in the first rank's file, the next in the second's; the third is taken."""
     out = Path(shutil.copytree(undisturbed("grpo", 2), out, symlinks=True))
-    for step, number in ((6, 1), (5, 2)):
+    for step, number in ((4, 1), (3, 2)):
         flip(next((out / "checkpoints" / f"step-{step}").glob(f"shard-0000{number}*")), -1)
     output = live(flags(out, ALGORITHMS["grpo"]), 2)
     told = re.findall(
         r"not resumed from: \S*/(step-\d): shard-0000(\d)\S* is not what was written", output
     )
-    assert told == [("step-6", "1"), ("step-5", "2")]
-    assert f"resuming from {out}/checkpoints/step-4" in output
+    assert told == [("step-4", "1"), ("step-3", "2")]
+    assert f"resuming from {out}/checkpoints/step-2" in output
     assert_bitwise(out, undisturbed("grpo", 2))
 
 
-@pytest.mark.slow
-def test_a_rotten_checkpoint_that_was_asked_for_is_an_error(flags, copy, tmp_path, capfd):
-    """Of the run's own, to be evaluated, or of another run; or as the only one of the run."""
-    path = copy / "checkpoints" / "step-2"
-    flip(shard(path), -1)
-    for argv in (
-        flags(copy, f"--eval_only --resume {path}"),
-        flags(tmp_path / "new", f"--resume {path}"),
-    ):
-        refused(argv, f"no checkpoint that can be resumed from: {path}")
-        assert "its sha256 is another" in capfd.readouterr().out
-    shutil.rmtree(copy / "checkpoints" / "step-1")
-    refused(flags(copy), "no checkpoint that can be resumed from")
-    (copy / "checkpoints").rename(copy / "away")
-    train(flags(copy))
-    assert "starting from step 0" in capfd.readouterr().out
-    assert steps(copy) == [2, 1]
-
-
-def test_stale_temporary_folders_are_cleaned(flags, copy):
-    for stale in ("checkpoints/.tmp-step-3", "export/.step-2.tmp"):
-        (copy / stale).mkdir()
-        (copy / stale / "junk").write_text("half")
-    train(flags(copy))
-    left = [path.name for folder in ("checkpoints", "export") for path in (copy / folder).iterdir()]
-    assert sorted(left) == ["latest", "latest", "step-1", "step-2", "step-2"]
-
-
-def test_no_pickle_on_load(flags, copy, monkeypatch):
-    """Safetensors and JSON only."""
-    assert {file.suffix for file in (copy / "checkpoints" / "step-2").iterdir()} == {
-        ".json",
-        ".safetensors",
-    }
-
-    def unpickled(*arguments, **named):
-        raise AssertionError("something is unpickled from a file")
-
-    for name in ("torch.load", "pickle.load", "pickle.Unpickler", "torch.serialization.load"):
-        monkeypatch.setattr(name, unpickled)
-    train(flags(copy, "--steps 3"))
-    assert recorded(copy) == [1, 2, 3]
-
-
-# ----------------------------------------------------------------------------- --resume
-@pytest.mark.slow
-def test_resume_choices(flags, copy, tmp_path, capfd):
-    refused(flags(copy, "--resume never"), "--resume never", str(copy))
-    refused(flags(tmp_path / "new", "--resume must"), "--resume must", "no complete checkpoint")
-    refused(flags(copy, "--steps 1"), "step-2: it is already beyond --steps 1; raise --steps")
-    refused(flags(tmp_path / "new", f"--resume {copy}/checkpoints/step-9"), "step-9")
-    capfd.readouterr()
-    train(flags(copy, "--steps 3 --resume must"))
-    assert "resuming from" in capfd.readouterr().out
-    train(flags(tmp_path / "new", "--resume never --steps 1"))
-    assert "starting from step 0: no complete checkpoint" in capfd.readouterr().out
-
-
-@pytest.mark.slow
-def test_changed_flags(flags, copy, capfd):
-    """Those of another run are refused, with both values, unless by must; the others are listed and
-    accepted."""
-    refused(
-        flags(copy, "--advantage rloo --gamma 0.5 --samples_per_prompt 3 --keep_last 5"),
-        "it is of another run",
-        "--advantage 'gae' -> 'rloo'; --gamma 1.0 -> 0.5; --advantages_norm 'on' -> 'off'. ",
-    )
-    capfd.readouterr()
-    train(flags(copy, "--steps 3 --samples_per_prompt 3 --save_every 3 --lr_schedule cosine"))
-    listed = re.search(r"resuming from .*; changed: (.*)", capfd.readouterr().out)[1]
-    assert all(
-        text in listed
-        for text in ("--steps 2 -> 3", "--samples_per_prompt 2 -> 3", "--save_every 1 -> 3")
-    )
-    train(flags(copy, "--steps 4 --gamma 0.5 --resume must"))
-    assert "--gamma 1.0 -> 0.5" in capfd.readouterr().out
-    assert recorded(copy) == [1, 2, 3, 4]
-
-
-def test_a_folder_that_cannot_be_listed_is_not_empty(flags, out):
-    """As where checkpoints/ is a link to a disk that is not there."""
-    out.mkdir()
-    (out / "checkpoints").symlink_to(out.parent / "gone")
-    refused(flags(out), f"{out}/checkpoints: ", "No such file")
-
-
-# ----------------------------------------------------------------------------- what a resumed run is held to
-def copied_task(task: Path, folder: Path) -> list[str]:
-    """The same rows and reward in a folder of their own, and the flags that name them."""
-    shutil.copytree(task, folder)
-    return words(
-        "--data",
-        folder / "rows.jsonl",
-        "--eval_data",
-        folder / "eval.jsonl",
-        "--reward",
-        f"{folder / 'reward.py'}:letters",
-    )
-
-
-def test_an_evaluation_may_have_another_reward(flags, copy, task, tmp_path):
-    """And another system prompt, and other rows: it changes nothing. Another model it may not have."""
-    (tmp_path / "other.py").write_text(REWARD.replace("letters", "others"))
-    before = contents(copy / "checkpoints" / "step-2")
-    evaluated = words(
-        *flags(copy, "--eval_only --data="),
-        "--reward",
-        f"{tmp_path / 'other.py'}:others",
-        "--system_prompt",
-        "be brief",
-    )
-    assert train(evaluated)["eval/train_step"] == 2
-    assert contents(copy / "checkpoints" / "step-2") == before
-    refused(words(*evaluated, "--lora_rank 2"), "cannot be loaded into the models")
-
-
-# ----------------------------------------------------------------------------- flags that were
-# changed on purpose
-def resumed_state(argv: list[str], monkeypatch) -> ppo.TrainState:
-    """The state that a life begins with."""
-    states, load = [], ppo.TrainState.load_state_dict
-
-    def loaded(self, *arguments):
-        load(self, *arguments)
-        states.append(deepcopy(self))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ppo.TrainState, "load_state_dict", loaded)
-        train(argv)
-    return states[0]
-
-
-# ----------------------------------------------------------------------------- the place in the data
-SCRIPTS = {"ppo": ppo, "grm": grm}
-
-
-def small_task(folder: Path, model: Path, name: str) -> list[str]:
-    """The runs that tests/model/saved_by_568c33e was saved by."""
-    (folder / "reward.py").write_text(REWARD)
-    rows = [{"prompt": f"row {i}: how many circles?", "answer": "1"} for i in range(16)]
-    write_rows(folder / "rows.jsonl", rows)
-    write_rows(folder / "eval.jsonl", rows[:2])
-    write_rows(
-        folder / "judged.jsonl", [{"prompt": row["prompt"], "response": "one"} for row in rows]
-    )
-    write_rows(folder / "ptx.jsonl", [{"prompt": f"say {i}", "response": f"{i}"} for i in range(7)])
-    flags = words(
-        "--model",
-        model,
-        "--out",
-        folder / name,
-        "--max_prompt_tokens 256 --max_tokens_per_pack 400 "
-        "--save_every 1 --log_samples 0 --timeout 90 --keep_last 9 --prompts_per_step 4 --export_every 0",
-    )
-    if name == "grm":
-        return words(
-            *flags,
-            "--data",
-            folder / "judged.jsonl",
-            "--eval_data",
-            folder / "judged.jsonl",
-            "--lr 1e-3 --eval_every 0",
-        )
-    return words(
-        *flags,
-        "--data",
-        f"{folder}/rows.jsonl:0.5",
-        "--eval_data",
-        folder / "eval.jsonl",
-        "--reward",
-        f"{folder}/reward.py:letters",
-        "--max_new_tokens 4 --samples_per_prompt 2 --rollouts_per_step 2 --actor_lr 1e-3 "
-        "--advantage grpo --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --reward_norm --minibatches 2 "
-        "--ptx_coef 0.1 --ptx_batch 2 --ptx_data",
-        folder / "ptx.jsonl",
-    )
-
-
-@pytest.mark.parametrize("epochs, steps", [(2, 14), (1, 6)])
-def test_passes_are_counted_in_rows_that_are_left(qwen25, tmp_path, epochs, steps):
-    """--max_epochs of 16 rows, 8 of them drawn in two steps of four: the rest in steps of two."""
-    argv = small_task(tmp_path, qwen25, "grm")
-    grm.main(words(*argv, "--steps 2"))
-    grm.main(words(*argv, f"--prompts_per_step 2 --max_epochs {epochs}"))
-    assert recorded(tmp_path / "grm")[-1] == steps
-    assert records(tmp_path / "grm")[-1]["train/epoch"] == epochs
-
-
-def test_ranks_with_other_flags(flags, out):
-    output = ranks.run(live_apart, flags(out), ["--gamma", "0.5"], world=2, codes=[2, 2])
-    assert "were started with different flags: --gamma 1.0 and 0.5" in output
-    assert not (out).exists()
-
-
-@pytest.mark.slow
-def test_a_path_of_another_run_is_only_a_start(flags, copy, finished, tmp_path, capfd):
-    """The same command once more, as a requeued job gives it, goes on from where it was."""
-    (copy / "checkpoints" / "latest").write_text("step-1\n")
-    argv = flags(tmp_path / "new", f"--resume {copy}/checkpoints/latest")
-    train([*argv, "--steps", "2"])
-    assert f"resuming from {copy}/checkpoints/step-1" in capfd.readouterr().out
-    train([*argv, "--steps", "3"])
-    assert f"resuming from {tmp_path}/new/checkpoints/step-2" in capfd.readouterr().out
-    # a pointer to nothing
-    (copy / "checkpoints" / "latest").write_text("")
-    refused(
-        flags(tmp_path / "other", f"--resume {copy}/checkpoints/latest"),
-        "no complete checkpoint in",
-    )
-    # the run itself, which is no checkpoint, and no damaged one
-    refused(flags(tmp_path / "other", f"--resume {copy}"), f"no complete checkpoint in {copy}")
-    assert "not resumed from" not in capfd.readouterr().out
-
-
+# ----------------------------------------------------------------------------- weights of another run
 def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
     """--critic_model takes an actor's folder, or a critic's with its value head; nothing else is
     loaded from it."""
@@ -938,14 +625,14 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
         start(qwen25, picture_rows, "--critic_model", critic)
 
 
-@pytest.mark.parametrize("more, later", [("", "--export_only"), ("--train_vision", "")])
+@pytest.mark.parametrize("more, later", [("", True), ("--train_vision", False)])
 def test_an_exported_critic_starts_another_run(flags, out, qwen25, picture_rows, more, later):
     """Bit by bit, with its value head; a run may also be asked for it once it has ended."""
     train(flags(out, f"--critic_lr 1e-2 {more} {'' if later else '--export_critic'}"))
     if later:
         assert not (out / "export_critic").exists()
-        train(words(later, "--export_critic --out", out))
-    saved = load_file(shard(out / "checkpoints" / "step-2"))
+        train(flags(out, "--critic_lr 1e-2 --export_critic"))
+    saved = load_file(shard_file(out / "checkpoints" / "step-2"))
     env = start(
         qwen25, picture_rows, "--critic_model", out / "export_critic" / "latest", *more.split()
     )
@@ -955,8 +642,7 @@ def test_an_exported_critic_starts_another_run(flags, out, qwen25, picture_rows,
     assert same_tensors(trained, {name: weights[name] for name in trained})
 
 
-# ----------------------------------------------------------------------------- what is kept, how it
-# is written
+# ----------------------------------------------------------------------------- what is kept, how it is written
 @pytest.mark.slow
 def test_intervals(flags, out, finished, tmp_path, monkeypatch):
     assert steps(finished) == [2, 1]
@@ -1011,6 +697,24 @@ def test_keep_gb(flags, finished, tmp_path):
         assert pointer(out) == "step-4"
 
 
+@pytest.mark.slow
+def test_save_strategies(flags, tmp_path):
+    """Who writes at the same time; what is written does not depend on it."""
+    for strategy in ("unrestricted", "single_node", "single_process", "single_thread"):
+        log = tmp_path / f"{strategy}.jsonl"
+        hooks = [(change_writes, -1, [], 0.4, "", str(log))]
+        live(flags(tmp_path / strategy, f"--steps 1 --save_strategy {strategy}"), 2, hooks)
+        assert_equal_tensors(
+            *(tmp_path / name / "checkpoints" / "step-1" for name in (strategy, "unrestricted"))
+        )
+        (_, _, end), (_, start, _) = sorted(
+            map(json.loads, log.read_text().splitlines()), key=lambda line: line[1]
+        )
+        assert (start < end) == (strategy in ("unrestricted", "single_node")), strategy
+    train(flags(tmp_path / "single_process", "--save_strategy single_process"))
+    assert recorded(tmp_path / "single_process") == [1, 2]
+
+
 # ----------------------------------------------------------------------------- one run per folder, signals
 @pytest.mark.slow
 def test_one_live_run_per_folder(flags, copy):
@@ -1060,7 +764,7 @@ def test_a_signal_between_two_steps_lets_no_step_begin(
 ):
     """During the evaluation or the export after step 2: that ends, step 2 is saved, once, and the
     next life goes on."""
-    script, out = SCRIPTS[name], tmp_path / name
+    script, out = {"ppo": ppo, "grm": grm}[name], tmp_path / name
     argv = words(
         *small_task(tmp_path, qwen25, name),
         "--steps 4 --eval_every 2 --save_every 3 --export_every 2",

@@ -1,0 +1,845 @@
+"""What makes a run the same run, and from where it goes on.
+
+Most checkpoints here hold scalars alone, which take no time; that tensors come back bit by bit is
+shown by test_checkpoint.py.
+"""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file
+
+import ranks
+import train_grm_vl as grm
+import train_ppo_vl as ppo
+from common import distributed, losses
+from common import flags as common_flags
+from common.data.loader import PromptLoader
+from common.model import checkpoint
+from conftest import read_json, table, user_error, words
+from helpers import change_weight
+from lives import (
+    flags_of,
+    flip,
+    live,
+    records,
+    shard_file,
+    small_task,
+    steps,
+    stop_at,
+    write_task,
+)
+
+SCRIPTS = {"ppo": ppo, "grm": grm}
+NODE = "/proc/self/cwd"  # each process has another folder under this path
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def flags(qwen25, task):
+    return flags_of(qwen25, task)
+
+
+@pytest.fixture(scope="module")
+def finished(flags, tmp_path_factory) -> Path:
+    """A run of two steps with the checkpoints step-1 and step-2; copy it before use."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    ppo.main(flags(out))
+    return out
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def copy(finished, out) -> Path:
+    return Path(shutil.copytree(finished, out, symlinks=True))
+
+
+# ----------------------------------------------------------------------------- every flag has its row
+WAY = """
+adam_beta2 attention coordinates dtype eval_data eval_every export_every gradient_checkpointing hsdp image_root keep_gb keep_last
+log_samples lr_schedule max_grad_norm max_pixels max_prompt_tokens max_tokens_per_pack min_lr_ratio min_pixels on_bad_row out
+prompts_per_step resume rollout_shards save_blocking save_every save_strategy timeout video_fps video_frames warmup_steps
+weight_decay eval_only
+""".split()
+WAY_OF_PPO = """
+actor_lr aux_loss_coef critic_epochs critic_lr critic_warmup_steps cuda_graphs ema_beta env_timeout env_workers epochs eval_samples export_critic
+grm_max_new_tokens max_new_tokens max_reply_tokens max_turns min_new_tokens minibatches offload remote_batch reward_timeout
+reward_workers rollouts_per_step sampler_gap_limit samples_per_prompt slots stop_strings target_kl temperature top_k top_p
+""".split()
+WAY_OF_GRM = ["eval_max_new_tokens", "lr"]
+
+
+@pytest.mark.parametrize("script, more", [(ppo, WAY_OF_PPO), (grm, WAY_OF_GRM)])
+def test_every_flag_is_of_the_run_its_length_or_its_way(script, more):
+    """A new flag is put into one of the rows by hand: here if a resumed run takes it as it is now."""
+    names = {field.name for field in dataclasses.fields(script.Args)}
+    length = names & {*common_flags.LENGTH}
+    assert script.IDENTITY <= names and not script.IDENTITY & length
+    assert names - script.IDENTITY - length == {*WAY, *more}
+    assert {*common_flags.MODEL_IDENTITY} < script.IDENTITY
+
+
+def test_flags_that_name_files_are_known():
+    """By ``paths`` in their declaration; an image's bytes are not read for it."""
+    naming = {line.split()[0][2:] for line in NAMED} | {"image_root"}
+    for script in (ppo, grm):
+        fields = dataclasses.fields(script.Args)
+        assert {field.name for field in fields if field.metadata["paths"]} <= naming
+        for field in fields:
+            if re.search(r"JSONL|file\.py|\.json file|folder|checkpoint", field.metadata["help"]):
+                assert field.metadata["paths"] or field.name in NOT_NAMING, field.name
+
+
+def test_what_belongs_to_flags_is_state():
+    state = ppo.TrainState(0.1)
+    assert ppo.DEPENDS_ON.keys() <= vars(state).keys()
+    of_it = {name for names in ppo.DEPENDS_ON.values() for name in names}
+    assert of_it <= {field.name for field in dataclasses.fields(ppo.Args)}
+
+
+NOT_NAMING = set()
+
+
+# ----------------------------------------------------------------------------- the fingerprint
+@pytest.fixture
+def ones(task, qwen25, tmp_path) -> Path:
+    """A folder with one of each that a flag can name; it is the same for any two calls."""
+    return write_named(tmp_path / "ones", task, qwen25)
+
+
+def write_named(folder: Path, task: Path, model: Path) -> Path:
+    shutil.copytree(task, folder)
+    shutil.copytree(model, folder / "model")
+    recipe = {"*": [["grm:model", 0.5], ["reward.py:letters", 0.5]]}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    return folder
+
+
+NAMED = {  # a flag's value -> the file behind it, and one in which the weights are others
+    "--model model": "model/chat_template.jinja",
+    "--critic_model model": "model/config.json",
+    "--reference_model model": "model/tokenizer.json",
+    "--teacher_model model": "model/preprocessor_config.json",
+    "--data rows.jsonl:0.5,eval.jsonl:0.5": "eval.jsonl",
+    "--eval_data eval.jsonl": "eval.jsonl",
+    "--ptx_data rows.jsonl": "rows.jsonl",
+    "--curriculum reward.py:letters": "reward.py",
+    "--env reward.py:letters": "reward.py",
+    "--reward exact,grm:model": "model/generation_config.json",
+    "--reward rm:model,reward.py:letters": "reward.py",
+    "--reward_combiner reward.py:letters": "reward.py",
+    "--reward_recipe recipe.json": "reward.py",
+    '--reward_recipe {"*":[["grm:model",1]]}': "model/model.safetensors",
+}
+
+
+def args_of(line: str) -> ppo.Args:
+    flag, value = line.split(" ")
+    return dataclasses.replace(ppo.Args(), **{flag[2:]: value})
+
+
+@pytest.mark.parametrize("line", NAMED)
+def test_what_a_flag_names_counts_by_its_content(ones, task, qwen25, tmp_path, monkeypatch, line):
+    """Not by its path; and only in the flag that names it."""
+    distributed.start(60.0, 0)
+    monkeypatch.chdir(write_named(tmp_path / "others", task, qwen25))
+    elsewhere = checkpoint.fingerprint_of(args_of(line))
+    monkeypatch.chdir(ones)
+    before = checkpoint.fingerprint_of(args_of(line))
+    assert before == elsewhere
+    with open(NAMED[line], "ab") as file:
+        file.write(b" ")
+    after = checkpoint.fingerprint_of(args_of(line))
+    assert {name for name in before if before[name] != after[name]} == {line.split()[0][2:]}
+
+
+@pytest.mark.parametrize("place", [0, 5_000_000, -1])
+def test_another_revision_has_the_same_names_and_sizes(ones, place):
+    """Weights of ten million bytes: others at the start, in the middle and at the end are seen."""
+    weights = ones / "model" / "model.safetensors"
+    weights.write_bytes(bytes(10_000_000))
+    before = checkpoint.digest_model(str(ones / "model"))
+    data = bytearray(weights.read_bytes())
+    data[place] = 1
+    weights.write_bytes(data)
+    assert checkpoint.digest_model(str(ones / "model")) != before
+    (ones / "model" / "README.md").write_text("not read")
+    data[place] = 0
+    weights.write_bytes(data)
+    assert checkpoint.digest_model(str(ones / "model")) == before
+
+
+def write_cache(folder: Path, model: Path, text: str) -> Path:
+    """A hub cache with the model org/name, whose chat template is followed by a text."""
+    hub = folder / "hub" / "models--org--name"
+    (hub / "refs").mkdir(parents=True)
+    commit = hashlib.sha1(text.encode()).hexdigest()
+    (hub / "refs" / "main").write_text(commit)
+    shutil.copytree(model, hub / "snapshots" / commit)
+    with open(hub / "snapshots" / commit / "chat_template.jinja", "a") as file:
+        file.write(text)
+    return folder
+
+
+def compare_members(lines: list[str], folders: list[str]) -> None:
+    """In every rank, each of them in a folder of its own: what a comparison says of each flag."""
+    rank = int(os.environ["RANK"])
+    os.chdir(folders[rank])
+    constants.HF_HUB_CACHE = str(Path(folders[rank]) / "hub")
+    constants.HF_HUB_OFFLINE = True
+    distributed.start(60.0, 0)
+    for line in lines:
+        try:
+            checkpoint.fingerprint_of(args_of(line))
+            distributed.say_once(f"{line}: equal")
+        except checkpoint.UserError as error:
+            distributed.say_once(f"{line}: {error}")
+
+
+def test_two_nodes_with_other_files_under_one_path_are_refused(ones, task, qwen25, tmp_path):
+    """Of each flag that names something; of two hub caches with another revision, too."""
+    others = write_named(tmp_path / "others", task, qwen25)
+    for folder, text in ((ones, ""), (others, "{# another revision #}")):
+        write_cache(folder, qwen25, text)
+    lines = [*NAMED, "--model org/name", "--reward grm:org/name"]
+    told = ranks.run(compare_members, lines, [str(ones), str(others)], world=2)
+    for line in lines:
+        assert told.count(f"{line}: equal") == ("org/name" not in line), told
+    for path in {*NAMED.values()}:
+        with open(others / path, "ab") as file:
+            file.write(b" ")
+    told = ranks.run(compare_members, lines, [str(ones), str(others)], world=2)
+    host = re.escape(checkpoint.socket.gethostname())
+    for line in lines:
+        flag = line.split()[0]
+        difference = rf"{flag} is '.*' on rank 0 \({host}\) and '.*' on rank 1 \({host}\)"
+        assert re.search(f"{re.escape(line)}: {difference}: all ranks need the same", told), line
+
+
+def other_node(folder: str, versions: bool = False) -> None:
+    """Rank 1 is a node of its own: what lies under NODE is another, and perhaps the versions are."""
+    os.chdir(folder)
+    if os.environ["RANK"] == "1":
+        os.chdir("node-1")
+        if versions:
+            checkpoint.transformers.__version__ = "5.0.0"
+
+
+def test_nodes_with_other_rows_train_nothing(flags, task, tmp_path):
+    """One message on all ranks, before a folder is made; other versions are a warning."""
+    shutil.copytree(task, tmp_path / "task")
+    shutil.copytree(task, tmp_path / "node-1" / "task")
+    argv = flags(tmp_path / "run", f"--data {NODE}/task/rows.jsonl --steps 1 --export_every 0")
+    argv = words(*argv, "--data", f"{NODE}/task/rows.jsonl")
+    told = live(argv, 2, [(other_node, str(tmp_path), True)])
+    assert "warning: transformers is " in told and "5.0.0" in told
+    rows = (tmp_path / "node-1" / "task" / "rows.jsonl").read_text()
+    (tmp_path / "node-1" / "task" / "rows.jsonl").write_text(rows.replace("row 3", "row 4"))
+    argv = words(*argv, "--out", tmp_path / "new")
+    told = live(argv, 2, [(other_node, str(tmp_path))], codes=[2, 2])
+    assert told.count("error: --data is ") == 1 and "Traceback" not in told
+    assert not (tmp_path / "new").exists()
+
+
+def live_apart(argv: list[str], more: list[str]) -> None:
+    """The run, which one rank was started for with further flags."""
+    ppo.main([*argv, *more] if os.environ["RANK"] == "1" else argv)
+
+
+def test_ranks_with_other_flags(flags, out):
+    more = words("--gamma 0.5")
+    told = ranks.run(live_apart, flags(out), more, world=2, codes=[2, 2])
+    assert re.search(r"--gamma is 1.0 on rank 0 \(.*\) and 0.5 on rank 1 \(.*\)", told)
+    assert not out.exists()
+
+
+def test_nodes_that_share_no_folder(flags, tmp_path):
+    """Refused before the first step, on all ranks."""
+    (tmp_path / "node-1").mkdir()
+    told = live(flags(Path(f"{NODE}/run")), 2, [(other_node, str(tmp_path))], codes=[2, 2])
+    assert "is not rank 0's folder: use a file system that all nodes share" in told
+    assert f"on {checkpoint.socket.gethostname()} this" in told
+    assert "step     1" not in told
+
+
+# ----------------------------------------------------------------------------- what a resume does with it
+@pytest.fixture
+def start(flags, out) -> Callable:
+    """start("--more flags"): as a script starts, up to where models would be built."""
+    distributed.start(60.0, 0)
+    held = []
+
+    def begin(more: str = "", folder: Path = out) -> checkpoint.Checkpoints:
+        while held:
+            held.pop().lock.close()
+        args = ppo.parse_args(flags(folder, more))
+        fingerprint = checkpoint.fingerprint_of(args)
+        args = checkpoint.choose_folder(args, fingerprint)
+        state = ppo.TrainState(args.kl_coef, history=torch.zeros(2, 4))
+        held.append(checkpoint.Checkpoints(args, state, fingerprint))
+        return held[0]
+
+    yield begin
+    while held:
+        held.pop().lock.close()
+
+
+@pytest.fixture
+def save(start, out) -> Callable:
+    """save(step, "--more flags", kl_coef=0.3): a checkpoint of scalars alone."""
+
+    def write(number: int, more: str = "", folder: Path = out, **scalars) -> Path:
+        begun = start(more, folder)
+        path = folder / "checkpoints" / f"step-{number}"
+        path.mkdir(parents=True)
+        fingerprint = begun.fingerprint | {"steps": begun.args.steps}
+        state = begun.state.state_dict() | {"step": number, "fingerprint": fingerprint} | scalars
+        (path / "state.json").write_text(json.dumps(state))
+        commit(path)
+        return path
+
+    return write
+
+
+def commit(path: Path) -> None:
+    """Write the digests of a checkpoint's files as they are now."""
+    digests = {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in path.iterdir()
+        if file.name != "COMMITTED.json"
+    }
+    (path / "COMMITTED.json").write_text(json.dumps({"step": 0, "sha256": digests}))
+
+
+def resume(begun: checkpoint.Checkpoints) -> ppo.TrainState:
+    begun.resume({}, begun.args.steps, ppo.IDENTITY)
+    return begun.state
+
+
+def test_a_change_is_refused_or_taken_by_its_row(save, start, out, tmp_path, capfd):
+    path = save(1, "--advantage grpo")
+    with user_error("step-1 is of another run: --seed 0 -> 1; --gamma 1.0 -> 0.5. Choose another"):
+        resume(start("--advantage grpo --gamma 0.5 --seed 1 --keep_last 5"))
+    capfd.readouterr()
+    more = "--advantage grpo --steps 9 --samples_per_prompt 3 --lr_schedule cosine --eval_every 3"
+    assert resume(start(more)).step == 1
+    told = capfd.readouterr().out
+    assert f"resuming from {path}; changed: " in told
+    for text in ("--steps 2 -> 9", "--samples_per_prompt 2 -> 3", "'constant' -> 'cosine'"):
+        assert text in told
+    assert resume(start(f"--resume {path} --gamma 0.5", tmp_path / "new")).step == 1
+    told = capfd.readouterr().out
+    assert "--gamma 1.0 -> 0.5" in told and "--advantage 'grpo' -> 'gae'" in told
+
+
+def test_other_contents_are_another_run(save, start, task, tmp_path, qwen25):
+    """The same paths, other rows, reward, template; base weights below adapters."""
+    folder = write_named(tmp_path / "named", task, qwen25)
+    reward = f"{folder}/reward.py:letters"
+    more = f"--lora_rank 2 --data {folder}/rows.jsonl --model {folder}/model --reward {reward}"
+    save(1, more)
+    assert resume(start(more)).step == 1
+    for name, flag in (
+        ("rows.jsonl", "data"),
+        ("reward.py", "reward"),
+        ("model/chat_template.jinja", "model"),
+    ):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text + "\n")
+        with user_error(f"step-1 is of another run: --{flag} '"):
+            resume(start(more))
+        (folder / name).write_text(text)
+    change_weight(folder / "model", lambda weight: weight[0, 0].add_(1))
+    for also in ("", " --eval_only"):
+        with user_error("step-1 is of another run: --model '"):
+            resume(start(more + also))
+
+
+def test_an_evaluation_is_held_to_the_model_alone(save, start):
+    save(2)
+    more = "--eval_only --steps 1 --gamma 0.5 --system_prompt brief --reward exact"
+    assert resume(start(more)).step == 2
+    with user_error("is of another run: --lora_rank 0 -> 2. "):
+        resume(start(f"{more} --lora_rank 2"))
+
+
+@pytest.mark.parametrize("name", checkpoint.VERSIONS)
+def test_other_versions_are_a_warning(save, start, capfd, name):
+    path = save(1)
+    saved = read_json(path / "state.json")
+    saved["fingerprint"][name] = "0.1"
+    (path / "state.json").write_text(json.dumps(saved))
+    commit(path)
+    assert resume(start()).step == 1
+    assert f"warning: {path} was saved with {name} 0.1; this is " in capfd.readouterr().out
+
+
+def test_steps_below_what_is_saved(save, start, tmp_path):
+    path = save(2)
+    for more, folder in (("", None), (f" --resume {path}", tmp_path / "new")):
+        with user_error("step-2 is already beyond --steps 1; raise --steps"):
+            resume(start(f"--steps 1{more}", *filter(None, [folder])))
+    # its export
+    assert resume(start(f"--steps 2 --resume {path}", tmp_path / "exported")).step == 2
+
+
+def test_what_belongs_to_a_changed_flag_begins_anew():
+    """The weight of the KL, moments of rewards, the history of rows, rows drawn ahead, and PTX rows."""
+
+    def loaded(*changed: str, rows: int = 4) -> ppo.TrainState:
+        before = ppo.TrainState(0.3, losses.RunningMoments(7), history=torch.ones(2, 4))
+        before.step, before.ptx_rows, before.ahead = 5, 6, [1, 2]
+        state = ppo.TrainState(0.1, history=torch.zeros(2, rows))
+        state.load_state_dict(json.loads(json.dumps(before.state_dict())), {*changed})
+        assert state.step == 5
+        return state
+
+    assert vars(loaded())["kl_coef"] == 0.3
+    assert loaded("seed").moments.count == 7 and loaded("seed").history.sum() == 8
+    for flag in ("kl_coef", "kl_target"):
+        assert loaded(flag).kl_coef == 0.1
+    for flag in ("reward", "env", "grm_mode"):
+        state = loaded(flag)
+        assert (state.moments.count, state.history.sum(), state.ahead) == (0, 0, [1, 2])
+    assert loaded("data").ahead == [] and loaded("data").moments.count == 7
+    assert loaded("prompts_per_step").ahead == [] and loaded("prompts_per_step").history.sum() == 8
+    assert loaded("ptx_data").ptx_rows == 0
+    # other rows are too long now
+    fewer = loaded(rows=3)
+    assert fewer.history.shape == (2, 3) and fewer.ahead == []
+
+
+def test_a_critic_that_a_flag_names_is_not_the_one_that_was_saved(flags, copy, qwen25, tmp_path):
+    """Its weights are those of --critic_model, where the rate is 0."""
+    critic = Path(shutil.copytree(qwen25, tmp_path / "critic"))
+    changed = change_weight(critic, lambda weight: weight.add_(1))
+    line = flags(tmp_path / "new", f"--steps 3 --critic_lr 0 --export_every 0 --resume {copy}")
+    ppo.main(words(*line, "--critic_model", critic))
+    saved = load_file(shard_file(tmp_path / "new" / "checkpoints" / "step-3"))
+    name = r"critic\.model\..*layers\.0\.mlp\.up_proj\.weight"
+    kept = next(value for key, value in saved.items() if re.fullmatch(name, key))
+    assert torch.equal(kept, changed)
+
+
+# ----------------------------------------------------------------------------- --resume
+def test_resume_choices(save, start, tmp_path, out):
+    first, newest = save(1), save(2)
+    with user_error(f"--resume never: {out} already holds a run"):
+        start("--resume never").path
+    assert start("--resume never", tmp_path / "fresh").path is None
+    (tmp_path / "fresh" / "metrics.jsonl").write_text("")
+    with user_error("--resume never: .*fresh already holds a run"):
+        start("--resume never", tmp_path / "fresh").path
+    write_pointer = checkpoint.write_pointer
+    write_pointer(out / "checkpoints" / "latest", "step-1")
+    for number, (place, path) in enumerate(
+        {
+            out: newest,
+            out / "checkpoints": newest,
+            out / "checkpoints" / "latest": first,
+            first: first,
+        }.items()
+    ):
+        assert start(f"--resume {place}", tmp_path / f"new-{number}").path == path
+    for place in (out / "checkpoints" / "step-9", tmp_path / "new-0", tmp_path / "fresh"):
+        with user_error(f"--resume {place}: no complete checkpoint there"):
+            start(f"--resume {place}", tmp_path / "new-1").path
+
+
+def test_a_path_is_only_a_start(save, start, out, tmp_path):
+    """The same command once more, as a requeued job gives it, goes on from the run's own."""
+    path, of_new = save(1), save(2, folder=tmp_path / "new")
+    assert start(f"--resume {path}", tmp_path / "new").path == of_new
+    # its own newest, by whatever name
+    assert start(f"--resume {out}").path == path
+    newer = save(3)
+    with user_error(f"--resume {path}: this is a checkpoint of this --out itself"):
+        start(f"--resume {path}").path
+    assert start(f"--resume {path} --eval_only").path == path
+    assert start(f"--resume {newer}").path == newer
+
+
+def test_what_was_saved_before_is_one_message(save, start):
+    """By 28d46cb: flags and contents in place of a fingerprint."""
+    path = save(1)
+    saved = read_json(path / "state.json")
+    saved |= {"flags": saved.pop("fingerprint"), "contents": {}}
+    (path / "state.json").write_text(json.dumps(saved))
+    commit(path)
+    with user_error(f"^{path} was saved by an earlier version of this project"):
+        resume(start())
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("step", "x", "step must be an integer from 0 to .*, not 'x'"),
+        ("step", -1, "step must be an integer"),
+        ("moments", None, "moments must be dict, not None"),
+        ("moments", {"count": 1}, "moments: mean must be"),
+        ("kl_coef", "0.1", "kl_coef must be int . float, not '0.1'"),
+        ("metrics", [], "metrics must be dict"),
+        ("history", "xy", "non-hexadecimal number"),
+        ("ahead", 3, "ahead must be list, not 3"),
+        ("fingerprint", 3, "fingerprint must be dict, not 3"),
+    ],
+)
+def test_a_state_of_wrong_types_is_one_message(save, start, name, value, message):
+    path = save(1, **{name: value})
+    with user_error(f"^{path}/state.json: {message}"):
+        resume(start())
+
+
+def test_a_state_of_wrong_types_of_the_judge(save, tmp_path):
+    """Its running mean is null before the first step."""
+    form = checkpoint.form_of(grm.TrainState().state_dict())
+    path = save(1, loss_mean=None)
+    assert checkpoint.read_state(path, form)["loss_mean"] is None
+    path = save(2, loss_mean="x")
+    with pytest.raises(ValueError, match="loss_mean must be .*, not 'x'"):
+        checkpoint.read_state(path, form)
+
+
+# ----------------------------------------------------------------------------- damaged checkpoints
+DAMAGES = {  # of a checkpoint -> what is said
+    "a weight or a moment": (lambda folder: flip(shard_file(folder), -1), "its sha256 is another"),
+    "a digit of the state": (
+        lambda folder: flip(folder / "state.json", -3),
+        "state.json is not what was written",
+    ),
+    "no shard": (lambda folder: shard_file(folder).unlink(), "No such file"),
+    "no commit": (
+        lambda folder: (folder / "COMMITTED.json").unlink(),
+        "COMMITTED.json cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found(copy, damage):
+    distributed.start(60.0, 0)
+    path = copy / "checkpoints" / "step-2"
+    assert checkpoint.find_damage(path) == ""
+    apply, reason = DAMAGES[damage]
+    apply(path)
+    assert reason in checkpoint.find_damage(path)
+
+
+def test_the_newest_undamaged_one_is_taken(save, start, capfd):
+    """Whatever the pointer says; the damaged one takes no place of a good one, and is replaced."""
+    paths = {step: save(step) for step in (1, 2, 3)}
+    flip(paths[3] / "state.json", -3)
+    capfd.readouterr()
+    begun = start("--keep_last 2")
+    assert begun.path == paths[2]
+    assert f"warning: not resumed from: {paths[3]}: state.json is not" in capfd.readouterr().out
+    shutil.copytree(paths[2], begun.folder / "step-4")
+    begun.delete_old(4)
+    assert sorted(path.name for path in begun.folder.iterdir()) == ["step-2", "step-3", "step-4"]
+
+
+def test_what_cannot_be_read_is_no_reason_to_start_over(save, start, out, tmp_path):
+    """One message, and everything is left as it was."""
+    paths = [save(1), save(2)]
+    for path in paths:
+        (path / "state.json").rename(out / path.name)
+    before = sorted(out.rglob("*"))
+    for more, folder in (("", out), ("--eval_only", out), (f"--resume {out}", tmp_path / "new")):
+        with user_error(
+            "no checkpoint that can be resumed from: .*No such file.* Start again once"
+        ):
+            start(more, folder).path
+    assert sorted(out.rglob("*")) == before
+    (out / "step-2").rename(paths[1] / "state.json")
+    assert resume(start()).step == 2
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(start, out):
+    """As where checkpoints/ is a link to a disk that is not there."""
+    out.mkdir()
+    (out / "checkpoints").symlink_to(out.parent / "gone")
+    with user_error(f"{out}/checkpoints: .*No such file"):
+        start().path
+
+
+def test_no_pickle_on_load(flags, copy, monkeypatch):
+    """Safetensors and JSON only."""
+    kinds = {file.suffix for file in (copy / "checkpoints" / "step-2").iterdir()}
+    assert kinds == {".json", ".safetensors"}
+
+    def unpickled(*arguments, **named):
+        raise AssertionError("something is unpickled from a file")
+
+    for name in ("torch.load", "pickle.load", "pickle.Unpickler", "torch.serialization.load"):
+        monkeypatch.setattr(name, unpickled)
+    ppo.main(flags(copy, "--steps 3 --export_every 0"))
+    assert records(copy)[-1]["step"] == 3
+
+
+# ----------------------------------------------------------------------------- one run per folder
+def test_the_lock_of_a_live_run(start, out, monkeypatch):
+    """It is named by process and host; a dead process's, or an earlier life's of this job, is taken over."""
+    start()
+    code = f"import fcntl, time; file = open({str(out / '.lock')!r}); fcntl.flock(file, 2); print(1, flush=True); time.sleep(60)"
+    start(folder=out.parent / "other")  # lets go of it
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    other.stdout.readline()
+    holder = read_json(out / ".lock")
+    try:
+        for change, taken in (
+            ({"process": other.pid}, False),
+            ({"host": "elsewhere"}, False),
+            ({"host": "elsewhere", "job": "7", "life": "1"}, False),
+            ({"host": "elsewhere", "job": "7", "life": "0"}, True),
+        ):
+            monkeypatch.setenv("SLURM_JOB_ID", "7")
+            monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+            (out / ".lock").write_text(json.dumps(holder | change))
+            if not taken:
+                where = change.get("host", holder["host"])
+                process = change.get("process", holder["process"])
+                with user_error(f"in use by a live run, process {process} on {where}"):
+                    start()
+        start()
+    finally:
+        other.kill()
+        other.wait()
+    assert read_json(out / ".lock")["life"] == "1"
+
+
+def test_a_lock_that_a_child_of_a_dead_run_holds(start, out):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    start()
+    holder = read_json(out / ".lock")
+    start(folder=out.parent / "other")
+    with open(out / ".lock", "a") as file:
+        checkpoint.fcntl.flock(file, checkpoint.fcntl.LOCK_EX)
+        (out / ".lock").write_text(json.dumps(holder | {"process": dead.pid}))
+        start()
+    assert read_json(out / ".lock")["process"] == os.getpid()
+
+
+def test_file_system_without_locks(start, out, monkeypatch, capfd):
+    """Lustre without its mount option, say: a warning, unless the holder is alive on this machine."""
+
+    def locked(file, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(checkpoint.fcntl, "flock", locked)
+    start()
+    told = capfd.readouterr().out
+    assert f"warning: a second run in {out} would not be refused: [Errno {errno.ENOSYS}]" in told
+    (out / ".lock").write_text(json.dumps(read_json(out / ".lock") | {"process": os.getppid()}))
+    with user_error("in use by a live run"):
+        start()
+
+
+def test_leftovers_of_a_killed_run_are_removed(start, out):
+    for stale in ("checkpoints/.tmp-step-3", "export/.step-2.tmp", "export/step-1"):
+        (out / stale).mkdir(parents=True)
+    start()
+    left = [path.name for folder in ("checkpoints", "export") for path in (out / folder).iterdir()]
+    assert left == ["step-1"]
+
+
+# ----------------------------------------------------------------------------- without --out
+LATEST = Path("runs", "latest")
+
+
+@pytest.fixture
+def unnamed(flags, tmp_path, monkeypatch) -> Callable:
+    """unnamed("--more flags"): a command without --out, in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+
+    def build(more: str = "") -> list[str]:
+        argv = flags(Path("none"), more)
+        place = argv.index("--out")
+        return argv[:place] + argv[place + 2 :]
+
+    return build
+
+
+@pytest.fixture
+def choose(unnamed) -> Callable:
+    """choose("--more flags"): the folder that a start gets, and a mark as of one that has locked it."""
+    distributed.start(60.0, 0)
+
+    def begin(more: str = "") -> Path:
+        args = ppo.parse_args(unnamed(more))
+        out = checkpoint.choose_folder(args, checkpoint.fingerprint_of(args)).out
+        (out / ".lock").write_text(
+            json.dumps(
+                checkpoint.read_holder(out / ".lock") | {"launchers": checkpoint.launchers()}
+            )
+        )
+        return out
+
+    return begin
+
+
+def test_each_start_without_out_is_a_new_folder(choose, monkeypatch):
+    """Two of one second, too; runs/latest names the newest; paths are absolute from the start."""
+
+    class Clock(checkpoint.datetime):
+        @classmethod
+        def now(cls):
+            return cls(2026, 1, 2, 3, 4, 5)
+
+    monkeypatch.setattr(checkpoint, "datetime", Clock)
+    names = []
+    for _ in range(3):
+        folder = choose()
+        assert folder.is_absolute() and folder.parent == Path.cwd() / "runs"
+        assert os.readlink(LATEST) == folder.name
+        names.append(folder.name)
+    assert names == ["2026-01-02-030405", "2026-01-02-030405-2", "2026-01-02-030405-3"]
+    # an evaluation reads the newest, and a pointer is followed
+    assert choose("--eval_only") == folder
+    assert choose("--out runs/latest") == folder
+    assert choose(f"--eval_only --resume {folder}") != folder
+    assert os.readlink(LATEST) == folder.name
+
+
+def test_a_restart_by_torchrun_goes_on_in_the_folder_of_its_first_start(choose, monkeypatch):
+    """Also after another start has begun a folder; a restart of the other does not."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    first = choose()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
+    second = choose()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert choose() == second
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    assert choose() == first != second
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "three")  # which has died before it had a folder
+    assert choose() not in (first, second)
+
+
+@pytest.mark.parametrize(
+    "saved, more, told",
+    [
+        (1, "--gamma 0.9", True),
+        (2, "", False),
+        (1, "--train_vision", True),
+        (1, "--data eval.jsonl", False),
+        (0, "", False),
+    ],
+)
+def test_an_unfinished_run_is_mentioned(choose, unnamed, capfd, saved, more, told):
+    """If it is of the same model and data: how to go on with it, in one line."""
+    folder = choose()
+    args = ppo.parse_args(unnamed())
+    if saved:
+        path = folder / "checkpoints" / f"step-{saved}"
+        path.mkdir(parents=True)
+        fingerprint = checkpoint.fingerprint_of(args)
+        (path / "state.json").write_text(json.dumps({"step": saved, "fingerprint": fingerprint}))
+    capfd.readouterr()
+    assert choose(more) != folder
+    line = f"this is a new run; {folder}, of the same model and data, has stopped after step 1 of 2"
+    assert (f"{line}: --out {folder} goes on with it\n" in capfd.readouterr().out) == told
+
+
+def test_without_links_a_file_names_the_folder(choose, monkeypatch):
+    def no_link(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "symlink_to", no_link)
+    folder = choose()
+    assert LATEST.read_text() == f"{folder.name}\n"
+    assert choose("--eval_only") == folder
+
+
+def test_a_stopped_run_says_how_it_goes_on(unnamed):
+    """It stops at a signal, goes on, and an earlier step is exported into another folder."""
+    told = live(unnamed(), 1, [(stop_at, "update_actor", 1, -1, signal.SIGTERM)], codes=[75])
+    out = LATEST.resolve()
+    how = f"the same command with --out {out} goes on from there, and with --steps 1 exports"
+    assert how in told
+    ppo.main(words(*unnamed(), "--out", out))
+    assert steps(out) == [2, 1]
+    argv = words(*unnamed("--steps 1 --resume"), out / "checkpoints" / "step-1", "--out export")
+    ppo.main(argv)
+    assert sorted(path.name for path in Path("export/export").iterdir()) == ["latest", "step-1"]
+    assert steps(Path("export")) == []
+
+
+# ----------------------------------------------------------------------------- the place in the data
+@pytest.mark.parametrize(
+    "name, files, first, second, evaluated",
+    table("""
+ppo | rows:1                | --rollouts_per_step 2 | --prompts_per_step 6 --rollouts_per_step 3 | 0 2 4 6
+ppo | rows:0.75,judged:0.25 | --rollouts_per_step 2 | --prompts_per_step 2 --rollouts_per_step 1 | 0 2 6
+grm | judged:1              | --eval_every -1       | --prompts_per_step 2 | 0 2 6
+"""),
+)
+def test_steps_of_another_size_go_on_at_the_next_row(
+    qwen25, tmp_path, monkeypatch, name, files, first, second, evaluated
+):
+    """Two steps of four rows, then four of another size: the rows of a run that nothing happened
+    to, once each in a pass, in several files by their shares, with the noise of their own draws;
+    passes end where they do."""
+    taken, take = [], PromptLoader.take
+
+    def noted(self, least=1):
+        batch = take(self, least)
+        if least:
+            taken.extend(zip(batch.prompt_ids, (prompt.source for prompt in batch.prompts)))
+        return batch
+
+    monkeypatch.setattr(PromptLoader, "take", noted)
+    sets = [part.split(":") for part in files.split(",")]
+    data = ",".join(f"{tmp_path}/{file}.jsonl:{share}" for file, share in sets)
+    argv = words(
+        *small_task(tmp_path, qwen25, name), "--data", data, "--eval_every -1", *first.split()
+    )
+    SCRIPTS[name].main(words(*argv, "--steps 2"))
+    assert len(taken) == 8
+    SCRIPTS[name].main(words(*argv, "--steps 6", *second.split()))
+    drawn = []
+    for file, share in sets:
+        drawn += order_of(f"{file}.jsonl", float(share))
+    drawn.sort(key=lambda draw: draw[0])
+    size = int((second + " --prompts_per_step 4").split("--prompts_per_step ")[1].split()[0])
+    count = 8 + 4 * size
+    assert taken == [(k, source) for k, (_, source) in enumerate(drawn[:count])]
+    last = records(tmp_path / name)[-1]
+    assert last["train/epoch" if name == "grm" else "train/episode"] == count / (16 * len(sets))
+    seen = [record["step"] for record in records(tmp_path / name) if "eval/seconds" in record]
+    assert seen == list(map(int, evaluated.split()))
+
+
+def order_of(name: str, share: float) -> list[tuple[float, str]]:
+    """When each row of a file of 16 rows is due in five passes, and its place."""
+    orders = [ppo.np.random.default_rng([0, k]).permutation(16) for k in range(5)]
+    rows = [row for order in orders for row in order]
+    return [((j + 0.5) / share, f"{name}:{row + 1}") for j, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("epochs, last", [(2, 14), (1, 6)])
+def test_passes_are_counted_in_rows_that_are_left(epochs, last):
+    """--max_epochs of 16 rows, 8 of them drawn in two steps of four: the rest in steps of two."""
+    args = grm.parse_args(words("--model m --data d --prompts_per_step 2 --max_epochs", epochs))
+    counted = grm.count_steps(args, 16, {"step": 2, "rows_drawn": 8})
+    assert (counted.steps, counted.max_epochs) == (last, 0)
