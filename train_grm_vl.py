@@ -172,7 +172,7 @@ class UpdateArgs:
     """update"""
 
     max_epochs: int = flag(
-        0, "passes over the data, rounded up to whole steps; 0: --steps decides, or else 2 passes"
+        0, "passes over the data, rounded up to whole steps, unless --steps is given; 0: 2"
     )
     lr: float = flag(1e-5, "learning rate")
 
@@ -211,11 +211,10 @@ def parse_args(argv: list[str] | None = None) -> Args:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
     args = flags.parse(Args, __doc__, argv, toy=("questions", "grm_args.json"))
+    if args.steps:
+        args = replace(args, max_epochs=0)
     refuse = flags.Refusals()
     flags.check_shared(refuse, args)
-    refuse(
-        args.steps and args.max_epochs, "--steps excludes --max_epochs: each says how long to train"
-    )
     refuse.raise_any()
     return read_texts(args)
 

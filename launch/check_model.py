@@ -56,7 +56,7 @@ def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, 
     ppo.load_models(args, {"actor": actor}, ranks)
     bound, ties = BOUNDS[actor.model.setup.dtype]
 
-    prompts = load_prompts(data, processor, args.data)[:ROWS] if data else draw(chat, scratch)
+    prompts = load_prompts(data, processor, args)[:ROWS] if data else draw(chat, scratch)
     if chat.family.media:
         try:
             yield "prompt ids", wrong_ids(chat, prompts), 0.0

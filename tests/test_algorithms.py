@@ -450,7 +450,7 @@ def test_both_masks_of_the_policy_loss_act_together(env):
     samples.truncated = torch.arange(16) % 3 == 0
     samples.entropy = torch.rand(len(samples.tokens), generator=seeded(0))
     mask = ppo.policy_loss_mask(
-        samples, with_flags(env.args, mask_truncated=True, high_entropy_ratio=0.5).algorithm
+        samples, with_flags(env.args, mask_truncated=True, high_entropy_ratio=0.5)
     )
     for i, (actual, entropy) in enumerate(zip(samples.split(mask), samples.split(samples.entropy))):
         best = sorted(entropy.tolist(), reverse=True)[: max(1, len(entropy) // 2)]

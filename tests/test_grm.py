@@ -452,7 +452,7 @@ def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
         state.step
         for state in states
         if logging.evaluation_due(  # noqa: E731
-            state.step, 9, state.pass_ended, with_flags(env.args, eval_every=every).run
+            state.step, 9, state.pass_ended, with_flags(env.args, eval_every=every)
         )
     ]
     assert (due(-1), due(4), due(0)) == ([0, 3, 5, 8, 9], [0, 4, 8, 9], [])
@@ -1079,7 +1079,7 @@ def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
     path = tmp_path / "args.json"
     write_json(path, {"model": "m", "data": "d.jsonl", "steps": 2500})
     steps = lambda *more: grm.count_steps(grm.parse_args(words("--config", path, *more)), 128).steps  # noqa: E731
-    assert (steps(), steps("--max_epochs 1 --steps 0"), steps("--steps 7")) == (2500, 4, 7)
+    assert (steps(), steps("--max_epochs 1"), steps("--steps 7")) == (2500, 4, 7)
     write_json(path, {"model": "m", "data": "d.jsonl", "prompts_per_step": 64})
     assert (steps(), steps("--max_epochs 1"), steps("--steps 7")) == (4, 2, 7)
 
@@ -1092,7 +1092,7 @@ def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
 --model m --data d --max_prompt_tokens 99999 | --max_prompt_tokens 99999 exceeds --max_tokens_per_pack 16384
 --model m --data d --eval_data a:0.5,b:0.5   | its files have no weights
 --model m --data d --system_instruction none.txt | none.txt: no such file
---model m --data d --lr -1                   | --lr -1.0 must be from 0
+--model m --data d --lr -1                   | --lr -1.0 must be at least 0
 """),
 )
 def test_flags_are_refused(line, message):

@@ -296,11 +296,11 @@ def test_gdpo_compares_parts_of_a_reward(qwen25, rows):
         [[torch.tensor(env.processor.token_ids(text)) for text in texts]] * 4
     )
     batch.truncated = torch.zeros(len(batch)).bool()
-    scoring.load_rewards(with_flags(env.args, reward="boxed").reward).score(batch, env.processor, 0)
+    scoring.load_rewards(with_flags(env.args, reward="boxed")).score(batch, env.processor, 0)
     assert batch.compared == ["accuracy", "format"]
     assert batch.components.keys() == {"accuracy", "format", "parsed"}
     batch = talk(env, "Noise", 4)
-    scoring.load_rewards(with_flags(env.args, reward="env").reward).score(batch, env.processor, 0)
+    scoring.load_rewards(with_flags(env.args, reward="env")).score(batch, env.processor, 0)
     assert not torch.equal(batch.components["accuracy"], batch.rewards)
     batch.old_logprobs = batch.logprobs
     advantages = []

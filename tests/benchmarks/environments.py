@@ -123,7 +123,7 @@ def main() -> None:
     sampling = ppo.sampling_of(args, loaded.processor, ranks.device)
     sampling.banned[list(loaded.processor.stop_ids)] = True
     answering = dataclasses.replace(
-        sampling, environment=environments.load_environment(args.env, args.max_prompt_tokens)
+        sampling, environment=environments.load_environment(args, args.max_prompt_tokens)
     )
     asks = answering.environment.make
     lengths = (

@@ -450,7 +450,7 @@ def main() -> None:
         str(folder / "run"),
     ]
     args = ppo.parse_args(flags)
-    setup = build.choose_compute(args.model, DEVICE, 32768)
+    setup = build.choose_compute(args, DEVICE, 32768)
     bandwidth, peak = limits(setup.dtype, tiny)
     tables = [attention_table]
     for size in sizes:

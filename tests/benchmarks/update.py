@@ -81,7 +81,7 @@ def start(folder: Path, kind: str, size: str, longest: int, pack: int):
             str(pack),
         ]
     )
-    processor = Processor(folder, args.data)
+    processor = Processor(folder, args)
     actor = load_actor(args, processor)
     oracle = AutoModelForImageTextToText.from_pretrained(folder)
     oracle.model.visual.requires_grad_(False)

@@ -294,7 +294,7 @@ def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
         f"{FOLDER / 'hidden_picture.py'}:Look",
         "--max_reply_tokens 40",
     )
-    answering = environments.load_environment(env.args.env, 512)
+    answering = environments.load_environment(env.args, 512)
     environments.check_model(answering, env.processor)
     batch = ppo.rollout(env.actor, take(env, 4), replace(env.sampling, environment=answering), 2)
     assert [talk.ended for talk in batch.conversations].count("error") == 0

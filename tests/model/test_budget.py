@@ -213,7 +213,7 @@ def test_gpus_recompute_layers_unless_they_are_told_not_to(flag, device, recompu
     args = ppo.parse_args(
         words("--model", qwen25, "--data d.jsonl --attention sdpa --gradient_checkpointing", flag)
     )
-    builder = build.Builder(args.model, torch.device(device), 100)
+    builder = build.Builder(args, torch.device(device), 100)
     for model in (builder.actor(), builder.role("", head=False)):
         assert model.model.language_model.layers[0].gradient_checkpointing == recomputed
 

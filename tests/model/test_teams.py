@@ -47,7 +47,7 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
     planned = memory.decoding_bytes(env.actor, 1)
     if talker:
         args = dataclasses.replace(
-            env.args.env,
+            env.args,
             env=f"{TALKERS}:{talker}",
             env_workers=2,
             max_turns=3,
