@@ -63,24 +63,13 @@ from common.data.processor import Processor
 from common.data.rows import Example, Prompt
 from common.files import check_form, parse_json, read_text
 from common.flags import flag
-from common.model import (
-    attention,
-    budget,
-    build,
-    checkpoint,
-    fsdp,
-    memory,
-    packs,
-    shards,
-    vlm,
-    weights,
-)
+from common.model import budget, build, checkpoint, fsdp, memory, packs, shards, vlm, weights
 from common.model.policy import Policy, logprobs_of
-from common.model.rollout import rollout
 from common.process import UserError
 from common.reports import accuracy
 from common.reports import records as reports
 from common.rewards import judge as judgements
+from common.rollout import prompts_together, rollout
 from common.sampling import Sampling
 
 
@@ -378,8 +367,8 @@ def build_judge(args: Args, processor: Processor, device: torch.device) -> Polic
 
 
 def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.MemoryPlan:
-    """The memory of a step on so many ranks, and of the evaluation with a single slot; it uses more if
-    memory is free."""
+    """The memory of a step on so many ranks, and of the evaluation, with --slots or a single slot; it uses
+    more if memory is free."""
     prompt = budget.longest_prompt(row.prompt for row in (*rows.held_out, *rows.train))
     length = prompt + args.eval_max_new_tokens
     plan = budget.MemoryPlan(
@@ -395,7 +384,7 @@ def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.Mem
         ),
     )
     if rows.held_out:
-        plan.fixed["evaluate"] = partial(plan.decoding, "judge", length, 1)
+        plan.fixed["evaluate"] = partial(plan.decoding, "judge", length, args.slots or 1)
     return plan
 
 
@@ -562,27 +551,23 @@ def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
     Raises:
         UserError: no example is left.
     """
-    # Sorted by length, so that a batch needs little padding.
-    held_out = rows.held_out
-    longest_first = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
-    size = attention.most_slots(args.rollout_shards) * dist.get_world_size()
-    batches = data.batches_in_order([held_out[i] for i in longest_first], size)
-    waiting, records, dropped = iter(longest_first), [], 0
+    batches = data.batches_in_order(
+        rows.held_out, prompts_together(args.slots, args.rollout_shards, samples=1)
+    )
+    records, first, dropped = [], 0, 0  # first: index of the first example of a batch
     with data.PromptLoader(rows.processor, args, batches) as loader:
         for _ in batches:
-            batch = loader.take(least=0)
+            batch = write_judgements(judge, loader.take(least=0), args)
             dropped += len(batch.dropped)
-            batch = write_judgements(judge, batch, args)
             likelihoods = weigh_verdicts(judge, rows, loader.rows, batch)
-            indices = list(itertools.islice(waiting, len(loader.rows)))
             answers = reports.sample_records(batch, rows.processor)
             for k, record in zip(batch.prompt_index.tolist(), answers):
                 example = loader.rows[k]
                 target = {"target": example.text, "tokens": len(example.target)}
-                records.append(record | target | likelihoods[k] | {"index": indices[k]})
+                records.append(record | target | likelihoods[k] | {"index": first + k})
+            first += len(loader.rows)
     if not records:
         raise UserError("evaluation: no held-out example is left; no image decodes")
-    records.sort(key=lambda record: record["index"])
     return records, dropped
 
 
@@ -607,15 +592,18 @@ def evaluation_record(record: dict) -> dict:
 
 
 def write_judgements(judge: Policy, batch: Batch, args: Args) -> Batch:
-    """The prompts with a judgement each, sampled greedily; of all ranks."""
+    """The judge's judgement of every question, sampled greedily, with the image features that the
+    sampler computed."""
     processor, device = judge.processor, judge.model.setup.device
     sampling = Sampling(
         banned=processor.banned_mask().to(device),
         stop_ids=torch.tensor(processor.stop_ids, device=device),
         max_new_tokens=args.eval_max_new_tokens,
         greedy=True,
+        slots=args.slots,
+        cuda_graphs=args.cuda_graphs,
     )
-    return rollout(judge, batch, sampling, 1)
+    return rollout(judge, batch, sampling, samples_per_prompt=1)
 
 
 def weigh_verdicts(

@@ -62,7 +62,6 @@ from common.envs import environments
 from common.flags import flag
 from common.model import (
     adapters,
-    attention,
     budget,
     build,
     checkpoint,
@@ -77,17 +76,19 @@ from common.model import (
 )
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.ptx import PtxLoss
-from common.model.rollout import EVAL, JUDGE, TRAIN, rollout
 from common.model.teacher import Teacher, follow_average
 from common.process import UserError
 from common.reports import records as reports
 from common.rewards import judge as judgements
 from common.rewards import models as reward_models
 from common.rewards import scoring
+from common.rollout import prompts_together, rollout
 from common.sampling import Environment, Sampling
 from common.user_code import load_function, run_on_main
 
 Trainables = dict[str, fsdp.Trainable]  # by role
+# streams of sampling noise: a prompt that occurs in two of them gets independent samples
+TRAIN, EVAL, JUDGE = 0, 1, 2
 
 
 def main(argv: list[str] | None = None) -> logging.Metrics:
@@ -206,6 +207,51 @@ POLICY_LOSSES = {
     # a soft gate instead of a clip
     "sapo": PolicyLoss(losses.sapo, clip=(0.0, 0.0), aggregation="seq-mean-token-mean"),
 }
+
+
+@dataclass(frozen=True)
+class RolloutArgs:
+    """rollout"""
+
+    rollouts_per_step: int = flag(
+        1,
+        "rollouts per step, which share --prompts_per_step equally and whose samples are pooled for "
+        "the updates; must divide --prompts_per_step",
+        low=1,
+    )
+    samples_per_prompt: int = flag(4, "samples per prompt", low=1)
+    max_new_tokens: int = flag(512, "longest response, tokens", low=1)
+    min_new_tokens: int = flag(
+        0,
+        "shortest response, tokens: before that, stop tokens are banned and stop strings deferred",
+    )
+    temperature: float = flag(
+        1.0,
+        "sampling temperature; log-probs are taken at the same temperature everywhere",
+        low=1e-6,
+    )
+    top_k: int = flag(
+        0,
+        "sample from the k likeliest tokens; 0: off. Biases the gradient, which assumes "
+        "the full distribution",
+    )
+    top_p: float = flag(
+        1.0,
+        "keep the smallest set with this probability; 1: off. Biases the gradient too",
+        low=1e-6,
+        high=1,
+    )
+    stop_strings: str = flag(
+        "",
+        "JSON list of strings that end a response when they appear in it",
+        check=flags.parse_stop_strings,
+    )
+    eval_samples: int = flag(
+        1,
+        "samples per held-out prompt; 1: greedy; more: drawn at --temperature, for mean rewards "
+        "and pass@k",
+        low=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -355,7 +401,7 @@ class Args(
     flags.ModelArgs,
     flags.DataArgs,
     ppo_flags.RowArgs,
-    ppo_flags.RolloutArgs,
+    RolloutArgs,
     ppo_flags.EnvArgs,
     ppo_flags.RewardArgs,
     AlgorithmArgs,
@@ -1043,12 +1089,12 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
     actor, reference = models.actor, models.reference
     # As recorded by the sampler: the policy has not changed since, so no forward pass is needed.
     batch.old_logprobs = batch.logprobs
-    if args.importance_cap or args.high_entropy_ratio < 1:
+    if args.importance_cap or args.high_entropy_ratio < 1 or batch.foreign.any():
         logp, batch.entropy = packs.run_forward(
             actor, batch, lambda pack: torch.stack(actor(pack, batch.sampling, entropy=True)[:2])
         )
-        if args.importance_cap:
-            batch.old_logprobs = logp
+        batch.logprobs = torch.where(batch.foreign, logp, batch.logprobs)
+        batch.old_logprobs = logp if args.importance_cap else batch.logprobs
     if args.masks_images:
         share = args.perception_mask
         change = image_changes.at_random(image_changes.mask, share, args.seed)
@@ -1179,7 +1225,7 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> logging.M
 
 def policy_loss_mask(batch: Batch, args: Args) -> Tensor:
     """(N,) bool: which tokens take part in the policy loss."""
-    mask = torch.ones_like(batch.tokens, dtype=torch.bool)
+    mask = ~batch.foreign
     if args.high_entropy_ratio < 1:
         mask &= losses.high_entropy_mask(batch.entropy, batch.own_lengths, args.high_entropy_ratio)
     if args.mask_truncated:
@@ -1415,11 +1461,7 @@ def actor_loss(
     sums = losses.ratio_sums(inputs, out)
     stats: dict = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
     stats["ratio_max"] = logging.Largest(losses.largest_ratio(inputs, out))
-    # between training and sampler: rounding, until the first update of a step
-    log_ratio, count = logp.detach() - sampled, len(logp)
-    stats["sampler_gap"] = logging.Mean(log_ratio.abs().sum(), count)
-    stats["rollout/train_kl"] = logging.Mean((log_ratio.expm1() - log_ratio).sum(), count)  # k3
-    stats["entropy"] = logging.Mean(entropy.detach().sum(), count)
+    stats |= sampler_stats(logp.detach() - sampled, entropy.detach(), pack, batch)
     stats["policy_loss"] = logging.Share(loss.detach())
 
     if args.entropy_coef:
@@ -1452,6 +1494,20 @@ def kl_terms(
         masked_kl = losses.perception_kl(logp, *pack.pick(batch.masked_logprobs))
         terms["perception_kl"] = -args.perception_coef, masked_kl
     return terms
+
+
+def sampler_stats(log_ratio: Tensor, entropy: Tensor, pack: Pack, batch: Batch) -> dict:
+    """Of the tokens that the policy drew: their entropy (T,), and the ``log_ratio`` (T,) between training
+    and sampler, which is rounding until the first update of a step."""
+    is_drawn = ~batch.foreign
+    (drawn,) = pack.pick(is_drawn)
+    count = int(is_drawn[pack.flat].sum())
+    log_ratio = log_ratio * drawn
+    return {
+        "sampler_gap": logging.Mean(log_ratio.abs().sum(), count),
+        "rollout/train_kl": logging.Mean((log_ratio.expm1() - log_ratio).sum(), count),  # k3
+        "entropy": logging.Mean((entropy * drawn).sum(), count),
+    }
 
 
 def forget_sampler(stats: list[dict]) -> None:
@@ -1495,7 +1551,8 @@ def evaluate(
     actor, count = trainables["actor"].module, args.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
-    batches = data.batches_in_order(rows.held_out, prompts_together(args, count))
+    together = prompts_together(args.slots, args.rollout_shards, count)
+    batches = data.batches_in_order(rows.held_out, together)
     records, cards, conversations, dropped = [], [], [], 0
     value_pairs: list[Tensor] = []  # (2, N) each: the critic's values, and the returns
     gaps: list[Tensor] = []  # (k,) each, see `image_changes.vision_gaps`
@@ -1532,15 +1589,6 @@ def evaluate(
         metrics["eval/explained_variance"] = float(explained)
     metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": dropped}
     return metrics | {"eval/seconds": time.perf_counter() - started}, records, cards
-
-
-def prompts_together(args: Args, samples: int) -> int:
-    """The held-out prompts of a rollout, as many as fill all slots, as each rollout waits for its
-    slowest answer."""
-    size = args.rollout_shards
-    teams = distributed.world_size() // size
-    slots = teams * (args.slots or attention.most_slots(size))
-    return max(1, slots // samples)
 
 
 def values_and_returns(

@@ -134,8 +134,10 @@ class Batch:
     own_lengths: PerSample = EMPTY  # response tokens, a sampled end token included
     truncated: PerSample = EMPTY  # bool: cut off by a limit, of tokens or of turns
     tokens: PerToken = EMPTY
-    # As recorded when the tokens were sampled.
+    # As recorded when the tokens were sampled; of foreign ones, once they are scored, the policy's.
     logprobs: PerToken = EMPTY
+    # bool: not drawn by the policy from this prompt, as a demonstration, an earlier step's sample
+    foreign: PerToken = EMPTY
     sampling: OfBatch[Sampling | None] = None  # how they were drawn; training uses the same
 
     # Conversations, if there is an environment.
@@ -285,6 +287,7 @@ class Batch:
             sample_number=ragged_index(torch.zeros_like(counts), counts),
             own_lengths=torch.tensor([len(tokens) for tokens in responses], dtype=torch.int64),
             tokens=tokens,
+            foreign=torch.zeros_like(tokens, dtype=torch.bool),
         )
 
     def gathered(self) -> "Batch":

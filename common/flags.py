@@ -459,6 +459,17 @@ class ModelArgs:
         "parallelism), for models that one GPU cannot hold; the smallest number that fits is the fastest",
         low=1,
     )
+    slots: int = flag(
+        0,
+        "sequences decoded together per rank, or team of --rollout_shards; 0: as many as fit into "
+        "memory, at most 256, of a team 512",
+    )
+    cuda_graphs: str = flag(
+        "auto",
+        "decode with CUDA graphs (one launch per token), captured again in every rollout. auto: "
+        "on a GPU, after the first tokens at the same batch size",
+        choices=("auto", "on", "off"),
+    )
 
 
 @dataclass(frozen=True)

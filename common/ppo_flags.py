@@ -4,7 +4,7 @@ import re
 import string
 from dataclasses import dataclass
 
-from common.flags import LONGEST_WAIT, flag, parse_stop_strings
+from common.flags import LONGEST_WAIT, flag
 
 # of --teacher_prompt: text, in which a brace is written twice, and names of columns
 HINT = re.compile(r"(?:[^{}]|\{\{|\}\}|\{[^\W\d][^{}.\[\]:!]*\})*")
@@ -62,62 +62,6 @@ class RowArgs:
         "text",
         "tokens of --ptx_data that carry the loss: all text, or responses",
         choices=("text", "responses"),
-    )
-
-
-@dataclass(frozen=True)
-class RolloutArgs:
-    """rollout"""
-
-    rollouts_per_step: int = flag(
-        1,
-        "rollouts per step, which share --prompts_per_step equally and whose samples are pooled for "
-        "the updates; must divide --prompts_per_step",
-        low=1,
-    )
-    samples_per_prompt: int = flag(4, "samples per prompt", low=1)
-    max_new_tokens: int = flag(512, "longest response, tokens", low=1)
-    min_new_tokens: int = flag(
-        0,
-        "shortest response, tokens: before that, stop tokens are banned and stop strings deferred",
-    )
-    temperature: float = flag(
-        1.0,
-        "sampling temperature; log-probs are taken at the same temperature everywhere",
-        low=1e-6,
-    )
-    top_k: int = flag(
-        0,
-        "sample from the k likeliest tokens; 0: off. Biases the gradient, which assumes "
-        "the full distribution",
-    )
-    top_p: float = flag(
-        1.0,
-        "keep the smallest set with this probability; 1: off. Biases the gradient too",
-        low=1e-6,
-        high=1,
-    )
-    stop_strings: str = flag(
-        "",
-        "JSON list of strings that end a response when they appear in it",
-        check=parse_stop_strings,
-    )
-    slots: int = flag(
-        0,
-        "sequences decoded together per rank, or team of --rollout_shards; 0: as many as fit into "
-        "memory, at most 256, of a team 512",
-    )
-    cuda_graphs: str = flag(
-        "auto",
-        "decode with CUDA graphs (one launch per token), captured again in every rollout. auto: "
-        "on a GPU, after the first tokens at the same batch size",
-        choices=("auto", "on", "off"),
-    )
-    eval_samples: int = flag(
-        1,
-        "samples per held-out prompt; 1: greedy; more: drawn at --temperature, for mean rewards "
-        "and pass@k",
-        low=1,
     )
 
 

@@ -500,15 +500,15 @@ def seven_b(qwen25, tmp_path_factory) -> Path:
 @pytest.fixture
 def poll(monkeypatch) -> list[int]:
     """[after how many tokens the engine looks at its samples]"""
-    from common.model import rollout as rollouts
+    from common.rollout import RolloutEngine
 
-    poll, init = [1], rollouts.RolloutEngine.__init__
+    poll, init = [1], RolloutEngine.__init__
 
     def init_with_poll(engine, *args):
         init(engine, *args)
         engine.poll = poll[0]
 
-    monkeypatch.setattr(rollouts.RolloutEngine, "__init__", init_with_poll)
+    monkeypatch.setattr(RolloutEngine, "__init__", init_with_poll)
     return poll
 
 
@@ -520,9 +520,9 @@ def graphs_of(monkeypatch):
     from types import SimpleNamespace
 
     from common.model import graphs
-    from common.model import rollout as rollouts
+    from common.rollout import RolloutEngine
 
-    init = rollouts.RolloutEngine.__init__
+    init = RolloutEngine.__init__
 
     def use(replay=lambda step, size, capacity: step(size, capacity)):
         captured = []
@@ -551,7 +551,7 @@ def graphs_of(monkeypatch):
 
             return SimpleNamespace(replay=replay_at_the_same_addresses), pool
 
-        monkeypatch.setattr(rollouts.RolloutEngine, "__init__", init_with_graphs)
+        monkeypatch.setattr(RolloutEngine, "__init__", init_with_graphs)
         monkeypatch.setattr(graphs, "capture", capture)
         return captured
 

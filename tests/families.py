@@ -17,11 +17,8 @@ from transformers import (
 )
 
 import toy
-import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed
 from common.buffers import Batch
-from common.data.loader import PromptLoader, batches_in_order
 from common.model import vlm
 from common.model.packs import run_forward
 from conftest import (
@@ -33,7 +30,6 @@ from conftest import (
     seeded,
     take,
     token_logprobs,
-    words,
     write_json,
 )
 from helpers import random_responses
@@ -766,33 +762,3 @@ def check_rollouts(family, inputs_of) -> None:
     for prompt, tokens in zip(env.prompts, samples.split(samples.tokens)):
         assert tokens.tolist() == generated(family, prompt, inputs_of, 12)
     assert samples.own_lengths.max() > 3
-
-
-def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
-    """The reward model's evaluation, which pads prompts of several lengths into one batch,
-    generates the same."""
-    args = grm.parse_args(
-        words(
-            "--model",
-            family.folder,
-            "--data",
-            data,
-            "--eval_data",
-            data,
-            "--out",
-            data.parent / "judge",
-            "--eval_max_new_tokens 5",
-            *flags,
-        )
-    )
-    rows, ranks = grm.load_rows(args), distributed.start(args.timeout, args.hsdp)
-    judge, processor = grm.load_judge(args, rows, ranks), rows.processor
-    with PromptLoader(
-        processor, args, batches_in_order(rows.held_out, len(rows.held_out))
-    ) as loader:
-        _, written = grm.write_judgements(judge, loader.take(), args)
-    silent = {*processor.stop_ids, processor.tokenizer.pad_token_id}
-    for i, example in enumerate(rows.held_out):
-        response = generated(family, example.prompt, inputs_of, 5)
-        text = processor.tokenizer.decode([token for token in response if token not in silent])
-        assert written[i] == (text, set(response).isdisjoint(processor.stop_ids))

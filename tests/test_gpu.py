@@ -18,9 +18,9 @@ import train_ppo_vl as ppo
 from common import distributed, logprobs
 from common.flags import ModelArgs
 from common.model import build, packs, vlm
-from common.model import rollout as rollouts
 from common.model.attention import choose_backend
 from common.model.fsdp import bare_forwards, unsharded
+from common.rollout import RolloutEngine
 from conftest import (
     ROOT,
     ROUNDING,
@@ -289,7 +289,7 @@ def test_a_decoding_step_never_waits_for_the_device(device, checkpoint, picture_
     batch = take(env)
     with torch.no_grad(), unsharded(env.actor), bare_forwards(vlm.decoder(env.actor.model)):
         vlm.compute_features(env.actor.model, batch)
-        engine = rollouts.RolloutEngine(env.actor, batch, env.sampling, [0, 1], 2)
+        engine = RolloutEngine(env.actor, batch, env.sampling, [0, 1], 2)
         engine.prefill([(0, [(0, 0), (1, 1)]), (1, [(2, 0), (3, 1)])])
         # the first makes tables and workspaces
         engine.decode_on_device(4, engine.cache.capacity)

@@ -362,8 +362,9 @@ def test_likelihood_is_that_of_single_samples(env, oracle):
 
 
 def test_generation_does_not_depend_on_batches(env, oracle):
-    _, written = grm.write_judgements(env.judge, take(env, env.held_out), env.args)
-    for i, example in enumerate(env.held_out):
+    written = grm.write_judgements(env.judge, take(env, env.held_out), env.args)
+    texts = env.processor.decode(written.split(written.tokens))
+    for example, text, is_cut in zip(env.held_out, texts, written.truncated, strict=True):
         inputs = inputs_of(example.prompt, torch.zeros(0, dtype=torch.int64), env.processor)
         tokens = oracle.generate(
             **inputs,
@@ -372,7 +373,6 @@ def test_generation_does_not_depend_on_batches(env, oracle):
             suppress_tokens=list(env.processor.banned_ids),
         )
         response = tokens[0, len(example.prompt.input_ids) :]
-        text, is_cut = written[i]
         assert text
         assert text == env.processor.tokenizer.decode(response, skip_special_tokens=True)
         assert is_cut == (response[-1] not in env.processor.stop_ids)
@@ -380,18 +380,11 @@ def test_generation_does_not_depend_on_batches(env, oracle):
 
 def test_a_judgement_that_was_cut_off_has_no_verdict(env, monkeypatch, tmp_path):
     """What the judge writes third ends some of its judgements; all texts quote the right verdict."""
-    batch, limit = take(env, env.held_out), env.args.eval_max_new_tokens
-    monkeypatch.setattr(env.processor, "decode", lambda parts: [str(ids.tolist()) for ids in parts])
-    texts = [
-        json.loads(text)
-        for text, _ in map(
-            grm.write_judgements(env.judge, batch, env.args)[1].get,
-            range(len(env.held_out)),
-        )
-    ]
+    written = grm.write_judgements(env.judge, take(env, env.held_out), env.args)
+    texts = [tokens.tolist() for tokens in written.split(written.tokens)]
     third = texts[0][2]
     monkeypatch.setattr(env.processor, "stop_ids", (third,))
-    expected = [third not in ids[:limit] for ids in texts]
+    expected = [third not in ids for ids in texts]
     assert {True, False} == set(expected)
     monkeypatch.setattr(
         env.processor,
@@ -423,6 +416,23 @@ def test_an_evaluation_is_recorded_when_its_files_are_written(env):
     assert [call for call in calls if call != "line"] == ["json", "samples", "evaluation"]
 
 
+def test_evaluation_asks_as_many_questions_together_as_there_are_slots(env, monkeypatch):
+    """Of 13; the pictures of a batch are asked for before the one before is judged."""
+    events, write, submit = [], grm.write_judgements, PromptLoader.submit
+    monkeypatch.setattr(
+        grm,
+        "write_judgements",
+        lambda *args: events.append(len(args[1].prompts)) or write(*args),
+    )
+    monkeypatch.setattr(
+        PromptLoader,
+        "submit",
+        lambda self, rows, draws: events.append(f"decode {len(rows)}") or submit(self, rows, draws),
+    )
+    assert evaluate(env, env.held_out, slots=6)[0]["eval/num_samples"] == 13
+    assert events == ["decode 6", "decode 6", 6, "decode 1", 6, "decode 0", 1]
+
+
 def test_a_batch_without_a_picture_that_decodes(env, monkeypatch):
     """The last of two, with one example: the first is judged all the same."""
     take = PromptLoader.take
@@ -435,8 +445,7 @@ def test_a_batch_without_a_picture_that_decodes(env, monkeypatch):
         return batch
 
     monkeypatch.setattr(PromptLoader, "take", damaged)
-    monkeypatch.setattr(grm.attention, "most_slots", lambda ranks: 2)
-    metrics, _ = evaluate(env, env.held_out[:3])
+    metrics, _ = evaluate(env, env.held_out[:3], slots=2)
     assert metrics["eval/num_samples"] == 2
     assert metrics["eval/dropped_prompts"] == 1
 

@@ -12,7 +12,7 @@ import train_ppo_vl as ppo
 from common import logprobs
 from common.model import attention as vlm_attention
 from common.model import fsdp, graphs, vlm
-from common.model import rollout as rollouts
+from common.rollout import RolloutEngine
 from conftest import (
     ROUNDING,
     computing,
@@ -92,14 +92,14 @@ def test_ids_without_a_token_are_never_sampled(padded, picture_rows, tmp_path):
 def test_samples_do_not_depend_on_batching(checkpoint, picture_rows, monkeypatch, poll):
     """Slots, prefill size and polling change what is computed together; a sample is a function of
     its number alone."""
-    engines, prefills, prefill = [], [], rollouts.RolloutEngine.prefill
+    engines, prefills, prefill = [], [], RolloutEngine.prefill
 
     def watched(engine, members):
         engines.append(engine)
         prefills.append([engine.batch.prompt_lengths[group] for group, _ in members])
         prefill(engine, members)
 
-    monkeypatch.setattr(rollouts.RolloutEngine, "prefill", watched)
+    monkeypatch.setattr(RolloutEngine, "prefill", watched)
     env = start(checkpoint, picture_rows)
     _, expected = generate(env, take(env), 5)
     assert engines[-1].cache.slots == 20
@@ -305,6 +305,26 @@ def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, 
     assert lengths and all(length.bit_count() == 1 for length in lengths)
 
 
+def test_the_first_graph_is_compared_with_an_eager_step(checkpoint, picture_rows, graphs_of):
+    """Here one that reads other weights than the model has; the eager step leaves no trace in what
+    is drawn."""
+    env = start(checkpoint, picture_rows, STOPPING)
+    head = env.actor.model.lm_head
+
+    def replay(step, size, capacity):
+        head.weight.mul_(1000)
+        step(size, capacity)
+        head.weight.div_(1000)
+
+    captured = graphs_of(replay)
+    with pytest.raises(
+        RuntimeError,
+        match="log-probs of a CUDA graph are .* off those of an eager step, at most 0.1 .*--cuda_graphs off",
+    ):
+        generate(env, take(env), 5)
+    assert len(captured) == 1
+
+
 def test_a_graph_decodes_over_a_longer_sample_that_waits(qwen25, picture_rows):
     """Three slots decode as four: in the fourth a sample waits for its environment. What it sees is
     not used, but if it saw none of its keys, NaN would stay in its slot for the next sample
@@ -317,7 +337,7 @@ def test_a_graph_decodes_over_a_longer_sample_that_waits(qwen25, picture_rows):
         fsdp.bare_forwards(vlm.decoder(env.actor.model)),
     ):
         vlm.compute_features(env.actor.model, batch)
-        engine = rollouts.RolloutEngine(env.actor, batch, env.sampling, [0], 4)
+        engine = RolloutEngine(env.actor, batch, env.sampling, [0], 4)
         engine.graphs = graphs.StepGraphs(1)
         engine.prefill([(0, [(slot, slot) for slot in range(4)])])
         stored = engine.slots[3].stored
@@ -332,7 +352,7 @@ def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monk
     """At once, with the cause: up to torch 2.12 the allocator stays in a capture that has failed,
     and emptying its cache would raise an internal assert later."""
     env, capture = start(qwen25, picture_rows, STOPPING), graphs.capture
-    capturing, step = [], rollouts.RolloutEngine.decode_on_device
+    capturing, step = [], RolloutEngine.decode_on_device
 
     class Binding:
         def capture_begin(self, *_, **__):
@@ -351,7 +371,7 @@ def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monk
 
     graphs_of()
     monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(rollouts.RolloutEngine, "decode_on_device", failing_step)
+    monkeypatch.setattr(RolloutEngine, "decode_on_device", failing_step)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Binding)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     monkeypatch.setattr(torch._C, "_host_emptyCache", empty_cache, raising=False)

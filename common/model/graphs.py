@@ -25,6 +25,10 @@ class StepGraphs:
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.pool: Any = None
 
+    def is_first(self, size: int, capacity: int) -> bool:
+        """Whether `run` is going to capture the first of all graphs."""
+        return not self.graphs and self.steps[size, capacity] >= self.eager_steps
+
     def run(self, step: Callable, size: int, capacity: int) -> None:
         """``step(size, capacity)`` for the slots 0..size-1, by its graph if there is one. Raises
         RuntimeError: it cannot be captured."""

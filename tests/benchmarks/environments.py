@@ -25,7 +25,7 @@ from common import distributed
 from common.buffers import Batch
 from common.data.loader import load_pixels
 from common.envs import environments
-from common.model import rollout as rollouts
+from common.rollout import RolloutEngine
 from machine import machine
 
 TURNS, LONGEST = 3, 64
@@ -49,7 +49,7 @@ class Asks:
 
 def give_turns(table: torch.Tensor) -> None:
     """From now on turns end where the table (prompts, samples, turns) says, by the end token."""
-    prefill, sample = rollouts.RolloutEngine.prefill, rollouts.RolloutEngine.sample
+    prefill, sample = RolloutEngine.prefill, RolloutEngine.sample
 
     def prefill_with_ends(engine, members):
         if not hasattr(engine, "ends"):
@@ -70,7 +70,7 @@ def give_turns(table: torch.Tensor) -> None:
         engine.out_tokens[engine.slot_ids[slots], step] = engine.last[slots] = ids
         engine.done[slots] = done | ended
 
-    rollouts.RolloutEngine.prefill, rollouts.RolloutEngine.sample = prefill_with_ends, sample_to_end
+    RolloutEngine.prefill, RolloutEngine.sample = prefill_with_ends, sample_to_end
 
 
 def main() -> None:

@@ -39,9 +39,9 @@ from common.buffers import Batch, Pack
 from common.data.processor import Processor
 from common.flags import DataArgs
 from common.model import adapters, build, checkpoint, memory, vlm, weights
-from common.model import rollout as rollouts
 from common.model.attention import BACKENDS, PackedAttention, SlotCache
 from common.model.fsdp import bare_forwards
+from common.rollout import RolloutEngine, Sample
 from conftest import computing
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -194,9 +194,9 @@ def decoding_seconds(
     actor = SimpleNamespace(model=model)
     prompts = SimpleNamespace(prompt_lengths=[context] * batch)
     with torch.inference_mode(), bare_forwards(vlm.decoder(model)):
-        engine = rollouts.RolloutEngine(actor, prompts, sampling, list(range(batch)), 1)
+        engine = RolloutEngine(actor, prompts, sampling, list(range(batch)), 1)
         engine.length[:], engine.rope[:], engine.done[:] = context, context, False
-        engine.slots = {k: rollouts.Sample((k, 0), stored=context) for k in range(batch)}
+        engine.slots = {k: Sample((k, 0), stored=context) for k in range(batch)}
         # set up, captured
         timed(lambda: engine.decode(batch), 3)
         seconds = timed(lambda: engine.decode(batch), steps)

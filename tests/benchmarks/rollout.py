@@ -33,7 +33,7 @@ import train_ppo_vl as ppo
 from common import distributed
 from common.buffers import Batch
 from common.data.loader import load_pixels
-from common.model import rollout as rollouts
+from common.rollout import RolloutEngine
 from machine import machine
 
 SAMPLES, LONGEST = 8, 128
@@ -95,7 +95,7 @@ def length_table(prompts: int) -> np.ndarray:
 def give_lengths(table: torch.Tensor) -> None:
     """From now on responses end where the table (prompts, samples) says, so that both sides have
     the same work."""
-    prefill, sample = rollouts.RolloutEngine.prefill, rollouts.RolloutEngine.sample
+    prefill, sample = RolloutEngine.prefill, RolloutEngine.sample
 
     def prefill_with_limit(engine, members):
         if not hasattr(engine, "limit"):
@@ -112,10 +112,7 @@ def give_lengths(table: torch.Tensor) -> None:
         sample(engine, hidden, slots)
         engine.done[slots] = done | (engine.response_tokens[slots] >= engine.limit[slots])
 
-    rollouts.RolloutEngine.prefill, rollouts.RolloutEngine.sample = (
-        prefill_with_limit,
-        sample_to_limit,
-    )
+    RolloutEngine.prefill, RolloutEngine.sample = prefill_with_limit, sample_to_limit
 
 
 def main() -> None:

@@ -76,7 +76,6 @@ from families import (
     THROUGH_CHUNKS,
     TOKENS,
     as_parts,
-    check_judgements,
     check_logprobs,
     check_rollouts,
     logprobs,
@@ -475,11 +474,6 @@ def answered(family) -> list[dict]:
     """The rows of a family with a response."""
     rows = [{name: row[name] for name in ("prompt", "images")} for row in read_rows(family.data)]
     return [row | {"response": "a circle"} for row in rows]
-
-
-def test_the_judge_generates_what_generate_does(family, tmp_path):
-    data = write_rows(tmp_path / "judge.jsonl", answered(family))
-    check_judgements(family, Path(data), hf_inputs)
 
 
 def test_unknown_families_are_refused_by_name(tmp_path):

@@ -6,7 +6,6 @@ judgements by `generate`; what a clip's time is; and that every bad clip is refu
 import json
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,12 +50,10 @@ from conftest import (
     write_checkpoint,
     write_json,
     write_judge,
-    write_rows,
 )
 from families import (
     REWARD,
     as_parts,
-    check_judgements,
     check_logprobs,
     check_rollouts,
     make_config,
@@ -272,15 +269,6 @@ def test_packed_logprobs_equal_one_forward_per_sample(family):
 
 def test_greedy_rollouts_equal_generate(family):
     check_rollouts(family, hf_inputs)
-
-
-def test_the_judge_generates_what_generate_does(family, rows):
-    """Batches of prompts with clips, pictures and neither."""
-    lines = [row | {"response": "a circle"} for row in read_rows(rows)]
-    for line in lines:
-        del line["answer"]
-    data = Path(write_rows(rows.with_name("judge.jsonl"), lines))
-    check_judgements(family, data, hf_inputs, "--video_frames", str(FRAMES), "--video_fps", "3")
 
 
 def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):

@@ -20,7 +20,7 @@ import train_ppo_vl as ppo
 from common import distributed
 from common.data.processor import Processor
 from common.model import budget, build, memory
-from common.model import rollout as rollouts
+from common.rollout import RolloutEngine
 from conftest import ROOT, read_json, read_rows, start, take, user_error, words, write_json
 from helpers import planned
 from ranks import clean_environment
@@ -234,7 +234,7 @@ def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypa
         sampling=SimpleNamespace(slots=0),
         setup=SimpleNamespace(device=torch.device("cuda"), team=distributed.ALONE),
     )
-    slots = rollouts.RolloutEngine.slot_count(engine, capacity, 512)
+    slots = RolloutEngine.slot_count(engine, capacity, 512)
     assert dry.needed.slots(60.0) == slots < 256
     assert dry.needed.slots(40.0) < slots
     # they fill what is free, which says nothing about the pack that fits
@@ -245,12 +245,12 @@ def test_a_rollout_leaves_no_cache_behind(qwen25, picture_rows, monkeypatch):
     """Slots and graphs are freed first, then torch's cache is emptied."""
     env, seen = start(qwen25, picture_rows), []
 
-    class Engine(rollouts.RolloutEngine):
+    class Engine(RolloutEngine):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             seen.append(weakref.ref(self.cache))
 
-    monkeypatch.setattr(rollouts, "RolloutEngine", Engine)
+    monkeypatch.setattr("common.rollout.RolloutEngine", Engine)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(seen[0]() is None))
     ppo.rollout(env.actor, take(env), env.sampling, 2)
     assert seen[1:] == [True]

@@ -24,7 +24,7 @@ import train_ppo_vl as ppo
 from common.data.folder import read_model_config
 from common.distributed import ALONE, Team
 from common.model import build, layers, teams, vlm
-from common.model import rollout as rollouts
+from common.rollout import RolloutEngine
 from conftest import write_checkpoint
 from families import write_family
 from helpers import DEVICE, HAS_CUDA, WAITS, filled
@@ -98,7 +98,7 @@ def launches(folder, count_layers: int, team: Team = ALONE, **sampling) -> Launc
                 layer.reshard = lambda: None
                 teams.cut(layer, team, pieces)
         batch = SimpleNamespace(prompt_lengths=[8] * SLOTS)
-        engine = rollouts.RolloutEngine(actor, batch, settings, list(range(SLOTS)), 1)
+        engine = RolloutEngine(actor, batch, settings, list(range(SLOTS)), 1)
         with Launches() as counted, pytest.MonkeyPatch.context() as patch:
             patch.setattr(layers, "fuse", counted.fuse)
             theirs = sys.modules[type(decoder).__module__]

@@ -16,9 +16,9 @@ import toy
 import train_ppo_vl as ppo
 from common import distributed
 from common.model import attention, build, fsdp, linear_attention, packs, vlm
-from common.model import rollout as rollouts
 from common.model import weights as vlm_weights
 from common.model.linear_attention import PackedDelta, SlotStates
+from common.rollout import RolloutEngine
 from conftest import (
     ROUNDING,
     inputs_of,
@@ -217,7 +217,7 @@ def test_greedy_tokens_are_those_of_generate(decoding, rule, monkeypatch):
     """Two samples of each prompt, with as many slots as samples and with few, that are refilled and
     whose last ones move."""
     moved, refilled = [], []
-    move, prefill = SlotStates.move, rollouts.RolloutEngine.prefill
+    move, prefill = SlotStates.move, RolloutEngine.prefill
 
     def counted_move(states, source, target):
         moved.append(len(source))
@@ -228,7 +228,7 @@ def test_greedy_tokens_are_those_of_generate(decoding, rule, monkeypatch):
         prefill(engine, members)
 
     monkeypatch.setattr(SlotStates, "move", counted_move)
-    monkeypatch.setattr(rollouts.RolloutEngine, "prefill", counted_prefill)
+    monkeypatch.setattr(RolloutEngine, "prefill", counted_prefill)
     assert max(map(len, decoding.answers)) == 40 > min(map(len, decoding.answers))
     for slots in (0, 4):
         assert greedy(decoding, slots) == decoding.answers
@@ -467,4 +467,4 @@ def test_slots_are_counted_with_their_states(decoding, monkeypatch):
     room = 3.5 / 2 * slots.nbytes + ppo.memory.forward_bytes(decoding.actor, 50) + ppo.memory.MARGIN
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(room), 0))
-    assert rollouts.RolloutEngine.slot_count(engine, 100, 50) == 3
+    assert RolloutEngine.slot_count(engine, 100, 50) == 3

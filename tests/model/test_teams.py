@@ -17,7 +17,7 @@ from common import distributed
 from common.data.loader import PromptLoader
 from common.envs import environments
 from common.model import attention, memory, teams, vlm
-from common.model import rollout as rollouts
+from common.rollout import GRAPH_SIZES, RolloutEngine
 from conftest import ROUNDING, start, user_error, write_checkpoint
 from families import GEMMA4, write_family
 from helpers import judge_flags
@@ -55,17 +55,17 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
         )
         environment = environments.load_environment(args, 512)
         env.sampling = dataclasses.replace(env.sampling, environment=environment)
-    generate = rollouts.RolloutEngine.generate
+    generate = RolloutEngine.generate
 
     def watched(engine):
         heads = engine.cache.keys[0].shape[2]
         held.append((whole_bytes(env.actor), heads))
         return generate(engine)
 
-    rollouts.RolloutEngine.generate = watched
+    RolloutEngine.generate = watched
     for setup.team in (distributed.ALONE, distributed.join_team(size, 60.0)):
         results.append(ppo.rollout(env.actor, dealt(env), env.sampling, 4))
-    rollouts.RolloutEngine.generate = generate
+    RolloutEngine.generate = generate
     alone, together = results
     assert torch.equal(alone.tokens, together.tokens)
     assert (alone.logprobs - together.logprobs).abs().max() < ROUNDING
@@ -137,20 +137,18 @@ def start_with_a_team() -> None:
 
 def test_a_team_has_the_time_limit_of_the_run_and_graphs_for_its_slots():
     ranks.run(start_with_a_team, world=4)
-    assert rollouts.GRAPH_SIZES[-1] == attention.most_slots(2) == 2 * attention.most_slots(1) == 512
+    assert GRAPH_SIZES[-1] == attention.most_slots(2) == 2 * attention.most_slots(1) == 512
 
 
 def judge_alike(folder, task, out) -> None:
-    """Also where two ranks have the same key head, which transformers' own attention repeats."""
     args = grm.parse_args(judge_flags(folder, task, out))
     loaded = distributed.start(args.timeout, args.hsdp)
     rows = grm.load_rows(args)
     judge, texts = grm.load_judge(args, rows, loaded), []
-    with PromptLoader(rows.processor, args) as loader:
-        batch = loader.collect(*loader.submit(rows.held_out, list(range(len(rows.held_out)))))
     for size in (1, 2, 4):
         judge.model.setup.team = distributed.join_team(size, 60.0)
-        texts.append(grm.write_judgements(judge, batch, args)[1])
+        records, _ = grm.judge_all(judge, rows, args)
+        texts.append([record["generated_text"] for record in records])
     assert len(texts[0]) == len(rows.held_out)
     assert texts[0] == texts[1] == texts[2]
 

@@ -7,24 +7,27 @@ Shapes: B slots that decode together, b of them in a call; P prompt tokens, H hi
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from common import logging, logprobs
-from common.buffers import Batch, Pack, fill_packs
+from common import distributed, logging, logprobs
+from common.buffers import EMPTY, Batch, Pack, fill_packs
 from common.envs import dialogue, environments
 from common.model import attention, fsdp, graphs, memory, packs, vlm
 from common.model.policy import Policy
 from common.sampling import Sampling
 
-# streams of sampling noise: a prompt that occurs in two of them gets independent samples
-TRAIN, EVAL, JUDGE = 0, 1, 2
+# given beginnings of responses: tokens (n,) and their log-probs (n,)
+Beginnings = dict[dialogue.Key, tuple[Tensor, Tensor]]
 # eager decoding steps at a batch size before its CUDA graph is captured, which takes about as long
 EAGER_TOKENS = 2
 # batch sizes that get a CUDA graph, besides the number of slots
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# the slots in which a rollout's first graph is compared with an eager step, and their largest median
+# difference of log-probs
+CHECKED_SLOTS, GRAPH_GAP = 8, 0.1
 
 
 def rollout(
@@ -32,14 +35,20 @@ def rollout(
     batch: Batch,
     sampling: Sampling,
     samples_per_prompt: int,
+    beginnings: Beginnings | None = None,
 ) -> Batch:
     """Sample responses to every prompt; returns the batch with the samples of all ranks.
 
     The actor is unsharded once. Then only teams run collectives, so they may finish at different
     times.
+
+    Args:
+        beginnings: at most --max_new_tokens tokens, and their log-probs, NaN for tokens that are
+            `Batch.foreign`. The policy continues as if it had drawn them, unless the last one is an
+            end token. In a conversation they are in its first turn. All ranks of a team pass the same.
     """
     actor.eval()
-    mine, envs = batch.own_prompts(), None
+    mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}
     if sampling.environment:
         envs = dialogue.EnvRollout(sampling.environment, actor, sampling)
         batch = envs.open(batch, mine, samples_per_prompt)
@@ -47,7 +56,7 @@ def rollout(
         vlm.compute_features(actor.model, batch)
         ours = batch.own_prompts(actor.model.setup.team.size)
         shared = packs.share_features(actor.model, batch, ours)
-        engine = RolloutEngine(actor, shared, sampling, ours, samples_per_prompt, envs)
+        engine = RolloutEngine(actor, shared, sampling, ours, samples_per_prompt, envs, beginnings)
         bare = fsdp.bare_forwards(vlm.decoder(actor.model))
         with torch.inference_mode(), bare:
             results = engine.generate()
@@ -61,11 +70,20 @@ def rollout(
     local.logprobs = torch.cat([torch.zeros(0), *(results[key].logprobs for key in samples)])
     local.truncated = torch.tensor([results[key].truncated for key in samples], dtype=torch.bool)
     local.sampling = sampling
+    if beginnings:
+        local.foreign = local.logprobs.isnan()
     if envs:
         envs.fill(local, samples)
     batch = local.gathered()
     environments.check_failures(batch.conversations)
     return batch
+
+
+def prompts_together(slots: int, shards: int, samples: int) -> int:
+    """Prompts of a rollout that fill the slots of all ranks with so many samples each (flags --slots,
+    --rollout_shards), as each rollout waits for its slowest answer."""
+    teams = distributed.world_size() // shards
+    return max(1, teams * (slots or attention.most_slots(shards)) // samples)
 
 
 @dataclass
@@ -97,6 +115,7 @@ class RolloutEngine:
     indices: list[int]  # of the prompts of this rank or its team
     count: int  # samples per prompt
     envs: dialogue.EnvRollout | None = None
+    beginnings: Beginnings = field(default_factory=dict)
 
     def __post_init__(self):
         sampling, envs = self.sampling, self.envs
@@ -225,8 +244,10 @@ class RolloutEngine:
         )
         features = [batch.features[index] for index, _ in members if index in batch.features]
         self.begin(parts, features)
+        begun = [slot for slot, *_ in started]
         if self.envs:
-            self.read_replies(self.envs, [slot for slot, *_ in started])
+            self.read_replies(self.envs, begun)
+        self.read_beginnings(begun)
 
     def begin(self, parts: list[packs.Prefill], features: list[Tensor]) -> None:
         """Prefill ``parts``, with the ``features`` of their images, and sample the next token of each of
@@ -259,7 +280,32 @@ class RolloutEngine:
             return
         if self.cache.reads_masked:  # attention also reads keys that it masks: few of them
             capacity = min(1 << (longest - 1).bit_length(), capacity)
-        self.graphs.run(self.decode_on_device, size, capacity)
+        if self.graphs.is_first(size, capacity):
+            self.check_first_graph(self.graphs, size, capacity)
+        else:
+            self.graphs.run(self.decode_on_device, size, capacity)
+
+    def check_first_graph(self, steps: graphs.StepGraphs, size: int, capacity: int) -> None:
+        """Run a rollout's first graph, after an eager step of a few slots, which is undone. Raises
+        RuntimeError: they differ by more than rounding."""
+        few = slice(0, min(size, CHECKED_SLOTS))
+        cells = self.slot_ids[few], self.response_tokens[few].clone()
+        changing = [part[few] for part in self.state]
+        if self.cache.linear:
+            changing += [self.cache.linear.inputs[:, few], self.cache.linear.states[:, few]]
+        before = [part.clone() for part in changing]
+        self.decode_on_device(few.stop, capacity)
+        eager = self.out_logprobs[cells]
+        for part, value in zip(changing, before):  # the graph writes the same keys and values again
+            part.copy_(value)
+        steps.run(self.decode_on_device, size, capacity)
+        # the median: rounding may change a token here and there
+        gap = float((self.out_logprobs[cells] - eager).abs().median())
+        if not gap < GRAPH_GAP:
+            raise RuntimeError(
+                f"log-probs of a CUDA graph are {gap:.2g} off those of an eager step, at most "
+                f"{GRAPH_GAP} is rounding; --cuda_graphs off decodes without graphs"
+            )
 
     def decode_on_device(self, size: int, longest: int) -> None:
         """The device's part of `decode`; the host reads nothing back. No slot has more than
@@ -386,6 +432,23 @@ class RolloutEngine:
             parts.append(packs.Prefill([slot], length - len(ids), ids, after + offsets, spoken))
             self.slots[slot] = Sample(episode.key, turn_start=spoken)
         self.begin(parts, features)
+
+    def read_beginnings(self, slots: list[int]) -> None:
+        """Prefill the given beginnings of responses, slot by slot, as if the policy had drawn them: the
+        last token is still to be decoded, unless it ends the response."""
+        for slot in slots:
+            sample = self.slots[slot]
+            tokens, logps = self.beginnings.get(sample.key, (EMPTY, EMPTY))
+            n = len(tokens)
+            if n > 1:
+                positions = int(self.rope[slot]) + torch.arange(n - 1).expand(3, -1)
+                part = packs.Prefill([slot], sample.stored, tokens[:-1], positions, n - 1)
+                self.begin([part], [])
+            if n:
+                self.out_tokens[slot, :n], self.out_logprobs[slot, :n] = tokens, logps
+                self.last[slot] = tokens[-1]
+                is_end = tokens[-1] in self.sampling.stop_ids.cpu()
+                self.done[slot] = is_end or n == self.sampling.max_new_tokens
 
     def stop_string_end(self, sample: Sample, tokens: Tensor) -> int | None:
         """Number of tokens up to and including the one that completes a stop string, but at least
