@@ -12,6 +12,9 @@ CPU tensors travel over gloo, GPU tensors over NCCL. Every rank calls, with what
 """
 
 import os
+import sys
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,11 +27,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.files import say
-from common.process import STOP_SIGNALS, UserError
+from common.process import EXIT_USER_ERROR, STOP_SIGNALS, Exit, UserError
 
 # torch 2.13 renamed both
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+PATIENCE = 15  # seconds of waiting for other ranks before a line says so
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
@@ -83,6 +87,7 @@ def start(timeout: float, hsdp: int, rollout_shards: int = 1) -> Ranks:
     Raises:
         UserError: more processes on this machine than GPUs, or ranks that hsdp or the team does not
             divide.
+        Exit: not all ranks came in time.
     """
     for name, value in ONE_PROCESS.items():
         os.environ.setdefault(name, value)
@@ -100,15 +105,38 @@ def start(timeout: float, hsdp: int, rollout_shards: int = 1) -> Ranks:
         shape, names = (world // hsdp, hsdp), ("copies", "shards")
     if not dist.is_initialized():
         gpu = device.type == "cuda"
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if gpu else "gloo",
-            timeout=timedelta(seconds=timeout),
-            # NCCL connects now. Not with several groups: torch would then make them by splitting
-            # the communicators of both back-ends, which not every version can.
-            device_id=device if gpu and not hsdp and rollout_shards == 1 else None,
-        )
+        with waiting_for_ranks(world, timeout):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if gpu else "gloo",
+                timeout=timedelta(seconds=timeout),
+                # NCCL connects now. Not with several groups: torch would then make them by splitting
+                # the communicators of both back-ends, which not every version can.
+                device_id=device if gpu and not hsdp and rollout_shards == 1 else None,
+            )
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     return Ranks(world, device, mesh, join_team(rollout_shards, timeout))
+
+
+@contextmanager
+def waiting_for_ranks(world: int, timeout: float) -> Iterator[None]:
+    """Say after a while which ranks this process waits for. Raises Exit: they did not come."""
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    here = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ranks = f"{world} ranks at {place} (WORLD_SIZE={world}, {here} here)"
+    patience = threading.Timer(PATIENCE, say, [f"waiting for {ranks}"])
+    patience.daemon = True
+    patience.start()
+    try:
+        yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        say(
+            f"error: not all of {ranks} came within {timeout:g} s (--timeout): start all of them with torchrun, "
+            f"or unset WORLD_SIZE for one process ({str(error).splitlines()[0]:.200})",
+            file=sys.stderr,
+        )
+        raise Exit(EXIT_USER_ERROR) from error
+    finally:
+        patience.cancel()
 
 
 def join_team(size: int, timeout: float) -> Team:

@@ -11,6 +11,7 @@ does not hold what it must.
     follow_pointer           the folder that <out>/export/latest names
     write_durably, replace_durably, write_pointer, write_link, sync_folder
                              what survives a power cut
+    show_anything            a terminal gets escapes of what it cannot show
     say                      print what may quote files and programs
     as_message, printable    such a text, fit for a terminal
 
@@ -32,6 +33,7 @@ import math
 import os
 import re
 import stat
+import sys
 import time
 from io import BufferedReader
 from pathlib import Path
@@ -157,6 +159,13 @@ def as_message(text: str) -> str:
     lines; lines after the first are indented: what a file or a server says must not pass for a
     message of its own."""
     return re.sub("\n(?!  )", "\n  ", printable(text, keep="\n\t"))
+
+
+def show_anything() -> None:
+    """From now on, characters that the terminal has no encoding of are written as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str, file: TextIO | None = None) -> None:

@@ -213,6 +213,7 @@ class RunLogger:
         if self.eval_only:
             self.out, first_step = self.out / f"evaluation-step-{first_step}", 0
         self.first_step = first_step
+        self.console = sys.stdout  # a program of the user may put another in its place for a while
         self._warned: dict[str, bool] = {}  # name -> whether its condition held last time
         evaluated = set()
         self.bar = tqdm(
@@ -316,8 +317,8 @@ class RunLogger:
     def line(self, text: str) -> None:
         """Print one line above the bar."""
         if distributed.is_main():
-            tqdm.write(as_message(text))
-            sys.stdout.flush()  # a redirected stdout would keep the line for minutes
+            tqdm.write(as_message(text), file=self.console)
+            self.console.flush()  # a redirected stdout would keep the line for minutes
 
     def close(self, step: int, last: int) -> None:
         """Say how a run of ``last`` steps ended after ``step`` steps, and where its results are.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from common.files import say
+from common.files import say, show_anything
 from common.threads import GIVEN_UP
 
 EXIT_USER_ERROR = 2
@@ -135,6 +135,7 @@ def run_main(program: Callable[[], Any]) -> None:
     """Run a script's main; what it raises becomes one message and an exit code, and is told to
     torchrun, whose summary comes last."""
     die_with_torchrun()
+    show_anything()
     handle_signals(end_now)
     code = 0
     with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):

@@ -11,7 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # Behind all other folders: common/ has a logging.py. As a package, it needs torch.
 sys.path[:] = [str(ROOT), *sys.path, str(ROOT / "common")]
-from files import say
+from files import say, show_anything
+
+show_anything()
 
 
 @contextmanager

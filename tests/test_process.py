@@ -1,6 +1,7 @@
 """How processes start and end: --help, signals, exit codes, workers whose launcher is killed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,6 +105,38 @@ def main():
     raise process.UserError("a typo")
 process.run_main(main)
 """
+
+
+@pytest.mark.parametrize("first", ["process.run_main(say)", "import tool; say()"])
+def test_what_a_terminal_cannot_show_ends_nothing(first):
+    """A script's lines on an ASCII terminal, and a tool's."""
+    ended = python(
+        "import sys\n"
+        "from common import process\n"
+        "sys.stdout.reconfigure(encoding='ascii', errors='strict')\n"
+        "def say():\n    print('\u4e2d \ufffd')\n" + first
+    )
+    assert (ended.returncode, ended.stdout) == (0, "\\u4e2d \\ufffd\n"), ended.stderr
+
+
+def test_ranks_that_do_not_come_are_named():
+    """One process that believes in two, without the other: no traceback, nothing of slow rewards."""
+    ended = python(
+        "from common import distributed, process\n"
+        "distributed.PATIENCE = 0.1\n"
+        "process.run_main(lambda: distributed.start(2.0, 0))",
+        WORLD_SIZE="2",
+        RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(ranks.free_port()),
+    )
+    place = r"127\.0\.0\.1:\d+ \(WORLD_SIZE=2, 1 here\)"
+    assert ended.returncode == 2
+    assert re.fullmatch(rf"waiting for 2 ranks at {place}\n", ended.stdout)
+    assert re.fullmatch(
+        rf"error: not all of 2 ranks at {place} came within 2 s .* torchrun, or unset WORLD_SIZE .*\n",
+        ended.stderr,
+    )
 
 
 def test_an_error_waits_for_no_other_rank():
