@@ -13,6 +13,7 @@ costs SECONDS of --reward_timeout.
 """
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 SECONDS = 5  # of CPU time, for one answer
 PROCESSES = 8
+DIGITS = 6  # to which a decimal fraction must agree with a root or another expression
 BOXED = LatexExtractionConfig(boxed_match_priority=0)
 LATEX = str.maketrans({"√": r"\sqrt ", "°": r"^\circ "})  # what the library does not read
 
@@ -31,7 +33,8 @@ def score(prompts, responses, references, labels, images):
     from common.rewards import rules
 
     texts = list(map(rules.with_opened_thought, prompts, responses))
-    answers = [rules.extract_answer(text, "boxed") or "" for text in texts]
+    answers = [rules.plain_text(rules.extract_answer(text, "boxed") or "") for text in texts]
+    references = list(map(rules.plain_text, references))
     size = -(-len(answers) // PROCESSES)
     parts = [slice(k, k + size) for k in range(0, len(answers), size)]
     with ThreadPoolExecutor(PROCESSES) as pool:
@@ -46,13 +49,25 @@ def score(prompts, responses, references, labels, images):
     return {"reward": rewards, "accuracy": accuracy, "format": formats}
 
 
+def check(reference):
+    from common.rewards import rules
+
+    rules.check_reference("boxed", reference)
+
+
+score.check = check
+
+
 def grade(answer: str, reference: str) -> float:
     """1.0 where the answer equals the reference, else 0.0."""
     if not answer:
         return 0.0
     expected = parse(in_box(reference), [BOXED], parsing_timeout=None)
     answered = parse(in_box(answer), [BOXED], fallback_mode="no_fallback", parsing_timeout=None)
-    return float(verify(expected, answered, timeout_seconds=None))
+    # as many digits as the answers have: 1.0000001 is not 1
+    digits = max(map(len, re.findall(r"\.(\d+)", answer + " " + reference)), default=0)
+    digits = max(DIGITS, digits)
+    return float(verify(expected, answered, float_rounding=digits, timeout_seconds=None))
 
 
 def in_box(answer: str) -> str:

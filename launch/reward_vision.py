@@ -3,7 +3,7 @@ r"""Rewards of perception, to use or to copy: --reward launch/reward_vision.py:N
     choice    one letter, or the text of one of the row's "options"
     number    one number, within 5 % of the truth as in ChartQA, or within the row's "tolerance" (0 for
               years: 5 % are a century); where the truth is not just a number, words
-    count     one number, in digits or as zero to twenty
+    count     one number, exactly
     words     the same words
     anls      1 - edits / length where that is above 1/2, as in DocVQA
     ocr       1 - edits / length, and case counts
@@ -14,6 +14,8 @@ r"""Rewards of perception, to use or to copy: --reward launch/reward_vision.py:N
 The truth is the row's "answer"; for words and anls any of its "answers", or of the list that the
 answer is.
 
+Numbers are in digits or, if there are none, as zero to twenty.
+
 An answer is what stands behind the thought: the last <answer>, <|begin_of_box|> or \boxed{}, if
 there is one, and of that the last fence. Everything in it counts: of several letters or numbers none
 is the answer, and a copy is a wrong item. An unfinished thought or <answer> is no answer. So
@@ -23,25 +25,39 @@ import ast
 import re
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 from string import ascii_uppercase
 
 import numpy as np
 
+from common.files import number_as_text
 from common.rewards.regions import answer_text
-from common.rewards.rules import format_score, with_opened_thought
+from common.rewards.rules import (
+    OUTER,
+    format_score,
+    plain_text,
+    read_letters,
+    read_number,
+    read_numbers,
+    with_opened_thought,
+)
 
-# b)   B, but neither "I" nor the article of "A dog"
-LETTER = re.compile(r"(?<![\w'’])(?:[A-Za-z](?=\))|(?:A(?! (?!is|or)[a-z])|[B-HJ-Z])(?![\w'’]))")
-NUMBER = re.compile(r"(?<![\w.])[+-]?(?:\d{1,15}(?!\d)\.?\d{0,15}|\.\d{1,15})(?:[eE][+-]?\d{1,2})?")
-NO_DIGITS = re.compile(r"[$€£¥]| ?%|(?<=\d),(?=\d{3}(?!\d))")  # $5   1,234
-WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
-fifteen sixteen seventeen eighteen nineteen twenty""".split()
-DIGITS = {word: str(number) for number, word in enumerate(WORDS)}
-OUTER = " .,;:!?\"'`()[]{}*•"  # punctuation around a word
+NUMBERED = re.compile(r"(?s)\s*\(?(\d{1,3})(?:[.:]\s+|[)、]\s*)(.*)")  # 1. red   (2) blue
 
 
-def per_sample(grade):
-    """A reward function from the grade of one answer, by its truth and row; no answer earns 0."""
+def not_empty(truth):
+    if not truth.strip():
+        raise ValueError("the answer is empty, which no response can match")
+
+
+def one_number(truth):
+    if read_number(truth) is None:
+        raise ValueError(f"the answer {truth!r:.80} is no number, in digits or as zero to twenty")
+
+
+def per_sample(grade, check=not_empty):
+    """A reward function from the grade of one answer, by its truth and row; no answer earns 0. Every truth
+    passes ``check`` before a run starts."""
 
     def score(prompts, responses, references, labels, images, rows):
         texts = map(with_opened_thought, prompts, responses)
@@ -50,12 +66,14 @@ def per_sample(grade):
         grades = [grade(*sample) if sample[0] else 0.0 for sample in samples]
         return {"reward": grades, "accuracy": [float(share == 1) for share in grades]}
 
+    score.check = check
     return score
 
 
 def plain(text) -> str:
     """A text or number without case, white space, punctuation around it, and the dash of a list."""
-    return " ".join(str(text).lower().split()).strip(OUTER).removeprefix("- ")
+    words = plain_text(str(number_as_text(text))).lower().split()
+    return " ".join(words).strip(OUTER).removeprefix("- ")
 
 
 @per_sample
@@ -72,30 +90,22 @@ def chosen(text: str, letters: dict) -> set:
     whole = plain(text)
     if whole in letters:
         return {letters[whole]}
-    if len(whole) == 1:
-        text = f"{whole})"
-    rest = plain(LETTER.sub("", text))  # of "B. dog"
-    return {letters.get(rest)} - {None} | set(map(str.upper, LETTER.findall(text)))
+    named, rest = read_letters(text)  # of "B. dog"
+    return {letters.get(plain(rest))} - {None} | named
 
 
 @per_sample
 def number(answer, truth, row):
-    if not NUMBER.fullmatch(NO_DIGITS.sub("", truth)):
+    values, right = read_numbers(answer), read_number(truth)
+    if right is None:
         return float(plain(answer) == plain(truth))
-    values, (right,) = numbers(answer), numbers(truth)
     tolerance = Fraction(str(row.get("tolerance", 0.05)))
     return float(len(values) == 1 and abs(values.pop() - right) <= tolerance * abs(right))
 
 
-def numbers(text: str) -> set:
-    digits = NO_DIGITS.sub("", text.replace("−", "-"))
-    return set(map(Fraction, NUMBER.findall(digits)))
-
-
-@per_sample
+@partial(per_sample, check=one_number)
 def count(answer, truth, row):
-    answer = re.sub("[a-z]+", lambda word: DIGITS.get(word[0], word[0]), answer.lower())
-    return float(numbers(answer) == {Fraction(truth)})
+    return float(read_numbers(answer) == {read_number(truth)})
 
 
 @per_sample
@@ -104,7 +114,8 @@ def words(answer, truth, row):
 
 
 def truths(truth: str, row: dict) -> list:
-    return list(map(str, row.get("answers") or read_list(truth) or [truth]))
+    known = row.get("answers") or read_list(truth) or [truth]
+    return [str(number_as_text(text)) for text in known]
 
 
 @per_sample
@@ -147,10 +158,15 @@ def order(answer, truth, row):
 
 
 def read_items(text: str) -> list[str]:
-    """The elements of a list, or of what commas, semicolons, lines or, between digits, dashes separate."""
+    """The elements of a list, or of what commas, semicolons, lines or, between digits, dashes separate, and
+    perhaps 1., 2., 3. number."""
     values = read_list(text)
     if values is None:
-        values = re.split(r"[,;\n]|(?<=\d)-(?=\d)", text)
+        pieces = re.split(r"[,;\n]|(?<!\d)、|(?<=\d)-(?=\d)", plain_text(text))
+        values = [piece for piece in pieces if piece.strip()]
+        numbered = [NUMBERED.fullmatch(piece) for piece in values]
+        if [match and int(match[1]) for match in numbered] == [*range(1, len(values) + 1)]:
+            values = [match[2] for match in numbered]
     return [item for item in map(plain, values) if item]
 
 

@@ -4,12 +4,17 @@ r"""Rules that score a response by its text.
     after_thought         what the response says after its thoughts
     extract_answer        the last `\boxed{...}`, or <answer>...</answer>
     answers_equal         text, choice letters, numbers, fractions, ordered lists
+    plain_text            a text without differences that nobody sees
+    read_letters          the letters of options that a text names
+    read_numbers          the numbers in a text
     rule_reward           a rule as a reward function
+    check_reference       what no response can match is no answer
 
 For roots, units and expressions there is launch/reward_math.py. launch/judge_table.py reads this file
 without the rest of common/, which needs torch.
 """
 
+import math
 import re
 import unicodedata
 from fractions import Fraction
@@ -25,21 +30,48 @@ ACCURACY, FORM = 0.9, 0.1  # weights in rules that also reward the form
 RAISED, LOWERED = "[²³¹⁰-ⁿ]+", "[₀-ₜ]+"  # 3² is 3^2, not 32
 BRACES = re.compile(r"\\boxed\s*\{|\\(?:[{}]|\\(?!boxed))|[{}]")
 MAX_ANSWER = 512  # characters; longer answers compare as text, which bounds the work of patterns
+# What only looks different: dashes and the minus, quotes, the stroke of a fraction.
+ALIKE = str.maketrans({**dict.fromkeys("‐‑‒–—―−", "-"), "‘": "'", "’": "'", "⁄": "/"})
+# A letter, digit or _ of a script that sets words apart: Chinese, Japanese and Korean write 答案是B.
+IN_WORD = r"[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
+# What stands before an answer: "The answer is", "Answer:", "答案是".
+LEAD = (
+    r"(?:(?:the )?(?:final |correct |right )?(?:answer|option|choice)(?: is\b:?|:)|option\b"
+    r"|答案(?:是|为|:)?|选(?:项|择)?) ?"
+)
+# b)   B, but neither "I" nor the article of "A dog"
+LETTER = re.compile(
+    rf"(?<!')(?<!{IN_WORD})"
+    rf"(?:[A-Za-z](?=\))|(?:A(?! (?!is|or)[a-z])|[B-HJ-Z])(?!')(?!{IN_WORD}))"
+)
+# "Answer: b or c" and "b. dog", but not "Answer: a dog"
+SMALL = re.compile(
+    rf"(?i)({LEAD})([a-z](?: ?(?:,|/|or|and) ?[a-z])*)(?!')(?!{IN_WORD})(?! (?!is|or)[a-z])"
+    r"|(^\s*)([a-z](?=[.:]\s)(?:[.:,]\s+[a-z](?=[.:,)]|\s*$))*)"
+)
+CHOICE = re.compile(rf"(?is)\s*(?:{LEAD})?\(?[a-z][).:]+\s+\w.*")  # a letter and its text: B. dog
+DECIMAL = re.compile(
+    rf"(?<!\.)(?<!{IN_WORD})[+-]?(?:\d{{1,15}}(?!\d)\.?\d{{0,15}}|\.\d{{1,15}})(?:[eE][+-]?\d{{1,2}})?"
+)
+NO_DIGITS = re.compile(r"[$€£¥]| ?%|(?<=\d),(?=\d{3}(?!\d))")  # $5   1,234
+NUMERALS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+fifteen sixteen seventeen eighteen nineteen twenty""".split()
+DIGITS = {word: str(number) for number, word in enumerate(NUMERALS)}
+OUTER = " .,;:!?\"'`()[]{}*•"  # punctuation around a word
 SPELLINGS = [  # applied in this order to lower-case text
     (re.compile(pattern, re.ASCII), new)
     for pattern, new in (
-        ("[‐-―−]", "-"),
-        ("[‘’]", "'"),
-        ("⁄", "/"),
         ("。", "."),
-        (r"(?<!\\)\\[()[\]]|(?<=\d)\\,(?=\d{3})|\\!|\\?\$", ""),  # \(12\)   12\,345   $5
+        (rf"^{LEAD}(?=.)", ""),
+        (r"(?<!\\)\\[()[\]]|(?<=\d)\\,(?=\d{3})|\\!|\\?[$€£¥]", ""),  # \(12\)   12\,345   $5
         (r" ?\^ ?\{([+-]?\w+)\}", r"^\1"),
         (r"(?<=\d) ?(?:\\times|\\cdot|[×x·*]) ?10 ?\^ ?([+-]?\d+)", r"e\1"),
         (r"(?<![\w.,^])10 ?\^ ?([+-]?\d+)", r"1e\1"),
         (r"\\(?:left|right)(?![a-z])|\\[,;: ]|~", " "),
         (r"\{,\}", ","),
         (r"^ ?\\boxed ?\{(.*)\} ?$", r"\1"),
-        (r"^ ?([*_`]+)([^*_`]+)\1([.:]?) ?$", r"\2\3"),  # **b**
+        (r"^ ?([*_`'\"]+)([^*_`'\"]+)\1([.:]?) ?$", r"\2\3"),  # **b**
+        (r"^ ?\{([^{},]*)\}([.:]?) ?$", r"\1\2"),  # {12}, but not a set
         (r"\\(?:text[a-z]*|math[a-z]+|mbox) ?\{([^{}]*)\}", r" \1 "),
         (r"\\([{}%])", r"\1"),
         (r"\\[dt]frac", r"\\frac"),
@@ -71,8 +103,14 @@ def with_think_tags(text: str) -> str:
 
 
 def with_opened_thought(prompt: str, response: str) -> str:
-    """A response with the <think> at the end of its prompt, if there is one, and in this spelling."""
-    return with_think_tags(f"<think>{response}" if opens_thought(prompt) else response)
+    """A response with the thought that its prompt opens at its end, in this spelling; also an empty one
+    that the prompt closes, if the response has no other."""
+    response = with_think_tags(response)
+    if opens_thought(prompt):
+        return f"<think>{response}"
+    closes = re.search(r"<think>\s*</think>\s*\Z", with_think_tags(prompt))
+    has_own = re.search("</?think>", response)
+    return f"<think></think>{response}" if closes and not has_own else response
 
 
 def after_thought(response: str) -> str:
@@ -112,10 +150,11 @@ def format_score(response: str, rule: str) -> float:
 def answers_equal(response: str, reference: str) -> bool:
     """Whether two answers agree as text, choice letter, number or ordered list; never raises.
 
-    Case, spaces, LaTeX spelling, emphasis and full-width characters do not count. A percentage
-    equals its hundredth and its bare number. An empty answer equals nothing.
+    Case, spaces, LaTeX spelling, emphasis, full-width characters and words before it ("Answer:") do not
+    count. A percentage equals its hundredth and its bare number; a decimal fraction what it rounds. An
+    empty answer equals nothing.
     """
-    response, reference = _plain(response), _plain(reference)
+    response, reference = plain_text(response), plain_text(reference)
     if max(len(response), len(reference)) > MAX_ANSWER:
         return same_words(response, reference)
     a, b = _spelled(response), _spelled(reference)
@@ -123,19 +162,63 @@ def answers_equal(response: str, reference: str) -> bool:
         return False
     if _equal(a, b):
         return True
+    if re.fullmatch("[a-z]", b) and CHOICE.fullmatch(response):
+        return read_letters(response)[0] == {b.upper()}
     # Elements of a list, its brackets and commas.
     left, right = (re.split(r"([()\[\],]) ?", text) for text in (a, b))
     return len(left) == len(right) and all(map(_equal, left, right))
 
 
-def _plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """A text with plain characters for those that only look different, as full-width ones do, and
-    1/2 for ½. Long texts stay as they are: the time this takes can grow with their square."""
+    1/2 for ½. Of long texts only dashes and quotes change: the time of the rest can grow with their
+    square."""
+    text = text.translate(ALIKE)
     if len(text) > MAX_ANSWER:
         return text
     text = re.sub("(?<=\\d)(?=[¼-¾⅐-⅞])", " ", text)  # 1½ is not 11/2
     text = re.sub(LOWERED, r"_\g<0>", re.sub(RAISED, r"^\g<0>", text))
-    return unicodedata.normalize("NFKC", text)
+    return unicodedata.normalize("NFKC", text).translate(ALIKE)
+
+
+def read_letters(text: str) -> tuple[set[str], str]:
+    """The letters of options that a text names, in capitals, and the text without them."""
+    text = plain_text(text)
+    alone = text.strip(OUTER)
+    if re.fullmatch("[A-Za-z]", alone):
+        return {alone.upper()}, ""
+    text = SMALL.sub(_with_capitals, text)
+    return set(map(str.upper, LETTER.findall(text))), LETTER.sub("", text)
+
+
+def _with_capitals(match: re.Match) -> str:
+    lead, letters = match[1] or match[3] or "", match[2] or match[4]
+    return lead + re.sub(r"\b[A-Za-z]\b", lambda letter: f"{letter[0].upper()})", letters)
+
+
+def read_number(text: str) -> Fraction | None:
+    """The value of a text that is a number, also as a word to twenty; None of any other."""
+    text = plain_text(text)
+    if len(text) > MAX_ANSWER:
+        return None
+    return _value(_spelled(text))
+
+
+def _value(spelled: str) -> Fraction | None:
+    return parse_number(DIGITS.get(spelled, spelled).removesuffix("%"))
+
+
+def read_numbers(text: str) -> set[Fraction]:
+    """The value of a text that is a number; of any other those in it, in digits or, if there are none, in
+    words to twenty."""
+    whole = read_number(text)
+    if whole is not None:
+        return {whole}
+    text = plain_text(text).lower()
+    found = DECIMAL.findall(NO_DIGITS.sub("", text))
+    if not found:
+        found = [DIGITS[word] for word in re.findall("[a-z]+(?:-[a-z]+)*", text) if word in DIGITS]
+    return set(map(Fraction, found))
 
 
 def _spelled(text: str) -> str:
@@ -148,13 +231,33 @@ def _spelled(text: str) -> str:
 def _equal(a: str, b: str) -> bool:
     if a == b:
         return True
-    x, y = parse_number(a.removesuffix("%")), parse_number(b.removesuffix("%"))
+    x, y = _value(a), _value(b)
     if x is None or y is None:
         return False
-    scale = Fraction(100) ** (b.endswith("%") - a.endswith("%"))
-    is_whole = x.denominator == y.denominator == 1  # 20250101.0: tables write integers so, too
-    tolerance = Fraction(1, 10**6) if "." in a + b and not is_whole else 0
-    return any(abs(value - y) <= tolerance * abs(y) for value in (x, x * scale))
+    percent = b.endswith("%") - a.endswith("%")
+    return (
+        _agree(x, y, decimals(a), decimals(b))
+        or bool(percent)
+        and _agree(x * Fraction(100) ** percent, y, decimals(a, -2 * percent), decimals(b))
+    )
+
+
+def decimals(text: str, more: int = 0) -> float:
+    """Digits behind the point of a number, and ``more``; inf of an integer and of a quotient, which are
+    exact."""
+    match = re.search(r"\.(\d*)(?:e([+-]?\d+))?", text)
+    if not match or "/" in text:
+        return math.inf
+    return len(match[1]) - int(match[2] or 0) + more
+
+
+def _agree(x: Fraction, y: Fraction, x_digits: float, y_digits: float) -> bool:
+    """Whether two numbers are equal to the last digit of the one with fewer, and to a millionth."""
+    digits = min(x_digits, y_digits)
+    if digits == math.inf:
+        return x == y
+    rounding = Fraction(10) ** -int(digits) / 2
+    return abs(x - y) <= min(rounding, abs(y) / 10**6)
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -168,6 +271,13 @@ def parse_number(text: str) -> Fraction | None:
         return None
     value = int(whole or 0) + over / under
     return -value if sign == "-" else value
+
+
+def check_reference(rule: str, reference: str) -> None:
+    """Raises ValueError: no response can match a reference, as it is empty."""
+    text = plain_text(reference)
+    if not (text if rule == "exact" or len(text) > MAX_ANSWER else _spelled(text)).strip():
+        raise ValueError(f"the answer {reference!r:.80} is empty, which no response can match")
 
 
 def rule_reward(rule: str, prompts, responses, references, labels, images) -> Columns:
@@ -216,12 +326,15 @@ def vote(verdicts: list[str | None], right: str) -> float:
 
 
 def same_words(response: str, reference: str) -> bool:
-    """Equality up to case and white space."""
-    return " ".join(response.lower().split()) == " ".join(reference.lower().split())
+    """Equality up to case, white space and what only looks different."""
+    response, reference = (
+        " ".join(plain_text(text).lower().split()) for text in (response, reference)
+    )
+    return response == reference
 
 
 def _meaning(verdict: str) -> Fraction | str:
-    text = _plain(verdict)
+    text = plain_text(verdict)
     if len(text) > MAX_ANSWER:
         return text
     spelled = _spelled(text)

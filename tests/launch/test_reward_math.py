@@ -8,7 +8,7 @@ import pytest
 import extra_packages
 from common.ppo_flags import RewardArgs
 from common.rewards.functions import load_source
-from conftest import ROOT, table
+from conftest import ROOT, table, value_error
 from helpers import reward_samples, score_samples
 
 PATH = ROOT / "launch" / "reward_math.py"
@@ -55,6 +55,11 @@ x = 3          | 3
 x + 1          | 1 + x
 B              | B
 −4             | -4
+-4             | −4
+{12}           | 12
+1.41421356     | \sqrt{2}
+1.414214       | \sqrt{2}
+0.3333333      | \frac{1}{3}
 """)
 DIFFERENT = table(r"""
 4           | 5
@@ -64,6 +69,8 @@ DIFFERENT = table(r"""
 2\pi        | 2
 A           | B
 5           | 5\pi
+1.0000001   | 1
+1.41421357  | \sqrt{2}
 """)
 
 
@@ -144,6 +151,13 @@ def test_the_format_is_thoughts_and_then_a_box(score):
     # open: no answer
     assert columns["reward"] == [1.0, 0.0, 0.9, 0.0, 0.9, 1.0]
     assert columns["format"] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_an_empty_reference_is_refused(score):
+    check = load_source(f"{PATH}:score").function.check
+    check("5")
+    with value_error("is empty, which no response can match"):
+        check(" ")
 
 
 def test_a_worker_that_fails_is_an_error(score, monkeypatch):

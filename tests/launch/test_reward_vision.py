@@ -10,7 +10,7 @@ import pytest
 import reward_vision
 from common.ppo_flags import RewardArgs
 from common.rewards.functions import load_source
-from conftest import ROOT, table
+from conftest import ROOT, table, value_error
 from helpers import reward_samples, score_samples
 
 ANIMALS = {"options": ["cat", "dog", "fox"]}
@@ -45,6 +45,12 @@ choice | 1     | {"options": ["vitamin C", "B12", "iron"]} | A            | Vita
 choice | 1     | {"options": [4, 5]} | B            | 5
 choice | 1     | animals  | B            | So it is \boxed{B}, not A.
 choice | 1     | animals  | B            | <answer>It is \boxed{B}, not A.</answer>
+choice | 1     | animals  | B            | 答案是B
+choice | 1     | animals  | B            | Answer: b
+choice | 1     | animals  | B            | <answer>{B}</answer>
+choice | 1     | animals  | B            | b. dog
+choice | 0     | animals  | B            | Answer: b or c
+choice | 0     | animals  | B            | b. c. a.
 number | 1     | -        | 100          | 95
 number | 0     | -        | 100          | 94.9
 number | 1     | -        | 1            | 0.95
@@ -57,7 +63,12 @@ number | 0     | -        | 100          | 90 95 100 105
 number | 0     | -        | 100          | 100 or 200
 number | 0     | -        | 5            | -5
 number | 1     | -        | -5           | −5
+number | 1     | -        | −5           | -5
 number | 1     | -        | 500          | 5e2
+number | 1     | -        | 0.5          | 1/2
+number | 1     | -        | ½            | 0.5
+number | 1     | -        | 3            | three
+number | 1     | -        | three        | 3
 number | 0     | -        | 5            | NaN
 number | 1     | -        | 1990         | 2010
 number | 0     | {"tolerance": 0} | 1990         | 2010
@@ -70,12 +81,19 @@ count  | 0     | -        | 7            | <answer>6 or 7</answer>
 count  | 1     | -        | 7            | <answer>7, again: 7</answer>
 count  | 0     | -        | 7            | <think>7</think>
 count  | 1     | -        | 7            | <think>7</think>7
+count  | 1     | -        | −7           | -7
+count  | 1     | -        | seven        | 7
+count  | 1     | -        | 7.0          | 七 (7)
+count  | 1     | -        | 7            | 共7个
+count  | 1     | -        | 7            | 7 cups, one of them red
 count  | 1     | -        | 20           | Twenty
 count  | 0     | -        | 20           | twenty-one
 words  | 1     | -        | blue         | Blue.
 words  | 0     | -        | blue         | light  Blue
 words  | 0     | -        | 5            | -5
 words  | 1     | {"answers": ["blue", "Navy"]} | -            | navy
+words  | 1     | {"answers": [3.0]} | -            | 3
+words  | 1     | -        | it’s −5      | It's -5
 words  | 1     | -        | ['Paris', 'Paris, France'] | Paris, France
 words  | 0     | -        | ['Paris', 'Paris, France'] | France
 anls   | 0.8   | -        | ["hello"]    | Helo
@@ -90,6 +108,10 @@ items  | 1     | -        | ["blue", "red"] | red, Blue
 items  | 0.5   | -        | ["blue", "red"] | ["red", "green"]
 items  | 2/3   | -        | ["blue", "red"] | red, red, red, blue
 items  | 1     | -        | blue; red    | - red\n- blue
+items  | 1     | -        | blue; red    | 1. red\n2. blue
+items  | 1     | -        | blue; red    | (1) red, (2) blue
+items  | 1     | -        | 红; 蓝       | 1、红\n2、蓝
+items  | 0     | -        | blue; red    | 2. red\n1. blue
 items  | 2/3   | -        | ["a, b", "c"] | ["a, b"]
 items  | 1     | -        | []       | []
 items  | 0     | -        | []       | red
@@ -98,6 +120,8 @@ order  | 1     | -        | [1, 2, 3]    | [1, 2, 3]
 order  | 1     | -        | [1, 2, 3]    | ```json\n[1, 2, 3]\n```
 order  | 1     | -        | [1, 2, 2]    | 1-2-2
 order  | 0     | -        | [1, 5, 2]    | 1.5, 2
+order  | 1     | -        | [5, 7]       | 1. 5\n2. 7
+order  | 1     | -        | 1. c\n2. a   | c, a
 """
 )  # reward, its value, the row, the truth, the response
 
@@ -106,7 +130,8 @@ order  | 0     | -        | [1, 5, 2]    | 1.5, 2
 def test_values(name, value, row, truth, response):
     """Most are those of a survey of public recipes, with their failing inputs."""
     row = {"animals": ANIMALS, "-": {}}.get(row) if row in ("animals", "-") else json.loads(row)
-    earned = grade(name, response.replace(r"\n", "\n"), None if truth == "-" else truth, row)
+    truth = None if truth == "-" else truth.replace(r"\n", "\n")
+    earned = grade(name, response.replace(r"\n", "\n"), truth, row)
     assert earned == pytest.approx(float(Fraction(value)), abs=1e-12)
 
 
@@ -171,6 +196,20 @@ def test_guessing_everything_pays_no_more_than_one_guess(name):
         assert grade(name, joint.join(guesses), truth, row) <= best
     average = sum(grade(name, guess, truth, row) for guess in guesses) / len(guesses)
     assert grade(name, " and ".join(guesses), truth, row) <= max(average, 0.5)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_truths_are_checked_before_a_run(name):
+    """By the reader that grades answers."""
+    check = load_source(f"{ROOT / 'launch' / 'reward_vision.py'}:{name}").function.check
+    check(RIGHT[name][0])
+    with value_error("the answer is empty|is no number"):
+        check(" ")
+    if name == "count":
+        for truth in ("three", "−3", "3.0", "１２"):
+            check(truth)
+        with value_error("the answer 'several' is no number"):
+            check("several")
 
 
 def test_a_truth_that_is_no_choice_is_named():

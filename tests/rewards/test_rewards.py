@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from common.rewards.rules import (
     answers_equal,
     extract_answer,
     format_score,
+    read_letters,
+    read_numbers,
     rule_reward,
     same_words,
 )
@@ -99,14 +102,15 @@ def test_format_score(expected, response):
         ("assistant\n<think>\n", [1, 0, 0]),
         ("<think>", [1, 0, 0]),
         ("assistant\n", [0, 1, 0]),
-        ("<think>\n\n</think>\n\n", [0, 1, 0]),
+        ("<think>\n\n</think>\n\n", [0, 1, 1]),
     ],
 )
 @pytest.mark.parametrize(
     "rule, answer", [("boxed", r"\boxed{3}"), ("answer", "<answer>3</answer>")]
 )
 def test_a_thought_that_the_template_opens_is_part_of_the_form(prompt_end, formed, rule, answer):
-    """As those of Qwen3.5, the Thinking models and R1's distills do; an empty one that it closes is none."""
+    """As those of Qwen3.5, the Thinking models and R1's distills do; also an empty one that it closes, as
+    where thinking is switched off, unless the response has its own."""
     responses = [f"1 + 2\n</think>\n\n{answer}", f"<think>1 + 2</think>{answer}", answer]
     columns = rule_reward(
         rule,
@@ -208,6 +212,24 @@ x²                  | x^{2}
 5\,\text{cm}        | 5 cm
 B。                 | B
 it’s red            | it's red
+答案是B             | B
+答案：12            | 12
+选 B。              | B
+Answer: b           | B
+The answer is (b).  | B
+Option B            | b
+B. dog              | B
+b) dog              | B
+b. a dog            | B
+Answer: B. dog      | B
+Final answer: 12    | 12
+{12}                | 12
+"12"                | 12
+€5                  | 5
+three               | 3
+Three               | three
+−1/2                | -0.5
+1.0                 | 1.00000001
 """)
 EQUAL.append(["9" * 400, "9" * 400])
 UNEQUAL = table(r"""
@@ -254,6 +276,18 @@ log₂3                | log23
 0x10                 | 16
 1,23                 | 123
 \frac{1}{            | 1
+1.0000001            | 1
+1                    | 1.0000001
+0.3333               | 1/3
+0.5000001            | 1/2
+50.00001%            | 0.5
+B. C. A.             | B
+b. c. a.             | B
+Answer: b or c       | B
+Answer: a dog        | A
+C + 1                | C
+(a)+b                | a
+thirteen             | 3
 -                    | +
 """)
 UNEQUAL += [["", ""], ["", "0"], ["9" * 308, "50.5%"]]
@@ -264,8 +298,84 @@ def test_answers_equal(pair):
     assert answers_equal(*pair) == (pair in EQUAL)
 
 
+LETTERS = table("""
+B                              | B
+b                              | B
+(b)                            | B
+Ｂ                             | B
+B. dog                         | B
+b) dog                         | B
+b. a dog                       | B
+Answer: b                      | B
+The correct answer is: (b)     | B
+answer is b or d               | BD
+Answer: b, c                   | BC
+答案是B                        | B
+答案：b                        | B
+选项B正确                      | B
+I think A is right.            | A
+A dog is seen                  |
+Answer: a dog                  |
+e.g. it's Bär                  |
+B. C. A.                       | ABC
+b. c. a.                       | ABC
+""")
+
+
+@pytest.mark.parametrize("text, letters", LETTERS)
+def test_letters_that_a_text_names(text, letters):
+    assert read_letters(text)[0] == set(letters)
+
+
+NUMBERS = table("""
+7 cups                         | 7
+−5                             | -5
+–5                             | -5
+1,234.5                        | 1234.5
+$1,234.50                      | 1234.5
+47.5 %                         | 47.5
+５                             | 5
+½                              | 0.5
+1 1/2                          | 1.5
+5e2                            | 500
+2 \\times 10^{3}              | 2000
+{12}                           | 12
+答案是12                       | 12
+共7个杯子                      | 7
+Answer: 12                     | 12
+seven                          | 7
+Seven.                         | 7
+There are seven cups           | 7
+7, not one                     | 7
+6 or 7                         | 6 7
+twenty-one                     |
+x12                            |
+1/0                            | 1 0
+""")
+
+
+@pytest.mark.parametrize("text, numbers", NUMBERS)
+def test_numbers_in_a_text(text, numbers):
+    assert read_numbers(text) == set(map(Fraction, numbers.split()))
+
+
+@pytest.mark.parametrize("rule", ["exact", "boxed", "answer", "verdict"])
+def test_an_empty_reference_is_refused(rule):
+    """No response could match it. The door is that of a function's attribute `check`."""
+    check = load_source(rule).function.check
+    for empty in ("", " ", "\u3000"):
+        with value_error("is empty, which no response can match"):
+            check(empty)
+    if rule != "exact":
+        with value_error("is empty, which no response can match"):
+            check("$$")
+    for reference in ("0", "{}", "x" * 600):
+        check(reference)
+
+
 def test_exact_match_is_text_only():
     assert same_words("  Two\n Words ", "two words")
+    assert same_words("−5 it’s", "-5 it's")
     assert not same_words("2.0", "2")
     assert answers_equal("x" * 600, "X" * 600)
     # beyond the cap
