@@ -47,12 +47,12 @@ NUMBERED = re.compile(r"(?s)\s*\(?(\d{1,3})(?:[.:]\s+|[)、]\s*)(.*)")  # 1. red
 
 def not_empty(truth):
     if not truth.strip():
-        raise ValueError("the answer is empty, which no response can match")
+        raise ValueError(f"an empty answer, {truth!r:.80}")
 
 
 def one_number(truth):
     if read_number(truth) is None:
-        raise ValueError(f"the answer {truth!r:.80} is no number, in digits or as zero to twenty")
+        raise ValueError(f"the answer {truth!r:.80}, no number in digits or as zero to twenty")
 
 
 def per_sample(grade, check=not_empty):

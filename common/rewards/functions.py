@@ -17,9 +17,9 @@ from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.rewards import regions
 from common.rewards.remote import Server
-from common.rewards.rules import RULES, Columns, rule_reward
+from common.rewards.rules import RULES, Columns, check_reference, rule_reward
 from common.threads import RAISED, describe_error
-from common.user_code import load_function
+from common.user_code import guarded, load_function
 
 # Columns (n,) of n samples, "reward" and its components, and what a judge says of each, if anything.
 Scored = tuple[dict[str, Tensor], list[str]]
@@ -42,6 +42,8 @@ class Source:
     function: Callable = no_reward  # of a kind in CALLED
     asks: list[str] = field(default_factory=list)  # what it gets by keyword: names of OFFERED
     ask: Callable | None = None  # of a model; `models.build` sets it
+    # Raises ValueError: nothing can match a reference answer. None: any may be right.
+    check: Callable[[str], None] | None = None
 
 
 def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
@@ -52,11 +54,15 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     lists: its "reward" is the reward, or else the sum of all; the others are logged as components.
     `images` holds absolute paths, in the order of their places
     in the prompt (of a clip a tuple); the policy sees them as `read_image` gives them. Parameters of
-    the names in `OFFERED` get what these say. All are copies.
+    the names in `OFFERED` get what these say. All are copies. An attribute `check` of the function is
+    called with every reference answer before the first step, and raises ValueError for a bad one.
     """
     kind, _, rest = spec.partition(":")
     if spec in RULES:
-        return Source(spec, spec, "rule", function=functools.partial(rule_reward, spec))
+        rule = functools.partial(rule_reward, spec)
+        return Source(
+            spec, spec, "rule", function=rule, check=functools.partial(check_reference, spec)
+        )
     if spec in regions.RULES:
         rule = functools.partial(regions.region_reward, spec)
         return Source(spec, spec, "rule", function=rule, asks=["regions"])
@@ -83,7 +89,10 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
         f"one of {', '.join((*RULES, *regions.RULES))}, env, grm:FOLDER, rm:FOLDER, "
         "http://host:port/path, or an existing path.py:function",
     )
-    return Source(spec, spec.rpartition(":")[2], "function", function=function, asks=asks)
+    name, check = spec.rpartition(":")[2], getattr(function, "check", None)
+    if check is not None:
+        check = guarded(spec, check)
+    return Source(spec, name, "function", function=function, asks=asks, check=check)
 
 
 class Samples(NamedTuple):

@@ -277,7 +277,7 @@ def check_reference(rule: str, reference: str) -> None:
     """Raises ValueError: no response can match a reference, as it is empty."""
     text = plain_text(reference)
     if not (text if rule == "exact" or len(text) > MAX_ANSWER else _spelled(text)).strip():
-        raise ValueError(f"the answer {reference!r:.80} is empty, which no response can match")
+        raise ValueError(f"an empty answer, {reference!r:.80}")
 
 
 def rule_reward(rule: str, prompts, responses, references, labels, images) -> Columns:

@@ -35,7 +35,7 @@ from common.rewards.functions import (
     failure,
     load_source,
 )
-from common.threads import Call, Workers
+from common.threads import RAISED, Call, Workers, describe_error
 from common.user_code import load_function, run_on_main
 
 MEASURED = "parsed"  # a component that is no part of a reward
@@ -69,10 +69,23 @@ def load_rewards(args: RewardArgs) -> "RewardMix":
 
 
 def lack_of(source: Source, row: Prompt) -> str:
-    """What a row lacks for a source that compares; "" if nothing."""
+    """What a row lacks for a source that compares, or what is wrong with its reference answer; "" if
+    nothing. Raises UserError: a function's own check fails."""
     if source.spec in regions.RULES:
         return regions.problem_of(source.spec, row.regions)
-    return "no reference answer" if row.reference is None else ""
+    if row.reference is None:  # a function may read another column
+        return "" if source.kind == "function" else "no reference answer"
+    try:
+        if source.check:
+            source.check(row.reference)
+    except ValueError as error:
+        return str(error)
+    except RAISED as error:
+        problem = (
+            f"--reward {source.spec}: its check of {row.source} raised {describe_error(error)}"
+        )
+        raise UserError(problem) from error
+    return ""
 
 
 def name_apart(sources: list[Source]) -> None:
@@ -128,7 +141,7 @@ class RewardMix:
 
     def check_rows(self, rows: list[Prompt]) -> None:
         """Raises UserError: rows that cannot be scored, with their lines."""
-        comparing = [source for source in self.sources if source.kind == "rule"]
+        comparing = [source for source in self.sources if source.kind == "rule" or source.check]
         bad = []
         for row in rows:
             if row.label not in self.recipe and "*" not in self.recipe:

@@ -154,9 +154,9 @@ def test_the_format_is_thoughts_and_then_a_box(score):
 
 
 def test_an_empty_reference_is_refused(score):
-    check = load_source(f"{PATH}:score").function.check
+    check = load_source(f"{PATH}:score").check
     check("5")
-    with value_error("is empty, which no response can match"):
+    with value_error("an empty answer"):
         check(" ")
 
 

@@ -4,11 +4,14 @@ import random
 import threading
 import time
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import train_ppo_vl as ppo
+from common.data.rows import Prompt
 from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.reports.records import summarise_samples
@@ -22,7 +25,7 @@ from common.rewards.rules import (
     rule_reward,
     same_words,
 )
-from conftest import readme_reward, table, user_error, value_error
+from conftest import readme_reward, table, user_error, value_error, words
 from helpers import reward_samples, score_samples
 
 
@@ -362,12 +365,12 @@ def test_numbers_in_a_text(text, numbers):
 @pytest.mark.parametrize("rule", ["exact", "boxed", "answer", "verdict"])
 def test_an_empty_reference_is_refused(rule):
     """No response could match it. The door is that of a function's attribute `check`."""
-    check = load_source(rule).function.check
+    check = load_source(rule).check
     for empty in ("", " ", "\u3000"):
-        with value_error("is empty, which no response can match"):
+        with value_error("an empty answer"):
             check(empty)
     if rule != "exact":
-        with value_error("is empty, which no response can match"):
+        with value_error("an empty answer"):
             check("$$")
     for reference in ("0", "{}", "x" * 600):
         check(reference)
@@ -717,3 +720,57 @@ def test_where_nobody_says_what_is_right_a_line_says_how(capsys, components, rat
     assert ('{"reward": [...], "accuracy": [...]}' in text) == (rate is None)
     summarise_samples(records, 1)
     assert capsys.readouterr().out == ""
+
+
+def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
+    (tmp_path / "leaves.py").write_text("import sys\ndef f(rewards):\n    sys.exit(0)\n")
+    spec = f"{tmp_path / 'leaves.py'}:f"
+    mix = scoring.load_rewards(RewardArgs(reward="exact", reward_combiner=spec))
+    with user_error(r"SystemExit: 0 \(leaves.py:3\b"):
+        mix.combine(mix.combiner, {"a": torch.zeros(2)})
+
+
+# ------------------------------------------------------------------------------------------------ truths
+def row_of(reference: str | None, source: str = "x.jsonl:7") -> Prompt:
+    empty = torch.zeros(0, dtype=torch.int64)
+    return Prompt([], "", (), (), empty, 0, reference=reference, source=source)
+
+
+CHECKED = """
+def score(prompts, responses, references, labels, images):
+    return [0.0] * len(responses)
+
+def check(reference):
+    if reference == "bug":
+        raise KeyError("bug")
+    if not reference.isdigit():
+        raise ValueError(f"{reference!r} is no number")
+
+score.check = check
+"""
+
+
+def test_truths_pass_the_check_of_their_reward_before_a_run(tmp_path):
+    """Of every row, by the source that will score it; a row may have none for a function."""
+    path = tmp_path / "mine.py"
+    path.write_text(CHECKED)
+    good, none, bad = row_of("7"), row_of(None), row_of("seven", "x.jsonl:9")
+    reward = scoring.load_rewards(RewardArgs(reward=f"{path}:score"))
+    reward.check_rows([good, none])
+    with user_error(
+        r"1 of 3 rows are bad\n  x.jsonl:9: 'seven' is no number, which score compares"
+    ):
+        reward.check_rows([good, none, bad])
+    with user_error("its check of x.jsonl:9 raised KeyError"):
+        reward.check_rows([row_of("bug", "x.jsonl:9")])
+    scoring.load_rewards(RewardArgs(reward="boxed")).check_rows([bad])
+    with user_error("x.jsonl:7: an empty answer, ' ', which boxed compares with"):
+        scoring.load_rewards(RewardArgs(reward="boxed")).check_rows([good, row_of(" ")])
+
+
+def test_a_default_reward_is_said(capsys):
+    rows = SimpleNamespace(train=[], held_out=[], all=[])
+    for flags, said in (("", True), ("--reward answer", False)):
+        args = ppo.parse_args(words("--model m --data d.jsonl", flags))
+        ppo.check_rows(args, rows, scoring.load_rewards(args), None)
+        assert ("--reward boxed (the default)" in capsys.readouterr().out) == said
