@@ -14,7 +14,6 @@ For roots, units and expressions there is launch/reward_math.py. launch/judge_ta
 without the rest of common/, which needs torch.
 """
 
-import math
 import re
 import unicodedata
 from fractions import Fraction
@@ -40,14 +39,14 @@ LEAD = (
     r"|答案(?:是|为|:)?|选(?:项|择)?) ?"
 )
 # b)   B, but neither "I" nor the article of "A dog"
+ARTICLE = r"(?! (?!(?i:is|or)\b)[A-Za-z]{2})"  # behind what is none
 LETTER = re.compile(
     rf"(?<!')(?<!{IN_WORD})"
-    rf"(?:[A-Za-z](?=\))|(?:A(?! (?!is|or)[a-z])|[B-HJ-Z])(?!')(?!{IN_WORD}))"
+    rf"(?:[A-Za-z](?=\))|(?:A{ARTICLE}|[B-HJ-Z]|I(?=[.:]?\s*\Z))(?!')(?!{IN_WORD}))"
 )
-# "Answer: b or c" and "b. dog", but not "Answer: a dog"
+# Texts in which small letters are as good: b   (b)   b. dog   Answer: b or c
 SMALL = re.compile(
-    rf"(?i)({LEAD})([a-z](?: ?(?:,|/|or|and) ?[a-z])*)(?!')(?!{IN_WORD})(?! (?!is|or)[a-z])"
-    r"|(^\s*)([a-z](?=[.:]\s)(?:[.:,]\s+[a-z](?=[.:,)]|\s*$))*)"
+    rf"(?i)^\W*[a-z]\W*\Z|^\s*[a-z](?=[.:]\s)|{LEAD}\(?[a-z]{ARTICLE}(?!')(?!{IN_WORD})"
 )
 CHOICE = re.compile(rf"(?is)\s*(?:{LEAD})?\(?[a-z][).:]+\s+\w.*")  # a letter and its text: B. dog
 DECIMAL = re.compile(
@@ -184,16 +183,9 @@ def plain_text(text: str) -> str:
 def read_letters(text: str) -> tuple[set[str], str]:
     """The letters of options that a text names, in capitals, and the text without them."""
     text = plain_text(text)
-    alone = text.strip(OUTER)
-    if re.fullmatch("[A-Za-z]", alone):
-        return {alone.upper()}, ""
-    text = SMALL.sub(_with_capitals, text)
+    if SMALL.search(text):
+        text = text.upper()
     return set(map(str.upper, LETTER.findall(text))), LETTER.sub("", text)
-
-
-def _with_capitals(match: re.Match) -> str:
-    lead, letters = match[1] or match[3] or "", match[2] or match[4]
-    return lead + re.sub(r"\b[A-Za-z]\b", lambda letter: f"{letter[0].upper()})", letters)
 
 
 def read_number(text: str) -> Fraction | None:
@@ -234,30 +226,11 @@ def _equal(a: str, b: str) -> bool:
     x, y = _value(a), _value(b)
     if x is None or y is None:
         return False
-    percent = b.endswith("%") - a.endswith("%")
-    return (
-        _agree(x, y, decimals(a), decimals(b))
-        or bool(percent)
-        and _agree(x * Fraction(100) ** percent, y, decimals(a, -2 * percent), decimals(b))
-    )
-
-
-def decimals(text: str, more: int = 0) -> float:
-    """Digits behind the point of a number, and ``more``; inf of an integer and of a quotient, which are
-    exact."""
-    match = re.search(r"\.(\d*)(?:e([+-]?\d+))?", text)
-    if not match or "/" in text:
-        return math.inf
-    return len(match[1]) - int(match[2] or 0) + more
-
-
-def _agree(x: Fraction, y: Fraction, x_digits: float, y_digits: float) -> bool:
-    """Whether two numbers are equal to the last digit of the one with fewer, and to a millionth."""
-    digits = min(x_digits, y_digits)
-    if digits == math.inf:
-        return x == y
-    rounding = Fraction(10) ** -int(digits) / 2
-    return abs(x - y) <= min(rounding, abs(y) / 10**6)
+    scale = Fraction(100) ** (b.endswith("%") - a.endswith("%"))
+    # as many digits as the one with fewer has; integers and quotients are exact
+    digits = [len(behind) for behind in re.findall(r"\.(\d*)", f"{a} {b}")]
+    tolerance = min(abs(y) / 10**6, Fraction(1, 2 * 10 ** min(digits))) if digits else 0
+    return any(abs(value - y) <= tolerance for value in (x, x * scale))
 
 
 def parse_number(text: str) -> Fraction | None:
