@@ -15,6 +15,7 @@ from common.data.rows import Prompt
 from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.reports.records import summarise_samples
+from common.rewards import scoring
 from common.rewards.functions import Source, load_source
 from common.rewards.rules import (
     answers_equal,
