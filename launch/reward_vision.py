@@ -40,6 +40,7 @@ from common.rewards.rules import (
     read_number,
     read_numbers,
     with_opened_thought,
+    words_of,
 )
 
 NUMBERED = re.compile(r"(?s)\s*\(?(\d{1,3})(?:[.:]\s+|[)、]\s*)(.*)")  # 1. red   (2) blue
@@ -72,8 +73,7 @@ def per_sample(grade, check=not_empty):
 
 def plain(text) -> str:
     """A text or number without case, white space, punctuation around it, and the dash of a list."""
-    words = plain_text(str(number_as_text(text))).lower().split()
-    return " ".join(words).strip(OUTER).removeprefix("- ")
+    return words_of(str(number_as_text(text))).strip(OUTER).removeprefix("- ")
 
 
 @per_sample

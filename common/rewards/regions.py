@@ -17,7 +17,14 @@ from numpy.typing import ArrayLike
 
 from common.data.coordinates import Box, Place, Point, Regions, clip
 from common.data.rows import Prompt
-from common.rewards.rules import Columns, after_thought, extract_answer, with_opened_thought
+from common.rewards.rules import (
+    Columns,
+    after_thought,
+    extract_answer,
+    plain_text,
+    same_words,
+    with_opened_thought,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Reading
@@ -59,7 +66,7 @@ def answer_text(response: str) -> str:
 
 def read_regions_of(response: str, place: Place) -> list[Answered] | None:
     """The boxes and points of a response. None: it has none and does not say that there are none."""
-    text = answer_text(response)
+    text = plain_text(answer_text(response))
     if re.fullmatch(NUMBERS, text):
         text = f"[{text}]"
     text = re.sub(rf"\(({POINT})\)\s*,\s*\(({POINT})\)", r"[\1,\2]", text)  # Qwen2-VL
@@ -118,7 +125,7 @@ def score_boxes(response: str, truth: Regions, labels: tuple = ()) -> dict[str, 
     larger = max(len(answered), count)
     gains = np.array([[iou(region, true) for true in truth.boxes] for region, _ in answered])
     if labels:
-        gains *= [[plain(name) == plain(label) for label in labels] for _, name in answered]
+        gains *= [[same_words(name, label) for label in labels] for _, name in answered]
     gained = pair(gains)
     hits = sum(gain >= 0.5 - SLACK for gain in gained)
     mean_iou = sum(gained) / larger if larger else 1.0
@@ -129,11 +136,6 @@ def score_boxes(response: str, truth: Regions, labels: tuple = ()) -> dict[str, 
         "f1": 2 * hits / (len(answered) + count) if larger else 1.0,
         "parsed": parsed,
     }
-
-
-def plain(label: str) -> str:
-    """A label in lower case, with single spaces."""
-    return " ".join(label.lower().split())
 
 
 def score_point(response: str, truth: Regions) -> dict[str, float]:

@@ -4,7 +4,7 @@ r"""Rules that score a response by its text.
     after_thought         what the response says after its thoughts
     extract_answer        the last `\boxed{...}`, or <answer>...</answer>
     answers_equal         text, choice letters, numbers, fractions, ordered lists
-    plain_text            a text without differences that nobody sees
+    plain_text, words_of  a text without differences that nobody sees; also without case and spaces
     read_letters          the letters of options that a text names
     read_numbers          the numbers in a text
     rule_reward           a rule as a reward function
@@ -300,10 +300,12 @@ def vote(verdicts: list[str | None], right: str) -> float:
 
 def same_words(response: str, reference: str) -> bool:
     """Equality up to case, white space and what only looks different."""
-    response, reference = (
-        " ".join(plain_text(text).lower().split()) for text in (response, reference)
-    )
-    return response == reference
+    return words_of(response) == words_of(reference)
+
+
+def words_of(text: str) -> str:
+    """A plain text in lower case, with single spaces."""
+    return " ".join(plain_text(text).lower().split())
 
 
 def _meaning(verdict: str) -> Fraction | str:
