@@ -33,7 +33,6 @@ import numpy as np
 from common.files import number_as_text
 from common.rewards.regions import answer_text
 from common.rewards.rules import (
-    OUTER,
     format_score,
     plain_text,
     read_letters,
@@ -43,6 +42,7 @@ from common.rewards.rules import (
     words_of,
 )
 
+OUTER = " .,;:!?\"'`()[]{}*•"  # punctuation around a word
 NUMBERED = re.compile(r"(?s)\s*\(?(\d{1,3})(?:[.:]\s+|[)、]\s*)(.*)")  # 1. red   (2) blue
 
 

@@ -145,12 +145,10 @@ def load_prompts(
 
     known = {*columns.values(), "videos", "rubric", "regions"}
     prompts = read_rows(path, build, args, known, all_read=bool(env))
-    numbered = (re.search(NUMBERED_IMAGE, user_text(row.messages)) for row in prompts if row.images)
-    mark = next(filter(None, numbered), None)
-    if mark:
+    if any(row.images and re.search(NUMBERED_IMAGE, row.text) for row in prompts):
         distributed.say_once(
-            f"warning: {path}: {mark[0]} in a text stands for no image: write <image> for it, in the "
-            "order of images"
+            f"warning: {path}: <image1> or <image_1> in a text stands for no image: write <image> for "
+            "each, in the order of images"
         )
     worked = any(re.search(WORKED_SOLUTION, prompt.reference or "") for prompt in prompts)
     if worked:

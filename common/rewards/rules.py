@@ -56,7 +56,6 @@ NO_DIGITS = re.compile(r"[$€£¥]| ?%|(?<=\d),(?=\d{3}(?!\d))")  # $5   1,234
 NUMERALS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
 fifteen sixteen seventeen eighteen nineteen twenty""".split()
 DIGITS = {word: str(number) for number, word in enumerate(NUMERALS)}
-OUTER = " .,;:!?\"'`()[]{}*•"  # punctuation around a word
 SPELLINGS = [  # applied in this order to lower-case text
     (re.compile(pattern, re.ASCII), new)
     for pattern, new in (
@@ -247,9 +246,9 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def check_reference(rule: str, reference: str) -> None:
-    """Raises ValueError: no response can match a reference, as it is empty."""
-    text = plain_text(reference)
-    if not (text if rule == "exact" or len(text) > MAX_ANSWER else _spelled(text)).strip():
+    """Raises ValueError: no response can match a reference, not even its own text."""
+    matches = words_of(reference) if rule == "exact" else answers_equal(reference, reference)
+    if not matches:
         raise ValueError(f"an empty answer, {reference!r:.80}")
 
 
