@@ -616,5 +616,5 @@ class RunArgs:
     )
 
     def automatic(self) -> dict[str, Any]:
-        """The values that some flags have at their defaults, as they follow from other flags."""
+        """What flags stand for at their defaults (auto, -1, 0), where that depends on other flags."""
         return {}

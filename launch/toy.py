@@ -78,7 +78,6 @@ DESCRIBE_ARGS = TRAINER_ARGS | dict(
 # the tokenizer knows few words: any other takes a token per letter.
 JUDGE_ARGS = dict(
     prompts_per_step=32,
-    max_epochs=0,
     steps=1500,
     lr=1e-3,  # of a sweep, tests/benchmarks/RESULTS.md; with --train_vision 3e-4 and 2500 steps
     lr_schedule="linear",
@@ -95,7 +94,6 @@ JUDGE_ARGS = dict(
 # For --task locate: written answers first, then rewards.
 SFT_ARGS = dict(
     prompts_per_step=64,
-    max_epochs=0,
     steps=600,
     lr=3e-3,
     lr_schedule="linear",
