@@ -21,7 +21,7 @@ from common.files import say, show_anything
 from common.threads import GIVEN_UP
 
 EXIT_USER_ERROR = 2
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command with --out goes on
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 # Signals that arrived; all ranks look at them together between two steps.
 STOP_SIGNALS: list[int] = []

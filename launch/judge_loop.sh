@@ -7,7 +7,7 @@
 #
 # COLD: pairs with a critique. DATA: pairs with only their verdicts. EVAL_DATA: such as launch/convert.py --benchmark makes.
 # OUT gets a folder per stage; LAUNCH is the command that starts a script; K (4) judgements are drawn of a pair in each order.
-# The same command continues an interrupted stage.
+# The same command continues an interrupted stage: each has its --out.
 #
 # Without MODEL, the toy judges which of two noisy pictures shows more, on 2 processes. Run on 2 CPU cores, with figures:
 # tests/benchmarks/RESULTS.md.

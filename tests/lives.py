@@ -1,8 +1,10 @@
 """A small run that is ended and started again, and what must be the same afterwards."""
 
 import gc
+import hashlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -264,3 +266,15 @@ def small_task(folder: Path, model: Path, name: str) -> list[str]:
         "--ptx_coef 0.1 --ptx_batch 2 --ptx_data",
         folder / "ptx.jsonl",
     )
+
+
+def write_cache(folder: Path, model: Path, text: str) -> Path:
+    """A hub cache with the model org/name, whose chat template is followed by a text."""
+    hub = folder / "hub" / "models--org--name"
+    (hub / "refs").mkdir(parents=True)
+    commit = hashlib.sha1(text.encode()).hexdigest()
+    (hub / "refs" / "main").write_text(commit)
+    shutil.copytree(model, hub / "snapshots" / commit)
+    with open(hub / "snapshots" / commit / "chat_template.jinja", "a") as file:
+        file.write(text)
+    return folder

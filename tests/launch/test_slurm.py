@@ -23,6 +23,7 @@ from lives import (
     flags_of,
     steps,
     undisturbed_runs,
+    write_cache,
     write_task,
 )
 
@@ -316,10 +317,60 @@ def test_an_array_of_supervised_runs_as_a_cluster_wants_it(cluster, qwen25, tmp_
     assert sorted(notes) == [f"{node}: yes, array 3, {cpus} CPUs of 2" for node in (0, 1)]
 
 
+@pytest.mark.parametrize("line, refused", [("", True), ("--out run", False), ("--out=run", False)])
+def test_a_job_without_out_is_refused(tmp_path, line, refused):
+    """It would begin anew at each requeue. With it, the script goes on to what only a cluster has."""
+    (tmp_path / "train.py").write_text("")
+    command = words("bash", ROOT / "launch" / "train.slurm", "train.py --steps 2", line)
+    environment = os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=60)
+    told = (tmp_path / "logs" / "train-7.out").read_text()
+    assert done.returncode == 2 if refused else done.returncode != 2
+    assert ("would begin anew without it: add --out FOLDER" in told) == refused
+
+
 # ----------------------------------------------------------------------------- two agents, no SLURM
 def listens(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def torchrun(port: int, *more: str | Path) -> list[str]:
+    """An agent of two nodes, with a rank each."""
+    return words(
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--rdzv_endpoint",
+        f"127.0.0.1:{port}",
+        "--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id test",
+        *more,
+    )
+
+
+def test_two_hub_caches_with_another_revision_train_nothing(flags, qwen25, tmp_path):
+    """One of them was fetched before `main` has moved: both nodes end with one message."""
+    out, port, agents = tmp_path / "run", free_ports(1)[0], []
+    for node, text in enumerate(("", "{# a later revision #}")):
+        write_cache(tmp_path / f"home-{node}", qwen25, text)
+    command = torchrun(port, ROOT / "train_ppo_vl.py", *flags(out), "--model", "org/name")
+    for node in range(2):
+        home = {"HF_HOME": f"{tmp_path}/home-{node}", "HF_HUB_OFFLINE": "1"}
+        with open(tmp_path / f"{node}.log", "w") as log:
+            environment = ranks.clean_environment(**LOOPBACK, **home)
+            agents.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            )
+    try:
+        codes = [agent.wait(200) for agent in agents]
+    finally:
+        for agent in agents:
+            for pid in [*children(agent.pid), agent.pid] if agent.poll() is None else []:
+                os.kill(pid, signal.SIGKILL)
+    told = "".join((tmp_path / f"{node}.log").read_text() for node in range(2))
+    assert codes == [1, 1], told
+    assert re.search(r"error: --model is '\w+' on rank 0 \(.*\) and '\w+' on rank 1", told), told
+    assert not out.exists()
 
 
 def children(pid: int) -> list[int]:
@@ -330,17 +381,8 @@ def test_a_lost_node_comes_back(slow_flags, undisturbed, tmp_path):
     """The node that does not host the rendezvous dies, agent and worker; its agent is started
     again: it goes on."""
     out, port = tmp_path / "run", free_ports(1)[0]
-    command = words(
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--rdzv_endpoint",
-        f"127.0.0.1:{port}",
-        "--nnodes 2 --nproc_per_node 1 --max_restarts 3 --rdzv_backend c10d --rdzv_id test "
-        "--rdzv_conf keep_alive_interval=1,keep_alive_max_attempt=2",
-        ROOT / "train_ppo_vl.py",
-        *slow_flags(out),
-    )
+    patience = "--max_restarts 3 --rdzv_conf keep_alive_interval=1,keep_alive_max_attempt=2"
+    command = torchrun(port, patience, ROOT / "train_ppo_vl.py", *slow_flags(out))
     environment = ranks.clean_environment(**LOOPBACK, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     agents = []
 

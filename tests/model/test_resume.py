@@ -40,6 +40,7 @@ from lives import (
     small_task,
     steps,
     stop_at,
+    write_cache,
     write_task,
 )
 
@@ -188,18 +189,6 @@ def test_another_revision_has_the_same_names_and_sizes(ones, place):
     data[place] = 0
     weights.write_bytes(data)
     assert checkpoint.digest_model(str(ones / "model")) == before
-
-
-def write_cache(folder: Path, model: Path, text: str) -> Path:
-    """A hub cache with the model org/name, whose chat template is followed by a text."""
-    hub = folder / "hub" / "models--org--name"
-    (hub / "refs").mkdir(parents=True)
-    commit = hashlib.sha1(text.encode()).hexdigest()
-    (hub / "refs" / "main").write_text(commit)
-    shutil.copytree(model, hub / "snapshots" / commit)
-    with open(hub / "snapshots" / commit / "chat_template.jinja", "a") as file:
-        file.write(text)
-    return folder
 
 
 def compare_members(lines: list[str], folders: list[str]) -> None:
