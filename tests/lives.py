@@ -251,7 +251,7 @@ def small_task(folder: Path, model: Path, name: str) -> list[str]:
             folder / "judged.jsonl",
             "--eval_data",
             folder / "judged.jsonl",
-            "--lr 1e-3 --eval_every 0",
+            "--lr 1e-3 --eval_every 0 --eval_max_new_tokens 4",
         )
     return words(
         *flags,

@@ -220,14 +220,13 @@ def find_folder(args: Args, launched: list[str]) -> Path | None:
 def new_folder(args: Args, fingerprint: dict) -> Path:
     """A new folder in runs/, for this start alone."""
     runs, began = args.out.parent, f"{datetime.now():%Y-%m-%d-%H%M%S}"
-    runs.mkdir(parents=True, exist_ok=True)
+    folder = runs / began
     for number in itertools.count(2):  # another start may have been in the same second
-        folder = runs / began
         try:
-            folder.mkdir()
+            folder.mkdir(parents=True)
             break
         except FileExistsError:
-            began = f"{began[:17]}-{number}"
+            folder = runs / f"{began}-{number}"
     if not args.eval_only:
         mention_unfinished(follow_pointer(runs / "latest"), fingerprint)
         write_link(runs / "latest", folder.name)
@@ -478,27 +477,30 @@ class Checkpoints:
         self.waited = 0.0  # seconds that training waited for saves since they were last recorded
         # a save in flight: its step, and the sha256 of each file that this rank writes
         self.pending: tuple[int, Future] | None = None
+        self.roles: Roles = {}  # what is saved: `resume` is told
+        self.writer: Writer | None = None  # of the save in flight
         self.stager = make_stager()
         self.place = f"rank {dist.get_rank()} on {socket.gethostname()}"
         self.places = gather_objects(self.place)
-        self.start_writer()
-        self.lock_folder(launchers())
+        self.thread, self.group = self.make_writer()
+        self.lock = self.lock_folder(launchers())
 
-    def start_writer(self) -> None:
+    def make_writer(self) -> tuple[ThreadPoolExecutor, Any]:
         """A thread that writes, and a group for the collectives of its own."""
-        self.thread = ThreadPoolExecutor(1)
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        return ThreadPoolExecutor(1), group
 
-    def lock_folder(self, launched: list[str]) -> None:
-        """Make this the only live run of the folder, which all ranks must see. Raises UserError."""
+    def lock_folder(self, launched: list[str]) -> TextIO | None:
+        """Make this the only live run of the folder, which all ranks must see: rank 0 holds its lock.
+        Raises UserError."""
         job, life = slurm_job()
         holder = {"host": socket.gethostname(), "process": os.getpid(), "job": job, "life": life}
         holder |= {"launchers": launched, "began": time.time_ns()}
-        text, lock = from_main(json.dumps(holder)), self.out / ".lock"
+        text, lock, file = from_main(json.dumps(holder)), self.out / ".lock", None
         with raise_on_all_ranks(f"--out {self.out}: "):
             if is_main():
                 self.out.mkdir(parents=True, exist_ok=True)
-                self.lock = take_lock(lock, text)
+                file = take_lock(lock, text)
                 # Left by a process that was killed during a save or an export.
                 for pattern in ("checkpoints/.tmp-*", "export*/.step-*"):
                     for path in self.out.glob(pattern):
@@ -509,6 +511,7 @@ class Checkpoints:
                     f"on {socket.gethostname()} this is not rank 0's folder: use a file system that "
                     "all nodes share"
                 )
+        return file
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -516,7 +519,7 @@ class Checkpoints:
     def __exit__(self, kind, error, trace) -> None:
         if kind is None or issubclass(kind, UserError):  # raised on all ranks, so they can commit
             self.finish()
-        if is_main():
+        if self.lock:
             self.lock.close()
         if kind and not self.pending and self.saved_step and not self.args.eval_only:
             say_once(f"step {self.saved_step} is saved: {how_to_go_on(self.out)}")
@@ -659,7 +662,7 @@ class Checkpoints:
         self.finish()
         scalars = self.state.state_dict() | {"fingerprint": self.fingerprint}
         text = json.dumps(scalars, indent=1, allow_nan=False)
-        copies = self.stager.stage(training_state(self.roles))
+        copies: Any = self.stager.stage(training_state(self.roles))
         self.writer = Writer(self.unfinished(step), copies, self.args.save_strategy, self.group)
         self.pending = step, self.thread.submit(self.write, self.writer, copies, step, text)
         self.saved_step = step
@@ -716,7 +719,9 @@ class Checkpoints:
                     self.unfinished(step), ignore_errors=True
                 )  # the disk may be full of it
             say_once(f"warning: {self.problem}")
-            self.start_writer()  # the old one may wait for ranks that have given up
+            self.thread, self.group = (
+                self.make_writer()
+            )  # the old one may wait for ranks that have given up
 
     def wait_for(self, done: Future) -> tuple[dict[str, str], str, str]:
         """The sha256 of each file that this rank has written; what has failed, and where; and for what
@@ -727,7 +732,7 @@ class Checkpoints:
         except TimeoutError:
             GIVEN_UP.append(done)
             problem = f"{self.place}: not written within {limit:g} s, 0.8 of --timeout"
-            return ({}, problem, "") if self.writer.busy else ({}, "", problem)
+            return ({}, problem, "") if self.writer and self.writer.busy else ({}, "", problem)
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             return {}, f"{self.places[rank]}: {cause}", ""
