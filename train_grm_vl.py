@@ -27,8 +27,9 @@ file. "source" is optional in every kind, "videos" in all but pictures. A respon
     score      {"question": "what is this?", "images": ["x.png"], "response": "a cat", "score": 4}
 
 Pairs are shown in both orders (--orders); in each of them, {A} and {B} in a critique become the
-names that the two have there. A critique without them is of the order given. A template turns a row into a question. The judge.json of an export
-contains all templates, so that a judge is always asked in the way it was trained.
+names that the two have there. A template of its kind turns a row into a question (--templates). The
+judge.json of an export contains templates and verdicts, so that a judge is always asked in the way it
+was trained.
 
 Shapes: N target tokens in a step, L tokens in a pack, T of them targets.
 
@@ -61,7 +62,7 @@ from common.buffers import Batch
 from common.data import loader as data
 from common.data.processor import Processor
 from common.data.rows import Example, Prompt
-from common.files import check_form, parse_json, read_text
+from common.files import parse_json, read_text
 from common.flags import flag
 from common.model import budget, build, checkpoint, fsdp, memory, packs, shards, vlm, weights
 from common.model.policy import Policy, logprobs_of
@@ -130,7 +131,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 # -------------------------------------------------------------------------------------------------
 
 
-def check_instruction(text: str) -> None:
+def check_text(text: str) -> None:
     """Raises ValueError: the text looks like the name of a file that does not exist."""
     if Path(text).suffix and len(text.split()) == 1 and not os.path.isfile(text):
         raise ValueError(f"{text}: no such file")
@@ -141,13 +142,14 @@ class JudgeArgs:
     """judgements (a text, or a file that contains it; empty: judge.json of --model, else built in)"""
 
     system_instruction: str = flag(
-        "", "system message; {prompt} in it becomes the row's prompt", check=check_instruction
+        "", "system message; {prompt} in it becomes the row's prompt", check=check_text
     )
     templates: str = flag(
         "",
-        "questions by kind of judgement, as a JSON object: pictures ({prompt} and two <image>), answers "
-        "({prompt}, {response_a}, {response_b}), correct, score ({prompt}, {response}), rubric (with "
-        "{criterion})",
+        'JSON {kind: question}, in which braces become columns of the row: correct and score hold {prompt} '
+        "and {response}, rubric also {criterion}, answers {prompt}, {response_a} and {response_b}, pictures "
+        "{prompt} and two <image>",
+        check=check_text,
     )
     orders: str = flag(
         "both",
@@ -271,11 +273,11 @@ def load_rows(args: Args) -> Rows:
         processor = Processor(weights.resolve_folder(args.model, weights=False), args)
         processor.check_options()
         templates = parse_json(args.templates or "{}", "--templates")
-        check_form(templates, {str: str}, "--templates")
         settings = judgements.JudgeSettings.to_train(processor, templates, args.system_instruction)
         loaded = load_examples(args.data, args, processor, settings)
         held_out = load_examples(args.eval_data, args, processor, settings)
         settings.note_training(example.prompt for examples in loaded for example in examples)
+        settings.write_to(processor)
     train_sets = [group_by_prompt(examples) for examples in loaded]
     return Rows(processor, settings, train_sets, list(itertools.chain(*held_out)))
 

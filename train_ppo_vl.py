@@ -503,6 +503,7 @@ def load_rows(args: Args) -> Rows:
         held_out = load_files(args.eval_data, args, processor, settings)
         if args.row_kind == "judgements":
             settings.note_training(row for rows in train_sets for row in rows)
+            settings.write_to(processor)
         ptx = load_ptx(args, processor)
     return Rows(processor, train_sets, list(itertools.chain(*held_out)), ptx)
 

@@ -121,9 +121,10 @@ class RewardArgs:
     )
     grm_question: str = flag(
         "auto",
-        "what a judge is asked; rubric: whether the response meets each criterion of the row's rubric; "
-        "auto: correct, score or rubric, the first that it was trained on",
-        choices=("auto", "correct", "score", "rubric"),
+        "what a judge is asked; answers: whether the response or the reference answer is better; rubric: "
+        "whether the response meets each criterion of the row's rubric; auto: the first of correct, score, "
+        "answers and rubric that it was trained on",
+        choices=("auto", "correct", "score", "answers", "rubric"),
     )
     grm_mode: str = flag(
         "probability",

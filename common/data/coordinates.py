@@ -5,8 +5,8 @@
     write_marks    <box> and <point> in a response to learn, in the model's coordinates
 
 Families were trained to answer in different spaces: pixels of the image as they saw it, thousandths,
-fractions. The space is never guessed from how large the numbers are. Pixels of the file are those of
-the upright image, as EXIF turns it.
+fractions (`Family.spaces`). The space is never guessed from how large the numbers are. Pixels of the file
+are those of the upright image, as EXIF turns it.
 """
 
 import math
@@ -25,21 +25,6 @@ FORM = {
     "labels?": [str],
     "space?": ("file", "seen", "1000", "1"),
     "image?": int,
-}
-
-# The space in which a family's published checkpoints answer, by model type. Where its makers say
-# nothing, there is no entry, and --coordinates is needed.
-SPACES = {
-    "qwen2_vl": "1000",  # Qwen3-VL's repository, the notebook of process_bbox
-    "qwen2_5_vl": "seen",  # the same
-    "qwen3_vl": "1000",  # Qwen3-VL's README and its issue 1486
-    "qwen3_vl_moe": "1000",
-    "qwen3_5": "1000",  # ms-swift's template, which is Qwen3-VL's
-    "qwen3_5_moe": "1000",
-    "internvl": "1000",  # the pattern of InternVL's demo
-    "glm4v": "1000",  # GLM-V's README, of 4.1V, 4.5V and 4.6V
-    "glm4v_moe": "1000",
-    "glm46v": "1000",
 }
 
 
@@ -64,13 +49,17 @@ class Place:
         return tuple(number * units / pixels for number, pixels, units in axes)
 
     def units(self) -> tuple[float, float]:
-        """How many units of the space the image is wide and high. Raises ValueError: nobody knows."""
-        sizes = {"file": self.file, "seen": self.seen, "auto": None}
-        if sizes.get(self.space, self.file) is None:
+        """How many units of the space the image is wide and high. Raises ValueError: answers in this space
+        cannot be placed in this image."""
+        if self.space == "auto":
             raise ValueError(
                 "in which coordinates this model answers is not known: --coordinates SPACE"
             )
-        return sizes.get(self.space) or (float(self.space), float(self.space))
+        if self.space == "seen":
+            if self.seen is None:
+                raise ValueError("--coordinates seen: this model sees no image as a whole")
+            return self.seen
+        return self.file if self.space == "file" else (float(self.space), float(self.space))
 
 
 @dataclass(frozen=True)
@@ -103,7 +92,7 @@ def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None
     place = dict(enumerate(places)).get(entry["image"])
     if place is None:
         raise ValueError(f"regions: the row has no image {entry['image']} (counted from 0)")
-    place.units()
+    place.units()  # raises where the answers to this row could not be read
     source = replace(place, space=entry["space"])
     boxes = tuple(row_region(box, 4, source) for box in entry["boxes"])
     points = tuple(row_region(point, 2, source) for point in entry["points"])
@@ -121,13 +110,17 @@ def row_region(numbers: list[float], size: int, source: Place) -> Box | Point:
         raise ValueError(f"regions: {numbers} are not {size} finite numbers")
     region = source.to_file(*numbers)
     inside = clip(region, source.file)
-    left, top, right, bottom = (inside * 2)[:4]
-    # a box of less than a pixel: fractions, taken for pixels
-    is_box = left < right and top < bottom and max(right - left, bottom - top) >= 1
-    if max(map(abs, map(float.__sub__, region, inside))) > 1 or size == 4 and not is_box:
+    is_inside = max(abs(x - y) for x, y in zip(region, inside)) <= 1
+    if size == 4:
+        sides = inside[2] - inside[0], inside[3] - inside[1]
+        # a box of less than a pixel: fractions, taken for pixels
+        is_inside = is_inside and min(sides) > 0 and max(sides) >= 1
+    if not is_inside:
+        what = "box (x1, y1, x2, y2)" if size == 4 else "point (x, y)"
+        width, height = source.file
         raise ValueError(
-            f"regions: {numbers} is no {'box' if size == 4 else 'point'} in an upright image of "
-            f'{source.file[0]} x {source.file[1]} pixels: x1, y1, x2, y2, or x, y; other units need "space"'
+            f"regions: {numbers} is no {what} in an image of {width} x {height} pixels when upright; "
+            'for other units than pixels of the file there is "space"'
         )
     return inside
 
@@ -137,29 +130,31 @@ def clip(region: Box | Point, size: tuple[int, int]) -> Box | Point:
     return tuple(min(max(value, 0.0), float(limit)) for value, limit in zip(region, size * 2))
 
 
+# <box> and <point>, but not InternVL's own literal, which has numbers or a mark in brackets behind them:
+# <box>[[1, 2, 3, 4]]</box>   <box>[<box>]</box>
+MARK = re.compile(r"<(box|point)>(?!\s*\[)")
+
+
 def write_marks(response: str, regions: Regions | None) -> str:
     """A response to learn, with each <box> and <point> replaced by the row's next one, in the model's
-    coordinates. A response with closing tags has no marks: it is InternVL's own literal.
-
-    Raises ValueError: the marks of a kind are not as many as its regions.
-    """
-    marks = re.findall("<(box|point)>", response)
-    if not marks or re.search("</(box|point)>", response):
+    coordinates. Raises ValueError: the marks of a kind are not as many as its regions."""
+    marks = MARK.findall(response)
+    if not marks:
         return response
-    known = {"box": regions.boxes, "point": regions.points} if regions else {}
-    for kind in set(marks):
-        if marks.count(kind) != len(known.get(kind, ())):
-            raise ValueError(
-                f"{marks.count(kind)} <{kind}> in the response for {len(known.get(kind, ()))} of the regions"
-            )
-    left = {kind: iter(of_kind) for kind, of_kind in known.items()}
-    return re.sub(
-        "<(box|point)>", lambda mark: numerals(next(left[mark[1]]), regions.place), response
-    )
+    if regions is None:
+        raise ValueError(f"<{marks[0]}> in the response, but no regions in the row")
+    written = {}
+    for kind, known in (("box", regions.boxes), ("point", regions.points)):
+        count = marks.count(kind)
+        if count not in (0, len(known)):
+            raise ValueError(f"{count} <{kind}> in the response for {len(known)} of the regions")
+        written[kind] = [numerals(one, regions.place) for one in known]
+    return MARK.sub(lambda mark: written[mark[1]].pop(0), response)
 
 
 def numerals(region: Box | Point, place: Place) -> str:
-    """A box or point in the space of a place, rounded half up."""
+    """A box or point in the space of a place, rounded half up: to whole units, fractions to
+    thousandths."""
     unit = 1000 if place.space == "1" else 1
     numbers = [math.floor(x * unit + 0.5) / unit for x in place.from_file(*region)]
     return f"[{', '.join(f'{number:g}' for number in numbers)}]"

@@ -56,6 +56,9 @@ class Family:
 
     model_types: tuple = ()
     media: tuple = ("image",)
+    # The space in which published checkpoints answer with boxes and points (see `coordinates`), by model
+    # type. Where their makers say nothing, there is no entry, and --coordinates is needed.
+    spaces: dict[str, str] = {}
     replies_show_images = True  # whether replies of environments may hold images
     # Those that a checkpoint may name; the first one if it names none.
     image_processors: tuple = ()
@@ -193,6 +196,8 @@ class Qwen(Family):
         "qwen3_5",
         "qwen3_5_moe",
     )
+    # Qwen3-VL's README, its issue 1486 and its notebook of process_bbox; Qwen3.5 as ms-swift has it.
+    spaces = dict.fromkeys(model_types, "1000") | {"qwen2_5_vl": "seen"}
     media = ("image", "video")
     image_processors = ("Qwen2VL",)
     usual_pixels = 56 * 56, 28 * 28 * 1280  # fewest and most, where neither flags nor files say so
@@ -388,6 +393,7 @@ class Glm(Qwen):
     clips, in which each frame is an image with its time, are not read."""
 
     model_types = ("glm4v", "glm46v", "glm_ocr", "glm4v_moe")
+    spaces = dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), "1000")  # GLM-V's README
     media = ("image",)
     image_processors = ("Glm4v", "Glm46V")
     usual_pixels = 112 * 112, 28 * 28 * 15000
@@ -565,6 +571,7 @@ class InternVL(Described):
     """An image cut into square tiles, as many as suit its shape."""
 
     model_types = ("internvl",)
+    spaces = {"internvl": "1000"}  # the pattern of InternVL's demo
     image_processors = ("GotOcr2",)
     processor = "InternVLProcessor"
     unnamed_tokens = r"</?img>|<video>|<IMG_CONTEXT>"

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from common import distributed
-from common.data.coordinates import SPACES
 from common.data.families import Expansion, family_of, is_clip
 from common.data.folder import read_model_config, read_settings, read_tokenizer
 from common.files import check_form
@@ -57,7 +56,7 @@ class Processor:
         try:
             self.config = read_model_config(folder)
             self.family = family_of(self.config)
-            usual = SPACES.get(self.config.model_type, "auto")
+            usual = self.family.spaces.get(self.config.model_type, "auto")
             self.space = usual if args.coordinates == "auto" else args.coordinates
             # an args.json may come from a run of another family
             if usual not in ("auto", self.space):

@@ -4,12 +4,12 @@
     answer   -> label tokens, as generation would see them                               encode_target
     text     -> verdict                                                                  parse_verdict
 
-A judgement is a question, which a template makes of a row, and a verdict. judge.json holds what is
-needed to ask a judge in the words it was trained on.
+A judge is its templates, which make questions of rows, and its verdicts. judge.json holds them, so that
+a judge is asked in the words that it was trained on.
 """
 
+import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -30,86 +30,82 @@ from common.data.rows import (
     media_list,
     message_turns,
     read_rows,
+    text_column,
     user_text,
 )
-from common.files import check_form, number_as_text
-from common.flags import DataArgs
+from common.files import check_form
+from common.flags import NUMBER, DataArgs
 from common.rewards.rules import opens_thought, parse_verdict
 
 # --------------------------------------------------------------------------------------------------
-# Kinds of judgements, judge.json
+# Kinds of judgements
 # --------------------------------------------------------------------------------------------------
 
 
 class Kind(NamedTuple):
-    """A kind of judgement: which rows ask it, how, and what a judge may say."""
+    """A kind of judgement."""
 
-    form: dict  # of a row, besides its prompt; the first entry tells the kind
-    template: str  # in which braces hold columns of the row
-    verdicts: list[str] = []  # of scores those of the training rows
+    form: dict  # the columns that make a row one of this kind, besides its prompt
+    template: str  # the question; braces are columns
+    verdicts: list[str]  # empty: those of the training rows
 
 
+YES_NO = ["yes", "no"]
+WINNERS = ["A", "B", "tie"]
+SAY_YES_OR_NO = "End with <answer>yes</answer> or <answer>no</answer>."
+SAY_WHO_WINS = "End with <answer>A</answer>, <answer>B</answer> or <answer>tie</answer>."
 TEXT = str | int | float
-WON = ["A", "B", "tie"]
-YES_NO = "End with <answer>yes</answer> or <answer>no</answer>."
-WHO_WON = "End with <answer>A</answer>, <answer>B</answer> or <answer>tie</answer>."
 KINDS = {
-    "rubric": Kind(
-        {"criterion": str, "response": TEXT, "correct": bool},
-        "Question: {prompt}\nAnswer: {response}\nCriterion: {criterion}\n"
-        f"Does the answer meet the criterion? {YES_NO}",
-        ["yes", "no"],
+    "correct": Kind(
+        {"response": TEXT, "correct": bool},
+        f"Question: {{prompt}}\nAnswer: {{response}}\nIs the answer correct? {SAY_YES_OR_NO}",
+        YES_NO,
     ),
     "score": Kind(
-        {"score": int | float, "response": TEXT},
+        {"response": TEXT, "score": int | float},
         "Question: {prompt}\nAnswer: {response}\n"
         "How good is the answer? End with <answer>its score</answer>.",
+        [],
     ),
-    "correct": Kind(
-        {"correct": bool, "response": TEXT},
-        f"Question: {{prompt}}\nAnswer: {{response}}\nIs the answer correct? {YES_NO}",
-        ["yes", "no"],
+    "rubric": Kind(
+        {"response": TEXT, "criterion": str, "correct": bool},
+        "Question: {prompt}\nAnswer: {response}\nCriterion: {criterion}\n"
+        f"Does the answer meet the criterion? {SAY_YES_OR_NO}",
+        YES_NO,
     ),
     "answers": Kind(
-        {"responses": [TEXT], "preferred": tuple(WON)},
+        {"responses": [TEXT], "preferred": tuple(WINNERS)},
         "Question: {prompt}\nAnswer A: {response_a}\nAnswer B: {response_b}\n"
-        f"Which answer is better? {WHO_WON}",
-        WON,
+        f"Which answer is better? {SAY_WHO_WINS}",
+        WINNERS,
     ),
-    "pictures": Kind(
-        {"preferred": tuple(WON)},
+    "pictures": Kind(  # the two images of the row
+        {"preferred": tuple(WINNERS)},
         "Request: {prompt}\nPicture A: <image>\nPicture B: <image>\n"
-        f"Which picture fits the request better? {WHO_WON}",
-        WON,
+        f"Which picture fits the request better? {SAY_WHO_WINS}",
+        WINNERS,
     ),
-    "response": Kind({"response": TEXT}, "{prompt}"),  # any text may be its verdict
 }
-BUILT_IN = {name: kind.template for name, kind in KINDS.items()}
-JUDGE_FORM = {
-    "system_instruction?": str,
-    "templates?": {str: str},
-    "verdicts?": {str: [str]},
-}
-PAIRS = ("pictures", "answers")
+RESPONSE = "response"  # the label of a row that is no judgement, but a response to imitate
+PAIRS = ("answers", "pictures")
+# What a judge can be asked about a response of a policy; --grm_question auto is the first of them that
+# it was trained on.
+ABOUT_RESPONSES = ("correct", "score", "answers", "rubric")
 SWAPPED = {"A": "B", "B": "A"}
 MAX_SCORES = 32  # different scores in the training rows, each a verdict
-SIDES = re.compile(r"\{[AB]\}")  # in a critique that is shown in both orders
-PLACEHOLDER = re.compile(r"\{\w+\}|<image>")
-
-
-def check_templates(templates: dict[str, str]) -> None:
-    """Raises ValueError: a template that lacks what its kind needs, which the built-in one has."""
-    for kind, template in templates.items():
-        needed = PLACEHOLDER.findall(BUILT_IN.get(kind, "{an unknown kind}"))
-        if not {*needed} <= {*PLACEHOLDER.findall(template)}:
-            raise ValueError(
-                f"the template of {kind!r:.80} must hold {', '.join(needed)}: {template!r:.200}"
-            )
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 def fill_in(template: str, columns: dict[str, str]) -> str:
-    """A template with {name} replaced, in one pass: a value that holds braces stays as it is."""
-    return re.sub(r"\{(\w+)\}", lambda mark: columns.get(mark[1], mark[0]), template)
+    """Replace {name} in one pass: a value that holds braces stays as it is."""
+    return PLACEHOLDER.sub(lambda match: columns.get(match[1], match[0]), template)
+
+
+# --------------------------------------------------------------------------------------------------
+# judge.json
+# --------------------------------------------------------------------------------------------------
+
+FORM = {"system_instruction?": str, "templates?": {str: str}, "verdicts?": {str: [str]}}
 
 
 @dataclass
@@ -118,163 +114,266 @@ class JudgeSettings:
 
     system_instruction: str = ""
     templates: dict[str, str] = field(default_factory=dict)  # by kind
-    verdicts: dict[str, list[str]] = field(default_factory=dict)  # of the kinds it was trained on
-    template_options: dict = field(default_factory=dict)  # variables of the chat template
+    verdicts: dict[str, list[str]] = field(default_factory=dict)  # by kind that it was trained on
 
     @staticmethod
     def of(processor: Processor) -> "JudgeSettings":
         """Those of a checkpoint. Raises ValueError: judge.json holds what no judge can have."""
-        saved = processor.files["judge"]
-        check_form(saved, JUDGE_FORM, "judge.json")
-        if saved.keys() - JudgeSettings.__annotations__:
-            raise ValueError(f"judge.json is of another version: {', '.join(sorted(saved))}")
-        check_templates(saved.get("templates") or {})
-        return JudgeSettings(**saved)
+        saved = dict(processor.files["judge"])
+        saved.pop("template_options", None)  # the processor's
+        unknown = saved.keys() - JudgeSettings.__annotations__
+        if unknown:
+            raise ValueError(
+                f"judge.json is of another version, with {', '.join(sorted(unknown))}: train the judge "
+                'again, or write its "templates" {kind: text} and "verdicts" {kind: [text]} into it'
+            )
+        check_form(saved, FORM, "judge.json")
+        settings = JudgeSettings(**{name: value for name, value in saved.items() if value})
+        settings.check("judge.json")
+        return settings
 
     @staticmethod
     def to_train(
         processor: Processor, templates: dict[str, str] = {}, system_instruction: str = ""
     ) -> "JudgeSettings":
         """Those of a judge that is to be trained: what is given, else what the judge.json of its
-        checkpoint says, else built in. Exports will hold this object.
-
-        Raises ValueError: a template that lacks what its kind needs.
-        """
-        check_templates(templates)
+        checkpoint says, else built in. Raises ValueError: see `check`."""
         settings = JudgeSettings.of(processor)
+        built_in = {name: kind.template for name, kind in KINDS.items()}
+        settings.templates = built_in | settings.templates | templates
         settings.system_instruction = system_instruction or settings.system_instruction
-        settings.templates = BUILT_IN | settings.templates | templates
-        processor.files["judge"] = vars(settings)
+        settings.check("--templates")
         return settings
+
+    def check(self, where: str) -> None:
+        """Raises ValueError, which begins with ``where``: an unknown kind, a template that lacks a column
+        of the built-in one, other verdicts than a judge of a kind can learn, or no template for them."""
+        for kind in {*self.templates, *self.verdicts} - KINDS.keys():
+            raise ValueError(f"{where}: {kind!r:.80} is no kind of judgement: {', '.join(KINDS)}")
+        for kind, template in self.templates.items():
+            needed = PLACEHOLDER.findall(KINDS[kind].template)
+            if set(needed) - set(PLACEHOLDER.findall(template)):
+                columns = ", ".join(f"{{{name}}}" for name in needed)
+                raise ValueError(f"{where}: {kind} must hold {columns}: {template!r:.200}")
+        for kind, verdicts in self.verdicts.items():
+            known = KINDS[kind].verdicts
+            fits = sorted(verdicts) == sorted(known)
+            if not known:
+                fits = all(re.fullmatch(NUMBER, verdict) for verdict in verdicts)
+            if not fits or kind not in self.templates:
+                raise ValueError(
+                    f"{where}: {kind} has the verdicts {verdicts}, expected {known or 'numbers'} and a template"
+                )
 
     def note_training(self, rows: Iterable[Prompt]) -> None:
         """Note what the judge is trained on: kinds and verdicts of these rows, besides what it learned
         before. Raises ValueError: too many different scores."""
-        trained = {(row.label, row.reference) for row in rows if row.label != "response"}
-        for kind, _ in sorted(trained):
-            scores = {verdict for other, verdict in trained if other == "score"}
-            self.verdicts[kind] = KINDS[kind].verdicts or sorted(scores, key=float)
-        if len(self.verdicts.get("score", [])) > MAX_SCORES:
-            raise ValueError(f"--data: more different scores than {MAX_SCORES}; round them")
+        trained = {(row.label, row.reference) for row in rows if row.label in KINDS}
+        scores = sorted({verdict for kind, verdict in trained if kind == "score"}, key=float)
+        if len(scores) > MAX_SCORES:
+            raise ValueError(
+                f"--data: {len(scores)} different scores; round them to at most {MAX_SCORES}"
+            )
+        for kind in sorted({kind for kind, _ in trained}):
+            self.verdicts[kind] = KINDS[kind].verdicts or scores
+
+    def write_to(self, processor: Processor) -> None:
+        """Let exports hold these settings."""
+        processor.files["judge"] = processor.files["judge"] | dataclasses.asdict(self)
 
     def question(self, kind: str, responses: list[str], **columns: str) -> str:
         """A question about one response, or about two. An <answer> in a response becomes [answer], as a
         judge that quotes it would give a verdict."""
         told = [re.sub("<(/?answer)>", r"[\1]", response) for response in responses]
-        columns |= {"response": told[0], "response_a": told[0], "response_b": told[-1]}
+        if len(told) == 1:
+            columns["response"] = told[0]
+        elif told:
+            columns["response_a"], columns["response_b"] = told
         return fill_in(self.templates[kind], columns)
 
     def instruction(self, prompt: str | list) -> str:
-        """The judge's system message, which may quote the prompt."""
+        """The judge's system message, which may quote the prompt; "" if it has none."""
+        if "{prompt}" not in self.system_instruction:
+            return self.system_instruction
         return fill_in(self.system_instruction, {"prompt": user_text(message_turns(prompt))})
 
     def known_verdicts(self, kind: str | None) -> list[str]:
         """The verdicts that a judge knows on questions of a kind; none on a response."""
-        return self.verdicts.get(kind or "", KINDS[kind].verdicts if kind in KINDS else [])
+        if kind not in KINDS:
+            return []
+        return self.verdicts.get(kind, KINDS[kind].verdicts)
 
     def read_verdict(self, text: str, row: Prompt) -> str | None:
         """What a judgement says of a row; None if it cannot be read."""
         # Also the right verdict: a judge that was not trained on scores knows none of them.
         known = [*self.known_verdicts(row.label), row.reference or ""]
         verdict = parse_verdict(text, known, row.text)
-        if not verdict and row.label == "response":
+        if not verdict and row.label == RESPONSE:  # any text may be its verdict
             verdict = parse_verdict(text, None, row.text)
         return verdict
+
+    def kind_to_ask(self, wanted: str) -> str:
+        """The kind of question to ask about responses: the ``wanted`` one, or for auto the first that the
+        judge was trained on. Raises ValueError: it was not trained on it."""
+        trained = [kind for kind in ABOUT_RESPONSES if kind in self.verdicts]
+        if wanted == "auto" and trained:
+            return trained[0]
+        if wanted not in trained:
+            raise ValueError(
+                f"--grm_question {wanted}: the judge was trained on {', '.join(self.verdicts) or 'nothing'}, "
+                f"says judge.json; {', '.join(ABOUT_RESPONSES)} can be asked about a response"
+            )
+        return wanted
 
 
 # --------------------------------------------------------------------------------------------------
 # Rows
 # --------------------------------------------------------------------------------------------------
 
-PROMPT_FIELDS = ("prompt", "question", "messages")
+PROMPT_COLUMNS = ("prompt", "question", "messages")
+TARGET_COLUMNS = {RESPONSE, *itertools.chain(*(kind.form for kind in KINDS.values()))}
 JUDGEMENT_COLUMNS = {
-    *PROMPT_FIELDS,
-    *itertools.chain(*(kind.form for kind in KINDS.values())),
+    *PROMPT_COLUMNS,
+    *TARGET_COLUMNS,
     *"critique images videos source pair regions".split(),
 }
+ORDERS = ("given", "swapped")
+# Names of the two sides in a critique that is shown in both orders.
+FIXED_NAMES = re.compile(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b")
 
 
 class Judgement(NamedTuple):
     """A question and its right answer."""
 
-    kind: str
-    order: str  # of a pair: given or swapped
-    instruction: str  # system message; empty: none
-    question: str | list
+    kind: str  # or RESPONSE
+    order: str  # of the sides of a pair: given or swapped
+    instruction: str  # system message; "": none
+    question: str | list  # text or messages
     images: list
     text: str  # to learn
     verdict: str | None
 
 
 def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[Judgement]:
-    """The questions of a row, one per order. Responses may be numbers in the file.
+    """The questions of a row, one per order, each with its right answer.
 
     Args:
-        orders: both shows pairs as given and swapped, but not those whose critique does not write {A} and {B}
-            for the names; given does not.
+        orders: both shows pairs as given and swapped; given does not.
     Raises:
         ValueError: a row that is not a judgement.
     """
-    kind = next((kind for kind in KINDS if next(iter(KINDS[kind].form)) in row), None)
-    prompts = [row[field] for field in PROMPT_FIELDS if field in row]
-    if kind is None or len(prompts) != 1:
-        raise ValueError(
-            "a row needs one prompt and a target: response, preferred, correct or score "
-            f"(launch/convert.py reads rows of other systems); {columns_of(row)}"
-        )
-    prompt, images = prompts[0], media_list(row)
-    check_form(row, KINDS[kind].form | {"critique?": str, "source?": str}, f"a row of {kind}")
-    instruction = settings.instruction(prompt)
-    responses = row.get("responses", [row.get("response", "")])
-    responses = list(map(number_as_text, responses))
-    if kind == "response":
-        if not responses[0].strip() or "critique" in row:
-            raise ValueError("a response alone is a text that is not empty, without a critique")
-        verdict = parse_verdict(responses[0])
-        return [Judgement(kind, "given", instruction, prompt, images, responses[0], verdict)]
+    kind, images = kind_of_row(row), media_list(row)
+    prompts = [row[name] for name in PROMPT_COLUMNS if row.get(name) is not None]
+    if len(prompts) != 1:
+        raise ValueError(f"a row has one of {', '.join(PROMPT_COLUMNS)}; {columns_of(row)}")
+    check_form(row, {"critique?": str, "source?": str}, f"a row of the kind {kind}")
+    if kind == RESPONSE:
+        return [read_response(row, prompts[0], images, settings)]
+    if kind not in settings.templates:
+        raise ValueError(f"a judgement of the kind {kind} among responses to imitate")
+    check_form(row, KINDS[kind].form, f"a row of the kind {kind}")
+    (prompt,) = prompts
     if not isinstance(prompt, str):
-        raise ValueError(f"prompt must be a text in a row of {kind}")
-    if kind in PAIRS and len(images if kind == "pictures" else responses) != 2:
-        raise ValueError(f"a row of {kind} needs two of them; {columns_of(row)}")
-    # What is judged has no images, whatever it says.
-    responses = [re.sub("|".join(MEDIA_MARKS), " ", text) for text in responses]
+        raise ValueError(f"a row of the kind {kind} has a text as prompt, not {prompt!r:.80}")
+    responses = judged_responses(row)
+    if kind in PAIRS:
+        check_sides(kind, images if kind == "pictures" else responses)
     # Where the marks do not fit the images, `make_prompt` says what is wrong.
     if kind != "pictures" and sum(map(prompt.count, MEDIA_MARKS)) == len(images):
         prompt = user_text(message_turns(prompt), len(images))
-    critique, right = row.get("critique") or "", verdict_of(row)
-    # one that does not say {A} and {B} is of the order given
-    both = kind in PAIRS and orders == "both" and (not critique or bool(SIDES.search(critique)))
-    judgements = []
-    for order in ("given", "swapped")[: 1 + both]:
-        question = settings.question(
-            kind, responses, prompt=prompt, criterion=row.get("criterion", "")
+    criterion, critique = row.get("criterion") or "", row.get("critique") or ""
+    both = kind in PAIRS and orders == "both"
+    if both and FIXED_NAMES.search(critique):
+        raise ValueError(
+            "write {A} and {B} for the names, which change in the other order: "
+            f"{critique!r:.120}"
         )
-        verdict = in_order(right, order)
-        told = fill_in(critique, {side: in_order(side, order) for side in SWAPPED})
-        text = f"{told}\n{with_verdict(verdict)}".lstrip()
-        if "<answer>" in critique or parse_verdict(text) is None:
-            raise ValueError(
-                "a critique ends its thought, and has no <answer>, which is added to it: "
-                f"{critique!r:.120}"
-            )
+    judgements = []
+    for order in ORDERS[: 1 + both]:
+        if order == "swapped":
+            responses = responses[::-1]
+            images = images[::-1] if kind == "pictures" else images
+        question = settings.question(kind, responses, prompt=prompt, criterion=criterion)
+        verdict = in_order(right_verdict(row), order)
+        names = {side: in_order(side, order) for side in SWAPPED} if kind in PAIRS else {}
+        text = judgement_text(fill_in(critique, names), verdict)
+        instruction = settings.instruction(prompt)
         judgements.append(Judgement(kind, order, instruction, question, images, text, verdict))
-        responses, images = responses[::-1], images[::-1] if kind == "pictures" else images
     return judgements
 
 
-def verdict_of(row: dict) -> str:
+def kind_of_row(row: dict) -> str:
+    """The kind that a row's columns make it. Raises ValueError: those of none."""
+    targets = {name for name in TARGET_COLUMNS if row.get(name) is not None}
+    kinds = {RESPONSE: {RESPONSE}} | {name: set(kind.form) for name, kind in KINDS.items()}
+    for kind, columns in kinds.items():
+        if targets == columns:
+            return kind
+    known = "; ".join(f"{', '.join(sorted(columns))} ({kind})" for kind, columns in kinds.items())
+    raise ValueError(
+        f"a row needs the columns of one kind, besides its prompt: {known} "
+        f"(launch/convert.py reads rows of other systems); {columns_of(row)}"
+    )
+
+
+def read_response(
+    row: dict, prompt: str | list, images: list, settings: JudgeSettings
+) -> Judgement:
+    """A response to imitate, whose verdict is its <answer>, if it has one. Raises ValueError."""
+    text = text_column(row, RESPONSE) or ""
+    if not text.strip():
+        raise ValueError("a response to imitate must not be empty")
+    if row.get("critique"):
+        raise ValueError("a critique beside a response to imitate, which contains it")
+    instruction = settings.instruction(prompt)
+    return Judgement(RESPONSE, "given", instruction, prompt, images, text, parse_verdict(text))
+
+
+def judged_responses(row: dict) -> list[str]:
+    """The texts that are judged, which have no images, whatever they say; they may be numbers in the
+    file."""
+    listed = row.get("responses") or [row.get("response")]
+    texts = [text_column({"response": response}, "response") or "" for response in listed]
+    return [re.sub("|".join(MEDIA_MARKS), " ", text) for text in texts]
+
+
+def check_sides(kind: str, sides: list) -> None:
+    """Raises ValueError: not two, or equal ones, which would be asked about alike in both orders."""
+    if len(sides) != 2:
+        raise ValueError(f"a row of the kind {kind} compares two {kind}, not {len(sides)}")
+    if sides[0] == sides[1]:
+        raise ValueError(f"the two {kind} of the row are equal: neither can be preferred")
+
+
+def right_verdict(row: dict) -> str:
     """The right verdict on a row as given. Raises ValueError: a score that is no finite number."""
-    if "score" in row:
-        score = row["score"]
-        if not abs(score) < 1e300:  # an integer may be beyond floats
-            raise ValueError(f"score must be a finite number, not {score}")
-        return str(int(score)) if score == int(score) else f"{score:g}"
-    return ("yes" if row["correct"] else "no") if "correct" in row else row["preferred"]
+    if row.get("preferred"):
+        return row["preferred"]
+    if row.get("correct") is not None:
+        return "yes" if row["correct"] else "no"
+    score = row["score"]
+    if isinstance(score, bool) or not abs(score) < 1e300:  # an integer may be beyond floats
+        raise ValueError(f"score must be a finite number, not {score!r:.80}")
+    return str(int(score)) if score == int(score) else f"{score:g}"
 
 
 def in_order(verdict: str, order: str) -> str:
     """A verdict on a pair as given, when it is shown in this order; and the other way round."""
     return SWAPPED.get(verdict, verdict) if order == "swapped" else verdict
+
+
+def judgement_text(critique: str, verdict: str) -> str:
+    """A critique, and how a judgement ends. Raises ValueError: it has a verdict of its own, or ends inside
+    a thought."""
+    if not critique:
+        return with_verdict(verdict)
+    text = f"{critique}\n{with_verdict(verdict)}"
+    if "<answer>" in critique or parse_verdict(text) is None:
+        raise ValueError(
+            "a critique ends its thought, and has no <answer>, which is added to it: "
+            f"{critique!r:.120}"
+        )
+    return text
 
 
 def with_verdict(verdict: str) -> str:
@@ -298,27 +397,25 @@ def load_judgements(
     Raises:
         ValueError: see `load_prompts`.
     """
-    limit = args.max_prompt_tokens
 
     def build(row: dict, fields: dict) -> list[Example]:
         examples = []
         for k, one in enumerate(read_judgement(row, settings, orders)):
-            further = {"reference": one.verdict, "label": one.kind, "order": one.order}
-            further |= fields | {"index": 2 * fields["index"] + k}
             prompt = make_prompt(
-                processor, one.question, one.images, args, one.instruction, **further
+                processor,
+                one.question,
+                one.images,
+                args,
+                one.instruction,
+                reference=one.verdict,
+                label=one.kind,
+                order=one.order,
+                **fields | {"index": 2 * fields["index"] + k},
             )
             text = write_marks(one.text, prompt.regions)
             target = EMPTY
             if frame is not None:
-                processor.check_length("example", text, limit)
-                target = encode_target(processor, frame, text)
-                size = len(prompt.input_ids) + len(target)
-                if size > limit:
-                    raise ValueError(
-                        f"example too long: {size} tokens, {len(target)} of them target; the limit"
-                        f" is {limit}"
-                    )
+                target = bounded_target(processor, frame, text, prompt, args.max_prompt_tokens)
             examples.append(Example(prompt, target, text))
         return examples
 
@@ -331,22 +428,24 @@ def load_responses(path: str, processor: Processor, args: DataArgs, limit: int) 
     Raises ValueError: see `load_prompts`.
     """
     args, frame = replace(args, max_prompt_tokens=limit), answer_frame(processor)
-    return load_judgements(path, processor, JudgeSettings("", BUILT_IN), args, "given", frame)
+    return load_judgements(path, processor, JudgeSettings(), args, "given", frame)
 
 
 def read_rubric(row: dict) -> list[tuple[str, float]]:
     """The criteria of a row and their weights. Raises ValueError."""
-    listed = row.get("rubric") or []
-    check_form(listed, [str | dict], "rubric")
-    criteria = [item if isinstance(item, dict) else {"text": item} for item in listed]
-    check_form(criteria, [{"text": str, "weight?": int | float}], "rubric")
-    weighted = [(item["text"], float(item.get("weight", 1))) for item in criteria]
-    if not weighted or not all(0 < weight < math.inf for _, weight in weighted):
+    criteria, listed = [], row.get("rubric")
+    for item in listed if isinstance(listed, list) else ():
+        entry = item if isinstance(item, dict) else {"text": item}
+        text, weight = entry.get("text"), entry.get("weight", 1)
+        is_weight = type(weight) in (int, float) and 0 < weight < 1e300
+        if not (isinstance(text, str) and is_weight):
+            raise ValueError(f"rubric: expected a text and a weight above 0, not {item!r:.120}")
+        criteria.append((text, float(weight)))
+    if not criteria:
         raise ValueError(
-            '"rubric" must be ["a criterion", {"text": "another", "weight": 2}] with weights above 0, not '
-            f"{listed!r:.120}"
+            'no "rubric": ["a criterion", {"text": "another", "weight": 2}], by which the judge is asked'
         )
-    return weighted
+    return criteria
 
 
 def group_of(row: Prompt) -> str:
@@ -364,6 +463,20 @@ def encode_target(processor: Processor, frame: AnswerFrame, text: str) -> Tensor
     Raises ValueError: a special token in the text."""
     ids = processor.ids_behind(frame.head, framed_answer(processor, frame, text))
     return torch.cat([ids, torch.tensor([frame.end])])
+
+
+def bounded_target(
+    processor: Processor, frame: AnswerFrame, text: str, prompt: Prompt, limit: int
+) -> Tensor:
+    """`encode_target` of a text of at most ``limit`` tokens together with its prompt. Raises ValueError."""
+    processor.check_length("example", text, limit)
+    target = encode_target(processor, frame, text)
+    size = len(prompt.input_ids) + len(target)
+    if size > limit:
+        raise ValueError(
+            f"example too long: {size} tokens, {len(target)} of them target; the limit is {limit}"
+        )
+    return target
 
 
 def framed_answer(processor: Processor, frame: AnswerFrame, text: str) -> str:

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ def build(
 
     Raises:
         UserError: on every rank alike: no such folder, no judge.json, a question the judge was not
-            trained on, rows with images or videos that its family cannot see.
+            trained on, rows that it cannot be asked about.
     """
     modules = {}
     # a judge is asked with the template_options of its judge.json
@@ -68,9 +68,6 @@ def build(
             model, processor = build_reader(
                 source.folder, actor.model, actor.processor, own_template, is_judge, shares_features
             )
-            scored = [row for row in rows if source.spec in reward.weights(row.label)]
-            has_rubrics = is_judge and reward.args.grm_question == "rubric"
-            check_scored_rows(scored, processor, has_rubrics)
             module = Policy(model, processor) if is_judge else Critic(model)
             kind: Any = JudgeModel if is_judge else ScalarModel
             source.ask = kind(
@@ -82,23 +79,13 @@ def build(
                 offload=offload,
                 write=write,
             )
+            scored = [row for row in rows if source.spec in reward.weights(row.label)]
+            source.ask.check_rows(scored)
         modules[source.name] = module
     return modules
 
 
-def check_scored_rows(rows: list[Prompt], processor: Processor, has_rubrics: bool) -> None:
-    """Raises ValueError: a row whose images the processor's family cannot see, or without a rubric."""
-    for row in rows:
-        try:
-            check_media(processor, row.images)
-            if has_rubrics:
-                read_rubric(row.row)
-        except ValueError as error:
-            raise ValueError(f"{row.source}: {error}") from error
-
-
-WORTH = {"yes": 1.0, "no": 0.0}  # of a verdict; a score is its own
-POINTWISE = ("correct", "score", "rubric")  # questions about one response
+WORTH = {"yes": 1.0, "no": 0.0, "A": 1.0, "B": 0.0, "tie": 0.5}  # of a verdict; a score is its own
 
 Answer = tuple[int, str]  # a prompt of the batch, and what is said of it
 
@@ -114,6 +101,18 @@ class RewardModel:
     args: RewardArgs
     offload: str
     write: Write
+
+    def check_rows(self, rows: list[Prompt]) -> None:
+        """Raises ValueError: rows about which the model cannot be asked."""
+        for row in rows:
+            try:
+                self.check_row(row)
+            except ValueError as error:
+                raise ValueError(f"{row.source}: {error}") from error
+
+    def check_row(self, row: Prompt) -> None:
+        """Raises ValueError: images or clips that the model's family does not take."""
+        check_media(self.processor, row.images)
 
     def __call__(self, batch: Batch, used: list[int], texts: list[str]) -> Scored:
         """Columns (n,) for the n samples ``used`` with these ``texts``, and what a judge says of each.
@@ -141,10 +140,8 @@ class RewardModel:
                 if self.shares_tower and index in batch.features:
                     questions.features[k] = batch.features[index]
                 elif not self.shares_tower and owners[k] == dist.get_rank():
-                    row = replace(
-                        batch.prompts[index], grids=asked[k].grids
-                    )  # as this model sees them
-                    pixels = load_pixels(row, self.processor)
+                    as_seen = replace(batch.prompts[index], grids=asked[k].grids)
+                    pixels = load_pixels(as_seen, self.processor)
                     if pixels is not None:
                         questions.patches[k] = pixels
         compute_features(self.module.model, questions)
@@ -161,13 +158,22 @@ class RewardModel:
         return text
 
 
+class Question(NamedTuple):
+    """A question about one of several answers."""
+
+    answer: int  # its number
+    prompt: Prompt
+    weight: float  # among the questions about that answer
+    worth: Tensor  # (V,) of each verdict
+
+
 @dataclass
 class JudgeModel(RewardModel):
-    """A generative judge (train_grm_vl.py). It is asked about each distinct response once, with a
-    rubric once for each criterion.
+    """A generative judge (train_grm_vl.py). It is asked about each distinct response once; with a rubric
+    once for each criterion, and about a response beside the reference answer in both orders.
 
-    Its verdicts are worth: no 0, yes 1; a score itself. A critique without a verdict is worth the lowest
-    of them.
+    Its verdicts are worth: no 0, yes 1; a score itself; a lost pair 0, a tie 1/2, a won pair 1. A
+    critique without a verdict is worth the lowest of them.
     """
 
     module: Policy
@@ -177,57 +183,65 @@ class JudgeModel(RewardModel):
         # headers are read once
         self.measure = functools.cache(functools.partial(measure, self.processor))
         self.settings = JudgeSettings.of(self.processor)
-        self.kind = self.args.grm_question
-        if self.kind == "auto":  # the first pointwise one that it learned
-            self.kind = next(filter(self.settings.verdicts.__contains__, POINTWISE), "correct")
-        self.verdicts = self.settings.verdicts.get(self.kind)
-        if self.verdicts is None:
-            raise ValueError(
-                f"the judge was not trained on questions of the kind {self.kind} (--grm_question);"
-                f" judge.json names {', '.join(self.settings.verdicts) or 'none'}"
-            )
+        self.kind = self.settings.kind_to_ask(self.args.grm_question)
+        self.verdicts = self.settings.verdicts[self.kind]
         values = [WORTH[v] if v in WORTH else float(v) for v in self.verdicts]
         self.worth = torch.tensor(values, dtype=torch.float64)  # (V,)
 
+    def check_row(self, row: Prompt) -> None:
+        """Raises ValueError: it also lacks the rubric, or the reference answer, of its questions."""
+        super().check_row(row)
+        if self.kind == "rubric":
+            read_rubric(row.row)
+        if self.kind == "answers" and row.reference is None:
+            raise ValueError("no reference answer, beside which the judge is shown a response")
+
     def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
-        asked, weights, index = [], [], []  # Q questions, their weights and answers
+        questions = []  # Q of them
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
-            for k, (i, text) in enumerate(answers):
-                criteria = [("", 1.0)]
-                if self.kind == "rubric":
-                    criteria = read_rubric(batch.prompts[i].row)
-                for criterion, weight in criteria:
-                    asked.append(self.question(batch.prompts[i], text, criterion))
-                    weights.append(weight)
-                    index.append(k)
-        chances, notes = self.judge(batch, [answers[k][0] for k in index], asked)
+            for k, (index, text) in enumerate(answers):
+                questions += self.questions_about(k, batch.prompts[index], text)
+        about = [answers[question.answer][0] for question in questions]
+        chances, notes = self.judge(batch, about, [question.prompt for question in questions])
         parsed = chances.sum(dim=1)  # (Q,)
-        values = chances @ self.worth + (1 - parsed) * self.worth.min()
-        of, weight = torch.tensor(index), torch.tensor(weights, dtype=torch.float64)
+        worth = torch.stack([question.worth for question in questions])  # (Q, V)
+        values = (chances * worth).sum(dim=1) + (1 - parsed) * self.worth.min()
+        of = torch.tensor([question.answer for question in questions])
+        weight = torch.tensor([question.weight for question in questions], dtype=torch.float64)
         columns = {"reward": of.bincount(weight * values) / of.bincount(weight)}
         if self.args.grm_mode == "critique":
             columns["parsed"] = of.bincount(parsed) / of.bincount()
         remarks = [[] for _ in answers]
-        for k, note, value in zip(index, notes, values):
-            remarks[k].append(note)
+        for question, note, value in zip(questions, notes, values):
+            remarks[question.answer].append(note)
             if self.kind == "rubric":
+                name = f"criterion_{len(remarks[question.answer])}"
                 nothing = torch.full_like(columns["reward"], math.nan)
-                columns.setdefault(f"criterion_{len(remarks[k])}", nothing)[k] = value
+                columns.setdefault(name, nothing)[question.answer] = value
         return columns, list(map(" | ".join, remarks))
 
-    def question(self, row: Prompt, text: str, criterion: str = "") -> Prompt:
-        """A question about a response to a row."""
+    def questions_about(self, number: int, row: Prompt, text: str) -> list[Question]:
+        """The questions about the answer ``text`` to a row: one for each criterion or order."""
+        response, questions = self.without_markup(text), []
+        if self.kind == "rubric":
+            for criterion, weight in read_rubric(row.row):
+                prompt = self.question(row, [response], criterion=self.without_markup(criterion))
+                questions.append(Question(number, prompt, weight, self.worth))
+        elif self.kind == "answers":
+            sides = [response, self.without_markup(row.reference or "")]
+            for shown, worth in ((sides, self.worth), (sides[::-1], 1 - self.worth)):
+                questions.append(Question(number, self.question(row, shown), 1.0, worth))
+        else:
+            questions.append(Question(number, self.question(row, [response]), 1.0, self.worth))
+        return questions
+
+    def question(self, row: Prompt, responses: list[str], **columns: str) -> Prompt:
+        """A question about responses to a row."""
         grids = tuple(self.measure(item, len(row.images))[0] for item in row.images)
         prompt = user_text(row.messages, len(row.images), self.without_markup)
-        question = self.settings.question(
-            self.kind,
-            [self.without_markup(text)],
-            prompt=prompt,
-            criterion=self.without_markup(criterion),
-        )
         return make_prompt(
             self.processor,
-            question,
+            self.settings.question(self.kind, responses, prompt=prompt, **columns),
             row.images,
             system_prompt=self.settings.instruction(prompt),
             grids=grids,

@@ -1,9 +1,9 @@
 """Rewards for boxes and points, in pixels of the image's file whatever the model's coordinates are.
 
-    read_regions_of   an answer -> its boxes and points in pixels of the file, and their labels
-    pair              boxes one to one
-    region_reward     box, boxes and point as reward functions
-    region_record     the true and answered regions of a sample, for pictures and tables
+    find_regions     an answer -> its boxes and points in pixels of the file, and their labels
+    pair             boxes one to one, the largest IoU first
+    region_reward    box, boxes and point as reward functions
+    region_record    the true and the answered regions of a sample, for pictures and tables
 
 Every box and point that an answer writes counts: copies are wrong, an unfinished thought or answer is
 no answer, and so many boxes that one is bound to be right earn nothing.
@@ -11,6 +11,7 @@ no answer, and so many boxes that one is bound to be right earn nothing.
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -32,17 +33,23 @@ from common.rewards.rules import (
 
 # A region in pixels of the file, and its label, or "". A point may lie outside the image; a box has its
 # corners sorted and is cut off at the image's edges.
-Answered = tuple[Box | Point, str]
+Found = tuple[Box | Point, str]
 
 FENCE = re.compile(r"(?<!`)(`{3,5})\w*\n(.*?)\1", re.DOTALL)
-NUMBER = r"\s*[-+]?(?:\d{1,25}\.?\d{0,25}|\.\d{1,25})(?:[eE][-+]?\d{1,2})?\s*"
-POINT = f"{NUMBER},{NUMBER}"
-NUMBERS = f"{POINT}(?:,{POINT})?"
-TAG = r"<(?:ref|\|object_ref_start\|)>([^<]*)"  # InternVL, Qwen2-VL: <ref>cup</ref><box>...</box>
-# {"bbox_2d": [1, 2, 3, 4], "label": "cup"}, or the numbers alone, perhaps behind a tag
-ITEM = re.compile(rf"\{{[^{{}}]*\}}|(?:{TAG}<[^>]*>\s*<[^>]*>\[?)?[\[(<]{NUMBERS}[\])>]")
-LABEL = re.compile(r"""["'](?:label|name|ref|category)["']\s*:\s*(["'])(.*?)\1""")
 NOTHING = re.compile(r"(?i)\[\s*\]|(?:none|no objects?)\.?")
+# Two or four numbers in brackets. As Qwen2-VL writes the corners of a box, each has its own.
+NUMBER = r"\s*[-+]?(?:\d{1,25}\.?\d{0,25}|\.\d{1,25})(?:[eE][-+]?\d{1,2})?\s*"
+NUMBERS = rf"{NUMBER},{NUMBER}(?:(?:,|\)\s*,\s*\(){NUMBER},{NUMBER})?"
+REGION = rf"[\[(<]({NUMBERS})[\])>]"
+Y_FIRST = r"""["']box_2d["']\s*:\s*"""  # Gemini's
+# {"bbox_2d": [1, 2, 3, 4], "label": "cup"}; <ref>cup</ref><box>[[1, 2, 3, 4]]; or a region alone
+ITEM = re.compile(
+    rf"\{{[^{{}}]*\}}|<(?:ref|\|object_ref_start\|)>[^<]*<[^<]*<[^<]*|(?:{Y_FIRST})?{REGION}"
+)
+LABEL = re.compile(
+    r"""["'](?:label|name|ref|category)["']\s*:\s*(?:"([^"]*)"|'([^']*)')"""
+    r"|<(?:ref|\|object_ref_start\|)>([^<]*)"
+)
 
 
 def answer_text(response: str) -> str:
@@ -64,22 +71,30 @@ def answer_text(response: str) -> str:
     return text.strip()
 
 
-def read_regions_of(response: str, place: Place) -> list[Answered] | None:
+def find_regions(response: str, place: Place) -> list[Found] | None:
     """The boxes and points of a response. None: it has none and does not say that there are none."""
     text = plain_text(answer_text(response))
     if re.fullmatch(NUMBERS, text):
         text = f"[{text}]"
-    text = re.sub(rf"\(({POINT})\)\s*,\s*\(({POINT})\)", r"[\1,\2]", text)  # Qwen2-VL
-    answered = []
+    found = []
     for item in ITEM.finditer(text):
-        numbers, label = re.search(rf"[\[(<]({NUMBERS})[\])>]", item[0]), LABEL.search(item[0])
-        if numbers:
-            region = place.to_file(*map(float, numbers[1].split(",")))
-            if len(region) == 4:
-                x, y = sorted(region[::2]), sorted(region[1::2])
-                region = clip((x[0], y[0], x[1], y[1]), place.file)
-            answered.append((region, label[2] if label else item[1] or ""))
-    return answered if answered or NOTHING.fullmatch(text) else None
+        label = LABEL.search(item[0])
+        name = next(filter(None, label.groups()), "") if label else ""
+        for match in re.finditer(f"({Y_FIRST})?{REGION}", LABEL.sub("", item[0])):
+            numbers = [float(number) for number in re.findall(NUMBER, match[2])]
+            if match[1]:  # y1, x1, y2, x2; the corners are sorted
+                numbers.reverse()
+            found.append((region_in_file(numbers, place), name.strip()))
+    return found if found or NOTHING.fullmatch(text) else None
+
+
+def region_in_file(numbers: list[float], place: Place) -> Box | Point:
+    """A point, or the part of a box that is in the image, in pixels of the file."""
+    region = place.to_file(*numbers)
+    if len(region) == 2:
+        return region
+    (left, right), (top, bottom) = sorted(region[::2]), sorted(region[1::2])
+    return clip((left, top, right, bottom), place.file)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -88,15 +103,8 @@ def read_regions_of(response: str, place: Place) -> list[Answered] | None:
 
 MOST = 100  # boxes that may be scored, or twice the true ones if more; those in a record
 SLACK = 1e-9  # of a threshold, against rounding
+HALF = 0.5 - SLACK  # the IoU of a hit
 NEAR = 0.05  # of the image's diagonal: how far from a true point a click may be
-
-
-def iou(a: Box | Point, b: Box) -> float:
-    """Intersection over union of two boxes; 0 for a point."""
-    if len(a) < 4:
-        return 0.0
-    shared = area((*map(max, a[:2], b[:2]), *map(min, a[2:], b[2:])))
-    return shared / (area(a) + area(b) - shared)
 
 
 def area(box: Box) -> float:
@@ -104,60 +112,79 @@ def area(box: Box) -> float:
     return max(0.0, right - left) * max(0.0, bottom - top)
 
 
+def iou(a: Box | Point, b: Box) -> float:
+    """Intersection over union of two boxes; 0 for a point."""
+    if len(a) == 2:
+        return 0.0
+    shared = area((*map(max, a[:2], b[:2]), *map(min, a[2:], b[2:])))
+    return shared / (area(a) + area(b) - shared)
+
+
 def pair(gains: ArrayLike) -> list[float]:
-    """What the pairs of rows and columns of a table gain, one to one, the largest first."""
+    """What the pairs of rows and columns of a table gain, one to one, the largest first, as COCO's
+    evaluation pairs boxes."""
     table, gained = np.array(gains, dtype=float, ndmin=2), []
     while table.size and table.max() > 0:
-        i, j = np.unravel_index(table.argmax(), table.shape)
-        gained.append(float(table[i, j]))
-        table[i, :] = table[:, j] = 0.0
+        row, column = np.unravel_index(table.argmax(), table.shape)
+        gained.append(float(table[row, column]))
+        table[row, :] = 0.0
+        table[:, column] = 0.0
     return gained
 
 
-def score_boxes(response: str, truth: Regions, labels: tuple = ()) -> dict[str, float]:
+def score_boxes(response: str, truth: Regions) -> dict[str, float]:
     """`box_iou`: the sum of IoU over pairs / the larger number of boxes; `accuracy`: all are paired at an
-    IoU of 0.5; `f1` of pairs at 0.5. With ``labels`` of the true boxes a pair has equal ones. Without true
-    boxes, all are 1 for an answer that says there are none."""
-    answered, count = read_regions_of(response, truth.place), len(truth.boxes)
-    parsed = answered is not None
-    if answered is None or len(answered) > max(MOST, 2 * count):
-        answered = [((0.0, 0.0), "")]  # nothing that can be right
-    larger = max(len(answered), count)
-    gains = np.array([[iou(region, true) for true in truth.boxes] for region, _ in answered])
-    if labels:
-        gains *= [[same_words(name, label) for label in labels] for _, name in answered]
+    IoU of 0.5; `f1` of pairs at 0.5. Where the row has labels, only boxes of one label are paired. Without
+    true boxes, all are 1 for an answer that says there are none."""
+    found, count = find_regions(response, truth.place), len(truth.boxes)
+    parsed = found is not None
+    if found is None or len(found) > max(MOST, 2 * count):
+        found = [((0.0, 0.0), "")]  # nothing that can be right
+    larger = max(len(found), count)
+    if not larger:
+        return dict.fromkeys(("reward", "box_iou", "accuracy", "f1", "parsed"), 1.0)
+    gains = np.array([[iou(region, box) for box in truth.boxes] for region, _ in found])
+    if truth.boxes and truth.labels:  # without boxes they name points
+        gains *= [[same_words(name, label) for label in truth.labels] for _, name in found]
     gained = pair(gains)
-    hits = sum(gain >= 0.5 - SLACK for gain in gained)
-    mean_iou = sum(gained) / larger if larger else 1.0
+    hits = sum(gain >= HALF for gain in gained)
+    mean_iou = sum(gained) / larger
     return {
         "reward": mean_iou,
         "box_iou": mean_iou,
         "accuracy": hits == larger,
-        "f1": 2 * hits / (len(answered) + count) if larger else 1.0,
+        "f1": 2 * hits / (len(found) + count),
         "parsed": parsed,
     }
 
 
+def score_box(response: str, truth: Regions) -> dict[str, float]:
+    """`score_boxes`, where the one box needs no label."""
+    return score_boxes(response, replace(truth, labels=()))
+
+
 def score_point(response: str, truth: Regions) -> dict[str, float]:
-    """`accuracy`: the one point of the answer, or the centre of its box, is in a true box, edges included,
-    or within 5 % of the image's diagonal of a true point."""
-    answered = read_regions_of(response, truth.place) or []
-    right = False
-    if len(answered) == 1:
-        x, y = centre = np.reshape(answered[0][0], (-1, 2)).mean(axis=0)
-        near = NEAR * math.hypot(*truth.place.file) + SLACK
-        right = any(left <= x <= right and top <= y <= low for left, top, right, low in truth.boxes)
-        right |= any(math.dist(centre, point) <= near for point in truth.points)
-    return {"reward": right, "accuracy": right, "parsed": bool(answered)}
+    """`accuracy`: the one point of the answer, or the centre of its one box, is in a true box, edges
+    included, or within 5 % of the image's diagonal of a true point."""
+    found = find_regions(response, truth.place)
+    right = found is not None and len(found) == 1 and is_hit(found[0][0], truth)
+    return {"reward": right, "accuracy": right, "parsed": found is not None}
 
 
-def score_named(response: str, truth: Regions) -> dict[str, float]:
-    """Boxes with their labels, where the row has some."""
-    return score_boxes(response, truth, truth.labels[: len(truth.boxes)])
+def is_hit(region: Box | Point, truth: Regions) -> bool:
+    """Whether a point, or the centre of a box, is where `score_point` wants it."""
+    if len(region) == 4 and not area(region):
+        return False  # nothing of it is in the image
+    x, y = centre = np.reshape(region, (-1, 2)).mean(axis=0)
+    for left, top, right, bottom in truth.boxes:
+        if left <= x <= right and top <= y <= bottom:
+            return True
+    near = NEAR * math.hypot(*truth.place.file) + SLACK
+    return any(math.dist(centre, point) <= near for point in truth.points)
 
 
 # Each returns its "reward" among its scores.
-RULES = {"box": score_boxes, "boxes": score_named, "point": score_point}
+RULES = {"box": score_box, "boxes": score_boxes, "point": score_point}
 
 
 def region_reward(rule: str, prompts, responses, *_, regions: list[Regions]) -> Columns:
@@ -183,16 +210,11 @@ def problem_of(rule: str, truth: Regions | None) -> str:
 
 def region_record(row: Prompt, response: str) -> dict:
     """The entry for regions in the record of a response, if its row has some: the true ones, and those of
-    the response, in pixels of the file."""
+    the response as far as they are in the image, in pixels of the file."""
     truth = row.regions
     if truth is None:
         return {}
-    answered = read_regions_of(with_opened_thought(row.text, response), truth.place) or []
-    inside = [clip(region, truth.place.file) for region, _ in answered[:MOST]]
-    return {
-        "regions": {
-            "image": truth.image,
-            "true": truth.boxes + truth.points,
-            "answered": inside,
-        }
-    }
+    found = find_regions(with_opened_thought(row.text, response), truth.place) or []
+    answered = [clip(region, truth.place.file) for region, _ in found[:MOST]]
+    true = truth.boxes + truth.points
+    return {"regions": {"image": truth.image, "true": true, "answered": answered}}

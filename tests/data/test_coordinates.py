@@ -84,15 +84,15 @@ def test_a_row_is_read_in_pixels_of_its_upright_file(load, tmp_path):
     [
         ({"boxes": [[500, 100, 400, 200]]}, "x1, y1, x2, y2"),
         ({"boxes": [[0, 0, 1001.5, 10]]}, "1000 x 600 pixels"),
-        ({"boxes": [[10, 10, 10, 20]]}, "no box in"),
-        ({"boxes": [[-0.9, 0, -0.1, 20]]}, "no box in"),
+        ({"boxes": [[10, 10, 10, 20]]}, "no box .x1"),
+        ({"boxes": [[-0.9, 0, -0.1, 20]]}, "no box .x1"),
         ({"boxes": [[0.1, 0.2, 0.5, 0.6]]}, '"space"'),
         ({"boxes": [[500, 600, 900, 900]]}, '"space"'),
         ({"boxes": [[100, 600, 500, 900]]}, "upright"),
         ({"boxes": [[1, 2, 3]]}, "not 4 finite numbers"),
         ({"boxes": [[10**400, 0, 1, 1]]}, "not 4 finite numbers"),
         ({"points": [[1, 2, 3, 4]]}, "not 2 finite numbers"),
-        ({"points": [[1, 700]]}, "no point in"),
+        ({"points": [[1, 700]]}, "no point .x, y"),
         ({"boxes": [[1, 2, 3, float("nan")]]}, "finite"),
         ({"boxes": [1, 2, 3, 4]}, "boxes must be list"),
         ({"boxes": [[1, 2, 3, "4"]]}, "boxes must be"),
@@ -144,10 +144,12 @@ def test_marks_and_regions_are_as_many():
     assert write_marks("<box> and <box>", regions) == "[100, 167, 500, 667] and [1, 3, 3, 7]"
     for text in ("no marks", "<box>[[1, 2, 3, 4]]</box>", '<point x="1">'):
         assert write_marks(text, regions) == text
+    framed = write_marks("<ref>cups</ref><box>[<box>, <box>]</box>", regions)  # as InternVL writes them
+    assert framed == "<ref>cups</ref><box>[[100, 167, 500, 667], [1, 3, 3, 7]]</box>"
     for text, problem in {"<box>": "1 <box> in the response for 2", "<point>": "1 <point>"}.items():
         with value_error(problem):
             write_marks(text, regions)
-    with value_error("1 <box> in the response for 0"):
+    with value_error("<box> in the response, but no regions in the row"):
         write_marks("<box>", None)
 
 

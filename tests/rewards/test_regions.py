@@ -15,7 +15,7 @@ from common.rewards import scoring
 from common.rewards.regions import (
     RULES,
     pair,
-    read_regions_of,
+    find_regions,
     region_record,
     region_reward,
     score_boxes,
@@ -92,6 +92,8 @@ def as_json(*boxes, labels=None):
         ("1000", '{"all": [{"bbox_2d": [250, 250, 500, 500]}, {"bbox_2d": [1, 1, 2, 2]}]}', 0.5),
         ("1000", "<answer>[250,250,500,500]", 0),  # not closed
         ("1000", "<think>[250,250,500,500]", 0),  # an unfinished thought
+        ("1000", '{"box_2d": [250, 250, 500, 500]}', 1),
+        ("1000", '{"box_2d": [250, 125, 500, 250]}', 0),  # y first: x 125 to 250, y 125 to 250
         ("1000", "250, 250, 500, 500", 1),  # bare numbers that are the whole answer
         ("1000", "It is at 250, 250, 500, 500", 0),
         ("1000", "(250, 250), (500, 500)", 1),
@@ -134,12 +136,9 @@ def test_malformed_boxes_match_nothing(numbers, value):
         ([[0, 0, 100, 49]], [TEN], 0.49, 0),
         ([TEN, [500, 0, 600, 100]], [TEN], 0.5, 0.666667),
         ([TEN], [TEN, [500, 0, 600, 100]], 0.5, 0.666667),
-        (
-            [TEN, [0, 0, 100, 60]],
-            [[0, 0, 100, 80], [0, 0, 100, 125]],
-            0.64,
-            0.5,
-        ),  # largest first: .8, .48
+        ([TEN, [0, 0, 100, 60]], [[0, 0, 100, 80], [0, 0, 100, 125]], 0.64, 0.5),  # .8 and .48
+        # .833 and .402, the largest first, not .8 and .603
+        ([[0, 0, 10, 10], [0, 0, 10, 19.9]], [[0, 0, 10, 12], [0, 0, 10, 8]], 0.617672, 0.5),
         ([TEN, TEN], [TEN], 0.5, 0.666667),  # copies
         ([TEN, [1, 2], [1, 2, 3]], [TEN], 1 / 2, 2 / 3),  # a point is a wrong box
         ([TEN] + [[1, 1, 2, 2]] * 99, [TEN], 0.01, 0.019802),  # 2 / 101
@@ -150,7 +149,7 @@ def test_malformed_boxes_match_nothing(numbers, value):
         ([], [TEN], 0, 0),
     ],
 )
-def test_iou_of_the_best_pairing_and_f1_of_pairs_at_one_half(predicted, boxes, value, f1):
+def test_iou_of_pairs_and_f1_of_pairs_at_one_half(predicted, boxes, value, f1):
     result = scores(as_json(*predicted), boxes)
     assert result["box_iou"] == result["reward"] == pytest.approx(value, abs=1e-6)
     assert result["f1"] == pytest.approx(f1, abs=1e-6)
@@ -161,8 +160,10 @@ def test_labels_are_compared_without_case_and_outer_blanks():
     answer = as_json(TEN, other, labels=["dog", "Cat "])
     assert scores(answer, [TEN, other], labels=["cat", "cat"])["f1"] == 0.5
     assert scores(as_json(TEN), [TEN], labels=["cat"])["f1"] == 0  # a missing label
-    tagged = "<ref>Cat</ref><box>[[0, 0, 100, 100]]</box>"
-    assert scores(tagged, [TEN], labels=["cat"])["f1"] == 1
+    tagged = "<ref>Cat</ref><box>[[0, 0, 100, 100], [200, 0, 300, 100]]</box>"
+    assert scores(tagged, [TEN, other], labels=["cat", "cat"])["f1"] == 1
+    named_by_numbers = '{"bbox_2d": [0, 0, 100, 100], "label": "f(1, 2)"}'
+    assert scores(named_by_numbers, [TEN], labels=["f(1, 2)"])["box_iou"] == 1
     assert RULES["box"](as_json(TEN), truth([TEN], ["cat"]))["reward"] == 1  # one box needs no name
 
 
@@ -195,6 +196,7 @@ def test_there_may_be_nothing(answer):
         ("(250, 250)", 1),  # edges belong to the box
         ("250, 250", 1),
         ("[-500, 250, 700, 550]", 1),  # of a box the centre of what is in the image: (350, 200)
+        ("[300, 400, 300, 400]", 0),  # no area
         (as_json([250, 250, 350, 450]), 1),  # a box stands for its centre
         ("[[300, 400], [800, 800]]", 0),
         ("[300, 900]", 0),
@@ -207,6 +209,20 @@ def test_there_may_be_nothing(answer):
 )
 def test_point(response, value):
     assert score_point(response, truth([CUP], space="1000"))["accuracy"] == value
+
+
+def test_a_click_of_computer_use_is_a_point():
+    """As Qwen3-VL's own tool writes it."""
+    call = {"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [300, 400]}}
+    response = f"Action: click the cup.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    assert score_point(response, truth([CUP], space="1000"))["accuracy"] == 1
+    assert score_point(response, truth([TEN], space="1000"))["accuracy"] == 0
+
+
+def test_a_box_beside_the_image_is_no_click_at_its_edge():
+    corner = truth([[900, 400, 1000, 500]], space="1000")
+    assert score_point("[999, 999]", corner)["accuracy"] == 1
+    assert score_point("[2000, 1500, 2500, 2000]", corner)["accuracy"] == 0
 
 
 @pytest.mark.parametrize(
@@ -236,7 +252,7 @@ def some_boxes(rng, count, size=WIDE):
 @pytest.mark.parametrize("seed", range(20))
 def test_pairs_are_one_to_one_and_the_largest_first(seed):
     rng = random.Random(seed)
-    gains = [[rng.random() for _ in range(rng.choice([4]))] for _ in range(rng.randint(1, 6))]
+    gains = [[rng.random() for _ in range(4)] for _ in range(rng.randint(1, 6))]
     left = {(i, j): gain for i, row in enumerate(gains) for j, gain in enumerate(row)}
     expected = []
     while left:
@@ -341,8 +357,8 @@ def test_an_opened_thought_of_the_prompt_counts():
 def test_regions_are_read_with_their_labels():
     place = Place(WIDE, None, "1000")
     answer = '[{"bbox_2d": [0, 0, 100, 200], "label": "cup"}, {"point_2d": [1, 2]}]'
-    assert read_regions_of(answer, place) == [((0, 0, 100, 100), "cup"), ((1, 1), "")]
-    assert read_regions_of("a cup", place) is None
+    assert find_regions(answer, place) == [((0, 0, 100, 100), "cup"), ((1, 1), "")]
+    assert find_regions("a cup", place) is None
 
 
 # ------------------------------------------------------------------------------------------------- records
