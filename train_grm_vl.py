@@ -146,7 +146,7 @@ class JudgeArgs:
     )
     templates: str = flag(
         "",
-        'JSON {kind: question}, in which braces become columns of the row: correct and score hold {prompt} '
+        "JSON {kind: question}, in which braces become columns of the row: correct and score hold {prompt} "
         "and {response}, rubric also {criterion}, answers {prompt}, {response_a} and {response_b}, pictures "
         "{prompt} and two <image>",
         check=check_text,

@@ -93,8 +93,8 @@ def alone(folder: Path, prompt: Prompt, question: str, answer: str | None, pictu
 def ask(prompt: Prompt, kind: str, **answers: str) -> str:
     """The question of a kind about a prompt; what a response says of images is text."""
     answers = {name: text.replace("<image>", " ") for name, text in answers.items()}
-    prompt = judgements.user_text(prompt.messages)
-    return judgements.fill_in(judgements.BUILT_IN[kind], {"prompt": prompt, **answers})
+    columns = {"prompt": judgements.user_text(prompt.messages)} | answers
+    return judgements.fill_in(judgements.KINDS[kind].template, columns)
 
 
 def chances(

@@ -275,7 +275,7 @@ def test_the_options_of_the_template_are_a_part_of_judge_json(qwen25, task, tmp_
             )
         )
         assert again.held_out[0].prompt.text.endswith(ending)
-        assert again.settings.template_options == ({} if options else {"think": True})
+        assert again.processor.template_options == ({} if options else {"think": True})
     with user_error("--template_options: the chat template knows no 'thinking'"):
         start(folder, task, tmp_path / "x", "--template_options", '{"thinking": true}')
 
@@ -469,15 +469,13 @@ def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
 
 # ------------------------------------------------------------------------------------------------ rows
 def settings(**templates: str) -> judgements.JudgeSettings:
-    return judge_settings(
-        templates={name.removesuffix("_template"): text for name, text in templates.items()}
-    )
+    return judge_settings(templates=templates)
 
 
 def test_a_pair_is_asked_in_both_orders(env):
     judge = settings(
-        answers_template="{prompt}|{response_a}|{response_b}",
-        pictures_template="{prompt}<image>,<image>",
+        answers="{prompt}|{response_a}|{response_b}",
+        pictures="{prompt}<image>,<image>",
     )
 
     def asked(row: dict, *names: str, orders: str = "both") -> list[tuple]:
@@ -497,7 +495,7 @@ def test_a_pair_is_asked_in_both_orders(env):
     ]
     assert asked(JUDGEMENTS[5], "verdict") == [("tie",), ("tie",)]
     assert asked(JUDGEMENTS[5], "order", orders="given") == [("given",)]
-    assert len(asked(JUDGEMENTS[3] | {"critique": "Picture A is red."})) == 1
+    assert len(asked(JUDGEMENTS[3] | {"critique": "Picture A is red."}, orders="given")) == 1
 
 
 def test_a_response_is_no_place_for_a_picture(env, task):
@@ -519,7 +517,7 @@ def test_a_response_is_no_place_for_a_picture(env, task):
 
 
 def test_other_rows():
-    judge = settings(correct_template="{prompt} -> {response}")
+    judge = settings(correct="{prompt} -> {response}")
     assert [judgements.read_judgement(row, judge, "both")[0].text for row in JUDGEMENTS[6:]] == [
         "<answer>no</answer>",
         "there are 3\n<answer>yes</answer>",
@@ -537,18 +535,27 @@ def test_other_rows():
 
 
 BAD_ROWS = table("""
-{"prompt": "a"}                            | a target
+{"prompt": "a"}                            | a row needs the columns of one kind
 {"prompt": "a", "output": "b"}             | the row has 'prompt', 'output'
 {"query": "a", "response": "b"}            | the row has 'query', 'response'
-{"prompt": "a", "question": "a", "response": "b", "correct": true} | one prompt
-{"prompt": "a", "response": "b", "critique": "c"} | without a critique
-{"prompt": "a", "response": " "}           | a text that is not empty
-{"prompt": "a", "response": [0], "correct": true} | a row of correct: response must be
+{"prompt": "a", "question": "a", "response": "b", "correct": true} | one of prompt, question, messages
+{"prompt": "a", "response": "b", "critique": "c"} | a critique beside a response
+{"prompt": "a", "response": "b", "score": 1, "correct": true} | the columns of one kind
+{"prompt": "a", "response": " "}           | must not be empty
+{"prompt": "a", "response": [0], "correct": true} | of the kind correct: response must be
+{"prompt": "a", "response": true, "correct": true} | column 'response' must be a string
+{"messages": [{"role": "user", "content": "a"}], "response": "b", "correct": true} | a text as prompt
 {"prompt": "a", "images": ["0.png", "1.png"], "preferred": "C"} | preferred must be ('A', 'B', 'tie')
-{"prompt": "a", "images": ["0.png"], "preferred": "A"} | pictures needs two
-{"prompt": "a", "responses": ["b"], "preferred": "A"} | answers needs two
+{"prompt": "a", "images": ["0.png"], "preferred": "A"} | compares two pictures, not 1
+{"prompt": "a", "responses": ["b"], "preferred": "A"} | compares two answers, not 1
+{"prompt": "a", "responses": ["b", "b"], "preferred": "A"} | the two answers of the row are equal
+{"prompt": "a", "responses": ["7", 7], "preferred": "B"} | the two answers of the row are equal
+{"prompt": "a", "images": ["0.png", "0.png"], "preferred": "A"} | the two pictures of the row are equal
 {"prompt": "a", "response": "b", "correct": "yes"} | correct must be bool
+{"prompt": "a", "response": "b", "score": true} | a finite number
 {"prompt": "a", "response": "b", "score": 1e400} | a finite number
+{"prompt": "a", "responses": ["b", "c"], "preferred": "A", "critique": "answer A is right"}
+    | write {A} and {B}
 {"prompt": "a", "response": "b", "correct": true, "critique": "b. <answer>yes</answer>"} | has no <answer>
 {"prompt": "a", "response": "b", "correct": true, "critique": "<think>b?"} | a critique ends its thought
 {"prompt": "a", "images": ["none.png"], "response": "b"} | no such image
@@ -666,10 +673,29 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
     path = write_rows(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
     with pytest.raises(ValueError, match="bad.jsonl:1: "):
         grm.load_examples(path, env.args, env.processor, env.rows.settings)
-    with pytest.raises(ValueError, match="the template of 'answers' must hold"):
-        settings(answers_template="{prompt} {response_a}")
-    with pytest.raises(ValueError, match="<image>"):
-        settings(pictures_template="{prompt}")
+    with pytest.raises(
+        ValueError, match="--templates: answers must hold {prompt}, {response_a}, {r"
+    ):
+        settings(answers="{prompt} {response_a}")
+    with pytest.raises(ValueError, match="--templates: 'answer' is no kind of judgement: correct"):
+        settings(answer="{prompt}")
+
+
+def test_templates_of_a_file(qwen25, task, tmp_path):
+    """As launch/toy.py writes them. What is no file's name is the JSON itself."""
+    templates = {"correct": "{prompt} {response}", "answers": "{response_b} {response_a} {prompt}"}
+    write_json(tmp_path / "templates.json", templates)
+    env = start(qwen25, task, tmp_path, "--templates", tmp_path / "templates.json")
+    asked = env.processor.files["judge"]["templates"]
+    assert {kind: asked[kind] for kind in templates} == templates
+    assert asked["score"] == judgements.KINDS["score"].template
+    for given, message in (
+        ("none.json", "none.json: no such file"),
+        ("{", "--templates: not JSON"),
+        ('{"correct": 3}', "--templates: correct must be str"),
+    ):
+        with user_error(message):
+            start(qwen25, task, tmp_path, "--templates", given)
 
 
 def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):

@@ -138,6 +138,7 @@ class JudgeSettings:
     ) -> "JudgeSettings":
         """Those of a judge that is to be trained: what is given, else what the judge.json of its
         checkpoint says, else built in. Raises ValueError: see `check`."""
+        check_form(templates, {str: str}, "--templates")
         settings = JudgeSettings.of(processor)
         built_in = {name: kind.template for name, kind in KINDS.items()}
         settings.templates = built_in | settings.templates | templates

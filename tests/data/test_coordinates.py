@@ -144,7 +144,9 @@ def test_marks_and_regions_are_as_many():
     assert write_marks("<box> and <box>", regions) == "[100, 167, 500, 667] and [1, 3, 3, 7]"
     for text in ("no marks", "<box>[[1, 2, 3, 4]]</box>", '<point x="1">'):
         assert write_marks(text, regions) == text
-    framed = write_marks("<ref>cups</ref><box>[<box>, <box>]</box>", regions)  # as InternVL writes them
+    framed = write_marks(
+        "<ref>cups</ref><box>[<box>, <box>]</box>", regions
+    )  # as InternVL writes them
     assert framed == "<ref>cups</ref><box>[[100, 167, 500, 667], [1, 3, 3, 7]]</box>"
     for text, problem in {"<box>": "1 <box> in the response for 2", "<point>": "1 <point>"}.items():
         with value_error(problem):

@@ -25,7 +25,7 @@ from common.data.rows import load_prompts
 from common.flags import DataArgs
 from common.model.build import build_model
 from common.model.weights import load_weights, open_weights, resolve_folder
-from common.rewards.judge import JUDGEMENTS, JudgeSettings
+from common.rewards.judge import KINDS, JudgeSettings
 from conftest import (
     read_json,
     same_tensors,
@@ -158,35 +158,27 @@ def test_what_is_no_json_is_one_message(tmp_path, text, problem):
 
 
 JUDGE = {
-    "kinds": {
-        kind: {"template": text, "verdicts": words} for kind, (text, words) in JUDGEMENTS.items()
-    },
-    "trained_on": ["correct"],
-    "held_out": {"step": 1, "kinds": {"correct": {"accuracy": 0.5, "chance": 0.5, "count": 2}}},
+    "system_instruction": "Judge.",
+    "templates": {kind: entry.template for kind, entry in KINDS.items()},
+    "verdicts": {"correct": ["yes", "no"], "score": ["1", "2.5"]},
 }
 
 
 EDITED_JUDGES = table(r"""
 system_instruction            | 3              | must be str
-kinds                         | ["correct"]    | must be dict
-kinds.correct                 | null           | must be dict
-kinds.correct.template        | 3              | must be str
-kinds.correct.template        | "{prompt}?"    | must hold {prompt}, {response}
-kinds.correct.verdicts        | 3              | must be list
-kinds.correct.verdicts        | []             | has the verdicts \[\], expected
-kinds.correct.verdicts        | ["yes", "perhaps"] | perhaps.*expected \['yes', 'no'\]
-kinds.correct.verdicts        | ["yes", "yes", "no"] | expected
-kinds.correct | {"template": "{prompt}{response}"}
-    | trained_on 'correct', which its kinds do not
-kinds.score.verdicts          | ["1", "good"]  | good.*expected numbers
-kinds.beauty                  | {"template": "x", "verdicts": []} | no kind of judgement is called 'beauty'
-trained_on                    | "correct"      | must be list
-trained_on                    | ["beauty"]     | trained_on 'beauty', which its kinds do not describe
-held_out.step                 | "1"            | must be int
-held_out.kinds.correct.count  | 0              | must be an integer from 1
-held_out.kinds.correct.accuracy | "high"       | must be int . float
-held_out.kinds.correct        | {"accuracy": 1.0} | chance must be
-taught_by                     | "me"           | another version: taught_by
+templates                     | ["correct"]    | must be dict
+templates.correct             | 3              | must be str
+templates.correct             | "{prompt}?"    | correct must hold {prompt}, {response}
+templates.beauty              | "x"            | 'beauty' is no kind of judgement
+verdicts                      | "correct"      | must be dict
+verdicts.correct              | 3              | must be list
+verdicts.correct              | []             | has the verdicts \[\], expected
+verdicts.correct              | ["yes", "perhaps"] | perhaps.*expected \['yes', 'no'\]
+verdicts.correct              | ["yes", "yes", "no"] | expected
+verdicts.score                | ["1", "good"]  | good.*expected numbers
+verdicts.beauty               | []             | 'beauty' is no kind of judgement
+templates                     | {}             | and a template
+taught_by                     | "me"           | another version, with taught_by
 """)
 
 
@@ -197,7 +189,20 @@ def test_an_edited_judge_json_is_refused(path, value, problem):
     functools.reduce(dict.get, outer, judge)[last] = json.loads(value)
     with value_error(f"judge.json.*{problem}"):
         JudgeSettings.of(SimpleNamespace(files={"judge": judge}))
-    assert JudgeSettings.of(SimpleNamespace(files={"judge": JUDGE})).trained_on == ["correct"]
+    saved = SimpleNamespace(files={"judge": JUDGE | {"template_options": {"a": 1}}})
+    assert vars(JudgeSettings.of(saved)) == JUDGE
+
+
+def test_a_judge_json_of_an_earlier_version_is_one_message():
+    earlier = {
+        "system_instruction": "",
+        "kinds": {"correct": {"template": "{prompt}{response}", "verdicts": ["yes", "no"]}},
+        "trained_on": ["correct"],
+        "template_options": {},
+        "held_out": None,
+    }
+    with value_error("judge.json is of another version, with held_out, kinds, trained_on: train"):
+        JudgeSettings.of(SimpleNamespace(files={"judge": earlier}))
 
 
 @pytest.mark.parametrize(

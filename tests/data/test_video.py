@@ -311,17 +311,14 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     for prompt, question, text, score in zip(
         env.prompts, questions, responses, batch.rewards.tolist()
     ):
-        ask = {
-            "prompt": question,
-            "images": list(prompt.images),
-            "question": judgements.format_template(
-                judgements.JUDGEMENTS["correct"][0],
-                prompt=question,
-                response=text.replace("<video>", " "),
-            ),
-        }
+        asked = judgements.fill_in(
+            judgements.KINDS["correct"].template,
+            {"prompt": question, "response": text.replace("<video>", " ")},
+        )
+        instruction = reward.sources[0].ask.settings.instruction(question)
         asked = hf_inputs(
-            family, judgements.judge_prompt(processor, reward.sources[0].ask.settings, ask)
+            family,
+            make_prompt(processor, asked, prompt.images, system_prompt=instruction),
         )
         chances = []
         for word in ("yes", "no"):

@@ -9,6 +9,7 @@ import json
 import math
 import operator
 import shutil
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def prepare(qwen25, picture_rows, *flags: str):
 
 
 @pytest.mark.parametrize("which", ["near", "far"])
-@pytest.mark.parametrize("kind", ["correct", "score"])
+@pytest.mark.parametrize("kind", ["correct", "score", "answers"])
 def test_the_judges_reward_is_what_it_says_when_asked_alone(
     qwen25, picture_rows, judges, which, kind
 ):
@@ -76,6 +77,9 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(
     expected = []
     for group, text in zip(batch.prompt_index.tolist(), texts):
         prompt = env.prompts[group]
+        if kind == "answers":
+            expected.append(win_rate(judges[which], prompt, text, "1"))
+            continue
         values = {"correct": {"yes": 1, "no": 0}, "score": {"-4": -4, "1": 1, "2.5": 2.5}}[kind]
         p = chances(judges[which], prompt, ask(prompt, kind, response=text), list(values))
         expected.append(sum(map(operator.mul, p, values.values())))
@@ -88,6 +92,36 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(
     record = sample_records(scored, env.processor)[0]
     assert record["judgement"] == scored.judgements[0]
     assert record["reward"] == pytest.approx(expected[0], abs=ROUNDING)
+
+
+def win_rate(folder: Path, prompt: Prompt, response: str, reference: str) -> float:
+    """How often a judge prefers a response to the reference, as the mean of both orders; a tie is half."""
+    shares = []
+    for a, b in ((response, reference), (reference, response)):
+        question = ask(prompt, "answers", response_a=a, response_b=b)
+        first, second, tie = chances(folder, prompt, question, ["A", "B", "tie"])
+        shares.append((first if a == response else second) + tie / 2)
+    return statistics.fmean(shares)
+
+
+def test_a_judge_of_pairs_is_a_reward_without_a_flag(qwen25, picture_rows, judges, tmp_path):
+    """It is asked what it was trained on: in both orders, beside the reference, as Hugging Face's model
+    says it alone. Rows without a reference are refused, with their lines."""
+    judge = read_json(judges["near"] / "judge.json")
+    judge["verdicts"] = {"answers": judge["verdicts"]["answers"]}
+    folder = judge_folder(judges, tmp_path, judge)
+    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", f"grm:{folder}")
+    scored = score(env, reward, batch)
+    expected = []
+    for group, text in zip(batch.prompt_index.tolist(), texts):
+        prompt = env.prompts[group]
+        expected.append(win_rate(folder, prompt, text, prompt.reference))
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
+    assert max(expected) - min(expected) > 1e-4
+    assert all(len(text.split(" | ")) == 2 for text in scored.judgements)
+    row = replace(env.prompts[1], reference=None)
+    with user_error("grm:.*rows.jsonl:2: no reference answer"):
+        build(env, reward, [env.prompts[0], row])
 
 
 @pytest.mark.slow
@@ -187,13 +221,15 @@ def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges,
 
 
 def test_a_critique_that_parses_earns_its_verdict(qwen25, picture_rows, judges, monkeypatch):
-    flags = words("--reward", f"grm:{judges['near']}", "--grm_question correct --grm_mode critique")
+    flags = words("--reward", f"grm:{judges['near']}", "--grm_question answers --grm_mode critique")
     env, reward, batch, _ = prepare(qwen25, picture_rows, *flags, "--grm_max_new_tokens 2")
-    verdicts = iter(["yes", "no", "yes", None, "no"])  # of 5 questions
+    # given, swapped of 5 questions
+    verdicts = iter(["A", "B", "A", "A", "tie", "tie", None, "B", None, None])
     monkeypatch.setattr(reward_models, "parse_verdict", lambda *_: next(verdicts))
     scored = score(env, reward, batch)
-    assert scored.rewards.tolist() == [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
-    assert scored.components["parsed"].tolist() == [1.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+    # won twice, won and lost, -, tied, lost+won, none
+    assert scored.rewards.tolist() == [1.0, 0.5, 1.0, 0.5, 0.5, 0.0]
+    assert scored.components["parsed"].tolist() == [1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("opened, expected", [(False, [1, 0, 1, 1, 0, 1]), (True, [0] * 6)])
@@ -424,7 +460,7 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
 
 def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges):
     env = start(qwen25, picture_rows, "--advantage grpo --reward", f"grm:{qwen25}")
-    with user_error("judge.json names none"):
+    with user_error("the judge was trained on nothing, says judge.json"):
         build(env, scoring.load_rewards(env.args))
 
 

@@ -235,12 +235,12 @@ def test_a_rubric_is_the_weighted_mean_of_its_criteria(qwen25, rubric_rows, judg
 @pytest.mark.parametrize(
     "rubric, message",
     table("""
-null                         | rows.jsonl:1: "rubric"
-[]                           | "rubric"
-[{"text": 3}]                | rubric: text must be str
-[{"text": "a", "weight": 0}] | weights above 0
+null                         | rows.jsonl:1: no "rubric"
+[]                           | no "rubric"
+[{"text": 3}]                | a text and a weight above 0
+[{"text": "a", "weight": 0}] | a weight above 0
 [{"text": "a", "weight": "2"}] | rows.jsonl:1:
-[{"weight": 1}]              | rows.jsonl:1: rubric: text must be
+[{"weight": 1}]              | rows.jsonl:1: rubric: expected a text and
 ["a", 5]                     | rows.jsonl:1:
 """),
 )
@@ -270,13 +270,13 @@ def test_a_judge_learns_criteria(qwen25, tmp_path):
         "no",
     )
     assert asked.text == "It does not.\n<answer>no</answer>"
-    for bad in (
-        row | {"criterion": 3},
-        row | {"correct": "no"},
-        {key: row[key] for key in row if key != "correct"},
+    for bad, message in (
+        ({"criterion": 3}, "a row of the kind rubric: criterion must be str"),
+        ({"correct": "no"}, "a row of the kind rubric: correct must be bool"),
+        ({"correct": None}, "a row needs the columns of one kind, besides its prompt: .*rubric"),
     ):
-        with pytest.raises(ValueError, match="a row of rubric: c.* must be"):
-            judgements.read_judgement(bad, settings, "both")
+        with pytest.raises(ValueError, match=message):
+            judgements.read_judgement(row | bad, settings, "both")
     settings.note_training([SimpleNamespace(label="rubric", reference="no")])
     assert settings.verdicts == {"rubric": ["yes", "no"]}
 

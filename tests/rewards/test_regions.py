@@ -14,8 +14,8 @@ from common.ppo_flags import RewardArgs
 from common.rewards import scoring
 from common.rewards.regions import (
     RULES,
-    pair,
     find_regions,
+    pair,
     region_record,
     region_reward,
     score_boxes,
