@@ -13,7 +13,7 @@
 # tests/benchmarks/RESULTS.md.
 # Not run: a real model on GPUs. Fine-tuning (2.5e-6 with a cosine, 128 rows a step, 3 passes) and the use of right and wrong
 # judgements are those of UnifiedReward-Think (github.com/CodeGoat24/UnifiedReward), as are 8 samples and 1e-6 in RL; its KL is
-# 0.04, LightRFT's and R1-Reward's 1e-3. The reward for consistency between both orders is ours, after R1-Reward's.
+# 0.04, LightRFT's and R1-Reward's 1e-3.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="${OUT:-runs/judge_loop}" flags=("$@")
@@ -27,7 +27,7 @@ if [ -z "${MODEL:-}" ]; then
     [ -f "$out/pairs/eval.jsonl" ] || python tests/benchmarks/judge_toy.py "$out/toy" "$out/pairs"
     MODEL="$out/toy/model" COLD="$out/pairs/cold.jsonl" DATA="$out/pairs/train.jsonl" EVAL_DATA="$out/pairs/eval.jsonl"
     flags=(--max_prompt_tokens 256 --max_tokens_per_pack 4096 ${flags[@]+"${flags[@]}"})
-    tune=(--prompts_per_step 32 --lr_schedule linear --warmup_steps 10 --pictures_template $'A<image>B<image>\n{prompt}\n')
+    tune=(--prompts_per_step 32 --lr_schedule linear --warmup_steps 10 --templates '{"pictures": "A<image>B<image>\n{prompt}\n"}')
     cold=(--orders given --lr 1e-3 --steps 200) right=(--lr 5e-4 --steps 100)
     judge=(--max_new_tokens 40)
     rl=(--prompts_per_step 32 --minibatches 2 --actor_lr 3e-4 --steps 80)

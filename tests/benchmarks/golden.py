@@ -157,8 +157,7 @@ FLAGS = {
         "max_prompt_tokens": 256,
         "max_tokens_per_pack": 512,
         "eval_max_new_tokens": 24,
-        "correct_template": "{prompt}\n{response}\n",
-        "pictures_template": "A<image>B<image>\n{prompt}\n",
+        "templates": "{templates}",  # a file of TEMPLATES
     },
 }
 SCRIPTS = {name: "train_grm_vl.py" if name == "judge" else "train_ppo_vl.py" for name in FLAGS}
@@ -169,8 +168,11 @@ RENAMED = {
     "max_prompt_tokens": "max_tokens",  # of the reward model
 }
 
-
-TEMPLATES = ("correct_template", "pictures_template")  # their braces are the script's own
+# Questions of the judge by kind; an older commit has a flag for each.
+TEMPLATES = {
+    "correct": "{prompt}\n{response}\n",
+    "pictures": "A<image>B<image>\n{prompt}\n",
+}
 
 
 class GoldenError(Exception):
@@ -209,6 +211,10 @@ def command_line(name: str, places: dict[str, Path], known: set[str]) -> list[st
     """A run's flags as words, under the names that the checkout knows. Raises GoldenError: it knows none."""
     words = []
     for name, value in FLAGS[name].items():
+        if name == "templates" and name not in known:
+            for kind, text in TEMPLATES.items():
+                words += [f"--{kind}_template", text]
+            continue
         if name not in known:
             if name not in RENAMED:
                 raise GoldenError(
@@ -221,7 +227,7 @@ def command_line(name: str, places: dict[str, Path], known: set[str]) -> list[st
                 raise GoldenError(f"the checkout has no flag --{name} either")
         words.append(f"--{name}")
         if value is not True:
-            words.append(str(value).format_map(places) if name not in TEMPLATES else value)
+            words.append(str(value).format_map(places))
     return words
 
 
@@ -555,8 +561,14 @@ def write(folder: Path, checkout: Path, toy: Path, only: str, jobs: int) -> int:
         tempfile.TemporaryDirectory(prefix="golden-") as work,
         ThreadPoolExecutor(len(runs)) as pool,
     ):
-        judge = Path(work, "judge")
-        places = {"toy": toy, "launch": checkout / "launch", "judge": judge}
+        judge, templates = Path(work, "judge"), Path(work, "templates.json")
+        templates.write_text(json.dumps(TEMPLATES), encoding="utf-8")
+        places = {
+            "toy": toy,
+            "launch": checkout / "launch",
+            "judge": judge,
+            "templates": templates,
+        }
         commands = {}
         for name, script in SCRIPTS.items():
             flags = command_line(name, places, known[script])
