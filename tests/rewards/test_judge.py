@@ -44,6 +44,7 @@ from conftest import (
     start,
     take,
     user_error,
+    value_error,
     words,
     write_json,
     write_rows,
@@ -462,6 +463,17 @@ def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges
     env = start(qwen25, picture_rows, "--advantage grpo --reward", f"grm:{qwen25}")
     with user_error("the judge was trained on nothing, says judge.json"):
         build(env, scoring.load_rewards(env.args))
+    for trained, asked in (
+        (["score", "correct"], "correct"),
+        (["pictures", "score"], "score"),
+        (["rubric", "answers"], "answers"),
+        (["rubric"], "rubric"),
+    ):
+        judge = judgements.JudgeSettings(verdicts=dict.fromkeys(trained, []))
+        assert judge.kind_to_ask("auto") == asked
+    for trained, asked in (("score", "answers"), ("pictures", "auto")):
+        with value_error(f"--grm_question {asked}: the judge was trained on {trained}, says"):
+            judgements.JudgeSettings(verdicts={trained: []}).kind_to_ask(asked)
 
 
 def test_a_judge_is_asked_with_its_own_template_options(qwen25, judges, picture_rows, tmp_path):
