@@ -545,6 +545,7 @@ def check_rows(
             f"{len(rows.train)}: use fewer --prompts_per_step"
         )
     reward.check_rows(rows.all)
+    reward.report_constant_answers(rows.train or rows.held_out)
     if [source.spec for source in reward.sources] == ["boxed"]:
         distributed.say_once(
             r"--reward boxed (the default): the last \boxed{...} of a response against its row's answer"

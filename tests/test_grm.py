@@ -1057,7 +1057,8 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
 
 
 def test_templates_of_a_judge_stay_with_who_goes_on_from_it():
-    saved = {"templates": {"correct": "{prompt}{response}"}, "verdicts": {"score": ["1"]}}
+    templates = {"correct": "{prompt}{response}", "score": "{response}{prompt}"}
+    saved = {"templates": templates, "verdicts": {"score": ["1"]}}
     judge = judge_settings(saved=saved)
     assert judge.templates["correct"] == "{prompt}{response}"
     assert judge.verdicts["score"] == ["1"]

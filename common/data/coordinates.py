@@ -132,7 +132,7 @@ def clip(region: Box | Point, size: tuple[int, int]) -> Box | Point:
 
 # <box> and <point>, but not InternVL's own literal, which has numbers or a mark in brackets behind them:
 # <box>[[1, 2, 3, 4]]</box>   <box>[<box>]</box>
-MARK = re.compile(r"<(box|point)>(?!\s*\[)")
+MARK = re.compile(r"<(box|point)>(?!\[)")
 
 
 def write_marks(response: str, regions: Regions | None) -> str:

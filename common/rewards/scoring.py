@@ -10,6 +10,7 @@ Only the response is scored: a prompt that shows an answer as an example must no
 import copy
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
@@ -155,6 +156,19 @@ class RewardMix:
                 if lack and source.spec in self.weights(row.label):
                     bad.append(f"{row.source}: {lack}, which {source.name} compares with")
         report_bad("--reward", bad, len(rows), is_error=True)
+
+    def report_constant_answers(self, rows: list[Prompt]) -> None:
+        """Print which answer is right most often: a policy that is right no more often than that has
+        learned nothing."""
+        for source in self.sources:
+            scored = [row for row in rows if source.spec in self.weights(row.label)]
+            counts = Counter(row.reference for row in scored if row.reference is not None)
+            if source.kind in CALLED and source.spec not in ("none", *regions.RULES) and counts:
+                answer, count = counts.most_common(1)[0]
+                share = f"{count / len(scored):.3f} of its rows"
+                distributed.say_once(
+                    f"--reward {source.spec}: always to answer {answer!r:.80} is right in {share}"
+                )
 
     def share_of(self, source: Source, batch: Batch) -> Tensor:
         """(S,) float64, the weight of a source in each sample; NaN where it does not score it."""

@@ -380,6 +380,22 @@ def test_the_record_of_a_sample_has_its_regions():
     assert record(answer, row, "p<think>")["regions"]["answered"] == []
 
 
+@pytest.mark.parametrize(
+    "reward, told",
+    [
+        ("exact", "--reward exact: always to answer 'B' is right in 0.667 of its rows\n"),
+        ("launch/reward_vision.py:choice", "choice: always to answer 'B' is right in 0.667 of its"),
+        ("boxes", ""),
+        ("none", ""),
+    ],
+)
+def test_the_answer_that_is_right_most_often_is_told(reward, told, capsys):
+    rows = [SimpleNamespace(label=None, reference=answer) for answer in "BAB"]
+    scoring.load_rewards(RewardArgs(reward=reward)).report_constant_answers(rows)
+    printed = capsys.readouterr().out
+    assert told in printed and bool(told) == bool(printed)
+
+
 def test_gdpo_compares_the_number_that_is_the_reward():
     """Accuracy and F1 of the same boxes are no further parts of it."""
     mix = scoring.load_rewards(RewardArgs(reward="boxes"))
