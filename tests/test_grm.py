@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -740,14 +739,13 @@ def test_verdicts():
     assert rules.parse_verdict("<think>x</think><answer>A</answer>", PAIR) == "A"
 
 
-def test_a_response_says_the_verdict_however_it_is_spelled(env):
+def test_a_response_says_the_verdict_however_it_is_spelled():
     """As the rule `verdict` compares it in train_ppo_vl.py; a score is read where no scores are
     known, too."""
-    examples = {example.prompt.label: example for example in env.held_out}
 
     def read(text: str, kind: str, verdict: str | None) -> str | None:
-        example = examples[kind]._replace(prompt=replace(examples[kind].prompt, reference=verdict))
-        return grm.evaluation_record(settings(), 0, example, text, is_cut=False)["predicted_answer"]
+        row = SimpleNamespace(label=kind, reference=verdict, text="")
+        return settings().read_verdict(text, row)
 
     answers = [f"<answer>{word}</answer>" for word in ("yes", "no", "")] + ["yes"]
     assert [read(answer, "response", "Yes") for answer in answers] == ["Yes", "no", None, None]
