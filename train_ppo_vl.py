@@ -12,6 +12,7 @@ One step, in the order of `main`:
 What happens in common/:
 
     losses.py              formulas: advantages, the clipped ratio, KL
+    rollout.py             samples responses, with KV slots that are refilled as samples end
     model/vlm.py           puts image features into a packed sequence
     model/attention.py     fills the KV cache
     rewards/functions.py   `call_source` calls your reward
