@@ -247,9 +247,8 @@ def test_resume_on_another_number_of_ranks(flags, out, undisturbed, before, afte
     """--resume PATH, into another folder, resharded."""
     reference = undisturbed("gae", before)
     live(flags(out, ALGORITHMS["gae"] + f" --resume {reference}/checkpoints/step-2"), after)
-    actual, expected = records(out), records(reference)[-2:]
-    assert [r["step"] for r in actual] == [3, 4]
-    assert_close_records(actual, expected)
+    assert recorded(out) == [2, 3, 4]  # the evaluation of step 2 is this folder's first record
+    assert_close_records(records(out)[1:], records(reference)[-2:])
 
 
 @pytest.mark.slow
@@ -271,7 +270,7 @@ def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, task):
             assert int(moments) == planned["Adam"] or rank % 2
     live(flags(tmp_path / "one", ALGORITHMS["gae"] + f" --resume {out}/checkpoints/step-2"))
     for run, count in ((out, 5), (tmp_path / "one", 2)):
-        assert_close_records(records(run), records(reference)[-count:])
+        assert_close_records(records(run)[-count:], records(reference)[-count:])
     assert_close_weights(*(folder / "export" / "step-4" for folder in (reference, out)))
 
 
