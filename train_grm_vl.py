@@ -64,7 +64,7 @@ from common.data.processor import Processor
 from common.data.rows import Example, Prompt
 from common.files import parse_json, read_text
 from common.flags import flag
-from common.model import budget, build, checkpoint, fsdp, memory, packs, shards, vlm, weights
+from common.model import budget, build, checkpoint, fsdp, memory, packs, vlm, weights
 from common.model.policy import Policy, logprobs_of
 from common.process import UserError
 from common.reports import accuracy
@@ -452,7 +452,7 @@ def take_step(trained: fsdp.Trainable, step: int) -> tuple[float, bool]:
     which all ranks see alike."""
     bound = trained.args.max_grad_norm or math.inf
     norm = nn.utils.clip_grad_norm_(trained.module.parameters(), bound, foreach=True)
-    norm = float(shards.whole(norm))
+    norm = float(weights.whole(norm))
     applied = math.isfinite(norm)
     if applied:
         trained.set_rates(step)

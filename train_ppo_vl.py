@@ -71,7 +71,6 @@ from common.model import (
     image_changes,
     memory,
     packs,
-    shards,
     vlm,
     weights,
 )
@@ -961,7 +960,7 @@ def take_step(trained: fsdp.Trainable, step: int) -> tuple[float, bool]:
     which all ranks see alike."""
     bound = trained.args.max_grad_norm or math.inf
     norm = nn.utils.clip_grad_norm_(trained.module.parameters(), bound, foreach=True)
-    norm = float(shards.whole(norm))
+    norm = float(weights.whole(norm))
     applied = math.isfinite(norm)
     if applied:
         trained.set_rates(step)

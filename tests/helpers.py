@@ -30,10 +30,10 @@ from common import logging, losses
 from common.buffers import FIELDS, Batch, Pack
 from common.data.processor import Processor
 from common.flags import DataArgs
-from common.model import fsdp, packs, shards, vlm
+from common.model import fsdp, packs, vlm
 from common.model.build import build_model
 from common.model.vlm import Compute
-from common.model.weights import copy_shard, materialize, named_weights, read_whole
+from common.model.weights import copy_shard, materialize, named_weights, read_weights, shard_of
 from common.rewards import scoring
 from common.threads import Workers
 from conftest import (
@@ -435,7 +435,7 @@ MOVED: list[tuple[int, torch.Tensor]] = []  # bytes and new place of what was mo
 def apart(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`to_device` as where host and device have memory of their own: always a copy, and what is
     left behind is lost."""
-    old = shards.shard_of(tensor)
+    old = shard_of(tensor)
     new = old.clone()
     rest = torch.empty(0, dtype=old.dtype).set_(old.untyped_storage())
     rest.fill_(math.nan if old.is_floating_point() else 1)
@@ -447,7 +447,7 @@ def asleep(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """As `apart`, and nothing can be computed with what rests in host memory: each move inverts all
     bits, so that the move there and the move back cancel."""
     moved = apart(tensor, device)
-    bits = torch.empty(0, dtype=torch.uint8).set_(shards.shard_of(moved).untyped_storage())
+    bits = torch.empty(0, dtype=torch.uint8).set_(shard_of(moved).untyped_storage())
     bits.bitwise_not_()
     return moved
 
@@ -470,8 +470,9 @@ def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tens
 def load_weights(model, folder) -> None:
     """A checkpoint's weights, in a model that is not sharded."""
     model.setup.folder = Path(folder)
-    stored = read_whole(model).state_dict()
-    for name, target in named_weights(SimpleNamespace(model=model)).items():
+    module = SimpleNamespace(model=model)
+    stored = read_weights(module)
+    for name, target in named_weights(module).items():
         copy_shard(target, stored[name])
 
 

@@ -22,7 +22,8 @@ from PIL import Image, ImageFilter
 import ranks
 import train_ppo_vl as ppo
 from common import distributed, losses
-from common.model import image_changes, shards
+from common.model import image_changes
+from common.model import weights as vlm_weights
 from conftest import (
     ROOT,
     ROUNDING,
@@ -317,7 +318,7 @@ def muon_by_torch(folder: Path, argv: list[str]) -> None:
         for number, (name, p) in enumerate(whole.items()):
             p.grad = torch.randn(p.shape, generator=seeded(100 * step + number))
             ours[name].grad = torch.zeros_like(ours[name])
-            shards.copy_shard(ours[name].grad, p.grad)
+            vlm_weights.copy_shard(ours[name].grad, p.grad)
         script.take_step(trained, step)
         for optimizer, rate in ((muon, 0.02), (adamw, 0.01)):
             for group in optimizer.param_groups:

@@ -68,6 +68,8 @@ class Family:
     begins_image = "image_token_id"  # config key of what the chat template writes for an image
     sees_both_ways = ""  # supported use_bidirectional_attention of its decoder's config, if set
     types_input = ""  # the input that tells transformers what each token is
+    # how keys of its tower and projector begin in files, without "model."
+    vision_keys: tuple = ("vision_tower.", "multi_modal_projector.")
     image_processor: Any  # transformers' own, for images and for the frames of clips
     frame_processor: Any
     clip_grid: Callable  # only in families that take clips
@@ -199,6 +201,7 @@ class Qwen(Family):
     # Qwen3-VL's README, its issue 1486 and its notebook of process_bbox; Qwen3.5 as ms-swift has it.
     spaces = dict.fromkeys(model_types, "1000") | {"qwen2_5_vl": "seen"}
     media = ("image", "video")
+    vision_keys = ("visual.",)
     image_processors = ("Qwen2VL",)
     usual_pixels = 56 * 56, 28 * 28 * 1280  # fewest and most, where neither flags nor files say so
     types_input = "mm_token_type_ids"
@@ -230,17 +233,21 @@ class Qwen(Family):
         self.clip_placeholder = self.token(self.video_token_id)
         if "video" in self.media:
             self.prepare_clips(files, args)
+        if args.min_pixels or args.max_pixels:  # exports say so
+            settings = settings_of_images(files)
+            settings |= self.processor_settings(settings, args)
 
     def prepare_clips(self, files: Files, args: DataArgs) -> None:
         """Settle how the frames of clips are prepared. Older checkpoints have no settings for them, and
-        treat them like images; exports of these then say so."""
+        treat them like images; exports say so where flags change these."""
         self.max_frame_pixels = args.max_pixels
         settings = files["processor_config"].get("video_processor")
         settings = settings or files["video_preprocessor_config"]
         if not settings:
             settings = dict(settings_of_images(files))
             settings.pop("image_processor_type", None)
-            files["video_preprocessor_config"] = settings
+            if args.min_pixels or args.max_pixels:
+                files["video_preprocessor_config"] = settings
         token = self.side**2
         frames = self.bounded(settings, (0, 0), (128 * token, 768 * token))
         frames |= {"do_resize": False, "temporal_patch_size": 1}
@@ -488,6 +495,7 @@ class LightOn(Mistral3):
     """LightOnOCR: Pixtral's tower without breaks between the rows."""
 
     model_types = ("lighton_ocr",)
+    vision_keys = ("vision_encoder.", "vision_projection.")
     in_whole_tokens = False
     unnamed_tokens = r"<\|vision_(pad|end)\|>"
 
@@ -501,6 +509,7 @@ class Gemma4(Measured, Gemma3):
     layers with a window. A grid is (tokens,). Clips and sound are not read."""
 
     model_types = ("gemma4",)
+    vision_keys = ("vision_tower.", "embed_vision.")
     image_processors = ("Gemma4",)
     processor_options: dict = {}
     unnamed_tokens = r"<\|?(image|audio|video)\|?>"
@@ -597,6 +606,7 @@ class SmolVLM(Described):
     for the whole image alone."""
 
     model_types = ("idefics3", "smolvlm")
+    vision_keys = ("vision_model.", "connector.")
     image_processors = ("Idefics3", "SmolVLM")
     processor = "Idefics3Processor"  # SmolVLM's writes the same, but needs a package for clips
     unnamed_tokens = r"<fake_token_around_image>|<global-img>|<image>|<row_\d_col_\d>"
@@ -620,6 +630,7 @@ class LlavaNext(Described):
     (height, width)."""
 
     model_types = ("llava_next",)
+    vision_keys = (*Family.vision_keys, "image_newline")
     image_processors = ("LlavaNext",)
     processor = "LlavaNextProcessor"
 

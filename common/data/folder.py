@@ -1,5 +1,6 @@
 """The small files of a checkpoint folder: config.json, the tokenizer's, and further settings."""
 
+import shutil
 from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
@@ -40,6 +41,20 @@ SETTINGS_FILES = {
     "preprocessor_config": IMAGES_FORM,
     "video_preprocessor_config": IMAGES_FORM,
 }
+
+# Which files a checkpoint has besides its weights: settings, vocabularies, templates.
+SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy the small files of a checkpoint, but for config.json and the index of its weights."""
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in (*SMALL_FILES, "additional_chat_templates/*.jinja"):
+        for path in source.glob(pattern):
+            if path.name != "config.json" and not path.name.endswith(".index.json"):
+                copy = target / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
 
 
 def read_model_config(folder: str | Path):

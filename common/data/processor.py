@@ -23,12 +23,9 @@ from torch import Tensor
 
 from common import distributed
 from common.data.families import Expansion, family_of, is_clip
-from common.data.folder import read_model_config, read_settings, read_tokenizer
-from common.files import check_form
+from common.data.folder import copy_files, read_model_config, read_settings, read_tokenizer
+from common.files import check_form, read_json
 from common.flags import DataArgs, parse_template_options
-
-# The settings of a checkpoint that an export repeats.
-SAVED_FILES = ("generation_config", "judge", "processor_config", "video_preprocessor_config")
 
 NFC_JOINS = 4  # characters that a tokenizer which normalizes its text may join to one
 
@@ -279,18 +276,15 @@ class Processor:
             counts += repeats
         return "".join(pieces), counts
 
-    def save(self, folder: str) -> None:
-        """Write tokenizer, template, processor and generation settings, with the pixel bounds in
-        use, to a folder."""
-        self.tokenizer.save_pretrained(folder)
-        if hasattr(self.family, "image_processor"):
-            self.family.image_processor.save_pretrained(folder)
-        for name in SAVED_FILES:
-            # A nested image processor would take precedence over the pixel bounds just written.
-            settings = dict(self.files[name])
-            settings.pop("image_processor", None)
-            if settings and (name != "judge" or settings.get("verdicts")):
-                Path(folder, f"{name}.json").write_text(json.dumps(settings, indent=2), "utf-8")
+    def save(self, folder: str | Path) -> None:
+        """Give a folder the files of the checkpoint besides its weights and config.json: as they came, byte
+        for byte, but for settings that flags, the template or training have changed."""
+        copy_files(Path(self.folder), Path(folder))
+        for name, settings in self.files.items():
+            path = Path(folder, f"{name}.json")
+            is_new = settings != (read_json(path) if path.exists() else {})
+            if is_new and (name != "judge" or settings.get("verdicts")):
+                path.write_text(json.dumps(settings, indent=2), "utf-8")
 
 
 def lost_text(rendered: str, messages: list[dict]) -> str:

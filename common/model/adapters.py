@@ -8,7 +8,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.model.shards import copy_shard
 from common.model.vlm import Model, decoder, float32_parts, routers
 
 
@@ -71,16 +70,6 @@ def add_adapters(model: Model, base: str, rank: int, alpha: int) -> None:
 
 def adapted_layers(model: Model) -> list[LoRALinear]:
     return [module for module in model.modules() if isinstance(module, LoRALinear)]
-
-
-def init_adapters(model: Model, seed: int) -> None:
-    """A uniform in ±1 / sqrt(in), B zero, identical on any number of ranks: the adapted model
-    starts equal to its base."""
-    generator = torch.Generator().manual_seed(seed)
-    for layer in adapted_layers(model):
-        values = torch.empty(layer.lora_A.shape).uniform_(-1, 1, generator=generator)  # (r, in)
-        copy_shard(layer.lora_A, values / layer.in_features**0.5)
-        nn.init.zeros_(layer.lora_B)
 
 
 @contextmanager

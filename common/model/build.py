@@ -47,12 +47,7 @@ from common.model.vlm import (
     trained_parts,
     vision_parts,
 )
-from common.model.weights import (
-    VISION_KEYS,
-    Tensors,
-    resolve_folder,
-    stored_tensors,
-)
+from common.model.weights import Tensors, resolve_folder, stored_tensors
 
 # -------------------------------------------------------------------------------------------------
 # The models of a run
@@ -126,15 +121,17 @@ class Builder:
         return self.build(folder, self.args.train_vision, head, frozen)
 
     def check_role(self, folder: Path) -> None:
+        config = read_model_config(self.folder)
         size, tokens = (
-            read_model_config(path).get_text_config().vocab_size for path in (folder, self.folder)
+            part.get_text_config().vocab_size for part in (read_model_config(folder), config)
         )
         if size != tokens:
             raise ValueError(
                 f"{folder}: vocab_size {size}, the actor's is {tokens}: critic and reference read "
                 "its tokens"
             )
-        if not self.args.train_vision and not same_tower(self.folder, folder):
+        same = self.args.train_vision or same_tower(family_of(config), self.folder, folder)
+        if not same:
             raise ValueError(
                 f"{folder}: its vision tower differs from that of {self.folder}; critic and "
                 "reference work on the image features of the actor"
@@ -186,7 +183,7 @@ def build_reader(
         shares
         and not setup.trains_vision
         and image_settings(reader) == image_settings(processor)
-        and same_tower(setup.folder, folder)
+        and same_tower(setup.family, setup.folder, folder)
     )
     model = build_model(reader.config, setup, folder, vision=not shares, head=head)
     return model.requires_grad_(False), reader
@@ -297,19 +294,19 @@ def image_settings(processor: Processor) -> list:
     return settings
 
 
-def same_tower(first: Path, second: Path) -> bool:
-    """Whether two checkpoints have the same vision tower; also where one has no weights, because a
-    plan has fetched none."""
+def same_tower(family: Family, first: Path, second: Path) -> bool:
+    """Whether two checkpoints, the first of which is of this family, have the same vision tower; also
+    where one has no weights, because a plan has fetched none."""
     if not all(any(folder.glob("*.safetensors")) for folder in (first, second)):
         return True
-    a, b = vision_tensors(first), vision_tensors(second)
+    a, b = (vision_tensors(folder, family.vision_keys) for folder in (first, second))
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def vision_tensors(folder: Path) -> Tensors:
-    """The weights of the vision tower in a folder's files, which are read when they are used."""
+def vision_tensors(folder: Path, keys: tuple) -> Tensors:
+    """The weights of a folder's files whose keys begin so, which are read when they are used."""
     tensors = {key.removeprefix("model."): value for _, key, value in stored_tensors(folder)}
-    return {name: value for name, value in tensors.items() if name.startswith(VISION_KEYS)}
+    return {name: value for name, value in tensors.items() if name.startswith(keys)}
 
 
 # -------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from common.flags import OptimArgs
 from common.model import vlm
-from common.model.shards import shard_of
 from common.model.teams import cut
+from common.model.weights import shard_of
 from common.process import UserError
 
 HOST = torch.device("cpu")

@@ -14,7 +14,7 @@ of image features.
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ class Setup(Compute):
     folder: Path  # its checkpoint
     trains_vision: bool = False  # its own forward computes image features
     team: Team = ALONE  # the ranks that decode together, once it is loaded
+    # types of its weights that hold the values in the checkpoint's files, on rank 0
+    types: dict[str, torch.dtype] = field(default_factory=dict)
     # what PEFT's adapter_config.json says of its adapters, if it has any
     adapter: dict[str, Any] | None = None
 
@@ -105,6 +107,7 @@ class Model(nn.Module):
     lm_head: nn.Linear
     get_decoder: Callable[..., Decoder]
     generate: Callable
+    _weight_conversions: list  # between names of modules and those in files, set by transformers
 
 
 class Wrapper(nn.Module):

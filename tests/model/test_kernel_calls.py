@@ -12,7 +12,8 @@ import torch
 import torch.nn.attention.varlen as torch_varlen
 
 import train_ppo_vl as ppo
-from common.model import attention, packs, shards, vlm
+from common.model import attention, packs, vlm
+from common.model import weights as vlm_weights
 from common.rewards import scoring
 from conftest import (
     build_rewards,
@@ -112,7 +113,7 @@ def gradients(env, batch) -> dict[str, torch.Tensor]:
     for pack in packs.of_batch(env.actor.model, batch):
         ppo.actor_loss(env.actor, None, pack, batch, part, env.args)[0].backward()
     return {
-        name: shards.shard_of(p.grad).float()
+        name: vlm_weights.shard_of(p.grad).float()
         for name, p in env.actor.named_parameters()
         if p.grad is not None
     }

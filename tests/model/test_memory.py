@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 import ranks
 import train_ppo_vl as ppo
 from common import losses
-from common.model import fsdp, packs, shards
+from common.model import fsdp, packs
+from common.model import weights as vlm_weights
 from common.model.teacher import follow_average
 from conftest import (
     computing,
@@ -298,12 +299,12 @@ def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, m
     before = dict(env.reference.named_parameters())
     fsdp.move(env.reference, env.ranks.device)
     tensors_of = [*env.reference.parameters(), *env.reference.buffers()]
-    assert {shards.shard_of(t).data_ptr() for t in tensors_of} == {
+    assert {vlm_weights.shard_of(t).data_ptr() for t in tensors_of} == {
         tensor.data_ptr() for _, tensor in MOVED
     }
     assert all(before[name] is p for name, p in env.reference.named_parameters())
     assert sum(size for size, _ in MOVED) == sum(
-        shards.shard_of(t).numel() * t.element_size() for t in tensors_of
+        vlm_weights.shard_of(t).numel() * t.element_size() for t in tensors_of
     )
 
 
@@ -316,12 +317,12 @@ def test_a_gpu_is_relieved(gpu, qwen25, picture_rows):
     expected = score(env.reference, batch)
 
     def weights():
-        return [shards.shard_of(parameter) for parameter in env.reference.parameters()]
+        return [vlm_weights.shard_of(parameter) for parameter in env.reference.parameters()]
 
     def optimizer_state():
         states = trained.optimizer.state.values()
         return [
-            shards.shard_of(state[name])
+            vlm_weights.shard_of(state[name])
             for state in states
             for name in ("exp_avg", "exp_avg_sq", "ema")
         ]
