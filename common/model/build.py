@@ -6,7 +6,6 @@ build_model     a model of transformers whose layers mix tokens as packs need it
 """
 
 import copy
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -15,7 +14,6 @@ from typing import cast
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common import distributed
@@ -23,7 +21,6 @@ from common.data.families import Family, Qwen, family_of
 from common.data.folder import read_model_config
 from common.data.processor import Processor
 from common.flags import DataArgs, ModelArgs
-from common.logprobs import logits_fp32
 from common.model.adapters import add_adapters, freeze
 from common.model.attention import (
     ATTENTION_NAME,
@@ -33,7 +30,7 @@ from common.model.attention import (
     flash_attn_problem,
     largest_head,
 )
-from common.model.layers import use_fewer_kernels
+from common.model.layers import is_compared, use_fewer_kernels
 from common.model.linear_attention import HF_LAYERS, DeltaNet, choose_rule
 from common.model.vlm import (
     Compute,
@@ -42,7 +39,6 @@ from common.model.vlm import (
     decoder,
     float32_parts,
     routers,
-    softcap,
     tower_parameters,
     trained_parts,
     vision_parts,
@@ -319,8 +315,7 @@ def use_ours(model: Model) -> None:
     use_mixers(model)
     use_fewer_kernels(model)
     use_attention(model, model.setup.backend)
-    for check in (check_decoder, check_head, check_buffers):
-        check(model)
+    check_decoder(model)
 
 
 def use_attention(model: Model, backend: str) -> None:
@@ -350,7 +345,7 @@ def use_mixers(model: Model) -> None:
                 setattr(layer, name, DeltaNet(part))
         # transformers numbers the modules that need earlier tokens
         mixers: list = [part for part in layer.children() if hasattr(part, "layer_idx")]
-        if len(mixers) != 1 or not is_ours(mixers[0]):
+        if len(mixers) != 1 or not isinstance(mixers[0], DeltaNet) and not is_compared(mixers[0]):
             names = [type(part).__name__ for part in mixers or layer.children()]
             raise ValueError(
                 f"the text model {text.model_type} mixes tokens by {', '.join(names)}, which is "
@@ -365,70 +360,7 @@ def use_mixers(model: Model) -> None:
         mixer.slot_layer = last[kind]
 
 
-# All that attention in a decoder may consist of: an indexer would choose keys, and attention sinks, which
-# are a parameter, be one more; ours would ignore both.
-MIXER_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "v_norm"}
-
-
-def is_ours(mixer: nn.Module) -> bool:
-    """Whether a layer's mixer is a `DeltaNet`, or consists of known parts and passes all its arguments
-    to the attention function that transformers looks up by name."""
-    code = inspect.unwrap(type(mixer).forward).__code__
-    takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
-    by_name = takes_all and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-    is_known = mixer._modules.keys() <= MIXER_PARTS and not mixer._parameters
-    return isinstance(mixer, DeltaNet) or (by_name and is_known)
-
-
-UNSUPPORTED = (
-    "attn_logit_softcapping",
-    "use_bidirectional_attention",
-    "attention_chunk_size",
-)
-
-
-class Fixed(nn.Module):
-    """Stands in for a model without its head; its last hidden states are always the same."""
-
-    def __init__(self, hidden: Tensor):
-        super().__init__()
-        self.last_hidden_state = hidden
-
-    def forward(self, *_, **__) -> "Fixed":
-        return self
-
-    def __getitem__(self, _) -> Tensor:
-        return self.last_hidden_state
-
-    def __getattr__(self, name: str) -> None:
-        """Whatever else an output of transformers may have."""
-
-
-def check_head(model: Model) -> None:
-    """Refuse a model whose logits are not the product of hidden states and lm_head, squeezed as
-    `softcap` says, by its own forward on a small random one: they may be scaled or shifted. Raises
-    ValueError."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 3, 4, generator=generator)
-    weight = torch.randn(5, 4, generator=generator)
-    probe = copy.copy(model)
-    head = nn.Linear(4, 5, bias=model.lm_head.bias is not None)
-    head.weight = nn.Parameter(weight)
-    probe._modules = {"model": Fixed(hidden), "lm_head": head}
-    logits = probe(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits
-    expected = logits_fp32(hidden[0], weight, softcap=softcap(model))
-    if not torch.allclose(logits[0], expected, atol=1e-5):
-        raise ValueError(
-            f"{type(model).__name__} of transformers changes the product of hidden states and lm_head, "
-            "which is not supported"
-        )
-
-
-def check_buffers(model: Model) -> None:
-    """Refuse buffers that are made from weights, which do not exist yet. Raises ValueError."""
-    on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
-    if on_meta:
-        raise ValueError(f"{', '.join(on_meta)} are neither in the files nor computed from config")
+UNSUPPORTED = ("attn_logit_softcapping", "use_bidirectional_attention")
 
 
 def check_decoder(model: Model) -> None:
@@ -438,10 +370,6 @@ def check_decoder(model: Model) -> None:
         value = getattr(text, name, None)
         if value and value != model.setup.family.sees_both_ways:
             raise ValueError(f"the checkpoint's text model has {name}, which is not supported")
-    # beyond the causal ones, as of image tokens that see each other
-    is_known = type(model.setup.family).attention_segments is not Family.attention_segments
-    if "create_masks_for_generate" in vars(type(model)) and not is_known:
-        raise ValueError(f"{type(model).__name__} has masks of its own, which are not supported")
     rope = language.rotary_emb.rope_type
     by_layer = isinstance(rope, dict)  # by the kind of layer, as Gemma's
     kinds = rope.values() if by_layer else [rope]

@@ -1,8 +1,8 @@
 """What transformers' own layers compute, in fewer kernels: norms, rotary positions, gates, the patch
 embedding, DeepStack's sum.
 
-Their weights keep their names, so checkpoints load and export as without them. Tests compare each
-family with transformers.
+Their weights keep their names, so checkpoints load and export as without them. Which of transformers'
+modules they stand for is a rule by class; tests compare each family with transformers.
 
 Shapes: D numbers of a norm's vectors, P patches, E numbers of an embedded patch, L tokens, H hidden
 size, M image tokens.
@@ -22,10 +22,21 @@ from transformers.activations import SiLUActivation
 
 from common.logprobs import fuse
 
+# The packages of transformers whose layers were compared with these, by tests and launch/check_model.py;
+# those of others are left as they are.
+COMPARED = """cohere2 exaone4 exaone4_5 gemma3 gemma4 glm4v glm4v_moe glm_ocr lighton_ocr llama ministral3
+mistral mistral3 pixtral qwen2 qwen2_vl qwen2_5_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe qwen3_5
+qwen3_5_moe""".split()
+# norms whose weights are stored as their difference from 1
+PLUS_ONE = ("Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
 # The parts of a SwiGLU; a module with further ones is something else.
 SWIGLU = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-# norms whose weights are stored as their difference from 1; tests compare all families with transformers
-PLUS_ONE = ("Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+
+
+def is_compared(module: nn.Module) -> bool:
+    """Whether a module is of the packages in COMPARED: transformers.models.PACKAGE.modeling_PACKAGE."""
+    package, *_ = type(module).__module__.removeprefix("transformers.models.").split(".")
+    return package in COMPARED
 
 
 class RMSNorm(nn.Module):
@@ -97,7 +108,9 @@ def fuse_rotary(theirs: ModuleType) -> None:
 
 
 def in_place_of(theirs: Any) -> nn.Module | None:
-    """The module of ours that computes what one of transformers does, judging by its class and parts."""
+    """The module of ours that computes what one of transformers does, by its class and parts."""
+    if not is_compared(theirs):
+        return None
     kind, weights = type(theirs).__name__, dict(theirs.named_parameters())
     is_norm = kind.endswith("RMSNorm") and weights.keys() == {"weight"}
     if is_norm and theirs.weight.ndim == 1:

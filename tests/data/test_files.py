@@ -37,7 +37,7 @@ from conftest import (
     write_json,
     write_rows,
 )
-from helpers import COMPUTE, RED, edit, load_model, write_processor
+from helpers import COMPUTE, RED, edit, load_model, load_weights, write_processor
 
 
 # -------------------------------------------------------------------------------------------------

@@ -298,14 +298,10 @@ def test_an_export_keeps_types_and_the_multi_token_prediction(official, picture_
         for parameter in env.actor.parameters():
             if parameter.requires_grad:
                 parameter.to_local().add_(0.01)
-    assert (
-        vlm_weights.export(env.actor, env.processor, tmp_path / "export", shard_bytes=200_000)
-        is None
-    )
+    assert vlm_weights.export(env.actor, env.processor, tmp_path / "export") is None
     before, after = tensors(official), tensors(tmp_path / "export")
     kinds = [{key: (x.dtype, x.shape) for key, x in files.items()} for files in (before, after)]
     assert kinds[0] == kinds[1]
-    assert len(list((tmp_path / "export").glob("*.safetensors"))) > 1
     still = before.keys() - changed(before, after)
     assert still == {key for key in before if key.startswith(("mtp.", "model.visual."))}
     model, report = AutoModelForImageTextToText.from_pretrained(
