@@ -233,9 +233,10 @@ class Qwen(Family):
         self.clip_placeholder = self.token(self.video_token_id)
         if "video" in self.media:
             self.prepare_clips(files, args)
-        if args.min_pixels or args.max_pixels:  # exports say so
-            settings = settings_of_images(files)
-            settings |= self.processor_settings(settings, args)
+        if args.min_pixels or args.max_pixels:  # exports say so, wherever a program may look
+            nested = files["processor_config"].get("image_processor", {})
+            for settings in (nested, files["preprocessor_config"]):
+                settings |= self.processor_settings(settings, args) if settings else {}
 
     def prepare_clips(self, files: Files, args: DataArgs) -> None:
         """Settle how the frames of clips are prepared. Older checkpoints have no settings for them, and

@@ -10,6 +10,7 @@ import random
 import re
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -428,9 +429,51 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
     assert (size["shortest_edge"], size["longest_edge"]) == (4000, 5000)
     assert again.stop_ids == (IM_END, EOT)
     assert again.tokenizer.chat_template == TEMPLATE
+    settings = again.files["processor_config"]
+    images = settings.pop("image_processor"), again.files["preprocessor_config"]
+    assert [(part["min_pixels"], part["max_pixels"]) for part in images] == [(4000, 5000)] * 2
     nested.pop("image_processor")
-    assert again.files["processor_config"] == nested | {"chat_template": TEMPLATE}
+    assert settings == nested | {"chat_template": TEMPLATE}
     assert again.files["video_preprocessor_config"] == {"fps": 2}
+    # what no flag has changed keeps its bytes
+    for path in source.iterdir():
+        if path.name not in ("preprocessor_config.json", "processor_config.json"):
+            assert (target / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("flags", [{}, {"template_options": '{"enable_thinking": false}'}])
+def test_a_folder_is_saved_byte_for_byte(tmp_path, flags):
+    """Vocabularies, templates and settings, however they are written; template options are noted where a
+    judge is trained with them, and change no template."""
+    source, target = write_processor(tmp_path / "source"), tmp_path / "target"
+    more = {
+        "tekken.json": '{"config":   {}}',
+        "special_tokens_map.json": '{ "eos_token": "<|im_end|>" }',
+        "vocab.json": '{"a":0}',
+        "merges.txt": "#version: 0.2\n",
+        "tokenizer.model": "\x00model",
+        "additional_chat_templates/tool.jinja": "{{ messages }}",
+        "processor_config.json": '{ "processor_class":"Qwen2_5_VLProcessor" }',
+    }
+    for name, text in more.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    config["extra_special_tokens"] = {}  # of transformers 4
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    processor = Processor(source, DataArgs(**flags))
+    if flags:
+        processor.files["judge"]["trained_on"] = ["score"]
+    processor.save(target)
+    copies = {path.relative_to(target) for path in target.rglob("*") if path.is_file()}
+    names = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
+    judge = {Path("judge.json")} if flags else set()
+    assert copies == names - {Path("config.json")} | judge
+    for name in copies - judge:
+        assert (target / name).read_bytes() == (source / name).read_bytes(), name
+    if flags:
+        options = json.loads((target / "judge.json").read_text())["template_options"]
+        assert options == {"enable_thinking": False}
 
 
 def test_folders_that_are_no_model(tmp_path):
