@@ -66,7 +66,6 @@ from common.flags import MODEL_IDENTITY, CheckpointArgs, RunArgs, as_json, field
 from common.logging import Metrics, due, how_to_go_on
 from common.model import weights
 from common.model.fsdp import Trainable
-from common.model.shards import shard_of
 from common.model.vlm import Wrapper
 from common.process import UserError
 from common.threads import GIVEN_UP
@@ -436,7 +435,7 @@ class Writer(HuggingFaceStorageWriter):
             dist.barrier(self.group)
         self.busy = True
         try:
-            shards = {name: shard_of(tensor) for name, tensor in self.tensors.items()}
+            shards = {name: weights.shard_of(tensor) for name, tensor in self.tensors.items()}
             weights.check_finite({name: shard for name, shard in shards.items() if shard.numel()})
             return super().write_data(plan, planner)
         finally:  # also after an error, or the others would wait

@@ -276,7 +276,7 @@ def test_decays_stay_float32_where_everything_else_is_bfloat16(official, picture
     assert len(exact) == 2 * 2
     model = env.actor.model
     before = tensors(official)["model.language_model.layers.0.linear_attn.A_log"]
-    assert torch.equal(vlm.decoder(model).layers[0].linear_attn.A_log.full_tensor(), before)
+    assert torch.equal(vlm.decoder(model).layers[0].linear_attn.decay.A_log.full_tensor(), before)
     assert before.bfloat16().float().ne(before).any()
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     # bfloat16 on both sides
@@ -284,7 +284,7 @@ def test_decays_stay_float32_where_everything_else_is_bfloat16(official, picture
     env.actor.train()
     for pack in packs.of_batch(model, batch):
         env.actor(pack, env.sampling)[0].sum().backward()
-    gradient = vlm.decoder(model).layers[0].linear_attn.A_log.grad
+    gradient = vlm.decoder(model).layers[0].linear_attn.decay.A_log.grad
     assert (
         gradient is None
         if lora == "--lora_rank 4"
