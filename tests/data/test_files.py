@@ -24,7 +24,7 @@ from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.flags import DataArgs
 from common.model.build import build_model
-from common.model.weights import load_weights, open_weights, resolve_folder
+from common.model.weights import open_weights, resolve_folder
 from common.rewards.judge import KINDS, JudgeSettings
 from conftest import (
     read_json,
