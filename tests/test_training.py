@@ -1052,7 +1052,9 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
         written[key].shape == source[key].shape and written[key].dtype == source[key].dtype
         for key in source
     )
-    names = [{path.name for path in part.glob("*.safetensors*")} for part in (any_checkpoint, exported)]
+    names = [
+        {path.name for path in part.glob("*.safetensors*")} for part in (any_checkpoint, exported)
+    ]
     assert names[0] == names[1]
     assert not list(tmp_path.glob(".*"))
     assert read_json(exported / "config.json") == read_json(any_checkpoint / "config.json")
