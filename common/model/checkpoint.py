@@ -240,12 +240,12 @@ def mention_unfinished(folder: Path, fingerprint: dict) -> None:
         saved = read_json(steps[0][1] / "state.json", STATE_FORM) if steps else None
     except ValueError:  # of another version, say: it is not this run's
         return
-    if saved is None or any(
-        saved["fingerprint"].get(name) != fingerprint[name] for name in ("model", "data")
-    ):
+    if saved is None:
         return
-    step, last = saved["step"], saved["fingerprint"]["steps"]
-    if step < last:
+    before, step = saved["fingerprint"], saved["step"]
+    last = before["steps"]
+    is_same = all(before.get(name) == fingerprint[name] for name in ("model", "data"))
+    if is_same and step < last:
         say(
             f"this is a new run; {folder}, of the same model and data, has stopped after step {step} of "
             f"{last}: --out {folder} goes on with it"
@@ -278,9 +278,8 @@ def take_lock(path: Path, text: str) -> TextIO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         is_held = isinstance(error, BlockingIOError)
-        if is_held and not may_live(
-            holder
-        ):  # a child of a dead run has it, or a machine that is gone
+        # a child of a dead run has it, or a machine that is gone
+        if is_held and not may_live(holder):
             path.unlink()
             return take_lock(path, text)
         if is_held or is_neighbour(holder):
