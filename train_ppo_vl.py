@@ -15,8 +15,8 @@ What happens in common/:
     rollout.py             samples responses, with KV slots that are refilled as samples end
     model/vlm.py           puts image features into a packed sequence
     model/attention.py     fills the KV cache
-    rewards/functions.py   `call_source` calls your reward
-    rewards/scoring.py     collects the rewards; if a call has raised, ends every rank with a message
+    rewards/sources.py     calls your reward, and collects the rewards; if a call has raised, ends every
+                           rank with a message
     model/checkpoint.py    saves in the background; resumes from the newest undamaged checkpoint
 
 Shapes: G prompts and S samples in a step, with N response tokens in all; L tokens in a pack, T of
@@ -81,7 +81,7 @@ from common.process import UserError
 from common.reports import records as reports
 from common.rewards import judge as judgements
 from common.rewards import models as reward_models
-from common.rewards import scoring
+from common.rewards import sources
 from common.rollout import prompts_together, rollout
 from common.sampling import Environment, Sampling
 from common.user_code import load_function, run_on_main
@@ -529,7 +529,7 @@ def load_files(
 def check_rows(
     args: Args,
     rows: Rows,
-    reward: scoring.RewardMix,
+    reward: sources.RewardMix,
     environment: Environment | None,
 ) -> None:
     """Raises UserError if rows cannot be scored or have no images to change, or if the environment does
@@ -803,7 +803,7 @@ def build_teacher(args: Args, builder: build.Builder, actor: Policy) -> Teacher 
     return Teacher(policy, actor, args, args.offload)
 
 
-def reward_modules(args: Args, reward: scoring.RewardMix, rows: Rows, actor: Policy) -> vlm.Modules:
+def reward_modules(args: Args, reward: sources.RewardMix, rows: Rows, actor: Policy) -> vlm.Modules:
     """The reward models by the name of their source, on meta. Raises UserError: see
     `reward_models.build`."""
     return reward_models.build(
@@ -977,7 +977,7 @@ def take_step(trained: fsdp.Trainable, step: int) -> tuple[float, bool]:
 def collect(
     models: Models,
     loader: data.PromptLoader,
-    reward: scoring.RewardMix,
+    reward: sources.RewardMix,
     sampling: Sampling,
     state: TrainState,
     args: Args,
@@ -996,7 +996,7 @@ def collect(
         part, tokens = sample_and_score(models, loader, reward, sampling, state.step, args)
         parts.append(part)
         generated += tokens
-        useful += len(scoring.prompts_with_spread(part))
+        useful += len(sources.prompts_with_spread(part))
         if dynamic and useful >= size:
             break
 
@@ -1009,7 +1009,7 @@ def collect(
         "rollout/generated_tokens": generated,
     }
     note_rewards(batch, state, args)
-    with_spread = scoring.prompts_with_spread(batch)
+    with_spread = sources.prompts_with_spread(batch)
     metrics["rollout/groups_without_spread"] = len(batch.prompt_index.unique()) - len(with_spread)
     if dynamic:
         metrics["rollout/groups_not_replaced"] = max(0, size - len(with_spread))
@@ -1035,7 +1035,7 @@ def note_rewards(batch: Batch, state: TrainState, args: Args) -> None:
 def sample_and_score(
     models: Models,
     loader: data.PromptLoader,
-    reward: scoring.RewardMix,
+    reward: sources.RewardMix,
     sampling: Sampling,
     step: int,
     args: Args,
@@ -1542,7 +1542,7 @@ def move_reference(step: int, models: Models, args: Args) -> None:
 
 def evaluate(
     trainables: Trainables,
-    reward: scoring.RewardMix,
+    reward: sources.RewardMix,
     rows: Rows,
     sampling: Sampling,
     state: TrainState,
@@ -1594,7 +1594,7 @@ def evaluate(
 
 
 def values_and_returns(
-    critic: Critic, batch: Batch, reward: scoring.RewardMix, state: TrainState, args: Args
+    critic: Critic, batch: Batch, reward: sources.RewardMix, state: TrainState, args: Args
 ) -> Tensor:
     """(2, n) for the n tokens of held-out answers: the critic's values, and the discounted rewards
     that follow, without the KL, which evaluations do not compute. Answers that are only measured,
@@ -1800,10 +1800,10 @@ def performance(
 # -------------------------------------------------------------------------------------------------
 
 
-def load_programs(args: Args) -> tuple[scoring.RewardMix, Environment | None, Callable | None]:
+def load_programs(args: Args) -> tuple[sources.RewardMix, Environment | None, Callable | None]:
     """The sources of rewards, the environment, and the function of --curriculum; runs the user's code.
     Raises UserError."""
-    reward, weigh = scoring.load_rewards(args), None
+    reward, weigh = sources.load_rewards(args), None
     environment = environments.load_environment(args, args.max_prompt_tokens)
     if args.curriculum:
         weigh, _ = load_function("--curriculum", args.curriculum, "rows, samples, rewards")

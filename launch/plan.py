@@ -24,7 +24,7 @@ from common.data.rows import Example, Prompt
 from common.flags import DataArgs, Parser
 from common.model import budget
 from common.process import UserError, run_main
-from common.rewards import scoring
+from common.rewards import sources
 
 META = torch.device("meta")
 UNREAD = "(no rows)"  # --data of a plan without rows
@@ -90,7 +90,7 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = ppo.parse_args(flags)
     if args.data == UNREAD:
         return plan_ppo_without_rows(args, gpus)
-    reward = scoring.load_rewards(args)
+    reward = sources.load_rewards(args)
     rows = ppo.load_rows(args)
     reward.check_rows(rows.all)
     models = ppo.build_models(args, rows.processor, META)

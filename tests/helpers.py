@@ -34,7 +34,7 @@ from common.model import fsdp, packs, vlm
 from common.model.build import build_model
 from common.model.vlm import Compute
 from common.model.weights import copy_shard, materialize, named_weights, read_weights, shard_of
-from common.rewards import scoring
+from common.rewards import sources
 from common.threads import Workers
 from conftest import (
     Tensors,
@@ -492,7 +492,7 @@ def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
     loaded = ppo.load_rows(args)
     models = ppo.build_models(args, loaded.processor, plan.META)
     modules = models.by_role() | ppo.reward_modules(
-        args, scoring.load_rewards(args), loaded, models.actor
+        args, sources.load_rewards(args), loaded, models.actor
     )
     needed = ppo.plan_memory(args, modules, loaded, 8)
     return SimpleNamespace(args=args, models=modules, prompts=loaded.train, needed=needed)
@@ -747,13 +747,14 @@ def evaluation(out: Path, step: int) -> dict:
 
 def score_samples(source, samples, args) -> dict[str, list]:
     """What a source says of samples, by its calls in threads."""
-    from common.rewards.functions import call_source
-    from common.rewards.scoring import RewardMix
+    from common.rewards.sources import CallOfSource, RewardMix, call_source
 
     workers = Workers(1)
-    calls = {source.name: (samples, [], workers.submit(call_source, source, samples))}
+    call = CallOfSource([], samples, workers.submit(call_source, source, samples))
     workers.close()
-    return RewardMix([source], {}, args).finish(calls)[source.name][1]
+    return (
+        RewardMix([source], {}, args).finish({source.name: call}, None, None)[source.name].columns
+    )
 
 
 def reward_samples(
@@ -768,7 +769,7 @@ def reward_samples(
 ):
     """What a reward function is called with, each sample of a prompt of its own unless ``groups``
     says else."""
-    from common.rewards.functions import Samples
+    from common.rewards.sources import Samples
 
     n = len(responses)
     return Samples(

@@ -14,19 +14,19 @@ from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.model import vlm
 from common.rewards import judge as judgements
-from common.rewards import scoring
+from common.rewards import sources
 from conftest import build_rewards, read_rows, start, take, token_logprobs, words
 from conftest import records as records_of
 
 
-def build(env, reward: scoring.RewardMix, rows: list[Prompt] = []) -> None:
+def build(env, reward: sources.RewardMix, rows: list[Prompt] = []) -> None:
     """Load the models of a reward that shall score ``rows``."""
     build_rewards(
         env.args, reward, replace(env.rows, train_sets=[rows], held_out=[]), env.actor, env.ranks
     )
 
 
-def score(env, reward: scoring.RewardMix, batch: Batch) -> Batch:
+def score(env, reward: sources.RewardMix, batch: Batch) -> Batch:
     """A copy of the batch with its scores."""
     batch = replace(batch)
     reward.score(batch, env.processor, 0)
@@ -37,7 +37,7 @@ def answered(model: Path, rows: Path | str, responses: list[list[str]], *flags: 
     """An actor, its reward, and one step of the first prompts with these responses. How the actor
     samples is nothing to its judge."""
     env = start(model, rows, "--advantage grpo --temperature 0.5 --min_new_tokens 3", *flags)
-    reward = scoring.load_rewards(env.args)
+    reward = sources.load_rewards(env.args)
     build(env, reward, env.prompts)
     batch = take(env, len(responses))
     vlm.compute_features(env.actor.model, batch)

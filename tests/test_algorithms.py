@@ -18,7 +18,7 @@ from common import losses, ppo_flags
 from common.buffers import Batch
 from common.data.loader import PromptLoader
 from common.model import packs
-from common.rewards import scoring
+from common.rewards import sources
 from conftest import (
     ROUNDING,
     assert_same_records,
@@ -545,14 +545,14 @@ def test_groups_without_spread_are_counted():
         rewards = part.rewards[part.prompt_index == prompt].tolist()
         if len(set(rewards)) > 1:
             wanted.append(prompt)
-    assert scoring.prompts_with_spread(part) == wanted
+    assert sources.prompts_with_spread(part) == wanted
     assert 0 < len(wanted) < 8
     single = part.select((part.sample_number == 0).nonzero()[:, 0])
-    assert scoring.prompts_with_spread(single) == single.prompt_index.tolist()
+    assert sources.prompts_with_spread(single) == single.prompt_index.tolist()
     for batch in (part, single):
         # equal up to rounding
         batch.rewards = torch.full((len(batch),), 0.1) + torch.arange(len(batch)) * 1e-8
-        assert scoring.prompts_with_spread(batch) == []
+        assert sources.prompts_with_spread(batch) == []
 
 
 @pytest.fixture(scope="module")
@@ -700,7 +700,7 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     args = with_flags(
         env.args, advantage="remax", dynamic_sampling=limit, prompts_per_step=4 * rollouts
     )
-    reward = scoring.load_rewards(ppo_flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
+    reward = sources.load_rewards(ppo_flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
     batches = [(env.prompts, list(range(4 * k, 4 * k + 4))) for k in range(rollouts)]
     with PromptLoader(env.processor, args, batches) as loader:
         samples, metrics = ppo.collect(
@@ -741,7 +741,7 @@ def test_functions_score_while_the_models_do(env, ruled, monkeypatch):
         return [float(len(response)) for response in responses]
 
     monkeypatch.setattr(ppo, "fill_logprobs_and_values", noted)
-    mix = scoring.load_rewards(ppo_flags.RewardArgs(reward="exact"))
+    mix = sources.load_rewards(ppo_flags.RewardArgs(reward="exact"))
     mix.sources[0].function = reward
     for dynamic, expected in ((0, ["log-probs", "rewards"]), (1, ["rewards", "log-probs"])):
         args = with_flags(env.args, dynamic_sampling=dynamic, prompts_per_step=4)

@@ -16,7 +16,7 @@ from PIL import Image
 import train_ppo_vl as ppo
 from common.data.loader import load_pixels
 from common.model import image_changes
-from common.rewards import scoring
+from common.rewards import sources
 from conftest import (
     ROUNDING,
     hugging_face,
@@ -96,7 +96,7 @@ def sampled(folder: Path, rows: Path, *flags: str):
         env.batch, _ = ppo.collect(
             env.models,
             loader,
-            scoring.load_rewards(env.args),
+            sources.load_rewards(env.args),
             env.sampling,
             env.state,
             env.args,
@@ -296,11 +296,11 @@ def test_gdpo_compares_parts_of_a_reward(qwen25, rows):
         [[torch.tensor(env.processor.token_ids(text)) for text in texts]] * 4
     )
     batch.truncated = torch.zeros(len(batch)).bool()
-    scoring.load_rewards(with_flags(env.args, reward="boxed")).score(batch, env.processor, 0)
+    sources.load_rewards(with_flags(env.args, reward="boxed")).score(batch, env.processor, 0)
     assert batch.compared == ["accuracy", "format"]
     assert batch.components.keys() == {"accuracy", "format", "parsed"}
     batch = talk(env, "Noise", 4)
-    scoring.load_rewards(with_flags(env.args, reward="env")).score(batch, env.processor, 0)
+    sources.load_rewards(with_flags(env.args, reward="env")).score(batch, env.processor, 0)
     assert not torch.equal(batch.components["accuracy"], batch.rewards)
     batch.old_logprobs = batch.logprobs
     advantages = []

@@ -29,10 +29,9 @@ from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.vlm import Modules, compute_features, tower_parameters
 from common.ppo_flags import RewardArgs
 from common.process import UserError
-from common.rewards.functions import Scored
 from common.rewards.judge import JudgeSettings, encode_verdicts, framed_answer, read_rubric
 from common.rewards.rules import parse_verdict
-from common.rewards.scoring import RewardMix
+from common.rewards.sources import RewardMix, Scored
 
 Write = Callable[[Policy, Batch], Batch]  # the likeliest response to every question
 

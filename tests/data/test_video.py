@@ -34,7 +34,7 @@ from common.data.rows import load_prompts, make_prompt
 from common.flags import DataArgs
 from common.model import vlm
 from common.rewards import judge as judgements
-from common.rewards import remote, scoring
+from common.rewards import remote, sources
 from conftest import (
     ROUNDING,
     build_rewards,
@@ -288,7 +288,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
         FRAMES,
         "--video_fps 3",
     )
-    reward = scoring.load_rewards(env.args)
+    reward = sources.load_rewards(env.args)
     build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
     responses = ["3", "a <video>", "3", "square"]
     batch = take(env, 4).with_targets(

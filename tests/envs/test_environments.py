@@ -24,7 +24,7 @@ from common.data.transcripts import finished_text
 from common.envs import dialogue, environments
 from common.model import image_changes, packs
 from common.ppo_flags import EnvArgs
-from common.rewards import scoring
+from common.rewards import sources
 from common.threads import LateError, Workers
 from conftest import (
     ROUNDING,
@@ -475,7 +475,7 @@ def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
         qwen25, picture_rows, '--max_new_tokens 32 --stop_strings ["a","e","r"]', "--reward env"
     )
     batch = talk(env, "Right" if names else "Costly", 2)
-    scoring.load_rewards(env.args).score(batch, env.processor, 0)
+    sources.load_rewards(env.args).score(batch, env.processor, 0)
     answered = torch.tensor(
         [conversation.ended == "answered" for conversation in batch.conversations]
     )
@@ -545,7 +545,7 @@ def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25,
         "--reward_recipe",
         recipe,
     )
-    reward, prompts = scoring.load_rewards(env.args), take(env)
+    reward, prompts = sources.load_rewards(env.args), take(env)
     labels = ("game", "quiz", "quiz", "quiz")
     prompts.prompts = [
         dataclasses.replace(p, label=label, reference="1")

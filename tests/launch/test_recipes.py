@@ -16,7 +16,7 @@ import pytest
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.rewards import scoring
+from common.rewards import sources
 from conftest import ROOT, read_rows, words
 from helpers import noise
 
@@ -128,7 +128,7 @@ def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatc
     if script is ppo:
         package = SimpleNamespace(LatexExtractionConfig=dict, parse=None, verify=None)
         monkeypatch.setitem(sys.modules, "math_verify", package)
-        scoring.load_rewards(args)
+        sources.load_rewards(args)
         # The gradient of k3 as such vanishes where its value is clamped, which is where it is needed.
         if args.kl_in_loss:
             assert args.kl_estimator in ("k2", "k3+", "full")
@@ -163,7 +163,7 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
         args = parsed(call, monkeypatch, project)[1]
         assert args.advantage == advantage
         assert args.model == "real/fashion/model"
-        mix = scoring.load_rewards(args)
+        mix = sources.load_rewards(args)
         rules = [
             (label, spec.rpartition(":")[2], weight)
             for label, weights in mix.recipe.items()

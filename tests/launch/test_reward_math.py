@@ -7,7 +7,7 @@ import pytest
 
 import extra_packages
 from common.ppo_flags import RewardArgs
-from common.rewards.functions import load_source
+from common.rewards.sources import load_source
 from conftest import ROOT, table, value_error
 from helpers import reward_samples, score_samples
 

@@ -15,7 +15,7 @@ import toy
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.flags import DataArgs
-from common.rewards import functions as reward_functions
+from common.rewards import sources
 from conftest import read_json, read_rows, words
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -189,7 +189,7 @@ def test_descriptions_have_9_to_15_tokens(described):
 def test_the_reward_counts_parts_in_their_places(described):
     """Checked by hand; the file's own flags name it."""
     args = read_json(described / "args.json")
-    source = reward_functions.load_source(args["reward"])
+    source = sources.load_source(args["reward"])
     asked = "red circle, blue cross, 2"
     wanted = {
         asked: 1.0,

@@ -14,7 +14,7 @@ import torch.nn.attention.varlen as torch_varlen
 import train_ppo_vl as ppo
 from common.model import attention, packs, vlm
 from common.model import weights as vlm_weights
-from common.rewards import scoring
+from common.rewards import sources
 from conftest import (
     build_rewards,
     responses_by_prompt,
@@ -150,7 +150,7 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
             mode,
             "--grm_max_new_tokens 6",
         )
-        reward = scoring.load_rewards(env.args)
+        reward = sources.load_rewards(env.args)
         build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
         batch = take(env).with_targets(
             [[torch.tensor(env.processor.tokenizer.encode(text))] for text in ("3", "4", "a", "b")]

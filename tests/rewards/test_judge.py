@@ -12,6 +12,7 @@ import shutil
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from transformers import (
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
+from common import losses
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.model import vlm
@@ -32,7 +34,8 @@ from common.ppo_flags import RewardArgs
 from common.reports.records import sample_records
 from common.rewards import judge as judgements
 from common.rewards import models as reward_models
-from common.rewards import scoring
+from common.rewards import sources
+from common.user_code import load_function
 from conftest import (
     ROUNDING,
     inputs_of,
@@ -162,7 +165,7 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
         f"grm:{judges['near']}",
         "--grm_question correct",
     )
-    reward = scoring.load_rewards(env.args)
+    reward = sources.load_rewards(env.args)
     build(env, reward)
     rows[4]["prompt"] = "what?"
     model = reward.sources[0].ask
@@ -307,19 +310,32 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     assert max(expected) - min(expected) > 0.01
     save_weights(folder, tensors)
     with user_error("1 weights are in no file, the first: value_head.weight"):
-        build(env, scoring.load_rewards(env.args))
+        build(env, sources.load_rewards(env.args))
     for other in ("v_head.summary.weight", "v_head.weight", "reward_head.weight", "score.0.weight"):
         save_weights(folder, tensors | {other: head})
         with user_error(
             f"{folder}: {other}: a value head is read from score.weight or value_head.weight"
         ):
-            build(env, scoring.load_rewards(env.args))
+            build(env, sources.load_rewards(env.args))
     # not silently begun at zero
     with user_error("score.0.weight: a value head is read from"):
         start(qwen25, picture_rows, "--critic_model", folder)
 
 
 # ------------------------------------------------------------------------------------------------ recipes
+def test_sources_whose_numbered_names_could_collide_keep_their_rewards(
+    qwen25, picture_rows, tmp_path
+):
+    earns = {"a.py:score": 1, "b.py:score": 10, "c.py:score2": 100}
+    for spec, reward in earns.items():
+        file, name = spec.split(":")
+        text = f"def {name}(prompts, *_):\n    return [{reward}] * len(prompts)\n"
+        (tmp_path / file).write_text(text)
+    recipe = json.dumps({"*": [[f"{tmp_path}/{spec}", 1] for spec in earns]})
+    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward_recipe", recipe)
+    assert score(env, reward, batch).rewards.tolist() == [111.0] * len(texts)
+
+
 def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path):
     (tmp_path / "mine.py").write_text(
         "def length(prompts, responses, *_):\n    return {'reward': [len(r) for r in responses], "
@@ -335,10 +351,10 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     object.__setattr__(batch.prompts[0], "label", "math")
     object.__setattr__(batch.prompts[0], "reference", "a circle")
     scored = score(env, reward, batch)
-    alone_reward = scoring.load_rewards(
+    alone_reward = sources.load_rewards(
         replace(env.args, reward_recipe="", reward=f"grm:{judges['near']}")
     )
-    measured = scoring.load_rewards(
+    measured = sources.load_rewards(
         replace(env.args, reward_recipe='{"math": [["exact", 0]], "*": [["exact", 1]]}')
     )
     assert [measured.can_earn(label) for label in ("math", "other", None)] == [False, True, True]
@@ -364,6 +380,134 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     # of those that have one
     assert metrics["rollout/length/chars_reward"] == pytest.approx(10 / 3)
     assert metrics["rollout/grm_reward"] == pytest.approx(float(judged[3:].mean()))
+
+
+@pytest.mark.parametrize(
+    "numbers, at_end", [("'reward': [1.0] * len(responses), ", 1.0), ("", 0.0)]
+)
+def test_spans_fall_on_the_tokens_that_end_them(qwen25, picture_rows, tmp_path, numbers, at_end):
+    """Each sample earns k / 8 at the end of its k-th character, and what else it earns at its end.
+    By all prefixes of its tokens, one after the other: the first whose text is long enough."""
+    (tmp_path / "mine.py").write_text(
+        "def f(prompts, responses, *_):\n"
+        "    spans = [[(k, k / 8) for k in range(1, len(text) + 1)] for text in responses]\n"
+        f"    return {{{numbers}'spans': spans}}\n"
+        "def beyond(prompts, responses, *_):\n"
+        "    return {'spans': [[(len(text) + 1, 1.0)] for text in responses]}\n"
+    )
+    env, reward, batch, texts = prepare(qwen25, picture_rows, f"--reward {tmp_path}/mine.py:f")
+    scored, earned = score(env, reward, batch), []
+    for tokens in batch.split(batch.tokens):
+        lengths = [len(env.processor.decode([tokens[:n]])[0]) for n in range(1, len(tokens) + 1)]
+        assert lengths == sorted(lengths)
+        before = [0, *lengths[:-1]]
+        earned += [
+            sum(k / 8 for k in range(first + 1, last + 1)) for first, last in zip(before, lengths)
+        ]
+    assert scored.turn_rewards.tolist() == earned
+    assert any(earned)
+    assert scored.rewards.tolist() == [at_end + sum(range(len(text) + 1)) / 8 for text in texts]
+    inputs = losses.AdvantageInputs(
+        scored.rewards,
+        torch.zeros(len(earned)),
+        0.0,
+        batch.own_lengths,
+        batch.prompt_index,
+        turn_rewards=scored.turn_rewards,
+    )
+    at_ends = torch.zeros(len(earned)).index_fill(0, batch.own_lengths.cumsum(0) - 1, at_end)
+    assert torch.allclose(inputs.token_rewards, torch.tensor(earned) + at_ends)
+    assert torch.equal(score(env, reward, scored).turn_rewards, scored.turn_rewards)
+    reward = sources.load_rewards(replace(env.args, reward=f"{tmp_path}/mine.py:beyond"))
+    with user_error(
+        r"beyond: spans must be lists of \(end, reward\), with ends in the response: .* not in range"
+    ):
+        score(env, reward, batch)
+
+
+@pytest.mark.parametrize(
+    "numbers, compared",
+    [
+        (("accuracy", "style"), ("accuracy", "style", "spans")),
+        (("accuracy", "reward"), ("accuracy", "spans")),
+        (("reward",), ()),
+        ((), ()),
+    ],
+)
+def test_gdpo_compares_what_spans_earn_as_it_does_components(
+    qwen25, picture_rows, tmp_path, numbers, compared
+):
+    """Once: as a component beside others, else as a part of the reward; by a loop over the groups."""
+    worth = {"accuracy": "len(set(text))", "style": "text.count('e')", "reward": "len(text) / 7"}
+    columns = [f"'{name}': [{worth[name]} for text in responses], " for name in numbers]
+    (tmp_path / "mine.py").write_text(
+        "def f(prompts, responses, *_):\n"
+        "    spans = [[(k, ord(text[k - 1]) / 8) for k in range(1, len(text) + 1, 2)] for text in responses]\n"
+        f"    return {{{''.join(columns)}'spans': spans}}\n"
+    )
+    env, reward, batch, texts = prepare(
+        qwen25, picture_rows, f"--reward {tmp_path}/mine.py:f --advantage gdpo"
+    )
+    scored = score(env, reward, batch)
+    values = {
+        "spans": [sum(ord(letter) / 8 for letter in text[::2]) for text in texts],
+        "accuracy": [len(set(text)) for text in texts],
+        "style": [text.count("e") for text in texts],
+        "reward": [len(text) / 7 for text in texts],
+    }
+    earning = ("reward", "spans") if "reward" in numbers else (*numbers, "spans")
+    rewards = [sum(values[name][i] for name in earning) for i in range(len(texts))]
+    assert scored.rewards.tolist() == pytest.approx(rewards)
+    assert scored.components["spans"].tolist() == values["spans"]
+    totals = [0.0] * len(texts)
+    for column in [values[name] for name in compared] or [rewards]:
+        for group in ([0, 1, 2], [3], [4, 5]):
+            mine = [column[i] for i in group]
+            for i in group if len(set(mine)) > 1 else []:
+                totals[i] += (column[i] - statistics.fmean(mine)) / statistics.stdev(mine)
+    deviation = statistics.stdev(totals)
+    wanted = [total / deviation for total in totals]
+    advantages, _ = losses.gdpo(ppo.advantage_inputs(scored, ppo.TrainState(0.0), env.args))
+    ends = batch.own_lengths.cumsum(0) - 1
+    assert any(wanted)
+    assert advantages[ends].tolist() == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("each_is_replaced", [False, True])
+def test_a_span_ends_with_the_last_token_of_its_last_character(each_is_replaced):
+    """A token is a byte. What is left of a character is shown as one mark, or (byte fallback) as a mark for
+    each of its bytes: then a text has fewer characters with its last byte than before."""
+
+    def decode(parts):
+        raw = bytes(parts[0].tolist())
+        whole = raw.decode(errors="ignore")
+        left = len(raw) - len(whole.encode())
+        return [whole + "\ufffd" * (left if each_is_replaced else left > 0)]
+
+    text = "a😀bé"
+    processor = SimpleNamespace(decode=decode)
+    tokens = torch.tensor(list(text.encode()))
+    ends = [sources.token_that_ends(processor, tokens, end) for end in (1, 2, 3, 4)]
+    assert ends == [0, 4, 5, 7]
+
+
+def test_rollouts_with_and_without_spans_are_one_batch(qwen25, picture_rows, tmp_path):
+    """As where a function of a recipe scores no row of one of them."""
+    (tmp_path / "mine.py").write_text(
+        "def f(prompts, responses, *_):\n    return {'spans': [[(1, 0.5)] for _ in responses]}\n"
+    )
+    recipe = json.dumps({"spans": [[f"{tmp_path}/mine.py:f", 1.0]], "*": [["none", 1.0]]})
+    env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward_recipe", recipe)
+    batch.prompts = [
+        replace(prompt, label="spans" if k == 1 else "other")
+        for k, prompt in enumerate(batch.prompts)
+    ]
+    parts = [score(env, reward, batch.select_prompts([k])) for k in range(3)]
+    joined = ppo.Batch.concatenate(parts)
+    assert torch.equal(joined.turn_rewards, score(env, reward, batch).turn_rewards)
+    assert joined.per_sample_sum(joined.turn_rewards).tolist() == [
+        0.5 * (k == 1) for k in batch.prompt_index.tolist()
+    ]
 
 
 def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_path):
@@ -393,6 +537,36 @@ def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_
         score(env, reward, batch)
 
 
+def test_a_combiner(qwen25, picture_rows, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def length(prompts, responses, *_):\n    return [len(r) for r in responses]\n"
+        "def best(scores):\n    return [max(pair) for pair in zip(*scores.values())]\n"
+        "def short(scores):\n    return [1.0]\ndef broken(scores):\n    return 1 / 0\n"
+        "def nan(scores):\n    return [float('nan')] * 6\n"
+    )
+    flags = words("--reward", f"exact,{tmp_path}/mine.py:length", "--reward_combiner")
+    env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, f"{tmp_path}/mine.py:best")
+    scored = score(env, reward, batch)
+    assert scored.rewards.tolist() == [max(float(text == "1"), len(text)) for text in texts]
+    for name, message in (
+        ("short", "1 values for 6 samples"),
+        ("broken", "ZeroDivisionError"),
+        ("nan", "must be finite"),
+    ):
+        reward.combiner, _ = load_function(
+            "--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards"
+        )
+        with user_error(message):
+            score(env, reward, batch)
+    env, reward, batch, texts = prepare(
+        qwen25, picture_rows, "--reward exact", *flags[2:], f"{tmp_path}/mine.py:best"
+    )
+    assert score(env, reward, batch).rewards.tolist() == [float(text == "1") for text in texts]
+    # of held-out rows whose pictures all fail
+    nothing = batch.select(torch.arange(0))
+    assert score(env, reward, nothing).rewards.tolist() == []
+
+
 def test_what_a_function_does_to_its_rows_stays_with_it(qwen25, picture_rows, tmp_path):
     """Not with the samples of the same prompt, nor with the next step."""
     (tmp_path / "mine.py").write_text(
@@ -411,8 +585,8 @@ def test_what_a_function_does_to_its_rows_stays_with_it(qwen25, picture_rows, tm
     assert all(prompt.row["tags"] == [[]] and "new" not in prompt.row for prompt in batch.prompts)
 
 
-def rewards_of(*flags: str) -> scoring.RewardMix:
-    return scoring.load_rewards(ppo.parse_args(words("--model m --data d.jsonl", *flags)))
+def rewards_of(*flags: str) -> sources.RewardMix:
+    return sources.load_rewards(ppo.parse_args(words("--model m --data d.jsonl", *flags)))
 
 
 BAD_RECIPES = """\
@@ -450,7 +624,7 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
     env = start(
         qwen25, picture_rows, "--advantage grpo --reward_recipe", '{"math": [["exact", 1]]}'
     )
-    reward = scoring.load_rewards(env.args)
+    reward = sources.load_rewards(env.args)
     with user_error(r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
         reward.check_rows(env.prompts)
     row = Prompt([], "", (), (), torch.zeros(0), 0, source="x.jsonl:7")
@@ -462,7 +636,7 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
 def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges):
     env = start(qwen25, picture_rows, "--advantage grpo --reward", f"grm:{qwen25}")
     with user_error("the judge was trained on nothing, says judge.json"):
-        build(env, scoring.load_rewards(env.args))
+        build(env, sources.load_rewards(env.args))
     for trained, asked in (
         (["score", "correct"], "correct"),
         (["pictures", "score"], "score"),
@@ -519,8 +693,8 @@ def test_rows_that_a_model_cannot_see_are_refused_at_the_start(
     specs = {kind: f"{kind}:{tmp_path / 'text'}" for kind in ("grm", "rm")}
     for kind, spec in specs.items():
         with user_error(f"{kind}:.*rows.jsonl:2: qwen2 takes no images"):
-            build(env, scoring.load_rewards(RewardArgs(reward=spec)), env.prompts)
-    reward = scoring.load_rewards(RewardArgs(reward=specs["grm"]))
+            build(env, sources.load_rewards(RewardArgs(reward=spec)), env.prompts)
+    reward = sources.load_rewards(RewardArgs(reward=specs["grm"]))
     build(env, reward, env.prompts[:1])
     few = batch.select(torch.arange(3))
     assert score(env, reward, few).rewards.isfinite().all()
@@ -616,7 +790,7 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path, newline
         "--advantage grpo --reward",
         f"rm:{tmp_path / 'rm'}",
     )
-    reward = scoring.load_rewards(env.args)
+    reward = sources.load_rewards(env.args)
     build(env, reward)
     answers = ["a circle", "3"], ["no idea"]
     targets = [[tokens_of(env, text) for text in texts] for texts in answers]

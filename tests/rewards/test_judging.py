@@ -19,7 +19,7 @@ from common import distributed
 from common.data.processor import Processor
 from common.reports import accuracy
 from common.rewards import judge as judgements
-from common.rewards import scoring
+from common.rewards import sources
 from common.rewards.judge import JudgeSettings, load_judgements
 from conftest import (
     ROUNDING,
@@ -170,7 +170,7 @@ def test_a_response_that_was_cut_off_earns_no_answer(qwen25, picture_rows, rule,
         [[torch.tensor(env.processor.tokenizer.encode(text, add_special_tokens=False))] * 2]
     )
     batch.truncated = torch.tensor([False, True])
-    scoring.load_rewards(env.args).score(batch, env.processor, 0)
+    sources.load_rewards(env.args).score(batch, env.processor, 0)
     assert batch.rewards.tolist() == [1, gains]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from common.data.coordinates import Place, Regions
 from common.ppo_flags import RewardArgs
-from common.rewards import scoring
+from common.rewards import sources
 from common.rewards.regions import (
     RULES,
     find_regions,
@@ -391,12 +391,12 @@ def test_the_record_of_a_sample_has_its_regions():
 )
 def test_the_answer_that_is_right_most_often_is_told(reward, told, capsys):
     rows = [SimpleNamespace(label=None, reference=answer) for answer in "BAB"]
-    scoring.load_rewards(RewardArgs(reward=reward)).report_constant_answers(rows)
+    sources.load_rewards(RewardArgs(reward=reward)).report_constant_answers(rows)
     printed = capsys.readouterr().out
     assert told in printed and bool(told) == bool(printed)
 
 
 def test_gdpo_compares_the_number_that_is_the_reward():
     """Accuracy and F1 of the same boxes are no further parts of it."""
-    mix = scoring.load_rewards(RewardArgs(reward="boxes"))
+    mix = sources.load_rewards(RewardArgs(reward="boxes"))
     assert mix.compared(["box_iou", "accuracy", "f1", "parsed"]) == []

@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import reward_server
 import train_ppo_vl as ppo
 from common.data import images as vlm_images
 from common.data.coordinates import Place
 from common.data.images import read_image
 from common.ppo_flags import RewardArgs
 from common.rewards import remote
-from common.rewards.functions import load_source
 from common.rewards.remote import Server
+from common.rewards.sources import call_source, load_source
 from conftest import ROOT, read_rows, records, user_error, words, write_rows
 from helpers import reward_samples, samples_of, score_samples
 from reward_server import LIES, RewardServer, open_pictures
@@ -94,6 +95,19 @@ def test_samples_arrive_once_and_in_order(server):
         groups=list(range(7)),
         places=[[]] * 7,
     )
+
+
+def test_a_server_may_reward_spans(server, monkeypatch):
+    spans = [[[1, 0.5], [2, 0.25]], []]
+    answer = {"rewards": [1.0, 0.0], "spans": spans}
+    monkeypatch.setattr(reward_server, "score", lambda batch: answer)
+    source = load_source(server.url("exact"), RewardArgs())
+    columns, read = call_source(source, reward_samples(["ab", "c"], groups=[0, 0]))
+    assert columns == {"reward": [1.75, 0.0], "spans": [0.75, 0.0]}
+    assert read == [[(1, 0.5), (2, 0.25)], []]
+    answer["spans"] = [[[3, 0.5]], []]
+    with user_error(r"spans must be lists of \(end, reward\), with ends in the response"):
+        score_samples(source, reward_samples(["ab", "c"], groups=[0, 0]), RewardArgs())
 
 
 def test_places_arrive_as_objects(server):
@@ -242,13 +256,13 @@ def test_a_broken_answer_is_one_clear_error(server, pauses, kind):
         long="reward must be a list of 7 numbers",
         nan="reward is nan, not a finite number",
         infinite="reward is inf, not a finite number",
-        strings=r"must be a list of 7 numbers, got \['0.0'",
-        null=r"must be a list of 7 numbers, got \[None",
-        number="reward must be a list of 7 numbers, got 1.0",
+        strings=r"must be a list of 7 numbers, got list of 7 \(str\)",
+        null=r"must be a list of 7 numbers, got list of 7 \(NoneType\)",
+        number="reward must be a list of 7 numbers, got float",
         missing=r'must answer {"rewards": \[...\]}',
         list=r'must answer {"rewards": \[...\]}',
         component="style must be a list of 7 numbers",
-        message="comment must be a list .*, got 'well done'",
+        message="comment must be a list .*, got str",
         both=r'must answer {"rewards"',
         text=r"not JSON: .*: '<html>busy</html>'",
         empty="not JSON",

@@ -1,5 +1,6 @@
 """Rule rewards, user reward functions and their failures."""
 
+import json
 import random
 import threading
 import time
@@ -15,8 +16,7 @@ from common.data.rows import Prompt
 from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.reports.records import summarise_samples
-from common.rewards import scoring
-from common.rewards.functions import Source, load_source
+from common.rewards import sources
 from common.rewards.rules import (
     answers_equal,
     extract_answer,
@@ -26,6 +26,7 @@ from common.rewards.rules import (
     rule_reward,
     same_words,
 )
+from common.rewards.sources import Source, load_source
 from conftest import readme_reward, table, user_error, value_error, words
 from helpers import reward_samples, score_samples
 
@@ -667,6 +668,75 @@ def test_timeout_leaves_only_daemon_threads():
     release.set()
 
 
+def calls_of(*functions) -> tuple[sources.RewardMix, dict]:
+    """Sources f0, f1, ... under a limit of half a second, and their calls about four samples."""
+    mix = sources.RewardMix([], {}, RewardArgs(reward_timeout=0.5))
+    workers, calls = sources.Workers(len(functions)), {}
+    for k, function in enumerate(functions):
+        source = Source(f"my.py:f{k}", f"f{k}", "function", function=function)
+        samples = reward_samples(["a"] * 4)
+        call = workers.submit(sources.call_source, source, samples)
+        calls[source.name] = sources.CallOfSource([0, 1, 2, 3], samples, call)
+        mix.sources.append(source)
+    workers.close()
+    return mix, calls
+
+
+def test_all_sources_are_waited_for_at_once():
+    """Under one limit: three of 0.4 s each end within it, and of two that hang the wait is not twice as
+    long."""
+
+    def slow(prompts, *_):
+        time.sleep(0.4)
+        return [1.0] * len(prompts)
+
+    mix, calls = calls_of(slow, slow, slow)
+    assert [scores.columns["reward"] for scores in mix.finish(calls, None, None).values()] == [
+        [1.0] * 4
+    ] * 3
+
+    release = threading.Event()
+
+    def hangs(*_):
+        release.wait(20)
+
+    mix, calls = calls_of(hangs, hangs)
+    start = time.monotonic()
+    with user_error("my.py:f0: took longer than 0.5 s"):
+        mix.finish(calls, None, None)
+    assert time.monotonic() - start < 0.9
+    release.set()
+
+
+def test_what_a_source_raises_is_told_though_one_before_it_still_runs():
+    release = threading.Event()
+
+    def hangs(*_):
+        release.wait(20)
+
+    mix, calls = calls_of(hangs, lambda *_: 1 / 0)
+    with user_error("my.py:f1: it raised ZeroDivisionError"):
+        mix.finish(calls, None, None)
+    release.set()
+
+
+def test_no_two_sources_have_one_name(tmp_path):
+    """The number of a second `score` is not the name of a third function."""
+    specs = []
+    for file, name in (("a", "score"), ("b", "score"), ("c", "score2"), ("d", "score")):
+        (tmp_path / f"{file}.py").write_text(f"def {name}(prompts, *_):\n    return [0.0]\n")
+        specs.append(f"{tmp_path}/{file}.py:{name}")
+
+    def names(specs: list[str]) -> list[str]:
+        recipe = json.dumps({"*": [[spec, 1] for spec in specs]})
+        return [
+            source.name for source in sources.load_rewards(RewardArgs(reward_recipe=recipe)).sources
+        ]
+
+    assert names(specs) == ["score", "score2", "score22", "score3"]
+    assert names(specs[2:] + specs[:2]) == ["score2", "score", "score3", "score4"]
+
+
 def test_long_texts_are_cut_in_the_message():
     long = "x" * 100_000 + "the end"
     source = Source("f", "f", "function", function=lambda *_: [])
@@ -679,16 +749,20 @@ def test_long_texts_are_cut_in_the_message():
 @pytest.mark.parametrize(
     "result, message",
     [
-        ([1.0] * 5, "list of 4"),
-        (None, "got None"),
-        (1.0, "got 1.0"),
-        ((x for x in range(4)), "got <generator"),
+        ([1.0] * 5, r"numbers, got list of 5 \(float\);"),
+        ([1, None, [2.0], 3], r"got list of 4 \(NoneType, int, list\);"),
+        (torch.zeros(4, 2), r"got Tensor of shape \(4, 2\);"),
+        (np.zeros(()), r"got ndarray of shape \(\);"),
+        (None, "got NoneType;"),
+        (1.0, "got float;"),
+        ((x for x in range(4)), "got generator;"),
         ({}, "expected at least one"),
         ({"a": [1.0] * 4, "b": [1.0]}, "b must be"),
     ],
 )
 def test_wrong_shape(result, message):
-    with user_error(f"(?s){message}.*response 0"):
+    """In one line, whatever it holds."""
+    with user_error(f"{message}.*(?s:.*response 0)"):
         score(lambda *_: result)
 
 
@@ -726,7 +800,7 @@ def test_where_nobody_says_what_is_right_a_line_says_how(capsys, components, rat
 def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\ndef f(rewards):\n    sys.exit(0)\n")
     spec = f"{tmp_path / 'leaves.py'}:f"
-    mix = scoring.load_rewards(RewardArgs(reward="exact", reward_combiner=spec))
+    mix = sources.load_rewards(RewardArgs(reward="exact", reward_combiner=spec))
     with user_error(r"SystemExit: 0 \(leaves.py:3\b"):
         mix.combine(mix.combiner, {"a": torch.zeros(2)})
 
@@ -756,7 +830,7 @@ def test_truths_pass_the_check_of_their_reward_before_a_run(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(CHECKED)
     good, none, bad = row_of("7"), row_of(None), row_of("seven", "x.jsonl:9")
-    reward = scoring.load_rewards(RewardArgs(reward=f"{path}:score"))
+    reward = sources.load_rewards(RewardArgs(reward=f"{path}:score"))
     reward.check_rows([good, none])
     with user_error(
         r"1 of 3 rows are bad\n  x.jsonl:9: 'seven' is no number, which score compares"
@@ -764,14 +838,14 @@ def test_truths_pass_the_check_of_their_reward_before_a_run(tmp_path):
         reward.check_rows([good, none, bad])
     with user_error("its check of x.jsonl:9 raised KeyError"):
         reward.check_rows([row_of("bug", "x.jsonl:9")])
-    scoring.load_rewards(RewardArgs(reward="boxed")).check_rows([bad])
+    sources.load_rewards(RewardArgs(reward="boxed")).check_rows([bad])
     with user_error("x.jsonl:7: an empty answer, ' ', which boxed compares with"):
-        scoring.load_rewards(RewardArgs(reward="boxed")).check_rows([good, row_of(" ")])
+        sources.load_rewards(RewardArgs(reward="boxed")).check_rows([good, row_of(" ")])
 
 
 def test_a_default_reward_is_said(capsys):
     rows = SimpleNamespace(train=[], held_out=[], all=[])
     for flags, said in (("", True), ("--reward answer", False)):
         args = ppo.parse_args(words(f"--model m --data d.jsonl {flags}"))
-        ppo.check_rows(args, rows, scoring.load_rewards(args), None)
+        ppo.check_rows(args, rows, sources.load_rewards(args), None)
         assert ("--reward boxed (the default)" in capsys.readouterr().out) == said

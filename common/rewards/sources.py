@@ -1,0 +1,607 @@
+"""Rewards: what functions, rules, servers, models and environments say of samples, and what it comes to.
+
+    load_rewards        --reward, --reward_recipe, --reward_combiner -> RewardMix, of Sources
+    RewardMix.begin     this rank's samples -> calls of functions, rules and servers, each in a thread
+      read_samples        what they get
+      call_source         what they return, checked
+    RewardMix.score     calls of all ranks, models, environments -> batch.rewards and its components
+    prompts_with_spread the prompts whose samples can be compared
+
+Only the response is scored: a prompt that shows an answer as an example must not earn anything.
+"""
+
+import copy
+import functools
+import math
+import os
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, wait
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common import distributed, losses
+from common.buffers import Batch
+from common.data.processor import Processor
+from common.data.rows import Prompt, report_bad
+from common.data.transcripts import finished_text, messages, turn_texts, whole_texts
+from common.files import check_form, parse_json, read_bytes
+from common.ppo_flags import RewardArgs
+from common.process import UserError
+from common.rewards import regions
+from common.rewards.remote import Server
+from common.rewards.rules import RULES, Columns, check_reference, rule_reward
+from common.threads import RAISED, Call, Workers, describe_error
+from common.user_code import guarded, load_function, run_on_main
+
+MEASURED = "parsed"  # a component that is no part of a reward
+CALLED = ("rule", "function", "remote")  # kinds of sources that are functions of texts
+# Columns (n,) of n samples, "reward" and its components, and what a judge says of each, if anything.
+Scored = tuple[dict[str, Tensor], list[str]]
+# Of each sample: where a span ends, in characters, and what it earns.
+Spans = list[list[tuple[int, float]]]
+
+
+# --------------------------------------------------------------------------------------------------
+# Sources and recipes
+# --------------------------------------------------------------------------------------------------
+
+
+def no_reward(prompts, responses, references, labels, images) -> list[float]:
+    return [0.0] * len(responses)
+
+
+@dataclass
+class Source:
+    """One source of rewards: a function of texts, which each rank calls about its own samples, or a
+    model, which all ranks ask together."""
+
+    spec: str  # as given: boxed, file.py:function, grm:FOLDER, rm:FOLDER, http://...
+    name: str  # in metrics and records
+    kind: str  # rule, env, function, remote, grm or rm
+    folder: str = ""  # of a model
+    function: Callable = no_reward  # of a kind in CALLED
+    asks: list[str] = field(default_factory=list)  # what it gets by keyword: names of OFFERED
+    ask: Callable[..., Scored] | None = None  # of a model; `models.build` sets it
+    # Raises ValueError: nothing can match a reference answer. None: any may be right.
+    check: Callable[[str], None] | None = None
+
+
+def load_rewards(args: RewardArgs) -> "RewardMix":
+    """The sources of --reward or --reward_recipe and how they are combined. Raises UserError."""
+    listed = [spec.strip() for spec in args.reward.split(",") if spec.strip()]
+    recipe = {"*": dict.fromkeys(listed, 1.0)}
+    if args.reward_recipe:
+        recipe = read_recipe(args.reward_recipe)
+    specs = list(dict.fromkeys(spec for weights in recipe.values() for spec in weights))
+    if not specs:
+        raise UserError("--reward or --reward_recipe is empty: no source of rewards")
+    if len(specs) > 1 and not args.reward_recipe and not args.reward_combiner:
+        raise UserError(
+            f"--reward {args.reward}: {len(specs)} sources need a --reward_recipe with their"
+            " weights, or a --reward_combiner"
+        )
+    sources = [load_source(spec, args) for spec in specs]
+    name_apart(sources)
+    combiner = None
+    if args.reward_combiner:
+        combiner, _ = load_function("--reward_combiner", args.reward_combiner, "rewards")
+    return RewardMix(sources, recipe, args, combiner)
+
+
+def read_recipe(text: str) -> dict[str, dict[str, float]]:
+    """label -> source -> weight, from JSON {label: [[source, weight], ...]} or a file of it. Raises
+    UserError."""
+    recipe = {}
+    try:
+        content = parse_json(read_bytes(text) if os.path.isfile(text) else text, "the recipe")
+        check_form(content, {str: [list]}, "the recipe")
+        for label, parts in content.items():
+            recipe[label] = {str(spec): float(weight) for spec, weight in parts}
+            if not 0 < len(recipe[label]) == len(parts):
+                raise ValueError(f"{label!r} has the sources {parts}")
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"--reward_recipe {text}: expected {{label: [[source, weight], ...]}} as JSON or a file"
+            ' of it, each source once for a label; "*" for all other labels; weight 0: only'
+            f" measured ({error})"
+        ) from error
+    return recipe
+
+
+def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
+    """A source by its spec. Raises UserError.
+
+    A function `f(prompts, responses, references, labels, images)` gets lists of equal length, in
+    which the samples of a prompt stand together, and returns a list of floats or a dict of such
+    lists: its "reward" is the reward, or else the sum of all; the others are logged as components.
+    "spans" holds a list of (end, reward) for each sample: what the text up to that character earns
+    besides, at the token that ends there. `images` holds absolute paths, in the order of their places
+    in the prompt (of a clip a tuple); the policy sees them as `read_image` gives them. Parameters of
+    the names in `OFFERED` get what these say. All are copies. An attribute `check` of the function is
+    called with every reference answer before the first step, and raises ValueError for a bad one.
+    """
+    kind, _, rest = spec.partition(":")
+    if spec in RULES:
+        rule, check = functools.partial(rule_reward, spec), functools.partial(check_reference, spec)
+        return Source(spec, spec, "rule", function=rule, check=check)
+    if spec in regions.RULES:
+        rule = functools.partial(regions.region_reward, spec)
+        return Source(spec, spec, "rule", function=rule, asks=["regions"])
+    if spec == "none":
+        return Source(spec, spec, "function")
+    if spec == "env":
+        return Source(spec, "env", "env")
+    if kind in ("grm", "rm") and rest:
+        return Source(spec, kind, kind, folder=rest)
+    if kind in ("http", "https"):
+        server = Server(spec, args)
+        return Source(spec, "remote", "remote", function=server, asks=["groups", "places"])
+    function, asks = load_function(
+        "--reward",
+        spec,
+        "prompts, responses, references, labels, images",
+        OFFERED,
+        f"one of {', '.join((*RULES, *regions.RULES))}, env, grm:FOLDER, rm:FOLDER, "
+        "http://host:port/path, or an existing path.py:function",
+    )
+    name, check = spec.rpartition(":")[2], getattr(function, "check", None)
+    if check is not None:
+        check = guarded(spec, check)
+    return Source(spec, name, "function", function=function, asks=asks, check=check)
+
+
+def name_apart(sources: list[Source]) -> None:
+    """Number sources of the same name, by numbers that make no name of another source: two judges become
+    grm and grm2."""
+    taken = set()
+    for source in sources:
+        name, number = source.name, 1
+        while source.name in taken:
+            number += 1
+            source.name = f"{name}{number}"
+        taken.add(source.name)
+
+
+# --------------------------------------------------------------------------------------------------
+# A call of a function, a rule or a server
+# --------------------------------------------------------------------------------------------------
+
+
+class Samples(NamedTuple):
+    """What a reward function gets of n samples, those of a prompt side by side; after the images by the
+    names of its parameters only."""
+
+    prompts: list[str]
+    responses: list[str]
+    references: list[str | None]
+    labels: list[str | None]
+    images: list[list]
+    rows: list[dict]  # all columns, as in the file, and the conversation if there is one
+    lengths: list[int]  # response tokens, a sampled end included
+    truncated: list[bool]
+    groups: list[int]  # the same number for all samples of a prompt
+    places: list[list]  # `coordinates.Place` of each image of the prompt, None of a clip
+    regions: list  # `coordinates.Regions` of the row, or None
+    step: int  # steps of the run that are done
+
+
+OFFERED = Samples._fields[5:]
+
+
+def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int) -> Samples:
+    """What reward functions get of the samples ``picks``: the last turn as the response, and the
+    whole conversation in the row."""
+    turns = turn_texts(batch, picks, processor)
+    prompts = [batch.prompts[int(batch.prompt_index[i])] for i in picks]
+    rows = [copy.deepcopy(prompt.row) for prompt in prompts]  # one each: a function may change it
+    if batch.conversations:
+        for i, row, texts in zip(picks, rows, turns):
+            row["conversation"] = copy.deepcopy(messages(batch.conversations[i], texts))
+    return Samples(
+        prompts=[prompt.text for prompt in prompts],
+        responses=[texts[-1] for texts in turns],
+        references=[prompt.reference for prompt in prompts],
+        labels=[prompt.label for prompt in prompts],
+        images=[list(prompt.images) for prompt in prompts],
+        rows=rows,
+        lengths=batch.own_lengths[picks].tolist(),
+        truncated=batch.truncated[picks].tolist(),
+        groups=batch.prompt_index[picks].tolist(),
+        places=[list(prompt.places) for prompt in prompts],
+        regions=[prompt.regions for prompt in prompts],
+        step=step,
+    )
+
+
+def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
+    """The reward of n samples under "reward", and components; and the spans, if the function gives some:
+    then their sums are the component "spans". Raises UserError: the function raises, or returns other
+    than finite numbers."""
+    inputs = [list(column) for column in samples[:5]]  # the function may empty its lists
+    by_name = {name: copy.copy(getattr(samples, name)) for name in source.asks}
+    try:
+        returned = source.function(*inputs, **by_name)
+    except UserError as error:  # of a server
+        raise failure(source, samples, str(error)) from error
+    except RAISED as error:
+        raise failure(source, samples, f"it raised {describe_error(error)}") from error
+    columns = dict(returned) if isinstance(returned, dict) else {"reward": returned}
+    if not columns:
+        raise failure(source, samples, "no components, expected at least one")
+    spans = []
+    if "spans" in columns:
+        spans = read_spans(source, samples, columns["spans"])
+        columns["spans"] = [sum(earned for _, earned in ends) for ends in spans]
+    columns = {name: read_column(source, samples, name, columns[name]) for name in columns}
+    earning = ["reward", "spans"] if "reward" in columns else list(columns)
+    earned = [columns[name] for name in earning if name in columns]
+    return columns | {"reward": [sum(values) for values in zip(*earned)]}, spans
+
+
+def read_column(source: Source, samples: Samples, name: str, values: Any) -> list[float]:
+    """The numbers of a column, also of numpy or torch. Raises UserError: there are more or fewer than
+    samples, or some are not finite."""
+    count = len(samples.responses)
+    try:
+        numbers = torch.as_tensor(values, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        numbers = torch.empty(())
+    if numbers.shape != (count,):
+        problem = f"{name} must be a list of {count} numbers, got {describe_shape(values)}"
+        raise failure(source, samples, problem)
+    finite = numbers.isfinite()
+    if not finite.all():
+        i = int(finite.int().argmin())
+        raise failure(source, samples, f"{name} is {numbers[i]:g}, not a finite number", i)
+    return numbers.tolist()
+
+
+def describe_shape(values: Any) -> str:
+    """What a function returned in place of a list of numbers, in a few words."""
+    kind = type(values).__name__
+    if hasattr(values, "shape"):
+        return f"{kind} of shape {tuple(values.shape)}"
+    if isinstance(values, list | tuple):
+        kinds = sorted({type(value).__name__ for value in values})
+        return f"{kind} of {len(values)} ({', '.join(kinds)})"
+    return kind
+
+
+def read_spans(source: Source, samples: Samples, spans: Iterable) -> Spans:
+    """The spans as a function returns them. Raises UserError."""
+    try:
+        return [
+            # `index` refuses an end that is not in the text
+            [(range(1, len(text) + 1).index(end) + 1, float(earned)) for end, earned in ends]
+            for text, ends in zip(samples.responses, spans, strict=True)
+        ]
+    except (TypeError, ValueError) as error:
+        problem = f"spans must be lists of (end, reward), with ends in the response: {error}"
+        raise failure(source, samples, problem) from error
+
+
+def failure(source: Source, samples: Samples, problem: str, i: int = 0) -> UserError:
+    """An error of a source, with the texts of sample ``i``."""
+    names = ("prompt", "response", "reference", "label")
+    texts = [f"\n  {name}: {str(column[i])[-500:]!r}" for name, column in zip(names, samples[:4])]
+    return UserError(
+        f"--reward {source.spec}: {problem}; a sample (the last 500 characters of each):"
+        + "".join(texts)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Rewards of a batch
+# --------------------------------------------------------------------------------------------------
+
+
+class CallOfSource(NamedTuple):
+    """A call about a rank's samples, in a thread."""
+
+    picks: list[int]  # the samples by their numbers in the batch
+    samples: Samples
+    result: Call  # of `call_source`
+
+
+class Scores(NamedTuple):
+    """What a source says of samples."""
+
+    picks: list[int]
+    columns: dict  # (n,) each: "reward" and components
+    at_tokens: list[
+        tuple[int, float]
+    ] = []  # a part of the rewards: index of a token, what it earns
+    notes: list[str] = []  # of a judge, on each sample
+
+
+@dataclass
+class RewardMix:
+    """What a sample earns: a weighted sum of sources, chosen by the label of its row."""
+
+    sources: list[Source]
+    recipe: dict[str, dict[str, float]]  # label -> spec of a source -> weight; "*": other labels
+    args: RewardArgs
+    combiner: Callable | None = None  # {name: rewards} -> rewards, in place of the sum
+
+    def weights(self, label: str | None) -> dict[str, float]:
+        """Spec of a source -> weight. Raises KeyError: a label that the recipe does not have."""
+        return self.recipe[label if label in self.recipe else "*"]
+
+    def can_earn(self, label: str | None) -> bool:
+        """Whether rows of that label can earn something; others are only measured."""
+        return self.combiner is not None or any(self.weights(label).values())
+
+    def check_rows(self, rows: list[Prompt]) -> None:
+        """Raises UserError: rows that cannot be scored, with their lines."""
+        comparing = [source for source in self.sources if source.kind == "rule" or source.check]
+        bad = []
+        for row in rows:
+            if row.label not in self.recipe and "*" not in self.recipe:
+                bad.append(
+                    f"{row.source}: label {row.label!r} is not in --reward_recipe: "
+                    + ", ".join(self.recipe)
+                )
+                continue
+            for source in comparing:
+                lack = lack_of(source, row)
+                if lack and source.spec in self.weights(row.label):
+                    bad.append(f"{row.source}: {lack}, which {source.name} compares with")
+        report_bad("--reward", bad, len(rows), is_error=True)
+
+    def report_constant_answers(self, rows: list[Prompt]) -> None:
+        """Print which answer is right most often: a policy that is right no more often than that has
+        learned nothing."""
+        for source in self.sources:
+            scored = [row for row in rows if source.spec in self.weights(row.label)]
+            counts = Counter(row.reference for row in scored if row.reference is not None)
+            if source.kind in CALLED and source.spec not in ("none", *regions.RULES) and counts:
+                answer, count = counts.most_common(1)[0]
+                share = f"{count / len(scored):.3f} of its rows"
+                distributed.say_once(
+                    f"--reward {source.spec}: always to answer {answer!r:.80} is right in {share}"
+                )
+
+    def share_of(self, source: Source, batch: Batch) -> Tensor:
+        """(S,) float64, the weight of a source in each sample; NaN where it does not score it."""
+        shares = [self.weights(prompt.label).get(source.spec, math.nan) for prompt in batch.prompts]
+        return torch.tensor(shares, dtype=torch.float64)[batch.prompt_index]
+
+    def samples_of(self, source: Source, batch: Batch) -> list[int]:
+        """The samples that a source scores."""
+        return (~self.share_of(source, batch).isnan()).nonzero()[:, 0].tolist()
+
+    def begin(self, batch: Batch, processor: Processor, step: int) -> dict[str, CallOfSource]:
+        """By source, the calls of functions, rules and servers about this rank's samples, each in a thread
+        of its own; `score` waits for them."""
+        rank, calls, workers = dist.get_rank(), {}, Workers(len(self.sources))
+        for source in self.sources:
+            used = self.samples_of(source, batch)
+            mine = [i for i in used if batch.owners[batch.prompt_index[i]] == rank]
+            if source.kind in CALLED and mine:  # a rank may have no samples
+                samples = read_samples(batch, mine, processor, step)
+                if source.kind == "rule" and source.spec != "exact":
+                    pairs = zip(mine, samples.responses)
+                    finished = [finished_text(batch, i, text) for i, text in pairs]
+                    samples = samples._replace(responses=finished)
+                call = workers.submit(call_source, source, samples)
+                calls[source.name] = CallOfSource(mine, samples, call)
+        workers.close()
+        return calls
+
+    def score(
+        self,
+        batch: Batch,
+        processor: Processor,
+        step: int,
+        calls: dict[str, CallOfSource] | None = None,
+    ) -> None:
+        """Fill rewards, turn_rewards (of environments and spans), components (NaN where a source does not
+        score a sample) and judgements of all samples, alike on every rank. With several sources, a
+        component of one is named SOURCE/COMPONENT, and its reward SOURCE. `compared` and
+        the sources' weights are filled too.
+
+        Args:
+            step: steps of the run that are done.
+            calls: what `begin` returned, if it was called before.
+
+        Raises:
+            UserError: on every rank, when a source fails on any; the sample is in the message.
+        """
+        calls = self.begin(batch, processor, step) if calls is None else calls
+        by_rank = distributed.gather_objects(self.finish(calls, batch, processor))
+        total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
+        batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
+        by_source, components = {}, {}  # (S,) each
+        weights = []  # (S,) each, by source
+        judgements = [""] * len(batch)
+        for source in self.sources:
+            share, used = self.share_of(source, batch), self.samples_of(source, batch)
+            weights.append(share)
+            scores = [part[source.name] for part in by_rank if source.name in part]
+            if source.kind not in CALLED:
+                scores = ask_source(source, batch, used, processor)
+            columns = join_columns(scores, len(batch))
+            by_source[source.name] = columns.pop("reward")
+            total[used] += (share * by_source[source.name])[used]
+            if self.combiner is None:  # a combined reward belongs to no token
+                at_tokens = [pair for part in scores for pair in part.at_tokens]
+                shares = share.nan_to_num().repeat_interleave(batch.own_lengths)
+                batch.turn_rewards += shares * sum_at_tokens(at_tokens, len(batch.tokens))
+            for name, values in columns.items():
+                components[f"{source.name}/{name}" if len(self.sources) > 1 else name] = values
+            for i, note in [pair for part in scores for pair in zip(part.picks, part.notes)]:
+                judgements[i] += f"{source.name}: {note}\n"
+        if self.combiner is not None:
+            total = self.combine(self.combiner, by_source)
+        if len(self.sources) > 1:
+            components = by_source | components
+        batch.compared, batch.weights = self.compared(components), torch.stack(weights, dim=1)
+        batch.rewards = finite_rewards(total.float(), by_source)
+        batch.components = {name: values.float() for name, values in components.items()}
+        batch.judgements = [text.strip() for text in judgements]
+
+    def finish(
+        self, calls: dict[str, CallOfSource], batch: Batch, processor: Processor
+    ) -> dict[str, Scores]:
+        """What the calls return, all of them within --reward_timeout. Raises UserError on every rank."""
+        scores, limit = {}, self.args.reward_timeout
+        with distributed.raise_on_all_ranks():
+            wait([call.result for call in calls.values()], limit, FIRST_EXCEPTION)
+            done = {name: call for name, call in calls.items() if call.result.done()}
+            for name, (picks, _, result) in done.items():
+                columns, spans = result.result()  # or raises what the call has raised
+                at_tokens = place_spans(picks, spans, batch, processor) if spans else []
+                scores[name] = Scores(picks, columns, at_tokens)
+            for source in self.sources:
+                if source.name in calls.keys() - done.keys():
+                    problem = f"took longer than {limit:g} s (--reward_timeout)"
+                    raise failure(source, calls[source.name].samples, problem)
+        return scores
+
+    def compared(self, components: Iterable[str]) -> list[str]:
+        """The components that gdpo compares: the rewards of several sources, or the parts of the reward
+        of one. It has no parts if an environment gave it, or if a rule for regions measures it in several
+        ways."""
+        if len(self.sources) > 1:
+            return [source.name for source in self.sources]
+        alone = self.sources[0]
+        if alone.kind == "env" or alone.spec in regions.RULES:
+            return []
+        names = [name for name in components if name != MEASURED]
+        return names if names != ["spans"] else []  # beside the reward alone, they are parts of it
+
+    def combine(self, combiner: Callable, rewards: dict[str, Tensor]) -> Tensor:
+        """(S,) what --reward_combiner makes of the sources' rewards. Raises UserError on every rank."""
+        lists = {name: column.tolist() for name, column in rewards.items()}
+        count = len(next(iter(lists.values())))
+        flag = f"--reward_combiner {self.args.reward_combiner}"
+        values = run_on_main(flag, lambda: [float(value) for value in combiner(lists)])
+        if len(values) != count:
+            raise UserError(f"{flag}: {len(values)} values for {count} samples")
+        return torch.tensor(values, dtype=torch.float64)
+
+
+def lack_of(source: Source, row: Prompt) -> str:
+    """What a row lacks for a source that compares, or what is wrong with its reference answer; "" if
+    nothing. Raises UserError: a function's own check fails."""
+    if source.spec in regions.RULES:
+        return regions.problem_of(source.spec, row.regions)
+    if row.reference is None:  # a function may read another column
+        return "" if source.kind == "function" else "no reference answer"
+    try:
+        if source.check:
+            source.check(row.reference)
+    except ValueError as error:
+        return str(error)
+    except RAISED as error:
+        problem = (
+            f"--reward {source.spec}: its check of {row.source} raised {describe_error(error)}"
+        )
+        raise UserError(problem) from error
+    return ""
+
+
+def ask_source(source: Source, batch: Batch, used: list[int], processor: Processor) -> list[Scores]:
+    """What a model, which sees whole conversations, or the environment says of the samples ``used``; all
+    ranks ask together."""
+    if source.kind == "env":
+        at_tokens = rewards_of_turns(batch)
+        rewards = batch.per_sample_sum(sum_at_tokens(at_tokens, len(batch.tokens)))[used]  # (n,)
+        columns = {"reward": rewards, "accuracy": env_accuracy(batch, rewards, used)}
+        return [Scores(used, columns, at_tokens)]
+    if source.ask is None or not used:
+        return []
+    columns, notes = source.ask(batch, used, whole_texts(batch, used, processor))
+    return [Scores(used, columns, notes=notes)]
+
+
+def rewards_of_turns(batch: Batch) -> list[tuple[int, float]]:
+    """What environments gave, at the last own token of each turn."""
+    at_tokens = []
+    for start, conversation in zip(batch.offsets.tolist(), batch.conversations):
+        for end, reward in zip(conversation.ends, conversation.rewards):
+            at_tokens.append((start + end - 1, reward))
+    return at_tokens
+
+
+def env_accuracy(batch: Batch, rewards: Tensor, used: list[int]) -> Tensor:
+    """(n,) accuracies as the environment gave them, 0 for samples that ended before it did. If it
+    gave none at all: 1 where the reward is 1 or more."""
+    accuracies = [batch.conversations[i].accuracy for i in used]
+    if all(accuracy is None for accuracy in accuracies):
+        return (rewards >= 1).double()
+    return torch.tensor([accuracy or 0.0 for accuracy in accuracies], dtype=torch.float64)
+
+
+def place_spans(
+    picks: list[int], spans: Spans, batch: Batch, processor: Processor
+) -> list[tuple[int, float]]:
+    """(index of the token that ends a span, what it earns), for the spans of the last turns of the
+    samples ``picks``."""
+    turns, placed = batch.turns, []
+    for i, ends in zip(picks, spans):
+        turn = turns[i][-1]
+        start = int(batch.offsets[i + 1]) - len(turn)
+        placed += [(start + token_that_ends(processor, turn, end), earned) for end, earned in ends]
+    return placed
+
+
+def token_that_ends(processor: Processor, tokens: Tensor, end: int) -> int:
+    """The token that completes the first ``end`` characters. Until its last token is there, a character
+    of several tokens is shown as replacement marks."""
+
+    def whole_characters(count: int) -> int:
+        return len(processor.decode([tokens[:count]])[0].rstrip("\ufffd"))
+
+    return bisect_left(range(1, len(tokens)), end, key=whole_characters)
+
+
+def join_columns(scores: list[Scores], count: int) -> dict[str, Tensor]:
+    """Columns (S,) float64, "reward" and components; NaN where nothing is said of a sample."""
+    nothing = torch.full((count,), math.nan, dtype=torch.float64)
+    joined = {"reward": nothing.clone()}
+    for part in scores:
+        for name, values in part.columns.items():
+            column = joined.setdefault(name, nothing.clone())
+            column[part.picks] = torch.as_tensor(values, dtype=torch.float64)
+    return joined
+
+
+def sum_at_tokens(at_tokens: Iterable[tuple[int, float]], count: int) -> Tensor:
+    """(N,) float64, what each token earns, of (index of a token, reward)."""
+    earned = torch.zeros(count, dtype=torch.float64)
+    for index, reward in at_tokens:
+        earned[index] += reward
+    return earned
+
+
+def finite_rewards(rewards: Tensor, by_source: dict[str, Tensor]) -> Tensor:
+    """The rewards (S,). Raises UserError: some are NaN or too large for float32."""
+    bad = (~rewards.isfinite()).nonzero()[:, 0].tolist()
+    if bad:
+        first = {name: float(values[bad[0]]) for name, values in by_source.items()}
+        raise UserError(
+            f"rewards must be finite float32 numbers: {len(bad)} of {len(rewards)} are not; for"
+            f" the first of them the sources say {first}"
+        )
+    return rewards
+
+
+# --------------------------------------------------------------------------------------------------
+# Spread
+# --------------------------------------------------------------------------------------------------
+
+
+def prompts_with_spread(batch: Batch) -> list[int]:
+    """The prompts whose samples do not all earn the same. Prompts with one sample each are compared
+    with one another: all of them, or none."""
+    compared = batch.prompt_index
+    if len(compared.unique()) == len(batch):
+        compared = torch.zeros_like(compared)
+    return batch.prompt_index[losses.has_spread(batch.rewards, compared)].unique().tolist()
