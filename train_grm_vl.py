@@ -66,6 +66,7 @@ from common.files import parse_json, read_text
 from common.flags import flag
 from common.model import budget, build, checkpoint, fsdp, memory, packs, vlm, weights
 from common.model.policy import Policy, logprobs_of
+from common.model.recompute import explained
 from common.process import UserError
 from common.reports import accuracy
 from common.reports import records as reports
@@ -113,7 +114,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             logging.timer.reset()
             with logging.timer("data"):
                 batch = next_batch(loader)
-            with logging.timer("update"):
+            with logging.timer("update"), explained(trained.module.model):
                 metrics, target_logprobs = update(trained, batch, state)
             advance(state, metrics, batch, rows, args)
             state.metrics |= performance(batch) | checkpoints.metrics()
@@ -373,17 +374,16 @@ def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.Mem
     more if memory is free."""
     prompt = budget.longest_prompt(row.prompt for row in (*rows.held_out, *rows.train))
     length = prompt + args.eval_max_new_tokens
+    target = budget.longest_example(example for row in rows.train for example in row.examples)
     plan = budget.MemoryPlan(
         {"judge": judge},
         shards=args.hsdp or ranks,
         args=args,
         offload="none",
         longest=length if rows.held_out else 0,
-        least_pack=args.max_prompt_tokens,
+        group=target,
+        longest_target=target,
         updates=not args.eval_only,
-        longest_target=budget.longest_example(
-            example for row in rows.train for example in row.examples
-        ),
     )
     if rows.held_out:
         plan.fixed["evaluate"] = partial(plan.decoding, "judge", length, args.slots or 1)

@@ -76,6 +76,7 @@ from common.model import (
 )
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.ptx import PtxLoss
+from common.model.recompute import explained
 from common.model.teacher import Teacher, follow_average
 from common.process import UserError
 from common.reports import records as reports
@@ -836,11 +837,12 @@ def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> bud
         args=args,
         offload=args.offload,
         longest=longest,
-        least_pack=args.longest,
+        group=prompt + args.samples_per_prompt * args.longest_response,
         updates=not args.eval_only,
     )
     if rows.ptx:
         plan.longest_target = budget.longest_example(rows.ptx.rows)
+        plan.group = max(plan.group, plan.longest_target)
     # keys per token of a prompt and its n responses of L tokens: (P + n (P + L)) / (P + n L)
     if args.samples_per_prompt > 1:
         plan.keys = 1 + prompt / (prompt / args.samples_per_prompt + args.longest_response)
@@ -1329,10 +1331,10 @@ def update_models(
     metrics of both."""
     metrics = {}
     if "critic" in trainables:
-        with logging.timer("update_critic"):
+        with logging.timer("update_critic"), explained(models.actor.model):
             metrics |= update_critic(trainables["critic"], batch, step, args)
     if step > args.critic_warmup_steps:
-        with logging.timer("update_actor"):
+        with logging.timer("update_actor"), explained(models.actor.model):
             metrics |= update_actor(trainables["actor"], models, batch, step, ptx, args)
         if ptx:
             ptx.scheduled += args.epochs * args.minibatches * ptx.batch

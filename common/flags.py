@@ -432,8 +432,9 @@ class ModelArgs:
     )
     gradient_checkpointing: str = flag(
         "auto",
-        "recompute layers in the backward pass: less memory, about 30 % more time. auto: on a GPU, "
-        "never on a CPU (launch/plan.py says what is fastest)",
+        "recompute layers in the backward pass: less memory, about 30 % more time. auto: on a GPU, no "
+        "more than memory requires, perhaps with smaller packs (launch/plan.py prints the choice); "
+        "never on a CPU",
         choices=("auto", "on", "off"),
     )
     train_vision: bool = flag(
@@ -450,7 +451,7 @@ class ModelArgs:
     lora_alpha: int = flag(16, "adapters are scaled by this / --lora_rank", low=1)
     max_tokens_per_pack: int = flag(
         16384,
-        "tokens per pack and per prefill; determines the memory of an update",
+        "tokens per pack and per prefill, at most; determines the memory of an update",
         low=1,
     )
     rollout_shards: int = flag(

@@ -12,6 +12,8 @@ gradients, optimizer states and one sample do not fit; otherwise it warns.
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -48,11 +50,10 @@ def main(argv: list[str] | None = None) -> None:
 
     plan_script = plan_ppo if options.script == "ppo" else plan_grm
     plan = plan_script(with_data(argv[cut + 1 :]), options.gpus)
-    tokens, recompute = plan.setting
-    print(f"{options.gpus} GPUs, {plan.shards} shards, packs of {tokens} tokens:")
-    print(*memory_table(plan.phases(tokens, recompute)), sep="\n", flush=True)
-    print(budget.require_fit(plan, options.gib, budget.total))
-    print(budget.fastest(plan, tokens, options.gib))
+    setting = budget.choose(plan, options.gib)
+    print(f"{options.gpus} GPUs, {plan.shards} shards; {setting}:")
+    print(*memory_table(plan.phases(setting)), *teams_table(plan), sep="\n", flush=True)
+    print(budget.require_fit(plan, setting, options.gib, most=1.0))
     if options.script == "ppo":
         print(f"room for {plan.slots(options.gib)} samples that decode together", flush=True)
 
@@ -68,6 +69,19 @@ def memory_table(phases: dict[str, budget.Parts]) -> list[str]:
             sizes.append(f"{column[part] / budget.GIB:.2f}" if part in column else "")
         lines.append(table_line(part, sizes))
     return lines
+
+
+def teams_table(plan: budget.MemoryPlan) -> list[str]:
+    """Two lines: what generation needs with each number of --rollout_shards that can share the model."""
+    args, peaks = plan.args, {}
+    for size in range(1, 9):
+        plan.args = replace(args, rollout_shards=size)
+        with suppress(UserError):  # so many ranks cannot share a layer
+            if plan.fixed and plan.shards % size == 0:
+                peak, _ = budget.peak_of({name: parts() for name, parts in plan.fixed.items()})
+                peaks[str(size)] = f"{peak:.2f}"
+    plan.args = args
+    return [table_line("--rollout_shards", peaks), table_line("GiB", peaks.values())]
 
 
 def table_line(name: str, cells: Iterable[str]) -> str:

@@ -1,16 +1,16 @@
 """Does a run fit? Bytes on a GPU by phase of a step, their peak, and what would help.
 
     MemoryPlan                what the steps of a script need: `MemoryPlan.phases`
-    fastest                   the fastest setting that fits
-    fit                       before weights are read: on a GPU, refuses what cannot fit and warns of
-                              what may not; warns of sequences longer than a model was made for
+    choose                    packs and recomputed layers of updates: as few as memory requires
+    fit                       before weights are read: on a GPU, chooses, refuses what cannot fit and warns
+                              of what may not; warns of sequences longer than a model was made for
 
 The formulas of each part are in `common.model.memory`; launch/plan.py prints a plan as a table.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -19,16 +19,15 @@ from common.data.rows import Example, Prompt
 from common.flags import ModelArgs
 from common.model import memory
 from common.model.attention import most_slots
-from common.model.vlm import Modules
+from common.model.recompute import can_keep, recompute
+from common.model.vlm import Modules, UpdateSetting, decoder
 from common.process import UserError
 
 GIB = 2**30
 RESERVED = 2 * GIB  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
-PACK_UNIT = 256  # tokens; suggested sizes of packs are multiples of it
+PACK_UNIT = 256  # tokens; smaller packs than asked for are multiples of it
 SPARE = 0.08  # share of a GPU, for what the formulas miss
-
-# how the names of parts end that are exact, not estimates
-CERTAIN = ("weights", "Adam", "average", "gradient shards", "KV cache")
+SURE = 1.2  # times the memory of a GPU: the formulas do not err by as much
 
 Parts = dict[str, float]  # bytes on a GPU by part
 
@@ -47,7 +46,7 @@ class MemoryPlan:
     args: ModelArgs
     offload: str  # the value of --offload
     longest: int  # tokens of the longest sequence that is generated, with its prompt
-    least_pack: int  # tokens that a pack must hold
+    group: int  # tokens of the longest prompt with all its responses, which share a pack if they can
     longest_target: int = 0  # tokens of the longest prompt with a target to learn
     updates: bool = True  # False: the run only evaluates
     keys: float = 1.0  # how many attention gathers per token of a pack
@@ -62,18 +61,13 @@ class MemoryPlan:
         self.in_use: list[str] = []  # frozen roles to which the loss has an exact KL
         self.fixed: dict[str, Callable[[], Parts]] = {}  # phases that do not depend on packs
 
-    @property
-    def setting(self) -> tuple[int, bool]:
-        """Tokens of a pack, and whether layers are recomputed, as the flags say."""
-        return self.args.max_tokens_per_pack, self.args.gradient_checkpointing != "off"
+    def phases(self, setting: UpdateSetting) -> dict[str, Parts]:
+        """Bytes by phase and part."""
+        return {name: parts() for name, parts in self.fixed.items()} | self.update_phases(setting)
 
-    def phases(self, tokens: int, recompute: bool) -> dict[str, Parts]:
-        """Bytes by phase and part, with updates on packs of so many tokens."""
-        phases = {name: parts() for name, parts in self.fixed.items()}
-        if self.updates:
-            for role in self.trained:
-                phases[f"update {role}"] = self.update(role, tokens, recompute)
-        return phases
+    def update_phases(self, setting: UpdateSetting) -> dict[str, Parts]:
+        roles = self.trained if self.updates else []
+        return {f"update {role}": self.update(role, setting) for role in roles}
 
     def resident(self, *busy: str) -> Parts:
         """What stays on the GPU; of what --offload moves, only the parts of the roles that are ``busy``:
@@ -88,7 +82,7 @@ class MemoryPlan:
                 parts[f"{role} {part}"] = size
         return parts
 
-    def update(self, role: str, tokens: int, recompute: bool) -> Parts:
+    def update(self, role: str, setting: UpdateSetting) -> Parts:
         """Bytes of an update. Two layers are gathered, one of them ahead of its use."""
         module = self.models[role]
         root, layer, _ = memory.gathered_bytes(module)
@@ -96,7 +90,7 @@ class MemoryPlan:
             "gathered weights": root + 2 * layer,
             "gradient shards": self.held[role, "Adam"] / 2,
         }
-        parts |= memory.backward_bytes(module, tokens, recompute, self.keys)
+        parts |= memory.backward_bytes(module, setting, self.keys)
         for other in self.in_use:  # with adapters, the reference is this module
             root, _, _ = memory.gathered_bytes(self.models.get(other, module))
             logits = memory.logits_bytes(module, module.model.setup.head_chunk)
@@ -145,70 +139,74 @@ def total(parts: Parts) -> float:
     return sum(parts.values())
 
 
-def certain(parts: Parts) -> float:
-    """Bytes that are exact: weights, gradients, optimizer states and one slot of a cache."""
-    return sum(size for part, size in parts.items() if part.endswith(CERTAIN))
-
-
 # -------------------------------------------------------------------------------------------------
-# Whether it fits
+# What fits
 # -------------------------------------------------------------------------------------------------
 
 
-def peak_of(
-    plan: MemoryPlan, tokens: int, recompute: bool, size: Callable = total
-) -> tuple[float, str]:
-    """GiB of the phase with the largest ``size``, `total` or `certain`, and its name."""
-    return max((size(parts) / GIB, name) for name, parts in plan.phases(tokens, recompute).items())
+def peak_of(phases: dict[str, Parts]) -> tuple[float, str]:
+    """GiB of the largest phase, and its name."""
+    return max((total(parts) / GIB, name) for name, parts in phases.items())
 
 
-def has_room(plan: MemoryPlan, gib: float, tokens: int, recompute: bool) -> bool:
+def has_room(phases: dict[str, Parts], gib: float) -> bool:
     """Whether the peak leaves a share `SPARE` of ``gib`` free."""
-    return peak_of(plan, tokens, recompute)[0] <= (1 - SPARE) * gib
+    return not phases or peak_of(phases)[0] <= (1 - SPARE) * gib
 
 
-def fastest(plan: MemoryPlan, most: int, gib: float) -> str:
-    """The flags of the fastest setting that leaves a share `SPARE` of ``gib`` free: without
-    recomputation if any pack then fits, and the largest pack of at most ``most`` tokens. If none fits,
-    what else would help."""
-    least = -(-plan.least_pack // PACK_UNIT) * PACK_UNIT
-    for flag in ("off", "on"):
-        for tokens in reversed(range(least, most + 1, PACK_UNIT)):
-            if has_room(plan, gib, tokens, recompute=flag == "on"):
-                return (
-                    f"fastest with {SPARE:.0%} to spare: --gradient_checkpointing {flag} "
-                    f"--max_tokens_per_pack {tokens}"
-                )
-    return "no pack is small enough: use --offload, more or larger GPUs, or --lora_rank"
+def choose(plan: MemoryPlan, gib: float) -> UpdateSetting:
+    """How updates work on GPUs with ``gib``, as --gradient_checkpointing says: "on" recomputes all layers
+    and "off" none, in packs of --max_tokens_per_pack. "auto" takes the first that leaves a share `SPARE`
+    free, in both models in training:
+
+    1. the largest pack, up to --max_tokens_per_pack, that needs no recomputation, if it holds a prompt
+       with all its responses;
+    2. the fewest recomputed layers, which keep the outputs of attention, and as many of these those of
+       products, too, as then fit, if they can (`recompute.can_keep`);
+    3. the same as "on", also with a trained tower, whose activations are in no plan.
+    """
+    args, most = plan.args, plan.args.max_tokens_per_pack
+    layers = max(len(decoder(plan.models[role].model).layers) for role in plan.trained)
+    if args.gradient_checkpointing == "off":
+        return UpdateSetting(most, 0)
+    if args.gradient_checkpointing == "on" or args.train_vision:
+        return UpdateSetting(most, layers)
+
+    def fits(*setting) -> bool:
+        return has_room(plan.update_phases(UpdateSetting(*setting)), gib)
+
+    smaller = range(-(-plan.group // PACK_UNIT) * PACK_UNIT, most, PACK_UNIT)
+    sizes = [most, *reversed(smaller)]
+    size = bisect_left(sizes, True, key=lambda tokens: fits(tokens, 0))
+    if size < len(sizes):
+        return UpdateSetting(sizes[size], 0)
+    attention, products = map(all, zip(*(can_keep(plan.models[role].model) for role in plan.trained)))
+    few = bisect_left(range(layers + 1), True, key=lambda few: fits(most, few, attention))
+    if few > layers:
+        return UpdateSetting(most, layers)
+    more = range(1, few + 1) if products else ()
+    kept = bisect_left(more, True, key=lambda some: not fits(most, few, attention, some))
+    return UpdateSetting(most, few, attention, kept)
 
 
-def least_team(plan: MemoryPlan, gib: float) -> str:
-    """The flag of the smallest teams whose rollouts leave a share `SPARE` of ``gib`` free; "" if none
-    do."""
-    args, advice = plan.args, ""
-    for size in range(8, 0, -1):  # the smallest has the last word
-        plan.args = replace(args, rollout_shards=size)
-        with suppress(UserError):  # so many ranks cannot share a layer
-            if plan.shards % size == 0 and has_room(plan, gib, *plan.setting):
-                advice = f"--rollout_shards {size} fits: the smallest that does is the fastest"
-    plan.args = args
-    return advice
-
-
-def require_fit(plan: MemoryPlan, gib: float, needed: Callable) -> str:
-    """A line on the peak of a run on GPUs with ``gib`` and, if it has teams, on the smallest that fit.
-    Where less than a share `SPARE` stays free, a warning with what would help. Raises UserError: a
-    phase does not fit, measured by ``needed`` (`total` or `certain`)."""
-    tokens, recompute = plan.setting
-    peak, phase = peak_of(plan, tokens, recompute)
+def require_fit(plan: MemoryPlan, setting: UpdateSetting, gib: float, most: float) -> str:
+    """A line on the peak of a run on GPUs with ``gib``; where less than a share `SPARE` stays free, a
+    warning with what would help. Raises UserError if the peak is ``most`` times as much as there is."""
+    phases = plan.phases(setting)
+    peak, phase = peak_of(phases)
     line = f"memory per GPU: {peak:.1f} of {gib:.1f} GiB, in {phase}"
-    if has_room(plan, gib, tokens, recompute):
-        smallest = least_team(plan, gib) if plan.args.rollout_shards > 1 else ""
-        return "; ".join(filter(None, (line, smallest)))
-    advice = least_team(plan, gib) or fastest(plan, tokens, gib)
-    if peak_of(plan, tokens, recompute, needed)[0] > gib:
-        raise UserError(f"{line}, does not fit; {advice}")
-    return f"warning: {line}, may not fit; {advice}"
+    if plan.updates:
+        line += f"; {setting}"
+    if has_room(phases, gib):
+        return line
+    helps = ["smaller packs (--max_tokens_per_pack)", "--offload", "--lora_rank", "more or larger GPUs"]
+    if not phase.startswith("update"):
+        helps = ["--rollout_shards", "fewer --slots", *helps]
+    elif not setting.recomputed:
+        helps = ["--gradient_checkpointing auto", *helps]
+    if peak > most * gib:
+        raise UserError(f"{line}: does not fit; what helps: {', '.join(helps)}")
+    return f"warning: {line}: may not fit; what helps: {', '.join(helps)}"
 
 
 def new_positions(plan: MemoryPlan) -> str:
@@ -229,9 +227,9 @@ def new_positions(plan: MemoryPlan) -> str:
 
 def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
     """Before weights are read: warn of sequences too long for a model; on GPUs, compare the plan with
-    the free memory of the fullest of them, and say its peak. What is certain not to fit raises a
-    UserError on all ranks; an estimate only warns."""
-    plan.phases(*plan.setting)  # refuses layers that a team cannot share
+    the free memory of the fullest of them, let updates work as `choose` says, and say its peak. What
+    needs `SURE` times as much as is free raises a UserError on all ranks; less only warns."""
+    plan.phases(UpdateSetting(1, 0))  # refuses layers that a team cannot share
     warning = new_positions(plan)
     if warning:
         distributed.say_once(warning)
@@ -242,4 +240,8 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
     torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache
     free, _ = torch.cuda.mem_get_info()
     least = min(distributed.gather_objects(free)) / GIB
-    distributed.say_once(require_fit(plan, least, certain))
+    setting = choose(plan, least)
+    if plan.args.gradient_checkpointing == "auto":
+        for role in plan.trained:
+            recompute(plan.models[role].model, setting)
+    distributed.say_once(require_fit(plan, setting, least, SURE))

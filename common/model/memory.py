@@ -16,7 +16,14 @@ from common.logging import Metrics
 from common.model.attention import LARGEST_HEAD, SlotCache, head_dim, layer_configs
 from common.model.linear_attention import DeltaNet, activation_bytes
 from common.model.teams import piece_bytes
-from common.model.vlm import Wrapper, decoder, experts_per_token, routers, tower_parameters
+from common.model.vlm import (
+    UpdateSetting,
+    Wrapper,
+    decoder,
+    experts_per_token,
+    routers,
+    tower_parameters,
+)
 
 MARGIN = 2 * 2**30  # least bytes of a GPU that a rollout leaves free
 # dense bfloat16, from data sheets
@@ -184,31 +191,51 @@ def fitting_slots(policy: Wrapper, length: int, most: int, free: float, ranks: i
     return max(1, min(most, int(room // slot_bytes(policy, length, ranks))))
 
 
-def backward_bytes(
-    module: Wrapper, tokens: int, recompute: bool, keys: float = 1.0
-) -> dict[str, float]:
-    """Bytes of an update on a pack of so many tokens, without gathered weights and gradient shards: what
-    the forward keeps, and what the backward adds where it needs most: at the head, a chunk of logits
-    and the weight's gradient in float32; in a layer, the activations computed again, their gradients,
-    and those of two layers' weights before they are reduced, in the compute dtype and in float32.
-    ``keys``: see `activations`.
+def kept_activations(module: Wrapper, setting: UpdateSetting, keys: float = 1.0) -> list[float]:
+    """Bytes per token that each decoder layer keeps between forward and backward: its `activations`, or
+    if it is recomputed its input and what ``setting`` says. Attention's output comes with the logarithm
+    of a sum in float32 for each head."""
+    text, width = module.model.config.get_text_config(), module.model.setup.dtype.itemsize
+    kept = activations(module, keys)
+    first_with_products = setting.recomputed - setting.keep_products
+    layers = zip(decoder(module.model).layers, layer_configs(text))
+    for number, (layer, config) in enumerate(layers):
+        if number == setting.recomputed:
+            break
+        kept[number] = width * text.hidden_size
+        if setting.keep_attention:
+            kept[number] += config.num_attention_heads * (width * head_dim(config) + 4)
+        if number >= first_with_products:
+            products = (part for part in layer.modules() if isinstance(part, nn.Linear))
+            kept[number] += width * sum(part.out_features for part in products)
+    return kept
+
+
+def backward_bytes(module: Wrapper, setting: UpdateSetting, keys: float = 1.0) -> dict[str, float]:
+    """Bytes of an update, without gathered weights and gradient shards: what the forward keeps, and what
+    the backward adds where it needs most: at the head, a chunk of logits and the weight's gradient in
+    float32; in a layer, the activations computed again, their gradients, and those of two layers'
+    weights before they are reduced, in the compute dtype and in float32. By then the layers behind it
+    have dropped theirs. ``keys``: see `activations`.
     """
-    model = module.model
+    model, tokens = module.model, setting.tokens
     layers = decoder(model).layers
     width = model.setup.dtype.itemsize
     text = model.config.get_text_config()
-    by_layer = activations(module, keys)
     hidden = tokens * text.hidden_size
     inputs = tokens * len(layers) * getattr(text, "hidden_size_per_layer_input", 0)
     # embeddings, with images, and the last norm; the layers' own inputs, their norm and gradient
     saved = (hidden + inputs) * (4 + 4 * width)
-    saved += len(layers) * width * hidden if recompute else tokens * sum(by_layer)
+
+    kept, peak, below = kept_activations(module, setting, keys), 0.0, 0.0
+    for number, size in enumerate(activations(module, keys)):
+        at_once = size + (width * text.hidden_size if number < setting.recomputed else 0)
+        peak = max(peak, tokens * (below + at_once + size // 3))
+        below += kept[number]
+    saved += tokens * below
 
     head = count_trained([model.lm_head.weight]) if hasattr(model, "lm_head") else 0
     at_head = logits_bytes(module, model.setup.head_chunk) + 4 * head
     largest = max(count_trained(layer.parameters()) for layer in layers)
-    at_once = tokens * max(by_layer)
-    in_layer = at_once // 3 + 2 * largest * (4 + width) + width * head
-    if recompute:
-        in_layer += at_once
+    in_layer = peak - tokens * below + 2 * largest * (4 + width) + width * head
     return {"activations": saved, "backward": max(at_head, in_layer)}

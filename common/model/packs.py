@@ -60,10 +60,11 @@ def of_batch(
         pairs = zip(batch.prompts, teacher[1].prompts)
         longer = [max(pair, key=lambda prompt: len(prompt.input_ids)) for pair in pairs]
         sized = replace(batch, prompts=longer)
-    blocks = make_blocks(sized, setup.max_tokens_per_pack, indices, score_cost)
-    assigned = assign_blocks(
-        sized, blocks, dist.get_world_size(), setup.max_tokens_per_pack, hidden_size
-    )
+    most = setup.max_tokens_per_pack
+    if setup.updates and torch.is_grad_enabled():  # a backward needs room for activations
+        most = setup.updates.tokens
+    blocks = make_blocks(sized, most, indices, score_cost)
+    assigned = assign_blocks(sized, blocks, dist.get_world_size(), most, hidden_size)
     needed = [{key for blocks in part for key in image_keys(blocks)} for part in assigned]
     mine = progress(assigned[dist.get_rank()], "packs")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -51,6 +51,27 @@ class Compute:
         return self.device.type == "meta"
 
 
+class UpdateSetting(NamedTuple):
+    """How updates use memory: what the forward pass keeps for the backward pass, which computes the rest
+    again (`recompute`)."""
+
+    tokens: int  # of a pack
+    recomputed: int  # layers whose activations are computed again, the first ones
+    keep_attention: bool = False  # of these, all keep the outputs of attention
+    keep_products: int = 0  # and so many, the last ones, those of matrix products
+
+    def __str__(self) -> str:
+        packs = f"packs of {self.tokens:,} tokens"
+        if not self.recomputed:
+            return f"{packs}, nothing recomputed"
+        text = f"{packs}, the first {self.recomputed} layers recomputed"
+        if self.keep_attention:
+            text += " but for attention"
+        if self.keep_products:
+            text += f", and for products in {self.keep_products} of them"
+        return text
+
+
 @dataclass(kw_only=True)
 class Setup(Compute):
     """``model.setup``: what a model here is, and how it computes."""
@@ -61,6 +82,7 @@ class Setup(Compute):
     team: Team = ALONE  # the ranks that decode together, once it is loaded
     # types of its weights that hold the values in the checkpoint's files, on rank 0
     types: dict[str, torch.dtype] = field(default_factory=dict)
+    updates: UpdateSetting | None = None  # what --gradient_checkpointing auto chose, on a GPU
     # what PEFT's adapter_config.json says of its adapters, if it has any
     adapter: dict[str, Any] | None = None
 
