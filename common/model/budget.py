@@ -46,7 +46,9 @@ class MemoryPlan:
     args: ModelArgs
     offload: str  # the value of --offload
     longest: int  # tokens of the longest sequence that is generated, with its prompt
-    group: int  # tokens of the longest prompt with all its responses, which share a pack if they can
+    group: (
+        int  # tokens of the longest prompt with all its responses, which share a pack if they can
+    )
     longest_target: int = 0  # tokens of the longest prompt with a target to learn
     updates: bool = True  # False: the run only evaluates
     keys: float = 1.0  # how many attention gathers per token of a pack
@@ -180,7 +182,9 @@ def choose(plan: MemoryPlan, gib: float) -> UpdateSetting:
     size = bisect_left(sizes, True, key=lambda tokens: fits(tokens, 0))
     if size < len(sizes):
         return UpdateSetting(sizes[size], 0)
-    attention, products = map(all, zip(*(can_keep(plan.models[role].model) for role in plan.trained)))
+    attention, products = map(
+        all, zip(*(can_keep(plan.models[role].model) for role in plan.trained))
+    )
     few = bisect_left(range(layers + 1), True, key=lambda few: fits(most, few, attention))
     if few > layers:
         return UpdateSetting(most, layers)
@@ -199,7 +203,12 @@ def require_fit(plan: MemoryPlan, setting: UpdateSetting, gib: float, most: floa
         line += f"; {setting}"
     if has_room(phases, gib):
         return line
-    helps = ["smaller packs (--max_tokens_per_pack)", "--offload", "--lora_rank", "more or larger GPUs"]
+    helps = [
+        "smaller packs (--max_tokens_per_pack)",
+        "--offload",
+        "--lora_rank",
+        "more or larger GPUs",
+    ]
     if not phase.startswith("update"):
         helps = ["--rollout_shards", "fewer --slots", *helps]
     elif not setting.recomputed:

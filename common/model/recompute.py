@@ -1,8 +1,8 @@
 """Gradient checkpointing of some layers, some of whose results are kept: what `budget.choose` chose.
 
-    can_keep     what recomputed layers of a model may keep
-    recompute    let a decoder's layers keep what a setting says
-    explained    an out-of-memory error of an update names the setting
+can_keep     what recomputed layers of a model may keep
+recompute    let a decoder's layers keep what a setting says
+explained    an out-of-memory error of an update names the setting
 """
 
 import functools

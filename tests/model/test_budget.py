@@ -1,4 +1,4 @@
-"""common/model/budget.py: whether a run fits, the fastest setting that does, and what a start says on a GPU.
+"""common/model/budget.py: whether a run fits, how updates then work, and what a start says on a GPU.
 
 A GPU is what torch reports: here its reports are replaced, so that all of it runs on a CPU.
 """
@@ -19,7 +19,8 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.data.processor import Processor
-from common.model import budget, build, memory
+from common.model import budget, build, memory, vlm
+from common.model.vlm import UpdateSetting
 from common.rollout import RolloutEngine
 from conftest import ROOT, read_json, read_rows, start, take, user_error, words, write_json
 from helpers import planned
@@ -30,33 +31,53 @@ GRAPHICS = SimpleNamespace(device=torch.device("cuda"), world=8)
 
 
 class Stairs:
-    """A run whose needs are plain numbers: tokens, three times as many without checkpointing, and
-    what lies on the GPU."""
+    """A run whose needs are plain numbers: four layers, of which one that is recomputed keeps a tenth of
+    its activations, with attention two tenths, with products six."""
 
-    def __init__(self, least_pack: int):
-        self.least_pack = least_pack
+    def __init__(self, flag: str, group: int, adapter: dict | None = None):
+        decoder = torch.nn.Module()
+        decoder.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(4))
+        setup = SimpleNamespace(adapter=adapter)
+        model = SimpleNamespace(get_decoder=lambda: decoder, setup=setup)
+        self.models, self.trained = {"actor": SimpleNamespace(model=model)}, ["actor"]
+        self.group = group
+        self.args = SimpleNamespace(
+            gradient_checkpointing=flag, max_tokens_per_pack=16384, train_vision=False
+        )
 
-    def phases(self, tokens: int, recompute: bool) -> dict[str, budget.Parts]:
-        activations = tokens * 1e6 * (1 if recompute else 3)
-        return {"rollout": {"a": GIB}, "update": {"resident": 4 * GIB, "activations": activations}}
+    def update_phases(self, setting: UpdateSetting) -> dict[str, budget.Parts]:
+        kept = 10 * (4 - setting.recomputed) + setting.recomputed
+        kept += setting.keep_attention * setting.recomputed + 4 * setting.keep_products
+        return {"update": {"resident": 4 * GIB, "activations": setting.tokens * kept / 16384 * GIB}}
 
 
-def peak(tokens: int, recompute: bool) -> float:
-    """By hand."""
-    return 4 + tokens * 1e6 * (1 if recompute else 3) / GIB
-
-
+# In packs of 16,384 tokens 4 + 40 GiB with nothing recomputed, 4 + 8 with everything but attention.
 @pytest.mark.parametrize(
-    "gib, flag, least", [(60.0, "off", 1024), (30.0, "off", 1024), (10.0, "on", 2048)]
+    "flag, group, peak, setting",
+    [
+        ("off", 0, 4, (16384, 0)),
+        ("on", 0, 100, (16384, 4)),
+        ("auto", 20000, 44, (16384, 0)),
+        # half a pack holds the group, and needs 20
+        ("auto", 8192, 24, (8192, 0)),
+        # a group of 8,193 tokens wants a pack of 8,448, which needs 20.6
+        ("auto", 8193, 24.63, (8448, 0)),
+        ("auto", 8193, 24, (16384, 3, True, 1)),
+        ("auto", 20000, 43.99, (16384, 1, True, 1)),
+        ("auto", 20000, 35.99, (16384, 2, True, 1)),
+        ("auto", 20000, 31.99, (16384, 2, True, 0)),
+        ("auto", 20000, 19.99, (16384, 4, True, 1)),
+        ("auto", 20000, 12, (16384, 4, True, 0)),
+        # without attention they need 4 + 4
+        ("auto", 20000, 11.99, (16384, 4, False, 0)),
+    ],
 )
-def test_the_fastest_setting_leaves_some_memory_free(gib, flag, least):
-    """The largest pack, of all multiples of 256 tokens, without recomputation where any fits so."""
-    stairs = Stairs(least - 20)
-    assert budget.peak_of(stairs, 2048, True) == (pytest.approx(peak(2048, True)), "update")
-    fitting = [n for n in range(least, 16385, 256) if peak(n, flag == "on") <= 0.92 * gib]
-    best = f"--gradient_checkpointing {flag} --max_tokens_per_pack {max(fitting)}"
-    assert budget.fastest(stairs, 16384, gib) == f"fastest with 8% to spare: {best}"
-    assert "no pack is small enough" in budget.fastest(stairs, 16384, 4.0)
+def test_updates_recompute_no_more_than_memory_requires(flag, group, peak, setting):
+    """By hand; a share of 8 % stays free."""
+    gib = (peak + 1e-6) / 0.92
+    assert budget.choose(Stairs(flag, group), gib) == UpdateSetting(*setting)
+    adapted = budget.choose(Stairs(flag, group, adapter={"r": 4}), gib)
+    assert adapted == UpdateSetting(*setting)._replace(keep_products=0)
 
 
 def reported(monkeypatch, gib: float) -> list[int]:
@@ -76,58 +97,47 @@ def fit(dry, checkpointing: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, monkeypatch, capsys):
-    """7B on eight GPUs: it fits into 79 GiB recomputed, but perhaps not otherwise, which an
-    estimate may only warn of; into 30 its weights and optimizers do not fit at all. What leaves
-    less than 8% is warned of as well."""
+def test_a_start_says_what_it_chose_before_it_reads_weights(
+    seven_b, picture_rows, monkeypatch, capsys
+):
+    """7B on eight GPUs: into 79 GiB it fits with some layers recomputed, which these layers then are; into
+    30 not at all. Less than 8 % to spare is warned of."""
     dry = planned(seven_b, picture_rows, *words(LINE))
     sizes = reported(monkeypatch, 79.0)
     fit(dry, "auto")
     assert sizes == [memory.gathered_bytes(dry.models["actor"])[1]]
-    assert re.fullmatch(
-        r"memory per GPU: \d\d\.\d of 79.0 GiB, in [a-z ]+\n", capsys.readouterr().out
-    )
-    fit(dry, "off")
-    assert re.fullmatch(
-        r"warning: memory per GPU: \d{3}\.\d of 79.0 GiB, in update actor, may not fit; fastest with 8% to spare: "
-        r"--gradient_checkpointing off --max_tokens_per_pack \d+\n",
+    found = re.fullmatch(
+        r"memory per GPU: (\d\d\.\d) of 79.0 GiB, in update actor; packs of ([\d,]+) tokens, (.*)\n",
         capsys.readouterr().out,
     )
-    peak, _ = budget.peak_of(dry.needed, dry.args.max_tokens_per_pack, True)
-    for share, warned in ((0.91, False), (0.93, True)):
+    peak, tokens, layers = found.groups()
+    assert 0.85 < float(peak) / 79 <= 0.92
+    for role in ("actor", "critic"):
+        setting = dry.models[role].model.setup.updates
+        assert tokens == f"{setting.tokens:,}"
+        assert str(setting).endswith(layers)
+        recomputed = [
+            layer.gradient_checkpointing for layer in vlm.decoder(dry.models[role].model).layers
+        ]
+        assert recomputed == [k < setting.recomputed for k in range(28)]
+    fit(dry, "off")
+    assert re.fullmatch(
+        r"warning: memory per GPU: \d\d\.\d of 79.0 GiB, in update actor; packs of 16,384 tokens, nothing "
+        r"recomputed: may not fit; what helps: --gradient_checkpointing auto, smaller packs .*\n",
+        capsys.readouterr().out,
+    )
+    setting = UpdateSetting(dry.args.max_tokens_per_pack, 28)
+    peak, _ = budget.peak_of(dry.needed.phases(setting))
+    for share, warned in ((0.91, False), (0.93, True), (1.19, True)):
         reported(monkeypatch, peak / share)
-        fit(dry, "auto")
+        fit(dry, "on")
         assert capsys.readouterr().out.startswith("warning: memory per GPU") == warned
+    reported(monkeypatch, peak / 1.21)
+    with user_error("does not fit; what helps: smaller packs"):
+        fit(dry, "on")
     reported(monkeypatch, 30.0)
-    with user_error("does not fit; no pack is small enough"):
+    with user_error("layers recomputed: does not fit; what helps: "):
         fit(dry, "auto")
-
-
-def test_only_what_is_certain_ends_a_run(qwen25, picture_rows, monkeypatch, capsys):
-    """Weights, gradients, optimizer states, the average and one slot: not activations, logits, more
-    slots or what is reserved."""
-    line = "--kl_coef 0.1 --ema_beta 0.9 --dtype float32 --slots 9 --gradient_checkpointing off"
-    dry = planned(qwen25, picture_rows, *words(line))
-    roles = dry.models.items()
-    resident = {role: memory.resident_bytes(module, 8) for role, module in roles}
-    states = (
-        sum(part["weights"] + part["Adam"] for part in resident.values())
-        + resident["actor"]["Adam"] / 2
-    )
-    # the root, a layer, all layers
-    gathered = {role: memory.gathered_bytes(module) for role, module in roles}
-    root, _, layers = gathered["actor"]
-    sums = [states + root + layers + memory.slot_bytes(dry.models["actor"], dry.needed.longest, 1)]
-    for role, (root, layer, _) in gathered.items():
-        sums.append(states + root + 2 * layer + resident[role]["Adam"] / 2)
-    reported(monkeypatch, (max(sums) + 10) / GIB)
-    budget.fit(dry.needed, GRAPHICS)
-    assert re.search(
-        r"warning: memory per GPU: .* GiB, in .*, may not fit; ", capsys.readouterr().out
-    )
-    reported(monkeypatch, (max(sums) - 10) / GIB)
-    with user_error("does not fit; no pack is small enough"):
-        budget.fit(dry.needed, GRAPHICS)
 
 
 def test_on_a_cpu_nothing_is_checked(qwen25, picture_rows, monkeypatch):
@@ -223,7 +233,7 @@ def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypa
     many = "--samples_per_prompt 64 --prompts_per_step 64 --advantage grpo --max_new_tokens 2048"
     dry = planned(seven_b, picture_rows, *words(many))
     actor = dry.models["actor"]
-    parts = dry.needed.phases(16384, recompute=True)["rollout"]
+    parts = dry.needed.fixed["rollout"]()
     capacity = dry.needed.longest
     assert parts["KV cache"] == capacity * 28 * 2 * 4 * 128 * 2
     taken = sum(size for part, size in parts.items() if part not in ("KV cache", "forward"))
@@ -237,8 +247,6 @@ def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypa
     slots = RolloutEngine.slot_count(engine, capacity, 512)
     assert dry.needed.slots(60.0) == slots < 256
     assert dry.needed.slots(40.0) < slots
-    # they fill what is free, which says nothing about the pack that fits
-    assert "--max_tokens_per_pack" in budget.fastest(dry.needed, 16384, 60.0)
 
 
 def test_a_rollout_leaves_no_cache_behind(qwen25, picture_rows, monkeypatch):
@@ -324,18 +332,3 @@ def test_every_group_is_warmed_up_by_every_collective(tmp_path):
     for count in (1000, 1):
         assert ["all_reduce", 2, count] in team[3:]
         assert ["broadcast", 2, count] in team[3:]
-
-
-def test_the_smallest_team_that_fits_is_named(qwen25, picture_rows):
-    """Where the update fits and a rollout does not; eight ranks cannot share four heads."""
-    plan, peaks = planned(qwen25, picture_rows, "--slots", "1").needed, {}
-    plan.updates = False
-    for size in (4, 2, 1):
-        plan.args = replace(plan.args, rollout_shards=size)
-        peaks[size], _ = budget.peak_of(plan, *plan.setting)
-    assert peaks[4] < peaks[2] < peaks[1]
-    for size in (1, 2, 4):
-        gib = peaks[size] / (1 - budget.SPARE) + 1e-6
-        assert budget.least_team(plan, gib).startswith(f"--rollout_shards {size} ")
-    assert budget.least_team(plan, peaks[4]) == ""
-    assert plan.args.rollout_shards == 1

@@ -429,7 +429,8 @@ def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
     batch = take(env, 1).with_targets([[torch.randint(4, 200, (1000,))]])
     peak, pack = peak_of_an_update(env, env.actor, batch)
     root, layer, _ = ppo.memory.gathered_bytes(env.actor)
-    parts = ppo.memory.backward_bytes(env.actor, pack.input_ids.shape[1], bool(flags_))
+    setting = vlm.UpdateSetting(pack.input_ids.shape[1], 4 * len(flags_))
+    parts = ppo.memory.backward_bytes(env.actor, setting)
     assert 0.95 < (root + 2 * layer + sum(parts.values())) / peak < 1.3, (parts, peak)
 
 
