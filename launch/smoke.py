@@ -86,14 +86,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict]:
-    """Reports of the check of kernels; of runs on one rank; on all ranks of one that is killed
-    after its first checkpoint, of the same resumed; and of its export."""
+    """Reports of the check of kernels; of runs on one rank; on all ranks, or two that share the only
+    GPU, of one that is killed after its first checkpoint, of the same resumed; and of its export."""
     kernels = check_kernels.main(["--train_vision"] if "--train_vision" in flags else [])
     yield dict(name="kernels", problems=kernels, metrics={})
     for name, more in plan_runs(gpus):
         more = f"{more} --save_every 0 --export_every 0".split()
         yield start(name, folder / name.replace(" ", "-"), 1, [*flags, *more])
-    ranks = gpus or 2
+    ranks = max(gpus, 2)
     out = folder / "interrupted"
     flags = [*flags, *"--save_every 2 --kl_coef 0.01 --steps".split()]
     yield start(f"{ranks} ranks, killed", out, ranks, [*flags, "1000"], is_killed=True)
@@ -131,6 +131,8 @@ def start(
     """Run train_ppo_vl.py: what was measured, and what is wrong with it. ``is_killed``: after its
     first checkpoint; ``resumes``: from which step it has to go on."""
     launcher = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split()
+    if 1 == torch.cuda.device_count() < ranks:
+        launcher.append(f"{ROOT}/tests/one_gpu_ranks.py")
     command = [sys.executable, *(launcher if ranks > 1 else [])]
     command += [f"{ROOT}/train_ppo_vl.py", *flags, "--out", f"{out}"]
     out.mkdir(exist_ok=True)

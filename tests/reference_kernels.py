@@ -31,6 +31,11 @@ ONLY_ON_A_GPU = {
     "test_graphs_decode_the_same_tokens": "captures CUDA graphs",
     "test_sampled_logprobs_are_those_of_training_with_graphs": "captures CUDA graphs",
     "test_graphs_are_freed_with_their_rollout": "measures the memory of a GPU",
+    "test_ranks_that_share_a_gpu_learn_what_one_does": "several ranks of NCCL",
+    "test_whole_runs_of_ranks_that_share_a_gpu": "several ranks of NCCL",
+    "test_ranks_that_share_a_gpu_are_killed_and_resumed": "several ranks of NCCL",
+    "test_a_rank_that_fails_ends_those_it_shares_a_gpu_with": "several ranks of NCCL",
+    "test_judges_that_share_a_gpu": "several ranks of NCCL",
     "test_a_gpu_is_relieved": "measures the memory of a GPU",
     "test_a_copy_of_a_gpu_is_exact_and_pinned": "copies on a stream into pinned memory",
 }

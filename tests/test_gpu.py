@@ -2,9 +2,12 @@
 so that no name, flag or shape rots where there is no GPU; CUDA graphs on a GPU alone."""
 
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -390,6 +393,131 @@ def test_whole_run_of_the_judge_on_all_gpus(device, toy_task, tmp_path):
     assert any(
         record.get("step") == 2 and record.get("eval/parse_rate", -1) >= 0 for record in records
     )
+
+
+def start_together(ranks: int, script, out: Path, *flags: str | Path) -> subprocess.Popen:
+    """Ranks of a script that share one GPU; over gloo where there is none."""
+    starter = ROOT / "tests" / "one_gpu_ranks.py"
+    launcher = words("-m", "torch.distributed.run", "--standalone --nproc_per_node", ranks)
+    line = words("--log_samples 0 --timeout 120 --out", out, *flags)
+    return subprocess.Popen(
+        words(sys.executable, *launcher, starter, script.__file__, *line),
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+    )
+
+
+def run_together(ranks: int, script, out: Path, *flags: str | Path, code: int = 0) -> list[dict]:
+    """Their records, once they have ended."""
+    program = start_together(ranks, script, out, *flags)
+    told, _ = program.communicate(timeout=400)
+    assert program.returncode == code, told[-6000:]
+    return read_rows(out / "metrics.jsonl")
+
+
+def steps_of(records: list[dict]) -> dict[int, dict]:
+    return {record["step"]: record for record in records if "train/actor_updates" in record}
+
+
+SHORT = (
+    "--max_new_tokens 8 --prompts_per_step 8 --samples_per_prompt 2 --eval_every 0 --save_every 0"
+)
+
+
+@pytest.mark.slow
+def test_the_starter_of_ranks_that_share_a_gpu(toy_task, tmp_path):
+    """Over gloo where there is no GPU; a message of the script and its exit code get through."""
+    flags = "--config", toy_task / "args.json", SHORT, "--advantage grpo --steps 1"
+    (step,) = steps_of(run_together(2, ppo, tmp_path / "out", *flags)).values()
+    assert step["train/actor_skipped"] == 0
+    program = start_together(2, ppo, tmp_path / "none", *flags, "--no_such_flag")
+    told, _ = program.communicate(timeout=100)
+    assert program.returncode
+    assert told.count("error: unrecognized arguments: --no_such_flag") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_gpu_learn_what_one_does(gpu, toy_task, tmp_path, ranks):
+    """The same samples in float32, and losses and gradients but for the order of additions."""
+    flags = "--config", toy_task / "args.json", SHORT, "--dtype float32 --steps 2"
+    runs = [
+        steps_of(run_together(n, ppo, tmp_path / f"{n}", *flags, "--resume never"))
+        for n in (1, ranks)
+    ]
+    for name in (
+        "rollout/reward",
+        "rollout/response_length",
+        "train/actor_grad_norm",
+        "train/values",
+    ):
+        alone, together = (run[1][name] for run in runs)
+        assert together == pytest.approx(alone, rel=1e-3, abs=1e-6), name
+
+
+TOGETHER = {
+    "copies": "--advantage grpo --hsdp 1 --steps 2",
+    "teams": "--advantage grpo --rollout_shards 2 --cuda_graphs on --prompts_per_step 4 --steps 1",
+    "everything": "--advantage gae --offload all --kl_coef 0.05 --kl_in loss --kl_estimator full --train_vision "
+    "--steps 2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", TOGETHER)
+def test_whole_runs_of_ranks_that_share_a_gpu(gpu, toy_task, tmp_path, kind, ranks):
+    """Copies of the weights; all-reduces in a CUDA graph; all that moves to the host and back."""
+    flags = "--config", toy_task / "args.json", SHORT, "--dtype bfloat16", TOGETHER[kind]
+    for step in steps_of(run_together(ranks, ppo, tmp_path / "out", *flags)).values():
+        assert step["train/actor_skipped"] == 0
+        assert step["train/sampler_gap"] < explained_gap(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, after", [(2, 1), (2, 4), (4, 2)])
+def test_ranks_that_share_a_gpu_are_killed_and_resumed(gpu, toy_task, tmp_path, before, after):
+    """On another number of ranks."""
+    flags = "--config", toy_task / "args.json", SHORT, "--advantage grpo --save_every 1 --steps"
+    program = start_together(before, ppo, tmp_path / "out", *flags, "1000")
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "out" / "checkpoints" / "latest").exists():
+        assert program.poll() is None and time.monotonic() < deadline, program.stdout.read()
+        time.sleep(0.1)
+    os.killpg(program.pid, signal.SIGKILL)
+    program.communicate()
+    last = max(steps_of(read_rows(tmp_path / "out" / "metrics.jsonl"))) + 2
+    steps = steps_of(run_together(after, ppo, tmp_path / "out", *flags, last))
+    assert max(steps) == last
+    assert steps[last]["train/actor_skipped"] == 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_those_it_shares_a_gpu_with(gpu, toy_task, tmp_path):
+    """In its reward, of which all ranks hear."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "import os\n"
+        "def fails(prompts, responses, references, labels, images):\n"
+        "    assert os.environ['RANK'] != '1', 'no reward today'\n"
+        "    return [0.0 for _ in responses]\n"
+    )
+    flags = "--config", toy_task / "args.json", SHORT, "--steps 1 --reward", f"{reward}:fails"
+    program = start_together(2, ppo, tmp_path / "out", *flags)
+    told, _ = program.communicate(timeout=200)
+    assert program.returncode
+    assert "no reward today" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_judges_that_share_a_gpu(gpu, toy_task, tmp_path, ranks):
+    flags = "--config", toy_task / "grm_args.json", "--steps 2 --eval_every 2 --save_every 0"
+    records = run_together(ranks, grm, tmp_path / "out", *flags)
+    assert any(record.get("train/skipped") == 0 for record in records)
 
 
 @pytest.mark.slow

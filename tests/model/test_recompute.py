@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from common import process
 from common.model import memory, packs, recompute
 from common.model.vlm import UpdateSetting
-from conftest import seeded, start, take, words, write_checkpoint, write_json
+from conftest import seeded, start, take, write_checkpoint, write_json
 from helpers import HAND_FLAGS, gradient, hand_batch, peak_of_an_update, stir_value_head
 
 LAYERS = 4
@@ -22,6 +23,18 @@ ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 def deep(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("deep") / request.param
     return write_checkpoint(folder, request.param, layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """With activations that outweigh masks and tables."""
+    folder = tmp_path_factory.mktemp("wide")
+    write_json(folder / "rows.jsonl", {"prompt": "a b " * 5})
+    write_checkpoint(folder, "qwen2_5_vl", layers=LAYERS, hidden_size=128)
+    config = AutoConfig.from_pretrained(folder)
+    config.text_config.intermediate_size = 640
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return folder
 
 
 class Operators(TorchDispatchMode):
@@ -114,41 +127,34 @@ def test_attention_is_known_by_its_operators():
     assert not recompute.is_attention(names.aten.mm.default)
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    """Where activations outweigh what the formulas do not know, such as masks."""
-    folder = tmp_path_factory.mktemp("wide")
-    write_json(folder / "rows.jsonl", {"prompt": "a b " * 5})
-    return write_checkpoint(folder, "qwen2_5_vl", layers=LAYERS, hidden_size=128)
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        (0,),
-        (1, True),
-        (2, False),
-        (LAYERS - 1, True, 2),
-        (LAYERS, False),
-        (LAYERS, True),
-        (LAYERS, True, LAYERS),
-    ],
-)
-def test_bytes_of_an_update_are_those_of_its_setting(wide, setting):
-    """Within 5 % of what is alive while actor and critic learn from a pack of 1,000 tokens."""
+def test_bytes_of_an_update_are_those_of_its_setting(wide):
+    """In a pack of 1,000 tokens: what a setting saves, within 8 % of what is no longer alive, and its peak,
+    at most 5 % below and 20 % above what is."""
     env = start(wide, wide / "rows.jsonl", "--dtype float32")
     batch = take(env, 1).with_targets([[torch.randint(4, 200, (1000,), generator=seeded(0))]])
     for module in (env.actor, env.critic):
         module.model.setup.head_chunk = 64
-        setting = UpdateSetting(2000, *setting[-3:])
-        recompute.recompute(module.model, setting)
-        peak, row = peak_of_an_update(env, module, batch)
-        setting = setting._replace(tokens=row.input_ids.shape[1])
         root, layer, _ = memory.gathered_bytes(module)
-        parts = memory.backward_bytes(module, setting)
-        ratio = (root + 2 * layer + sum(parts.values())) / peak
-        print(setting, type(module).__name__, ratio)
-        assert 0.95 < ratio < 1.05, (setting, parts, peak)
+        plans, peaks = [], []
+        for setting in (
+            UpdateSetting(2000, 0),
+            UpdateSetting(2000, 1, True),
+            UpdateSetting(2000, 2),
+            UpdateSetting(2000, LAYERS - 1, True, 2),
+            UpdateSetting(2000, LAYERS),
+            UpdateSetting(2000, LAYERS, True),
+            UpdateSetting(2000, LAYERS, True, LAYERS),
+        ):
+            recompute.recompute(module.model, setting)
+            peak, row = peak_of_an_update(env, module, batch)
+            setting = setting._replace(tokens=row.input_ids.shape[1])
+            parts = memory.backward_bytes(module, setting)
+            plans.append(root + 2 * layer + sum(parts.values()))
+            peaks.append(peak)
+            assert 0.95 < plans[-1] / peak < 1.2, setting
+            if setting.recomputed:
+                saved = (plans[0] - plans[-1]) / (peaks[0] - peak)
+                assert 0.92 < saved < 1.08, setting
 
 
 def test_packs_of_updates_are_smaller_than_others(deep, picture_rows):
@@ -192,7 +198,6 @@ def test_an_error_of_memory_names_what_was_chosen(capsys, monkeypatch):
 
 
 def test_settings_in_words():
-    assert words(str(UpdateSetting(16384, 21)))
     for setting, text in (
         ((16384, 21), "packs of 16,384 tokens, the first 21 layers recomputed"),
         ((512, 1, True), "packs of 512 tokens, the first 1 layers recomputed but for attention"),
