@@ -5,8 +5,8 @@
 
 After -- come the flags of the run itself. Its rows are checked, and of a model on the hub only the
 small files are fetched. Without --data, config.json alone is read: every prompt is then as long as
---max_prompt_tokens. Exit code 2: it does not fit. The run itself refuses only if weights,
-gradients, optimizer states and one sample do not fit; otherwise it warns.
+--max_prompt_tokens. Exit code 2: it does not fit. The run itself only warns, unless it
+needs 1.2 times the memory that is free.
 """
 
 import re

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Does it run on this machine? Its kernels against their definitions, both attention back-ends, CUDA graphs on and off, one rank and all, a save, a kill, a
+# Does it run on this machine? Its kernels against their definitions, both attention back-ends, CUDA graphs on and off, one rank and all
+# (two that share the GPU, where there is one), a save, a kill, a
 # resume and an export: PASS or FAIL, and smoke.json to attach to a bug report. Two minutes on CPUs; meant to take five on GPUs.
 #
 #   bash launch/smoke.sh                                                         random weights, made here
