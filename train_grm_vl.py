@@ -66,7 +66,7 @@ from common.files import parse_json, read_text
 from common.flags import flag
 from common.model import budget, build, checkpoint, fsdp, memory, packs, vlm, weights
 from common.model.policy import Policy, logprobs_of
-from common.model.recompute import explained
+from common.model.recompute import explain_memory
 from common.process import UserError
 from common.reports import accuracy
 from common.reports import records as reports
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             logging.timer.reset()
             with logging.timer("data"):
                 batch = next_batch(loader)
-            with logging.timer("update"), explained(trained.module.model):
+            with logging.timer("update"), explain_memory(trained.module.model):
                 metrics, target_logprobs = update(trained, batch, state)
             advance(state, metrics, batch, rows, args)
             state.metrics |= performance(batch) | checkpoints.metrics()

@@ -76,7 +76,7 @@ from common.model import (
 )
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.ptx import PtxLoss
-from common.model.recompute import explained
+from common.model.recompute import explain_memory
 from common.model.teacher import Teacher, follow_average
 from common.process import UserError
 from common.reports import records as reports
@@ -1331,10 +1331,10 @@ def update_models(
     metrics of both."""
     metrics = {}
     if "critic" in trainables:
-        with logging.timer("update_critic"), explained(models.actor.model):
+        with logging.timer("update_critic"), explain_memory(models.actor.model):
             metrics |= update_critic(trainables["critic"], batch, step, args)
     if step > args.critic_warmup_steps:
-        with logging.timer("update_actor"), explained(models.actor.model):
+        with logging.timer("update_actor"), explain_memory(models.actor.model):
             metrics |= update_actor(trainables["actor"], models, batch, step, ptx, args)
         if ptx:
             ptx.scheduled += args.epochs * args.minibatches * ptx.batch

@@ -1,8 +1,8 @@
 """Gradient checkpointing of some layers, some of whose results are kept: what `budget.choose` chose.
 
-can_keep     what recomputed layers of a model may keep
-recompute    let a decoder's layers keep what a setting says
-explained    an out-of-memory error of an update names the setting
+can_keep         what recomputed layers of a model may keep
+recompute        let a decoder's layers keep what a setting says
+explain_memory   an out-of-memory error of an update names the setting
 """
 
 import functools
@@ -61,7 +61,7 @@ def is_attention(operator: Callable) -> bool:
 
 
 @contextmanager
-def explained(model: Model):
+def explain_memory(model: Model):
     """Inside, an out-of-memory error gets a note of what was chosen, and the flag that undoes it."""
     try:
         yield

@@ -174,7 +174,7 @@ def test_an_error_of_memory_names_what_was_chosen(capsys, monkeypatch):
     model = SimpleNamespace(setup=SimpleNamespace(updates=UpdateSetting(7168, 0)))
 
     def update():
-        with recompute.explained(model):
+        with recompute.explain_memory(model):
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     class Ended(BaseException):
