@@ -59,6 +59,8 @@ from lives import (
     write_task,
 )
 
+SLOW = pytest.mark.slow
+
 
 # ----------------------------------------------------------------------------- what a life may suffer
 def fill(disk: Path) -> None:
@@ -219,7 +221,7 @@ def copy(finished, out) -> Path:
 
 
 # ----------------------------------------------------------------------------- bitwise resume
-@pytest.mark.parametrize("name, world", [("gae", 2), ("grpo", 1)])
+@pytest.mark.parametrize("name, world", [("gae", 2), pytest.param("grpo", 1, marks=SLOW)])
 def test_four_steps_are_two_and_two(flags, out, undisturbed, name, world):
     """2 steps, SIGKILL of all ranks in step 3, resume, 2 steps: all bits equal those of an
     undisturbed run."""
@@ -624,7 +626,9 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
         start(qwen25, picture_rows, "--critic_model", critic)
 
 
-@pytest.mark.parametrize("more, later", [("", True), ("--train_vision", False)])
+@pytest.mark.parametrize(
+    "more, later", [("", True), pytest.param("--train_vision", False, marks=SLOW)]
+)
 def test_an_exported_critic_starts_another_run(flags, out, qwen25, picture_rows, more, later):
     """Bit by bit, with its value head; a run may also be asked for it once it has ended."""
     train(flags(out, f"--critic_lr 1e-2 {more} {'' if later else '--export_critic'}"))
@@ -750,17 +754,15 @@ def test_preemption(flags, out, undisturbed, number, rank):
 
 
 @pytest.mark.parametrize(
-    "name, during, evaluated",
+    "name, during",
     [
-        ("ppo", "evaluate", [0, 2]),
-        ("grm", "evaluate", [0, 2]),
-        ("ppo", "export_if_due", [0, 2]),
-        ("grm", "export_if_due", [0, 2]),
+        ("ppo", "export_if_due"),
+        ("grm", "evaluate"),
+        pytest.param("ppo", "evaluate", marks=SLOW),
+        pytest.param("grm", "export_if_due", marks=SLOW),
     ],
 )
-def test_a_signal_between_two_steps_lets_no_step_begin(
-    qwen25, tmp_path, monkeypatch, name, during, evaluated
-):
+def test_a_signal_between_two_steps_lets_no_step_begin(qwen25, tmp_path, monkeypatch, name, during):
     """During the evaluation or the export after step 2: that ends, step 2 is saved, once, and the
     next life goes on."""
     script, out = {"ppo": ppo, "grm": grm}[name], tmp_path / name
@@ -788,7 +790,7 @@ def test_a_signal_between_two_steps_lets_no_step_begin(
             script.main(argv)
     assert end.value.code == process.EXIT_PREEMPTED
     assert recorded(out)[-1] == 2
-    assert [record["step"] for record in records(out) if "eval/seconds" in record] == evaluated
+    assert [record["step"] for record in records(out) if "eval/seconds" in record] == [0, 2]
     assert (out / "export" / "step-2").is_dir()
     assert saves == [2]
     process.STOP_SIGNALS.clear()

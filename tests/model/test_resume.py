@@ -88,7 +88,7 @@ actor_lr aux_loss_coef critic_epochs critic_lr critic_warmup_steps cuda_graphs e
 grm_max_new_tokens max_new_tokens max_reply_tokens max_turns min_new_tokens minibatches offload reward_timeout
  rollouts_per_step sampler_gap_limit samples_per_prompt slots stop_strings target_kl temperature top_k top_p
 """.split()
-WAY_OF_GRM = ["eval_max_new_tokens", "lr"]
+WAY_OF_GRM = ["cuda_graphs", "eval_max_new_tokens", "lr", "slots"]
 
 
 @pytest.mark.parametrize("script, more", [(ppo, WAY_OF_PPO), (grm, WAY_OF_GRM)])
