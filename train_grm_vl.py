@@ -696,7 +696,9 @@ def report(
     if log.shows_samples(step, args.steps):
         records = reports.sample_records(batch, judge.processor)
         for record, logp in zip(records, batch.split(target_logprobs)):
-            record["nats_per_token"] = round(-float(logp.mean()), 3)
+            nats = -float(logp.mean())
+            if math.isfinite(nats):  # JSON has no NaN
+                record["nats_per_token"] = round(nats, 3)
         log_samples(log, step, records, stem="step")
 
 

@@ -394,9 +394,9 @@ def test_a_judgement_that_was_cut_off_has_no_verdict(env, monkeypatch, tmp_path)
     assert [record["truncated"] for record in records] == expected
     for record in records:
         read = env.rows.settings.read_verdict(
-            record["generated_text"], env.held_out[record["index"]].prompt
+            record["response"], env.held_out[record["index"]].prompt
         )
-        assert record["predicted_answer"] == (None if record["truncated"] else read)
+        assert record["verdict"] == (None if record["truncated"] else read)
 
 
 def evaluate(env, held_out: list, **changes) -> tuple[dict[str, float], list[str]]:
