@@ -134,7 +134,8 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 
 def check_text(text: str) -> None:
     """Raises ValueError: the text looks like the name of a file that does not exist."""
-    if Path(text).suffix and len(text.split()) == 1 and not os.path.isfile(text):
+    is_name = Path(text).suffix and len(text.split()) == 1 and "{" not in text
+    if is_name and not os.path.isfile(text):
         raise ValueError(f"{text}: no such file")
 
 

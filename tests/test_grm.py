@@ -688,6 +688,8 @@ def test_templates_of_a_file(qwen25, task, tmp_path):
     asked = env.processor.files["judge"]["templates"]
     assert {kind: asked[kind] for kind in templates} == templates
     assert asked["score"] == judgements.KINDS["score"].template
+    in_one_word = '{"correct":"{prompt}.{response}"}'  # no name of a file
+    assert grm.parse_args(judge_flags(qwen25, task, tmp_path, "--templates", in_one_word))
     for given, message in (
         ("none.json", "none.json: no such file"),
         ("{", "--templates: not JSON"),
