@@ -130,11 +130,8 @@ def start(
 ) -> dict:
     """Run train_ppo_vl.py: what was measured, and what is wrong with it. ``is_killed``: after its
     first checkpoint; ``resumes``: from which step it has to go on."""
-    launcher = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split()
-    if 1 == torch.cuda.device_count() < ranks:
-        launcher.append(f"{ROOT}/tests/one_gpu_ranks.py")
-    command = [sys.executable, *(launcher if ranks > 1 else [])]
-    command += [f"{ROOT}/train_ppo_vl.py", *flags, "--out", f"{out}"]
+    script = [*launcher(ranks), f"{ROOT}/train_ppo_vl.py"]
+    command = [sys.executable, *script, *flags, "--out", f"{out}"]
     out.mkdir(exist_ok=True)
     log = out / f"{name}.log"
     with open(log, "w") as file:
@@ -167,6 +164,16 @@ def start(
         metrics=steps[-1] if steps else {},
         tail=text[-6000:],
     )
+
+
+def launcher(ranks: int) -> list[str]:
+    """What starts so many ranks of a script. Where there is one GPU, they share it."""
+    if ranks == 1:
+        return []
+    words = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split()
+    if torch.cuda.device_count() == 1:
+        words.append(f"{ROOT}/tests/one_gpu_ranks.py")
+    return words
 
 
 def judge_steps(steps: list[dict], bound: float) -> list[str]:

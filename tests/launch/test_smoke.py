@@ -94,6 +94,15 @@ def test_a_resumed_run_is_known_by_its_whole_log(tmp_path, monkeypatch):
         assert report["problems"] == [*problems, "no step was recorded"]
 
 
+@pytest.mark.parametrize("gpus", [0, 1, 2])
+def test_several_ranks_share_the_only_gpu(monkeypatch, gpus):
+    monkeypatch.setattr(smoke.torch.cuda, "device_count", lambda: gpus)
+    assert smoke.launcher(1) == []
+    last = Path(smoke.launcher(2)[-1])
+    assert (last == ROOT / "tests" / "one_gpu_ranks.py") == (gpus == 1)
+    assert last.is_file() == (gpus == 1)
+
+
 def test_what_speaks_against_a_run():
     good = {"step": 1, "train/actor_skipped": 0, "train/sampler_gap": 0.004}
     assert smoke.judge_steps([good], 0.05) == []
