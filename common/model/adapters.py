@@ -34,10 +34,11 @@ class LoRALinear(nn.Linear):
         self.lora_B = nn.Parameter(torch.empty(layer.out_features, rank, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight, self.bias)
-        if not self.acts:
-            return out
-        return out + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
+        rows = x.flatten(0, -2)
+        out = F.linear(rows, self.weight, self.bias)
+        if self.acts:  # added by the product itself: a scale and a sum would pass over `out` again
+            out.addmm_(F.linear(rows, self.lora_A), self.lora_B.t(), alpha=self.scale)
+        return out.unflatten(0, x.shape[:-1])
 
 
 def add_adapters(model: Model, base: str, rank: int, alpha: int) -> None:
