@@ -160,7 +160,7 @@ def run_main(program: Callable[[], Any]) -> None:
         dist.destroy_process_group()
     # An ordinary exit would abort the process if one of the threads that were given up is inside
     # C++; and NCCL might wait in it for ranks that do not leave the group.
-    if GIVEN_UP or code == EXIT_USER_ERROR:
+    if GIVEN_UP or (code == EXIT_USER_ERROR and dist.is_initialized()):
         os._exit(code)
     if code:
         raise Exit(code)

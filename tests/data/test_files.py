@@ -146,8 +146,6 @@ def test_what_json_must_be(tmp_path, form, value, problem):
         ("\udcff", "not JSON: .*utf-8"),
         ("9" * 5000, "not JSON: Exceeds the limit"),
         ("[" * 99_999, "not JSON: maximum recursion"),
-        ("[" * 101 + "]" * 101, "nested more than 100 deep"),
-        ('{"a":' * 101 + "1" + "}" * 101, "nested more than 100 deep"),
     ],
 )
 def test_what_is_no_json_is_one_message(tmp_path, text, problem):
