@@ -135,7 +135,7 @@ class RewardArgs:
     grm_max_new_tokens: int = flag(512, "longest critique of a judge, tokens", low=1)
     reward_timeout: float = flag(
         60.0,
-        "longest time for the rewards of a step, with all retries, seconds",
+        "longest time for the rewards of functions and servers, all together, with retries, seconds",
         low=1e-6,
         high=LONGEST_WAIT,
     )

@@ -1,5 +1,5 @@
-"""Environments for tests: every second sample of a prompt sees something first; replies have no,
-one or two pictures, by the seed and the number."""
+"""Environments for tests: the samples of some prompts see something first, by the seed; replies have
+no, one or two pictures, by the seed and the number."""
 
 import dataclasses
 import random
@@ -25,7 +25,9 @@ class Talk:
 
     def reset(self, row):
         self.rng, self.turn, self.row = random.Random(100 * row["seed"] + row["number"]), 0, row
-        return ["seen first", *self.draw(1), "and now?"] if row["number"] % 2 else None
+        first = random.Random(row["seed"])
+        pictures = [picture(first)] if self.pictures and first.random() < 0.5 else []
+        return ["seen first", *pictures, "and now?"] if first.random() < 0.7 else None
 
     def draw(self, most):
         return [picture(self.rng) for _ in range(self.rng.randint(0, most) if self.pictures else 0)]
@@ -57,8 +59,6 @@ class Tool(Talk):
 
 
 class Same(Talk):
-    shared = True
-
     def reset(self, row):
         super().reset(row)
         return ["the board", picture(random.Random(row["seed"]))]
@@ -147,10 +147,16 @@ class Absent(Same):
         return super().reset(row)
 
 
+class Apart(Talk):
+    """The samples of a prompt see different pictures first."""
+
+    def reset(self, row):
+        super().reset(row)
+        return ["seen first", picture(self.rng)]
+
+
 class Endless(Words):
     """A first observation that fits into no prompt."""
-
-    shared = True
 
     def reset(self, row):
         super().reset(row)

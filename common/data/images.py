@@ -6,6 +6,7 @@ reads, or a video (MP4, ...), for which a further package is needed. A user's mi
 ValueError that names the file.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -111,7 +112,10 @@ def clip_times(files: Sequence[str], fps: float) -> tuple[tuple[int, int], list[
         frames, header = _read_film(files[0], lambda total: [0])
         size, total, fps = frames[0].size, header.total_num_frames, header.fps
     if total < 2:
-        raise ValueError(f"{files[0]}: a video has at least 2 frames, this has {total}")
+        raise ValueError(
+            f"{files[0]}: a video has at least 2 frames, this has {total} (images are the frames of "
+            "a video if they stand in a list of their own)"
+        )
     return size, [k / fps for k in range(total)], fps
 
 
@@ -145,7 +149,9 @@ def _read_film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Imag
         )
 
     def pick(metadata, **_) -> list[int]:  # transformers passes it by this name
-        if not (metadata.total_num_frames > 0 and metadata.fps):
+        if metadata.total_num_frames <= 0:
+            metadata.total_num_frames = _count_frames(path)
+        if not (metadata.total_num_frames and metadata.fps):
             raise ValueError(f"{metadata.total_num_frames} frames, {metadata.fps} in a second")
         return choose(metadata.total_num_frames)
 
@@ -158,3 +164,13 @@ def _read_film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Imag
     if torch.is_tensor(frames):
         frames = frames.permute(0, 2, 3, 1).numpy()  # (F, h, w, 3)
     return [Image.fromarray(frame) for frame in frames], header
+
+
+@functools.cache  # asked again whenever a step reads the film
+def _count_frames(path: str) -> int:
+    """The frames of a film whose header does not tell their number, as that of a WebM or MKV: by
+    decoding it once."""
+    import av
+
+    with av.open(path) as film:
+        return sum(1 for _ in film.decode(video=0))

@@ -205,11 +205,13 @@ class EnvRollout:
         """The prompt with the first observation that all its samples share. Raises ValueError: they have
         different ones."""
         opening, prompt = next((each.reply, each.prompt) for each in episodes if each.reply)
-        if any(each.reply and each.reply.content != opening.content for each in episodes):
-            raise ValueError(
-                f"{prompt.source}: reset shows the samples of a row different first observations; draw from "
-                'row["seed"], and send what differs as a reply'
-            )
+        for episode in episodes:
+            shown = episode.reply and (episode.reply.content, episode.reply.images)
+            if not episode.conversation.error and shown != (opening.content, opening.images):
+                raise ValueError(
+                    f"{prompt.source}: reset shows the samples of a prompt different first observations; draw "
+                    'from row["seed"], which they have in common, or show what differs in a reply'
+                )
         if opening.grids:
             parts = [batch.patches[index]] if index in batch.patches else []
             parts.append((opening.patches, torch.tensor(opening.grids)))

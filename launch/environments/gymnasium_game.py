@@ -11,8 +11,6 @@ from common.rewards.rules import after_thought
 
 
 class Game:
-    shared = True  # the samples of a prompt have one seed, and so one start
-
     def look(self) -> Image.Image:
         return Image.fromarray(self.game.render())
 

@@ -440,6 +440,14 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
     assert len(image_changes.vision_gaps(env.actor, batch)) == 4
 
 
+def test_samples_of_a_prompt_that_see_different_pictures_first_are_refused(qwen25, picture_rows):
+    env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e","r"]')
+    with user_error(
+        "Apart: rows.jsonl:1: reset shows the samples of a prompt different first observations"
+    ):
+        talk(env, "Apart", 2)
+
+
 def test_a_first_observation_that_does_not_fit_fails_its_samples(qwen25, picture_rows):
     env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e","r"]')
     with user_error(
