@@ -189,8 +189,8 @@ def choose(plan: MemoryPlan, gib: float) -> UpdateSetting:
     if few > layers:
         return UpdateSetting(most, layers)
     more = range(1, few + 1) if products else ()
-    kept = bisect_left(more, True, key=lambda some: not fits(most, few, attention, some))
-    return UpdateSetting(most, few, attention, kept)
+    with_products = bisect_left(more, True, key=lambda some: not fits(most, few, attention, some))
+    return UpdateSetting(most, few, attention, with_products)
 
 
 def require_fit(plan: MemoryPlan, setting: UpdateSetting, gib: float, most: float) -> str:

@@ -196,19 +196,19 @@ def kept_activations(module: Wrapper, setting: UpdateSetting, keys: float = 1.0)
     if it is recomputed its input and what ``setting`` says. Attention's output comes with the logarithm
     of a sum in float32 for each head."""
     text, width = module.model.config.get_text_config(), module.model.setup.dtype.itemsize
-    kept = activations(module, keys)
+    sizes = activations(module, keys)
     first_with_products = setting.recomputed - setting.keep_products
     layers = zip(decoder(module.model).layers, layer_configs(text))
     for number, (layer, config) in enumerate(layers):
         if number == setting.recomputed:
             break
-        kept[number] = width * text.hidden_size
+        sizes[number] = width * text.hidden_size
         if setting.keep_attention:
-            kept[number] += config.num_attention_heads * (width * head_dim(config) + 4)
+            sizes[number] += config.num_attention_heads * (width * head_dim(config) + 4)
         if number >= first_with_products:
             products = (part for part in layer.modules() if isinstance(part, nn.Linear))
-            kept[number] += width * sum(part.out_features for part in products)
-    return kept
+            sizes[number] += width * sum(part.out_features for part in products)
+    return sizes
 
 
 def backward_bytes(module: Wrapper, setting: UpdateSetting, keys: float = 1.0) -> dict[str, float]:
@@ -227,11 +227,11 @@ def backward_bytes(module: Wrapper, setting: UpdateSetting, keys: float = 1.0) -
     # embeddings, with images, and the last norm; the layers' own inputs, their norm and gradient
     saved = (hidden + inputs) * (4 + 4 * width)
 
-    kept, peak, below = kept_activations(module, setting, keys), 0.0, 0.0
+    sizes, peak, below = kept_activations(module, setting, keys), 0.0, 0.0
     for number, size in enumerate(activations(module, keys)):
         at_once = size + (width * text.hidden_size if number < setting.recomputed else 0)
         peak = max(peak, tokens * (below + at_once + size // 3))
-        below += kept[number]
+        below += sizes[number]
     saved += tokens * below
 
     head = count_trained([model.lm_head.weight]) if hasattr(model, "lm_head") else 0

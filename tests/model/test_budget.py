@@ -46,9 +46,11 @@ class Stairs:
         )
 
     def update_phases(self, setting: UpdateSetting) -> dict[str, budget.Parts]:
-        kept = 10 * (4 - setting.recomputed) + setting.recomputed
-        kept += setting.keep_attention * setting.recomputed + 4 * setting.keep_products
-        return {"update": {"resident": 4 * GIB, "activations": setting.tokens * kept / 16384 * GIB}}
+        tenths = 10 * (4 - setting.recomputed) + setting.recomputed
+        tenths += setting.keep_attention * setting.recomputed + 4 * setting.keep_products
+        return {
+            "update": {"resident": 4 * GIB, "activations": setting.tokens * tenths / 16384 * GIB}
+        }
 
 
 # In packs of 16,384 tokens 4 + 40 GiB with nothing recomputed, 4 + 8 with everything but attention.
@@ -106,11 +108,11 @@ def test_a_start_says_what_it_chose_before_it_reads_weights(
     sizes = reported(monkeypatch, 79.0)
     fit(dry, "auto")
     assert sizes == [memory.gathered_bytes(dry.models["actor"])[1]]
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"memory per GPU: (\d\d\.\d) of 79.0 GiB, in update actor; packs of ([\d,]+) tokens, (.*)\n",
         capsys.readouterr().out,
     )
-    peak, tokens, layers = found.groups()
+    peak, tokens, layers = match.groups()
     assert 0.85 < float(peak) / 79 <= 0.92
     for role in ("actor", "critic"):
         setting = dry.models[role].model.setup.updates

@@ -57,8 +57,8 @@ def settings(attention: bool, products: bool):
         if attention:
             yield UpdateSetting(600, recomputed, True)
         if products:
-            for kept in sorted({min(1, recomputed), recomputed}):
-                yield UpdateSetting(600, recomputed, True, kept)
+            for with_products in sorted({min(1, recomputed), recomputed}):
+                yield UpdateSetting(600, recomputed, True, with_products)
 
 
 def assert_equal_gradients(env, batch) -> None:
