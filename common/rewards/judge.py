@@ -276,31 +276,34 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[Judg
     (prompt,) = prompts
     if not isinstance(prompt, str):
         raise ValueError(f"a row of the kind {kind} has a text as prompt, not {prompt!r:.80}")
-    responses = judged_responses(row)
-    if kind in PAIRS:
-        check_sides(kind, images if kind == "pictures" else responses)
     # Where the marks do not fit the images, `make_prompt` says what is wrong.
     if kind != "pictures" and sum(map(prompt.count, MEDIA_MARKS)) == len(images):
         prompt = user_text(message_turns(prompt), len(images))
-    criterion, critique = row.get("criterion") or "", row.get("critique") or ""
     both = kind in PAIRS and orders == "both"
-    if both and FIXED_NAMES.search(critique):
+    if both and FIXED_NAMES.search(row.get("critique") or ""):
         raise ValueError(
             "write {A} and {B} for the names, which change in the other order: "
-            f"{critique!r:.120}"
+            f"{row['critique']!r:.120}"
         )
-    judgements = []
-    for order in ORDERS[: 1 + both]:
-        if order == "swapped":
-            responses = responses[::-1]
-            images = images[::-1] if kind == "pictures" else images
-        question = settings.question(kind, responses, prompt=prompt, criterion=criterion)
-        verdict = in_order(right_verdict(row), order)
-        names = {side: in_order(side, order) for side in SWAPPED} if kind in PAIRS else {}
-        text = judgement_text(fill_in(critique, names), verdict)
-        instruction = settings.instruction(prompt)
-        judgements.append(Judgement(kind, order, instruction, question, images, text, verdict))
-    return judgements
+    return [judgement_in(order, kind, row, prompt, settings) for order in ORDERS[: 1 + both]]
+
+
+def judgement_in(
+    order: str, kind: str, row: dict, prompt: str, settings: JudgeSettings
+) -> Judgement:
+    """The judgement of a row with its sides in this order. Raises ValueError: see `read_judgement`."""
+    images, responses = media_list(row), judged_responses(row)
+    critique, verdict = row.get("critique") or "", in_order(right_verdict(row), order)
+    if kind in PAIRS:
+        check_sides(kind, images if kind == "pictures" else responses)
+        critique = fill_in(critique, {side: in_order(side, order) for side in SWAPPED})
+    if order == "swapped":
+        responses = responses[::-1]
+        images = images[::-1] if kind == "pictures" else images
+    criterion = row.get("criterion") or ""
+    question = settings.question(kind, responses, prompt=prompt, criterion=criterion)
+    text = judgement_text(critique, verdict)
+    return Judgement(kind, order, settings.instruction(prompt), question, images, text, verdict)
 
 
 def kind_of_row(row: dict) -> str:
