@@ -66,16 +66,16 @@ from common.model import (
     budget,
     build,
     checkpoint,
-    experts,
     fsdp,
+    further_losses,
     image_changes,
     memory,
     packs,
     vlm,
     weights,
 )
+from common.model.further_losses import PtxLoss
 from common.model.policy import Critic, Policy, logprobs_of, values_of
-from common.model.ptx import PtxLoss
 from common.model.recompute import explain_memory
 from common.model.teacher import Teacher, follow_average
 from common.process import UserError
@@ -1302,11 +1302,12 @@ def minibatches_of(
     for epoch in range(epochs):
         seed = (args.seed, step, epoch)
         for indices in batch.minibatches(args.minibatches, seed):
+            load = further_losses.count_experts(module, batch, indices) if balanced else None
             yield Minibatch(
                 indices,
                 weights=minibatch_weights(batch, indices, all_tokens, args),
                 policy_weights=minibatch_weights(batch, indices, batch.in_policy_loss, args),
-                expert_load=experts.count_experts(module, batch, indices) if balanced else None,
+                expert_load=load,
             )
 
 
@@ -1369,7 +1370,7 @@ def critic_loss(
         values = critic(pack)  # (T,)
     old, returns, weight = pack.pick(batch.values, batch.returns, minibatch.weights)  # (T,) each
     loss = (weight * losses.value_loss(values, old, returns, args.value_clip)).sum()
-    balance = experts.pack_balance_loss(critic.model, pack, routed, minibatch.expert_load)
+    balance = further_losses.pack_balance_loss(critic.model, pack, routed, minibatch.expert_load)
     return loss + args.aux_loss_coef * balance, {"critic_loss": logging.Share(loss.detach())}
 
 
@@ -1475,7 +1476,7 @@ def actor_loss(
         loss = loss + coef * term
         stats[name] = logging.Share(term.detach())
     if minibatch.expert_load is not None:
-        balance = experts.pack_balance_loss(actor.model, pack, routed, minibatch.expert_load)
+        balance = further_losses.pack_balance_loss(actor.model, pack, routed, minibatch.expert_load)
         balance = args.aux_loss_coef * balance
         loss = loss + balance
         stats["aux_loss"] = logging.Share(balance.detach())

@@ -9,7 +9,7 @@ import torch
 
 import train_ppo_vl as ppo
 from common.model import packs, vlm
-from common.model.ptx import PtxLoss
+from common.model.further_losses import PtxLoss
 from conftest import (
     ROUNDING,
     Tensors,

@@ -144,15 +144,23 @@ def write_checkpoint(folder: Path, size: str) -> Path:
 
 
 @torch.no_grad()
-def random_weights(model, folder=None, value_head=None) -> set[str]:
-    """In place of `weights.load_weights`: every rank draws its own rows; the value head keeps its zeros."""
+def random_weights(model) -> None:
+    """Every rank draws its own rows."""
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local.normal_(0, 0.02) if parameter.ndim > 1 else local.fill_(0.5)
-    return set()
 
 
-def text_model(folder: Path, setup: weights.Setup):
+@torch.no_grad()
+def random_fill(module, device: torch.device, seed: int) -> None:
+    """In place of `weights.fill`; a value head begins at zero."""
+    weights.materialize(module, device)
+    random_weights(module.model)
+    if hasattr(module, "value_head"):
+        module.value_head.weight.zero_()
+
+
+def text_model(folder: Path, setup: vlm.Setup):
     """The language model alone, without gradients, in the compute dtype."""
     model = build.build_model(text_config(folder)[0], setup, vision=False, head=True)
     adapters.freeze(model.parameters(), setup.dtype)
@@ -404,7 +412,7 @@ def main() -> None:
     settings = parser.parse_args()
     tiny, short = settings.tiny, settings.short
     begun, folder = time.perf_counter(), Path(tempfile.mkdtemp())
-    weights.load_weights = random_weights
+    weights.fill = random_fill
     checkpoint.contents = lambda flags: {}  # of weights that no file has
     sizes, batches, contexts, steps = ("3b", "7b"), (1, 16, 64, 128, 256), (512, 1500, 4000), 16
     totals, budgets, prompts = (4096, 16384), (8192, 16384, 32768), "64"

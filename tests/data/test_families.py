@@ -39,7 +39,7 @@ from common.data.processor import Processor
 from common.data.rows import measure
 from common.envs.replies import read_parts
 from common.model import attention as vlm_attention
-from common.model import build, experts, image_changes, packs, vlm
+from common.model import build, further_losses, image_changes, packs, vlm
 from common.model import weights as vlm_weights
 from common.model.teacher import with_prompts
 from conftest import (
@@ -632,11 +632,11 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
     samples = responses_to(env, counts, family.oracle.config.text_config.vocab_size)
     total, count = 0.0, 0
     with computing(env.actor, max_tokens_per_pack=budget):
-        load = experts.count_experts(env.actor, samples)
+        load = further_losses.count_experts(env.actor, samples)
         for pack in packs.of_batch(env.actor.model, samples):
             with vlm.router_logits(env.actor.model) as logits:
                 logp, *_ = env.actor(pack, None)
-            share = 0.5 * experts.pack_balance_loss(env.actor.model, pack, logits, load)
+            share = 0.5 * further_losses.pack_balance_loss(env.actor.model, pack, logits, load)
             # FSDP gathers a layer's weights when its output gets a gradient
             (share + 0 * logp.sum()).backward()
             total, count = total + share.item(), count + 1

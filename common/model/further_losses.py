@@ -1,18 +1,57 @@
-"""A next-token loss on rows of text beside the RL loss: PPO-ptx (Ouyang et al. 2022, equation 2)."""
+"""Losses beside those of the algorithm.
+
+count_experts, pack_balance_loss   the load-balancing loss of mixture-of-experts models (--aux_loss_coef);
+                                   a pack's share of it depends on all packs of a minibatch, so the experts
+                                   that are chosen are counted first
+PtxLoss                            a next-token loss on rows of text: PPO-ptx (Ouyang et al. 2022, equation 2)
+"""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from common.buffers import Batch
+from common import losses
+from common.buffers import Batch, Pack
 from common.data.loader import PromptLoader, data_order
 from common.data.rows import Example
 from common.logging import Mean, Share
-from common.model import experts, packs, vlm
+from common.model import fsdp, packs, vlm
 from common.model.policy import Policy
+
+
+@torch.no_grad()
+def count_experts(
+    module: vlm.Wrapper, batch: Batch, indices: Iterable[int] | None = None
+) -> Tensor:
+    """(E,) how often each expert is chosen in the minibatch of the prompts ``indices`` (None: all),
+    over all ranks."""
+    model = module.model
+    text = model.config.get_text_config()
+    load = torch.zeros(text.num_experts, device=model.setup.device)
+    for pack in packs.of_batch(model, batch, indices):
+        with vlm.router_logits(model) as routed:
+            module(pack)
+        load += losses.expert_load(
+            routed, pack.copies.to(load.device), vlm.experts_per_token(model)
+        )
+    fsdp.forget_forwards(module)
+    dist.all_reduce(load)
+    return load
+
+
+def pack_balance_loss(
+    model: vlm.Model, pack: Pack, routed: list[Tensor], load: Tensor | None
+) -> Tensor:
+    """This pack's share of the load-balancing loss of a minibatch, from the router logits of its
+    forward; 0 where the experts were not counted."""
+    if load is None:
+        return torch.zeros(())
+    top_k = vlm.experts_per_token(model)
+    return losses.balance_loss(routed, pack.copies.to(load.device), load, top_k)
 
 
 @dataclass(kw_only=True)
@@ -50,7 +89,7 @@ class PtxLoss:
         prompts = self.loader.collect(*pending)
         batch = prompts.with_targets([[self.rows[k].target] for k in prompts.prompt_ids])
         vlm.compute_features_unless_trained(model, batch)
-        load = experts.count_experts(policy, batch) if aux_loss_coef else None
+        load = count_experts(policy, batch) if aux_loss_coef else None
         count = self.count_labels(batch)
         total = torch.zeros((), device=model.setup.device)
         for pack in packs.of_batch(model, batch):
@@ -59,7 +98,7 @@ class PtxLoss:
             with vlm.router_logits(model) as routed:
                 logp, *_ = policy(pack)  # (T,)
             loss = -logp.sum() / count
-            balance = aux_loss_coef * experts.pack_balance_loss(model, pack, routed, load)
+            balance = aux_loss_coef * pack_balance_loss(model, pack, routed, load)
             yield self.coef * (loss + balance)
             total += loss.detach()
         stats["ptx_loss"] = Share(total)
