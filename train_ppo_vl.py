@@ -536,10 +536,8 @@ def check_rows(
     """Raises UserError if rows cannot be scored or have no images to change, or if the environment does
     not work with this model."""
     imageless = rows.train and not environment and not any(row.grids for row in rows.train)
-    if imageless and (args.masks_images or args.student_images):
-        raise UserError(
-            "--perception_* and --student_images change images, and no row of --data has any"
-        )
+    if imageless and args.masks_images:
+        raise UserError("--perception_* mask images, and no row of --data has any")
     if args.curriculum and 0 < len(rows.train) < args.prompts_per_rollout:
         raise UserError(
             f"--curriculum draws {args.prompts_per_rollout} different rows for a rollout, and --data has "
@@ -602,12 +600,7 @@ def open_loader(
     )
     if weigh and rows.train:
         batches = draw_by_history(args, weigh, rows.train, state)
-    return data.PromptLoader(
-        rows.processor,
-        args,
-        batches,
-        image_changes.damage(args.student_images, args.seed),
-    )
+    return data.PromptLoader(rows.processor, args, batches)
 
 
 def draw_by_history(
@@ -813,8 +806,6 @@ def reward_modules(args: Args, reward: sources.RewardMix, rows: Rows, actor: Pol
         actor,
         write=partial(write_critiques, args=args),
         offload=args.offload,
-        # a judge must not see the damaged images of the actor
-        shares_features=not args.student_images,
     )
 
 
@@ -1823,7 +1814,6 @@ def check_args(args: Args) -> None:
     check_kl(refuse, args)
     check_rewards(refuse, args)
     check_teacher(refuse, args)
-    image_changes.damage(args.student_images, args.seed)
     refuse.raise_any()
 
 
@@ -1976,12 +1966,8 @@ def check_teacher(refuse: flags.Refusals, args: Args) -> None:
         "self",
     )
     refuse(
-        args.env and (args.teacher_prompt or args.student_images),
-        "--env excludes --teacher_prompt and --student_images: conversations are scored unchanged",
-    )
-    refuse(
-        args.student_images and args.masks_images,
-        "--student_images excludes --perception_coef, --perception_ratio and --perception_scale",
+        args.env and args.teacher_prompt,
+        "--env excludes --teacher_prompt: conversations are scored unchanged",
     )
 
 

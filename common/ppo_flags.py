@@ -166,11 +166,6 @@ class TeacherArgs:
         "'{prompt} (The answer is {answer}.)'; empty: the prompt",
         check=check_teacher_prompt,
     )
-    student_images: str = flag(
-        "",
-        "damage to the policy's images in training, which the teacher sees undamaged: noise:0.3 (standard "
-        "deviation, on a scale of 1) or mask:0.3 (share of squares of 14 pixels, black); empty: none",
-    )
 
     @property
     def teacher_in_loss(self) -> bool:

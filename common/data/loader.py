@@ -131,7 +131,6 @@ class PromptLoader:
     processor: Processor
     args: DataArgs
     batches: Iterable[Drawn] = ()  # to come; rows are prompts, or objects with a ``prompt``
-    change: Callable | None = None  # of images, as in `load_pixels`, by the key (draw number, 0)
 
     def __post_init__(self):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -166,8 +165,7 @@ class PromptLoader:
         for i, owner in enumerate(self.owners(len(rows))):
             prompt = prompt_of(rows[i])
             if owner == self.rank and prompt.images:
-                decode = load_pixels, prompt, self.processor, self.change, (draws[i], 0)
-                futures[i] = self.pool.submit(*decode)
+                futures[i] = self.pool.submit(load_pixels, prompt, self.processor)
         return rows, draws, futures
 
     def owners(self, count: int) -> list[int]:

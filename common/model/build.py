@@ -160,11 +160,10 @@ def build_reader(
     processor: Processor,
     args: DataArgs,
     head: bool = True,
-    shares: bool = True,
 ) -> tuple[Model, Processor]:
     """The frozen model of another checkpoint, on meta, and the processor with which it reads rows. It
-    has no vision tower if it may (``shares``) and can read the image features of the ``actor``, whose
-    ``processor`` this is.
+    has no vision tower if it can read the image features of the ``actor``, whose ``processor`` this
+    is.
 
     Raises ValueError: a folder that is no model, or of a family that is not supported.
     """
@@ -176,8 +175,7 @@ def build_reader(
         reader.space = processor.space
     # The actor's image features serve if family, image processor and tower are the actor's, untrained.
     shares = (
-        shares
-        and not setup.trains_vision
+        not setup.trains_vision
         and image_settings(reader) == image_settings(processor)
         and same_tower(setup.family, setup.folder, folder)
     )

@@ -22,7 +22,6 @@ from common.data.processor import Processor
 from common.model.packs import image_grids
 from common.model.policy import Policy, logprobs_of
 from common.model.vlm import Model, compute_features_unless_trained, image_features
-from common.process import UserError
 
 # -------------------------------------------------------------------------------------------------
 # Other images
@@ -58,39 +57,12 @@ def mask(image: Image.Image, share: float, rng: np.random.Generator) -> Image.Im
     return masked
 
 
-def add_noise(image: Image.Image, deviation: float, rng: np.random.Generator) -> Image.Image:
-    """Gaussian noise on every colour of every pixel; colours are between 0 and 1."""
-    pixels = np.asarray(image, dtype=np.float32)
-    noise = rng.standard_normal(pixels.shape, np.float32)
-    return Image.fromarray((pixels + 255 * deviation * noise).clip(0, 255).astype(np.uint8))
-
-
 def at_random(change: Callable, amount: float, seed: int) -> Callable:
     """The change of each image alone, by ``change(image, amount, generator)``."""
     return lambda images, key: [
         change(image, amount, np.random.default_rng((seed, *key, k)))
         for k, image in enumerate(images)
     ]
-
-
-# kind of damage -> function of an image, its amount and a generator
-DAMAGE = {"mask": mask, "noise": add_noise}
-
-
-def damage(spec: str, seed: int) -> Callable | None:
-    """The change that a flag such as noise:0.3 asks for; None if it is empty. Raises UserError: bad flag."""
-    if not spec:
-        return None
-    kind, _, amount = spec.partition(":")
-    try:
-        if not 0 < float(amount) <= 1:
-            raise ValueError(amount)
-        return at_random(DAMAGE[kind], float(amount), seed)
-    except (KeyError, ValueError) as error:
-        raise UserError(
-            f"--student_images {spec}: expected one of {', '.join(DAMAGE)} and an amount up to 1, as in "
-            "noise:0.3"
-        ) from error
 
 
 def has_images(batch: Batch) -> Tensor:

@@ -70,7 +70,7 @@ def with_hint(prompt: Prompt, template: str) -> list[dict]:
 @dataclass(eq=False)
 class Teacher:
     """A frozen model that scores the policy's tokens, and how it sees them: with its own
-    processor and tower if it has them, at prompts in a template, at images without damage."""
+    processor and tower if it has them, at prompts in a template."""
 
     policy: Policy
     actor: Policy
@@ -100,9 +100,8 @@ class Teacher:
             return batch
         if template or processor is not actor.processor:
             batch = with_prompts(batch, processor, template)
-        if self.own_tower or self.args.student_images:
-            sees = self.own_tower or actor.model.setup.trains_vision
-            batch = reread_images(batch, (self.policy if sees else actor).model, processor)
+        if self.own_tower:
+            batch = reread_images(batch, self.policy.model, processor)
         return batch
 
     def ban_unknown_ids(self, rows: list[Prompt], with_env: bool) -> None:

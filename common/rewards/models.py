@@ -42,7 +42,6 @@ def build(
     actor: Policy,
     write: Write,
     offload: str,
-    shares_features: bool,
 ) -> Modules:
     """The judges (grm:FOLDER) and scalar reward models (rm:FOLDER) among the sources of rewards by
     name, frozen and on meta; the sources learn how to ask them.
@@ -50,7 +49,6 @@ def build(
     Args:
         write: makes a judge write its critiques.
         offload: of --offload.
-        shares_features: the actor's image features serve models that have its vision tower.
 
     Raises:
         UserError: on every rank alike: no such folder, no judge.json, a question the judge was not
@@ -65,7 +63,7 @@ def build(
             continue
         with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
             model, processor = build_reader(
-                source.folder, actor.model, actor.processor, own_template, is_judge, shares_features
+                source.folder, actor.model, actor.processor, own_template, is_judge
             )
             module = Policy(model, processor) if is_judge else Critic(model)
             kind: Any = JudgeModel if is_judge else ScalarModel
