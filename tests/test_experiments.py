@@ -22,6 +22,8 @@ from PIL import Image, ImageFilter
 import ranks
 import train_ppo_vl as ppo
 from common import distributed, losses
+from common.data.loader import load_pixels
+from common.data.processor import Processor
 from common.model import image_changes
 from common.model import weights as vlm_weights
 from conftest import (
@@ -59,9 +61,10 @@ TESTS = {
     "sampler": "another_sampler",
     "sampling": "sampling_rule",
     "spo": "its_row",
+    "student_images": "a_student",
 }
 # methods of the field: each applies alone, as some change the same lines
-METHODS = ("branch", "gigpo", "luffy", "noisy", "replay", "spo")
+METHODS = ("branch", "gigpo", "luffy", "noisy", "replay", "spo", "student_images")
 TOGETHER = [diff.stem for diff in DIFFS if diff.stem not in METHODS]
 
 
@@ -161,11 +164,12 @@ def run(qwen25, task, tmp_path):
         del sys.modules[name]
 
 
-def test_there_are_thirteen_and_each_is_small():
+def test_there_are_fourteen_and_each_is_small():
     assert [diff.stem for diff in DIFFS] == sorted(TESTS)
-    assert len(DIFFS) == 13
+    assert len(DIFFS) == 14
     for diff in DIFFS:
-        assert 0 < len(changed_lines(diff)) <= {"sampler": 67, "muon": 40}.get(diff.stem, 28), diff
+        largest = {"sampler": 67, "muon": 40, "noisy": 35}.get(diff.stem, 28)
+        assert 0 < len(changed_lines(diff)) <= largest, diff
         others = {
             "gigpo": [FORMULAS],
             "look": [CHANGES],
@@ -211,15 +215,17 @@ def test_forks_are_green(tmp_path):
         )
         if names == TOGETHER:
             (fork / "my_reward.py").write_text(readme_reward())
-        words = ("architecture", "thirteen", *map(TESTS.get, names))
+        words = ("architecture", "fourteen", *map(TESTS.get, names))
         command += [fork, "" if names == TOGETHER else " or ".join(words)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = [line for line in done.stdout.splitlines() if " deselected" in line]
     assert len(outcomes) == len(DIFFS) + 1
     assert not any("skipped" in line for line in outcomes[:-1])
-    # one of the methods fits, and the branch has two tests
-    assert f" {len(METHODS)} skipped" in outcomes[-1], outcomes
+    folder = ROOT / "tests" / "experiments"
+    misfits = [name for name in METHODS if not git_apply(folder / f"{name}.diff", fork, "--check")]
+    skipped = len(misfits) + ("branch" in misfits)  # which has two tests
+    assert bool(skipped) == (f" {skipped} skipped" in outcomes[-1]), outcomes
 
 
 def test_an_estimator_of_ones_own(run):
@@ -379,7 +385,7 @@ def test_another_sampler_that_sees_no_images_is_stopped_with_the_question(run, m
 def test_another_kind_of_look(run, qwen25, task):
     """PAPO's second look is at images that Pillow blurs: their log-probs, by Hugging Face's model."""
     script, steps, batches = run(
-        "look", "--perception_coef 0.01 --perception_change blur:0.1 --actor_lr 0 --steps 2"
+        "look", "--perception_coef 0.01 --perception_blur 0.1 --actor_lr 0 --steps 2"
     )
     env = start(qwen25, task / "train.jsonl")
     model = hugging_face(qwen25)
@@ -460,7 +466,7 @@ def test_samples_of_noisy_images_are_trained_on_the_clean_ones(run, qwen25, task
         env.actor.model,
         env.processor,
         image_changes.at_random(
-            image_changes.add_noise, 0.5 * (1 - 1 / (1 + math.exp(20))), env.args.seed
+            script.add_noise, 0.5 * (1 - 1 / (1 + math.exp(20))), env.args.seed
         ),
     )
     for prompts, stream, first in ((clean, ppo.TRAIN, 0), (images, ppo.JUDGE + 1, 2)):
@@ -471,6 +477,35 @@ def test_samples_of_noisy_images_are_trained_on_the_clean_ones(run, qwen25, task
             assert [part.tolist() for part in ours] == [part.tolist() for part in theirs]
     assert (ppo.logprobs_of(env.actor, batch) - batch.old_logprobs).abs().max() < ROUNDING
     assert all(step["train/sampler_gap"] < ROUNDING for step in steps)
+
+
+@pytest.mark.parametrize("teacher_in", ["advantage", "loss"])
+def test_a_student_sees_less_than_its_teacher(run, qwen25, teacher_in):
+    """Log-probs of the policy after masked images and of the teacher after whole ones, by Hugging
+    Face's model."""
+    teacher = f"--teacher_model self --teacher_in {teacher_in} --student_images 0.5"
+    _, (step, _), (batch, _) = run("student_images", teacher)
+    model = hugging_face(qwen25)
+    mask = image_changes.at_random(image_changes.mask, 0.5, 0)
+    processor = Processor(qwen25)
+    gaps = []
+    for i, (index, tokens) in enumerate(responses_of(batch)):
+        prompt, seen = batch.prompts[index], []
+        for change in (mask, image_changes.unchanged):
+            pixels = load_pixels(prompt, processor, change, (batch.prompt_ids[index], 0))
+            with torch.no_grad():
+                logits = logits_of(model, prompt, tokens, processor, pixels)
+            seen.append(token_logprobs(logits, tokens))
+        masked, whole = seen
+        assert torch.allclose(batch.split(batch.logprobs)[i], masked, atol=1e-4)
+        assert bool(prompt.images) == bool((masked - whole).abs().max() > 1e-4)
+        if teacher_in == "advantage":
+            actual = batch.split(batch.teacher_logprobs)[i]
+            assert torch.allclose(actual, whole, atol=1e-4)
+            gaps.append(masked - whole)
+    if gaps:
+        assert step["train/teacher_kl"] == pytest.approx(float(torch.cat(gaps).mean()), abs=1e-4)
+    assert step["train/teacher_kl"] ** 2 > 1e-8
 
 
 @pytest.mark.parametrize("in_turns", [False, True])
@@ -596,6 +631,7 @@ def test_a_method_of_the_field_is_the_same_on_two_ranks(name, qwen25, task, tmp_
         "noisy": ["--noisy 2"],
         "replay": ["--replay 2 --prompts_per_step 8"],
         "spo": ["--advantage spo"],
+        "student_images": ["--student_images 0.5 --teacher_model self"],
     }[name]
     common = "--steps 2 --save_every 0 --export_every 0 --advantage grpo --samples_per_prompt 4 --log_samples 99"
     for world in (1, 2):

@@ -351,5 +351,5 @@ def test_rows_without_images_cannot_be_masked(qwen25, rows, tmp_path):
         "--reward exact --out",
         tmp_path / "run",
     )
-    with user_error("change images, and no row of --data has any"):
+    with user_error("mask images, and no row of --data has any"):
         ppo.main(line + ["--perception_coef", "0.01"])

@@ -11,14 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
 from common.buffers import EMPTY
 from common.data.processor import Processor
 from common.data.rows import load_prompts
-from common.model import fsdp, packs, vlm
+from common.model import fsdp, packs
 from common.model.teacher import with_hint
 from conftest import (
     assert_same_records,
@@ -397,69 +396,6 @@ def test_offloading_changes_nothing(qwen25, other, task, tmp_path, monkeypatch, 
 
 
 # ------------------------------------------------------------------------------------------------
-# damaged images
-def test_the_student_sees_damage_and_the_teacher_does_not(qwen25, rows, tmp_path):
-    """Noise by a formula of its own draws, in the rollout's patches; whole images in the look, and
-    in evaluations."""
-    env = start(
-        qwen25,
-        rows,
-        "--student_images noise:0.3 --seed 5 --steps 3 --teacher_model self --teacher_in loss",
-    )
-    state = ppo.TrainState(0.0)
-    with ppo.open_loader(env.args, env.rows, state) as loader:
-        batch = loader.take()
-    for index, prompt in enumerate(batch.prompts):
-        if not prompt.images:
-            assert index not in batch.patches
-            continue
-        patches = []
-        for k, path in enumerate(prompt.images):
-            pixels = np.asarray(Image.open(path).convert("RGB"), dtype=np.float32)
-            noise = np.random.default_rng((5, batch.prompt_ids[index], 0, k)).standard_normal(
-                pixels.shape, np.float32
-            )
-            noisy = np.clip(pixels + 255 * 0.3 * noise, 0, 255).astype(np.uint8)
-            patches.append(env.processor.family.patches(Image.fromarray(noisy))[0])
-        assert torch.equal(torch.cat(patches), batch.patches[index][0])
-    clean = take(env)
-    with torch.no_grad():
-        vlm.compute_features(env.actor.model, clean)
-        look = env.models.teacher.view(batch)
-    by_source = {prompt.source: clean.features.get(i) for i, prompt in enumerate(clean.prompts)}
-    for index, features in look.features.items():
-        assert torch.equal(features, by_source[batch.prompts[index].source])
-        assert not torch.equal(features, batch.features[index])
-    again = ppo.open_loader(env.args, env.rows, dataclasses.replace(state, rows_drawn=4))
-    with again, ppo.open_loader(env.args, env.rows, state) as loader:
-        loader.take()
-        assert all(
-            torch.equal(a[0], b[0])
-            for a, b in zip(loader.take().patches.values(), again.take().patches.values())
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", ["--offload none", "--train_vision", "--teacher_prompt {prompt}{answer}"]
-)
-def test_distillation_from_whole_images(qwen25, task, tmp_path, more):
-    """The KL is not zero at the start, and falls."""
-    steps = train(
-        qwen25,
-        task,
-        tmp_path,
-        "--teacher_model self --teacher_in loss --student_images mask:0.5 --steps 6 --save_every 0 "
-        "--actor_lr 3e-3 --reward none",
-        more,
-    )
-    gaps = [step["train/teacher_kl"] for step in steps]
-    assert gaps[0] > 1e-3
-    assert sum(gaps[3:]) < sum(gaps[:3])
-    assert all(step["train/sampler_gap"] < 1e-4 for step in steps)
-
-
-# ------------------------------------------------------------------------------------------------
 # how good it is
 ECHO = """
 def score(prompts, responses, references, labels, images):
@@ -547,12 +483,6 @@ def test_its_own_accuracy_is_measured_first(qwen25, other, task, tmp_path):
 --teacher_model self --advantage none --dynamic_sampling 2
     | --advantage none excludes --dynamic_sampling: prompts are chosen by rewards
 --teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y | conversations are scored unchanged
---student_images noise:0.3 --env x.py:Y              | conversations are scored unchanged
---student_images blur:3                              | expected one of mask, noise and an amount
---student_images noise:much                          | expected one of mask, noise and an amount
---student_images noise:-1                            | an amount up to 1
---student_images mask:nan                            | an amount up to 1
---student_images noise:0.2 --perception_coef 0.1     | noise:0.2 excludes --perception_coef
 """),
 )
 def test_bad_flags(qwen25, task, tmp_path, line, message):
@@ -627,13 +557,6 @@ def test_bad_rows_and_folders(qwen25, other, task, tmp_path, monkeypatch):
         "--teacher_model",
         large,
         "--max_prompt_tokens 128",
-    )
-    refused(
-        qwen25,
-        task,
-        "--student_images change images, and no row of --data has any",
-        "--student_images noise:0.3 --data",
-        task / "text.jsonl",
     )
     refused(qwen25, task, "no config.json", "--teacher_model", task)
 

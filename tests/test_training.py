@@ -1153,7 +1153,7 @@ RUNS = {
     "taught": (
         "qwen2_5_vl",
         "--steps 2 --teacher_model self --teacher_in loss --teacher_prompt {prompt}={answer} "
-        "--student_images noise:0.3 --advantage none --actor_lr 1e-2",
+        "--advantage none --actor_lr 1e-2",
     ),
     "distilled": (
         "qwen2_5_vl",
