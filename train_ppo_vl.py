@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     models = build_models(args, rows.processor, ranks.device)
     modules = models.by_role()  # on meta: no weights are read yet
     modules |= reward_modules(args, reward, rows, models.actor)
-    prepare_teacher(args, rows, models.teacher)
+    check_teacher_rows(args, rows, models.teacher)
     budget.fit(plan_memory(args, modules, rows, ranks.world), ranks)
     load_models(args, modules, ranks)
 
@@ -114,7 +114,8 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     exports = exported_models(args, trainables)
     checkpoints.resume(saved_roles(args, trainables, models), args.steps, IDENTITY)
     log = open_log(args, rows, state.step)
-    sampling = replace(sampling_of(args, rows.processor, ranks.device), environment=environment)
+    sampling = sampling_of(args, rows.processor, ranks.device, models.teacher)
+    sampling = replace(sampling, environment=environment)
     if not args.eval_only:  # an evaluation has nothing to save
         process.catch_signals()
 
@@ -128,6 +129,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
                 break
             if evaluation_due(state, rows, args) and not log.has_evaluation(step):
                 metrics, records, cards = evaluate(trainables, reward, rows, sampling, state, args)
+                metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, state, args)
                 report_evaluation(log, metrics, records, cards, state)
             checkpoints.export_if_due(step, last, exports, rows.processor)
             # a signal may have come meanwhile
@@ -720,10 +722,15 @@ DEPENDS_ON = {
 # -------------------------------------------------------------------------------------------------
 
 
-def sampling_of(args: Args, processor: Processor, device: torch.device) -> Sampling:
-    """The sampling that the flags ask for."""
+def sampling_of(
+    args: Args, processor: Processor, device: torch.device, teacher: Teacher | None = None
+) -> Sampling:
+    """The sampling that the flags ask for, of ids that a teacher has, too."""
+    banned = processor.banned_mask()  # (V,)
+    if teacher:
+        banned[teacher.policy.processor.vocab_size :] = True
     return Sampling(
-        banned=processor.banned_mask().to(device),
+        banned=banned.to(device),
         stop_ids=torch.tensor(processor.stop_ids, device=device),
         max_new_tokens=args.max_new_tokens,
         min_new_tokens=args.min_new_tokens,
@@ -809,10 +816,10 @@ def reward_modules(args: Args, reward: sources.RewardMix, rows: Rows, actor: Pol
     )
 
 
-def prepare_teacher(args: Args, rows: Rows, teacher: Teacher | None) -> None:
-    """Ban the ids that the teacher does not know. Raises UserError: see `Teacher.ban_unknown_ids`."""
+def check_teacher_rows(args: Args, rows: Rows, teacher: Teacher | None) -> None:
+    """Raises UserError: see `Teacher.check_rows`."""
     if teacher:
-        teacher.ban_unknown_ids(rows.all, with_env=bool(args.env))
+        teacher.check_rows(rows.all, with_env=bool(args.env))
 
 
 def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> budget.MemoryPlan:
@@ -849,7 +856,7 @@ def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> bud
         if role.startswith("grm") and args.grm_mode == "critique":
             length = longest + args.grm_max_new_tokens
             plan.fixed[f"{role} writes"] = partial(plan.decoding, role, length, slots, role)
-        elif role == "teacher" and args.eval_data:
+        elif role == "teacher" and args.eval_only:
             plan.fixed["teacher answers"] = partial(plan.decoding, role, longest, slots, role)
         elif role not in plan.trained:
             plan.fixed[f"{role} scores"] = partial(plan.scoring, role)
@@ -1587,6 +1594,36 @@ def evaluate(
     return metrics | {"eval/seconds": time.perf_counter() - started}, records, cards
 
 
+def evaluate_teacher(
+    teacher: Teacher | None,
+    reward: sources.RewardMix,
+    rows: Rows,
+    sampling: Sampling,
+    state: TrainState,
+    args: Args,
+) -> logging.Metrics:
+    """With --eval_only: the teacher's own accuracy and reward on one rollout of held-out prompts, which it
+    reads with its hint and its images. It cannot teach what it cannot answer. Skipped with an
+    environment, whose images it might not see."""
+    if not (teacher and args.eval_only) or args.env or args.reward == "none":
+        return {}
+    together = prompts_together(args.slots, args.rollout_shards, 1)
+    batches = data.batches_in_order(rows.held_out, together)[:1]
+    with (
+        teacher.in_use() as policy,
+        data.PromptLoader(rows.processor, args, batches) as loader,
+    ):
+        batch = loader.take()
+        answers = rollout(
+            policy, teacher.view(batch), replace(sampling, stream=EVAL, greedy=True), 1
+        )
+    answers = replace(answers, prompts=batch.prompts, features=batch.features, positions={})
+    reward.score(answers, rows.processor, state.step)
+    metrics = reports.summarise_samples(reports.sample_records(answers, rows.processor), 1)
+    columns = reports.accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
+    return {f"eval/teacher_{word}": metrics[name] for word, name in columns.items()}
+
+
 def values_and_returns(
     critic: Critic, batch: Batch, reward: sources.RewardMix, state: TrainState, args: Args
 ) -> Tensor:
@@ -1608,6 +1645,7 @@ EVALUATION_COLUMNS = {
     "length": "eval/response_length_mean",
     "truncated": "eval/truncated_mean",
     "vision_gap": "eval/vision_gap_logprob",
+    "teacher_accuracy": "eval/teacher_accuracy",
 }
 # ... and of a step
 STEP_COLUMNS = {

@@ -109,7 +109,7 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     reward.check_rows(rows.all)
     models = ppo.build_models(args, rows.processor, META)
     modules = models.by_role() | ppo.reward_modules(args, reward, rows, models.actor)
-    ppo.prepare_teacher(args, rows, models.teacher)
+    ppo.check_teacher_rows(args, rows, models.teacher)
     return ppo.plan_memory(args, modules, rows, gpus)
 
 

@@ -152,7 +152,7 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
     ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
     rows = ppo.load_rows(args)
     models = ppo.build_models(args, rows.processor, ranks.device)
-    ppo.prepare_teacher(args, rows, models.teacher)
+    ppo.check_teacher_rows(args, rows, models.teacher)
     ppo.load_models(args, models.by_role(), ranks)
     return SimpleNamespace(
         args=args,
@@ -160,7 +160,7 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
         rows=rows,
         processor=rows.processor,
         prompts=rows.train,
-        sampling=ppo.sampling_of(args, rows.processor, ranks.device),
+        sampling=ppo.sampling_of(args, rows.processor, ranks.device, models.teacher),
         models=models,
         actor=models.actor,
         critic=models.critic,

@@ -406,7 +406,7 @@ def score(prompts, responses, references, labels, images):
 """
 
 
-def test_its_own_accuracy_is_measured_first(qwen25, other, task, tmp_path):
+def test_its_own_accuracy_is_measured_without_training(qwen25, other, task, tmp_path):
     """Greedily, with its hint and its tower: as Hugging Face's `generate` answers the rows that are
     written by hand."""
     rows = read_rows(task / "eval.jsonl")

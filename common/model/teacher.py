@@ -104,15 +104,11 @@ class Teacher:
             batch = reread_images(batch, self.policy.model, processor)
         return batch
 
-    def ban_unknown_ids(self, rows: list[Prompt], with_env: bool) -> None:
-        """Ban the ids for which the teacher has no embedding. Raises UserError, on every rank: it
-        lacks tokens of the policy, cannot read a row, or does not fit an environment."""
-        student, processor, template = (
-            self.actor.processor,
-            self.policy.processor,
-            self.args.teacher_prompt,
-        )
-        student.banned_ids += tuple(range(processor.vocab_size, student.vocab_size))
+    def check_rows(self, rows: list[Prompt], with_env: bool) -> None:
+        """Raises UserError, on every rank: it lacks tokens of the policy, cannot read a row, or does not
+        fit an environment."""
+        student, processor = self.actor.processor, self.policy.processor
+        template = self.args.teacher_prompt
         tokens, others = student.tokenizer.get_vocab(), processor.tokenizer.get_vocab()
         lacking = tokens.items() - others.items()
         with distributed.raise_on_all_ranks(f"--teacher_model {self.args.teacher_model}: "):

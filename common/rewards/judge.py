@@ -175,8 +175,8 @@ class JudgeSettings:
             raise ValueError(
                 f"--data: {len(scores)} different scores; round them to at most {MAX_SCORES}"
             )
-        for kind in sorted({kind for kind, _ in trained}):
-            self.verdicts[kind] = KINDS[kind].verdicts or scores
+        kinds = sorted({kind for kind, _ in trained})
+        self.verdicts = self.verdicts | {kind: KINDS[kind].verdicts or scores for kind in kinds}
 
     def write_to(self, processor: Processor) -> None:
         """Let exports hold these settings."""

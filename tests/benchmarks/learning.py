@@ -238,8 +238,7 @@ def teacher_figures(lines: list[dict]) -> dict[str, float]:
         name: value for name, value in critic_figures(lines).items() if not name.startswith("ev")
     }
     steps = [line["train/teacher_kl"] for line in lines if "train/teacher_kl" in line] or [math.nan]
-    first = lines[1].get("eval/teacher_accuracy", math.nan)
-    return summary | {"KL(teacher), first": steps[0], "last": steps[-1], "teacher": first}
+    return summary | {"KL(teacher), first": steps[0], "last": steps[-1]}
 
 
 def make_teacher() -> None:
