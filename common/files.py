@@ -1,7 +1,6 @@
-"""A user's files: only regular ones are opened, JSON is read or is one message, and so is JSON that
-does not hold what it must.
+"""A user's files: JSON is read or is one message, and so is JSON that does not hold what it must.
 
-    open_regular             a file as bytes; a FIFO or a device is refused, not waited for
+    open_file                a file as bytes, if Git LFS has fetched it
     read_bytes, read_text    all of a file
     sha256                   of a file
     parse_json, read_json    every failure is a ValueError that says where it is
@@ -32,7 +31,6 @@ import json
 import math
 import os
 import re
-import stat
 import sys
 import time
 from io import BufferedReader
@@ -43,24 +41,20 @@ LARGEST_WHOLE = 2**53  # above it, floats skip integers
 LFS = b"version https://git-lfs."  # how a pointer begins
 
 
-def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file for reading. Raises OSError: it cannot be opened; ValueError: it is no regular file,
-    but a folder, a FIFO or a device, whose reading might never end, or only names what Git LFS has."""
-    # a FIFO without a writer blocks otherwise
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError(f"{path} is not a regular file")
-    if os.pread(descriptor, len(LFS), 0) == LFS:
-        os.close(descriptor)
+def open_file(path: str | Path) -> BufferedReader:
+    """Open a file for reading. Raises OSError: it cannot be opened; ValueError: it only names what Git LFS
+    has."""
+    file = open(path, "rb")
+    if file.peek().startswith(LFS):
+        file.close()
         raise ValueError(f"{path} is a pointer of git-lfs; `git lfs pull` fetches the file itself")
-    return os.fdopen(descriptor, "rb")
+    return file
 
 
 def read_bytes(path: str | Path) -> bytes:
     """All of a file. Raises ValueError, with the file's name: it cannot be read."""
     try:
-        with open_regular(path) as file:
+        with open_file(path) as file:
             return file.read()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
@@ -75,14 +69,14 @@ def read_text(path: str | Path) -> str:
 
 
 def sha256(path: str | Path) -> str:
-    """The digest of a file's content. Raises OSError, ValueError: see `open_regular`."""
-    with open_regular(path) as file:
+    """The digest of a file's content. Raises OSError, ValueError: see `open_file`."""
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def parse_json(text: str | bytes, where: str | Path) -> Any:
     """The value that ``text`` holds as JSON. Raises ValueError, which begins with ``where``: it is no
-    JSON, or nested too deeply."""
+    JSON."""
     try:
         value = json.loads(text)
     except UnicodeDecodeError as error:
@@ -194,8 +188,7 @@ def write_durably(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # A lone surrogate, legal as an escape in a data row, has no encoding: backslashreplace writes
     # the escape again.
-    path.unlink(missing_ok=True)  # a link, too: nothing is written through it
-    with open(path, "x", encoding="utf-8", errors="backslashreplace") as file:
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

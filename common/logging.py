@@ -287,7 +287,6 @@ class RunLogger:
                 write_durably(self.out / f"{name}.jsonl", as_lines(records))
                 if cards:
                     sheet = contact_sheet(cards)
-                    (self.out / f"{name}.png").unlink(missing_ok=True)  # as in write_durably
                     sheet.save(self.out / f"{name}.png")
                     image = np.asarray(sheet)  # (H, W, 3) uint8
                     self._writer.add_image(f"samples/{stem}", image, step, dataformats="HWC")

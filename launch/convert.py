@@ -81,7 +81,7 @@ import benchmarks
 import tool  # puts common/ on the path
 
 # isort: split
-from files import number_as_text, open_regular, parse_json, read_bytes, say
+from files import number_as_text, open_file, parse_json, read_bytes, say
 
 PROMPTS = "prompt messages query question problem conversations conversation message input".split()
 LABELS = ("label", "source", "data_source", "query_source")
@@ -596,7 +596,7 @@ def check_reading(part: dict) -> None:
 
 def read_rows(path: Path) -> Iterator[str | bytes | dict]:
     """The rows of a table or of JSON, or the lines of JSONL, whatever the file is called."""
-    with open_regular(path) as file:
+    with open_file(path) as file:
         if path.suffix == ".parquet":
             yield from read_parquet(file, path)
             return

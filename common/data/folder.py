@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
 
-from common.files import open_regular, read_json
+from common.files import open_file, read_json
 
 # Entries of config.json by which memory and time grow, in the model or a part of it, and ids. Other
 # mistakes transformers finds by itself.
@@ -61,9 +61,6 @@ def read_model_config(folder: str | Path):
     """The config of a checkpoint's model. Raises ValueError: no config.json, or one that
     transformers cannot use."""
     path = Path(folder, "config.json")
-    for file in Path(folder).iterdir():
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise ValueError(f"{file} is not a regular file")
     read_json(path, CONFIG_FORM)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -98,7 +95,7 @@ def read_settings(folder: str | Path) -> dict[str, dict]:
 def read_tokenizer(folder: str | Path):
     """The tokenizer of a checkpoint. Raises ValueError: its files are missing or damaged."""
     for file in Path(folder).glob("tokenizer*"):
-        open_regular(file).close()
+        open_file(file).close()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         has_words = tokenizer.encode("a", add_special_tokens=False)

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from transformers.video_utils import Path as VideoPath
 from transformers.video_utils import load_video
 
-from common.files import open_regular
+from common.files import open_file
 
 # Pillow would also try formats that start other programs (EPS runs Ghostscript): a data file must
 # not be able to.
@@ -37,7 +37,7 @@ EXIF_ORIENTATION = 0x0112
 def _open_image(path: str):
     """An image file opened by its header; Pillow refuses one that claims far too many pixels."""
     try:
-        with open_regular(path) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
+        with open_file(path) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
             yield image
     except FileNotFoundError as error:
         raise ValueError(f"no such image: {path}") from error

@@ -52,7 +52,7 @@ from common.distributed import (
 from common.files import (
     check_form,
     follow_pointer,
-    open_regular,
+    open_file,
     read_json,
     read_text,
     say,
@@ -165,7 +165,7 @@ def digest_model(name: str) -> str:
         if path.suffix != ".safetensors":
             parts.append(f"{path.name} {sha256(path)}")
             continue
-        with open_regular(path) as file:
+        with open_file(path) as file:
             size, sample = path.stat().st_size, hashlib.sha256()
             for start in (0, size // 2, size - MIB):
                 file.seek(max(0, start))

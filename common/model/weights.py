@@ -36,7 +36,7 @@ from transformers.utils import logging
 from common import distributed
 from common.data.folder import SMALL_FILES
 from common.data.processor import Processor
-from common.files import follow_pointer, open_regular, read_json, sync_folder, write_link
+from common.files import follow_pointer, open_file, read_json, sync_folder, write_link
 from common.model.adapters import adapted_layers
 from common.model.vlm import Model, Wrapper
 
@@ -167,7 +167,7 @@ def open_weights(path: Path):
     """A safetensors file, whose tensors are read when asked for. Raises ValueError: no such file,
     or only a part of one."""
     try:
-        open_regular(path).close()
+        open_file(path).close()
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from error

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +23,7 @@ from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.flags import DataArgs
 from common.model.build import build_model
-from common.model.weights import open_weights, resolve_folder
+from common.model.weights import resolve_folder
 from common.rewards.judge import KINDS, JudgeSettings
 from conftest import (
     read_json,
@@ -227,41 +226,6 @@ def test_a_config_with_sizes_that_no_model_has(tmp_path, part, changes):
     edit_part(write_processor(tmp_path), part, **json.loads(changes))
     with value_error("config.json: "):
         build_model(Processor(tmp_path).config, COMPUTE)
-
-
-@pytest.fixture
-def fifo(tmp_path):
-    """A file whose opening would wait for ever."""
-    os.mkfifo(tmp_path / "fifo")
-    signal.alarm(20)
-    yield tmp_path / "fifo"
-    signal.alarm(0)
-
-
-def test_only_regular_files_are_opened(load, qwen25, tmp_path, fifo):
-    """Of rows, of pictures and clips, of weights, of checkpoints' small files, of flags."""
-    for row in (
-        {"images": "fifo"},
-        {"images": "/dev/zero"},
-        {"videos": ["fifo"]},
-        {"videos": [["fifo", "fifo"]]},
-    ):
-        with value_error("train.jsonl:1: .*(fifo|/dev/zero) is not a regular file"):
-            load([{"prompt": "x"} | row])
-    for read in (
-        lambda: open_weights(fifo),
-        lambda: files.sha256(fifo),
-        lambda: files.read_text(fifo),
-        lambda: ppo.parse_args(["--config", str(fifo)]),
-    ):
-        with value_error("fifo is not a regular file"):
-            read()
-    for name in ("tokenizer.json", "config.json", "generation_config.json"):
-        shutil.copytree(qwen25, tmp_path / name)
-        (tmp_path / name / name).unlink()
-        (tmp_path / name / name).symlink_to(fifo)
-        with value_error(f"{name} is not a regular file"):
-            Processor(tmp_path / name)
 
 
 def test_index_of_weights(qwen25, tmp_path):

@@ -3,7 +3,6 @@ one message says what is wrong, and the exit code is 2."""
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -59,7 +58,6 @@ DEEP = b"[" * 5000 + b"]" * 5000
 FILES = {
     "missing": None,
     "folder": "folder",
-    "fifo": "fifo",
     "a picture": b"\x89PNG\r\n\x1a\n\0\xff" + bytes(range(256)) + b"\n",
     "Latin-1": b'{"prompt": "caf\xe9"}\n',
     "half of UTF-16": '{"prompt": "x"}\n'.encode("utf-16")[:-1],
@@ -94,8 +92,6 @@ def place(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
     if content == "folder":
         path.mkdir()
-    elif content == "fifo":
-        os.mkfifo(path)
     elif content is not None:
         path.write_bytes(content)
 
