@@ -45,10 +45,15 @@ def rollout(
     Args:
         beginnings: at most --max_new_tokens tokens, and their log-probs, NaN for tokens that are
             `Batch.foreign`. The policy continues as if it had drawn them, unless the last one is an
-            end token. In a conversation they are in its first turn. All ranks of a team pass the same.
+            end token; a stop string inside of them ends nothing. In a conversation they are in its
+            first turn. All ranks of a team pass the same.
+
+    Raises:
+        ValueError: a beginning holds a token that is never sampled, such as that of an image.
     """
     actor.eval()
     mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}
+    check_beginnings(beginnings, actor, sampling)
     if sampling.environment:
         envs = dialogue.EnvRollout(sampling.environment, actor, sampling)
         batch = envs.open(batch, mine, samples_per_prompt)
@@ -79,6 +84,17 @@ def rollout(
     return batch
 
 
+def check_beginnings(beginnings: Beginnings, actor: Policy, sampling: Sampling) -> None:
+    """Raises ValueError: a token that is never sampled, which has no log-prob."""
+    for (index, number), (tokens, _) in beginnings.items():
+        banned = tokens[sampling.banned.cpu()[tokens]]
+        if len(banned):
+            name = actor.processor.tokenizer.convert_ids_to_tokens(int(banned[0]))
+            raise ValueError(
+                f"the beginning of sample {number} of prompt {index} holds {name}, which is never sampled"
+            )
+
+
 def prompts_together(slots: int, shards: int, samples: int) -> int:
     """Prompts of a rollout that fill the slots of all ranks with so many samples each (flags --slots,
     --rollout_shards), as each rollout waits for its slowest answer."""
@@ -93,6 +109,7 @@ class Sample:
     key: dialogue.Key
     stored: int = 0  # upper bound of its cached tokens
     turn_start: int = 0  # response tokens before this turn
+    given: int = 0  # response tokens of a given beginning
     searched: int = 0  # response tokens already searched for stop strings
     waits: bool = False  # for its environment
 
@@ -447,6 +464,7 @@ class RolloutEngine:
             if n:
                 self.out_tokens[slot, :n], self.out_logprobs[slot, :n] = tokens, logps
                 self.last[slot] = tokens[-1]
+                sample.given = sample.searched = n
                 is_end = tokens[-1] in self.sampling.stop_ids.cpu()
                 self.done[slot] = is_end or n == self.sampling.max_new_tokens
 
@@ -459,17 +477,21 @@ class RolloutEngine:
         # enough tokens for any stop string, as a token has at least one byte
         window = 8 + 2 * max(len(stop.encode()) for stop in strings)
         first = max(sample.turn_start, sample.searched + 1 - window)
-        recent = tokens[first:]
-        if self.shows_stop_string(recent):
+        if self.shows_stop_string(tokens, first, sample.given):
             for n in range(sample.searched + 1, len(tokens) + 1):
-                if self.shows_stop_string(recent[max(0, n - window - first) : n - first]):
+                if self.shows_stop_string(tokens[:n], max(first, n - window), sample.given):
                     return max(n, shortest)
         sample.searched = len(tokens)
         return None
 
-    def shows_stop_string(self, tokens: Tensor) -> bool:
-        (text,) = self.actor.processor.decode([tokens])
-        return any(stop in text for stop in self.sampling.stop_strings)
+    def shows_stop_string(self, tokens: Tensor, first: int, given: int) -> bool:
+        """Whether a stop string ends in tokens from the ``first`` on, behind the ``given`` ones."""
+        before, text = self.actor.processor.decode([tokens[first:given], tokens[first:]])
+        behind = len(before.rstrip("\ufffd"))  # bytes of a character that is not complete
+        return any(
+            text.find(stop, max(0, behind + 1 - len(stop))) >= 0
+            for stop in self.sampling.stop_strings
+        )
 
     def compact(self) -> None:
         """Move busy slots to the front if over an eighth of the decoding slots is free, so that the last

@@ -3,6 +3,7 @@ has not drawn."""
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -45,7 +46,15 @@ def test_a_response_goes_on_from_its_own_beginning(checkpoint, picture_rows, pol
     env = start(checkpoint, picture_rows, "--max_new_tokens 24 --temperature 0.8", *stops)
     expected = rolled_out(env, take(env), 5)
     assert len(set(expected.own_lengths.tolist())) > 1
-    for share, slots, every in ((0.0, 0, 1), (0.4, 0, 1), (0.4, 3, 8), (0.99, 7, 1), (1.0, 3, 8)):
+    # a stop string that is given ends nothing
+    all_of_it = 0.99 if stops else 1.0
+    for share, slots, every in (
+        (0.0, 0, 1),
+        (0.4, 0, 1),
+        (0.4, 3, 8),
+        (0.99, 7, 1),
+        (all_of_it, 3, 8),
+    ):
         poll[0] = every
         begun = beginnings_of(expected, share)
         assert_same_samples(rolled_out(env, take(env), 5, begun, slots=slots), expected)
@@ -56,6 +65,30 @@ def test_a_response_goes_on_from_its_own_beginning(checkpoint, picture_rows, pol
     again = rolled_out(env, take(env), 5, beginnings_of(expected, 0.4) | some)
     assert_same_samples(again, expected)
     assert not again.foreign.any()
+
+
+def test_a_stop_string_of_a_beginning_ends_nothing(qwen25, picture_rows, poll):
+    """Wherever it stands in it; one of which the last character is drawn ends the response."""
+    env = start(qwen25, picture_rows, "--max_new_tokens 24")
+    for given in ("stop here", "here stop", "stop stop "):
+        words = torch.tensor(env.processor.token_ids(given))
+        begun = {(0, 1): (words, torch.zeros(len(words)))}
+        free = rolled_out(env, take(env), 2, begun)
+        for poll[0] in (1, 8):
+            stopped = rolled_out(env, take(env), 2, begun, stop_strings=("stop",))
+            assert_same_samples(stopped, free)
+    drawn = free.split(free.tokens)[1][len(words)]
+    (letter,) = env.processor.decode([drawn[None]])
+    ended = rolled_out(env, take(env), 2, begun, stop_strings=(f"stop {letter}",))
+    assert len(ended.split(ended.tokens)[1]) == len(words) + 1
+
+
+def test_a_beginning_with_a_token_that_is_never_sampled_is_refused(qwen25, picture_rows):
+    env = start(qwen25, picture_rows)
+    tokens = torch.tensor([*env.processor.token_ids("a"), env.processor.banned_ids[0]])
+    name = env.processor.tokenizer.convert_ids_to_tokens(env.processor.banned_ids[0])
+    with pytest.raises(ValueError, match=f"of sample 1 of prompt 2 holds {re.escape(name)}, which"):
+        rolled_out(env, take(env), 2, {(2, 1): (tokens, torch.zeros(2))})
 
 
 @pytest.mark.parametrize("name", ["Talk", "Same"])

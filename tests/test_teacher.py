@@ -164,6 +164,16 @@ def case(request, qwen25, wide, other, rows):
     return policy, teacher, "self" if request.param == "self" else teacher
 
 
+def test_ids_that_it_lacks_are_not_sampled(qwen25, wide, rows):
+    """Which changes nothing of the policy's processor."""
+    env = start(wide, rows, "--teacher_model", qwen25)
+    count, banned = Processor(qwen25).vocab_size, Processor(wide).banned_ids
+    assert env.processor.banned_ids == banned
+    wanted = {*banned, *range(count, env.processor.vocab_size)}
+    assert set(env.sampling.banned.nonzero()[:, 0].tolist()) == wanted
+    assert count < env.processor.vocab_size
+
+
 # ------------------------------------------------------------------------------------------------
 # what it says
 def test_its_log_probs_are_those_of_a_forward_of_its_own(case, rows):

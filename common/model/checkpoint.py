@@ -623,6 +623,8 @@ class Checkpoints:
         named = [path for _, path in step_folders(folder)] if folder.is_dir() else []
         if not named and (folder / "COMMITTED.json").exists():
             named = [folder]
+        if not named and (place / "config.json").exists():
+            raise ValueError("this is a model and no checkpoint of a run: pass it as --model")
         if not named:
             raise ValueError("no complete checkpoint there")
         if not ours or self.args.eval_only:

@@ -146,9 +146,13 @@ def weight_index(folder: Path) -> Path:
     for path in (folder / name for name in names):
         if path.is_file():
             return path
-    raise ValueError(
-        f"{folder / names[0]} cannot be read as safetensors: No such file. {CONVERT_BIN}"
-    )
+    advice = CONVERT_BIN
+    cached = re.search(r"/models--([^/]+)/snapshots/", f"{folder}/")
+    if cached and not any(folder.glob("*.bin")):
+        advice = (
+            f"The cache of the hub has no weights of it: hf download {cached[1].replace('--', '/')}"
+        )
+    raise ValueError(f"{folder / names[0]} cannot be read as safetensors: No such file. {advice}")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -83,6 +83,10 @@ class Server:
                 tries = f"retry {attempt + 1} of {RETRIES} in {pause:g} s"
                 say(f"--reward {self.url}: {problem}; {tries}")
                 time.sleep(pause)
+        if request.getproxies().keys() & {"http", "https", "all"}:
+            problem += (
+                "; the proxy of the environment is not used: the server must be reached directly"
+            )
         raise UserError(f"no answer in {RETRIES + 1} tries, at last {problem}")
 
 

@@ -75,6 +75,11 @@ class Source:
 def load_rewards(args: RewardArgs) -> "RewardMix":
     """The sources of --reward or --reward_recipe and how they are combined. Raises UserError."""
     listed = [spec.strip() for spec in args.reward.split(",") if spec.strip()]
+    if len(listed) > 1 and is_one_path(args.reward):
+        raise UserError(
+            f"--reward {args.reward}: a comma separates sources, and is in this path; a --reward_recipe "
+            'takes it: {"*": [[source, 1]]}'
+        )
     recipe = {"*": dict.fromkeys(listed, 1.0)}
     if args.reward_recipe:
         recipe = read_recipe(args.reward_recipe)
@@ -92,6 +97,12 @@ def load_rewards(args: RewardArgs) -> "RewardMix":
     if args.reward_combiner:
         combiner, _ = load_function("--reward_combiner", args.reward_combiner, "rewards")
     return RewardMix(sources, recipe, args, combiner)
+
+
+def is_one_path(spec: str) -> bool:
+    """Whether the file or folder of a source exists that is named by all of the text."""
+    kind, _, folder = spec.partition(":")
+    return os.path.exists(folder if kind in ("grm", "rm") else spec.rpartition(":")[0])
 
 
 def read_recipe(text: str) -> dict[str, dict[str, float]]:
@@ -553,13 +564,18 @@ def place_spans(
 
 
 def token_that_ends(processor: Processor, tokens: Tensor, end: int) -> int:
-    """The token that completes the first ``end`` characters. Until its last token is there, a character
-    of several tokens is shown as replacement marks."""
+    """The token that completes the first ``end`` characters."""
+    (text,) = processor.decode([tokens])
 
-    def whole_characters(count: int) -> int:
-        return len(processor.decode([tokens[:count]])[0].rstrip("\ufffd"))
+    def are_whole(count: int) -> bool:
+        """Whether ``count`` tokens show them, and the next token adds to none of them."""
+        shown, further = processor.decode([tokens[:count], tokens[: count + 1]])
+        # a character of several tokens is a replacement mark or more until its last one is there, and
+        # what is no character stays one
+        is_mark = shown[end - 1 : end] == "\ufffd"
+        return shown[:end] == text[:end] and not (is_mark and len(further) == end)
 
-    return bisect_left(range(1, len(tokens)), end, key=whole_characters)
+    return bisect_left(range(1, len(tokens)), True, key=are_whole)
 
 
 def join_columns(scores: list[Scores], count: int) -> dict[str, Tensor]:

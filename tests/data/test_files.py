@@ -23,7 +23,7 @@ from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.flags import DataArgs
 from common.model.build import build_model
-from common.model.weights import resolve_folder
+from common.model.weights import resolve_folder, weight_index
 from common.rewards.judge import KINDS, JudgeSettings
 from conftest import (
     read_json,
@@ -319,6 +319,19 @@ def test_pickled_weights_are_refused_with_two_lines_that_convert_them(
     assert same_tensors(load_file(tmp_path / "model.safetensors"), weights)
     load_model(tmp_path)
     AutoModelForImageTextToText.from_pretrained(tmp_path)
+
+
+def test_a_snapshot_of_the_hub_without_weights_is_to_be_downloaded(qwen25, tmp_path):
+    """As launch/plan.py leaves it in the cache."""
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123"
+    shutil.copytree(qwen25, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
+    with value_error(
+        "No such file. The cache of the hub has no weights of it: hf download org/name$"
+    ):
+        weight_index(snapshot)
+    (snapshot / "pytorch_model.bin").write_bytes(b"")
+    with value_error(r"No such file. If it has pytorch_model\*.bin, run these two lines"):
+        weight_index(snapshot)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -454,6 +454,9 @@ def test_resume_choices(save, start, tmp_path, out):
     for place in (out / "checkpoints" / "step-9", tmp_path / "new-0", tmp_path / "fresh"):
         with user_error(f"--resume {place}: no complete checkpoint there"):
             start(f"--resume {place}", tmp_path / "new-1").path
+    (tmp_path / "fresh" / "config.json").write_text("{}")  # as an export has it
+    with user_error("this is a model and no checkpoint of a run: pass it as --model"):
+        start(f"--resume {tmp_path / 'fresh'}", tmp_path / "new-1").path
 
 
 def test_a_path_is_only_a_start(save, start, out, tmp_path):

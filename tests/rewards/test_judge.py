@@ -478,17 +478,27 @@ def test_a_span_ends_with_the_last_token_of_its_last_character(each_is_replaced)
     """A token is a byte. What is left of a character is shown as one mark, or (byte fallback) as a mark for
     each of its bytes: then a text has fewer characters with its last byte than before."""
 
-    def decode(parts):
-        raw = bytes(parts[0].tolist())
+    def shown(raw):
         whole = raw.decode(errors="ignore")
         left = len(raw) - len(whole.encode())
-        return [whole + "\ufffd" * (left if each_is_replaced else left > 0)]
+        return whole + "\ufffd" * (left if each_is_replaced else left > 0)
 
     text = "a😀bé"
-    processor = SimpleNamespace(decode=decode)
+    processor = SimpleNamespace(decode=lambda parts: [shown(bytes(p.tolist())) for p in parts])
     tokens = torch.tensor(list(text.encode()))
     ends = [sources.token_that_ends(processor, tokens, end) for end in (1, 2, 3, 4)]
     assert ends == [0, 4, 5, 7]
+
+
+def test_a_span_may_end_with_a_replacement_mark():
+    """Of the response itself (three bytes, each a token), or of bytes that are no character."""
+    processor = SimpleNamespace(
+        decode=lambda parts: [bytes(p.tolist()).decode(errors="replace") for p in parts]
+    )
+    tokens = torch.tensor(list(b"a\xef\xbf\xbd\xff\xffb"))
+    assert processor.decode([tokens]) == ["a\ufffd\ufffd\ufffdb"]
+    ends = [sources.token_that_ends(processor, tokens, end) for end in range(1, 6)]
+    assert ends == [0, 3, 4, 5, 6]
 
 
 def test_rollouts_with_and_without_spans_are_one_batch(qwen25, picture_rows, tmp_path):
@@ -609,6 +619,13 @@ def test_bad_recipes_are_refused(tmp_path):
             rewards_of("--reward_recipe", recipe)
     with user_error("2 sources need a --reward_recipe with their weights"):
         rewards_of("--reward exact,boxed")
+    (tmp_path / "a,b").mkdir()
+    (tmp_path / "a,b" / "r.py").write_text("def f(*_): return []")
+    with user_error(
+        "/a,b/r.py:f: a comma separates sources, and is in this path; a --reward_recipe"
+    ):
+        rewards_of("--reward", f"{tmp_path}/a,b/r.py:f")
+    rewards_of("--reward_recipe", json.dumps({"*": [[f"{tmp_path}/a,b/r.py:f", 1]]}))
     with user_error("--reward 3: expected one of exact, "):
         rewards_of("--reward_recipe", '{"*": [[3, 1]]}')
     with user_error("--reward or --reward_recipe is empty"):

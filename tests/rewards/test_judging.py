@@ -281,6 +281,15 @@ def test_a_judge_learns_criteria(qwen25, tmp_path):
     assert settings.verdicts == {"rubric": ["yes", "no"]}
 
 
+def test_what_a_judge_learns_changes_no_file_that_was_read():
+    saved = {"templates": {"score": "{prompt} {response}"}, "verdicts": {"score": ["1", "2"]}}
+    processor = SimpleNamespace(files={"judge": saved})
+    settings = judgements.JudgeSettings.to_train(processor)
+    settings.note_training([SimpleNamespace(label="correct", reference="no")])
+    assert settings.verdicts == {"score": ["1", "2"], "correct": ["yes", "no"]}
+    assert processor.files["judge"]["verdicts"] == {"score": ["1", "2"]}
+
+
 # ------------------------------------------------------------------------------------------------ both
 def save_rewards(qwen25: str, rows: str, out: str, *flags: str) -> None:
     """In every rank: what the responses earn."""

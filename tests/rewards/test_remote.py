@@ -239,11 +239,19 @@ def test_a_status_line_is_no_line_of_ours(pauses, capsys):
     assert all(line.startswith("  ; retry") for line in lines[1::2])
 
 
-def test_no_server_there(pauses):
+@pytest.mark.parametrize("proxy", [False, True])
+def test_no_server_there(pauses, monkeypatch, proxy):
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    if proxy:
+        monkeypatch.setenv("https_proxy", "http://10.0.0.1:3128")
+    advice = "; the proxy of the environment is not used: the server must be reached directly"
     with socket.socket() as taken:  # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
-        with user_error("no answer in 5 tries, .* Connection refused"):
+        with user_error("no answer in 5 tries, .* Connection refused") as error:
             ask(f"http://127.0.0.1:{taken.getsockname()[1]}/exact")
+    assert (advice in str(error.value)) == proxy
     assert pauses == [0.5, 1.0, 2.0, 4.0]
 
 
