@@ -58,10 +58,7 @@ class Team:
 
     def gather_objects(self, value: Any) -> list:
         """What each of the team has: numbers, text, tensors on the CPU."""
-        gathered = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+        return gather_objects(value, self.size, self.group)
 
 
 ALONE = Team()  # a rank that decodes by itself
@@ -222,9 +219,13 @@ def say_once(text: str) -> None:
         say(text)
 
 
-def gather_objects(value: Any) -> list:
-    """What each of all ranks has."""
-    return Team(world_size()).gather_objects(value)
+def gather_objects(value: Any, size: int | None = None, group: Any = None) -> list:
+    """What each of all ranks has, or each of a group of that size."""
+    size = world_size() if size is None else size
+    gathered = [value] * size
+    if size > 1:
+        dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def from_main(value: Any) -> Any:

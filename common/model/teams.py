@@ -41,7 +41,7 @@ CUTS = SUMMED | {
     "gate_up_proj": OUTPUTS,
 }
 KEYS = {"k_proj", "v_proj"}  # optional: keys may serve as values, or be another layer's
-# Those of CUTS that a module may have, KEYS aside: all parts of one computation, or none.
+# A module must have one of these sets, plus any of KEYS.
 TOGETHER = (
     set(),
     {"q_proj", "o_proj"},
