@@ -426,7 +426,9 @@ def make_blocks(
     """Blocks of the given prompts (all by default), each at most ``max_tokens`` long.
 
     The responses of a prompt share one copy of it if that is cheaper. If they do not fit into one
-    block, the prompt is repeated.
+    block, the prompt is repeated:
+
+        [prompt and images | r1 | r2 | r3]   [prompt and images | r4 | r5]
 
     Args:
         score_cost: cost of one attention score, in units of tokens, for kernels that also compute

@@ -109,7 +109,7 @@ class Sample:
     key: dialogue.Key
     stored: int = 0  # upper bound of its cached tokens
     turn_start: int = 0  # response tokens before this turn
-    given: int = 0  # response tokens of a given beginning
+    beginning: int = 0  # response tokens that were given
     searched: int = 0  # response tokens already searched for stop strings
     waits: bool = False  # for its environment
 
@@ -464,7 +464,7 @@ class RolloutEngine:
             if n:
                 self.out_tokens[slot, :n], self.out_logprobs[slot, :n] = tokens, logps
                 self.last[slot] = tokens[-1]
-                sample.given = sample.searched = n
+                sample.beginning = sample.searched = n
                 is_end = tokens[-1] in self.sampling.stop_ids.cpu()
                 self.done[slot] = is_end or n == self.sampling.max_new_tokens
 
@@ -477,16 +477,16 @@ class RolloutEngine:
         # enough tokens for any stop string, as a token has at least one byte
         window = 8 + 2 * max(len(stop.encode()) for stop in strings)
         first = max(sample.turn_start, sample.searched + 1 - window)
-        if self.shows_stop_string(tokens, first, sample.given):
+        if self.shows_stop_string(tokens, first, sample.beginning):
             for n in range(sample.searched + 1, len(tokens) + 1):
-                if self.shows_stop_string(tokens[:n], max(first, n - window), sample.given):
+                if self.shows_stop_string(tokens[:n], max(first, n - window), sample.beginning):
                     return max(n, shortest)
         sample.searched = len(tokens)
         return None
 
-    def shows_stop_string(self, tokens: Tensor, first: int, given: int) -> bool:
-        """Whether a stop string ends in tokens from the ``first`` on, behind the ``given`` ones."""
-        before, text = self.actor.processor.decode([tokens[first:given], tokens[first:]])
+    def shows_stop_string(self, tokens: Tensor, first: int, beginning: int) -> bool:
+        """Whether a stop string ends in tokens from the ``first`` on, behind the ``beginning``."""
+        before, text = self.actor.processor.decode([tokens[first:beginning], tokens[first:]])
         behind = len(before.rstrip("\ufffd"))  # bytes of a character that is not complete
         return any(
             text.find(stop, max(0, behind + 1 - len(stop))) >= 0

@@ -70,8 +70,8 @@ def test_a_response_goes_on_from_its_own_beginning(checkpoint, picture_rows, pol
 def test_a_stop_string_of_a_beginning_ends_nothing(qwen25, picture_rows, poll):
     """Wherever it stands in it; one of which the last character is drawn ends the response."""
     env = start(qwen25, picture_rows, "--max_new_tokens 24")
-    for given in ("stop here", "here stop", "stop stop "):
-        words = torch.tensor(env.processor.token_ids(given))
+    for text in ("stop here", "here stop", "stop stop "):
+        words = torch.tensor(env.processor.token_ids(text))
         begun = {(0, 1): (words, torch.zeros(len(words)))}
         free = rolled_out(env, take(env), 2, begun)
         for poll[0] in (1, 8):

@@ -569,11 +569,11 @@ def token_that_ends(processor: Processor, tokens: Tensor, end: int) -> int:
 
     def are_whole(count: int) -> bool:
         """Whether ``count`` tokens show them, and the next token adds to none of them."""
-        shown, further = processor.decode([tokens[:count], tokens[: count + 1]])
+        start, longer = processor.decode([tokens[:count], tokens[: count + 1]])
         # a character of several tokens is a replacement mark or more until its last one is there, and
         # what is no character stays one
-        is_mark = shown[end - 1 : end] == "\ufffd"
-        return shown[:end] == text[:end] and not (is_mark and len(further) == end)
+        is_mark = start[end - 1 : end] == "\ufffd"
+        return start[:end] == text[:end] and not (is_mark and len(longer) == end)
 
     return bisect_left(range(1, len(tokens)), True, key=are_whole)
 
