@@ -465,14 +465,14 @@ def test_its_own_accuracy_is_measured_without_training(qwen25, other, task, tmp_
     "line, message",
     table("""
 --reward none
-    | --advantage none needs --teacher_model: all learning is from a teacher
---reward none --advantage grpo                       | --reward none needs --teacher_model
+    | --advantage none, which --reward none implies, needs --teacher_model: all learning is from a teacher
+--reward none --advantage grpo                       | --reward none excludes --advantage grpo
 --advantage none --teacher_model self --kl_coef 0.1  | needs --kl_in loss for its --kl_coef
 --teacher_model ema                                  | --teacher_model ema needs --ema_beta
 --teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo
-    | --teacher_model ema excludes --lora_rank: adapters have no average
---teacher_prompt {prompt}{answer}                    | --teacher_prompt {prompt}{answer} needs --teacher_model
---teacher_in loss                                    | --teacher_in loss needs --teacher_model
+    | --teacher_model ema needs --ema_beta, and excludes --lora_rank: adapters have no average
+--teacher_prompt {prompt}{answer}                    | --teacher_prompt and --teacher_in loss need --teacher_model
+--teacher_in loss                                    | --teacher_prompt and --teacher_in loss need --teacher_model
 --teacher_model self --teacher_prompt {answer}       | has no {prompt}, the place of the row's prompt
 --teacher_model self --teacher_prompt {prompt}{answer.x} | braces hold the name of a column and nothing else
 --teacher_model self --teacher_prompt {prompt}{answer[0]} | braces hold the name of a column and nothing else
@@ -535,7 +535,7 @@ def test_bad_rows_and_folders(qwen25, other, task, tmp_path, monkeypatch):
     (large / "preprocessor_config.json").write_text(
         json.dumps(settings | {"min_pixels": 448 * 448, "max_pixels": 448 * 448})
     )
-    monkeypatch.setattr(weights, "read_weight", None)
+    monkeypatch.setattr(weights, "fill", None)
     for name in ("unanswered", "null"):
         refused(
             qwen25,
