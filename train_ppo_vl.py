@@ -58,6 +58,7 @@ from common import distributed, flags, logging, losses, ppo_flags, process
 from common.buffers import EMPTY, Batch, Pack
 from common.data import loader as data
 from common.data.processor import Processor
+from common.data.responses import load_responses
 from common.data.rows import Prompt, load_prompts, parse_columns
 from common.envs import environments
 from common.flags import flag
@@ -573,7 +574,7 @@ def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
     if not args.ptx_data:
         return None
     try:
-        rows = judgements.load_responses(args.ptx_data, processor, args, args.max_tokens_per_pack)
+        rows = load_responses(args.ptx_data, processor, args, args.max_tokens_per_pack)
     except ValueError as error:
         raise ValueError(f"--ptx_data {error}") from error
     return PtxLoss(

@@ -233,8 +233,9 @@ def test_the_loss_falls(qwen25, rows, task, tmp_path):
     "row, message",
     table("""
 {"prompt": "a", "responses": ["b", "c"], "preferred": "A"}
-    | a judgement row .answers., expected prompt and response
-{"prompt": "a"}                     | a row needs a target
+    | responses, preferred: a judgement, and no response to imitate
+{"prompt": "a", "response": "b", "correct": false} | correct: a judgement
+{"prompt": "a"}                     | a response to imitate must not be empty
 {"prompt": "a", "response": "LONG"} | example too long: [0-9]+ tokens, [0-9]+ of them target; the limit is 600
 {"prompt": "a", "images": ["no.png"], "response": "b"} | .*no.png
 """),

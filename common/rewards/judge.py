@@ -1,7 +1,6 @@
 """Judgement rows: questions, targets and verdicts.
 
     row      -> its kind, question, images, text, verdict; pairs in one order or both    read_judgement
-    answer   -> label tokens, as generation would see them                               encode_target
     text     -> verdict                                                                  parse_verdict
 
 A judge is its templates, which make questions of rows, and its verdicts. judge.json holds them, so that
@@ -12,15 +11,21 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from common.buffers import EMPTY
 from common.data.coordinates import write_marks
 from common.data.processor import AnswerFrame, Processor, answer_frame
+from common.data.responses import (
+    PROMPT_COLUMNS,
+    bounded_target,
+    encode_target,
+    prompt_of,
+    response_of,
+)
 from common.data.rows import (
     MEDIA_MARKS,
     Example,
@@ -35,7 +40,7 @@ from common.data.rows import (
 )
 from common.files import check_form
 from common.flags import NUMBER, DataArgs
-from common.rewards.rules import opens_thought, parse_verdict
+from common.rewards.rules import parse_verdict
 
 # --------------------------------------------------------------------------------------------------
 # Kinds of judgements
@@ -231,7 +236,6 @@ class JudgeSettings:
 # Rows
 # --------------------------------------------------------------------------------------------------
 
-PROMPT_COLUMNS = ("prompt", "question", "messages")
 TARGET_COLUMNS = {RESPONSE, *itertools.chain(*(kind.form for kind in KINDS.values()))}
 JUDGEMENT_COLUMNS = {
     *PROMPT_COLUMNS,
@@ -263,17 +267,11 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[Judg
     Raises:
         ValueError: a row that is not a judgement.
     """
-    kind, images = kind_of_row(row), media_list(row)
-    prompts = [row[name] for name in PROMPT_COLUMNS if row.get(name) is not None]
-    if len(prompts) != 1:
-        raise ValueError(f"a row has one of {', '.join(PROMPT_COLUMNS)}; {columns_of(row)}")
+    kind, images, prompt = kind_of_row(row), media_list(row), prompt_of(row)
     check_form(row, {"critique?": str, "source?": str}, f"a row of the kind {kind}")
     if kind == RESPONSE:
-        return [read_response(row, prompts[0], images, settings)]
-    if kind not in settings.templates:
-        raise ValueError(f"a judgement of the kind {kind} among responses to imitate")
+        return [read_response(row, prompt, images, settings)]
     check_form(row, KINDS[kind].form, f"a row of the kind {kind}")
-    (prompt,) = prompts
     if not isinstance(prompt, str):
         raise ValueError(f"a row of the kind {kind} has a text as prompt, not {prompt!r:.80}")
     # Where the marks do not fit the images, `make_prompt` says what is wrong.
@@ -324,9 +322,7 @@ def read_response(
     row: dict, prompt: str | list, images: list, settings: JudgeSettings
 ) -> Judgement:
     """A response to imitate, whose verdict is its <answer>, if it has one. Raises ValueError."""
-    text = text_column(row, RESPONSE) or ""
-    if not text.strip():
-        raise ValueError("a response to imitate must not be empty")
+    text = response_of(row)
     if row.get("critique"):
         raise ValueError("a critique beside a response to imitate, which contains it")
     instruction = settings.instruction(prompt)
@@ -426,15 +422,6 @@ def load_judgements(
     return list(itertools.chain(*read_rows(path, build, args, JUDGEMENT_COLUMNS)))
 
 
-def load_responses(path: str, processor: Processor, args: DataArgs, limit: int) -> list[Example]:
-    """Rows of a prompt and its response, of at most ``limit`` tokens together.
-
-    Raises ValueError: see `load_prompts`.
-    """
-    args, frame = replace(args, max_prompt_tokens=limit), answer_frame(processor)
-    return load_judgements(path, processor, JudgeSettings(), args, "given", frame)
-
-
 def read_rubric(row: dict) -> list[tuple[str, float]]:
     """The criteria of a row and their weights. Raises ValueError."""
     criteria, listed = [], row.get("rubric")
@@ -455,48 +442,6 @@ def read_rubric(row: dict) -> list[tuple[str, float]]:
 def group_of(row: Prompt) -> str:
     """What evaluations report a row under: its "source", or else its file."""
     return row.row.get("source") or row.source.rpartition(":")[0]
-
-
-# --------------------------------------------------------------------------------------------------
-# Targets
-# --------------------------------------------------------------------------------------------------
-
-
-def encode_target(processor: Processor, frame: AnswerFrame, text: str) -> Tensor:
-    """(n,) label tokens of an answer: its own, as generation would see them, and the end token.
-    Raises ValueError: a special token in the text."""
-    ids = processor.ids_behind(frame.head, framed_answer(processor, frame, text))
-    return torch.cat([ids, torch.tensor([frame.end])])
-
-
-def bounded_target(
-    processor: Processor, frame: AnswerFrame, text: str, prompt: Prompt, limit: int
-) -> Tensor:
-    """`encode_target` of a text of at most ``limit`` tokens together with its prompt. Raises ValueError."""
-    processor.check_length("example", text, limit)
-    target = encode_target(processor, frame, text)
-    size = len(prompt.input_ids) + len(target)
-    if size > limit:
-        raise ValueError(
-            f"example too long: {size} tokens, {len(target)} of them target; the limit is {limit}"
-        )
-    return target
-
-
-def framed_answer(processor: Processor, frame: AnswerFrame, text: str) -> str:
-    """An answer, and what the template writes before it. Raises ValueError: a special token in the
-    text."""
-    typed = [token for token in processor.reserved_tokens if token in text]
-    if typed:
-        raise ValueError(f"special token {typed[0]} in the target")
-    before = frame.before
-    if "</think>" in text:  # in place of the template's empty thought
-        before = "" if "</think>" in before else before
-        if opens_thought(frame.head):
-            text = text.removeprefix("<think>").lstrip("\n")
-    elif opens_thought(frame.head + before):  # R1's distills: there is no thought to learn
-        before += "\n</think>\n\n"
-    return before + text
 
 
 def encode_verdicts(processor: Processor, verdicts: list[str]) -> list[Tensor]:

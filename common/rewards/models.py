@@ -21,6 +21,7 @@ from common import distributed
 from common.buffers import Batch
 from common.data.loader import load_pixels
 from common.data.processor import Processor, answer_frame
+from common.data.responses import framed_answer
 from common.data.rows import MEDIA_MARKS, Prompt, check_media, make_prompt, measure, user_text
 from common.data.transcripts import finished_text
 from common.model.build import build_reader
@@ -29,7 +30,7 @@ from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.vlm import Modules, compute_features, tower_parameters
 from common.ppo_flags import RewardArgs
 from common.process import UserError
-from common.rewards.judge import JudgeSettings, encode_verdicts, framed_answer, read_rubric
+from common.rewards.judge import JudgeSettings, encode_verdicts, read_rubric
 from common.rewards.rules import parse_verdict
 from common.rewards.sources import RewardMix, Scored
 

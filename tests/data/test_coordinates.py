@@ -7,8 +7,8 @@ from PIL import Image
 
 from common.data.coordinates import Place, read_regions, write_marks
 from common.data.processor import Processor
+from common.data.responses import load_responses
 from common.flags import DataArgs
-from common.rewards.judge import load_responses
 from conftest import value_error, write_rows
 from helpers import write_processor
 
