@@ -21,6 +21,8 @@ from common.sampling import Sampling
 
 # given beginnings of responses: tokens (n,) and their log-probs (n,)
 Beginnings = dict[dialogue.Key, tuple[Tensor, Tensor]]
+# decoding steps on a GPU between two looks of the host at which samples have ended; on a CPU 1
+POLL = 8
 # eager decoding steps at a batch size before its CUDA graph is captured, which takes about as long
 EAGER_TOKENS = 2
 # batch sizes that get a CUDA graph, besides the number of slots
@@ -31,7 +33,7 @@ CHECKED_SLOTS, GRAPH_GAP = 8, 0.1
 
 
 def rollout(
-    actor: Policy,
+    policy: Policy,
     batch: Batch,
     sampling: Sampling,
     samples_per_prompt: int,
@@ -39,7 +41,7 @@ def rollout(
 ) -> Batch:
     """Sample responses to every prompt; returns the batch with the samples of all ranks.
 
-    The actor is unsharded once. Then only teams run collectives, so they may finish at different
+    Its weights are gathered once. Then only teams run collectives, so they may finish at different
     times.
 
     Args:
@@ -51,48 +53,55 @@ def rollout(
     Raises:
         ValueError: a beginning holds a token that is never sampled, such as that of an image.
     """
-    actor.eval()
+    policy.eval()
     mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}
-    check_beginnings(beginnings, actor, sampling)
+    check_beginnings(beginnings, policy, sampling)
     if sampling.environment:
-        envs = dialogue.EnvRollout(sampling.environment, actor, sampling)
+        envs = dialogue.EnvRollout(sampling.environment, policy, sampling)
         batch = envs.open(batch, mine, samples_per_prompt)
-    with torch.no_grad(), fsdp.unsharded(actor):
-        vlm.compute_features(actor.model, batch)
-        ours = batch.own_prompts(actor.model.setup.team.size)
-        shared = packs.share_features(actor.model, batch, ours)
-        engine = RolloutEngine(actor, shared, sampling, ours, samples_per_prompt, envs, beginnings)
-        bare = fsdp.bare_forwards(vlm.decoder(actor.model))
+    with torch.no_grad(), fsdp.unsharded(policy):
+        vlm.compute_features(policy.model, batch)
+        ours = batch.own_prompts(policy.model.setup.team.size)
+        shared = packs.share_features(policy.model, batch, ours)
+        engine = RolloutEngine(policy, shared, sampling, ours, samples_per_prompt, envs, beginnings)
+        bare = fsdp.bare_forwards(vlm.decoder(policy.model))
         with torch.inference_mode(), bare:
             results = engine.generate()
     del engine  # frees its slots and graphs
     torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache
-    samples = [(index, number) for index in mine for number in range(samples_per_prompt)]
-    responses: list[list[Tensor]] = [[] for _ in batch.prompts]
-    for index, number in samples:
-        responses[index].append(results[index, number].tokens)
-    local = batch.with_targets(responses)
-    local.logprobs = torch.cat([torch.zeros(0), *(results[key].logprobs for key in samples)])
-    local.truncated = torch.tensor([results[key].truncated for key in samples], dtype=torch.bool)
+    # of a team's results, those of this rank's own prompts
+    keys = [(index, number) for index in mine for number in range(samples_per_prompt)]
+    local = with_samples(batch, {key: results[key] for key in keys})
     local.sampling = sampling
     if beginnings:
         local.foreign = local.logprobs.isnan()
     if envs:
-        envs.fill(local, samples)
+        envs.fill(local, keys)
     batch = local.gathered()
     environments.check_failures(batch.conversations)
     return batch
 
 
-def check_beginnings(beginnings: Beginnings, actor: Policy, sampling: Sampling) -> None:
+def check_beginnings(beginnings: Beginnings, policy: Policy, sampling: Sampling) -> None:
     """Raises ValueError: a token that is never sampled, which has no log-prob."""
     for (index, number), (tokens, _) in beginnings.items():
         banned = tokens[sampling.banned.cpu()[tokens]]
         if len(banned):
-            name = actor.processor.tokenizer.convert_ids_to_tokens(int(banned[0]))
+            name = policy.processor.tokenizer.convert_ids_to_tokens(int(banned[0]))
             raise ValueError(
                 f"the beginning of sample {number} of prompt {index} holds {name}, which is never sampled"
             )
+
+
+def with_samples(batch: Batch, results: dict[dialogue.Key, dialogue.Response]) -> Batch:
+    """The batch with these samples, which are in the order of (prompt, sample number)."""
+    responses: list[list[Tensor]] = [[] for _ in batch.prompts]
+    for (index, _), response in results.items():
+        responses[index].append(response.tokens)
+    batch = batch.with_targets(responses)
+    batch.logprobs = torch.cat([torch.zeros(0), *(each.logprobs for each in results.values())])
+    batch.truncated = torch.tensor([each.truncated for each in results.values()]).bool()
+    return batch
 
 
 def prompts_together(slots: int, shards: int, samples: int) -> int:
@@ -126,7 +135,7 @@ class RolloutEngine:
     position): not on slots, ranks, or what else is in the batch.
     """
 
-    actor: Policy
+    policy: Policy
     batch: Batch
     sampling: Sampling
     indices: list[int]  # of the prompts of this rank or its team
@@ -136,11 +145,10 @@ class RolloutEngine:
 
     def __post_init__(self):
         sampling, envs = self.sampling, self.envs
-        self.model = self.actor.model
+        self.model = self.policy.model
         self.setup = self.model.setup
         device = self.setup.device
-        # decoding steps between two checks by the host for finished slots
-        self.poll = 8 if device.type == "cuda" else 1
+        self.poll = POLL if device.type == "cuda" else 1
         longest = max((self.batch.prompt_lengths[g] for g in self.indices), default=1)
         capacity = longest + sampling.max_new_tokens
         if envs:
@@ -199,7 +207,7 @@ class RolloutEngine:
             return wanted
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        fitting = memory.fitting_slots(self.actor, capacity, wanted, free, team.size)
+        fitting = memory.fitting_slots(self.policy, capacity, wanted, free, team.size)
         return min(team.gather_objects(fitting))
 
     def generate(self) -> dict[dialogue.Key, dialogue.Response]:
@@ -486,12 +494,17 @@ class RolloutEngine:
 
     def shows_stop_string(self, tokens: Tensor, first: int, beginning: int) -> bool:
         """Whether a stop string ends in tokens from the ``first`` on, behind the ``beginning``."""
-        before, text = self.actor.processor.decode([tokens[first:beginning], tokens[first:]])
+        before, text = self.policy.processor.decode([tokens[first:beginning], tokens[first:]])
         behind = len(before.rstrip("\ufffd"))  # bytes of a character that is not complete
         return any(
             text.find(stop, max(0, behind + 1 - len(stop))) >= 0
             for stop in self.sampling.stop_strings
         )
+
+
+    def shows_stop_string(self, tokens: Tensor) -> bool:
+        (text,) = self.policy.processor.decode([tokens])
+        return any(stop in text for stop in self.sampling.stop_strings)
 
     def compact(self) -> None:
         """Move busy slots to the front if over an eighth of the decoding slots is free, so that the last

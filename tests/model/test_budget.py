@@ -241,7 +241,7 @@ def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypa
     free = int(60.0 * GIB - taken)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 80 * GIB))
     engine = SimpleNamespace(
-        actor=actor,
+        policy=actor,
         sampling=SimpleNamespace(slots=0),
         setup=SimpleNamespace(device=torch.device("cuda"), team=distributed.ALONE),
     )

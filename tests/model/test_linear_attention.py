@@ -456,7 +456,7 @@ def test_slots_are_counted_with_their_states(decoding, monkeypatch):
     """On a GPU with room for three of them."""
     text = decoding.actor.model.config.get_text_config()
     engine = SimpleNamespace(
-        actor=decoding.actor,
+        policy=decoding.actor,
         sampling=decoding.sampling,
         setup=SimpleNamespace(device=torch.device("cuda"), team=distributed.ALONE),
     )
