@@ -128,7 +128,6 @@ class Model(nn.Module):
     model: Core
     lm_head: nn.Linear
     get_decoder: Callable[..., Decoder]
-    generate: Callable
     _weight_conversions: list  # between names of modules and those in files, set by transformers
 
 
