@@ -41,7 +41,7 @@ def rollout(
 ) -> Batch:
     """Sample responses to every prompt; returns the batch with the samples of all ranks.
 
-    Its weights are gathered once. Then only teams run collectives, so they may finish at different
+    The policy's weights are gathered once. Then only teams run collectives, so they may finish at different
     times.
 
     Args:
@@ -500,11 +500,6 @@ class RolloutEngine:
             text.find(stop, max(0, behind + 1 - len(stop))) >= 0
             for stop in self.sampling.stop_strings
         )
-
-
-    def shows_stop_string(self, tokens: Tensor) -> bool:
-        (text,) = self.policy.processor.decode([tokens])
-        return any(stop in text for stop in self.sampling.stop_strings)
 
     def compact(self) -> None:
         """Move busy slots to the front if over an eighth of the decoding slots is free, so that the last
