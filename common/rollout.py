@@ -41,8 +41,8 @@ def rollout(
 ) -> Batch:
     """Sample responses to every prompt; returns the batch with the samples of all ranks.
 
-    The policy's weights are gathered once. Then only teams run collectives, so they may finish at different
-    times.
+    The policy's weights are gathered once. Then only teams run collectives, so ranks may finish at
+    different times.
 
     Args:
         beginnings: at most --max_new_tokens tokens, and their log-probs, NaN for tokens that are
