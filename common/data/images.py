@@ -7,6 +7,7 @@ ValueError that names the file.
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -141,6 +142,8 @@ def read_frames(items: Any, most: int) -> list[Image.Image]:
 def _read_film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Image.Image], Any]:
     """The frames ``choose(their number)`` of a film, and what transformers says of it (fps,
     total_num_frames)."""
+    if not os.path.isfile(path):
+        raise ValueError(f"no such video: {path}")
     package = next(filter(find_spec, VIDEO_DECODERS), None)
     if package is None:
         raise ValueError(
