@@ -46,12 +46,9 @@ def rollout(
 
     Args:
         beginnings: at most --max_new_tokens tokens, and their log-probs, NaN for tokens that are
-            `Batch.foreign`. The policy continues as if it had drawn them, unless the last one is an
-            end token; a stop string inside of them ends nothing. In a conversation they are in its
-            first turn. All ranks of a team pass the same.
-
-    Raises:
-        ValueError: a beginning holds a token that is never sampled, such as that of an image.
+            `Batch.foreign`. The policy continues as if it had drawn them, unless the last one is an end
+            token; a stop string in them ends nothing. In a conversation they are in its first turn. All
+            ranks of a team pass the same. ValueError: one holds a token that is never sampled.
     """
     policy.eval()
     mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}
