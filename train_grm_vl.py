@@ -584,14 +584,14 @@ def evaluation_record(record: dict) -> dict:
         "images": record["images"],
         "question": record["question"],
     }
-    kept = ("index", "order", "truncated", "tokens", "loss", "probabilities", "regions")
+    unchanged = ("index", "order", "truncated", "tokens", "loss", "probabilities", "regions")
     return {
         "info": info,
         "generated_text": record["response"],
         "response_text": record["target"],
         "predicted_answer": record.get("verdict"),
         "gt_answer": record["reference"],
-    } | {name: record[name] for name in kept if name in record}
+    } | {name: record[name] for name in unchanged if name in record}
 
 
 def write_judgements(judge: Policy, batch: Batch, args: Args) -> Batch:
@@ -670,8 +670,8 @@ def uneven_prompts(questions: list[Question]) -> list[str]:
     if count <= max(total / 10, 2 * total / len(questions)):
         return []
     return [
-        f"warning: {count} of {total} examples share one prompt ({largest.prompt.source}), and a step has whole "
-        "prompts: put what tells these rows apart into their prompts, or give them several prompts"
+        f"warning: {count} of {total} examples share one prompt ({largest.prompt.source}), and a step has "
+        "whole prompts: put what tells these rows apart into their prompts, or give them several prompts"
     ]
 
 

@@ -536,8 +536,7 @@ def check_rows(
     reward: sources.RewardMix,
     environment: Environment | None,
 ) -> None:
-    """Raises UserError if rows cannot be scored or have no images to change, or if the environment does
-    not work with this model."""
+    """Raises UserError if rows cannot be scored or have no images to change, and see `check_environment`."""
     imageless = rows.train and not environment and not any(row.grids for row in rows.train)
     if imageless and args.masks_images:
         raise UserError("--perception_* mask images, and no row of --data has any")
@@ -552,6 +551,14 @@ def check_rows(
         distributed.say_once(
             r"--reward boxed (the default): the last \boxed{...} of a response against its row's answer"
         )
+    check_environment(rows, reward, environment)
+
+
+def check_environment(
+    rows: Rows, reward: sources.RewardMix, environment: Environment | None
+) -> None:
+    """Raises UserError: rewards and the environment do not go together, or the environment does not work
+    with this model."""
     kinds = {source.kind for source in reward.sources}
     if environment:
         if "rm" in kinds:
@@ -1560,10 +1567,8 @@ def evaluate(
     records, cards, conversations, dropped = [], [], [], 0
     value_pairs: list[Tensor] = []  # (2, N) each: the critic's values, and the returns
     gaps: list[Tensor] = []  # (k,) each, see `image_changes.vision_gaps`
-    with (
-        trainables["actor"].averaged(),
-        data.PromptLoader(rows.processor, args, batches) as loader,
-    ):
+    loader = data.PromptLoader(rows.processor, args, batches)
+    with trainables["actor"].averaged(), loader:
         for _ in batches:
             prompts = loader.take(least=0)
             dropped += len(prompts.dropped)

@@ -127,8 +127,8 @@ def waiting_for_ranks(world: int, timeout: float) -> Iterator[None]:
         yield
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         say(
-            f"error: not all of {ranks} came within {timeout:g} s (--timeout): start all of them with torchrun, "
-            f"or unset WORLD_SIZE for one process ({str(error).splitlines()[0]:.200})",
+            f"error: not all of {ranks} came within {timeout:g} s (--timeout): start all of them with "
+            f"torchrun, or unset WORLD_SIZE for one process ({str(error).splitlines()[0]:.200})",
             file=sys.stderr,
         )
         raise Exit(EXIT_USER_ERROR) from error

@@ -158,8 +158,9 @@ def as_message(text: str) -> str:
 def show_anything() -> None:
     """From now on, characters that the terminal has no encoding of are written as escapes."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure:
+            reconfigure(errors="backslashreplace")
 
 
 def say(text: str, file: TextIO | None = None) -> None:

@@ -50,35 +50,41 @@ ALTERNATIVES = ({"reward", "reward_recipe"}, {"steps", "max_epochs"})
 # -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What a number may be; a flag that may be negative says so."""
+
+    low: float = 0
+    high: float = LARGEST
+    off: float | None = None  # the one value outside of these bounds that is allowed
+
+
 def flag(
     default: Any,
     help: str,
     *,
     choices: tuple = (),
-    low: float = 0,
-    high: float = LARGEST,
-    off: float | None = None,
     check: Callable | None = None,
     paths: bool = False,
+    **bounds: float,
 ) -> Any:
     """A field of an argument class.
 
     Args:
         help: what it does, with the unit.
-        low, high: bounds of a number; one that may be negative says so.
-        off: the one value outside of these bounds that is allowed.
         check: raises ValueError for a value that is none.
         paths: paths in the value become absolute.
+        bounds: of a number, see `Bounds`.
     """
-    rules = {"help": help, "choices": choices, "low": low, "high": high, "off": off}
-    return dataclasses.field(default=default, metadata=rules | {"check": check, "paths": paths})
+    rules = {"help": help, "choices": choices, "check": check, "paths": paths}
+    return dataclasses.field(default=default, metadata=rules | vars(Bounds(**bounds)))
 
 
 def groups_of(args_class: type) -> dict[str, type]:
     """The groups that a script's Args inherits from, by the stage that --help takes: the first word of
     their docstring."""
     groups = [base for base in args_class.__bases__ if dataclasses.is_dataclass(base)]
-    return {re.match(r"\w+", str(group.__doc__))[0]: group for group in groups}
+    return {str(group.__doc__).split()[0].strip(",:"): group for group in groups}
 
 
 def fields_of(args_class: type) -> dict[str, Any]:
@@ -198,13 +204,13 @@ def build_parser(args_class: type, description: str | None, listed: str = "all")
     for stage, group in groups.items():
         section = parser.add_argument_group(group.__doc__)
         for name in fields_of(group):
-            shown = listed in ("all", stage) or (listed == "most" and name in OFTEN)
-            add_flag(section, parser.fields[name], shown)
+            is_listed = listed in ("all", stage) or (listed == "most" and name in OFTEN)
+            add_flag(section, parser.fields[name], is_listed)
     return parser
 
 
-def add_flag(section: Any, field: dataclasses.Field, shown: bool) -> None:
-    """Add a flag to a parser's section; its help is ``shown`` or not."""
+def add_flag(section: Any, field: Any, is_listed: bool) -> None:
+    """Add a flag to a parser's section, whose help lists it or not."""
     text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
     choices: Any = field.metadata["choices"]
     options: dict = {"type": absolute_paths if field.metadata["paths"] else field.type}
@@ -216,7 +222,9 @@ def add_flag(section: Any, field: dataclasses.Field, shown: bool) -> None:
             options |= {"nargs": "?", "const": "on"}
     else:
         options["metavar"] = field.type.__name__.upper()
-    section.add_argument(f"--{field.name}", help=text if shown else argparse.SUPPRESS, **options)
+    section.add_argument(
+        f"--{field.name}", help=text if is_listed else argparse.SUPPRESS, **options
+    )
 
 
 class Parser(argparse.ArgumentParser):

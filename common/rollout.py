@@ -149,7 +149,7 @@ class RolloutEngine:
         longest = max((self.batch.prompt_lengths[g] for g in self.indices), default=1)
         capacity = longest + sampling.max_new_tokens
         if envs:
-            capacity += sampling.environment.max_reply_tokens
+            capacity += envs.environment.max_reply_tokens
         slots = self.slot_count(capacity, max(1, len(self.indices) * self.count))
         self.cache = attention.SlotCache(
             self.model.config.get_text_config(),

@@ -146,8 +146,8 @@ def load_function(
     expected: str = "an existing path.py:function",
 ) -> tuple[Callable, list[str]]:
     """The function that ``path.py:function`` names, which is called with what it ``takes``, and the
-    names among those ``offered`` that it has parameters for. Its calls are guarded. Raises UserError: there is no such
-    function, and what was ``expected``; or it has other parameters."""
+    names among those ``offered`` that it has parameters for. Its calls are guarded. Raises UserError:
+    there is no such function, and what was ``expected``; or it has other parameters."""
     function = load_object(flag_name, spec, expected)
     refuse_async(flag_name, spec, function)
     try:
@@ -181,8 +181,8 @@ def run_program(file: Path) -> ModuleType:
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     name = file.stem
-    found = importlib.util.find_spec(name) if "." not in name else None
-    if found is None or found.origin != str(file):
+    spec_of_name = importlib.util.find_spec(name) if "." not in name else None
+    if spec_of_name is None or spec_of_name.origin != str(file):
         # No process that it spawns can import this; what Python says of that is what to do.
         name = f"{name} (another module is called so: rename {file})".replace(".", ":")
     spec: Any = importlib.util.spec_from_file_location(name, file)

@@ -282,9 +282,9 @@ def write_sides(pictures: list, prompt: str, converted: dict, images: "Images") 
     """The paths of both pictures of a pair. Raises ValueError: there are not two, or more."""
     if not all(pictures):
         raise ValueError("one response of the pair is a picture, the other a text")
-    given = [images.write(picture) for picture in pictures if picture != "<image>"]
-    sides = given + converted["images"]
-    if len(sides) != 2 or len(given) == 1 or "<image>" in prompt or converted.get("videos"):
+    written = [images.write(picture) for picture in pictures if picture != "<image>"]
+    sides = written + converted["images"]
+    if len(sides) != 2 or len(written) == 1 or "<image>" in prompt or converted.get("videos"):
         raise ValueError("a pair of pictures has two images, and none in its question")
     return sides
 
@@ -681,8 +681,8 @@ def write_split(
 
 def numbered_image(converted: dict) -> str:
     """What stands in the prompt of a row with images where <image> should; "" if there is none."""
-    found = re.search(NUMBERED_IMAGE, f"{converted['prompt']}")
-    return found[0] if found and converted["images"] else ""
+    mark = re.search(NUMBERED_IMAGE, f"{converted['prompt']}")
+    return mark[0] if mark and converted["images"] else ""
 
 
 def numbered_rows(paths: list[Path]) -> Iterator[tuple[Path, int, str | bytes | dict]]:

@@ -180,9 +180,9 @@ stray                                         | unrecognized arguments: stray
 --prompts_per_step 10 --rollouts_per_step 4   | --rollouts_per_step 4 must divide --prompts_per_step 10
 --rollouts_per_step 4 --dynamic_sampling 3    | --rollouts_per_step 4 exceeds --dynamic_sampling 3
 --advantage grpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
---advantage grpo --export_critic              | --export_critic True needs a critic, and --advantage grpo has none
+--advantage grpo --export_critic              | --export_critic True needs a critic
 --advantage grpo --critic_model m             | --critic_model m needs a critic, and --advantage grpo has none
---advantage grpo --gae_alpha 0.1              | --gae_lambda_policy and --gae_alpha are of --advantage gae alone
+--advantage grpo --gae_alpha 0.1              | --gae_alpha are of --advantage gae alone
 --advantage bi_level_gae --gae_lambda_policy 0.9 | --gae_alpha are of --advantage gae alone
 --advantage grpo --turn_gamma 0.9             | --turn_gamma 0.9 is of --advantage bi_level_gae alone
 --advantage gdpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2

@@ -690,13 +690,13 @@ def test_templates_of_a_file(qwen25, task, tmp_path):
     assert asked["score"] == judgements.KINDS["score"].template
     in_one_word = '{"correct":"{prompt}.{response}"}'  # no name of a file
     assert grm.parse_args(judge_flags(qwen25, task, tmp_path, "--templates", in_one_word))
-    for given, message in (
+    for value, message in (
         ("none.json", "none.json: no such file"),
         ("{", "--templates: not JSON"),
         ('{"correct": 3}', "--templates: correct must be str"),
     ):
         with user_error(message):
-            start(qwen25, task, tmp_path, "--templates", given)
+            start(qwen25, task, tmp_path, "--templates", value)
 
 
 def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):

@@ -206,11 +206,11 @@ class EnvRollout:
         different ones."""
         opening, prompt = next((each.reply, each.prompt) for each in episodes if each.reply)
         for episode in episodes:
-            shown = episode.reply and (episode.reply.content, episode.reply.images)
-            if not episode.conversation.error and shown != (opening.content, opening.images):
+            seen = episode.reply and (episode.reply.content, episode.reply.images)
+            if not episode.conversation.error and seen != (opening.content, opening.images):
                 raise ValueError(
-                    f"{prompt.source}: reset shows the samples of a prompt different first observations; draw "
-                    'from row["seed"], which they have in common, or show what differs in a reply'
+                    f"{prompt.source}: reset shows the samples of a prompt different first observations; "
+                    'draw from row["seed"], which they have in common, or show what differs in a reply'
                 )
         if opening.grids:
             parts = [batch.patches[index]] if index in batch.patches else []

@@ -62,7 +62,7 @@ from common.files import (
     write_link,
     write_pointer,
 )
-from common.flags import MODEL_IDENTITY, CheckpointArgs, RunArgs, as_json, fields_of
+from common.flags import MODEL_IDENTITY, RunArgs, as_json, fields_of
 from common.logging import Metrics, due, how_to_go_on
 from common.model import weights
 from common.model.fsdp import Trainable
@@ -74,11 +74,7 @@ from common.threads import GIVEN_UP
 Roles = Mapping[str, Trainable | Wrapper]
 
 
-class Args(CheckpointArgs, RunArgs):
-    """What is read here of a script's Args."""
-
-
-Script = TypeVar("Script", bound=Args)  # a script's Args
+Script = TypeVar("Script", bound=RunArgs)  # a script's Args, with CheckpointArgs
 
 
 # -------------------------------------------------------------------------------------------------
@@ -203,7 +199,7 @@ def choose_folder(args: Script, fingerprint: dict) -> Script:
     return replace(args, out=from_main(folder))
 
 
-def find_folder(args: Args, launched: list[str]) -> Path | None:
+def find_folder(args: Any, launched: list[str]) -> Path | None:
     """The folder in which an evaluation, or a restart by torchrun, goes on, if there is one."""
     runs = args.out.parent
     latest = follow_pointer(runs / "latest")
@@ -216,7 +212,7 @@ def find_folder(args: Args, launched: list[str]) -> Path | None:
     return None
 
 
-def new_folder(args: Args, fingerprint: dict) -> Path:
+def new_folder(args: RunArgs, fingerprint: dict) -> Path:
     """A new folder in runs/, for this start alone."""
     runs, began = args.out.parent, f"{datetime.now():%Y-%m-%d-%H%M%S}"
     folder = runs / began
@@ -459,9 +455,10 @@ class Checkpoints:
     As a context manager it waits for the save in flight at the end, even after a UserError.
     """
 
-    def __init__(self, args: Args, state: Any, fingerprint: dict):
+    def __init__(self, args: Any, state: Any, fingerprint: dict):
         """
         Args:
+            args: a script's, with CheckpointArgs and RunArgs.
             state: has `state_dict`, `load_state_dict`, `step` and `metrics`.
             fingerprint: see `fingerprint_of`.
         """

@@ -8,6 +8,7 @@ explain_memory   an out-of-memory error of an update names the setting
 import functools
 from collections.abc import Callable
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import (
@@ -33,7 +34,8 @@ def can_keep(model: Model) -> tuple[bool, bool]:
 def recompute(model: Model, setting: UpdateSetting) -> None:
     """Let updates of a model work as ``setting`` says. A trained tower stays as it is."""
     model.setup.updates = setting
-    for number, layer in enumerate(decoder(model).layers):
+    layers: Any = decoder(model).layers
+    for number, layer in enumerate(layers):
         from_end = setting.recomputed - number
         contexts = noop_context_fn
         if setting.keep_attention:

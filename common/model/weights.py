@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -276,7 +276,7 @@ def read_weights(module: Wrapper) -> Tensors:
         )
     check_unexpected(module, info["unexpected_keys"])
     check_tied(folder, wanted, weights)
-    module.model._weight_conversions = model._weight_conversions
+    vars(module.model)["_weight_conversions"] = model._weight_conversions
     setup.types = {name: weight.dtype for name, weight in weights.items()}
     return weights
 
@@ -288,7 +288,7 @@ def read_model(model: Model) -> tuple[PreTrainedModel, dict]:
     dtype, wide = types_of(folder)
     # What else the files hold in float32 would be rounded; and no weight may be left random unseen.
     changes = {"_keep_in_fp32_modules_strict": wide, "_keys_to_ignore_on_load_missing": None}
-    reader = type(kind.__name__, (kind,), changes | {"__module__": kind.__module__})
+    reader: Any = type(kind.__name__, (kind,), changes | {"__module__": kind.__module__})
     options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         with quiet():
@@ -301,7 +301,8 @@ def read_model(model: Model) -> tuple[PreTrainedModel, dict]:
 def quiet():
     """Inside, transformers neither reports keys, which are checked here, nor draws progress bars."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error(), logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
@@ -336,7 +337,7 @@ def read_head(module: Wrapper, keys: set[str]) -> Tensors:
     head, folder = getattr(module, "value_head", None), module.model.setup.folder
     if head is None:
         return {}
-    found = {"score.bias": torch.zeros(head.get_buffer("offset").shape)}
+    values = {"score.bias": torch.zeros(head.get_buffer("offset").shape)}
     for path, key, value in stored_tensors(folder):
         match = VALUE_HEAD.fullmatch(key)
         if not match:
@@ -347,9 +348,9 @@ def read_head(module: Wrapper, keys: set[str]) -> Tensors:
             raise ValueError(
                 f"{path}: {key} is {tuple(value.shape)}, a value head has {tuple(expected)}"
             )
-        found[name] = value
-    if "score.weight" in found:
-        return found
+        values[name] = value
+    if "score.weight" in values:
+        return values
     heads = sorted(key for key in keys if OTHER_HEAD.match(key))
     if heads:
         raise ValueError(
@@ -358,8 +359,8 @@ def read_head(module: Wrapper, keys: set[str]) -> Tensors:
             "rename it"
         )
     if head.weight.requires_grad:
-        found["score.weight"] = torch.zeros(head.weight.shape)
-    return found
+        values["score.weight"] = torch.zeros(head.weight.shape)
+    return values
 
 
 def check_unexpected(module: Wrapper, keys: set[str]) -> None:
@@ -482,7 +483,9 @@ def write_weights(folder: Path, model: Model, trained: Trained) -> None:
             tensors = {key: file.get_tensor(key) for key in file.keys()}
             for key, value in tensors.items():
                 name = VALUE_HEAD.sub(r"score.\2", key)
-                changed = value.float() + terms[name] if name in terms else new.get(name, value)
+                changed = new[name] if name in new else value
+                if name in terms:
+                    changed = value.float() + terms[name]
                 if (
                     changed.shape != value.shape
                 ):  # experts: transformers does not transpose them back

@@ -168,13 +168,14 @@ class JudgeSettings:
                 fits = all(re.fullmatch(NUMBER, verdict) for verdict in verdicts)
             if not fits or kind not in self.templates:
                 raise ValueError(
-                    f"{where}: {kind} has the verdicts {verdicts}, expected {known or 'numbers'} and a template"
+                    f"{where}: {kind} has the verdicts {verdicts}, expected {known or 'numbers'} and a "
+                    "template"
                 )
 
     def note_training(self, rows: Iterable[Prompt]) -> None:
         """Note what the judge is trained on: kinds and verdicts of these rows, besides what it learned
         before. Raises ValueError: too many different scores."""
-        trained = {(row.label, row.reference) for row in rows if row.label in KINDS}
+        trained = {(row.label, row.reference or "") for row in rows if row.label in KINDS}
         scores = sorted({verdict for kind, verdict in trained if kind == "score"}, key=float)
         if len(scores) > MAX_SCORES:
             raise ValueError(

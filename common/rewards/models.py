@@ -68,7 +68,7 @@ def build(
             )
             module = Policy(model, processor) if is_judge else Critic(model)
             kind: Any = JudgeModel if is_judge else ScalarModel
-            source.ask = kind(
+            judge = kind(
                 spec=source.spec,
                 module=module.requires_grad_(False),
                 processor=processor,
@@ -78,7 +78,8 @@ def build(
                 write=write,
             )
             scored = [row for row in rows if source.spec in reward.weights(row.label)]
-            source.ask.check_rows(scored)
+            judge.check_rows(scored)
+            source.ask = judge
         modules[source.name] = module
     return modules
 
@@ -227,8 +228,8 @@ class JudgeModel(RewardModel):
                 questions.append(Question(number, prompt, weight, self.worth))
         elif self.kind == "answers":
             sides = [response, self.without_markup(row.reference or "")]
-            for shown, worth in ((sides, self.worth), (sides[::-1], 1 - self.worth)):
-                questions.append(Question(number, self.question(row, shown), 1.0, worth))
+            for order, worth in ((sides, self.worth), (sides[::-1], 1 - self.worth)):
+                questions.append(Question(number, self.question(row, order), 1.0, worth))
         else:
             questions.append(Question(number, self.question(row, [response]), 1.0, self.worth))
         return questions

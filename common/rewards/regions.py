@@ -76,7 +76,7 @@ def find_regions(response: str, place: Place) -> list[Found] | None:
     text = plain_text(answer_text(response))
     if re.fullmatch(NUMBERS, text):
         text = f"[{text}]"
-    found = []
+    regions = []
     for item in ITEM.finditer(text):
         label = LABEL.search(item[0])
         name = next(filter(None, label.groups()), "") if label else ""
@@ -84,8 +84,8 @@ def find_regions(response: str, place: Place) -> list[Found] | None:
             numbers = [float(number) for number in re.findall(NUMBER, match[2])]
             if match[1]:  # y1, x1, y2, x2; the corners are sorted
                 numbers.reverse()
-            found.append((region_in_file(numbers, place), name.strip()))
-    return found if found or NOTHING.fullmatch(text) else None
+            regions.append((region_in_file(numbers, place), name.strip()))
+    return regions if regions or NOTHING.fullmatch(text) else None
 
 
 def region_in_file(numbers: list[float], place: Place) -> Box | Point:
@@ -136,16 +136,16 @@ def score_boxes(response: str, truth: Regions) -> dict[str, float]:
     """`box_iou`: the sum of IoU over pairs / the larger number of boxes; `accuracy`: all are paired at an
     IoU of 0.5; `f1` of pairs at 0.5. Where the row has labels, only boxes of one label are paired. Without
     true boxes, all are 1 for an answer that says there are none."""
-    found, count = find_regions(response, truth.place), len(truth.boxes)
-    parsed = found is not None
-    if found is None or len(found) > max(MOST, 2 * count):
-        found = [((0.0, 0.0), "")]  # nothing that can be right
-    larger = max(len(found), count)
+    answered, count = find_regions(response, truth.place), len(truth.boxes)
+    parsed = answered is not None
+    if answered is None or len(answered) > max(MOST, 2 * count):
+        answered = [((0.0, 0.0), "")]  # nothing that can be right
+    larger = max(len(answered), count)
     if not larger:
         return dict.fromkeys(("reward", "box_iou", "accuracy", "f1", "parsed"), 1.0)
-    gains = np.array([[iou(region, box) for box in truth.boxes] for region, _ in found])
+    gains = np.array([[iou(region, box) for box in truth.boxes] for region, _ in answered])
     if truth.boxes and truth.labels:  # without boxes they name points
-        gains *= [[same_words(name, label) for label in truth.labels] for _, name in found]
+        gains *= [[same_words(name, label) for label in truth.labels] for _, name in answered]
     gained = pair(gains)
     hits = sum(gain >= HALF for gain in gained)
     mean_iou = sum(gained) / larger
@@ -153,7 +153,7 @@ def score_boxes(response: str, truth: Regions) -> dict[str, float]:
         "reward": mean_iou,
         "box_iou": mean_iou,
         "accuracy": hits == larger,
-        "f1": 2 * hits / (len(found) + count),
+        "f1": 2 * hits / (len(answered) + count),
         "parsed": parsed,
     }
 
@@ -166,9 +166,9 @@ def score_box(response: str, truth: Regions) -> dict[str, float]:
 def score_point(response: str, truth: Regions) -> dict[str, float]:
     """`accuracy`: the one point of the answer, or the centre of its one box, is in a true box, edges
     included, or within 5 % of the image's diagonal of a true point."""
-    found = find_regions(response, truth.place)
-    right = found is not None and len(found) == 1 and is_hit(found[0][0], truth)
-    return {"reward": right, "accuracy": right, "parsed": found is not None}
+    answered = find_regions(response, truth.place)
+    right = answered is not None and len(answered) == 1 and is_hit(answered[0][0], truth)
+    return {"reward": right, "accuracy": right, "parsed": answered is not None}
 
 
 def is_hit(region: Box | Point, truth: Regions) -> bool:
@@ -214,7 +214,7 @@ def region_record(row: Prompt, response: str) -> dict:
     truth = row.regions
     if truth is None:
         return {}
-    found = find_regions(with_opened_thought(row.text, response), truth.place) or []
-    answered = [clip(region, truth.place.file) for region, _ in found[:MOST]]
+    regions = find_regions(with_opened_thought(row.text, response), truth.place) or []
+    answered = [clip(region, truth.place.file) for region, _ in regions[:MOST]]
     true = truth.boxes + truth.points
     return {"regions": {"image": truth.image, "true": true, "answered": answered}}

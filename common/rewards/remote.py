@@ -65,6 +65,7 @@ class Server:
     def ask(self, body: bytes) -> bytes:
         """The server's answer, after at most 1 + RETRIES tries. Raises UserError."""
         asked = request.Request(self.url, body, {"Content-Type": "application/json"})
+        problem = ""
         for attempt in range(RETRIES + 1):
             try:
                 with self.opener.open(asked, timeout=self.timeout) as response:

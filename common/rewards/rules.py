@@ -206,10 +206,11 @@ def read_numbers(text: str) -> set[Fraction]:
     if whole is not None:
         return {whole}
     text = plain_text(text).lower()
-    found = DECIMAL.findall(NO_DIGITS.sub("", text))
-    if not found:
-        found = [DIGITS[word] for word in re.findall("[a-z]+(?:-[a-z]+)*", text) if word in DIGITS]
-    return set(map(Fraction, found))
+    numbers = DECIMAL.findall(NO_DIGITS.sub("", text))
+    if not numbers:
+        words = re.findall("[a-z]+(?:-[a-z]+)*", text)
+        numbers = [DIGITS[word] for word in words if word in DIGITS]
+    return set(map(Fraction, numbers))
 
 
 def _spelled(text: str) -> str:
@@ -265,8 +266,8 @@ def rule_reward(rule: str, prompts, responses, references, labels, images) -> Co
 
 def rule_scores(rule: str, response: str, reference: str) -> dict[str, float]:
     """`exact`: 1 where the whole response is the reference; `verdict`: 1 where its last <answer>
-    is, as judgements end; `boxed` and `answer`: 0.9 accuracy of the extracted answer + 0.1 format; parsed: whether
-    there is one."""
+    is, as judgements end; `boxed` and `answer`: 0.9 accuracy of the extracted answer + 0.1 format;
+    parsed: whether there is one."""
     if rule == "exact":
         right = same_words(response, reference)
         return {"reward": right, "accuracy": right}

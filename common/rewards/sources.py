@@ -230,6 +230,13 @@ def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int
     )
 
 
+def add_notes(notes: list[str], source: Source, scores: list["Scores"]) -> None:
+    """Add to the notes on each sample what a source says of it."""
+    for part in scores:
+        for i, note in zip(part.picks, part.notes):
+            notes[i] += f"{source.name}: {note}\n"
+
+
 def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
     """The reward of n samples under "reward", and components; and the spans, if the function gives some:
     then their sums are the component "spans". Raises UserError: the function raises, or returns other
@@ -248,11 +255,11 @@ def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
     spans = []
     if "spans" in columns:
         spans = read_spans(source, samples, columns["spans"])
-        columns["spans"] = [sum(earned for _, earned in ends) for ends in spans]
+        columns["spans"] = [sum((earned for _, earned in ends), 0.0) for ends in spans]
     columns = {name: read_column(source, samples, name, columns[name]) for name in columns}
     earning = ["reward", "spans"] if "reward" in columns else list(columns)
     earned = [columns[name] for name in earning if name in columns]
-    return columns | {"reward": [sum(values) for values in zip(*earned)]}, spans
+    return columns | {"reward": [sum(values, 0.0) for values in zip(*earned)]}, spans
 
 
 def read_column(source: Source, samples: Samples, name: str, values: Any) -> list[float]:
@@ -430,13 +437,14 @@ class RewardMix:
         batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
         by_source, components = {}, {}  # (S,) each
         weights = []  # (S,) each, by source
-        judgements = [""] * len(batch)
+        notes = [""] * len(batch)
         for source in self.sources:
             share, used = self.share_of(source, batch), self.samples_of(source, batch)
             weights.append(share)
             scores = [part[source.name] for part in by_rank if source.name in part]
             if source.kind not in CALLED:
                 scores = ask_source(source, batch, used, processor)
+            add_notes(notes, source, scores)
             columns = join_columns(scores, len(batch))
             by_source[source.name] = columns.pop("reward")
             total[used] += (share * by_source[source.name])[used]
@@ -446,8 +454,6 @@ class RewardMix:
                 batch.turn_rewards += shares * sum_at_tokens(at_tokens, len(batch.tokens))
             for name, values in columns.items():
                 components[f"{source.name}/{name}" if len(self.sources) > 1 else name] = values
-            for i, note in [pair for part in scores for pair in zip(part.picks, part.notes)]:
-                judgements[i] += f"{source.name}: {note}\n"
         if self.combiner is not None:
             total = self.combine(self.combiner, by_source)
         if len(self.sources) > 1:
@@ -455,7 +461,7 @@ class RewardMix:
         batch.compared, batch.weights = self.compared(components), torch.stack(weights, dim=1)
         batch.rewards = finite_rewards(total.float(), by_source)
         batch.components = {name: values.float() for name, values in components.items()}
-        batch.judgements = [text.strip() for text in judgements]
+        batch.judgements = [text.strip() for text in notes]
 
     def finish(
         self, calls: dict[str, CallOfSource], batch: Batch, processor: Processor

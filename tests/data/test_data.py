@@ -925,10 +925,10 @@ def test_a_picture_alone_is_a_prompt(load):
 @pytest.mark.parametrize("mark", ["<image1>", "<image_1>", "<image 1>"])
 def test_numbered_places_of_images_are_told(load, tmp_path, capsys, mark):
     load([{"prompt": f"Is {mark} red?", "images": "a.png"}])
-    said = (
+    warning = (
         f"warning: {tmp_path / 'train.jsonl'}: <image1> or <image_1> in a text stands for no image"
     )
-    assert said in capsys.readouterr().out
+    assert warning in capsys.readouterr().out
     load([{"prompt": f"Is {mark} a tag?"}, {"prompt": "Is <image> red?", "images": "a.png"}])
     assert "stands for no image" not in capsys.readouterr().out
 

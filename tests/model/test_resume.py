@@ -78,15 +78,17 @@ def copy(finished, out) -> Path:
 
 # ----------------------------------------------------------------------------- every flag has its row
 WAY = """
-adam_beta2 attention coordinates dtype eval_data eval_every export_every gradient_checkpointing hsdp image_root keep_gb keep_last
-log_samples lr_schedule max_grad_norm max_pixels max_prompt_tokens max_tokens_per_pack min_lr_ratio min_pixels on_bad_row out
-prompts_per_step resume rollout_shards save_blocking save_every save_strategy timeout video_fps video_frames warmup_steps
-weight_decay eval_only
+adam_beta2 attention coordinates dtype eval_data eval_every export_every gradient_checkpointing hsdp
+image_root keep_gb keep_last log_samples lr_schedule max_grad_norm max_pixels max_prompt_tokens
+max_tokens_per_pack min_lr_ratio min_pixels on_bad_row out prompts_per_step resume rollout_shards
+save_blocking save_every save_strategy timeout video_fps video_frames warmup_steps weight_decay
+eval_only
 """.split()
 WAY_OF_PPO = """
-actor_lr aux_loss_coef critic_epochs critic_lr critic_warmup_steps cuda_graphs ema_beta env_timeout env_workers epochs eval_samples export_critic
-grm_max_new_tokens max_new_tokens max_reply_tokens max_turns min_new_tokens minibatches offload reward_timeout
- rollouts_per_step sampler_gap_limit samples_per_prompt slots stop_strings target_kl temperature top_k top_p
+actor_lr aux_loss_coef critic_epochs critic_lr critic_warmup_steps cuda_graphs ema_beta env_timeout
+env_workers epochs eval_samples export_critic grm_max_new_tokens max_new_tokens max_reply_tokens
+max_turns min_new_tokens minibatches offload reward_timeout rollouts_per_step sampler_gap_limit
+samples_per_prompt slots stop_strings target_kl temperature top_k top_p
 """.split()
 WAY_OF_GRM = ["cuda_graphs", "eval_max_new_tokens", "lr", "slots"]
 
@@ -427,8 +429,8 @@ def test_a_critic_that_a_flag_names_is_not_the_one_that_was_saved(flags, copy, q
     ppo.main(words(*line, "--critic_model", critic))
     saved = load_file(shard_file(tmp_path / "new" / "checkpoints" / "step-3"))
     name = r"critic\.model\..*layers\.0\.mlp\.up_proj\.weight"
-    kept = next(value for key, value in saved.items() if re.fullmatch(name, key))
-    assert torch.equal(kept, changed)
+    critics = next(value for key, value in saved.items() if re.fullmatch(name, key))
+    assert torch.equal(critics, changed)
 
 
 # ----------------------------------------------------------------------------- --resume
@@ -593,7 +595,10 @@ def test_no_pickle_on_load(flags, copy, monkeypatch):
 def test_the_lock_of_a_live_run(start, out, monkeypatch):
     """It is named by process and host; a dead process's, or an earlier life's of this job, is taken over."""
     start()
-    code = f"import fcntl, time; file = open({str(out / '.lock')!r}); fcntl.flock(file, 2); print(1, flush=True); time.sleep(60)"
+    code = (
+        f"import fcntl, time; file = open({str(out / '.lock')!r}); fcntl.flock(file, 2); "
+        "print(1, flush=True); time.sleep(60)"
+    )
     start(folder=out.parent / "other")  # lets go of it
     other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     other.stdout.readline()

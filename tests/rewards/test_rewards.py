@@ -845,7 +845,7 @@ def test_truths_pass_the_check_of_their_reward_before_a_run(tmp_path):
 
 def test_a_default_reward_is_said(capsys):
     rows = SimpleNamespace(train=[], held_out=[], all=[])
-    for flags, said in (("", True), ("--reward answer", False)):
+    for flags, is_told in (("", True), ("--reward answer", False)):
         args = ppo.parse_args(words(f"--model m --data d.jsonl {flags}"))
         ppo.check_rows(args, rows, sources.load_rewards(args), None)
-        assert ("--reward boxed (the default)" in capsys.readouterr().out) == said
+        assert ("--reward boxed (the default)" in capsys.readouterr().out) == is_told
