@@ -1723,9 +1723,21 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.steps} steps = {passes:.1f} passes over the data; output: {args.out}"
     )
-    for line in data.repeated_rows(args, rows.train_sets):
+    for line in [*data.repeated_rows(args, rows.train_sets), *idle_steps(args)]:
         log.line(line)
     return log
+
+
+def idle_steps(args: Args) -> list[str]:
+    """A warning about flags with which the actor never learns, or not at its rate."""
+    frozen, warmup, steps = args.critic_warmup_steps, args.warmup_steps, args.steps
+    if frozen >= steps:
+        return [
+            f"warning: --critic_warmup_steps {frozen} of --steps {steps}: the actor never learns"
+        ]
+    if frozen + warmup >= steps:
+        return [f"warning: --warmup_steps {warmup} of --steps {steps}: --actor_lr is never reached"]
+    return []
 
 
 def report(
@@ -1771,6 +1783,12 @@ def report(
         f"step {step}: {flat} of {prompts} prompts have samples that all earned the same (mean "
         f"reward {metrics['rollout/reward']:.3f}), so nothing tells better answers from worse; see "
         f"{log.out}/samples",
+    )
+    all_zero = metrics["train/advantages_min"] == metrics["train/advantages_max"] == 0
+    log.warn(
+        "advantages",
+        all_zero and flat < prompts,
+        f"step {step}: all advantages are 0, though rewards differ: the estimator tells nothing apart",
     )
 
 

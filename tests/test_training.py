@@ -878,7 +878,7 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
     drawn = {sample["source"] for sample in samples}
     assert len([source for source in drawn if source.startswith("train")]) == 8
     assert len(drawn) == 12
-    with user_error("it is of another run: .*--data"):
+    with user_error("is of another run: .*--data"):
         train(qwen25, task, whole, more, "--steps 4 --data", data.replace("0.75", "0.5"))
 
 
@@ -988,7 +988,7 @@ def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_pa
     [
         ("infinite", "(?s)inf, not a finite number.*response"),
         ("late", r"(?s)longer than 0\.2 s.*response"),
-        ("nothing", "no attribute 'nothing'"),
+        ("nothing", "has no 'nothing'; it has letters"),
     ],
 )
 def test_a_failing_reward_stops_with_the_sample(qwen25, task, tmp_path, function, message):

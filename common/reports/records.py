@@ -97,7 +97,7 @@ def record_card(record: dict, images: list[Image.Image] = []) -> Image.Image:
             caption += f"{name} {record[name]:.2f}   "
     if record.get("verdict"):
         caption += f"verdict: {record['verdict']}   "
-    caption += f"right: {record['reference'] or record.get('target')}"
+    caption += f"reference: {record['reference'] or record.get('target')}"
     if "judgement" in record:
         caption += f"\n{record['judgement']}"
     return sample_card(frames + images, spoken_text(record), caption)

@@ -300,7 +300,7 @@ def test_a_run_resumes_bit_by_bit_from_adapters_alone(qwen25, task, tmp_path):
     assert all(".lora_" in key or "value_head" in key for key in saved)
     assert {key.split(".")[1] for key in saved} == {"model", "optimizer"}
     assert {key.split(".")[0] for key in saved} == {"actor", "critic"}
-    with user_error("it is of another run: .*--lora_alpha 6 -> 7"):
+    with user_error("is of another run: .*--lora_alpha 6 -> 7"):
         ppo.main(flags(qwen25, task, tmp_path / "parts", RUN, "--lora_alpha 7"))
 
 
