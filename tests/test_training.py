@@ -1146,7 +1146,7 @@ RUNS = {
     ),
     "talking": (
         "qwen2_5_vl",
-        "--steps 3 --kl_coef 0.1 --gamma 0.9 --env TALKERS:Talk --reward_recipe TASK/talk.json "
+        "--steps 3 --kl_coef 0.1 --gamma 0.9 --env TALKERS:Words --reward_recipe TASK/talk.json "
         "--grm_question correct --eval_data TASK/talk.jsonl --perception_coef 0.1 --perception_scale 0.8 "
         + TALKING,
     ),

@@ -294,7 +294,10 @@ def read_model(model: Model) -> tuple[PreTrainedModel, dict]:
         with quiet():
             return reader.from_pretrained(folder, **options)
     except Exception as error:  # transformers and safetensors have their own
-        raise ValueError(f"{folder}: transformers cannot read its weights: {error}") from error
+        raise ValueError(
+            f"{folder}: transformers cannot read its weights, of which some may be missing or have another "
+            f"shape: {error}"
+        ) from error
 
 
 @contextmanager

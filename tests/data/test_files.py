@@ -450,5 +450,5 @@ def test_both_scripts_know_the_root(tmp_path, qwen25, picture_rows):
             script.parse_args([*common, "none"])
     ptx = words("--ptx_data", tmp_path / "rows.jsonl", "--ptx_coef 0.1 --image_root", tmp_path)
     args = ppo.parse_args(words("--model", qwen25, "--data", picture_rows, *ptx))
-    with user_error("(?s)--ptx_data .*lies outside of --image_root"):
+    with value_error("(?s)--ptx_data .*lies outside of --image_root"):
         ppo.load_ptx(args, Processor(str(qwen25)))
