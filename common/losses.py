@@ -53,7 +53,7 @@ class AdvantageInputs:
     gamma: float = 1.0
     turn_gamma: float = 1.0
     gae_lambda: float = 1.0
-    gae_lambda_policy: float = 1.0  # of gae's advantages alone
+    gae_lambda_policy: float | None = None  # of gae's advantages alone; None: gae_lambda
     gae_alpha: float = 0.0  # above 0: their lambda is `length_adaptive_lambda`
 
     @functools.cached_property
@@ -108,10 +108,10 @@ def gae_estimate(x: AdvantageInputs) -> AdvantagesAndReturns:
     """Generalised advantage estimation with a critic. Advantages may use another lambda than the
     critic's targets (decoupled GAE: VC-PPO, Yuan et al. 2025; VAPO, Yue et al. 2025)."""
     advantages, returns = gae(x.token_rewards, x.values, x.lengths, x.gamma, x.gae_lambda)
-    lam: Tensor | float = x.gae_lambda_policy
+    lam: Tensor | float | None = x.gae_lambda_policy
     if x.gae_alpha:
         lam = length_adaptive_lambda(x.lengths, x.gae_alpha)
-    if x.gae_alpha or x.gae_lambda_policy != x.gae_lambda:
+    if lam is not None:
         advantages, _ = gae(x.token_rewards, x.values, x.lengths, x.gamma, lam)
     return advantages, returns
 
