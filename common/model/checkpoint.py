@@ -72,6 +72,7 @@ from common.threads import GIVEN_UP
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
 Roles = Mapping[str, Trainable | Wrapper]
+MOST_FAILURES = 3  # failed saves in a row that end a run
 
 
 Script = TypeVar("Script", bound=RunArgs)  # a script's Args, with CheckpointArgs
@@ -465,8 +466,9 @@ class Checkpoints:
         self.out, self.args, self.timeout = args.out, args, args.timeout
         self.state, self.fingerprint = state, fingerprint
         self.folder = args.out / "checkpoints"
-        self.first_step = 0  # the step that was resumed from
-        self.saved_step = 0  # the newest that is saved, or on its way
+        self.committed_step = 0  # the newest that is saved
+        self.saved_step = 0  # ... or on its way
+        self.failed = 0  # saves in a row
         self.damaged: set[Path] = set()  # what could not be resumed from
         self.problem = ""  # of the last save
         self.waited = 0.0  # seconds that training waited for saves since they were last recorded
@@ -553,7 +555,7 @@ class Checkpoints:
         load_training_state(self.path, stay)
         with raise_on_all_ranks(f"{self.path / 'state.json'}: "):
             self.state.load_state_dict(self.saved, set(changed))
-        self.first_step = self.saved_step = self.state.step
+        self.committed_step = self.saved_step = self.state.step
         message = f"resuming from {self.path}"
         say_once(message + (f"; changed: {'; '.join(changed.values())}" if changed else ""))
 
@@ -692,7 +694,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait for the save in flight, if there is one, and commit it. A failure is only a warning,
-        unless it is the last save; the next one tries again."""
+        unless it is the last save; the next one tries again. Raises UserError: MOST_FAILURES in a row."""
         if self.pending is None:
             return
         (step, done), self.pending = self.pending, None
@@ -710,15 +712,17 @@ class Checkpoints:
                     self.commit(step, {name: part[0][name] for part in parts for name in part[0]})
         except UserError as error:
             self.problem = f"the checkpoint of step {step} was not saved: {error}"
-            self.saved_step = self.first_step
-            if is_main():
-                shutil.rmtree(
-                    self.unfinished(step), ignore_errors=True
-                )  # the disk may be full of it
+            self.saved_step, self.failed = self.committed_step, self.failed + 1
+            if is_main():  # the disk may be full of it
+                shutil.rmtree(self.unfinished(step), ignore_errors=True)
             say_once(f"warning: {self.problem}")
-            self.thread, self.group = (
-                self.make_writer()
-            )  # the old one may wait for ranks that have given up
+            if self.failed == MOST_FAILURES:
+                problem = f"{self.failed} saves in a row have failed; {self.problem}"
+                raise UserError(problem) from error
+            # the old one may wait for ranks that have given up
+            self.thread, self.group = self.make_writer()
+        else:
+            self.committed_step, self.failed = step, 0
 
     def wait_for(self, done: Future) -> tuple[dict[str, str], str, str]:
         """The sha256 of each file that this rank has written; what has failed, and where; and for what
@@ -766,9 +770,10 @@ class Checkpoints:
             count += path not in self.damaged
 
     def metrics(self) -> Metrics:
-        """For the record of a step: seconds that training has waited for saves since the last one."""
+        """For the record of a step: failed saves in a row, and the seconds that training has waited
+        for saves since the last record."""
         waited, self.waited = self.waited, 0.0
-        return {"perf/save_seconds": waited}
+        return {"perf/failed_saves": self.failed, "perf/save_seconds": waited}
 
     # ---------------------------------------------------------------------------------------------
     # Exports

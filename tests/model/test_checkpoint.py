@@ -396,6 +396,8 @@ def test_write_error_on_one_rank(flags, out):
     assert output.count("was not saved: rank 1 on node-1: [Errno 5] Input/output error") == 2
     assert steps(out) == [5, 3, 1]
     assert pointer(out) == "step-5"
+    # before its save
+    assert [record.get("perf/failed_saves") for record in records(out)] == [0, 0, 1, 0, 1]
     assert not list((out / "checkpoints").glob(".tmp-*"))
 
 
@@ -408,6 +410,20 @@ def test_a_save_that_outlasts_the_timeout(flags, out):
     assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["1"]
     assert "was not saved: rank 1 on " in output and "not written within 3.2 s" in output
     assert steps(out) == [2]
+
+
+@pytest.mark.slow
+def test_too_many_write_errors(flags, out):
+    """The run ends, and says from which step it can go on."""
+    hooks = [(change_writes, 1, [2, 3, 4, 5, 6])]
+    output = live(flags(out, "--steps 6"), 2, hooks, codes=[2, 2])
+    assert "step 1 is saved: " in output
+    assert output.splitlines()[-1].startswith(
+        "error: 3 saves in a row have failed; the checkpoint of step 4 was not saved: rank 1 on "
+    )
+    assert "Traceback" not in output
+    assert steps(out) == [1]
+    assert pointer(out) == "step-1"
 
 
 @pytest.mark.slow
