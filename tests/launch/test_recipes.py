@@ -344,7 +344,7 @@ def test_a_job_without_torchrun_says_so(tmp_path):
         "SLURM_NNODES": "1",
         "MASTER_ADDR": "node",
     }
-    job = ["bash", str(ROOT / "launch" / "train.slurm"), "train_ppo_vl.py"]
+    job = ["bash", str(ROOT / "launch" / "train.slurm"), "train_ppo_vl.py", "--out", "run"]
     assert subprocess.run(job, cwd=tmp_path, env=variables, timeout=60).returncode == 127
     told = (tmp_path / "logs" / "train-5.out").read_text()
     assert "srun ended with code 127; logs/train-5-0.log ends with:" in told
