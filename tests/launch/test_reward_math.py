@@ -162,6 +162,8 @@ def test_an_empty_reference_is_refused(score):
 
 def test_a_worker_that_fails_is_an_error(score, monkeypatch):
     function = load_source(f"{PATH}:score").function
-    monkeypatch.setitem(function.__wrapped__.__globals__, "__file__", str(ROOT / "launch" / "none.py"))
+    monkeypatch.setitem(
+        function.__wrapped__.__globals__, "__file__", str(ROOT / "launch" / "none.py")
+    )
     with pytest.raises(RuntimeError, match="none.py"):
         function([""], [r"\boxed{2}"], ["2"], [None], [[]])

@@ -174,6 +174,7 @@ FURTHER = {"truncated": False, "images": [], "messages": [], "response": "x"}
         "verdict",
         "reference",
         "group",
+        "pair",
         "row",
         "id",
         "benchmark",
@@ -195,12 +196,12 @@ def test_judgements_of_any_shape(tmp_path, capsys, field):
     for value in [*ODD, KeyError]:
         for number in (0, len(records) - 1):
             odd = json.loads(json.dumps(records))
-            if field in ("id", "benchmark"):
+            if field in ("id", "benchmark", "pair"):
                 odd[number]["row"] = {"benchmark": "vl_rewardbench", field: value}
             else:
                 odd[number][field] = value
             if value is KeyError:
-                holder = odd[number]["row"] if field in ("id", "benchmark") else odd[number]
+                holder = odd[number]["row"] if field in ("id", "benchmark", "pair") else odd[number]
                 del holder[field]
             file.write_text("".join(json.dumps(record) + "\n" for record in odd))
             codes.append(ending(capsys, judge_table.main, tmp_path))
