@@ -81,7 +81,7 @@ def launches(folder, count_layers: int, team: Team = ALONE, **sampling) -> Launc
     )
     vocabulary = model.config.get_text_config().vocab_size
     # fakes of another trace
-    ppo.logprobs._id_hashes.cache_clear()
+    logprobs._id_hashes.cache_clear()
     # not inference_mode, in which casts and products are operators of several kernels
     with FakeTensorMode() if HAS_CUDA else nullcontext(), torch.no_grad(), ExitStack() as pieces:
         settings = ppo.Sampling(
@@ -112,14 +112,14 @@ def launches(folder, count_layers: int, team: Team = ALONE, **sampling) -> Launc
             engine.decode_on_device(SLOTS, engine.cache.capacity)
             counted.count.clear(), counted.waits.clear()
             engine.decode_on_device(SLOTS, engine.cache.capacity)
-    ppo.logprobs._id_hashes.cache_clear()
+    logprobs._id_hashes.cache_clear()
     return counted
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled(monkeypatch):
     """A trace cannot be; the draw of tokens counts as its many kernels."""
-    monkeypatch.setattr(ppo.logprobs, "_compiles", lambda device: False)
+    monkeypatch.setattr(logprobs, "_compiles", lambda device: False)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def kernels_of_a_gpu(monkeypatch):
     """On a CPU, one operator for each fused kernel."""
     if not HAS_CUDA:
         monkeypatch.setattr(layers.F, "rms_norm", lambda x, *_: x.clone())
-        monkeypatch.setattr(ppo.logprobs, "_product", lambda a, b: (a @ b).float())
+        monkeypatch.setattr(logprobs, "_product", lambda a, b: (a @ b).float())
 
 
 # Projections 4, MLP 4, norms 2 (Qwen3: and 2 of queries and keys), rotary 2, keys and values 2,
@@ -165,7 +165,7 @@ def step_of_a_team(folder) -> None:
     """As the second of two ranks, the other of which is a stand-in."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # of an H100: a broadcast asks
-    ppo.logprobs._compiles = lambda device: False
+    logprobs._compiles = lambda device: False
     launched = launches(folder, 2, Team(2, 1, dist.group.WORLD))
     assert not launched.waits
     collectives = {name: n for name, n in launched.count.items() if name.startswith("c10d")}
