@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks
 import train_ppo_vl as ppo
+from common import logprobs
 from common.data.folder import read_model_config
 from common.distributed import ALONE, Team
 from common.model import build, layers, teams, vlm
