@@ -27,6 +27,7 @@ from families import write_family
 from helpers import score, trainable
 from reference_kernels import OPERATOR, Call, replace_kernels
 
+pytestmark = pytest.mark.slow  # a GPU has run them
 BACKENDS = ("varlen", "flash_attn")
 DECODING = {"varlen": OPERATOR, "flash_attn": "flash_attn_with_kvcache"}
 PACKED = {"varlen": "varlen_attn", "flash_attn": "flash_attn_varlen_func"}

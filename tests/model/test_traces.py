@@ -20,10 +20,13 @@ from common.model import build, vlm
 from conftest import write_checkpoint
 from helpers import DEVICE, WAITS, filled
 
-pytestmark = pytest.mark.skipif(
-    torch.version.cuda is None,
-    reason="this build of torch is for CPUs: bash tests/run.sh --versions has one for CUDA",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        torch.version.cuda is None,
+        reason="this build of torch is for CPUs: bash tests/run.sh --versions has one for CUDA",
+    ),
+]
 
 
 class Operators(TorchDispatchMode):
