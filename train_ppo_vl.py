@@ -1652,6 +1652,7 @@ EVALUATION_COLUMNS = {
     "truncated": "eval/truncated_mean",
     "vision_gap": "eval/vision_gap_logprob",
     "teacher_accuracy": "eval/teacher_accuracy",
+    "teacher_reward": "eval/teacher_reward",
 }
 # ... and of a step
 STEP_COLUMNS = {
