@@ -586,8 +586,8 @@ class CheckpointArgs:
     )
     resume: str = flag(
         "auto",
-        "auto: resume if --out has a checkpoint, but not one of another model, data, reward or "
-        "algorithm; never: fail if it has one; PATH of a run or a checkpoint: start --out, unless it has "
+        "auto: resume if --out has a checkpoint, but not one of another model, data, reward, algorithm "
+        "or seed; never: fail if it has one; PATH of a run or a checkpoint: start --out, unless it has "
         "one of its own, from there, with other flags if need be",
     )
 
