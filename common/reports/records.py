@@ -95,12 +95,14 @@ def record_card(record: dict, images: list[Image.Image] = []) -> Image.Image:
     for name in ("reward", "advantage", "nats_per_token"):
         if name in record:
             caption += f"{name} {record[name]:.2f}   "
-    if record.get("verdict"):
+    if "verdict" in record and record["reference"]:  # None: it cannot be read
         caption += f"verdict: {record['verdict']}   "
-    caption += f"reference: {record['reference'] or record.get('target')}"
+    reference = record["reference"] or record.get("target")
+    if reference:  # a response to imitate has none: it is what the card shows
+        caption += f"reference: {reference}"
     if "judgement" in record:
         caption += f"\n{record['judgement']}"
-    return sample_card(frames + images, spoken_text(record), caption)
+    return sample_card(frames + images, spoken_text(record), caption.rstrip())
 
 
 def picture(items: list, regions: dict | None) -> list[Image.Image]:
