@@ -284,21 +284,16 @@ def test_mixture():
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [1.0, 50.0], [9.0, 6.0]])
 def test_rows_of_a_mixture(weights):
     """Cut into batches of any size, and begun at any row, it is the same sequence: per set, its own
-    passes in order; pairs stay together."""
+    passes in order."""
     sets, seed = [[(k, row) for row in range(size)] for k, size in enumerate((9, 6))], 3
     whole, _ = next(draw_batches(sets, weights, 60, seed))
     for k in (0, 1):
         rows = [row for part, row in whole if part == k]
         assert rows == order(range(len(rows)), len(sets[k]), seed)
-    pairs, _ = next(draw_batches(sets, weights, 60, seed, 2))
-    assert all(
-        row % 2 == 0 and other == (k, row + 1) for (k, row), other in zip(pairs[::2], pairs[1::2])
-    )
     for size, start in ((1, 0), (4, 8), (20, 2), (6, 54)):
-        for together, expected in ((1, whole), (2, pairs)):
-            batches = draw_batches(sets, weights, size, seed, together, start)
-            for at in range(start, 60 - size + 1, size):
-                assert next(batches) == (expected[at : at + size], list(range(at, at + size)))
+        batches = draw_batches(sets, weights, size, seed, start)
+        for at in range(start, 60 - size + 1, size):
+            assert next(batches) == (whole[at : at + size], list(range(at, at + size)))
 
 
 def test_the_draws_of_a_long_run_are_not_listed():

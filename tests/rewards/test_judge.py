@@ -309,7 +309,7 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-4)
     assert max(expected) - min(expected) > 0.01
     save_weights(folder, tensors)
-    with user_error("1 weights are in no file, the first: value_head.weight"):
+    with user_error("1 weights are in no file, the first: score.weight"):
         build(env, sources.load_rewards(env.args))
     for other in ("v_head.summary.weight", "v_head.weight", "reward_head.weight", "score.0.weight"):
         save_weights(folder, tensors | {other: head})
