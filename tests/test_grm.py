@@ -266,7 +266,8 @@ def test_the_options_of_the_template_are_a_part_of_judge_json(qwen25, task, tmp_
     judge = env.processor.files["judge"]
     assert judge["template_options"] == {"think": True}
     env.processor.save(tmp_path / "saved")
-    assert read_json(shutil.copy(tmp_path / "saved" / "judge.json", folder)) == judge
+    shutil.copy(tmp_path / "saved" / "judge.json", folder)
+    assert read_json(folder / "judge.json") == judge
     for options, ending in (("", "assistant\n<think>\n"), ("{}", "assistant\n")):
         again = grm.load_rows(
             grm.parse_args(
@@ -1066,7 +1067,7 @@ def test_templates_of_a_judge_stay_with_who_goes_on_from_it():
 
 def test_a_judges_checkpoint_is_no_policys(one_rank, qwen25, picture_rows, tmp_path):
     with user_error(
-        "step-4 cannot be loaded .*: Missing key .* actor.*an export of its run as --model"
+        "step-4 is of another script: state.json has no .*an export of its run as --model"
     ):
         ppo.main(
             words(

@@ -364,6 +364,12 @@ def read_state(path: Path, form: dict) -> dict:
             f"{path} was saved by an earlier version of this project, and cannot be resumed from: go on "
             "with that version, or start from an export of its run, as --model <out>/export/latest"
         )
+    lacking = sorted(form.keys() - saved.keys())
+    if lacking:
+        raise ValueError(
+            f"{path} is of another script: {file.name} has no {', '.join(lacking[:3])}; to start from its "
+            "weights, pass an export of its run as --model"
+        )
     check_form(saved, form | STATE_FORM, f"{file}")
     return saved
 
