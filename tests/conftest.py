@@ -49,6 +49,15 @@ def signal_handlers():
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def programs_of_other_tests(monkeypatch):
+    """A call that was given up may run on, while the test process has other streams."""
+    from common import user_code
+
+    monkeypatch.setattr(user_code, "running", [])
+    monkeypatch.setattr(user_code, "before", {})
+
+
 def write_checkpoint(
     folder: Path, kind: str, tie: bool = False, shard_size: str = "5GB", spare_ids: int = 0, **size
 ) -> Path:
