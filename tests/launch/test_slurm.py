@@ -321,7 +321,8 @@ def test_an_array_of_supervised_runs_as_a_cluster_wants_it(cluster, qwen25, tmp_
 def test_a_job_without_out_is_refused(tmp_path, line, refused):
     """It would begin anew at each requeue. With it, the script goes on to what only a cluster has."""
     (tmp_path / "train_ppo_vl.py").write_text("")
-    command = words("bash", ROOT / "launch" / "train.slurm", "train_ppo_vl.py --steps 2", line)
+    job = ROOT / "launch" / "train.slurm"
+    command = ["bash", job, "train_ppo_vl.py", "--steps", "2", *line.split()]
     environment = os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=60)
     told = (tmp_path / "logs" / "train-7.out").read_text()
