@@ -721,7 +721,7 @@ def test_save_strategies(flags, tmp_path):
     """Who writes at the same time; what is written does not depend on it."""
     for strategy in ("unrestricted", "single_node", "single_process", "single_thread"):
         log = tmp_path / f"{strategy}.jsonl"
-        hooks = [(change_writes, -1, [], 0.4, "", str(log))]
+        hooks = [(change_writes, -1, [], 1.5, "", str(log))]
         live(flags(tmp_path / strategy, f"--steps 1 --save_strategy {strategy}"), 2, hooks)
         assert_equal_tensors(
             *(tmp_path / name / "checkpoints" / "step-1" for name in (strategy, "unrestricted"))
