@@ -785,4 +785,5 @@ def reward_samples(
         [[] for _ in range(n)],
         [None] * n,
         step,
+        [f"rows.jsonl:{i + 1}" for i in range(n)],
     )

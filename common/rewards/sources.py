@@ -200,9 +200,10 @@ class Samples(NamedTuple):
     places: list[list]  # `coordinates.Place` of each image of the prompt, None of a clip
     regions: list  # `coordinates.Regions` of the row, or None
     step: int  # steps of the run that are done
+    lines: list[str]  # file and line of the rows, for messages
 
 
-OFFERED = Samples._fields[5:]
+OFFERED = Samples._fields[5:-1]
 
 
 def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int) -> Samples:
@@ -227,6 +228,7 @@ def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int
         places=[list(prompt.places) for prompt in prompts],
         regions=[prompt.regions for prompt in prompts],
         step=step,
+        lines=[prompt.source for prompt in prompts],
     )
 
 
@@ -248,7 +250,9 @@ def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
     except UserError as error:  # of a server
         raise failure(source, samples, str(error)) from error
     except RAISED as error:
-        raise failure(source, samples, f"it raised {describe_error(error)}") from error
+        # a row without an answer is what most functions cannot take
+        i = samples.references.index(None) if None in samples.references else 0
+        raise failure(source, samples, f"it raised {describe_error(error)}", i) from error
     columns = dict(returned) if isinstance(returned, dict) else {"reward": returned}
     if not columns:
         raise failure(source, samples, "no components, expected at least one")
@@ -307,7 +311,8 @@ def read_spans(source: Source, samples: Samples, spans: Iterable) -> Spans:
 def failure(source: Source, samples: Samples, problem: str, i: int = 0) -> UserError:
     """An error of a source, with the texts of sample ``i``."""
     names = ("prompt", "response", "reference", "label")
-    texts = [f"\n  {name}: {str(column[i])[-500:]!r}" for name, column in zip(names, samples[:4])]
+    texts = [f"\n  row: {samples.lines[i]}"]
+    texts += [f"\n  {name}: {str(column[i])[-500:]!r}" for name, column in zip(names, samples[:4])]
     return UserError(
         f"--reward {source.spec}: {problem}; a sample (the last 500 characters of each):"
         + "".join(texts)
@@ -371,6 +376,14 @@ class RewardMix:
                 if lack and source.spec in self.weights(row.label):
                     bad.append(f"{row.source}: {lack}, which {source.name} compares with")
         report_bad("--reward", bad, len(rows), is_error=True)
+        for source in self.sources:
+            scored = [row for row in rows if source.spec in self.weights(row.label)]
+            count = sum(row.reference is None for row in scored)
+            if count and source.kind == "function" and source.spec != "none":
+                distributed.say_once(
+                    f"--reward {source.name}: {count} of {len(scored)} rows have no answer; the function gets "
+                    "None as their reference"
+                )
 
     def report_constant_answers(self, rows: list[Prompt]) -> None:
         """Print which answer is right most often: a policy that is right no more often than that has

@@ -843,6 +843,22 @@ def test_truths_pass_the_check_of_their_reward_before_a_run(tmp_path):
         sources.load_rewards(RewardArgs(reward="boxed")).check_rows([good, row_of(" ")])
 
 
+def test_rows_without_an_answer_are_told_and_named(tmp_path, capsys):
+    """At the start how many there are, for a function; and which one, where it fails."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def score(prompts, responses, references, *_):\n    return [len(r) for r in references]\n"
+    )
+    reward = sources.load_rewards(RewardArgs(reward=f"{path}:score"))
+    reward.check_rows([row_of("7"), row_of("8")])
+    assert "no answer" not in capsys.readouterr().out
+    reward.check_rows([row_of("7"), row_of(None)])
+    assert "1 of 2 rows have no answer; the function gets None" in capsys.readouterr().out
+    (source,) = reward.sources
+    with user_error(r"it raised TypeError: .*\n  row: rows.jsonl:2\n"):
+        score_samples(source, reward_samples(["a", "b"], ["7", None]), RewardArgs())
+
+
 def test_a_default_reward_is_said(capsys):
     rows = SimpleNamespace(train=[], held_out=[], all=[])
     for flags, is_told in (("", True), ("--reward answer", False)):
