@@ -5,19 +5,22 @@ catch_signals    from now on, a signal ends the run after the step in progress
 """
 
 import ctypes
+import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from common.files import say, show_anything
+from common.files import as_message, say, show_anything
 from common.threads import GIVEN_UP
 
 EXIT_USER_ERROR = 2
@@ -131,6 +134,17 @@ TIMED_OUT = (
 )
 
 
+def tell_torchrun(message: str) -> None:
+    """Leave a message, without a traceback, for the summary that torchrun prints last."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {
+            "message": as_message(message),
+            "extraInfo": {"timestamp": str(int(time.time()))},
+        }
+        Path(path).write_text(json.dumps({"message": details}))
+
+
 def run_main(program: Callable[[], Any]) -> None:
     """Run a script's main; what it raises becomes one message and an exit code, and is told to
     torchrun, whose summary comes last."""
@@ -142,7 +156,7 @@ def run_main(program: Callable[[], Any]) -> None:
         try:
             program()
         except UserError as error:
-            get_error_handler().record_exception(error)
+            tell_torchrun(f"error: {error}")
             if os.environ.get("RANK", "0") == "0":  # all ranks raise it
                 say(f"error: {error}", file=sys.stderr)
             code = EXIT_USER_ERROR

@@ -150,7 +150,7 @@ def judge_alike(folder, task, out) -> None:
     for size in (1, 2, 4):
         judge.model.setup.team = distributed.join_team(size, 60.0)
         records, _ = grm.judge_all(judge, rows, args)
-        texts.append([record["generated_text"] for record in records])
+        texts.append([record["response"] for record in records])
     assert len(texts[0]) == len(rows.held_out)
     assert texts[0] == texts[1] == texts[2]
 

@@ -102,7 +102,7 @@ def test_adapters_are_added_to_the_values_in_the_files(kind, tmp_path, picture_r
     sums = []
     for name in read_json(out / "adapter" / "adapter_config.json")["target_modules"]:
         a, b = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
-        sums.append(3.0 * b @ a)
+        sums.append(b @ a * 3.0)  # in this order, to the last digit
     changed = [key for key in before if not torch.equal(before[key], after[key])]
     assert len(changed) == len(sums) > 0
     for key in changed:
