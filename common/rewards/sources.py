@@ -381,8 +381,8 @@ class RewardMix:
             count = sum(row.reference is None for row in scored)
             if count and source.kind == "function" and source.spec != "none":
                 distributed.say_once(
-                    f"--reward {source.name}: {count} of {len(scored)} rows have no answer; the function gets "
-                    "None as their reference"
+                    f"--reward {source.name}: {count} of {len(scored)} rows have no answer; the function "
+                    "gets None as their reference"
                 )
 
     def report_constant_answers(self, rows: list[Prompt]) -> None:
