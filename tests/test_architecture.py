@@ -39,7 +39,7 @@ model        losses logprobs distributed process threads files flags ppo_flags s
 rewards      losses distributed process threads files user_code flags ppo_flags buffers data model
 reports      cards files distributed buffers data rewards
 envs         distributed process threads user_code flags ppo_flags sampling buffers data model
-rollout      logprobs distributed sampling buffers logging model envs
+rollout      logprobs distributed sampling buffers logging data model envs
 """
 PACKAGES = {package: set(imports) for package, *imports in map(str.split, TABLE.splitlines())}
 
