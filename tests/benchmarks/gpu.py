@@ -413,7 +413,7 @@ def main() -> None:
     tiny, short = settings.tiny, settings.short
     begun, folder = time.perf_counter(), Path(tempfile.mkdtemp())
     weights.fill = random_fill
-    checkpoint.contents = lambda flags: {}  # of weights that no file has
+    checkpoint.contents = lambda flag, value: value  # of weights that no file has
     sizes, batches, contexts, steps = ("3b", "7b"), (1, 16, 64, 128, 256), (512, 1500, 4000), 16
     totals, budgets, prompts = (4096, 16384), (8192, 16384, 32768), "64"
     if short:
