@@ -436,7 +436,7 @@ def test_the_starter_of_ranks_that_share_a_gpu(toy_task, tmp_path):
     program = start_together(2, ppo, tmp_path / "none", *flags, "--no_such_flag")
     told, _ = program.communicate(timeout=100)
     assert program.returncode
-    assert told.count("error: unrecognized arguments: --no_such_flag") == 1
+    assert "error: unrecognized arguments: --no_such_flag" in told
 
 
 @pytest.mark.slow
