@@ -41,6 +41,19 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes seconds; `bash tests/run.sh all` runs it")
 
 
+def marked(cases, daily=1) -> list:
+    """Cases of a parametrized test, of which those that are not ``daily`` run in `all` only. A number:
+    so many of the first."""
+    cases = list(cases)
+    daily = cases[:daily] if isinstance(daily, int) else daily
+    return [
+        case
+        if case in daily
+        else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
+        for case in cases
+    ]
+
+
 @pytest.fixture(autouse=True)
 def signal_handlers():
     """A whole run may replace them; the test process wants its own back."""
@@ -130,7 +143,7 @@ def our_name(name: str) -> str:
     return name
 
 
-@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.fixture(scope="session", params=marked(["qwen2_5_vl", "qwen3_5", "qwen3_vl"], daily=2))
 def checkpoint(request, tmp_path_factory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -178,9 +178,9 @@ MODEL_TYPES = {"ministral3": "mistral3", "internvl_moe": "internvl"}
 TOKENS["internvl_moe"] = TOKENS["internvl"]
 NEWER = (*GLM, "internvl_moe", "exaone4_5", "mistral3", "ministral3", "lighton_ocr")
 NEWER += GEMMA4 + DESCRIBED
-# Those that only `all` tests.
-SLOW = ("internvl_moe", "glm4v_moe", "glm46v", "glm_ocr", "exaone4_5", "ministral3", "lighton_ocr")
-SLOW += (*GEMMA4[1:], "llava_next", "aya_vision")
+# Of each layout one: text alone, grids, linear attention, experts, shared keys and two-way images, a
+# projector. `all` tests the others too.
+DAILY = ("llama", "qwen2_vl", "qwen3_5", "qwen3_vl_moe", "gemma4_e2b", "llava")
 # whose own processors work without torchvision
 PLAIN = ("llava", "gemma3", "idefics3", "llava_next", "aya_vision")
 TEXT_ONLY = dict(
@@ -192,6 +192,8 @@ TEXT_ONLY = dict(
     qwen3_5_moe_text=LINEAR | EXPERTS | {"shared_expert_intermediate_size": 40},
 )
 KINDS = [*TEXT_ONLY, *TOKENS]
+
+
 # Linear attention, which transformers computes in float32 whatever the model's type, solves a
 # triangular system for each chunk of 64 tokens and multiplies by the solution: 2 x 64 additions
 # more on the way forward, and as many on the way back.

@@ -661,6 +661,7 @@ def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, advantage):
     assert parts[-1]["rollout/episode"] == 2
 
 
+@pytest.mark.slow
 def test_a_prompt_without_samples_fills_no_place_of_one_that_has_some(qwen25, ruled, tmp_path):
     """Each step sees all eight rows: three of spread, two whose picture does not decode, and three
     flat ones, of which one fills the step. Passes, after each of which is an evaluation, are

@@ -10,7 +10,16 @@ import torch
 
 import train_ppo_vl as ppo
 from common.rollout import Beginnings
-from conftest import ROUNDING, computing, responses_by_prompt, seeded, start, take, with_flags
+from conftest import (
+    ROUNDING,
+    computing,
+    marked,
+    responses_by_prompt,
+    seeded,
+    start,
+    take,
+    with_flags,
+)
 from helpers import fresh
 from talkers import talk
 
@@ -40,7 +49,7 @@ def assert_same_samples(one, other) -> None:
     assert (one.logprobs - other.logprobs).abs().max() < ROUNDING
 
 
-@pytest.mark.parametrize("stops", [(), ('--stop_strings ["a","e"]',)], ids=["", "strings"])
+@pytest.mark.parametrize("stops", marked([(), ('--stop_strings ["a","e"]',)]), ids=["", "strings"])
 def test_a_response_goes_on_from_its_own_beginning(checkpoint, picture_rows, poll, stops):
     """It is the same response, whatever else is in the batch: a token's noise is that of its place."""
     env = start(checkpoint, picture_rows, "--max_new_tokens 24 --temperature 0.8", *stops)
@@ -91,7 +100,7 @@ def test_a_beginning_with_a_token_that_is_never_sampled_is_refused(qwen25, pictu
         rolled_out(env, take(env), 2, {(2, 1): (tokens, torch.zeros(2))})
 
 
-@pytest.mark.parametrize("name", ["Talk", "Same"])
+@pytest.mark.parametrize("name", marked(["Talk", "Same"]))
 def test_a_first_turn_goes_on_behind_the_first_observation(
     checkpoint, picture_rows, monkeypatch, name
 ):

@@ -296,6 +296,7 @@ def test_rows_of_a_mixture(weights):
             assert next(batches) == (whole[at : at + size], list(range(at, at + size)))
 
 
+@pytest.mark.slow
 def test_the_draws_of_a_long_run_are_not_listed():
     """A million rows in: what is ahead is not there yet, and little is kept of what is behind."""
     tracemalloc.start()

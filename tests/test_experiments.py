@@ -31,6 +31,7 @@ from conftest import (
     ROUNDING,
     hugging_face,
     logits_of,
+    marked,
     read_rows,
     readme_reward,
     responses_of,
@@ -334,7 +335,7 @@ def muon_by_torch(folder: Path, argv: list[str]) -> None:
         assert torch.allclose(p.full_tensor(), whole[name], atol=1e-5, rtol=1e-4), name
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", marked([1, 2]))
 def test_muon_beside_adamw(qwen25, task, tmp_path, world):
     """torch.optim.Muon itself fails on FSDP's shards."""
     changed_script(ROOT / "tests" / "experiments" / "muon.diff", tmp_path)
@@ -479,7 +480,7 @@ def test_samples_of_noisy_images_are_trained_on_the_clean_ones(run, qwen25, task
     assert all(step["train/sampler_gap"] < ROUNDING for step in steps)
 
 
-@pytest.mark.parametrize("teacher_in", ["advantage", "loss"])
+@pytest.mark.parametrize("teacher_in", marked(["advantage", "loss"]))
 def test_a_student_sees_less_than_its_teacher(run, qwen25, teacher_in):
     """Log-probs of the policy after masked images and of the teacher after whole ones, by Hugging
     Face's model."""
@@ -508,7 +509,7 @@ def test_a_student_sees_less_than_its_teacher(run, qwen25, teacher_in):
     assert step["train/teacher_kl"] ** 2 > 1e-8
 
 
-@pytest.mark.parametrize("in_turns", [False, True])
+@pytest.mark.parametrize("in_turns", marked([False, True]))
 def test_branches_begin_like_the_first_sample(run, in_turns):
     """Up to its most surprising token, in conversations that of the first turn."""
     more = [OBSERVING.replace("Costly", "Waiting").replace("gigpo", "grpo"), '["a","e","r"]']

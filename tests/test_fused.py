@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled_yet():
-    cached = logprobs._compiles, logprobs._compiled, logprobs._id_hashes    # a test may replace them
+    cached = logprobs._compiles, logprobs._compiled, logprobs._id_hashes  # a test may replace them
     for function in cached:
         function.cache_clear()
     yield

@@ -49,6 +49,8 @@ from reference_kernels import (
     usable,
 )
 
+pytestmark = pytest.mark.slow  # whole runs, and emulations of what a GPU does
+
 # Text, a picture whose tokens see each other, text behind it and a response; and the one token of
 # an empty pack, alone.
 PICTURE = [
@@ -262,7 +264,6 @@ def test_the_kernels_compute_what_they_should(device, capsys):
     assert f"varlen on {device}" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @needs_compiler
 def test_the_compiled_draw_is_used(device, qwen25, picture_rows, monkeypatch):
     """It is not given up in a rollout, which draws by it, though on a CPU only because it is told to."""
@@ -354,7 +355,6 @@ WHOLE = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", WHOLE)
 def test_whole_run_on_all_gpus(device, toy_task, tmp_path, kind):
     """Two steps, and a third in another life if there is a checkpoint; evaluation and export at the
@@ -381,7 +381,6 @@ def test_whole_run_on_all_gpus(device, toy_task, tmp_path, kind):
     assert done.keys() <= {record["step"] for record in records if "eval/reward_mean" in record}
 
 
-@pytest.mark.slow
 def test_whole_run_of_the_judge_on_all_gpus(device, toy_task, tmp_path):
     records = run(
         device, grm, tmp_path, "--config", toy_task / "grm_args.json", "--steps 2 --save_every 1"
@@ -427,7 +426,6 @@ SHORT = (
 )
 
 
-@pytest.mark.slow
 def test_the_starter_of_ranks_that_share_a_gpu(toy_task, tmp_path):
     """Over gloo where there is no GPU; a message of the script and its exit code get through."""
     flags = "--config", toy_task / "args.json", SHORT, "--advantage grpo --steps 1"
@@ -439,7 +437,6 @@ def test_the_starter_of_ranks_that_share_a_gpu(toy_task, tmp_path):
     assert "error: unrecognized arguments: --no_such_flag" in told
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_share_a_gpu_learn_what_one_does(gpu, toy_task, tmp_path, ranks):
     """The same samples in float32, and losses and gradients but for the order of additions."""
@@ -466,7 +463,6 @@ TOGETHER = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", TOGETHER)
 def test_whole_runs_of_ranks_that_share_a_gpu(gpu, toy_task, tmp_path, kind, ranks):
@@ -477,7 +473,6 @@ def test_whole_runs_of_ranks_that_share_a_gpu(gpu, toy_task, tmp_path, kind, ran
         assert step["train/sampler_gap"] < explained_gap(2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("before, after", [(2, 1), (2, 4), (4, 2)])
 def test_ranks_that_share_a_gpu_are_killed_and_resumed(gpu, toy_task, tmp_path, before, after):
     """On another number of ranks."""
@@ -495,7 +490,6 @@ def test_ranks_that_share_a_gpu_are_killed_and_resumed(gpu, toy_task, tmp_path, 
     assert steps[last]["train/actor_skipped"] == 0
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_ends_those_it_shares_a_gpu_with(gpu, toy_task, tmp_path):
     """In its reward, of which all ranks hear."""
     reward = tmp_path / "reward.py"
@@ -512,7 +506,6 @@ def test_a_rank_that_fails_ends_those_it_shares_a_gpu_with(gpu, toy_task, tmp_pa
     assert "no reward today" in told
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_judges_that_share_a_gpu(gpu, toy_task, tmp_path, ranks):
     flags = "--config", toy_task / "grm_args.json", "--steps 2 --eval_every 2 --save_every 0"
@@ -520,7 +513,6 @@ def test_judges_that_share_a_gpu(gpu, toy_task, tmp_path, ranks):
     assert any(record.get("train/skipped") == 0 for record in records)
 
 
-@pytest.mark.slow
 def test_the_gpu_benchmark_runs():
     """Its tiny mode, in a process of its own since it replaces the loading of weights."""
     command = words(sys.executable, ROOT / "tests" / "benchmarks" / "gpu.py", "--tiny")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import train_ppo_vl as ppo
-from conftest import read_json, read_rows, user_error, words, write_rows
+from conftest import marked, read_json, read_rows, user_error, words, write_rows
 from helpers import assert_same_run, flags, launch, resumed, samples_of_steps, train
 
 FLAGS = "--advantage grpo --samples_per_prompt 3 --save_every 1 --keep_last 9 --export_every 0 --log_samples 99"
@@ -37,6 +37,7 @@ def assert_remembered(steps: list) -> dict:
     return known
 
 
+@pytest.mark.slow
 def test_a_row_is_remembered_over_steps_files_and_a_resume(qwen25, task, tmp_path, seen):
     rows = read_rows(task / "train.jsonl")
     parts = []
@@ -57,6 +58,7 @@ def test_a_row_is_remembered_over_steps_files_and_a_resume(qwen25, task, tmp_pat
     assert torch.allclose(history, wanted)
 
 
+@pytest.mark.slow
 def test_prompts_that_dynamic_sampling_replaces_are_remembered_too(qwen25, task, tmp_path, seen):
     train(qwen25, task, tmp_path, FLAGS, "--dynamic_sampling 3 --steps 3")
     records = [
@@ -162,13 +164,14 @@ def test_weights_decide_which_rows_are_drawn(qwen25, task, tmp_path, seen, curri
     assert len(set(tokens)) > len(tokens) // 2
 
 
-@pytest.mark.parametrize("more", ["", "--rollouts_per_step 2", "--dynamic_sampling 3"])
+@pytest.mark.parametrize("more", marked(["", "--rollouts_per_step 2", "--dynamic_sampling 3"]))
 def test_a_resumed_run_draws_the_same_rows(qwen25, task, tmp_path, curriculum, more):
     """The next batch was drawn before the checkpoint, by what was known then."""
     flags = [FLAGS, curriculum("least_seen"), *filter(None, [more])]
     resumed(qwen25, task, tmp_path, *flags)
 
 
+@pytest.mark.slow
 def test_a_function_may_change_what_it_gets(qwen25, task, tmp_path, seen, curriculum):
     for name in ("solved", "changes"):
         train(qwen25, task, tmp_path / name, FLAGS, curriculum(name), "--steps 3")

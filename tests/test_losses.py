@@ -896,6 +896,7 @@ def test_draws_follow_the_softmax(logits):
     assert abs(chi_square_z(observed[probs > 0], n * probs[probs > 0])) < 4
 
 
+@pytest.mark.slow
 def test_unlikely_tokens_are_drawn_as_often_as_they_should():
     """2^16 tokens that share a mass of 1e-2: with 23 bits of noise the draws of such tokens would
     be quantised."""

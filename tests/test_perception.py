@@ -21,6 +21,7 @@ from conftest import (
     ROUNDING,
     hugging_face,
     logits_of,
+    marked,
     read_rows,
     responses_of,
     start,
@@ -106,6 +107,7 @@ def sampled(folder: Path, rows: Path, *flags: str):
     return env
 
 
+@pytest.mark.slow
 def test_masked_logprobs_are_those_of_forwards_with_masked_images(checkpoint, rows):
     """Of every family, in float64, from which the log-probs themselves are rounded to float32; NaN
     for the samples of the prompt without images."""
@@ -168,7 +170,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", marked(STEPS))
 def test_a_step_has_the_gradient_of_the_naive_oracle(qwen25, rows, name):
     """From the sampled tokens alone: rewards from their text, log-probs by forwards of single
     samples with the images as they are and masked, advantages and losses by loops."""

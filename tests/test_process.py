@@ -15,7 +15,7 @@ import torch
 
 import ranks
 from common import distributed
-from conftest import ROOT, user_error
+from conftest import ROOT, marked, user_error
 
 SCRIPTS = ("train_ppo_vl.py", "train_grm_vl.py")
 
@@ -163,11 +163,13 @@ process.run_main(main)
 
 @pytest.mark.parametrize(
     "end, code, message",
-    [
-        ("pass", 0, ""),
-        ("raise process.UserError('a disk')", 2, "error: a disk\n"),
-        ("raise process.Exit(process.EXIT_PREEMPTED)", 75, ""),
-    ],
+    marked(
+        [
+            ("pass", 0, ""),
+            ("raise process.UserError('a disk')", 2, "error: a disk\n"),
+            ("raise process.Exit(process.EXIT_PREEMPTED)", 75, ""),
+        ]
+    ),
 )
 def test_a_call_that_was_given_up_does_not_end_the_process(end, code, message):
     """Its thread is inside of C++, which Python ends by an abort."""
@@ -333,6 +335,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the kernel's signal at a parent's death is Linux's"
 )

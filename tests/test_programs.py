@@ -16,7 +16,7 @@ from common.buffers import Conversation
 from common.envs import environments
 from common.threads import Workers
 from common.user_code import load_function
-from conftest import user_error
+from conftest import marked, user_error
 
 ROOT = Path(user_code.__file__).parents[1]
 
@@ -158,7 +158,7 @@ def score(prompts):
 """
 
 
-@pytest.mark.parametrize("name, expected", [("mine.py", "[1, 4]"), ("json.py", "rename ")])
+@pytest.mark.parametrize("name, expected", marked([("mine.py", "[1, 4]"), ("json.py", "rename ")]))
 def test_a_program_may_spawn_processes(tmp_path, name, expected):
     """They import it by its name; one of a name that is taken cannot be, and is told so."""
     (tmp_path / name).write_text(SPAWN)

@@ -192,6 +192,7 @@ def test_resumed_as_if_undisturbed_and_not_while_frozen(qwen25, rows, task, tmp_
         train(qwen25, task, tmp_path / "parts", *more, "--steps 4")
 
 
+@pytest.mark.slow
 def test_another_number_of_updates_goes_on_at_the_next_row(
     qwen25, rows, task, tmp_path, monkeypatch
 ):
@@ -214,6 +215,7 @@ def test_another_number_of_updates_goes_on_at_the_next_row(
     assert picked == passes[:12]
 
 
+@pytest.mark.slow
 def test_the_loss_falls(qwen25, rows, task, tmp_path):
     """With no reward to follow, the text is learned."""
     steps = train(
@@ -246,6 +248,7 @@ def test_bad_rows_are_refused_at_the_start(qwen25, task, tmp_path, row, message)
         train(qwen25, task, tmp_path / "run", *ptx(tmp_path / "ptx.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_damaged_picture_is_dropped_and_counted(qwen25, task, tmp_path):
     """Also where it is the only row of an update: nothing is added then."""
     for extra, loss in (([{"prompt": "b", "response": "c"}], True), ([], False)):

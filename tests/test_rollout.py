@@ -19,6 +19,7 @@ from conftest import (
     hugging_face,
     inputs_of,
     logits_of,
+    marked,
     start,
     take,
     token_logprobs,
@@ -266,7 +267,7 @@ def test_top_k_and_top_p_truncate_but_logprobs_do_not(qwen25, picture_rows):
         assert torch.equal(samples.logprobs, greedy.logprobs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", marked(["float32", "bfloat16"]))
 def test_bare_forwards_change_nothing_but_the_time(checkpoint, picture_rows, dtype, monkeypatch):
     """The hooks and wrappers left out during generation neither gather nor cast anything that is
     not gathered and cast."""

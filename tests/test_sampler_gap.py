@@ -69,6 +69,7 @@ def test_an_evaluation_alone_compares_its_sampler(qwen25, task, tmp_path, sample
     assert evaluate("unlimited", "--sampler_gap_limit 0")["eval/num_samples"] == 7
 
 
+@pytest.mark.slow
 def test_later_it_is_a_warning(qwen25, task, tmp_path, sampler, capsys, monkeypatch):
     """After --critic_warmup_steps steps without an update of the actor, the first of which is
     checked all the same."""

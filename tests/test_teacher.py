@@ -24,6 +24,7 @@ from conftest import (
     hugging_face,
     inputs_of,
     logits_of,
+    marked,
     read_json,
     read_rows,
     records,
@@ -300,6 +301,7 @@ def test_the_advantage_is_the_difference_of_log_probs(qwen25, other, rows):
 QUIET = "--save_every 0 --export_every 0 --steps 2 --reward none"
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_the_policy_teaches_nothing(qwen25, task, tmp_path):
     """Within what sampler and training differ by; exactly nothing where the old log-probs are
     computed anew."""
@@ -360,7 +362,7 @@ def test_a_hint_before_the_question_follows_the_images():
     ]
 
 
-@pytest.mark.parametrize("form", ["advantage", "loss"])
+@pytest.mark.parametrize("form", marked(["advantage", "loss"]))
 def test_with_adapters_it_is_the_base_model(qwen25, task, tmp_path, form):
     """As a second copy of the base in a folder of its own."""
     shutil.copytree(qwen25, tmp_path / "base")
@@ -396,7 +398,7 @@ def test_it_follows_the_average_and_is_resumed(qwen25, task, tmp_path):
     assert moving[3] != still[3]["train/teacher_kl"]
 
 
-@pytest.mark.parametrize("form", ["advantage", "loss"])
+@pytest.mark.parametrize("form", marked(["advantage", "loss"]))
 def test_offloading_changes_nothing(qwen25, other, task, tmp_path, monkeypatch, form):
     """Also where host and device are two memories, and the weights of a teacher that rests are of no use."""
     line = f"{QUIET} --teacher_in {form} --teacher_model {other}"
@@ -416,6 +418,7 @@ def score(prompts, responses, references, labels, images):
 """
 
 
+@pytest.mark.slow
 def test_its_own_accuracy_is_measured_without_training(qwen25, other, task, tmp_path):
     """Greedily, with its hint and its tower: as Hugging Face's `generate` answers the rows that are
     written by hand."""
@@ -623,7 +626,7 @@ def test_conversations_are_scored_as_they_were_held(qwen25, rows):
     assert (actual - expected).abs().max() < 1e-4 < 1e-2 < (batch.logprobs - expected).abs().max()
 
 
-@pytest.mark.parametrize("form", ["advantage", "loss"])
+@pytest.mark.parametrize("form", marked(["advantage", "loss"]))
 def test_a_run_of_conversations_with_a_teacher(qwen25, task, tmp_path, form):
     """Which is not measured at the start: its tower would have to see what environments show."""
     talkers = Path(__file__).with_name("talkers.py")

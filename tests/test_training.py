@@ -40,6 +40,7 @@ from conftest import (
     hugging_face,
     inputs_of,
     logits_of,
+    marked,
     read_json,
     records,
     reproducible,
@@ -353,6 +354,7 @@ def test_a_step_is_adamw_on_clipped_gradients(qwen25, picture_rows):
             assert torch.allclose(actual, expected, rtol=1e-4, atol=ROUNDING), name
 
 
+@pytest.mark.slow
 def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows, monkeypatch):
     env, seen, inner = fresh(qwen25, picture_rows), [], ppo.minibatches_of
 
@@ -443,7 +445,8 @@ def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, mon
 
 
 @pytest.mark.parametrize(
-    "function, counter", [("ppo", "train/actor_skipped"), ("value_loss", "train/critic_skipped")]
+    "function, counter",
+    marked([("ppo", "train/actor_skipped"), ("value_loss", "train/critic_skipped")]),
 )
 def test_a_run_survives_a_non_finite_minibatch(
     qwen25, task, tmp_path, monkeypatch, function, counter
@@ -480,6 +483,7 @@ def test_frozen_actor_keeps_its_weights(qwen25, task, tmp_path):
     assert abs(steps[1]["train/values"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_actor_moves_after_its_frozen_steps(qwen25, task, tmp_path):
     steps = train(
         qwen25,
@@ -534,7 +538,7 @@ def test_roles_are_loaded_where_they_are_used(qwen25, picture_rows):
         assert (env.critic is not None, env.reference is not None) == roles, line
 
 
-@pytest.mark.parametrize("place", ["reward", "loss"])
+@pytest.mark.parametrize("place", marked(["reward", "loss"]))
 def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
     """One controller drives either: the weight that the step's rewards, or its updates, see is the
     controller's."""
@@ -571,6 +575,7 @@ def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
     assert seen[-1] != pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_the_kl_of_the_loss_has_a_gradient_by_default(qwen25, task, tmp_path):
     """--kl_estimator auto is k1 in the reward and k3+ in the loss. A KL in the loss is none in the
     reward."""
@@ -650,6 +655,7 @@ def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
     assert greedy == again
 
 
+@pytest.mark.slow
 def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
     """The default: at the start, after each pass over the 8 rows (3 prompts a step: steps 3, 6 and
     8), at the end."""
@@ -1186,7 +1192,6 @@ RUNS = {
         "--eval_samples 2 --teacher_model self --teacher_in loss " + TALKING,
     ),
 }
-SLOW = ("skip", "judged", "average", "looking", "distilled", "seeing", "adapters")
 FAILURES = {  # name -> flags, the message
     "picture": ("--data TASK/bad.jsonl", "bad.jsonl:2.*damaged.png"),
     "reward": (
@@ -1269,13 +1274,7 @@ def both(checkpoints, task, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(name for name in RUNS if not name.startswith(SLOW)),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in RUNS if name.startswith(SLOW)),
-    ],
-)
+@pytest.mark.parametrize("name", marked(RUNS, daily=2))
 def test_one_rank_equals_two_ranks(both, name):
     one, two = both(name)
     assert_same_run(one, two)
@@ -1334,7 +1333,7 @@ def test_every_held_out_row_is_answered_once(both):
         assert [row["index"] for row in samples_of(out, f"eval-{step:06d}")] == list(range(7))
 
 
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("name", marked(FAILURES))
 def test_failures_are_told_once_and_end_every_rank(checkpoints, task, tmp_path, name):
     more, message = FAILURES[name]
     line = run_flags(name, ("qwen2_5_vl", more), checkpoints, task, tmp_path)

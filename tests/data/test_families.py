@@ -45,6 +45,7 @@ from common.model.teacher import with_prompts
 from conftest import (
     ROUNDING,
     computing,
+    marked,
     our_name,
     read_json,
     read_rows,
@@ -63,6 +64,7 @@ from conftest import (
     write_rows,
 )
 from families import (
+    DAILY,
     EXPERTS,
     GEMMA4,
     GLM,
@@ -70,7 +72,6 @@ from families import (
     NEWER,
     PLAIN,
     REWARD,
-    SLOW,
     TEXT,
     TEXT_ONLY,
     THROUGH_CHUNKS,
@@ -90,12 +91,7 @@ from families import (
 from helpers import COMPUTE, assert_same_run, changed, launch, on_a_gpu, tensors, trainable
 
 
-def marked(kinds) -> list:
-    """The kinds, of which some are tested in `all` only."""
-    return [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in kinds]
-
-
-@pytest.fixture(scope="module", params=marked(KINDS))
+@pytest.fixture(scope="module", params=marked(KINDS, DAILY))
 def family(request, tmp_path_factory, picture_rows):
     """Folder, our run of it, and the oracle with Hugging Face's own attention."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
@@ -301,7 +297,7 @@ def test_prompt_ids_equal_those_of_the_familys_processor(family):
         assert torch.equal(prompt.input_ids, hf_inputs(family, prompt)["input_ids"][0])
 
 
-@pytest.mark.parametrize("family", marked(TOKENS), indirect=True)
+@pytest.mark.parametrize("family", marked(TOKENS, DAILY), indirect=True)
 def test_sizes_alone_tell_how_many_features_a_picture_gets(family):
     ours, rng = family.env.processor.family, random.Random(0)
     sizes = [(56, 28), (300, 31), (31, 300), (57, 56), (1, 30), (150, 20)] + [
@@ -697,6 +693,7 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     assert (whole - router_gradients[1.0, 0.0]).norm() > 1e-2 * whole.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava", "internvl"], indirect=True)
 def test_a_frozen_tower_drops_nothing(family, tmp_path):
     """The dropout of its config is for who trains it: supervised losses, and those beside PPO's,
@@ -753,7 +750,7 @@ class MaskedIndices(TorchDispatchMode):
 WAITS = ("aten.nonzero", "aten.masked_select", "aten.unique", "aten._unique", "aten.bincount")
 
 
-@pytest.mark.parametrize("family", marked(TOKENS), indirect=True)
+@pytest.mark.parametrize("family", marked(TOKENS, DAILY), indirect=True)
 def test_no_pack_with_images_waits_for_the_device(family):
     """Forward and backward of an update."""
     samples = without_advantage(family.env)

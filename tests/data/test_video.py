@@ -332,6 +332,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
         assert score == pytest.approx(float(torch.tensor(chances).softmax(dim=0)[0]), abs=ROUNDING)
 
 
+@pytest.mark.slow
 def test_a_run_on_mixed_rows(rows, tmp_path):
     """A step with a critic and evaluation on one rank and on two; what rewards and records hold;
     frames in sample pictures."""
@@ -524,6 +525,7 @@ def write_film(av, path, codec: str, frames: list[np.ndarray], rate: int) -> Non
 @pytest.mark.parametrize(
     "name, codec", [("a.mp4", "mpeg4"), ("a.webm", "libvpx"), ("a.mkv", "libx264")]
 )
+@pytest.mark.slow
 def test_films(pyav, load, tmp_path, monkeypatch, package, name, codec):
     """The headers of WebM and MKV have no number of frames."""
     if not find_spec(package):

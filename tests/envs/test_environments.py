@@ -30,6 +30,7 @@ from conftest import (
     ROUNDING,
     computing,
     hugging_face,
+    marked,
     read_json,
     read_rows,
     records,
@@ -43,7 +44,7 @@ from conftest import (
     write_checkpoint,
     write_rows,
 )
-from families import GEMMA4, KINDS, TEXT_ONLY, write_family
+from families import DAILY, GEMMA4, KINDS, TEXT_ONLY, write_family
 from helpers import samples_of
 from talkers import PROGRAMS, expected_logprobs, talk, whole
 
@@ -115,7 +116,7 @@ def as_rendered(env, batch, i: int) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ exactness
-@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"], indirect=True)
+@pytest.mark.parametrize("checkpoint", marked(["qwen2_5_vl", "qwen3_vl", "qwen3_5"]), indirect=True)
 @pytest.mark.parametrize(
     "name, stop", [("Talk", ""), ("Tool", '["a", "e", "r"]'), ("Same", '["a", "e", "r"]')]
 )
@@ -139,7 +140,7 @@ def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(
             assert as_told(env, batch, i) == as_rendered(env, batch, i)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "qwen2_vl"])
+@pytest.mark.parametrize("kind", marked((kind for kind in KINDS if kind != "qwen2_vl"), DAILY))
 def test_every_family_talks_exactly(kind, tmp_path, picture_rows):
     try:
         model = write_family(kind, tmp_path, picture_rows)
@@ -154,7 +155,9 @@ def test_every_family_talks_exactly(kind, tmp_path, picture_rows):
     check_exact(env, model.from_pretrained(tmp_path, attn_implementation="eager").eval(), batch)
 
 
-@pytest.mark.parametrize("flags", ["--train_vision", "--lora_rank 2", "--gradient_checkpointing"])
+@pytest.mark.parametrize(
+    "flags", marked(["--train_vision", "--lora_rank 2", "--gradient_checkpointing"])
+)
 def test_gradients_equal_one_backward_of_each_conversation(qwen25, picture_rows, flags):
     """Of the sum of all own tokens' log-probs; a trained tower sees the pictures of replies."""
     env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e"]', flags)
@@ -582,7 +585,7 @@ def test_a_batch_knows_where_turns_end(qwen25, picture_rows):
     assert torch.equal(take(env).turn_ends, torch.zeros(0, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("advantage", ["bi_level_gae --turn_gamma 0.9", "turn_grpo"])
+@pytest.mark.parametrize("advantage", marked(["bi_level_gae --turn_gamma 0.9", "turn_grpo"]))
 def test_runs_that_know_of_turns(qwen25, labelled, tmp_path, advantage):
     ppo.main(
         run_flags(

@@ -117,6 +117,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", FAULTS, ids=[f"{fault.__name__}-{name}" for fault, name in FAULTS.items()]
 )
@@ -151,6 +152,7 @@ ADVICE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("broken", ["", *ADVICE])
 def test_the_back_ends_of_a_gpu(monkeypatch, capsys, broken, trained):

@@ -5,17 +5,11 @@ import torch
 
 import check_model as program
 from common.model import build, layers
-from conftest import words
+from conftest import marked, words
 from families import KINDS, PLAIN, TEXT_ONLY, write_family
 
 
-def marked(kinds) -> list:
-    """A few kinds for every day."""
-    daily = ("qwen3_5", "gemma3", "llama")
-    return [k if k in daily else pytest.param(k, marks=pytest.mark.slow) for k in kinds]
-
-
-@pytest.mark.parametrize("kind", marked(KINDS))
+@pytest.mark.parametrize("kind", marked(KINDS, ("qwen3_5", "gemma3", "llama")))
 def test_every_comparison_of_a_sound_checkpoint_passes(kind, tmp_path, picture_rows, capfd):
     try:
         write_family(kind, tmp_path, picture_rows)
@@ -95,14 +89,16 @@ def gate_for_up(model) -> None:
 
 @pytest.mark.parametrize(
     "change, name",
-    [
-        (other_activation, "multi_modal_projector.act"),
-        (other_scale, "language_model.layers.1.self_attn"),
-        (other_scale_in_the_tower, "vision_tower.encoder.layers.1.self_attn"),
-        (other_epsilon, "language_model.layers.1.input_layernorm"),
-        (other_theta, "language_model.rotary_emb"),
-        (gate_for_up, "language_model.layers.0.mlp"),
-    ],
+    marked(
+        [
+            (other_activation, "multi_modal_projector.act"),
+            (other_scale, "language_model.layers.1.self_attn"),
+            (other_scale_in_the_tower, "vision_tower.encoder.layers.1.self_attn"),
+            (other_epsilon, "language_model.layers.1.input_layernorm"),
+            (other_theta, "language_model.rotary_emb"),
+            (gate_for_up, "language_model.layers.0.mlp"),
+        ]
+    ),
 )
 def test_a_wrong_module_of_any_origin_is_named(
     change, name, tmp_path, picture_rows, monkeypatch, capfd

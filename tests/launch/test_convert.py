@@ -648,6 +648,7 @@ def test_verl_and_trl_in_parquet(tmp_path, qwen25, pyarrow):
     check_prompts(load(tmp_path / "out" / "train.jsonl", qwen25))
 
 
+@pytest.mark.slow
 def test_geometry3k(tmp_path, qwen25, pyarrow, capsys):
     """Its columns, splits and shards."""
     picture = encode(noise(30))
@@ -766,6 +767,7 @@ def test_an_error_names_file_and_row(tmp_path, capsys, row, message):
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+@pytest.mark.slow
 def test_odd_rows_are_refused_in_our_words(tmp_path, capsys):
     """Or converted: a row of any shape."""
     rng, converted = random.Random(1), 0

@@ -276,6 +276,7 @@ def test_the_copy_of_vl_rewardbench(tmp_path, published):
     ]
 
 
+@pytest.mark.slow
 def test_a_benchmark_in_parquet(tmp_path, pyarrow, capsys):
     """Images as structs, of which one is empty."""
     empty, whole = {"bytes": None, "path": None}, {"bytes": encode(noise(1)), "path": None}

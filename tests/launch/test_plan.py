@@ -172,6 +172,7 @@ def test_peak_of_an_update(qwen25, tmp_path, dtype, checkpointing, vocabulary, c
         assert 0.95 < (root + 2 * layer + sum(parts.values())) / peak < 1.2, (parts, peak)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_inputs_per_layer_are_in_the_peak_of_an_update(tmp_path, monkeypatch, checkpointing):
     """Gemma 4 E2B's, in layers that differ: they pass a gate in each, and all have a gradient at once."""

@@ -351,6 +351,7 @@ def test_a_job_without_torchrun_says_so(tmp_path):
     assert "torchrun: not found" in told.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gpu, offered, wanted",
     [
@@ -477,6 +478,7 @@ def test_an_environment_that_has_everything_is_used(machine, tmp_path, torch, na
     assert not list((tmp_path / "project").glob("noted"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes, missing",
     [
@@ -500,6 +502,7 @@ def test_without_an_index_the_missing_packages_are_named(machine, tmp_path, chan
     assert not (tmp_path / "project" / ".venv" / "installed").exists()
 
 
+@pytest.mark.slow
 def test_the_venv_is_made_once_and_gives_way_to_an_active_environment(machine, tmp_path):
     """Also by two nodes that share the folder; the second one waits for the first."""
     project = tmp_path / "project"

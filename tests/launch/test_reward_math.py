@@ -11,6 +11,8 @@ from common.rewards.sources import load_source
 from conftest import ROOT, table, value_error
 from helpers import reward_samples, score_samples
 
+pytestmark = pytest.mark.slow  # fetches math-verify
+
 PATH = ROOT / "launch" / "reward_math.py"
 
 
@@ -74,7 +76,6 @@ A           | B
 """)
 
 
-@pytest.mark.slow
 def test_what_is_equal(score):
     grades = score([(rf"so it is \boxed{{{answer}}}.", reference) for answer, reference in EQUAL])
     assert [pair for pair, grade in zip(EQUAL, grades) if grade != 1.0] == []
@@ -125,7 +126,6 @@ def test_text_that_cannot_be_parsed_earns_nothing(score):
     assert score([(response, "5") for response in responses]) == [0.0] * len(responses)
 
 
-@pytest.mark.slow
 def test_an_answer_without_end_is_wrong_and_stops_nothing(score):
     """sympy would write out a number of 369 million digits; the answers around it get their grades."""
     assert score([(r"\boxed{1}", "1"), (r"\boxed{9^{9^{9}}}", "1"), (r"\boxed{2}", "2")]) == [

@@ -10,7 +10,7 @@ import pytest
 import reward_vision
 from common.ppo_flags import RewardArgs
 from common.rewards.sources import load_source
-from conftest import ROOT, table, value_error
+from conftest import ROOT, marked, table, value_error
 from helpers import reward_samples, score_samples
 
 ANIMALS = {"options": ["cat", "dog", "fox"]}
@@ -147,7 +147,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", marked(RIGHT))
 def test_only_what_is_answered_counts(name):
     """The last finished answer; a prompt may open the thought."""
     truth, row = RIGHT[name]
@@ -178,6 +178,7 @@ def test_hostile_answers_take_no_time(name):
             assert time.process_time() - start < 1, text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_guessing_everything_pays_no_more_than_one_guess(name):
     truth, row = RIGHT[name]

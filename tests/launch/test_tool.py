@@ -166,6 +166,7 @@ def is_nan(value) -> bool:
 FURTHER = {"truncated": False, "images": [], "messages": [], "response": "x"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "field",
     [

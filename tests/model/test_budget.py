@@ -177,6 +177,7 @@ def test_a_start_names_positions_that_no_model_has_seen(
         assert capsys.readouterr().out == (line if limit < prompt + 12 else "")
 
 
+@pytest.mark.slow
 def test_rows_to_learn_may_be_longer_than_what_is_written(qwen25, picture_rows, tmp_path, capsys):
     """Of --ptx_data and of train_grm_vl.py, whose judgements are bounded by a flag only where there
     are held-out rows."""

@@ -642,6 +642,7 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
         start(qwen25, picture_rows, "--critic_model", critic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more, later", [("", True), pytest.param("--train_vision", False, marks=SLOW)]
 )

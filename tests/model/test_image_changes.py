@@ -18,6 +18,7 @@ from conftest import (
     ROUNDING,
     hugging_face,
     logits_of,
+    marked,
     responses_of,
     start,
     take,
@@ -65,7 +66,7 @@ def in_mean_colour(processor, prompt):
     return patches, torch.tensor([grid])
 
 
-@pytest.mark.parametrize("flags", [(), ("--train_vision",)])
+@pytest.mark.parametrize("flags", marked([(), ("--train_vision",)]))
 def test_the_gap_is_that_of_forwards_with_blank_images(checkpoint, rows, flags):
     env = start(checkpoint, rows, *flags)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
@@ -90,6 +91,7 @@ def test_the_same_images_leave_no_gap_in_bfloat16(qwen25, rows, monkeypatch):
     assert image_changes.vision_gaps(env.actor, batch).tolist() == [0.0] * 6
 
 
+@pytest.mark.slow
 def test_images_of_environments_are_changed_too(qwen25, rows):
     """Replies, observations that samples share, and those that they do not."""
     env = start(qwen25, rows, "--max_new_tokens 16 --stop_strings", '["a", "e", "r"]')
@@ -185,7 +187,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("where", ["prompt", "conversation"])
+@pytest.mark.parametrize("where", marked(["prompt", "conversation"]))
 def test_a_change_keeps_the_number_and_the_sizes_of_images(qwen25, rows, name, where):
     """Their tokens stand in the prompt. Also in place: what an environment has shown stays as it was."""
     env = start(qwen25, rows, "--max_new_tokens 16 --stop_strings", '["a", "e", "r"]')
@@ -209,6 +211,7 @@ def test_a_change_keeps_the_number_and_the_sizes_of_images(qwen25, rows, name, w
     assert [each.images for each in batch.conversations] == before
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
     """Whose tower says the same of every image; and rows without images are not asked about."""
     folder = tmp_path / "blind"

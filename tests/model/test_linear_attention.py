@@ -409,6 +409,7 @@ class KeepsWhatTheKernelKeeps(torch.autograd.Function):
         return tuple(torch.zeros_like(x) for x in ctx.saved_tensors[:5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags_", [(), ("--gradient_checkpointing",)], ids=["all kept", "recomputed"]
 )

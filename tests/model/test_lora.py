@@ -19,6 +19,7 @@ from conftest import (
     hugging_face,
     inputs_of,
     keep_activations,
+    marked,
     read_json,
     records,
     responses_of,
@@ -326,22 +327,10 @@ OF_FAMILY["gemma4_e2b"] = TARGETS | PER_LAYER
 OF_FAMILY["qwen3_5_moe"] = OF_FAMILY["qwen3_5"] | {"shared_expert_gate"}
 
 
-DAILY = [
-    "qwen3_vl_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "gemma3",
-    "idefics3",
-    "llama",
-    "glm4v",
-    "mistral3",
-]
+TUNED = ("qwen3_5_moe", "gemma3", "llama", "qwen3_vl_moe", "qwen3_5", "idefics3")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    DAILY + [pytest.param(kind, marks=pytest.mark.slow) for kind in NEWER if kind not in DAILY],
-)
+@pytest.mark.parametrize("kind", marked((*TUNED, *NEWER), TUNED[:3]))
 def test_other_families(kind, picture_rows, tmp_path, capfd):
     """Experts, linear attention, windows, another name of the decoder, text only with tied
     embeddings: sampled = trained = exported; that experts have no adapters is said once."""

@@ -218,6 +218,7 @@ def test_average_is_resumed_bit_for_bit(qwen25, task, tmp_path, offload):
     assert len(averages) == sum(name.startswith("actor.model.") for name in saved)
 
 
+@pytest.mark.slow
 def test_an_average_that_was_not_saved_cannot_be_resumed(qwen25, task, tmp_path):
     train(qwen25, task, tmp_path, "--steps 1")
     with user_error("cannot be loaded .*Missing key .*ema"):

@@ -28,6 +28,7 @@ from conftest import (
     ROUNDING,
     hugging_face,
     inputs_of,
+    marked,
     our_name,
     responses_of,
     save_weights,
@@ -45,7 +46,7 @@ def hidden_of(model, pack, segments) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("budget", [10**6, 150])  # one pack; several packs and split groups
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("share", marked([True, False]))
 def test_packs_equal_per_sample_forwards(checkpoint, picture_rows, budget, share):
     args = DataArgs(max_prompt_tokens=1000)
     processor = Processor(checkpoint, args)

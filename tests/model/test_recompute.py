@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from common import process
 from common.model import memory, packs, recompute
 from common.model.vlm import UpdateSetting
-from conftest import seeded, start, take, write_checkpoint, write_json
+from conftest import marked, seeded, start, take, write_checkpoint, write_json
 from helpers import HAND_FLAGS, gradient, hand_batch, peak_of_an_update, stir_value_head
 
 LAYERS = 4
@@ -72,7 +72,7 @@ def assert_equal_gradients(env, batch) -> None:
                 assert torch.equal(value, expected[name]), (setting, name)
 
 
-@pytest.mark.parametrize("flags", ["", "--lora_rank 2"])
+@pytest.mark.parametrize("flags", marked(["", "--lora_rank 2"]))
 def test_every_bit_of_a_gradient_is_the_same(deep, picture_rows, flags):
     env = start(deep, picture_rows, HAND_FLAGS, *flags.split())
     stir_value_head(env.critic)
@@ -82,6 +82,7 @@ def test_every_bit_of_a_gradient_is_the_same(deep, picture_rows, flags):
     assert_equal_gradients(env, hand_batch(env))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
 def test_with_the_back_ends_of_a_gpu(deep, picture_rows, backend, kernels):
     env = start(deep, picture_rows, HAND_FLAGS, "--dtype bfloat16 --attention", backend)
@@ -90,6 +91,7 @@ def test_with_the_back_ends_of_a_gpu(deep, picture_rows, backend, kernels):
     assert kernels.calls
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_not_computed_again(wide, picture_rows):
     """Attention, and the six products that a backward needs the results of: all but the last of the MLP."""
     env = start(wide, picture_rows, HAND_FLAGS)
@@ -128,6 +130,7 @@ def test_attention_is_known_by_its_operators():
     assert not recompute.is_attention(names.aten.mm.default)
 
 
+@pytest.mark.slow
 def test_bytes_of_an_update_are_those_of_its_setting(wide):
     """In a pack of 1,000 tokens: what a setting saves, within 8 % of what is no longer alive, and its peak,
     at most 5 % below and 20 % above what is."""

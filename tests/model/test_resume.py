@@ -421,6 +421,7 @@ def test_what_belongs_to_a_changed_flag_begins_anew():
     assert fewer.history.shape == (2, 3) and fewer.ahead == []
 
 
+@pytest.mark.slow
 def test_a_critic_that_a_flag_names_is_not_the_one_that_was_saved(flags, copy, qwen25, tmp_path):
     """Its weights are those of --critic_model, where the rate is 0."""
     critic = Path(shutil.copytree(qwen25, tmp_path / "critic"))

@@ -18,7 +18,7 @@ from common.data.loader import PromptLoader
 from common.envs import environments
 from common.model import attention, memory, teams, vlm
 from common.rollout import GRAPH_SIZES, RolloutEngine
-from conftest import ROUNDING, start, user_error, write_checkpoint
+from conftest import ROUNDING, marked, start, user_error, write_checkpoint
 from families import GEMMA4, write_family
 from helpers import judge_flags
 from lives import assert_close_records, flags_of, live, records, stop_at, write_task
@@ -88,7 +88,7 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
     assert all(isinstance(p, DTensor) for layer in layers for p in layer.parameters())
 
 
-@pytest.mark.parametrize("world, size", [(2, 2), (4, 4)])
+@pytest.mark.parametrize("world, size", marked([(2, 2), (4, 4)]))
 def test_teams_sample_what_whole_models_do(checkpoint, picture_rows, world, size):
     """With four ranks, two of them have the same key head."""
     flags = ("--lora_rank", "4") if size == 2 else ()

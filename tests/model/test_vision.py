@@ -159,6 +159,7 @@ def test_refusals(qwen25, picture_rows, tmp_path):
         start(qwen25, picture_rows, "--train_vision --lora_rank 2")
 
 
+@pytest.mark.slow
 def test_a_judge_evaluates_as_with_a_frozen_tower(qwen25, judgements, tmp_path):
     """Before any step: what it says, and its losses and likelihoods."""
     metrics = [

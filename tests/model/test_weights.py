@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from common.data.folder import SMALL_FILES
 from common.model import weights as vlm_weights
-from conftest import read_json, same_tensors, save_weights, seeded, start, write_checkpoint
+from conftest import marked, read_json, same_tensors, save_weights, seeded, start, write_checkpoint
 from families import KINDS, TEXT_ONLY, write_family
 from helpers import tensors
 
@@ -19,10 +19,6 @@ DAILY = ("qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe", "internvl_moe", "gemma4_e2b"
 # float32 among bfloat16, as published: decays and norms of linear attention, biases of routers
 WIDE = ("A_log", "linear_attn.norm.weight", "e_score_correction_bias")
 BY = 0.25  # how far each weight is moved
-
-
-def marked(kinds) -> list:
-    return [k if k in DAILY else pytest.param(k, marks=pytest.mark.slow) for k in kinds]
 
 
 def written(kind: str, folder, picture_rows: str):
@@ -59,7 +55,7 @@ def assert_same(one: dict, other: dict) -> None:
     assert all(one[key].dtype == other[key].dtype for key in one)
 
 
-@pytest.mark.parametrize("kind", marked(KINDS))
+@pytest.mark.parametrize("kind", marked(KINDS, DAILY))
 def test_every_kind_comes_back_key_by_key_and_type_by_type(kind, tmp_path, picture_rows):
     """In float32 and in bfloat16; every trained weight has moved by the same, in its place."""
     written(kind, tmp_path, picture_rows)
@@ -85,7 +81,7 @@ def test_every_kind_comes_back_key_by_key_and_type_by_type(kind, tmp_path, pictu
         assert sum(w.numel() for w in moved.values()) == trained
 
 
-@pytest.mark.parametrize("kind", marked(KINDS))
+@pytest.mark.parametrize("kind", marked(KINDS, DAILY))
 def test_adapters_are_added_to_the_values_in_the_files(kind, tmp_path, picture_rows):
     """Which are bfloat16, and rounded once; the adapter stands beside them, and the base does not."""
     written(kind, tmp_path, picture_rows)

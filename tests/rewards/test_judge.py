@@ -39,6 +39,7 @@ from common.user_code import load_function
 from conftest import (
     ROUNDING,
     inputs_of,
+    marked,
     read_json,
     records,
     rounding,
@@ -65,7 +66,7 @@ def prepare(qwen25, picture_rows, *flags: str):
     return env, reward, batch, sum(SAID, [])
 
 
-@pytest.mark.parametrize("which", ["near", "far"])
+@pytest.mark.parametrize("which", marked(["near", "far"]))
 @pytest.mark.parametrize("kind", ["correct", "score", "answers"])
 def test_the_judges_reward_is_what_it_says_when_asked_alone(
     qwen25, picture_rows, judges, which, kind
@@ -269,7 +270,7 @@ def test_a_critique_without_an_end_has_no_verdict(
     assert scored.rewards.tolist() == scored.components["parsed"].tolist() == expected
 
 
-@pytest.mark.parametrize("key", ["score.weight", "value_head.weight"])
+@pytest.mark.parametrize("key", marked(["score.weight", "value_head.weight"]))
 def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key):
     """The head on the last hidden state at the end of the chat, as
     AutoModelForSequenceClassification pools. Equal responses to a prompt are asked about once: by
@@ -717,6 +718,7 @@ def test_rows_that_a_model_cannot_see_are_refused_at_the_start(
     assert score(env, reward, few).rewards.isfinite().all()
 
 
+@pytest.mark.slow
 def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
     """A judge is trained by its script and exported; a policy is trained with it as its only
     reward; the rule measures."""

@@ -23,6 +23,7 @@ from common.rewards import sources
 from common.rewards.judge import JudgeSettings, load_judgements
 from conftest import (
     ROUNDING,
+    marked,
     read_rows,
     start,
     table,
@@ -206,7 +207,7 @@ def rubric_rows(picture_rows) -> str:
     return write_rows(Path(picture_rows).with_name("rubrics.jsonl"), rows)
 
 
-@pytest.mark.parametrize("which", ["near", "far"])
+@pytest.mark.parametrize("which", marked(["near", "far"]))
 def test_a_rubric_is_the_weighted_mean_of_its_criteria(qwen25, rubric_rows, judges, which):
     env, reward, batch = answered(
         qwen25, rubric_rows, SAID, "--reward", f"grm:{judges[which]}", "--grm_question rubric"

@@ -330,6 +330,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_answers_earn_nothing_in_little_time(response):
     started = time.process_time()

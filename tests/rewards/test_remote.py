@@ -328,6 +328,7 @@ def test_a_try_has_half_of_the_time_of_the_step():
 
 
 # ------------------------------------------------------------------------------------------------ in training
+@pytest.mark.slow
 def test_training_by_the_server_is_training_by_the_rule(server, qwen25, picture_rows, tmp_path):
     """The references are what the policy said in a first run, so that about half of the rewards are 1."""
     folder = Path(picture_rows).parent

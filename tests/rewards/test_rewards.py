@@ -387,6 +387,7 @@ def test_exact_match_is_text_only():
     assert not answers_equal("1" * 600 + ".0", "1" * 600)
 
 
+@pytest.mark.slow
 def test_fuzz_never_raises_and_stays_fast():
     pieces = list("0123456789.,+-*/^(){}[]\\%$=_ e\n٤²π√½°٫－\ud800\x00")
     pieces += (
