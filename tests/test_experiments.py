@@ -203,12 +203,12 @@ sys.exit(f"red: {failed}" if failed else 0)
 
 @pytest.mark.slow
 def test_forks_are_green(tmp_path):
-    """Copies of the project with one change each: what protects a fork, and the test of its change.
-    And one with many and the reward of the README: all of these tests, where those of changes that
-    no longer fit are skipped."""
+    """Copies of the project with one method each: what protects a fork, and the test of its method.
+    And one with all other changes and the reward of the README: all of these tests, where those of
+    methods that no longer fit are skipped."""
     left = shutil.ignore_patterns(".*", "__pycache__", "runs", "real", "toy", "toy_describe")
     command = [sys.executable, "-c", TESTING]
-    for names in [*([diff.stem] for diff in DIFFS), TOGETHER]:
+    for names in [*([name] for name in METHODS), TOGETHER]:
         fork = tmp_path / "+".join(names)
         shutil.copytree(ROOT, fork, ignore=left)
         assert all(
@@ -221,7 +221,7 @@ def test_forks_are_green(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = [line for line in done.stdout.splitlines() if " deselected" in line]
-    assert len(outcomes) == len(DIFFS) + 1
+    assert len(outcomes) == len(METHODS) + 1
     assert not any("skipped" in line for line in outcomes[:-1])
     folder = ROOT / "tests" / "experiments"
     misfits = [name for name in METHODS if not git_apply(folder / f"{name}.diff", fork, "--check")]
