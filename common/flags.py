@@ -377,8 +377,11 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
     """a.jsonl:0.7,b.jsonl:0.3 -> [("a.jsonl", 0.7), ("b.jsonl", 0.3)]; without weights: None.
 
     Raises:
-        ValueError: no file, a weight that is not above 0, or weights for some of the files only.
+        ValueError: no file, a path with a comma, a weight that is not above 0, or weights for some of
+            the files only.
     """
+    if "," in spec and os.path.exists(spec):
+        raise ValueError(f"{spec}: a comma separates files, and is in this path; rename it")
     sets = []
     for part in filter(None, map(str.strip, spec.split(","))):
         path, _, weight = part.rpartition(":")

@@ -21,6 +21,7 @@ from common.buffers import (
 )
 from common.data.loader import data_order, draw_batches, mix
 from common.flags import parse_datasets
+from conftest import value_error
 from helpers import prompts_of, random_batch
 
 SEEDS = range(20)
@@ -267,6 +268,12 @@ def test_parse_datasets():
 def test_bad_datasets(spec, message):
     with pytest.raises(ValueError, match=message):
         parse_datasets(spec)
+
+
+def test_a_comma_in_the_path_of_rows_is_told(tmp_path):
+    (tmp_path / "a,b.jsonl").touch()
+    with value_error("a comma separates files, and is in this path"):
+        parse_datasets(str(tmp_path / "a,b.jsonl"))
 
 
 def test_mixture():
