@@ -21,10 +21,10 @@ from common.buffers import (
 )
 from common.data.loader import data_order, draw_batches, mix
 from common.flags import parse_datasets
-from conftest import value_error
+from conftest import marked, value_error
 from helpers import prompts_of, random_batch
 
-SEEDS = range(20)
+SEEDS = marked(range(20), daily=3)
 IMAGE = 3  # token id of an image place in the rows below
 
 

@@ -9,7 +9,7 @@ from common.data.coordinates import Place, read_regions, write_marks
 from common.data.processor import Processor
 from common.data.responses import load_responses
 from common.flags import DataArgs
-from conftest import value_error, write_rows
+from conftest import marked, value_error, write_rows
 from helpers import write_processor
 
 BOX = [[100.2, 100, 500, 400]]
@@ -81,28 +81,31 @@ def test_a_row_is_read_in_pixels_of_its_upright_file(load, tmp_path):
 
 @pytest.mark.parametrize(
     "regions, problem",
-    [
-        ({"boxes": [[500, 100, 400, 200]]}, "x1, y1, x2, y2"),
-        ({"boxes": [[0, 0, 1001.5, 10]]}, "1000 x 600 pixels"),
-        ({"boxes": [[10, 10, 10, 20]]}, "no box .x1"),
-        ({"boxes": [[-0.9, 0, -0.1, 20]]}, "no box .x1"),
-        ({"boxes": [[0.1, 0.2, 0.5, 0.6]]}, '"space"'),
-        ({"boxes": [[500, 600, 900, 900]]}, '"space"'),
-        ({"boxes": [[100, 600, 500, 900]]}, "upright"),
-        ({"boxes": [[1, 2, 3]]}, "not 4 finite numbers"),
-        ({"boxes": [[10**400, 0, 1, 1]]}, "not 4 finite numbers"),
-        ({"points": [[1, 2, 3, 4]]}, "not 2 finite numbers"),
-        ({"points": [[1, 700]]}, "no point .x, y"),
-        ({"boxes": [[1, 2, 3, float("nan")]]}, "finite"),
-        ({"boxes": [1, 2, 3, 4]}, "boxes must be list"),
-        ({"boxes": [[1, 2, 3, "4"]]}, "boxes must be"),
-        ({"boxes": [[1, 2, 3, 4]], "labels": []}, None),
-        ({"boxes": [[1, 2, 3, 4]], "labels": ["a", "b"]}, "2 labels for 1"),
-        ({"box": [[1, 2, 3, 4]]}, "box"),
-        ({"boxes": [], "image": 1}, "no image 1"),
-        ({"boxes": [[1, 2, 3, 4]], "space": "2048!"}, "space"),
-        ([[1, 2, 3, 4]], "must be dict"),
-    ],
+    marked(
+        [
+            ({"boxes": [[500, 100, 400, 200]]}, "x1, y1, x2, y2"),
+            ({"boxes": [[0, 0, 1001.5, 10]]}, "1000 x 600 pixels"),
+            ({"boxes": [[10, 10, 10, 20]]}, "no box .x1"),
+            ({"boxes": [[-0.9, 0, -0.1, 20]]}, "no box .x1"),
+            ({"boxes": [[0.1, 0.2, 0.5, 0.6]]}, '"space"'),
+            ({"boxes": [[500, 600, 900, 900]]}, '"space"'),
+            ({"boxes": [[100, 600, 500, 900]]}, "upright"),
+            ({"boxes": [[1, 2, 3]]}, "not 4 finite numbers"),
+            ({"boxes": [[10**400, 0, 1, 1]]}, "not 4 finite numbers"),
+            ({"points": [[1, 2, 3, 4]]}, "not 2 finite numbers"),
+            ({"points": [[1, 700]]}, "no point .x, y"),
+            ({"boxes": [[1, 2, 3, float("nan")]]}, "finite"),
+            ({"boxes": [1, 2, 3, 4]}, "boxes must be list"),
+            ({"boxes": [[1, 2, 3, "4"]]}, "boxes must be"),
+            ({"boxes": [[1, 2, 3, 4]], "labels": []}, None),
+            ({"boxes": [[1, 2, 3, 4]], "labels": ["a", "b"]}, "2 labels for 1"),
+            ({"box": [[1, 2, 3, 4]]}, "box"),
+            ({"boxes": [], "image": 1}, "no image 1"),
+            ({"boxes": [[1, 2, 3, 4]], "space": "2048!"}, "space"),
+            ([[1, 2, 3, 4]], "must be dict"),
+        ],
+        daily=5,
+    ),
 )
 def test_bad_regions_are_bad_rows(regions, problem):
     if problem is None:

@@ -18,7 +18,7 @@ from common.data.processor import Processor
 from common.data.rows import load_prompts, text_column
 from common.flags import DataArgs
 from common.rewards.judge import load_judgements
-from conftest import ROOT, judge_settings, read_rows, value_error, words, write_json
+from conftest import ROOT, judge_settings, marked, read_rows, value_error, words, write_json
 from helpers import PYTHONS_WORDS, base64_of, encode, noise, odd_value
 
 # ---- Numbers
@@ -324,7 +324,10 @@ def test_rows_of_other_systems(tmp_path, system, row, expected):
 
 @pytest.mark.parametrize(
     "system, row, flags, expected",
-    json.loads(r"""[
+    marked(
+        map(
+            tuple,
+            json.loads(r"""[
 ["ms-swift 3",
  {"messages": [{"role": "user", "content": "<image>Find <ref-object>."},
                {"role": "assistant", "content": "<ref-object> at <bbox>, <bbox>"}],
@@ -392,6 +395,9 @@ def test_rows_of_other_systems(tmp_path, system, row, expected):
 ["no regions: an action", {"query": "Do.", "answer": "{\"ACTION\": \"CLICK\", \"MARK\": [3, 4]}"}, "", {}],
 ["no regions: names", {"query": "Name.", "objects": ["cat", "dog"]}, "", {"objects": ["cat", "dog"]}]
 ]"""),
+        ),
+        daily=4,
+    ),
 )
 def test_regions_of_other_systems(tmp_path, system, row, flags, expected):
     (converted,) = run(tmp_path, [row], *([flags] if flags else []))
@@ -421,7 +427,7 @@ def test_bytes_are_never_text(tmp_path, capsys):
         ("rows.jsonl", '{\n  "prompt": "x"\n}\n{\n  "prompt": "y"\n}\n'),
     ],
 )
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le"])
+@pytest.mark.parametrize("encoding", marked(["utf-8", "utf-8-sig", "utf-16", "utf-16-le"]))
 def test_json_in_other_layouts(tmp_path, name, content, encoding):
     (tmp_path / name).write_text(content, encoding=encoding)
     convert.main(words(tmp_path / name, "--out", tmp_path / "out"))
@@ -704,7 +710,10 @@ def embedded(row):
 
 @pytest.mark.parametrize(
     "row, message",
-    json.loads(r"""[
+    marked(
+        map(
+            tuple,
+            json.loads(r"""[
 [{"text": "what?", "id": 1}, "no column prompt, messages, query, question, problem"],
 [{"messages": [{"role": "user", "content": [{"type": "input_image", "image_url": "ONE"}]}]},
  "a part of a message is text, image, image_url or video, not {'type': 'input_image'"],
@@ -755,6 +764,9 @@ def embedded(row):
   "rejected": "no"},
  "a response of a pair is a text or one picture"]
 ]"""),
+        ),
+        daily=5,
+    ),
 )
 def test_an_error_names_file_and_row(tmp_path, capsys, row, message):
     """And nothing is left of what was written before."""

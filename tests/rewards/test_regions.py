@@ -21,6 +21,7 @@ from common.rewards.regions import (
     score_boxes,
     score_point,
 )
+from conftest import marked
 
 WIDE = (1000, 500)  # pixels of the file, 1008 x 504 as Qwen2.5-VL sees it
 CUP = [250, 125, 500, 250]
@@ -46,62 +47,73 @@ def as_json(*boxes, labels=None):
 # ------------------------------------------------------------------------------------------------- golden values
 @pytest.mark.parametrize(
     "space, response, value",
-    [
-        ("seen", '[{"bbox_2d": [252, 126, 504, 252], "label": "cup"}]', 1),
-        (
-            "seen",
-            as_json(CUP),
-            0.95355,
-        ),  # pixels of the file, where those of the seen image are meant
-        ("1000", as_json([250, 250, 500, 500]), 1),
-        (
-            "1000",
-            "<|object_ref_start|>cup<|object_ref_end|><|box_start|>(250,250),(500,500)<|box_end|>",
-            1,
-        ),
-        ("1000", "<ref>cup</ref><box>[[250, 250, 500, 500]]</box>", 1),
-        (
-            "1000",
-            "<think>x</think><answer><|begin_of_box|>[[250,250,500,500]]<|end_of_box|></answer>",
-            1,
-        ),
-        ("1000", "<|begin_of_box|>[250,250,500,500]<|end_of_box|>", 1),
-        ("1000", "答案是［２５０，２５０，５００，５００］", 1),
-        ("1000", "<|begin_of_box|>(250,250,500,500)<|end_of_box|>", 1),
-        ("1000", "<|begin_of_box|><250,250,500,500><|end_of_box|>", 1),
-        (
-            "1000",
-            '<think>[9,9,10,10]</think>The cup:\n```json\n[{"bbox_2d": [250.0, 250, 5e2, 500]}]\n```',
-            1,
-        ),
-        ("1000", "[{'bbox_2d': [250, 250, 500, 500], 'label': 'cup'}]", 1),
-        ("1000", "[{'bbox_2d': [250, 250, 500, 500], 'label': \"the man's cup\"}]", 1),
-        ("1000", '[{"bbox_2d": [250, 250, 500, 500], "label": "the man\'s cup"}]', 1),
-        ("1000", '<answer>{"bbox_2d": [500, 500, 250, 250]}</answer>', 1),  # corners are sorted
-        ("1000", "<answer>[1,1,2,2]</answer> no: <answer>[250,250,500,500]</answer>", 1),
-        ("1000", "[1,1,2,2] no: [250,250,500,500]", 0.5),  # all that is written counts
-        ("1000", "The cup [on the left] is at [250,250,500,500]", 1),
-        ("1000", "[[1,1,2,2]] no: [[250,250,500,500]]", 0.5),
-        ("1000", "[[250, 250, 500, 500], []]", 1),  # what is no region does not count
-        ("1000", "[[250, 250, 500, 500], null]", 1),
-        ("1000", '["cup", {"bbox_2d": [250, 250, 500, 500]}, 5, [null]]', 1),
-        ("1000", "[[250, 250, 500, 500], ...]", 1),
-        ("1000", "(250, 250), (500, )", 0),
-        ("1000", "````\n```json\n[[250, 250, 500, 500]]\n```\n````", 1),
-        ("1000", '{"bbox_2d": [250, 250, 500, 500], "is": {"colour": "red"}}', 1),
-        ("1000", '{"all": [{"bbox_2d": [250, 250, 500, 500]}, {"bbox_2d": [1, 1, 2, 2]}]}', 0.5),
-        ("1000", "<answer>[250,250,500,500]", 0),  # not closed
-        ("1000", "<think>[250,250,500,500]", 0),  # an unfinished thought
-        ("1000", '{"box_2d": [250, 250, 500, 500]}', 1),
-        ("1000", '{"box_2d": [250, 125, 500, 250]}', 0),  # y first: x 125 to 250, y 125 to 250
-        ("1000", "250, 250, 500, 500", 1),  # bare numbers that are the whole answer
-        ("1000", "It is at 250, 250, 500, 500", 0),
-        ("1000", "(250, 250), (500, 500)", 1),
-        ("1000", r"\boxed{[250, 250, 500, 500]}", 1),
-        ("1000", "\n[{'Position': [250, 250, 500, 500], 'Confidence': 0.9}]", 1),  # Visual-RFT's
-        ("1000", "I see nothing.", 0),
-        ("1000", "", 0),
-    ],
+    marked(
+        [
+            ("seen", '[{"bbox_2d": [252, 126, 504, 252], "label": "cup"}]', 1),
+            (
+                "seen",
+                as_json(CUP),
+                0.95355,
+            ),  # pixels of the file, where those of the seen image are meant
+            ("1000", as_json([250, 250, 500, 500]), 1),
+            (
+                "1000",
+                "<|object_ref_start|>cup<|object_ref_end|><|box_start|>(250,250),(500,500)<|box_end|>",
+                1,
+            ),
+            ("1000", "<ref>cup</ref><box>[[250, 250, 500, 500]]</box>", 1),
+            (
+                "1000",
+                "<think>x</think><answer><|begin_of_box|>[[250,250,500,500]]<|end_of_box|></answer>",
+                1,
+            ),
+            ("1000", "<|begin_of_box|>[250,250,500,500]<|end_of_box|>", 1),
+            ("1000", "答案是［２５０，２５０，５００，５００］", 1),
+            ("1000", "<|begin_of_box|>(250,250,500,500)<|end_of_box|>", 1),
+            ("1000", "<|begin_of_box|><250,250,500,500><|end_of_box|>", 1),
+            (
+                "1000",
+                '<think>[9,9,10,10]</think>The cup:\n```json\n[{"bbox_2d": [250.0, 250, 5e2, 500]}]\n```',
+                1,
+            ),
+            ("1000", "[{'bbox_2d': [250, 250, 500, 500], 'label': 'cup'}]", 1),
+            ("1000", "[{'bbox_2d': [250, 250, 500, 500], 'label': \"the man's cup\"}]", 1),
+            ("1000", '[{"bbox_2d": [250, 250, 500, 500], "label": "the man\'s cup"}]', 1),
+            ("1000", '<answer>{"bbox_2d": [500, 500, 250, 250]}</answer>', 1),  # corners are sorted
+            ("1000", "<answer>[1,1,2,2]</answer> no: <answer>[250,250,500,500]</answer>", 1),
+            ("1000", "[1,1,2,2] no: [250,250,500,500]", 0.5),  # all that is written counts
+            ("1000", "The cup [on the left] is at [250,250,500,500]", 1),
+            ("1000", "[[1,1,2,2]] no: [[250,250,500,500]]", 0.5),
+            ("1000", "[[250, 250, 500, 500], []]", 1),  # what is no region does not count
+            ("1000", "[[250, 250, 500, 500], null]", 1),
+            ("1000", '["cup", {"bbox_2d": [250, 250, 500, 500]}, 5, [null]]', 1),
+            ("1000", "[[250, 250, 500, 500], ...]", 1),
+            ("1000", "(250, 250), (500, )", 0),
+            ("1000", "````\n```json\n[[250, 250, 500, 500]]\n```\n````", 1),
+            ("1000", '{"bbox_2d": [250, 250, 500, 500], "is": {"colour": "red"}}', 1),
+            (
+                "1000",
+                '{"all": [{"bbox_2d": [250, 250, 500, 500]}, {"bbox_2d": [1, 1, 2, 2]}]}',
+                0.5,
+            ),
+            ("1000", "<answer>[250,250,500,500]", 0),  # not closed
+            ("1000", "<think>[250,250,500,500]", 0),  # an unfinished thought
+            ("1000", '{"box_2d": [250, 250, 500, 500]}', 1),
+            ("1000", '{"box_2d": [250, 125, 500, 250]}', 0),  # y first: x 125 to 250, y 125 to 250
+            ("1000", "250, 250, 500, 500", 1),  # bare numbers that are the whole answer
+            ("1000", "It is at 250, 250, 500, 500", 0),
+            ("1000", "(250, 250), (500, 500)", 1),
+            ("1000", r"\boxed{[250, 250, 500, 500]}", 1),
+            (
+                "1000",
+                "\n[{'Position': [250, 250, 500, 500], 'Confidence': 0.9}]",
+                1,
+            ),  # Visual-RFT's
+            ("1000", "I see nothing.", 0),
+            ("1000", "", 0),
+        ],
+        daily=8,
+    ),
 )
 def test_answers_are_read_in_the_space_and_literal_of_each_family(space, response, value):
     assert scores(response, [CUP], space)["box_iou"] == pytest.approx(value, abs=1e-6)
@@ -128,26 +140,29 @@ def test_malformed_boxes_match_nothing(numbers, value):
 
 @pytest.mark.parametrize(
     "predicted, boxes, value, f1",
-    [
-        ([[0, 0, 100, 60]], [TEN], 0.6, 1),
-        ([[50, 50, 150, 150]], [TEN], 0.142857, 0),  # 2500 / 17500
-        ([[0, 0, 1000, 500]], [TEN], 0.02, 0),  # its share of the area
-        ([[0, 0, 100, 50]], [TEN], 0.5, 1),  # exactly .5
-        ([[0, 0, 100, 49]], [TEN], 0.49, 0),
-        ([TEN, [500, 0, 600, 100]], [TEN], 0.5, 0.666667),
-        ([TEN], [TEN, [500, 0, 600, 100]], 0.5, 0.666667),
-        ([TEN, [0, 0, 100, 60]], [[0, 0, 100, 80], [0, 0, 100, 125]], 0.64, 0.5),  # .8 and .48
-        # .833 and .402, the largest first, not .8 and .603
-        ([[0, 0, 10, 10], [0, 0, 10, 19.9]], [[0, 0, 10, 12], [0, 0, 10, 8]], 0.617672, 0.5),
-        ([TEN, TEN], [TEN], 0.5, 0.666667),  # copies
-        ([TEN, [1, 2], [1, 2, 3]], [TEN], 1 / 2, 2 / 3),  # a point is a wrong box
-        ([TEN] + [[1, 1, 2, 2]] * 99, [TEN], 0.01, 0.019802),  # 2 / 101
-        ([TEN] + [[1, 1, 2, 2]] * 100, [TEN], 0, 0),  # refused
-        ([TEN] + [[1, 1, 2, 2]] * 499, [TEN], 0, 0),
-        ([], [], 1, 1),
-        ([TEN], [], 0, 0),
-        ([], [TEN], 0, 0),
-    ],
+    marked(
+        [
+            ([[0, 0, 100, 60]], [TEN], 0.6, 1),
+            ([[50, 50, 150, 150]], [TEN], 0.142857, 0),  # 2500 / 17500
+            ([[0, 0, 1000, 500]], [TEN], 0.02, 0),  # its share of the area
+            ([[0, 0, 100, 50]], [TEN], 0.5, 1),  # exactly .5
+            ([[0, 0, 100, 49]], [TEN], 0.49, 0),
+            ([TEN, [500, 0, 600, 100]], [TEN], 0.5, 0.666667),
+            ([TEN], [TEN, [500, 0, 600, 100]], 0.5, 0.666667),
+            ([TEN, [0, 0, 100, 60]], [[0, 0, 100, 80], [0, 0, 100, 125]], 0.64, 0.5),  # .8 and .48
+            # .833 and .402, the largest first, not .8 and .603
+            ([[0, 0, 10, 10], [0, 0, 10, 19.9]], [[0, 0, 10, 12], [0, 0, 10, 8]], 0.617672, 0.5),
+            ([TEN, TEN], [TEN], 0.5, 0.666667),  # copies
+            ([TEN, [1, 2], [1, 2, 3]], [TEN], 1 / 2, 2 / 3),  # a point is a wrong box
+            ([TEN] + [[1, 1, 2, 2]] * 99, [TEN], 0.01, 0.019802),  # 2 / 101
+            ([TEN] + [[1, 1, 2, 2]] * 100, [TEN], 0, 0),  # refused
+            ([TEN] + [[1, 1, 2, 2]] * 499, [TEN], 0, 0),
+            ([], [], 1, 1),
+            ([TEN], [], 0, 0),
+            ([], [TEN], 0, 0),
+        ],
+        daily=5,
+    ),
 )
 def test_iou_of_pairs_and_f1_of_pairs_at_one_half(predicted, boxes, value, f1):
     result = scores(as_json(*predicted), boxes)
@@ -191,21 +206,24 @@ def test_there_may_be_nothing(answer):
 
 @pytest.mark.parametrize(
     "response, value",
-    [
-        ('[{"point_2d": [300, 400], "label": "cup"}]', 1),
-        ("(250, 250)", 1),  # edges belong to the box
-        ("250, 250", 1),
-        ("[-500, 250, 700, 550]", 1),  # of a box the centre of what is in the image: (350, 200)
-        ("[300, 400, 300, 400]", 0),  # no area
-        (as_json([250, 250, 350, 450]), 1),  # a box stands for its centre
-        ("[[300, 400], [800, 800]]", 0),
-        ("[300, 900]", 0),
-        ("null", 0),  # UI-R1 takes what it cannot read for the corner
-        ("[-3, 5]", 0),
-        ("[NaN, 400]", 0),
-        ("[300.5, 400.25]", 1),
-        ("300 400", 0),
-    ],
+    marked(
+        [
+            ('[{"point_2d": [300, 400], "label": "cup"}]', 1),
+            ("(250, 250)", 1),  # edges belong to the box
+            ("250, 250", 1),
+            ("[-500, 250, 700, 550]", 1),  # of a box the centre of what is in the image: (350, 200)
+            ("[300, 400, 300, 400]", 0),  # no area
+            (as_json([250, 250, 350, 450]), 1),  # a box stands for its centre
+            ("[[300, 400], [800, 800]]", 0),
+            ("[300, 900]", 0),
+            ("null", 0),  # UI-R1 takes what it cannot read for the corner
+            ("[-3, 5]", 0),
+            ("[NaN, 400]", 0),
+            ("[300.5, 400.25]", 1),
+            ("300 400", 0),
+        ],
+        daily=4,
+    ),
 )
 def test_point(response, value):
     assert score_point(response, truth([CUP], space="1000"))["accuracy"] == value
@@ -249,7 +267,7 @@ def some_boxes(rng, count, size=WIDE):
     return boxes
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", marked(range(20), daily=3))
 def test_pairs_are_one_to_one_and_the_largest_first(seed):
     rng = random.Random(seed)
     gains = [[rng.random() for _ in range(4)] for _ in range(rng.randint(1, 6))]
@@ -266,7 +284,7 @@ def test_no_boxes_are_no_pairs():
     assert pair([]) == pair([[]]) == []
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", marked(range(20), daily=3))
 def test_the_order_of_boxes_does_not_matter(seed):
     rng = random.Random(seed)
     boxes, predicted = some_boxes(rng, 4), some_boxes(rng, 3)
