@@ -14,7 +14,6 @@ Nothing is read with pickle.
 
 import fcntl
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -22,14 +21,13 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Container, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Container, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -60,9 +58,8 @@ from common.files import (
     sync_folder,
     write_durably,
     write_link,
-    write_pointer,
 )
-from common.flags import MODEL_IDENTITY, RunArgs, as_json, fields_of
+from common.flags import MODEL_IDENTITY, Args, RunArgs, as_json, fields_of, map_parts
 from common.logging import Metrics, due, how_to_go_on
 from common.model import weights
 from common.model.fsdp import Trainable
@@ -73,9 +70,6 @@ from common.threads import GIVEN_UP
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
 Roles = Mapping[str, Trainable | Wrapper]
 MOST_FAILURES = 3  # failed saves in a row that end a run
-
-
-Script = TypeVar("Script", bound=RunArgs)  # a script's Args, with CheckpointArgs
 
 
 # -------------------------------------------------------------------------------------------------
@@ -95,18 +89,16 @@ def fingerprint_of(args: Any) -> dict:
     have different flags, or different files behind them.
     """
     values = as_json(args)
-    with raise_on_all_ranks():
-        for name, field in fields_of(type(args)).items():
-            try:
-                if field.metadata["paths"]:
-                    values[name] = contents(name, values[name])
-            except ValueError as error:
-                raise ValueError(f"--{name}: {error}") from error
-        values |= {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "project": digest_project(),
-        }
+    for name, field in fields_of(type(args)).items():
+        if field.metadata["paths"]:
+            with raise_on_all_ranks(f"--{name}: "):
+                values[name] = digest_value(name, values[name])
+    root = Path(__file__).resolve().parents[2]
+    values |= {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "project": digest_files([*root.glob("train_*.py"), *root.glob("common/**/*.py")]),
+    }
     compare_ranks(values)
     return values
 
@@ -118,17 +110,16 @@ def compare_ranks(values: dict) -> None:
         for name in first:
             if first[name] == other[name]:
                 continue
-            difference = f"{first[name]!r} on rank 0 ({host})"
+            difference = f"{name} is {first[name]!r} on rank 0 ({host})"
             difference += f" and {other[name]!r} on rank {rank} ({other_host})"
             if name not in VERSIONS:
                 raise UserError(
-                    f"--{name} is {difference}: all ranks need the same flags, and the same files "
-                    "behind them"
+                    f"--{difference}: all ranks need the same flags, and the same files behind them"
                 )
-            say_once(f"warning: {name} is {difference}")
+            say_once(f"warning: {difference}")
 
 
-def contents(flag: str, value: str) -> str:
+def digest_value(flag: str, value: str) -> str:
     """A flag's value with digests in place of paths. Raises ValueError: something cannot be read."""
     if flag.endswith("model"):
         return value if value in ("", "self", "ema") else digest_model(value)
@@ -138,48 +129,36 @@ def contents(flag: str, value: str) -> str:
 
 
 def digest_parts(text: str) -> str:
-    """A text with digests in place of the files and judges that it names, as in a.jsonl:0.7,b.jsonl:0.3
-    or grm:FOLDER,file.py:function, or in the JSON of a recipe."""
+    """A text with digests in place of the files and judges that it names: see `map_parts`."""
     if os.path.isfile(text):
         return sha256(text)[:12]
-    for mark in '",':
-        if mark in text:
-            return mark.join(map(digest_parts, text.split(mark)))
-    kind, _, name = text.partition(":")
-    if kind in ("grm", "rm"):
-        return f"{kind}:{digest_model(name)}"
-    return ":".join(map(digest_parts, text.split(":"))) if ":" in text else text
+    judge = re.fullmatch(r'(grm|rm):([^",]+)', text)
+    if judge:
+        return f"{judge[1]}:{digest_model(judge[2])}"
+    return map_parts(text, digest_parts)
 
 
 def digest_model(name: str) -> str:
-    """Of a model's folder or hub name: of small files all bytes; of weights the size, and a megabyte
-    at the start, in the middle and at the end of each file."""
+    """Of a model's folder or hub name."""
     folder = weights.resolve_folder(name)
-    parts = []
-    for path in sorted(folder.iterdir()):
-        if not READ.fullmatch(path.name):
-            continue
-        if path.suffix != ".safetensors":
-            parts.append(f"{path.name} {sha256(path)}")
-            continue
+    return digest_files(path for path in folder.iterdir() if READ.fullmatch(path.name))
+
+
+def digest_files(paths: Iterable[Path]) -> str:
+    """Of names and contents; of weights the size, and a megabyte at the start, in the middle and at the
+    end of each file."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
         with open_file(path) as file:
-            size, sample = path.stat().st_size, hashlib.sha256()
-            for start in (0, size // 2, size - MIB):
-                file.seek(max(0, start))
-                sample.update(file.read(MIB))
-        parts.append(f"{path.name} {size} {sample.hexdigest()}")
-    return short_digest(parts)
-
-
-def digest_project() -> str:
-    """Of the scripts and common/."""
-    root = Path(__file__).resolve().parents[2]
-    files = sorted([*root.glob("train_*.py"), *root.glob("common/**/*.py")])
-    return short_digest([sha256(path) for path in files])
-
-
-def short_digest(parts: list[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+            if path.suffix != ".safetensors":
+                digest.update(file.read())
+                continue
+            for start in (0, size // 2, max(0, size - MIB)):
+                file.seek(start)
+                digest.update(file.read(MIB))
+    return digest.hexdigest()[:12]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -187,20 +166,20 @@ def short_digest(parts: list[str]) -> str:
 # -------------------------------------------------------------------------------------------------
 
 
-def choose_folder(args: Script, fingerprint: dict) -> Script:
+def choose_folder(args: Args, fingerprint: dict) -> Args:
     """``args`` with the folder of a run without --out: a new one, which runs/latest then names. An
     evaluation takes the one that runs/latest names; a restart by torchrun that of its first start.
 
     All ranks must call. Raises UserError: the folder cannot be made.
     """
-    folder, launched = follow_pointer(args.out), launchers()
+    folder = follow_pointer(args.out)
     with raise_on_all_ranks("--out: "):
         if args.out.name == RunArgs.out.name and is_main():
-            folder = find_folder(args, launched) or new_folder(args, fingerprint)
+            folder = find_folder(args) or new_folder(args, fingerprint)
     return replace(args, out=from_main(folder))
 
 
-def find_folder(args: Any, launched: list[str]) -> Path | None:
+def find_folder(args: Any) -> Path | None:
     """The folder in which an evaluation, or a restart by torchrun, goes on, if there is one."""
     runs = args.out.parent
     latest = follow_pointer(runs / "latest")
@@ -208,21 +187,22 @@ def find_folder(args: Any, launched: list[str]) -> Path | None:
         return latest
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         for lock in sorted(runs.glob("*/.lock"), reverse=True):
-            if not lock.parent.is_symlink() and set(read_holder(lock)["launchers"]) & set(launched):
-                return lock.parent
+            if read_holder(lock).get("launcher") == launcher():
+                return lock.resolve().parent
     return None
 
 
 def new_folder(args: RunArgs, fingerprint: dict) -> Path:
     """A new folder in runs/, for this start alone."""
-    runs, began = args.out.parent, f"{datetime.now():%Y-%m-%d-%H%M%S}"
-    folder = runs / began
-    for number in itertools.count(2):  # another start may have been in the same second
+    runs = args.out.parent
+    runs.mkdir(parents=True, exist_ok=True)
+    while True:
+        folder = runs / f"{datetime.now():%Y-%m-%d-%H%M%S}"
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             break
-        except FileExistsError:
-            folder = runs / f"{began}-{number}"
+        except FileExistsError:  # of another start in the same second
+            time.sleep(0.1)
     if not args.eval_only:
         mention_unfinished(follow_pointer(runs / "latest"), fingerprint)
         write_link(runs / "latest", folder.name)
@@ -232,88 +212,88 @@ def new_folder(args: RunArgs, fingerprint: dict) -> Path:
 def mention_unfinished(folder: Path, fingerprint: dict) -> None:
     """Say how to go on with the run in a folder, if it is one of the same model and data and has not
     reached its last step."""
-    steps = step_folders(folder / "checkpoints")
+    found = step_folders(folder / "checkpoints")
+    if not found:
+        return
     try:
-        saved = read_json(steps[0][1] / "state.json", STATE_FORM) if steps else None
+        saved = read_json(found[0][1] / "state.json", STATE_FORM)
     except ValueError:  # of another version, say: it is not this run's
         return
-    if saved is None:
-        return
     before, step = saved["fingerprint"], saved["step"]
-    last = before["steps"]
     is_same = all(before.get(name) == fingerprint[name] for name in ("model", "data"))
-    if is_same and step < last:
+    if is_same and step < before["steps"]:
         say(
             f"this is a new run; {folder}, of the same model and data, has stopped after step {step} of "
-            f"{last}: --out {folder} goes on with it"
+            f"{before['steps']}: --out {folder} goes on with it"
         )
 
 
-def launchers() -> list[str]:
-    """The torchrun of each machine, which is the same when it starts its workers anew."""
-    launcher = f"{socket.gethostname()} {os.getppid()} {os.environ.get('TORCHELASTIC_RUN_ID')}"
-    return sorted(set(gather_objects(launcher)))
+def launcher() -> str:
+    """The torchrun of this machine, which is the same when it starts its workers anew."""
+    return f"{socket.gethostname()} {os.getppid()} {os.environ.get('TORCHELASTIC_RUN_ID')}"
 
 
-HOLDER_FORM = {"host": str, "process": int, "job": str, "life": str, "launchers": [str]}
+def lock_folder(out: Path) -> TextIO | None:
+    """Make this the only live run of a folder, which all ranks must see: rank 0 returns its lock. All
+    must call. Raises UserError."""
+    mine = {
+        "process": f"process {os.getpid()} on {socket.gethostname()}",
+        "launcher": launcher(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "restart": os.environ.get("SLURM_RESTART_COUNT"),  # how often the job was requeued
+        "began": time.time_ns(),
+    }
+    mine, file, lock = from_main(mine), None, out / ".lock"
+    with raise_on_all_ranks(f"--out {out}: "):
+        if is_main():
+            out.mkdir(parents=True, exist_ok=True)
+            file = take_lock(lock, mine)
+            # Left by a process that was killed during a save or an export.
+            for pattern in ("checkpoints/.tmp-*", "export*/.step-*"):
+                for path in out.glob(pattern):
+                    shutil.rmtree(path)
+    with raise_on_all_ranks(f"--out {out}: "):
+        if not is_main() and read_holder(lock) != mine:  # each node would keep its shards
+            raise ValueError(
+                f"on {socket.gethostname()} this is not rank 0's folder: use a file system that "
+                "all nodes share"
+            )
+    return file
 
 
-def read_holder(lock: Path) -> dict:
-    """Which run has, or had, the lock of a folder; of earlier versions, or without one, nobody."""
-    try:
-        return read_json(lock, HOLDER_FORM)
-    except ValueError:
-        return {"host": "", "process": 0, "job": "", "life": "", "launchers": []}
+def take_lock(path: Path, mine: dict) -> TextIO:
+    """Hold the lock of a folder until the file is closed, or this process ends. Raises ValueError: a
+    live run has it; OSError.
 
-
-def take_lock(path: Path, text: str) -> TextIO:
-    """Hold the lock of a folder, which the kernel drops when this process ends; ``text`` says who holds
-    it. Raises ValueError: a live run has it; OSError."""
+    It is a lock of the process: its children do not hold it when it is killed. This process must not
+    open the file a second time, as closing that would drop the lock.
+    """
     holder = read_holder(path)
     lock = open(path, "a")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        is_held = isinstance(error, BlockingIOError)
-        # a child of a dead run has it, or a machine that is gone
-        if is_held and not may_live(holder):
-            path.unlink()
-            return take_lock(path, text)
-        if is_held or is_neighbour(holder):
-            who = f"process {holder['process']} on {holder['host']}"
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        is_this_job = mine["job"] and mine["job"] == holder.get("job")
+        if not is_this_job or mine["restart"] == holder.get("restart"):
+            who = holder.get("process", "of an earlier version")
             raise ValueError(f"it is in use by a live run, {who}") from error
-        # Lustre, say, without its mount option
+        path.unlink()  # of this job before it was requeued, on a machine that is gone
+        return take_lock(path, mine)
+    except OSError as error:  # Lustre, say, without its mount option
         say(f"warning: a second run in {path.parent} would not be refused: {error}")
     lock.truncate(0)
-    lock.write(text)
+    lock.write(json.dumps(mine))
     lock.flush()
     os.fsync(lock.fileno())
     return lock
 
 
-def may_live(holder: dict) -> bool:
-    """Whether the holder of a lock may be alive: neither a process of this machine that has ended, nor
-    this job of SLURM before it was requeued."""
-    if holder["host"] == socket.gethostname():
-        return is_neighbour(holder) or holder["process"] == os.getpid()
-    job, life = slurm_job()
-    return not job or holder["job"] != job or holder["life"] == life
-
-
-def is_neighbour(holder: dict) -> bool:
-    """Whether the holder of a lock is another live process of this machine."""
+def read_holder(lock: Path) -> dict:
+    """The run that has, or had, the lock of a folder, as `lock_folder` describes it; {}: none."""
     try:
-        os.kill(holder["process"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        pass
-    return holder["host"] == socket.gethostname() and holder["process"] != os.getpid()
-
-
-def slurm_job() -> tuple[str, str]:
-    """The job, and how often it was requeued."""
-    return os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
+        return read_json(lock)
+    except ValueError:
+        return {}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -357,20 +337,16 @@ def load_training_state(path: Path, roles: Roles) -> None:
 
 def read_state(path: Path, form: dict) -> dict:
     """The scalars of a checkpoint. Raises ValueError: they cannot be read, or have another form."""
-    file = path / "state.json"
+    file, form = path / "state.json", form | STATE_FORM
     saved = read_json(file)
-    if "fingerprint" not in saved:
-        raise ValueError(
-            f"{path} was saved by an earlier version of this project, and cannot be resumed from: go on "
-            "with that version, or start from an export of its run, as --model <out>/export/latest"
-        )
     lacking = sorted(form.keys() - saved.keys())
     if lacking:
         raise ValueError(
-            f"{path} is of another script: {file.name} has no {', '.join(lacking[:3])}; to start from its "
-            "weights, pass an export of its run as --model"
+            f"{path} was saved by the other script, or by an earlier version of this project: "
+            f"{file.name} has no {', '.join(lacking[:3])}; to start from its weights, pass an export of "
+            "its run as --model"
         )
-    check_form(saved, form | STATE_FORM, f"{file}")
+    check_form(saved, form, f"{file}")
     return saved
 
 
@@ -378,9 +354,9 @@ def form_of(value: Any) -> Any:
     """What `check_form` asks of a saved value in whose place ``value`` is now."""
     if isinstance(value, dict):
         return {name: form_of(part) for name, part in value.items()}
-    if isinstance(value, float) or value is None:  # a mean that has no value yet
-        return int | float | None if value is None else int | float
-    return type(value)
+    if value is None:  # a mean that has no value yet
+        return int | float | None
+    return int | float if isinstance(value, float) else type(value)
 
 
 def step_folders(folder: Path) -> list[tuple[int, Path]]:
@@ -389,6 +365,22 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
     names = os.listdir(folder) if os.path.lexists(folder) else []
     paths = [folder / name for name in names if re.fullmatch(r"step-\d+", name)]
     return sorted([(int(path.name[5:]), path) for path in paths], reverse=True)
+
+
+def find_named(place: str) -> list[Path]:
+    """The checkpoints of a run, or of its folder checkpoints, newest first; or a single one. Raises
+    ValueError: there is none."""
+    folder = follow_pointer(place).resolve()
+    if (folder / "COMMITTED.json").exists():
+        return [folder]
+    if (folder / "checkpoints").is_dir():
+        folder = folder / "checkpoints"
+    found = [path for _, path in step_folders(folder)]
+    if not found:
+        is_model = (folder / "config.json").exists()
+        advice = ": this is a model, pass it as --model" if is_model else ""
+        raise ValueError(f"--resume {place}: no complete checkpoint there{advice}")
+    return found
 
 
 def find_damage(path: Path) -> str:
@@ -419,12 +411,13 @@ def make_stager() -> DefaultStager:
 
 
 class Writer(HuggingFaceStorageWriter):
-    """Writes this rank's shards when it is its turn (--save_strategy), if all numbers are finite."""
+    """Writes the files of this rank when it is its turn (--save_strategy), if all numbers are finite."""
 
-    def __init__(self, folder: Path, tensors: dict[str, Tensor], strategy: str, group: Any):
+    def __init__(self, folder: Path, state: str, strategy: str, group: Any):
         super().__init__(str(folder), save_distributed=True)
-        self.tensors, self.group = tensors, group
-        self.busy = False  # this rank is at work, and not waiting for others
+        self.folder, self.group = folder, group
+        self.state = state  # of state.json, which rank 0 writes
+        self.digests: dict[str, str] | None = None  # the sha256 of each file, once all are written
         self.turn, self.turns = 0, 0  # all ranks at once
         if strategy == "single_node":
             self.turn = int(os.environ.get("GROUP_RANK", 0))
@@ -433,17 +426,24 @@ class Writer(HuggingFaceStorageWriter):
             self.turn, self.turns = dist.get_rank(), dist.get_world_size()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        """Called by DCP, which tells all ranks of an error on any of them."""
         for _ in range(self.turn):
             dist.barrier(self.group)
-        self.busy = True
         try:
-            shards = {name: weights.shard_of(tensor) for name, tensor in self.tensors.items()}
-            weights.check_finite({name: shard for name, shard in shards.items() if shard.numel()})
-            return super().write_data(plan, planner)
+            return self.write_files(plan, planner)
         finally:  # also after an error, or the others would wait
-            self.busy = False
             for _ in range(self.turns - self.turn):
                 dist.barrier(self.group)
+
+    def write_files(self, plan: Any, planner: Any) -> Any:
+        weights.check_finite({item.index.fqn: planner.resolve_data(item) for item in plan.items})
+        written = super().write_data(plan, planner)
+        files = list(self.folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
+        if is_main():
+            files.append(self.folder / "state.json")
+            write_durably(files[-1], self.state)
+        self.digests = {path.name: sha256(path) for path in files}
+        return written
 
 
 # -------------------------------------------------------------------------------------------------
@@ -469,52 +469,21 @@ class Checkpoints:
             state: has `state_dict`, `load_state_dict`, `step` and `metrics`.
             fingerprint: see `fingerprint_of`.
         """
-        self.out, self.args, self.timeout = args.out, args, args.timeout
-        self.state, self.fingerprint = state, fingerprint
+        self.args, self.state, self.fingerprint = args, state, fingerprint
         self.folder = args.out / "checkpoints"
-        self.committed_step = 0  # the newest that is saved
-        self.saved_step = 0  # ... or on its way
+        self.roles: Roles = {}  # what is saved: `resume` is told
+        self.saved_step = 0  # the newest that is committed
+        self.pending: tuple[int, Writer, Future] | None = None  # the save in flight, of which step
         self.failed = 0  # saves in a row
-        self.damaged: set[Path] = set()  # what could not be resumed from
         self.problem = ""  # of the last save
         self.waited = 0.0  # seconds that training waited for saves since they were last recorded
-        # a save in flight: its step, and the sha256 of each file that this rank writes
-        self.pending: tuple[int, Future] | None = None
-        self.roles: Roles = {}  # what is saved: `resume` is told
-        self.writer: Writer | None = None  # of the save in flight
         self.stager = make_stager()
-        self.place = f"rank {dist.get_rank()} on {socket.gethostname()}"
-        self.places = gather_objects(self.place)
-        self.thread, self.group = self.make_writer()
-        self.lock = self.lock_folder(launchers())
+        self.group = self.new_group()
+        self.lock = lock_folder(args.out)
 
-    def make_writer(self) -> tuple[ThreadPoolExecutor, Any]:
-        """A thread that writes, and a group for the collectives of its own."""
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
-        return ThreadPoolExecutor(1), group
-
-    def lock_folder(self, launched: list[str]) -> TextIO | None:
-        """Make this the only live run of the folder, which all ranks must see: rank 0 holds its lock.
-        Raises UserError."""
-        job, life = slurm_job()
-        holder = {"host": socket.gethostname(), "process": os.getpid(), "job": job, "life": life}
-        holder |= {"launchers": launched, "began": time.time_ns()}
-        text, lock, file = from_main(json.dumps(holder)), self.out / ".lock", None
-        with raise_on_all_ranks(f"--out {self.out}: "):
-            if is_main():
-                self.out.mkdir(parents=True, exist_ok=True)
-                file = take_lock(lock, text)
-                # Left by a process that was killed during a save or an export.
-                for pattern in ("checkpoints/.tmp-*", "export*/.step-*"):
-                    for path in self.out.glob(pattern):
-                        shutil.rmtree(path)
-        with raise_on_all_ranks(f"--out {self.out}: "):
-            if not lock.exists() or lock.read_text() != text:  # each node would keep its shards
-                raise ValueError(
-                    f"on {socket.gethostname()} this is not rank 0's folder: use a file system that "
-                    "all nodes share"
-                )
-        return file
+    def new_group(self) -> Any:
+        """For the collectives of the thread that saves."""
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.args.timeout))
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -524,8 +493,8 @@ class Checkpoints:
             self.finish()
         if self.lock:
             self.lock.close()
-        if kind and not self.pending and self.saved_step and not self.args.eval_only:
-            say_once(f"step {self.saved_step} is saved: {how_to_go_on(self.out)}")
+        if kind and self.saved_step and not self.args.eval_only:
+            say_once(f"step {self.saved_step} is saved: {how_to_go_on(self.args.out)}")
         if kind is None and self.problem:
             raise UserError(self.problem)
 
@@ -559,11 +528,10 @@ class Checkpoints:
         # A critic, say, that --critic_model has replaced is not the one that was saved.
         stay = {role: part for role, part in roles.items() if f"{role}_model" not in changed}
         load_training_state(self.path, stay)
-        with raise_on_all_ranks(f"{self.path / 'state.json'}: "):
-            self.state.load_state_dict(self.saved, set(changed))
-        self.committed_step = self.saved_step = self.state.step
-        message = f"resuming from {self.path}"
-        say_once(message + (f"; changed: {'; '.join(changed.values())}" if changed else ""))
+        self.state.load_state_dict(self.saved, set(changed))
+        self.saved_step = self.state.step
+        changes = f"; changed: {'; '.join(changed.values())}" if changed else ""
+        say_once(f"resuming from {self.path}{changes}")
 
     def compare(self, before: dict, identity: Container[str]) -> dict[str, str]:
         """How flags, or what they name, have changed, by name. Raises UserError: this is another run."""
@@ -592,25 +560,15 @@ class Checkpoints:
 
     @cached_property
     def path(self) -> Path | None:
-        """The newest checkpoint of --out whose files are as they were written; without any, or for an
-        evaluation, that which --resume names; None to start from step 0. All ranks must ask. Raises
-        UserError."""
-        choice = self.args.resume
-        with raise_on_all_ranks(f"{self.folder}: "):
-            ours = [path for _, path in step_folders(self.folder)] if is_main() else []
-        candidates = from_main(ours)
-        if choice == "never" and (candidates or from_main((self.out / "metrics.jsonl").exists())):
-            raise UserError(f"--resume never: {self.out} already holds a run; choose another --out")
-        if choice not in ("auto", "never"):
-            with raise_on_all_ranks(f"--resume {choice}: "):
-                named = self.find_named(choice, candidates) if is_main() else []
-            candidates = from_main(named)
-        problem = ""
+        """The newest of the checkpoints that --resume means whose files are as they were written; None
+        to start from step 0. All ranks must ask. Raises UserError."""
+        with raise_on_all_ranks():
+            candidates = self.find_candidates() if is_main() else []
+        candidates, problem = from_main(candidates), ""
         for path in candidates:
             problem = find_damage(path)
             if not problem:
                 return path
-            self.damaged.add(path)
             say_once(f"warning: not resumed from: {path}: {problem}")
         if problem:  # which does not mean to start over
             raise UserError(
@@ -619,25 +577,24 @@ class Checkpoints:
             )
         return None
 
-    def find_named(self, choice: str, ours: list[Path]) -> list[Path]:
-        """The checkpoints that --resume PATH means, newest first: of a run, of its checkpoints, or a
-        single one; but ``ours`` once this --out has some, as when a job is requeued. Raises ValueError,
-        OSError."""
-        place = follow_pointer(choice).resolve()
-        folder = place / "checkpoints" if (place / "checkpoints").is_dir() else place
-        named = [path for _, path in step_folders(folder)] if folder.is_dir() else []
-        if not named and (folder / "COMMITTED.json").exists():
-            named = [folder]
-        if not named and (place / "config.json").exists():
-            raise ValueError("this is a model and no checkpoint of a run: pass it as --model")
-        if not named:
-            raise ValueError("no complete checkpoint there")
+    def find_candidates(self) -> list[Path]:
+        """The checkpoints that --resume means, newest first. With a PATH they are those of this --out
+        once it has some, as when a job is requeued. Raises ValueError, OSError."""
+        choice, out = self.args.resume, self.args.out
+        ours = [path for _, path in step_folders(self.folder)]
+        if choice == "auto":
+            return ours
+        if choice == "never":
+            if ours or (out / "metrics.jsonl").exists():
+                raise ValueError(f"--resume never: {out} already holds a run; choose another --out")
+            return []
+        named = find_named(choice)
         if not ours or self.args.eval_only:
             return named
         if named[0].parent == self.folder.resolve() and named[0].name != ours[0].name:
             raise ValueError(
-                "this is a checkpoint of this --out itself: leave out --resume to go on from the newest "
-                "one, or choose another --out to start from this one"
+                f"--resume {choice}: this is a checkpoint of this --out itself: leave out --resume to go "
+                "on from the newest one, or choose another --out to start from this one"
             )
         return ours
 
@@ -656,46 +613,34 @@ class Checkpoints:
         are saved. The same on every rank."""
         if step == last or not stop_requested():
             return False
+        self.finish()
         if step > self.saved_step:
             self.save(step)
-        self.finish()
+            self.finish()
         return True
 
     def save(self, step: int) -> None:
         """Start saving; training may change the tensors at once, as they are copied first."""
         started = time.perf_counter()
         self.finish()
-        scalars = self.state.state_dict() | {"fingerprint": self.fingerprint}
-        text = json.dumps(scalars, indent=1, allow_nan=False)
-        copies: Any = self.stager.stage(training_state(self.roles))
-        self.writer = Writer(self.unfinished(step), copies, self.args.save_strategy, self.group)
-        self.pending = step, self.thread.submit(self.write, self.writer, copies, step, text)
-        self.saved_step = step
+        state = self.state.state_dict() | {"fingerprint": self.fingerprint}
+        text = json.dumps(state, indent=1, allow_nan=False)
+        folder = self.folder / f".tmp-step-{step}"
+        writer = Writer(folder, text, self.args.save_strategy, self.group)
+        done: Any = dcp.async_save(
+            training_state(self.roles),
+            storage_writer=writer,
+            process_group=self.group,
+            async_stager=self.stager,
+        )
+        self.pending = step, writer, done
         if self.args.save_blocking:
             self.finish()
         self.waited += time.perf_counter() - started
 
-    def unfinished(self, step: int) -> Path:
-        """The folder that is written, before it becomes step-N."""
-        return self.folder / f".tmp-step-{step}"
-
-    def write(
-        self, writer: Writer, copies: dict[str, Tensor], step: int, text: str
-    ) -> dict[str, str]:
-        """In the thread: write this rank's files; their sha256. Raises OSError; CheckpointException:
-        of any rank's files."""
-        folder = self.unfinished(step)
-        dcp.save(copies, storage_writer=writer, process_group=self.group)
-        writer.busy = True
-        files = list(folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
-        if is_main():
-            write_durably(folder / "state.json", text)
-            files.append(folder / "state.json")
-        return {path.name: sha256(path) for path in files}
-
     def commit_if_written(self) -> None:
         """Commit the save in flight if it has been written on all ranks."""
-        if self.pending is not None and all(gather_objects(self.pending[1].done())):
+        if self.pending is not None and all(gather_objects(self.pending[2].done())):
             self.finish()
 
     def finish(self) -> None:
@@ -703,77 +648,73 @@ class Checkpoints:
         unless it is the last save; the next one tries again. Raises UserError: MOST_FAILURES in a row."""
         if self.pending is None:
             return
-        (step, done), self.pending = self.pending, None
-        self.problem = ""
-        digests, failed, waited = self.wait_for(done)
-        parts = gather_objects((digests, failed, waited))
-        # of the rank that failed, if one has, and not of those that waited for it
-        problems = [part[1] for part in parts if part[1]] or [part[2] for part in parts if part[2]]
+        (step, writer, done), self.pending = self.pending, None
+        place = f"rank {dist.get_rank()} on {socket.gethostname()}: "
         try:
-            with raise_on_all_ranks():
-                if problems:
-                    raise OSError(problems[0])
-            with raise_on_all_ranks(f"{self.place}: "):
+            with raise_on_all_ranks(place):
+                digests = self.wait_for(writer, done)
+            parts = gather_objects(digests)
+            with raise_on_all_ranks(place):
                 if is_main():
-                    self.commit(step, {name: part[0][name] for part in parts for name in part[0]})
+                    self.commit(step, writer.folder, parts)
         except UserError as error:
             self.problem = f"the checkpoint of step {step} was not saved: {error}"
-            self.saved_step, self.failed = self.committed_step, self.failed + 1
+            self.failed += 1
             if is_main():  # the disk may be full of it
-                shutil.rmtree(self.unfinished(step), ignore_errors=True)
+                shutil.rmtree(writer.folder, ignore_errors=True)
             say_once(f"warning: {self.problem}")
             if self.failed == MOST_FAILURES:
                 problem = f"{self.failed} saves in a row have failed; {self.problem}"
                 raise UserError(problem) from error
-            # the old one may wait for ranks that have given up
-            self.thread, self.group = self.make_writer()
+            self.group = self.new_group()  # ranks may wait in the old one
         else:
-            self.committed_step, self.failed = step, 0
+            self.saved_step, self.failed, self.problem = step, 0, ""
 
-    def wait_for(self, done: Future) -> tuple[dict[str, str], str, str]:
-        """The sha256 of each file that this rank has written; what has failed, and where; and for what
-        this rank has waited in vain."""
-        limit = 0.8 * self.timeout  # less than the other ranks wait for this one
+    def wait_for(self, writer: Writer, done: Future) -> dict[str, str] | None:
+        """The sha256 of each file that this rank has written. Raises OSError: this rank has failed, or
+        another that had to write before it."""
+        limit = 0.8 * self.args.timeout  # less than the other ranks wait for this one
         try:
-            return done.result(limit), "", ""
-        except TimeoutError:
+            done.result(limit)
+        except TimeoutError as error:
             GIVEN_UP.append(done)
-            problem = f"{self.place}: not written within {limit:g} s, 0.8 of --timeout"
-            return ({}, problem, "") if self.writer and self.writer.busy else ({}, "", problem)
+            if writer.digests is None:
+                raise OSError(f"not written within {limit:g} s, 0.8 of --timeout") from error
         except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            return {}, f"{self.places[rank]}: {cause}", ""
-        except (OSError, ValueError) as error:
-            return {}, f"{self.place}: {error}", ""
-        except RuntimeError as error:  # a collective that another rank has left
-            return {}, "", f"{self.place}: {error}"
+            if dist.get_rank() in error.failures:
+                cause, _ = error.failures[dist.get_rank()]
+                raise OSError(str(cause)) from error
+        return writer.digests
 
-    def commit(self, step: int, digests: dict[str, str]) -> None:
+    def commit(self, step: int, folder: Path, parts: list[dict[str, str]]) -> None:
         """Make a written checkpoint visible, then delete those that need not be kept. Rank 0 only.
-        Raises OSError."""
-        sync_folder(self.out / "metrics.jsonl")  # which the checkpoint needs after a power cut
-        folder, final = self.unfinished(step), self.folder / f"step-{step}"
+
+        Args:
+            parts: of each rank, the sha256 of its files.
+        Raises:
+            OSError: files cannot be written.
+        """
+        sync_folder(self.args.out / "metrics.jsonl")  # which the checkpoint needs after a power cut
+        digests = {name: part[name] for part in parts for name in part}
         committed = json.dumps({"step": step, "sha256": digests}, indent=1)
         write_durably(folder / "COMMITTED.json", committed)
         sync_folder(folder)
+        final = self.folder / f"step-{step}"
         if final.exists():  # it could not be read, or is of an attempt that was rolled back
             shutil.rmtree(final)
         folder.rename(final)
-        self.damaged.discard(final)
         sync_folder(self.folder)
-        write_pointer(self.folder / "latest", final.name)
+        write_link(self.folder / "latest", final.name)
         self.delete_old(step)
 
     def delete_old(self, step: int) -> None:
-        """Delete checkpoints beyond --keep_last and --keep_gb, but not that of this ``step``; what is
-        damaged counts for neither."""
-        count, size, limit = 0, 0, self.args.keep_gb * 1e9 or math.inf
-        for path in (path for number, path in step_folders(self.folder) if number <= step):
-            if path not in self.damaged:
-                size += sum(file.stat().st_size for file in path.iterdir())
+        """Delete checkpoints beyond --keep_last and --keep_gb, but not that of this ``step``."""
+        size, limit = 0, self.args.keep_gb * 1e9 or math.inf
+        written = [path for number, path in step_folders(self.folder) if number <= step]
+        for count, path in enumerate(written):
+            size += sum(file.stat().st_size for file in path.iterdir())
             if count and (count >= self.args.keep_last or size > limit):
                 shutil.rmtree(path, ignore_errors=True)  # what is left is deleted the next time
-            count += path not in self.damaged
 
     def metrics(self) -> Metrics:
         """For the record of a step: failed saves in a row, and the seconds that training has waited
@@ -793,19 +734,17 @@ class Checkpoints:
         fails; earlier ones only warn."""
         if self.args.eval_only or not due(step, self.args.export_every, last):
             return
-        models = []
         for name, trained in exports.items():
-            models.append((name, trained.module, nullcontext()))
-            if trained.ema_beta:
-                models.append((f"{name}_ema", trained.module, trained.averaged()))
-        for name, module, swapped in models:
-            folder = self.out / name / f"step-{step}"
-            with swapped:
-                problem = weights.export(module, processor, folder)
-            if problem and step == last:
-                raise UserError(
-                    f"the weights were not exported to {folder}: {problem}. Once that is fixed, "
-                    f"{how_to_go_on(self.out)} and exports them"
-                )
-            if problem:
-                say_once(f"warning: the weights were not exported to {folder}: {problem}")
+            folder = self.args.out / name / f"step-{step}"
+            problem = weights.export(trained.module, processor, folder)
+            if trained.ema_beta and not problem:
+                folder = self.args.out / f"{name}_ema" / f"step-{step}"
+                with trained.averaged():
+                    problem = weights.export(trained.module, processor, folder)
+            if not problem:
+                continue
+            message = f"the weights were not exported to {folder}: {problem}"
+            if step == last:
+                how = how_to_go_on(self.args.out)
+                raise UserError(f"{message}. Once that is fixed, {how} and exports them")
+            say_once(f"warning: {message}")

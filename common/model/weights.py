@@ -516,10 +516,10 @@ def write_index(folder: Path, index: Path, further: dict[str, str]) -> None:
 
 
 def check_finite(tensors: Tensors) -> None:
-    """Raises ValueError: a number of what was trained is not finite."""
+    """Raises ValueError: a number of what was trained is not finite. Parts of tensors may be empty."""
     for name, tensor in tensors.items():
         # in one pass, without a copy: both bounds are NaN if one number is
-        if not all(math.isfinite(bound) for bound in tensor.aminmax()):
+        if tensor.numel() and not all(math.isfinite(bound) for bound in tensor.aminmax()):
             raise ValueError(f"{name} is not finite")
 
 
