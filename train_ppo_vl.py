@@ -655,8 +655,7 @@ class TrainState:
         return vars(self) | {"moments": vars(self.moments), "history": history}
 
     def load_state_dict(self, saved: dict, changed: set[str]) -> None:
-        """Restore what was saved, but for what DEPENDS_ON flags that have ``changed``. Raises ValueError:
-        the history is no such text."""
+        """Restore what was saved, but for what DEPENDS_ON flags that have ``changed``."""
         saved["moments"] = losses.RunningMoments(**saved["moments"])
         history = bytearray.fromhex(saved["history"])
         if len(history) == self.history.nbytes > 0:

@@ -8,7 +8,7 @@
     number_as_text           a number of JSON as the text that rows hold of it
     read_records             the JSON objects that a run has written, line by line
     follow_pointer           the folder that <out>/export/latest names
-    write_durably, replace_durably, write_pointer, write_link, sync_folder
+    write_durably, replace_durably, write_link, sync_folder
                              what survives a power cut
     show_anything            a terminal gets escapes of what it cannot show
     say                      print what may quote files and programs
@@ -78,14 +78,9 @@ def parse_json(text: str | bytes, where: str | Path) -> Any:
     """The value that ``text`` holds as JSON. Raises ValueError, which begins with ``where``: it is no
     JSON."""
     try:
-        value = json.loads(text)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where}: not JSON: byte {error.start + 1} is no text in utf-8"
-        ) from error
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
-    return value
 
 
 def read_json(path: str | Path, form: Any = dict) -> Any:
@@ -169,12 +164,13 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 def follow_pointer(name: str | Path) -> Path:
-    """The folder that <out>/export/latest names now; any other path as it is."""
+    """The folder that a `latest` of a run names now; any other path as it is."""
     path = Path(name)
-    if path.name == "latest" and path.is_symlink():
+    if path.name != "latest":
+        return path
+    if path.is_symlink():
         return path.parent / path.readlink()
-    # where links cannot be made, and of older versions
-    if path.name == "latest" and path.is_file():
+    if path.is_file():  # where links cannot be made
         return path.parent / read_text(path).strip()
     return path
 
@@ -209,21 +205,16 @@ def replace_durably(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
-def write_pointer(pointer: Path, name: str) -> None:
-    """Replace a file that holds the name of its newest neighbour."""
-    replace_durably(pointer, name + "\n")
-    sync_folder(pointer.parent)
-
-
 def write_link(link: Path, name: str) -> None:
-    """Replace a relative link to its newest neighbour; where links cannot be made, see `write_pointer`."""
+    """Replace a relative link to its newest neighbour, or a file with the name where links cannot be
+    made: see `follow_pointer`."""
     aside = link.with_name(f".{link.name}.link")
     if link.is_dir() and not link.is_symlink():  # a run was copied, and each link became a folder
         link.rename(link.with_name(f"{link.name}-{time.time_ns()}"))
+    aside.unlink(missing_ok=True)
     try:
-        aside.unlink(missing_ok=True)
         aside.symlink_to(name)
-        os.replace(aside, link)
-        sync_folder(link.parent)
     except OSError:
-        write_pointer(link, name)
+        write_durably(aside, f"{name}\n")
+    os.replace(aside, link)
+    sync_folder(link.parent)

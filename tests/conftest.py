@@ -4,6 +4,7 @@ project on the path."""
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -479,7 +480,6 @@ def task(tmp_path_factory) -> Path:
 def published(source: Path, folder: Path, kind: type, text: dict, vision: dict) -> Path:
     """A published config.json of a ``kind``, but for the token ids, beside the other files of a toy's
     checkpoint; no weights."""
-    import shutil
 
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     small = read_json(source / "config.json")
@@ -719,3 +719,49 @@ def gpu(request) -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip(f"needs a GPU: {reason}")
     return torch.device("cuda")
+
+
+# ----------------------------------------------------------------------------- runs that are ended and go on: lives.py
+@pytest.fixture(scope="session")
+def life_task(tmp_path_factory) -> Path:
+    """The rows and the reward of these runs."""
+    from lives import write_task
+
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="session")
+def flags(qwen25, life_task):
+    """flags(out, "--more flags"): of a run of two steps."""
+    from lives import flags_of
+
+    return flags_of(qwen25, life_task)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(flags, tmp_path_factory):
+    """undisturbed("gae", ranks): the folder of a run of four steps that nothing happened to."""
+    from lives import undisturbed_runs
+
+    return undisturbed_runs(flags, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def finished(flags, tmp_path_factory) -> Path:
+    """A run of two steps with the checkpoints step-1 and step-2; copy it before use."""
+    import train_ppo_vl
+
+    out = tmp_path_factory.mktemp("finished") / "run"
+    train_ppo_vl.main(flags(out))
+    return out
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    """Where a run goes."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def copy(finished, out) -> Path:
+    return Path(shutil.copytree(finished, out, symlinks=True))

@@ -37,10 +37,10 @@ def rank() -> int:
 
 
 SAVING = {  # what a save calls, in order
-    "before-write": (checkpoint.Checkpoints, "write"),
+    "before-write": (checkpoint.Writer, "write_data"),
     "before-commit": (checkpoint.Checkpoints, "commit"),
     "before-rename": (Path, "rename"),
-    "before-pointer": (checkpoint, "write_pointer"),
+    "before-pointer": (checkpoint, "write_link"),
     "before-rotation": (checkpoint.Checkpoints, "delete_old"),
 }
 

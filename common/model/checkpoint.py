@@ -212,11 +212,12 @@ def new_folder(args: RunArgs, fingerprint: dict) -> Path:
 def mention_unfinished(folder: Path, fingerprint: dict) -> None:
     """Say how to go on with the run in a folder, if it is one of the same model and data and has not
     reached its last step."""
-    found = step_folders(folder / "checkpoints")
-    if not found:
+    checkpoints = step_folders(folder / "checkpoints")
+    if not checkpoints:
         return
+    _, newest = checkpoints[0]
     try:
-        saved = read_json(found[0][1] / "state.json", STATE_FORM)
+        saved = read_json(newest / "state.json", STATE_FORM)
     except ValueError:  # of another version, say: it is not this run's
         return
     before, step = saved["fingerprint"], saved["step"]
@@ -375,12 +376,12 @@ def find_named(place: str) -> list[Path]:
         return [folder]
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
-    found = [path for _, path in step_folders(folder)]
-    if not found:
+    paths = [path for _, path in step_folders(folder)]
+    if not paths:
         is_model = (folder / "config.json").exists()
         advice = ": this is a model, pass it as --model" if is_model else ""
         raise ValueError(f"--resume {place}: no complete checkpoint there{advice}")
-    return found
+    return paths
 
 
 def find_damage(path: Path) -> str:
@@ -426,7 +427,7 @@ class Writer(HuggingFaceStorageWriter):
             self.turn, self.turns = dist.get_rank(), dist.get_world_size()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Called by DCP, which tells all ranks of an error on any of them."""
+        """What DCP calls in its thread; it tells all ranks of an error on any of them."""
         for _ in range(self.turn):
             dist.barrier(self.group)
         try:
@@ -436,6 +437,7 @@ class Writer(HuggingFaceStorageWriter):
                 dist.barrier(self.group)
 
     def write_files(self, plan: Any, planner: Any) -> Any:
+        """Raises ValueError: a number is not finite; OSError."""
         weights.check_finite({item.index.fqn: planner.resolve_data(item) for item in plan.items})
         written = super().write_data(plan, planner)
         files = list(self.folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
@@ -572,8 +574,8 @@ class Checkpoints:
             say_once(f"warning: not resumed from: {path}: {problem}")
         if problem:  # which does not mean to start over
             raise UserError(
-                f"no checkpoint that can be resumed from: {path}: {problem}. Start again once its "
-                "files can be read, or choose another --out"
+                f"no checkpoint that can be resumed from: {candidates[-1]}: {problem}. Start again once "
+                "its files can be read, or choose another --out"
             )
         return None
 

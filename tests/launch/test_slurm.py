@@ -20,11 +20,8 @@ from lives import (
     ALGORITHMS,
     REWARD,
     assert_bitwise,
-    flags_of,
     steps,
-    undisturbed_runs,
     write_cache,
-    write_task,
 )
 
 pytestmark = pytest.mark.slow
@@ -65,25 +62,11 @@ def wait_for(condition, seconds: float, what: str):
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory) -> Path:
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
-def flags(qwen25, task):
-    return flags_of(qwen25, task)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(flags, tmp_path_factory):
-    return undisturbed_runs(flags, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def slow_flags(flags, task):
+def slow_flags(flags, life_task):
     """The GRPO run of test_checkpoint with slow steps; its metrics are the same."""
-    (task / "slow.py").write_text(REWARD + SLOW)
-    return lambda out: [*flags(out, ALGORITHMS["grpo"]), "--reward", f"{task / 'slow.py'}:slow"]
+    slow = life_task / "slow.py"
+    slow.write_text(REWARD + SLOW)
+    return lambda out: [*flags(out, ALGORITHMS["grpo"]), "--reward", f"{slow}:slow"]
 
 
 # ----------------------------------------------------------------------------- SLURM

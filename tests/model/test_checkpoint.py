@@ -44,7 +44,6 @@ from lives import (
     assert_bitwise,
     assert_close_records,
     die_at,
-    flags_of,
     flip,
     live,
     rank,
@@ -55,8 +54,6 @@ from lives import (
     steps,
     stop_at,
     time_saves,
-    undisturbed_runs,
-    write_task,
 )
 
 SLOW = pytest.mark.slow
@@ -159,21 +156,6 @@ def tell_shards() -> None:
 
 
 # ----------------------------------------------------------------------------- set-up
-@pytest.fixture(scope="module")
-def task(tmp_path_factory) -> Path:
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
-def flags(qwen25, task):
-    return flags_of(qwen25, task)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(flags, tmp_path_factory):
-    return undisturbed_runs(flags, tmp_path_factory)
-
-
 def assert_equal_tensors(ours: Path, theirs: Path) -> None:
     """The same safetensors files with the same tensors; the order of their headers may differ."""
     files = sorted(ours.glob("*.safetensors"))
@@ -189,7 +171,7 @@ def recorded(out: Path) -> list[int]:
 
 
 def pointer(out: Path) -> str:
-    return (out / "checkpoints" / "latest").read_text().strip()
+    return os.readlink(out / "checkpoints" / "latest")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -199,25 +181,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 def train(argv: list[str]) -> dict[str, float]:
     """A whole run in this process."""
     return ppo.main(argv)
-
-
-@pytest.fixture(scope="module")
-def finished(flags, tmp_path_factory) -> Path:
-    """A run of two steps with the checkpoints step-1 and step-2; copy it before use."""
-    out = tmp_path_factory.mktemp("finished") / "run"
-    train(flags(out))
-    return out
-
-
-@pytest.fixture
-def out(tmp_path) -> Path:
-    """Where a run goes."""
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def copy(finished, out) -> Path:
-    return Path(shutil.copytree(finished, out, symlinks=True))
 
 
 # ----------------------------------------------------------------------------- bitwise resume
@@ -254,14 +217,14 @@ def test_resume_on_another_number_of_ranks(flags, out, undisturbed, before, afte
 
 
 @pytest.mark.slow
-def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, task):
+def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, life_task):
     """--hsdp 2 on four ranks: halves of everything, the steps of one rank, and a checkpoint that
     goes on on one."""
     reference, out = undisturbed("gae", 1), tmp_path / "four"
     told = live(flags(out, ALGORITHMS["gae"] + " --hsdp 2 --save_every 2"), 4, [(tell_shards,)])
     # actor and critic
     assert told.count("[('(Replicate(), Shard(dim=0))', 2.0)]") == 8
-    plan = start(qwen25, task / "rows.jsonl")
+    plan = start(qwen25, life_task / "rows.jsonl")
     # first and last shard of each copy
     for rank in range(4):
         shards = re.findall(rf"shards of rank {rank}: .*?] (\d+) (\d+)", told)
@@ -341,7 +304,7 @@ def test_killed_at_a_marked_point(flags, out, undisturbed, point, rank, survives
     shutil.copytree(undisturbed("grpo", 2), out, symlinks=True)
     for step in (2, 3, 4):
         shutil.rmtree(out / "checkpoints" / f"step-{step}")
-    files.write_pointer(out / "checkpoints" / "latest", "step-1")
+    files.write_link(out / "checkpoints" / "latest", "step-1")
     before = contents(out / "checkpoints" / "step-1")
     argv = flags(out, ALGORITHMS["grpo"] + " --save_every 2 --keep_last 2")
     life = ranks.start(ppo.main, argv, world=2, patches=[(die_at, point, rank)])
@@ -595,7 +558,7 @@ def test_a_rotten_checkpoint_is_not_resumed_from(flags, finished, copy, capfd):
     """It is told why, and the next older one is taken, whatever the pointer says; the result is as
     if the rotten one had never been."""
     flip(shard_file(copy / "checkpoints" / "step-2"), -1)
-    (copy / "checkpoints" / "latest").write_text("step-7\n")
+    files.write_link(copy / "checkpoints" / "latest", "step-7")
     train(flags(copy))
     output = capfd.readouterr().out
     assert re.search(

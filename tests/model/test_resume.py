@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,7 +33,6 @@ from common.model import checkpoint
 from conftest import read_json, table, user_error, words
 from helpers import change_weight
 from lives import (
-    flags_of,
     flip,
     live,
     records,
@@ -41,39 +41,10 @@ from lives import (
     steps,
     stop_at,
     write_cache,
-    write_task,
 )
 
 SCRIPTS = {"ppo": ppo, "grm": grm}
 NODE = "/proc/self/cwd"  # each process has another folder under this path
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory) -> Path:
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
-def flags(qwen25, task):
-    return flags_of(qwen25, task)
-
-
-@pytest.fixture(scope="module")
-def finished(flags, tmp_path_factory) -> Path:
-    """A run of two steps with the checkpoints step-1 and step-2; copy it before use."""
-    out = tmp_path_factory.mktemp("finished") / "run"
-    ppo.main(flags(out))
-    return out
-
-
-@pytest.fixture
-def out(tmp_path) -> Path:
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def copy(finished, out) -> Path:
-    return Path(shutil.copytree(finished, out, symlinks=True))
 
 
 # ----------------------------------------------------------------------------- every flag has its row
@@ -126,9 +97,9 @@ def test_what_belongs_to_flags_is_state():
 
 # ----------------------------------------------------------------------------- the fingerprint
 @pytest.fixture
-def ones(task, qwen25, tmp_path) -> Path:
+def ones(life_task, qwen25, tmp_path) -> Path:
     """A folder with one of each that a flag can name; it is the same for any two calls."""
-    return write_named(tmp_path / "ones", task, qwen25)
+    return write_named(tmp_path / "ones", life_task, qwen25)
 
 
 def write_named(folder: Path, task: Path, model: Path) -> Path:
@@ -163,10 +134,12 @@ def args_of(line: str) -> ppo.Args:
 
 
 @pytest.mark.parametrize("line", NAMED)
-def test_what_a_flag_names_counts_by_its_content(ones, task, qwen25, tmp_path, monkeypatch, line):
+def test_what_a_flag_names_counts_by_its_content(
+    ones, life_task, qwen25, tmp_path, monkeypatch, line
+):
     """Not by its path; and only in the flag that names it."""
     distributed.start(60.0, 0)
-    monkeypatch.chdir(write_named(tmp_path / "others", task, qwen25))
+    monkeypatch.chdir(write_named(tmp_path / "others", life_task, qwen25))
     elsewhere = checkpoint.fingerprint_of(args_of(line))
     monkeypatch.chdir(ones)
     before = checkpoint.fingerprint_of(args_of(line))
@@ -208,9 +181,9 @@ def compare_members(lines: list[str], folders: list[str]) -> None:
             distributed.say_once(f"{line}: {error}")
 
 
-def test_two_nodes_with_other_files_under_one_path_are_refused(ones, task, qwen25, tmp_path):
+def test_two_nodes_with_other_files_under_one_path_are_refused(ones, life_task, qwen25, tmp_path):
     """Of each flag that names something; of two hub caches with another revision, too."""
-    others = write_named(tmp_path / "others", task, qwen25)
+    others = write_named(tmp_path / "others", life_task, qwen25)
     for folder, text in ((ones, ""), (others, "{# another revision #}")):
         write_cache(folder, qwen25, text)
     lines = [*NAMED, "--model org/name", "--reward grm:org/name"]
@@ -237,10 +210,10 @@ def other_node(folder: str, versions: bool = False) -> None:
             checkpoint.transformers.__version__ = "5.0.0"
 
 
-def test_nodes_with_other_rows_train_nothing(flags, task, tmp_path):
+def test_nodes_with_other_rows_train_nothing(flags, life_task, tmp_path):
     """One message on all ranks, before a folder is made; other versions are a warning."""
-    shutil.copytree(task, tmp_path / "task")
-    shutil.copytree(task, tmp_path / "node-1" / "task")
+    shutil.copytree(life_task, tmp_path / "task")
+    shutil.copytree(life_task, tmp_path / "node-1" / "task")
     argv = flags(tmp_path / "run", f"--data {NODE}/task/rows.jsonl --steps 1 --export_every 0")
     argv = words(*argv, "--data", f"{NODE}/task/rows.jsonl")
     told = live(argv, 2, [(other_node, str(tmp_path), True)])
@@ -279,21 +252,15 @@ def test_nodes_that_share_no_folder(flags, tmp_path):
 def start(flags, out) -> Callable:
     """start("--more flags"): as a script starts, up to where models would be built."""
     distributed.start(60.0, 0)
-    held = []
 
     def begin(more: str = "", folder: Path = out) -> checkpoint.Checkpoints:
-        while held:
-            held.pop().lock.close()
         args = ppo.parse_args(flags(folder, more))
         fingerprint = checkpoint.fingerprint_of(args)
         args = checkpoint.choose_folder(args, fingerprint)
         state = ppo.TrainState(args.kl_coef, history=torch.zeros(2, 4))
-        held.append(checkpoint.Checkpoints(args, state, fingerprint))
-        return held[0]
+        return checkpoint.Checkpoints(args, state, fingerprint)
 
-    yield begin
-    while held:
-        held.pop().lock.close()
+    return begin
 
 
 @pytest.fixture
@@ -344,9 +311,9 @@ def test_a_change_is_refused_or_taken_by_its_row(save, start, out, tmp_path, cap
     assert "--gamma 1.0 -> 0.5" in told and "--advantage 'grpo' -> 'gae'" in told
 
 
-def test_other_contents_are_another_run(save, start, task, tmp_path, qwen25):
+def test_other_contents_are_another_run(save, start, life_task, tmp_path, qwen25):
     """The same paths, other rows, reward, template; base weights below adapters."""
-    folder = write_named(tmp_path / "named", task, qwen25)
+    folder = write_named(tmp_path / "named", life_task, qwen25)
     reward = f"{folder}/reward.py:letters"
     more = f"--lora_rank 2 --data {folder}/rows.jsonl --model {folder}/model --reward {reward}"
     save(1, more)
@@ -443,8 +410,7 @@ def test_resume_choices(save, start, tmp_path, out):
     (tmp_path / "fresh" / "metrics.jsonl").write_text("")
     with user_error("--resume never: .*fresh already holds a run"):
         start("--resume never", tmp_path / "fresh").path
-    write_pointer = checkpoint.write_pointer
-    write_pointer(out / "checkpoints" / "latest", "step-1")
+    checkpoint.write_link(out / "checkpoints" / "latest", "step-1")
     for number, (place, path) in enumerate(
         {
             out: newest,
@@ -458,7 +424,7 @@ def test_resume_choices(save, start, tmp_path, out):
         with user_error(f"--resume {place}: no complete checkpoint there"):
             start(f"--resume {place}", tmp_path / "new-1").path
     (tmp_path / "fresh" / "config.json").write_text("{}")  # as an export has it
-    with user_error("this is a model and no checkpoint of a run: pass it as --model"):
+    with user_error("no complete checkpoint there: this is a model, pass it as --model"):
         start(f"--resume {tmp_path / 'fresh'}", tmp_path / "new-1").path
 
 
@@ -482,7 +448,8 @@ def test_what_was_saved_before_is_one_message(save, start):
     saved |= {"flags": saved.pop("fingerprint"), "contents": {}}
     (path / "state.json").write_text(json.dumps(saved))
     commit(path)
-    with user_error(f"^{path} was saved by an earlier version of this project"):
+    message = f"{path} was saved by the other script, or by an earlier version of this project"
+    with user_error(f"^{message}: state.json has no fingerprint; to start from its weights"):
         resume(start())
 
 
@@ -495,7 +462,7 @@ def test_what_was_saved_before_is_one_message(save, start):
         ("moments", {"count": 1}, "moments: mean must be"),
         ("kl_coef", "0.1", "kl_coef must be int . float, not '0.1'"),
         ("metrics", [], "metrics must be dict"),
-        ("history", "xy", "non-hexadecimal number"),
+        ("history", 3, "history must be str, not 3"),
         ("ahead", 3, "ahead must be list, not 3"),
         ("fingerprint", 3, "fingerprint must be dict, not 3"),
     ],
@@ -542,16 +509,15 @@ def test_damage_is_found(copy, damage):
 
 
 def test_the_newest_undamaged_one_is_taken(save, start, capfd):
-    """Whatever the pointer says; the damaged one takes no place of a good one, and is replaced."""
+    """Whatever the pointer says. A damaged one that is newer is not counted among those that are kept."""
     paths = {step: save(step) for step in (1, 2, 3)}
     flip(paths[3] / "state.json", -3)
     capfd.readouterr()
     begun = start("--keep_last 2")
     assert begun.path == paths[2]
     assert f"warning: not resumed from: {paths[3]}: state.json is not" in capfd.readouterr().out
-    shutil.copytree(paths[2], begun.folder / "step-4")
-    begun.delete_old(4)
-    assert sorted(path.name for path in begun.folder.iterdir()) == ["step-2", "step-3", "step-4"]
+    begun.delete_old(2)
+    assert sorted(path.name for path in begun.folder.iterdir()) == ["step-1", "step-2", "step-3"]
 
 
 def test_what_cannot_be_read_is_no_reason_to_start_over(save, start, out, tmp_path):
@@ -574,7 +540,7 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(start, out):
     """As where checkpoints/ is a link to a disk that is not there."""
     out.mkdir()
     (out / "checkpoints").symlink_to(out.parent / "gone")
-    with user_error(f"{out}/checkpoints: .*No such file"):
+    with user_error(f"No such file .*{out}/checkpoints"):
         start().path
 
 
@@ -593,65 +559,71 @@ def test_no_pickle_on_load(flags, copy, monkeypatch):
 
 
 # ----------------------------------------------------------------------------- one run per folder
-def test_the_lock_of_a_live_run(start, out, monkeypatch):
-    """It is named by process and host; a dead process's, or an earlier life's of this job, is taken over."""
+HOLD = """
+import fcntl, time
+file = open(".lock", "a")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(1, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def held(out):
+    """Another process has the lock of the folder; what it has written there."""
+    out.mkdir()
+    holder = {"process": "process 7 on elsewhere", "job": "7", "restart": "0"}
+    (out / ".lock").write_text(json.dumps(holder))
+    process = subprocess.Popen([sys.executable, "-c", HOLD], cwd=out, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    yield holder
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("job, restart", [("", ""), ("8", "1"), ("7", "0")])
+def test_the_lock_of_a_live_run(start, held, monkeypatch, job, restart):
+    """Its process and host are named; another step of the same job is another run."""
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+    with user_error("in use by a live run, process 7 on elsewhere"):
+        start()
+
+
+def test_the_lock_of_a_requeued_job(start, held, out, monkeypatch):
+    """The machine of its earlier life is gone, and nobody has told the file system."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     start()
-    code = (
-        f"import fcntl, time; file = open({str(out / '.lock')!r}); fcntl.flock(file, 2); "
-        "print(1, flush=True); time.sleep(60)"
-    )
-    start(folder=out.parent / "other")  # lets go of it
-    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    other.stdout.readline()
-    holder = read_json(out / ".lock")
+    assert read_json(out / ".lock")["restart"] == "1"
+
+
+def test_a_child_of_a_dead_run_holds_no_lock(start, out):
+    """As a worker of a pool that a user's program has started, and that outlives the run."""
+    with start().lock:
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
     try:
-        for change, taken in (
-            ({"process": other.pid}, False),
-            ({"host": "elsewhere"}, False),
-            ({"host": "elsewhere", "job": "7", "life": "1"}, False),
-            ({"host": "elsewhere", "job": "7", "life": "0"}, True),
-        ):
-            monkeypatch.setenv("SLURM_JOB_ID", "7")
-            monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-            (out / ".lock").write_text(json.dumps(holder | change))
-            if not taken:
-                where = change.get("host", holder["host"])
-                process = change.get("process", holder["process"])
-                with user_error(f"in use by a live run, process {process} on {where}"):
-                    start()
-        start()
+        hold = HOLD.replace("time.sleep(60)", "")
+        held = subprocess.run([sys.executable, "-c", hold], cwd=out, timeout=30)
+        assert held.returncode == 0
     finally:
-        other.kill()
-        other.wait()
-    assert read_json(out / ".lock")["life"] == "1"
-
-
-def test_a_lock_that_a_child_of_a_dead_run_holds(start, out):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    start()
-    holder = read_json(out / ".lock")
-    start(folder=out.parent / "other")
-    with open(out / ".lock", "a") as file:
-        checkpoint.fcntl.flock(file, checkpoint.fcntl.LOCK_EX)
-        (out / ".lock").write_text(json.dumps(holder | {"process": dead.pid}))
-        start()
-    assert read_json(out / ".lock")["process"] == os.getpid()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_file_system_without_locks(start, out, monkeypatch, capfd):
-    """Lustre without its mount option, say: a warning, unless the holder is alive on this machine."""
+    """Lustre without its mount option, say: a warning."""
 
     def locked(file, operation):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(checkpoint.fcntl, "flock", locked)
+    monkeypatch.setattr(checkpoint.fcntl, "lockf", locked)
     start()
     told = capfd.readouterr().out
     assert f"warning: a second run in {out} would not be refused: [Errno {errno.ENOSYS}]" in told
-    (out / ".lock").write_text(json.dumps(read_json(out / ".lock") | {"process": os.getppid()}))
-    with user_error("in use by a live run"):
-        start()
 
 
 def test_leftovers_of_a_killed_run_are_removed(start, out):
@@ -688,9 +660,7 @@ def choose(unnamed) -> Callable:
         args = ppo.parse_args(unnamed(more))
         out = checkpoint.choose_folder(args, checkpoint.fingerprint_of(args)).out
         (out / ".lock").write_text(
-            json.dumps(
-                checkpoint.read_holder(out / ".lock") | {"launchers": checkpoint.launchers()}
-            )
+            json.dumps(checkpoint.read_holder(out / ".lock") | {"launcher": checkpoint.launcher()})
         )
         return out
 
@@ -700,19 +670,18 @@ def choose(unnamed) -> Callable:
 def test_each_start_without_out_is_a_new_folder(choose, monkeypatch):
     """Two of one second, too; runs/latest names the newest; paths are absolute from the start."""
 
+    moments = iter((5, 5, 5, 6, 6, 7, 8))
+
     class Clock(checkpoint.datetime):
         @classmethod
         def now(cls):
-            return cls(2026, 1, 2, 3, 4, 5)
+            return cls(2026, 1, 2, 3, 4, next(moments))
 
     monkeypatch.setattr(checkpoint, "datetime", Clock)
-    names = []
-    for _ in range(3):
+    for second in (5, 6, 7):
         folder = choose()
-        assert folder.is_absolute() and folder.parent == Path.cwd() / "runs"
+        assert folder == Path.cwd() / "runs" / f"2026-01-02-03040{second}"
         assert os.readlink(LATEST) == folder.name
-        names.append(folder.name)
-    assert names == ["2026-01-02-030405", "2026-01-02-030405-2", "2026-01-02-030405-3"]
     # an evaluation reads the newest, and a pointer is followed
     assert choose("--eval_only") == folder
     assert choose("--out runs/latest") == folder
