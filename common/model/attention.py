@@ -27,8 +27,7 @@ from common.data.families import BOTH_WAYS, IN_WINDOWS
 from common.model.linear_attention import PackedDelta, SlotStates, linear_layers, padded_tokens
 
 ATTENTION_NAME = "packs"  # registered for the language model
-# With the back-end as its ending. transformers passes cu_seqlens only to names that contain
-# "flash".
+# The back-end is appended. transformers passes cu_seqlens only to names that contain "flash".
 VISION_ATTENTION_NAME = "packed_flash_"
 BACKENDS = ("flash_attn", "varlen", "sdpa")
 LARGEST_HEAD = 256  # numbers of a head, for the first two; sdpa takes any
@@ -62,7 +61,7 @@ def choose_backend(
 
 
 def flash_attn_problem() -> str:
-    """Why flash_attn cannot be used here; "" if it can. Asked at the start, not after minutes of
+    """Why flash_attn cannot be used here; "" if it can. Found out at the start, not after minutes of
     loading weights: a wheel fits one version of torch only, and flash-attn-4 has no such kernel."""
     try:
         importlib.import_module("flash_attn").flash_attn_with_kvcache
@@ -107,14 +106,14 @@ def cached_heads(text_config) -> list[tuple[int, int]]:
 
 
 def most_slots(ranks: int) -> int:
-    """Sequences that so many ranks decode together, where --slots is 0. A team's sums take no longer for
-    twice as many."""
+    """The most sequences that so many ranks decode together with --slots 0. A team may have twice as
+    many, as its sums take no longer for them."""
     return 256 if ranks == 1 else 512
 
 
 class SlotCache:
-    """Keys and values of the sequences being generated, of each layer (slots, capacity, Hkv, D). Of
-    layers with linear attention it holds the states, ``linear``, instead. ``ranks`` share the heads.
+    """Keys and values of the sequences being generated, (slots, capacity, Hkv, D) for each layer; for
+    layers with linear attention their states, ``linear``, instead. ``ranks`` share the heads.
 
     A plain object, not a tensor in a dict: FSDP's input hooks would cast or copy the latter.
     """
@@ -132,13 +131,13 @@ class SlotCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for heads, dim in cached_heads(text_config):
-            # For sdpa the tokens of a head lie side by side, as matrix products want them.
+            # For sdpa the tokens of a head are contiguous, which suits matrix products.
             order = (0, 2, 1, 3) if backend_of(backend, dim) == "sdpa" else (0, 1, 2, 3)
             shape = (slots, capacity, -(-heads // ranks), dim)
             for part in (self.keys, self.values):
                 part.append(torch.empty_permuted(shape, order, dtype=dtype, device=device).zero_())
         self.slots, self.capacity, self.device = slots, capacity, device
-        # whether sdpa reads a layer, which reads what it masks, too
+        # whether a layer uses sdpa, which also reads the keys that it masks
         self.reads_masked = backend_of(backend, largest_head(text_config)) == "sdpa"
         self.linear = None
         if linear_layers(text_config):
@@ -151,7 +150,7 @@ class SlotCache:
 
     def move(self, source: list[int], target: list[int], longest: int) -> None:
         """Copy the first ``longest`` tokens of slots ``source`` over slots ``target`` (disjoint
-        lists). Layer by layer: there would be no room for a copy of half the cache."""
+        lists), layer by layer, as a copy of half the cache would not fit into memory."""
         sources = torch.tensor(source, device=self.device)
         targets = torch.tensor(target, device=self.device)
         for cache in (*self.keys, *self.values):  # (slots, capacity, Hkv, D)
@@ -167,13 +166,13 @@ class SlotCache:
 
 @dataclass(frozen=True)
 class VarlenCall:
-    """Segments that one kernel call can take, as the kernel wants them.
+    """Segments that one kernel call takes, as its arguments.
 
     Attributes:
-        q_tokens, k_tokens: tokens of the pack to gather first; None: all, as they lie.
+        q_tokens, k_tokens: tokens of the pack to gather first; None: all, in their order.
         cu_q, cu_k: (S + 1,) int32, where each segment starts and ends.
         max_q, max_k: tokens of the longest segment, of queries and of keys.
-        causal, in_windows: whether tokens see none behind them; not in layers with a window.
+        causal: whether tokens see only those before them; in_windows: not in layers with a window.
     """
 
     cu_q: Tensor
@@ -212,9 +211,9 @@ def varlen_attention(
         )
     from torch.nn.attention.varlen import varlen_attn  # a second of import
 
-    attend: Any = varlen_attn  # may also return the logarithms of its sums, if asked
-    # Not -1: torch 2.14 would leave a backward without grouped heads to cuDNN, whatever computed the
-    # forward. No key is further away than max_k, so FlashAttention knows that this is no limit.
+    attend: Any = varlen_attn  # could also return logsumexp, hence the type
+    # Not -1, with which torch 2.14 leaves a backward without grouped heads to cuDNN, whatever computed
+    # the forward. No key is further away than max_k, so max_k limits nothing.
     right = 0 if causal else call.max_k
     options = {}
     # torch 2.11 has no such flag, and does not compare the heads
@@ -224,8 +223,8 @@ def varlen_attention(
 
 
 class PackedAttention:
-    """Attention of one pack: every segment is causal in itself and may see one earlier
-    stretch in full.
+    """Attention of one pack: every segment is causal in itself and may see one earlier range of
+    tokens, its prefix, in full.
 
     A prompt is a segment without prefix; each of its responses is a segment whose prefix is that
     prompt. Nothing else is visible, so a pack may hold any number of prompts. Built once per pack
@@ -236,12 +235,12 @@ class PackedAttention:
 
     Args:
         segments: (start, end, prefix_start, prefix_end) in order, covering the pack; a fifth entry
-            says where the segment's tokens see each other in both directions, too: BOTH_WAYS or
+            says in which layers the segment's tokens also see later ones: BOTH_WAYS or
             IN_WINDOWS (`Family.attention_segments`).
         cache, plan: prefill. Keys and values of token ``plan[0][i]`` of the pack are stored at slot
             ``plan[1][i]``, position ``plan[2][i]``: one prompt may go to many slots.
-        earlier: (slots, positions) of the cache, whose keys and values are appended to the pack's,
-            so that prefixes may point there: what a conversation has said before this pack.
+        earlier: (slots, positions) of the cache whose keys and values are appended to the pack's, so
+            that prefixes may point there: the conversation before this pack.
     """
 
     def __init__(
@@ -270,7 +269,7 @@ class PackedAttention:
 
     @functools.cached_property
     def linear(self) -> PackedDelta:
-        """What mixes the pack's tokens in layers with linear attention; made for the first one."""
+        """Mixes the pack's tokens in layers with linear attention; made when the first one runs."""
         states = None if self.cache is None else self.cache.linear
         resumed = bool(self.earlier)
         return PackedDelta(self.segments, self.device, states, self.plan, resumed=resumed)
@@ -281,7 +280,7 @@ class PackedAttention:
     def make_buckets(self, table: np.ndarray) -> None:
         """Padded groups of similar segments, for one SDPA call each."""
         self.buckets: list[tuple[np.ndarray, Tensor, Tensor]] = []
-        # by window, made for the first layer that has it
+        # by window, made when the first layer with it runs
         self.masks: dict[int | None, list[Tensor | None]] = {}
         len_q, prefix = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2]
         order = np.empty(len_q.sum(), dtype=np.int64)
@@ -294,11 +293,11 @@ class PackedAttention:
             self.buckets.append(
                 (table[members], self.to_device(q_tokens), self.to_device(k_tokens))
             )
-        # (N,) where the buckets' outputs hold each token of the pack
+        # (N,) where each token of the pack is in the outputs of the buckets
         self.order = self.to_device(order)
 
     def make_calls(self, table: np.ndarray) -> None:
-        """One kernel call for all causal segments, and one for those that see in both
+        """One kernel call for all causal segments, and one for those that attend in both
         directions."""
         self.calls: list[VarlenCall] = []
         queries = []
@@ -322,14 +321,14 @@ class PackedAttention:
                     k_tokens=self.unless_all(ragged_index(starts, lengths)),
                 )
             )
-        # (N,) where the calls' outputs hold each token of the pack
+        # (N,) where each token of the pack is in the outputs of the calls
         self.order = self.unless_all(torch.cat(queries).argsort())
 
     def cumulated(self, lengths: Tensor) -> Tensor:
         return self.to_device(F.pad(lengths.cumsum(0), (1, 0)).int())
 
     def unless_all(self, tokens: Tensor) -> Tensor | None:
-        """The tokens on the device; None if they are those of the pack as they lie."""
+        """The tokens on the device; None if they are all of the pack's, in their order."""
         if torch.equal(tokens, torch.arange(self.segments[-1][1])):
             return None
         return self.to_device(tokens)
@@ -372,7 +371,7 @@ class PackedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> list[Tensor]:
         """The outputs (b * Lq, Hq, D) of each bucket, padding included, for q, k, v (N, H, D)."""
-        if q.device.type != "cpu":  # whose fused kernels take no grouped heads with a mask
+        if q.device.type != "cpu":  # fused kernels of GPUs take no grouped heads with a mask
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if window not in self.masks:
             masks = [bucket_mask(table, window) for table, *_ in self.buckets]
@@ -405,8 +404,8 @@ CALL_ENTRIES, WASTE = 1 << 14, 1.5
 def bucket_segments(len_q: np.ndarray, len_k: np.ndarray) -> list[np.ndarray]:
     """Group segments of similar size for one padded call each.
 
-    A segment without prefix has half its square as area, and so has a bucket of equal ones, which
-    needs no mask: it pays for its whole rectangle once others join it.
+    The area of a segment without prefix is half its square. So is that of each in a bucket of equal
+    ones, which needs no mask; a bucket with others in it computes the full rectangle.
     """
     order = np.lexsort((len_q, len_k, len_k > len_q))
     buckets = []
@@ -415,7 +414,7 @@ def bucket_segments(len_q: np.ndarray, len_k: np.ndarray) -> list[np.ndarray]:
     for i, s in enumerate(order):
         size = len_q[s] * len_k[s] * (0.5 if len_q[s] == len_k[s] else 1.0)
         new_q, new_k = max(max_q, len_q[s]), max(max_k, len_k[s])
-        # sorted: if the first and the last are equal, all are
+        # sorted: all are equal if the first and the last are
         equal = len_q[order[start]] == len_k[s] == len_q[s]
         padded = new_q * new_k * (i - start + 1) * (0.5 if equal else 1.0)
         if i > start and padded > max(CALL_ENTRIES, WASTE * (area + size)):
@@ -447,7 +446,7 @@ def bucket_mask(table: np.ndarray, window: int | None) -> np.ndarray | None:
     equal = (prefix == 0).all() and (length == length[0]).all() and not both.any()
     if equal and (window is None or length[0] <= window):
         return None
-    # (b, Lq, 1); padding sees something, or it would be NaN
+    # (b, Lq, 1); padding must see some key, or it would be NaN
     i = np.minimum(np.arange(length.max()), length - 1)[..., None]
     # (b, 1, Lk) index after the prefix, below 0 inside it
     j = (np.arange((length + prefix).max()) - prefix)[:, None]
@@ -469,16 +468,16 @@ class DecodeAttention:
     Args:
         lengths: (B,) tokens already stored in each slot (device tensor; the new token goes to this
             position).
-        longest: host-side upper bound of ``lengths + 1`` of the slots that matter; in a graph,
-            which holds no length, the cache capacity, or for sdpa a power of two.
+        longest: host-side upper bound of ``lengths + 1`` of the busy slots; in a graph, which must
+            serve any length, the cache capacity, or for sdpa a power of two.
     """
 
     def __init__(self, cache: SlotCache, lengths: Tensor, longest: int, backend: str):
         self.cache, self.lengths, self.longest, self.backend = cache, lengths, longest, backend
         self.linear = cache.linear
-        # What all layers share is computed here, once: on a GPU each line is a launch.
+        # What all layers share is computed here, once: on a GPU each line launches a kernel.
         self.slots = torch.arange(len(lengths), device=lengths.device)
-        # by window and heads, made for the first layer that has them
+        # by window and heads, made when the first layer with them runs
         self.masks: dict[tuple[int | None, int], Tensor] = {}
         if backend != "sdpa":
             self.stored = (lengths + 1).int()  # (B,) with the new token
@@ -488,7 +487,7 @@ class DecodeAttention:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        """q (1, Hq, B, D), k and v (1, Hkv, B, D): the B tokens stand side by side -> (1, B, Hq,
+        """q (1, Hq, B, D), k and v (1, Hkv, B, D), with the B slots as one sequence -> (1, B, Hq,
         D)."""
         size = len(self.lengths)
         keys, values = self.cache.keys[layer], self.cache.values[layer]  # (slots, M, Hkv, D)
@@ -550,7 +549,7 @@ class DecodeAttention:
             scores = torch.baddbmm(mask, queries, k.transpose(1, 2), alpha=scale)  # (B * Hkv, G, M)
             return torch.bmm(scores.softmax(-1), v).view(q.shape)
         batch = [queries, k, v, mask]
-        if q.device.type != "cpu":  # whose fused kernels take four dimensions only
+        if q.device.type != "cpu":  # fused kernels of GPUs take four dimensions only
             batch = [x.unflatten(0, (len(q), -1)) for x in batch]
         # scores and sums in float32
         return F.scaled_dot_product_attention(*batch, scale=scale).reshape(q.shape)
@@ -572,12 +571,12 @@ class DecodeAttention:
 # -------------------------------------------------------------------------------------------------
 
 
-# What layers pass besides: what ours knows better, or what changes nothing.
+# Other arguments that layers pass: ours knows them better, or they change nothing.
 PASSED_ALONG = ("cache_position", "dropout", "position_ids", "use_cache")
 
 
 def check_call(attention_mask, others: dict[str, Any], known: tuple[str, ...]) -> None:
-    """Raises ValueError: a layer masks keys of its own, or wants what our attention would ignore."""
+    """Raises ValueError: a layer brings its own mask, or an argument that our attention would ignore."""
     wanted = {name for name, value in others.items() if value is not None and value is not False}
     names = sorted(wanted - {*known})
     if attention_mask is not None:
@@ -600,7 +599,7 @@ def language_attention(
     **others,
 ):
     """The attention function of the language model: ``attention`` is one of the two classes
-    above. Raises ValueError: see `check_call`; or the layer has handed nothing on."""
+    above. Raises ValueError: see `check_call`; or the layer did not pass it on."""
     if attention is None:
         raise ValueError(
             f"{type(module).__name__} is not told by its layer what a pack holds, which is not supported"

@@ -15,8 +15,8 @@ class StepGraphs:
     """Graphs of one rollout, one per batch size and capacity, all in one memory pool.
 
     Args:
-        eager_steps: of a kind before it is captured. The first one also sets up what a
-            capture needs: workspaces, kernels.
+        eager_steps: steps at a batch size and capacity before these are captured. The first one
+            also sets up what a capture needs: workspaces, kernels.
     """
 
     def __init__(self, eager_steps: int):
@@ -32,21 +32,21 @@ class StepGraphs:
     def run(self, step: Callable, size: int, capacity: int) -> None:
         """``step(size, capacity)`` for the slots 0..size-1, by its graph if there is one. Raises
         RuntimeError: it cannot be captured."""
-        kind = size, capacity
-        self.steps[kind] += 1
-        if self.steps[kind] <= self.eager_steps:
+        shape = size, capacity
+        self.steps[shape] += 1
+        if self.steps[shape] <= self.eager_steps:
             return step(size, capacity)
-        if kind not in self.graphs:
+        if shape not in self.graphs:
             try:
-                self.graphs[kind], self.pool = capture(step, size, capacity, self.pool)
+                self.graphs[shape], self.pool = capture(step, size, capacity, self.pool)
             except RuntimeError as error:
-                # ending a capture that has failed raises once more, and says nothing of the cause
+                # ending a failed capture raises once more, without the cause
                 cause = error.__context__ or error
                 raise RuntimeError(
                     f"a CUDA graph of {size} slots could not be captured: {cause}; "
                     "--cuda_graphs off decodes without graphs"
                 ) from error
-        self.graphs[kind].replay()
+        self.graphs[shape].replay()
 
 
 def capture(

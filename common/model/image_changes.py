@@ -1,8 +1,8 @@
 """The same samples with other images, to be scored like any other.
 
-reread_images      every image of prompts and conversations changed, or as in its file
+reread_images      a batch with all images of prompts and conversations changed, or read again
 blank, ...         changes: functions of images and the key of their noise
-vision_gaps        what answers lose with blank images: the vision audit
+vision_gaps        how much log-prob answers lose with blank images
 changed_logprobs   log-probs with changed images
 """
 
@@ -58,7 +58,7 @@ def mask(image: Image.Image, share: float, rng: np.random.Generator) -> Image.Im
 
 
 def at_random(change: Callable, amount: float, seed: int) -> Callable:
-    """The change of each image alone, by ``change(image, amount, generator)``."""
+    """A change that treats each image by itself, by ``change(image, amount, generator)``."""
     return lambda images, key: [
         change(image, amount, np.random.default_rng((seed, *key, k)))
         for k, image in enumerate(images)
@@ -77,11 +77,11 @@ def reread_images(
     batch: Batch, model: Model, processor: Processor, change: Callable = unchanged
 ) -> Batch:
     """The batch with the (Pillow) images and frames of each prompt and each conversation replaced by
-    ``change(images, key)``, as many and of the same sizes, which the processor reads and the tower of
-    the model sees.
+    ``change(images, key)``, which returns as many of the same sizes; then read by the processor and
+    encoded by the tower of the model.
 
-    Raises UserError, on every rank: a file that has changed since it was read, or other numbers or sizes
-    of images.
+    Raises UserError, on every rank: a file has changed since it was read, or the number or sizes of
+    images have.
     """
     patches, conversations = {}, list(batch.conversations)
     with distributed.raise_on_all_ranks():
@@ -109,9 +109,9 @@ def reread_images(
 
 
 def vision_gaps(policy: Policy, batch: Batch) -> Tensor:
-    """(k,) what each of the k answers to images loses in log-prob (nats) if these are blank; empty
-    for a batch without images. Two packed forwards: the sampler's log-probs are too coarse in
-    bfloat16."""
+    """(k,) how much log-prob (nats) each of the k answers to images loses if the images are blank;
+    empty for a batch without images. Takes two packed forward passes, as the sampler's log-probs are
+    too coarse in bfloat16."""
     seeing = has_images(batch)
     if not seeing.any():
         return torch.zeros(0)

@@ -1,8 +1,8 @@
 """Linear attention: the Gated DeltaNet layers of Qwen3.5 (Yang et al. 2025), exact in packs
 and in decoding.
 
-What stands before a token reaches it in two ways only: by the last K - 1 inputs of the layer's
-convolution, and by one matrix per head, the state. A response in a pack gets both from the
+A token depends on earlier ones in two ways only: through the last K - 1 inputs of the layer's
+convolution, and through one matrix per head, the state. A response in a pack gets both from the
 end of its prompt, and gradients flow back through both; a slot keeps both from token to token.
 
     DeltaNet       the layer: transformers' weights, tokens mixed by one of the two below
@@ -31,7 +31,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
 
 from common import distributed
 
-WIDTH = 4  # K of every Qwen3.5; another one is refused because it is untested
+WIDTH = 4  # K of every Qwen3.5; other widths are refused, as they are not tested
 FLA_INSTALL = "pip install fla-core"
 # of transformers, the same but for the name
 HF_LAYERS = (qwen3_5.Qwen3_5GatedDeltaNet, qwen3_5_moe.Qwen3_5MoeGatedDeltaNet)
@@ -73,7 +73,7 @@ def activation_bytes(text_config, itemsize: int) -> int:
 
 
 class Decay(nn.Module):
-    """How much of its state each head keeps: inputs (N, Hv) -> its logarithm (N, Hv), float32.
+    """How much of its state each head keeps: inputs (N, Hv) -> logarithms of it (N, Hv), float32.
 
     A module of its own so that the script can shard it with a policy of its own: the weights stay
     float32 where those of the layer are cast to bfloat16, as mamba_ssm_dtype in config.json asks.
@@ -132,20 +132,20 @@ class DeltaNet(qwen3_5.Qwen3_5GatedDeltaNet):
 
 
 # -------------------------------------------------------------------------------------------------
-# packs
+# Packs
 # -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Segments of a pack that one call of the delta rule takes.
+class DeltaCall:
+    """The segments of a pack that one call of the delta rule takes, with n tokens in all.
 
     Attributes:
-        tokens: (n,) theirs in the pack, one segment after the other; empty: all.
-        bounds: (segments + 1,) int64, where each begins and ends among these.
-        padded: (segments, longest) tokens of the pack; padding points at a segment's first.
+        tokens: (n,) indices in the pack, one segment after the other; empty: the whole pack.
+        bounds: (segments + 1,) int64, where each segment begins and ends among these.
+        padded: (segments, longest) indices in the pack; padding repeats a segment's first.
         is_padding: (segments, longest, 1) bool.
-        index: (n,) where ``padded``, flattened, holds them.
+        index: (n,) where the tokens are in ``padded``, flattened.
     """
 
     tokens: Tensor
@@ -156,14 +156,15 @@ class Stretch:
 
 
 class PackedDelta:
-    """Mixes the tokens of one pack: segments without a prefix start from nothing, those with
-    one from what their prefix, a whole such segment, has left; or all from what their slots hold.
+    """Mixes the tokens of one pack. Segments without a prefix start from zero states; those with one
+    start from the final state of their prefix, which is a segment without a prefix.
 
     Args:
-        segments: as of `attention.PackedAttention`.
-        states, plan: prefill. Where a segment's last token goes to a slot, by `plan` as of
-            `attention.PackedAttention`, its final state and last inputs go there, too.
-        resumed: each segment goes on where its slot is; prefixes mean keys of the slot.
+        segments, plan: see `attention.PackedAttention`.
+        states: prefill. If ``plan`` stores a segment's last token in a slot, the segment's final state
+            and last inputs are stored there, too.
+        resumed: every segment continues from the state of its slot instead; prefixes are only for
+            layers with keys.
     """
 
     def __init__(
@@ -180,17 +181,16 @@ class PackedDelta:
         if resumed:
             table[:, 2:] = table[:, :1]
         start, end, prefix_start, prefix_end = table.T
-        forked = prefix_start < prefix_end  # (S,)
-        whole = ~forked
-        parent = np.searchsorted(start[whole], prefix_start[forked])
+        has_prefix = prefix_start < prefix_end  # (S,)
+        parent = np.searchsorted(start[~has_prefix], prefix_start[has_prefix])
         self.parent = self.to_device(parent)  # (R,) which of the W segments each continues
         self.size = end[-1]  # N
-        self.whole = self.stretch(table[whole])
-        self.forked = None
-        if forked.any():
-            self.forked = self.stretch(table[forked])
-            # (N,) where the two calls' outputs hold each token
-            self.order = torch.cat([self.whole.tokens, self.forked.tokens]).argsort()
+        self.without_prefix = self.call_for(table[~has_prefix])
+        self.with_prefix = None
+        if has_prefix.any():
+            self.with_prefix = self.call_for(table[has_prefix])
+            # (N,) where each token is in the outputs of the two calls
+            self.order = torch.cat([self.without_prefix.tokens, self.with_prefix.tokens]).argsort()
         inputs = convolution_inputs(table, resumed)  # (S, K - 1 + longest)
         # The convolution of the first K - 1 tokens of each segment reaches beyond its start.
         windows = np.lib.stride_tricks.sliding_window_view(inputs, WIDTH, axis=1)  # of each token
@@ -201,15 +201,15 @@ class PackedDelta:
         if states is not None:
             ends = (end - start)[:, None] + np.arange(WIDTH - 1)
             last = np.take_along_axis(inputs, ends, axis=1)  # (S, K - 1)
-            self.keep(end[whole], last[whole], plan)
+            self.keep(end[~has_prefix], last[~has_prefix], plan)
 
     def to_device(self, array: np.ndarray) -> Tensor:
         return distributed.to_device(torch.as_tensor(array), self.device)
 
-    def stretch(self, table: np.ndarray) -> Stretch:
+    def call_for(self, table: np.ndarray) -> DeltaCall:
         padded, inside = padded_tokens(table)
         tokens = padded[inside]
-        return Stretch(
+        return DeltaCall(
             tokens=self.to_device(tokens[: 0 if len(tokens) == self.size else None]),
             bounds=self.to_device(np.append(0, np.cumsum(inside.sum(1)))),
             padded=self.to_device(padded),
@@ -233,8 +233,8 @@ class PackedDelta:
         padded = F.pad(x.float(), (0, 0, WIDTH - 1, 1))
         inputs = padded[WIDTH - 1 :]  # the pack, and after it zeros
         if self.resumed is not None:
-            held = self.resumed.inputs[layer, self.slots].float()
-            inputs = torch.cat([inputs, held.flatten(0, 1)])
+            earlier = self.resumed.inputs[layer, self.slots].float()
+            inputs = torch.cat([inputs, earlier.flatten(0, 1)])
         weights = taps.float()
         out = padded[: len(x)] * weights[0]
         for i in range(1, WIDTH):
@@ -251,19 +251,19 @@ class PackedDelta:
         the update (N, Hv) -> (N, Hv, Dv)."""
         inputs = q, k, v, decay, strength
         rule = choose_rule(q.device.type, q.dtype)
-        held = None if self.resumed is None else self.resumed.states[layer, self.slots]
-        out, state = rule(self.whole, inputs, held)  # (n, Hv, Dv), (W, Hv, Dk, Dv)
+        initial = None if self.resumed is None else self.resumed.states[layer, self.slots]
+        out, state = rule(self.without_prefix, inputs, initial)  # (n, Hv, Dv), (W, Hv, Dk, Dv)
         if self.states is not None:
             self.states.states[layer, self.slots] = state[self.ending]
-        if self.forked is None:
+        if self.with_prefix is None:
             return out
-        after, _ = rule(self.forked, inputs, state.index_select(0, self.parent))
+        after, _ = rule(self.with_prefix, inputs, state.index_select(0, self.parent))
         return torch.cat([out, after]).index_select(0, self.order)
 
 
 def padded_tokens(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of segments (S, longest) in the pack, where padding points at a segment's first; and
-    which are none of the padding."""
+    """(S, longest) the tokens of segments in the pack, padding repeating a segment's first token; and
+    (S, longest) bool, which are not padding."""
     start, length = table[:, :1], table[:, 1:2] - table[:, :1]  # (S, 1)
     step = np.arange(length.max())
     inside = step < length
@@ -272,8 +272,8 @@ def padded_tokens(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def convolution_inputs(table: np.ndarray, resumed: bool) -> np.ndarray:
     """(S, K - 1 + longest) the index of each input of the convolution: K - 1 before the segment, then
-    its own. Those before are the end of its prefix, else N, which holds zeros; of a resumed segment
-    they are N + 1 and on, where the inputs from its slot stand."""
+    its own. Those before are the end of its prefix, or N, where there are zeros; for a resumed segment
+    they are N + 1 and on, where the inputs from its slot are."""
     size, width = table[-1, 1], WIDTH - 1
     start, end, prefix_start, prefix_end = (table[:, i : i + 1] for i in range(4))  # (S, 1)
     before = prefix_end + np.arange(-width, 0)
@@ -285,13 +285,13 @@ def convolution_inputs(table: np.ndarray, resumed: bool) -> np.ndarray:
 
 
 # -------------------------------------------------------------------------------------------------
-# The delta rule over a stretch of segments
+# The delta rule
 # -------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def choose_rule(device: str, dtype: torch.dtype) -> Callable:
-    """`fla_rule` where its package is installed and its kernels run, or else `padded_rule`."""
+    """`fla_rule` on a GPU in reduced precision if its package is installed, otherwise `padded_rule`."""
     if device != "cuda" or dtype == torch.float32:
         return padded_rule
     if importlib.util.find_spec("fla") is None:
@@ -307,12 +307,13 @@ def load_fla() -> Callable:
 
 
 def fla_rule(
-    stretch: Stretch, inputs: tuple[Tensor, ...], state: Tensor | None
+    call: DeltaCall, inputs: tuple[Tensor, ...], state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """By the kernels of flash-linear-attention: inputs of the whole pack, states (segments, Hv, Dk,
-    Dv) to start from -> outputs (n, Hv, Dv) of the segments one after the other, final states."""
-    if len(stretch.tokens):
-        inputs = tuple(x.index_select(0, stretch.tokens) for x in inputs)
+    """The delta rule by the kernels of flash-linear-attention: inputs of the whole pack and initial
+    states (segments, Hv, Dk, Dv) -> outputs (n, Hv, Dv), one segment after the other, and final
+    states."""
+    if len(call.tokens):
+        inputs = tuple(x.index_select(0, call.tokens) for x in inputs)
     q, k, v, decay, strength = (x[None] for x in inputs)
     out, final = load_fla()(
         q,
@@ -323,21 +324,21 @@ def fla_rule(
         initial_state=state,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=stretch.bounds,
+        cu_seqlens=call.bounds,
     )
     return out[0], final
 
 
 def padded_rule(
-    stretch: Stretch, inputs: tuple[Tensor, ...], state: Tensor | None
+    call: DeltaCall, inputs: tuple[Tensor, ...], state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`fla_rule` in plain torch, by transformers' function for segments of one length. Padding
     neither lets a state decay nor writes into it."""
-    shape = stretch.padded.shape
-    batch = [x.index_select(0, stretch.padded.flatten()).unflatten(0, shape) for x in inputs]
+    shape = call.padded.shape
+    batch = [x.index_select(0, call.padded.flatten()).unflatten(0, shape) for x in inputs]
     q, k, v = batch[:3]  # (segments, longest, Hv, D)
-    decay, strength = (x.masked_fill(stretch.is_padding, 0) for x in batch[3:])
-    # Unwrapped: where flash-linear-attention is installed the name stands for its kernel.
+    decay, strength = (x.masked_fill(call.is_padding, 0) for x in batch[3:])
+    # Unwrapped: with flash-linear-attention installed, the name would call its kernel.
     function = inspect.unwrap(qwen3_5.torch_chunk_gated_delta_rule)
     out, final = function(
         q,
@@ -350,7 +351,7 @@ def padded_rule(
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    return out.flatten(0, 1).index_select(0, stretch.index), final
+    return out.flatten(0, 1).index_select(0, call.index), final
 
 
 # -------------------------------------------------------------------------------------------------
@@ -359,7 +360,7 @@ def padded_rule(
 
 
 class SlotStates:
-    """What decoding needs to know of the tokens so far of each sequence, in layers without keys:
+    """What decoding needs of each sequence's tokens so far, in layers without keys:
     ``inputs`` (layers, slots, K - 1, C), and ``states`` (layers, slots, Hv, Dk, Dv) in float32.
 
     Mixes one new token for each of the first B slots, all in place and without waiting for the
@@ -372,7 +373,7 @@ class SlotStates:
         window = layers, slots, WIDTH - 1, channels(text_config)
         self.inputs = torch.zeros(window, dtype=dtype, device=device)
         self.states = torch.zeros(layers, slots, heads, *head, device=device)
-        # (slots,) bool: those that keep what they hold, as their sequences will go on
+        # (slots,) bool: slots that must not change, as their sequences wait to go on
         self.done: Tensor | None = None
 
     def move(self, source: Tensor, target: Tensor) -> None:

@@ -2,10 +2,10 @@
 
     Policy       log-probs of response tokens; actor, reference, teacher and judge, which
                  train_grm_vl.py trains
-    Critic       values; the scalar reward model, too
+    Critic       values; also the scalar reward model
     logprobs_of, values_of   of all samples of a batch
 
-FSDP gathers their weights in `forward`, so all that needs weights happens there.
+FSDP gathers their weights in `forward`, so whatever needs weights happens there.
 
 Shapes: N response tokens of all samples, T of them in a pack of L tokens; H hidden size, V
 vocabulary.

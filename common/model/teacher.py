@@ -1,7 +1,7 @@
 """Another model that scores the policy's tokens: a teacher.
 
-Teacher        its log-probs of a batch as it sees that batch: `Teacher.view`
-with_prompts   every prompt in a template, as some processor reads it
+Teacher          a frozen model, and the batch as it sees it: `Teacher.view`
+with_prompts     a batch with other prompts, such as prompts in a template
 follow_average   a teacher that is the running average of the policy
 """
 
@@ -33,7 +33,7 @@ def with_prompts(batch: Batch, processor: Processor, template: str = "") -> Batc
     return replace(batch, prompts=prompts, positions={})
 
 
-@functools.cache  # a row is read once in a run
+@functools.cache  # each row is read once in a run
 def read_prompt(prompt: Prompt, processor: Processor, template: str) -> Prompt:
     """A row's prompt in the template, if there is one, as a processor reads it. Raises ValueError:
     a column that the row lacks, images that the family does not take, too many tokens."""
@@ -79,14 +79,14 @@ class Teacher:
 
     @contextmanager
     def in_use(self):
-        """Inside, its module is on its device and without adapters."""
+        """Within the block, its module is on its device and without adapters."""
         policy = self.policy
         with onloaded(self.offload, policy), without_adapters(policy.model):
             yield policy
 
     @property
     def own_tower(self) -> bool:
-        """Whether image features must be made for it."""
+        """Whether it needs image features of its own."""
         model = self.policy.model
         return not (
             self.policy is self.actor or model.setup.trains_vision or not tower_parameters(model)
@@ -126,7 +126,7 @@ class Teacher:
 
 
 def follow_average(teacher: Teacher | None, trained: Trainable) -> None:
-    """Give a teacher `ema` the averaged weights of the actor."""
+    """Copy the averaged weights of the actor into a teacher `ema`."""
     if teacher is not None and teacher.args.teacher_model == "ema":
         with trained.averaged():
             copy_weights(trained.module, teacher.policy)

@@ -1,13 +1,13 @@
 """Rollouts of models too large for one GPU: the ranks of a team decode the same samples, each with its
-piece of every layer (tensor parallelism, Shoeybi et al. 2019).
+part of every layer (tensor parallelism, Shoeybi et al. 2019).
 
-A piece of a layer is a narrower layer, with some of the heads and part of the MLP's inner dimension.
-transformers' own modules compute it; two sums per layer over the team make its outputs whole.
-FSDP gathers one layer after the other, as for training, and each rank keeps its piece of each
-(`cut`): a team may have any size that divides the heads, however the weights are sharded in training.
+A part of a layer is a narrower layer, with some of the heads and a slice of the MLP's inner dimension.
+transformers' own modules compute it; two sums per layer over the team complete its outputs. FSDP
+gathers one layer after the other, as for training, and each rank keeps its part of each (`cut`). So a
+team may have any size that divides the heads, however the weights are sharded in training.
 
-Embeddings and head are whole on every rank. They are gathered whole anyway, before the layers, and
-gathering logits from pieces of the head would take about as long as computing all of them.
+Embeddings and head are complete on every rank. They are gathered anyway, before the layers, and to
+gather logits from parts of the head would take about as long as computing all of them.
 
 Shapes: E experts, I their inner size, H hidden size.
 """
@@ -23,11 +23,11 @@ from common.distributed import Team
 from common.model.vlm import Model, decoder
 from common.process import UserError
 
-# What is cut of a layer: by module name, the dimension for each of its parameters. Everything else is
-# whole on every rank: norms, routers, linear attention.
+# What is cut: by module name, the dimension of each of its parameters. Everything else is complete on
+# every rank: norms, routers, linear attention.
 OUTPUTS = {"weight": 0, "bias": 0, "lora_B": 0}
 INPUTS = {"weight": 1, "lora_A": 1}
-SUMMED = {  # the outputs of all ranks are terms of a sum
+SUMMED = {  # the team sums their outputs
     "o_proj": INPUTS,
     "down_proj": INPUTS,
     "experts": {"gate_up_proj": 1, "down_proj": 2},  # (E, 2 I, H), (E, H, I)
@@ -52,9 +52,9 @@ TOGETHER = (
 
 
 def names_and_units(layer: nn.Module) -> dict[nn.Module, tuple[str, int]]:
-    """For a layer and each module in it, its name in its parent, and how many numbers of a cut
+    """For a layer and each module in it: its name in its parent, and how many entries of a cut
     dimension stay together, such as those of a head. Raises UserError: a module has only some of the
-    parts that are cut together; the others go by other names."""
+    parts that are cut together, or others under unknown names."""
     named = {layer: ("", 1)}
     for path, outer in layer.named_modules():
         parts = outer._modules.keys() & CUTS.keys()
@@ -70,13 +70,13 @@ def names_and_units(layer: nn.Module) -> dict[nn.Module, tuple[str, int]]:
 
 
 def piece_of(value: Tensor, module: str, unit: int, kind: str, team: Team) -> Tensor:
-    """A copy of this rank's piece of a parameter: its ``kind``, such as "weight", of a ``module`` of this
-    name, in which ``unit`` numbers stay together. Raises UserError: it cannot be shared equally."""
+    """A copy of this rank's part of a parameter: the ``kind``, such as "weight", of a ``module`` of this
+    name, in which ``unit`` entries stay together. Raises UserError: it cannot be divided equally."""
     dim, size = CUTS.get(module, {}).get(kind), team.size
     if dim is None:
         is_term = module in SUMMED and kind == "bias"
         return value / size if is_term else value.clone()
-    # gate_up_proj is all gates, then all ups: take a piece of each
+    # gate_up_proj is all gates, then all ups: take a part of each
     value = value.unflatten(dim, (2 if "gate_up_proj" in (module, kind) else 1, -1))
     numbers, least = value.shape[dim + 1], size * unit
     if numbers % least and (module not in KEYS or least % numbers):  # ranks may share a key head
@@ -90,8 +90,8 @@ def piece_of(value: Tensor, module: str, unit: int, kind: str, team: Team) -> Te
 
 
 def piece_bytes(model: Model, ranks: int) -> int:
-    """Bytes of a rank's pieces of all layers if so many ranks share them, in the compute dtype; counted
-    on meta. Raises UserError: they cannot share them."""
+    """Bytes of a rank's parts of all layers if so many ranks share them, in the compute dtype; counted
+    on meta. Raises UserError: they cannot be divided among so many."""
     numbers = 0
     for layer in decoder(model).layers:
         for owner, name_and_unit in names_and_units(layer).items():
@@ -108,13 +108,13 @@ class Sharded(nn.Module):
 
 def cut(layer: Sharded, team: Team, undo: ExitStack) -> None:
     """Until ``undo`` closes, replace the weights of a layer that FSDP has gathered by this rank's
-    pieces, and sum its outputs over the team."""
+    parts, and sum its outputs over the team."""
     named = names_and_units(layer)
     weights = [
         (owner, kind, weight)
         for owner in layer.modules()
         for kind, weight in owner.named_parameters(recurse=False)
-        if not isinstance(weight, DTensor)  # FSDP gathers this one with a part of the layer
+        if not isinstance(weight, DTensor)  # FSDP gathers this one with another module of the layer
     ]
     pieces = [piece_of(weight, *named[owner], kind, team) for owner, kind, weight in weights]
     layer.reshard()

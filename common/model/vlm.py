@@ -5,8 +5,8 @@
                                                            hidden_states
 
 A model here is one of transformers, of the type `Model`, with one more attribute: ``setup``, what it
-is and how it computes (`Setup`); and what mixes tokens in a layer has a ``slot_layer``, the layer's
-number in the cache. `build` makes it.
+is and how it computes (`Setup`). The attention module of each layer also has a ``slot_layer``, the
+layer's number in the cache. `build` makes such models.
 
 Shapes: P prompt tokens, I images, M image tokens, L tokens of a pack, H hidden size, K levels
 of image features.
@@ -52,13 +52,13 @@ class Compute:
 
 
 class UpdateSetting(NamedTuple):
-    """How updates use memory: what the forward pass keeps for the backward pass, which computes the rest
-    again (`recompute`)."""
+    """What the forward pass of an update keeps for the backward pass, which computes the rest again
+    (`recompute`)."""
 
     tokens: int  # of a pack
-    recomputed: int  # layers whose activations are computed again, the first ones
-    keep_attention: bool = False  # of these, all keep the outputs of attention
-    keep_products: int = 0  # and so many, the last ones, those of matrix products
+    recomputed: int  # number of layers, the first ones, whose activations are computed again
+    keep_attention: bool = False  # whether all of these keep the outputs of attention
+    keep_products: int = 0  # number of these, the last ones, that keep those of matrix products
 
     def __str__(self) -> str:
         packs = f"packs of {self.tokens:,} tokens"
@@ -80,15 +80,16 @@ class Setup(Compute):
     folder: Path  # its checkpoint
     trains_vision: bool = False  # its own forward computes image features
     team: Team = ALONE  # the ranks that decode together, once it is loaded
-    # types of its weights that hold the values in the checkpoint's files, on rank 0
+    # on rank 0: the types of its weights in the checkpoint's files
     types: dict[str, torch.dtype] = field(default_factory=dict)
     updates: UpdateSetting | None = None  # what --gradient_checkpointing auto chose, on a GPU
     # what PEFT's adapter_config.json says of its adapters, if it has any
     adapter: dict[str, Any] | None = None
 
 
-# The classes of transformers' modules differ by family. Those here declare what is read of them, for
-# readers and the type checker, and there are no objects of them. A part that was left out is absent.
+# The classes of transformers' modules differ by family. The classes here declare which attributes are
+# used, for readers and the type checker; they are never instantiated. A part that was left out of a
+# model is absent.
 
 
 class Rotary(nn.Module):
@@ -146,7 +147,7 @@ Modules = dict[str, Wrapper]  # by role
 
 
 def decoder(model: Model) -> Decoder:
-    """The language model: a part of `model.model`, or all of it in a text-only model."""
+    """The language model: a part of `model.model`; in a text-only model, all of it."""
     return model.get_decoder()
 
 
@@ -189,7 +190,7 @@ def layers(model: Model) -> list[nn.Module]:
 
 
 def softcap(model: Model) -> float | None:
-    """The bound into which a model squeezes its logits, if it does."""
+    """The bound of a model that soft-caps its logits, or None."""
     return getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
 
@@ -199,8 +200,8 @@ def float32_parts(model: Model) -> list[nn.Module]:
 
 
 def routers(model: Model) -> list[nn.Module]:
-    """The modules that give the router logits of each MoE layer, or (these, ...); none in a dense
-    model."""
+    """The modules that return the router logits of each MoE layer, or a tuple that begins with
+    them; none in a dense model."""
     return [
         module
         for name, module in decoder(model).named_modules()
@@ -209,7 +210,7 @@ def routers(model: Model) -> list[nn.Module]:
 
 
 def balances_by_loss(model: Model) -> bool:
-    """Whether it has routers, and they choose by their logits alone: GLM's add a bias to each expert."""
+    """Whether it has routers that choose by their logits alone (GLM's add a bias to each expert)."""
     return any(not hasattr(router, "e_score_correction_bias") for router in routers(model))
 
 
@@ -250,7 +251,7 @@ def image_features(model: Model, patches: Tensor, grids: Tensor) -> Tensor:
             if part is not decoder(model):
                 part.eval()
     weight = tower_parameters(model)[0]
-    # Pixels stay float32: a tower casts them itself, some after having scaled them.
+    # Pixels stay float32: towers cast them, some only after scaling.
     patches, grids = patches.to(weight.device), grids.to(weight.device)
     inputs = model.setup.family.vision_inputs(patches, grids)
     with torch.set_grad_enabled(model.setup.trains_vision and torch.is_grad_enabled()):
@@ -328,15 +329,15 @@ def hidden_states(model: Model, pack: Pack) -> Tensor:
 
     If a pack has ``grids``, it contains pixels, and their features are computed here, inside FSDP's
     forward. Each token has three positions, all equal in families without three-dimensional rotary
-    positions. The others get a fourth, in which transformers looks for packed sequences; it is
-    zero, so that no mask is built, as our attention goes by segments.
+    positions. The others get a fourth row, in which transformers looks for packed sequences. It is
+    zero, so that no mask is built: our attention uses segments.
     """
     language = decoder(model)
     embeds = language.get_input_embeddings()(pack.input_ids)  # (1, L, H)
     features = pack.features
     if features is not None and pack.grids is not None:
         features = image_features(model, features[0], pack.grids)
-        if not len(pack.image_index):  # an image of `packs.spare_image`
+        if not len(pack.image_index):  # the image is one of `packs.spare_image`
             embeds, features = embeds + 0.0 * features.sum(), None
     further = {}
     if getattr(language, "hidden_size_per_layer_input", 0):

@@ -419,7 +419,7 @@ def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
     monkeypatch.setattr(
         linear_attention,
         "choose_rule",
-        lambda *_: lambda stretch, inputs, state: (KeepsWhatTheKernelKeeps.apply(*inputs), None),
+        lambda *_: lambda call, inputs, state: (KeepsWhatTheKernelKeeps.apply(*inputs), None),
     )
     tokenizer = toy.make_tokenizer()
     model = toy.make_model("qwen3_5", tokenizer, 0, hidden_size=128, layers=4)
