@@ -26,10 +26,10 @@ file. "source" is optional in every kind, "videos" in all but pictures. A respon
                 "criterion": "names the animal", "correct": true}
     score      {"question": "what is this?", "images": ["x.png"], "response": "a cat", "score": 4}
 
-Pairs are shown in both orders (--orders); in each of them, {A} and {B} in a critique become the
-names that the two have there. A template of its kind turns a row into a question (--templates). The
-judge.json of an export contains templates and verdicts, so that a judge is always asked in the way it
-was trained.
+Pairs are shown in both orders (--orders); {A} and {B} in a critique become the names that the two
+sides have in that order. The template of its kind turns a row into a question (--templates). The
+judge.json of an export contains templates and verdicts, so that a judge is always asked as it was
+trained.
 
 Shapes: N target tokens in a step, L tokens in a pack, T of them targets.
 
@@ -231,7 +231,7 @@ def count_steps(args: Args, rows: int, saved: dict = {}) -> Args:
     return replace(args, steps=steps, max_epochs=0)
 
 
-# The flags that make this another run, from whose checkpoint --resume auto does not go on.
+# The flags that identify a run: if one has changed, --resume auto refuses the checkpoint.
 IDENTITY = {
     *flags.IDENTITY,
     *JudgeArgs.__annotations__,
@@ -239,7 +239,7 @@ IDENTITY = {
 
 
 # -------------------------------------------------------------------------------------------------
-# Data: from rows to questions, targets and verdicts. judge.json keeps how they are asked.
+# Data: from rows to questions, targets and verdicts. judge.json keeps their templates.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -326,7 +326,7 @@ def next_batch(loader: data.PromptLoader) -> Batch:
 
 @dataclass
 class TrainState:
-    """What a resumed run needs besides weights and optimizer state; saved in each checkpoint."""
+    """What a resumed run needs besides weights and optimizer state. Each checkpoint contains it."""
 
     step: int = 0  # finished steps
     rows_drawn: int = 0  # of --data
@@ -371,8 +371,8 @@ def build_judge(args: Args, processor: Processor, device: torch.device) -> Polic
 
 
 def plan_memory(args: Args, judge: Policy, rows: Rows, ranks: int) -> budget.MemoryPlan:
-    """The memory of a step on so many ranks, and of the evaluation, with --slots or a single slot; it uses
-    more if memory is free."""
+    """The memory of a step on so many ranks, and of an evaluation. That is planned with --slots or with a
+    single slot; it uses more if memory is free."""
     prompt = budget.longest_prompt(row.prompt for row in (*rows.held_out, *rows.train))
     length = prompt + args.eval_max_new_tokens
     target = budget.longest_example(example for row in rows.train for example in row.examples)
@@ -432,7 +432,7 @@ def shard(module: vlm.Wrapper, mesh: DeviceMesh) -> None:
 
 def adamw(module: nn.Module, lr: float, args: flags.OptimArgs) -> torch.optim.Optimizer:
     """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not. A
-    group may have a rate of its own."""
+    group may have a learning rate of its own."""
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
@@ -443,14 +443,14 @@ def adamw(module: nn.Module, lr: float, args: flags.OptimArgs) -> torch.optim.Op
 
 
 def backward(loss: Tensor) -> None:
-    """The gradient of a pack's share of a loss. Shares add up over the ranks, but FSDP averages."""
+    """Add the gradient of a pack's share of a loss. Shares sum over the ranks, but FSDP averages."""
     (loss * dist.get_world_size()).backward()
 
 
 def take_step(trained: fsdp.Trainable, step: int) -> tuple[float, bool]:
-    """Clip by the model's global norm and update, at the rates of ``step``, counted from 1. Returns the
-    norm before clipping and whether the update was applied: it is skipped if the norm is not finite,
-    which all ranks see alike."""
+    """Clip by the model's global norm and update, at the learning rates of ``step`` (from 1). Returns the
+    norm before clipping and whether the update was applied: it is skipped if the norm, which is the
+    same on all ranks, is not finite."""
     bound = trained.args.max_grad_norm or math.inf
     norm = nn.utils.clip_grad_norm_(trained.module.parameters(), bound, foreach=True)
     norm = float(weights.whole(norm))
@@ -575,8 +575,8 @@ def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
 
 
 def evaluation_record(record: dict) -> dict:
-    """A record as eval_result_N.json has it: what was asked under "info", and the names that other
-    systems give to what was answered."""
+    """A record of eval_result_N.json: the question under "info", and the answers under the names that
+    other systems use."""
     info = {
         "row": record["source"],
         "source": record.get("group"),
@@ -671,7 +671,7 @@ def uneven_prompts(questions: list[Question]) -> list[str]:
         return []
     return [
         f"warning: {count} of {total} examples share one prompt ({largest.prompt.source}), and a step has "
-        "whole prompts: put what tells these rows apart into their prompts, or give them several prompts"
+        "whole prompts: put what distinguishes these rows into their prompts, or give them several prompts"
     ]
 
 

@@ -634,7 +634,7 @@ def draw_by_history(
 
 @dataclass
 class TrainState:
-    """What a resumed run needs besides weights and optimizer states; saved in each checkpoint."""
+    """What a resumed run needs besides weights and optimizer states. Each checkpoint contains it."""
 
     kl_coef: float  # weight of the KL
     moments: losses.RunningMoments = field(default_factory=losses.RunningMoments)
@@ -655,7 +655,7 @@ class TrainState:
         return vars(self) | {"moments": vars(self.moments), "history": history}
 
     def load_state_dict(self, saved: dict, changed: set[str]) -> None:
-        """Restore what was saved, but for what DEPENDS_ON flags that have ``changed``."""
+        """Restore what was saved, except what DEPENDS_ON flags that have ``changed``."""
         saved["moments"] = losses.RunningMoments(**saved["moments"])
         history = bytearray.fromhex(saved["history"])
         if len(history) == self.history.nbytes > 0:
@@ -703,8 +703,8 @@ def advance(
     state.metrics = metrics
 
 
-# The flags that make this another run, from whose checkpoint --resume auto does not go on. Those of its
-# length are flags.LENGTH; all others are its way, and taken as they are now.
+# The flags that identify a run: if one has changed, --resume auto refuses the checkpoint. A resumed run
+# takes all others as they are now, but for its length (flags.LENGTH).
 OF_REWARDS = "reward reward_recipe reward_combiner grm_question grm_mode env".split()
 IDENTITY = {
     *flags.IDENTITY,
@@ -714,7 +714,7 @@ IDENTITY = {
     *ppo_flags.PerceptionArgs.__annotations__,
     *ppo_flags.TeacherArgs.__annotations__,
 } - {"export_critic"}
-# What of a saved state belongs to which flags: where one of them has changed, it begins anew.
+# The parts of a saved state that depend on flags: if one of these has changed, the part begins anew.
 DEPENDS_ON = {
     "kl_coef": ("kl_coef", "kl_target"),
     "moments": OF_REWARDS,
@@ -732,7 +732,7 @@ DEPENDS_ON = {
 def sampling_of(
     args: Args, processor: Processor, device: torch.device, teacher: Teacher | None = None
 ) -> Sampling:
-    """The sampling that the flags ask for, of ids that a teacher has, too."""
+    """Sampling as the flags say. Ids that the teacher lacks are banned."""
     banned = processor.banned_mask()  # (V,)
     if teacher:
         banned[teacher.policy.processor.vocab_size :] = True
@@ -830,8 +830,8 @@ def check_teacher_rows(args: Args, rows: Rows, teacher: Teacher | None) -> None:
 
 
 def plan_memory(args: Args, modules: vlm.Modules, rows: Rows, ranks: int) -> budget.MemoryPlan:
-    """The memory of a step on so many ranks. A rollout is planned with --slots, or a single slot; it
-    uses more if memory is free."""
+    """The memory of a step on so many ranks. A rollout is planned with --slots or with a single slot;
+    it uses more if memory is free."""
     prompt = budget.longest_prompt(rows.all)
     if args.env:  # a first observation may fill the prompt
         prompt = args.max_prompt_tokens
@@ -944,9 +944,9 @@ def shard(module: vlm.Wrapper, mesh: DeviceMesh) -> None:
 
 def adamw(module: nn.Module, lr: float, args: flags.OptimArgs) -> torch.optim.Optimizer:
     """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not. A
-    group may have a rate of its own."""
-    # Others take FSDP's shards as well: NAdam and SGD as they are, Muon beside AdamW as in
-    # tests/experiments. Adafactor does not: its statistics of rows and columns need whole matrices.
+    group may have a learning rate of its own."""
+    # Other optimizers work on FSDP's shards, too: NAdam and SGD as they are, Muon beside AdamW as in
+    # tests/experiments. Adafactor does not: its statistics of rows and columns need full matrices.
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
@@ -957,14 +957,14 @@ def adamw(module: nn.Module, lr: float, args: flags.OptimArgs) -> torch.optim.Op
 
 
 def backward(loss: Tensor) -> None:
-    """The gradient of a pack's share of a loss. Shares add up over the ranks, but FSDP averages."""
+    """Add the gradient of a pack's share of a loss. Shares sum over the ranks, but FSDP averages."""
     (loss * dist.get_world_size()).backward()
 
 
 def take_step(trained: fsdp.Trainable, step: int) -> tuple[float, bool]:
-    """Clip by the model's global norm and update, at the rates of ``step``, counted from 1. Returns the
-    norm before clipping and whether the update was applied: it is skipped if the norm is not finite,
-    which all ranks see alike."""
+    """Clip by the model's global norm and update, at the learning rates of ``step`` (from 1). Returns the
+    norm before clipping and whether the update was applied: it is skipped if the norm, which is the
+    same on all ranks, is not finite."""
     bound = trained.args.max_grad_norm or math.inf
     norm = nn.utils.clip_grad_norm_(trained.module.parameters(), bound, foreach=True)
     norm = float(weights.whole(norm))
@@ -1532,7 +1532,7 @@ def exceeds(stats: list[dict], target_kl: float) -> bool:
     """Whether KL(old, new) per token of a minibatch, over all ranks, is above the target."""
     sums = logging.MetricSums()
     sums.record([{"approx_kl": part["approx_kl"]} for part in stats])
-    # absent if no token of the minibatch is in the policy loss
+    # absent if no token of the minibatch takes part in the policy loss
     return sums.reduce().get("train/approx_kl", 0.0) > target_kl
 
 
@@ -1664,7 +1664,7 @@ STEP_COLUMNS = {
     "ev": "train/explained_variance",
     "s": "perf/step_seconds",
 }
-# nats per answer: a smaller vision gap is rounding, and the model ignores its images
+# nats per answer: a smaller vision gap is rounding, so the model ignores its images
 BLIND = 1e-3
 
 
@@ -1685,7 +1685,7 @@ def report_evaluation(
     log.samples(state.step, records, cards, stem="eval")
     accuracies = reports.accuracy_columns(metrics)
     for name in accuracies.values():
-        # before the first step this is no cause for alarm
+        # before the first step, none need be right
         never_right = metrics[name] == 0 and state.step > 0
         log.warn(
             name,
@@ -1788,7 +1788,7 @@ def report(
     log.warn(
         "advantages",
         all_zero and flat < prompts,
-        f"step {step}: all advantages are 0, though rewards differ: the estimator tells nothing apart",
+        f"step {step}: all advantages are 0, though rewards differ: the estimator sees no difference",
     )
 
 
@@ -1824,8 +1824,8 @@ def sampler_problem(gap: float, actor: Policy, args: Args) -> str:
         return ""
     return (
         f"{gap:.3g} is above {limit:g}: the log-probs that the sampler recorded differ from those "
-        "that a forward pass computes for the same tokens, so it does not sample from this model. A "
-        "sampler of your own: did it see the images, and this step's weights? Otherwise try "
+        "that a forward pass computes for the same tokens, so it does not sample from this model. If the "
+        "sampler is your own: did it get the images, and this step's weights? Otherwise try "
         "--attention sdpa or --cuda_graphs off; --sampler_gap_limit changes the limit (0: none)"
     )
 
@@ -1926,16 +1926,16 @@ def check_advantages(refuse: flags.Refusals, args: Args) -> None:
         )
     refuse(
         args.turn_gamma < 1 and args.advantage != "bi_level_gae",
-        f"--turn_gamma {args.turn_gamma} is of --advantage bi_level_gae alone",
+        f"--turn_gamma {args.turn_gamma} needs --advantage bi_level_gae",
     )
     own_lambda = args.gae_lambda_policy != args.gae_lambda
     refuse(
         (own_lambda or args.gae_alpha) and args.advantage != "gae",
-        "--gae_lambda_policy and --gae_alpha are of --advantage gae alone",
+        "--gae_lambda_policy and --gae_alpha need --advantage gae",
     )
     refuse(
         own_lambda and args.gae_alpha,
-        f"--gae_lambda_policy {args.gae_lambda_policy} excludes --gae_alpha: both are the lambda of "
+        f"--gae_lambda_policy {args.gae_lambda_policy} excludes --gae_alpha: both set the lambda of "
         "the advantages",
     )
     if args.advantage == "gdpo":
@@ -1985,7 +1985,7 @@ def check_rewards(refuse: flags.Refusals, args: Args) -> None:
     """Refuse sources of rewards that would not be used, or do not fit the rows."""
     refuse(
         args.reward_recipe and args.reward != Args.reward,
-        f"--reward_recipe is in place of --reward {args.reward}: give one of them",
+        f"--reward_recipe replaces --reward {args.reward}: give one of them",
     )
     refuse(
         args.reward_recipe and args.reward_combiner,
@@ -1999,7 +1999,7 @@ def check_rewards(refuse: flags.Refusals, args: Args) -> None:
 
 
 def check_teacher(refuse: flags.Refusals, args: Args) -> None:
-    """Refuse learning without rewards that has no teacher, and teachers without their model."""
+    """Refuse learning without rewards and without a teacher, and flags of a teacher that is not there."""
     refuse(
         args.reward == "none" and args.advantage != "none",
         f"--reward none excludes --advantage {args.advantage}: there is nothing to compute it from",
@@ -2012,7 +2012,7 @@ def check_teacher(refuse: flags.Refusals, args: Args) -> None:
     )
     refuse(
         only_teacher and args.dynamic_sampling,
-        "--advantage none excludes --dynamic_sampling: prompts are chosen by rewards, which are not used",
+        "--advantage none excludes --dynamic_sampling, which chooses prompts by their rewards",
     )
     refuse(
         only_teacher and args.kl_coef and args.kl_in == "reward",

@@ -4,7 +4,7 @@ inherits from its groups: the flags are its attributes.
 flag           declares a flag: its default, its help and what values it may have
 parse          command line, --config and defaults -> a script's Args
 override       an Args with other values of some flags
-Refusals       collects what is wrong with values beside each other
+Refusals       collects flags that cannot be used, or not together
 as_json        the values by flag, for args.json
 """
 
@@ -25,16 +25,16 @@ from common.toy import toy_file, write_toy
 
 Args = TypeVar("Args", bound="RunArgs")  # a script's
 NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
-LARGEST = 1e300  # of a flag's values: no infinity
+LARGEST = 1e300  # of a flag's values, so that infinity is none
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
 LONGEST_WAIT = 1e7
-# The flags that make a model, and a run of either script, another one.
+# The flags that identify a model, and a run of either script.
 MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
 IDENTITY = (*MODEL_IDENTITY, "data", "template_options", "seed")
-# Those of the length of a run. All others are its way: a resumed run takes them as they are now.
+# Those that set the length of a run. A resumed run takes all other flags as they are now.
 LENGTH = ("steps", "max_epochs")
 FOREIGN = Path(__file__).with_name("foreign_flags.json")  # flags of other systems
-# that most runs touch: --help alone shows these
+# the flags that most runs touch, which --help alone shows
 OFTEN = """
 model train_vision lora_rank gradient_checkpointing max_tokens_per_pack
 data eval_data prompts_per_step max_prompt_tokens max_pixels columns
@@ -42,7 +42,7 @@ samples_per_prompt max_new_tokens temperature eval_samples env reward advantage 
 epochs minibatches actor_lr critic_lr lr steps max_epochs warmup_steps
 save_every resume out seed eval_every eval_only
 """.split()
-# Flags that stand for each other: one on the command line is meant in place of all in --config.
+# Flags that replace each other: one on the command line overrides all of its set in --config.
 ALTERNATIVES = ({"reward", "reward_recipe"}, {"steps", "max_epochs"})
 
 # -------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ ALTERNATIVES = ({"reward", "reward_recipe"}, {"steps", "max_epochs"})
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a number may be; a flag that may be negative says so."""
+    """The bounds of a number, which by default is not negative."""
 
     low: float = 0
     high: float = LARGEST
@@ -72,7 +72,7 @@ def flag(
 
     Args:
         help: what it does, with the unit.
-        check: raises ValueError for a value that is none.
+        check: raises ValueError for a bad value.
         paths: paths in the value become absolute.
         bounds: of a number, see `Bounds`.
     """
@@ -81,7 +81,7 @@ def flag(
 
 
 def groups_of(args_class: type) -> dict[str, type]:
-    """The groups that a script's Args inherits from, by the stage that --help takes: the first word of
+    """The groups that a script's Args inherits from, by their names in --help STAGE: the first word of
     their docstring."""
     groups = [base for base in args_class.__bases__ if dataclasses.is_dataclass(base)]
     return {str(group.__doc__).split()[0].strip(",:"): group for group in groups}
@@ -135,7 +135,7 @@ def parse(
     name. Before the toy is written, ``check`` sees the flags of the command line.
 
     Raises:
-        UserError: an unknown flag, or a value that is none of it.
+        UserError: an unknown flag, or a bad value.
     """
     parser = build_parser(args_class, doc)
     typed = parser.read_flags(argv)
@@ -147,7 +147,7 @@ def parse(
         config = toy_file(*toy)
         if not config.exists():
             if check:
-                check(args_class(**typed))  # a mistake in them does not wait for the toy
+                check(args_class(**typed))  # before the toy is written, which takes seconds
             if not write_toy(config, toy[0]):
                 raise UserError(
                     "no --model given, and launch/toy.py did not write the embedded toy, for the "
@@ -159,8 +159,8 @@ def parse(
 
 
 def override(args: Args, values: dict) -> Args:
-    """The flags with other ``values`` of some. What follows from other flags (`RunArgs.automatic`) does so
-    again; what was chosen stays, but for alternatives to the new values."""
+    """The flags with other ``values`` of some. What follows from other flags (`RunArgs.automatic`) is
+    derived again; what was chosen stays, except alternatives to the new values."""
     followed = args.automatic()
     chosen = {name: value for name, value in vars(args).items() if followed.get(name) != value}
     for names in ALTERNATIVES:
@@ -175,8 +175,8 @@ def override(args: Args, values: dict) -> Args:
 
 
 def build_parser(args_class: type, description: str | None, listed: str = "all") -> "Parser":
-    """One section per group; flags that were not given stay absent, so that a value of --config can
-    stand. Its help has the flags that are ``listed``: those most touched, all, or those of a stage."""
+    """One section per group; flags that were not given stay absent, so that --config can set them.
+    Its help has the flags that are ``listed``: those most touched, all, or those of a stage."""
     groups = groups_of(args_class)
     parser = Parser(
         description=description,
@@ -228,7 +228,7 @@ def add_flag(section: Any, field: Any, is_listed: bool) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UserError for a mistake, and says which flag may be meant."""
+    """A parser that raises UserError for a mistake, and suggests a flag."""
 
     fields: dict[str, Any]  # by flag, for `read_flags`
 
@@ -236,7 +236,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
     def exit(self, status: int = 0, message: str | None = None):
-        """Called by argparse for --help: another SystemExit would be taken for a user's program's."""
+        """Called by argparse for --help. A plain SystemExit would be taken for one of a user's program."""
         raise Exit(status)
 
     def parse_args(self, argv: list[str] | None = None) -> argparse.Namespace:
@@ -253,7 +253,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
     def read_flags(self, argv: list[str] | None) -> dict:
-        """The flags that were given, each with a value that it may have. Raises UserError."""
+        """The flags that were given, with their values checked. Raises UserError."""
         values = vars(self.parse_args(argv))
         refuse = Refusals()
         for name, field in self.fields.items():
@@ -267,7 +267,7 @@ def read_config(path: str | Path, parser: Parser) -> dict:
     """Flags from a JSON file, read as if they stood on the command line.
 
     Raises:
-        UserError: not a JSON object, an unknown flag, or a value that is none of it.
+        UserError: not a JSON object, an unknown flag, or a bad value.
     """
     try:
         config = read_json(path)
@@ -317,7 +317,7 @@ def suggest(unknown: str, known: list[str]) -> str:
 
 
 class Refusals:
-    """What is wrong with flags, told together."""
+    """What is wrong with flags, reported together."""
 
     def __init__(self):
         self.problems: list[str] = []
@@ -462,7 +462,7 @@ class ModelArgs:
     lora_alpha: int = flag(16, "adapters are scaled by this / --lora_rank", low=1)
     max_tokens_per_pack: int = flag(
         16384,
-        "tokens per pack and per prefill, at most; determines the memory of an update",
+        "most tokens of a pack or a prefill; determines the memory of an update",
         low=1,
     )
     rollout_shards: int = flag(
@@ -473,8 +473,8 @@ class ModelArgs:
     )
     slots: int = flag(
         0,
-        "sequences decoded together per rank, or team of --rollout_shards; 0: as many as fit into "
-        "memory, at most 256, of a team 512",
+        "sequences decoded together per rank, or per team of --rollout_shards; 0: as many as fit into "
+        "memory, at most 256, in a team 512",
     )
     cuda_graphs: str = flag(
         "auto",
@@ -501,7 +501,7 @@ class DataArgs:
     prompts_per_step: int = flag(32, "prompts per step, over all ranks", low=1)
     max_prompt_tokens: int = flag(
         4096,
-        "longest prompt (of the reward model: with its target), tokens with image tokens; longer "
+        "longest prompt (in train_grm_vl.py with its target), in tokens, image tokens included; longer "
         "ones are bad rows",
         low=1,
     )
@@ -515,8 +515,8 @@ class DataArgs:
     )
     coordinates: str = flag(
         "auto",
-        "in which the model answers with boxes and points: pixels of the file, or of the image as seen; "
-        "0 to a number; auto: as the family's makers say",
+        "coordinates of boxes and points in the model's answers. file, seen: pixels of the file, or of the "
+        "image as the model sees it; 1000, 1: from 0 to this number on both axes; auto: those of the family",
         choices=("auto", "file", "seen", "1000", "1"),
     )
     image_root: str = flag(
@@ -534,7 +534,7 @@ class DataArgs:
     )
     on_bad_row: str = flag(
         "error",
-        "what a bad row does: error stops the run, skip counts and reports it",
+        "what a bad row does: error ends the run, skip leaves the row out, counts and reports it",
         choices=("error", "skip"),
     )
 
@@ -550,7 +550,8 @@ class OptimArgs:
     warmup_steps: int = flag(0, "steps of linear warm-up")
     min_lr_ratio: float = flag(
         0.1,
-        "learning rate of the last step of linear and cosine, as a fraction; 0 comes one step later",
+        "learning rate of the last step of linear and cosine, as a fraction; with 0, the rate reaches 0 "
+        "one step later",
         high=1,
     )
     weight_decay: float = flag(0.0, "decoupled weight decay; never on biases and norms")
@@ -589,9 +590,9 @@ class CheckpointArgs:
     )
     resume: str = flag(
         "auto",
-        "auto: resume if --out has a checkpoint, but not one of another model, data, reward, algorithm "
-        "or seed; never: fail if it has one; PATH of a run or a checkpoint: start --out, unless it has "
-        "one of its own, from there, with other flags if need be",
+        "auto: resume if --out has a checkpoint, but refuse one of another model, data, reward, algorithm "
+        "or seed; never: fail if it has one; PATH of a run or a checkpoint: start --out from there, even "
+        "with other flags, unless --out has a checkpoint of its own",
     )
 
 

@@ -11,8 +11,8 @@ HINT = re.compile(r"(?:[^{}]|\{\{|\}\}|\{[^\W\d][^{}.\[\]:!]*\})*")
 
 
 def check_teacher_prompt(template: str) -> None:
-    """Raises ValueError: no template of --teacher_prompt. It is a Python format string of plain names:
-    a format of its own could ask for gigabytes, and an attribute for more than the row."""
+    """Raises ValueError: not a template of --teacher_prompt. That is a Python format string of plain
+    names: a format specification could take gigabytes, and an attribute could read more than the row."""
     if not HINT.fullmatch(template):
         raise ValueError(
             f"{template}: braces hold the name of a column and nothing else, as in {{answer}} (a brace "
@@ -43,8 +43,8 @@ class RowArgs:
     )
     curriculum: str = flag(
         "",
-        "file.py:function of (rows, samples, rewards) to weights, by which the rows of a batch are drawn; "
-        "of each row of --data they are its columns, how many samples it had, and the sum of their "
+        "file.py:function from (rows, samples, rewards) to weights, by which the rows of a batch are drawn: "
+        "for each row of --data its columns, its number of samples so far, and the sum of their "
         "rewards; empty: every row once in a pass",
         paths=True,
     )

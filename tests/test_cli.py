@@ -182,9 +182,9 @@ stray                                         | unrecognized arguments: stray
 --advantage grpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
 --advantage grpo --export_critic              | --export_critic True needs a critic
 --advantage grpo --critic_model m             | --critic_model m needs a critic, and --advantage grpo has none
---advantage grpo --gae_alpha 0.1              | --gae_alpha are of --advantage gae alone
---advantage bi_level_gae --gae_lambda_policy 0.9 | --gae_alpha are of --advantage gae alone
---advantage grpo --turn_gamma 0.9             | --turn_gamma 0.9 is of --advantage bi_level_gae alone
+--advantage grpo --gae_alpha 0.1              | --gae_alpha need --advantage gae
+--advantage bi_level_gae --gae_lambda_policy 0.9 | --gae_alpha need --advantage gae
+--advantage grpo --turn_gamma 0.9             | --turn_gamma 0.9 needs --advantage bi_level_gae
 --advantage gdpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
 --advantage gdpo --reward exact,boxed --reward_combiner m.py:f
     | --advantage gdpo excludes --reward_combiner: gdpo compares the sources
@@ -509,7 +509,7 @@ def test_one_of_two_flags_that_stand_for_each_other_replaces_the_other_of_a_conf
     config.write_text('{"model": "m", "data": "d.jsonl", "reward": "exact", "steps": 7}')
     args = ppo.parse_args(words("--config", config, "--reward_recipe", '{"*": [["answer", 1]]}'))
     assert (args.reward, args.steps) == ("boxed", 7)
-    with user_error("--reward_recipe is in place of --reward exact: give one of them"):
+    with user_error("--reward_recipe replaces --reward exact: give one of them"):
         ppo.parse_args(words("--config", config, "--reward exact --reward_recipe r.json"))
     config.write_text('{"model": "m", "data": "d.jsonl", "steps": 7}')
 

@@ -378,7 +378,7 @@ def test_another_sampler_that_sees_no_images_is_stopped_with_the_question(run, m
         monkeypatch.setitem(script.rollout.__globals__, "load_pixels", lambda *_: None)
 
     with user_error(
-        "train/sampler_gap 0.* is above 0.001: .*A sampler of your own: did it see the images"
+        "train/sampler_gap 0.* is above 0.001: .*If the sampler is your own: did it get the images"
     ):
         run("sampler", "--sampler generate", prepare=blind)
 
