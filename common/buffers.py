@@ -94,14 +94,14 @@ Features = dict[ImageKey, Tensor]  # (K, M, H) each
 # Batch
 # -------------------------------------------------------------------------------------------------
 
-# What a field of a batch has an entry for: by this it is selected, joined and checked.
+# What the entries of a field of a batch belong to: this decides how it is selected, joined and checked.
 Item = TypeVar("Item")
 PerPrompt = Annotated[list, "prompt"]
 OfPrompts = Annotated[dict[int, Item], "some prompts"]  # by their indices
 PerSample = Annotated[Tensor, "sample"]
 PerToken = Annotated[Tensor, "token"]  # flat: the response tokens of all samples
 PerStreamToken = Annotated[Tensor, "stream token"]  # flat: the tokens of all streams
-OfBatch = Annotated[Item, "batch"]  # of several: lists one after the other, else the first one's
+OfBatch = Annotated[Item, "batch"]  # joined: lists are concatenated, of others the first is kept
 
 EMPTY = torch.zeros(0, dtype=torch.int64)
 
@@ -134,9 +134,9 @@ class Batch:
     own_lengths: PerSample = EMPTY  # response tokens, a sampled end token included
     truncated: PerSample = EMPTY  # bool: cut off by a limit, of tokens or of turns
     tokens: PerToken = EMPTY
-    # As recorded when the tokens were sampled; of foreign ones, once they are scored, the policy's.
+    # As recorded when the tokens were sampled; for foreign tokens the policy's, once they are scored.
     logprobs: PerToken = EMPTY
-    # bool: not drawn by the policy from this prompt, as a demonstration, an earlier step's sample
+    # bool: not drawn by the policy from this prompt, such as a demonstration or an earlier sample
     foreign: PerToken = EMPTY
     sampling: OfBatch[Sampling | None] = None  # how they were drawn; training uses the same
 
@@ -150,17 +150,17 @@ class Batch:
 
     # Rewards.
     rewards: PerSample = EMPTY  # before KL and shaping
-    # what an environment gave, at the last own token of each turn, and functions gave for spans of
-    # text, at the tokens that end them; a part of the rewards
+    # the part of the rewards that an environment gave for turns, at the last own token of each, or
+    # functions for spans of text, at the tokens that end them
     turn_rewards: PerToken = EMPTY
     greedy_rewards: PerSample = EMPTY  # of the prompt's greedy response (remax)
     greedy_lengths: PerSample = EMPTY  # tokens of that response
-    # (S,) each; NaN where a sample does not have it. If there are several sources of rewards, their
-    # rewards are among them
+    # (S,) each; NaN where a sample lacks it. With several sources of rewards, those of each source
+    # are among them
     components: Annotated[dict[str, Tensor], "sample"] = field(default_factory=dict)
     # components that gdpo compares (may repeat after `concatenate`)
     compared: OfBatch[list[str]] = field(default_factory=list)
-    weights: PerSample = EMPTY  # (S, K) float64, of the K sources; NaN where one does not score
+    weights: PerSample = EMPTY  # (S, K) float64, of the K sources; NaN where one does not score it
     # (S, 2) of the sample's row in earlier steps: its samples, and the sum of their rewards
     history: PerSample = EMPTY
     # (S,) what judges wrote about each sample
@@ -356,16 +356,16 @@ class Batch:
 
 
 def fields_by_role(kind: type) -> dict[str, list[str]]:
-    """The names of a class's fields by what they have an entry for. Raises TypeError: one that does not
-    say so."""
+    """The names of a class's fields by what their entries belong to. Raises TypeError: a field is not
+    annotated."""
     names: dict = defaultdict(list)
     for part in fields(kind):
         annotation: Any = part.type
         if get_origin(annotation) is not Annotated:
             raise TypeError(
-                f"{kind.__name__}.{part.name} does not say what it has an entry for, by which it is "
-                "selected, joined and checked: annotate it with PerSample, PerToken or another of the "
-                "types above Batch"
+                f"{kind.__name__}.{part.name} does not say what its entries belong to, which decides how it "
+                "is selected, joined and checked: annotate it with PerSample, PerToken or another of "
+                "the types above Batch"
             )
         names[annotation.__metadata__[0]].append(part.name)
     return names
@@ -499,7 +499,7 @@ def assign_blocks(
         several = [pack for rank_packs in packs for pack in rank_packs if len(pack) > 1]
         if all(sum(sizes[i] for i in pack) <= max_tokens for pack in several):
             break
-        # in growing strides: with thousands of packs, steps of one would take minutes
+        # in growing strides: with thousands of packs, strides of one would take minutes
         count = min(count + 1 + count // 32, max(map(len, shares)))
     for rank_packs in packs:
         rank_packs.sort(key=lambda pack: -sum(costs[i] for i in pack))
@@ -542,14 +542,14 @@ class Pack:
     grids: Tensor | None = None  # (I, 3) of its images, for a model that trains its vision tower
     segments: list[Segment] = field(default_factory=list)
     attention: Callable | None = (
-        None  # which tokens see which: `PackedAttention` or `DecodeAttention`
+        None  # which tokens attend to which: `PackedAttention` or `DecodeAttention`
     )
     predict: Tensor = EMPTY  # (T,) int64
     targets: Tensor = EMPTY  # (T,) int64
     flat: Tensor = EMPTY  # (T,) index into the flat tensors of the batch, on the CPU
     sample: Tensor = EMPTY  # (T,) index of the sample in the batch
     step: Tensor = EMPTY  # (T,) 0-based number among the sample's response tokens
-    # of the same targets in the same order, after other prompts and images
+    # the same targets in the same order, after other prompts and images
     teacher: "Pack | None" = None
 
     def pick(self, *flat: Tensor) -> tuple[Tensor, ...]:
@@ -625,7 +625,7 @@ def build_pack(
     positions[:, index] = following.repeat_interleave(counts) + offsets.T
 
     is_image = torch.isin(input_ids, image_token_ids)  # (L,)
-    is_image[index[is_own]] = False  # an image token drawn by the policy is no image
+    is_image[index[is_own]] = False  # an image token that the policy drew stands for no image
     pieces = [features[key] for key in image_keys(blocks) if key in features]
     flat = batch.flat_index(order)  # (T,)
     return Pack(

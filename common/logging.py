@@ -174,7 +174,7 @@ def evaluation_due(step: int, last: int, pass_ended: bool, run: RunArgs) -> bool
 
 
 def progress(items: Iterable, name: str) -> tqdm:
-    """``items``, with a bar on rank 0's terminal for what takes more than two seconds; it is gone
+    """``items``, with a bar on rank 0's terminal if they take more than two seconds; it disappears
     when all are done."""
     return tqdm(items, desc=name, leave=False, delay=2, dynamic_ncols=True, disable=hides_bars())
 
@@ -188,13 +188,13 @@ def hides_bars() -> bool | None:
 # The run folder
 # -------------------------------------------------------------------------------------------------
 
-# steps between samples of training; those of the first and the last step are written, too
+# steps between records of samples; those of the first and the last step are written, too
 SAMPLES_EVERY = 5
 
 
 class RunLogger:
-    """What rank 0 writes and prints; on the other ranks every method only checks. All ranks must
-    call.
+    """What rank 0 writes and prints; on the other ranks, methods only check. All ranks must call
+    them.
 
     The first ``first_step`` steps are already done: records of later ones are dropped, here and in
     TensorBoard. An evaluation without training has a folder of its own, so that the records of the
@@ -213,7 +213,7 @@ class RunLogger:
         if self.eval_only:
             self.out, first_step = self.out / f"evaluation-step-{first_step}", 0
         self.first_step = first_step
-        self.console = sys.stdout  # a program of the user may put another in its place for a while
+        self.console = sys.stdout  # user code may replace it for a while
         self._warned: dict[str, bool] = {}  # name -> whether its condition held last time
         evaluated = set()
         self.bar = tqdm(
@@ -254,7 +254,7 @@ class RunLogger:
             if any(name.startswith("eval/") for name in record)
         }
 
-    # What a run tells
+    # What a run reports
 
     def step(self, step: int, metrics: Metrics, columns: dict[str, str]) -> None:
         """Record a step; the bar, too, shows the metrics among ``columns`` (word -> metric) that
@@ -292,8 +292,8 @@ class RunLogger:
                     self._writer.add_image(f"samples/{stem}", image, step, dataformats="HWC")
 
     def json(self, name: str, value: Any) -> None:
-        """Write a JSON file of that name, with folders, below the run's folder: all of it, or nothing if
-        the process is killed. Raises UserError: see `writing`."""
+        """Write a JSON file, and its folders, below the run's folder: all of it, or nothing if the
+        process is killed. Raises UserError: see `writing`."""
         with self.writing(name):
             if distributed.is_main():
                 replace_durably(self.out / name, json.dumps(value, indent=1, allow_nan=False))
@@ -308,7 +308,7 @@ class RunLogger:
             yield
 
     def warn(self, name: str, holds: bool, text: str) -> None:
-        """Print a warning when its condition begins to hold, not again while it goes on holding."""
+        """Print a warning when its condition ``holds`` for the first time, or again after it did not."""
         if holds and not self._warned.get(name):
             self.line(f"warning: {text}")
         self._warned[name] = holds
@@ -340,7 +340,7 @@ class RunLogger:
         if stopped:
             raise Exit(EXIT_PREEMPTED)
 
-    # How it is written
+    # How it is recorded
 
     def _record(
         self, title: str, step: int, metrics: Metrics, columns: dict[str, str]
@@ -380,8 +380,8 @@ def how_to_go_on(out: Path) -> str:
 
 
 def environment() -> dict:
-    """Versions, device and git commit ("-dirty" after it: tracked files were changed; "unknown": no
-    checkout)."""
+    """Versions, device and git commit ("-dirty" follows if tracked files have changed; "unknown": not
+    a checkout)."""
     root = Path(__file__).resolve().parents[1]
     command = "git --no-optional-locks describe --always --abbrev=40 --exclude=* --dirty"
     try:

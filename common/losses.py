@@ -31,7 +31,7 @@ ROUNDING = 1e-6  # smaller differences of rewards, and smaller advantages, count
 
 @dataclass
 class AdvantageInputs:
-    """What an estimator knows about the samples of a step; empty what a run does not have."""
+    """What an estimator knows about the samples of a step; tensors that a run does not have are empty."""
 
     rewards: Tensor  # (S,) shaped
     kl: Tensor  # (N,) KL to the reference; zeros without one
@@ -235,7 +235,7 @@ def _subtract_kl(x: AdvantageInputs, standard: Tensor) -> AdvantagesAndReturns:
     return advantages, advantages
 
 
-# Below, samples are compared if they have the same number in ``compared`` (S,) int64.
+# In the functions below, samples with the same number in ``compared`` (S,) int64 are compared.
 
 
 def among(values: Tensor, compared: Tensor, reduce: str) -> Tensor:
@@ -519,7 +519,7 @@ class PolicyLossOutput:
 
     per_token: Tensor
     ratio: Tensor
-    # bool, or False where nothing is clipped so
+    # bool, or False if the loss never clips in this way
     high: Tensor | bool = False  # from above
     low: Tensor | bool = False  # from below
     dual: Tensor | bool = False  # by the dual clip
@@ -601,7 +601,7 @@ def sapo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
 
 def ratio_sums(x: PolicyLossInputs, out: PolicyLossOutput) -> dict[str, Tensor]:
     """Sums over the `in_loss` tokens, 0-d and detached: the ratio, KL(old | policy) estimated by k3,
-    and clipped tokens. The KL is not clamped, so that a policy that has run away is noticed."""
+    and clipped tokens. The KL is not clamped, so that a diverging policy is noticed."""
     log_ratio = (x.logp.detach() - x.old).double()
     moved = torch.expm1(log_ratio) - log_ratio
     sums = {

@@ -21,14 +21,14 @@ from common.sampling import Sampling
 
 # given beginnings of responses: tokens (n,) and their log-probs (n,)
 Beginnings = dict[dialogue.Key, tuple[Tensor, Tensor]]
-# decoding steps on a GPU between two looks of the host at which samples have ended; on a CPU 1
+# decoding steps on a GPU between two checks of the host for finished samples; on a CPU 1
 POLL = 8
-# eager decoding steps at a batch size before its CUDA graph is captured, which takes about as long
+# eager decoding steps at a batch size before its CUDA graph is captured, which takes as long as these
 EAGER_TOKENS = 2
 # batch sizes that get a CUDA graph, besides the number of slots
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-# the slots in which a rollout's first graph is compared with an eager step, and their largest median
-# difference of log-probs
+# a rollout's first graph is compared with an eager step in so many slots; the median difference of their
+# log-probs may be at most this
 CHECKED_SLOTS, GRAPH_GAP = 8, 0.1
 
 
@@ -47,8 +47,8 @@ def rollout(
     Args:
         beginnings: at most --max_new_tokens tokens, and their log-probs, NaN for tokens that are
             `Batch.foreign`. The policy continues as if it had drawn them, unless the last one is an end
-            token; a stop string in them ends nothing. In a conversation they are in its first turn. All
-            ranks of a team pass the same. ValueError: one holds a token that is never sampled.
+            token; stop strings in them are ignored. In a conversation they belong to the first turn.
+            All ranks of a team pass the same. ValueError: one contains a token that is never sampled.
     """
     policy.eval()
     mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}
@@ -86,7 +86,7 @@ def check_beginnings(beginnings: Beginnings, policy: Policy, sampling: Sampling)
         if len(banned):
             name = policy.processor.tokenizer.convert_ids_to_tokens(int(banned[0]))
             raise ValueError(
-                f"the beginning of sample {number} of prompt {index} holds {name}, which is never sampled"
+                f"the beginning of sample {number} of prompt {index} contains {name}, which is never sampled"
             )
 
 
@@ -102,8 +102,8 @@ def with_samples(batch: Batch, results: dict[dialogue.Key, dialogue.Response]) -
 
 
 def prompts_together(slots: int, shards: int, samples: int) -> int:
-    """Prompts of a rollout that fill the slots of all ranks with so many samples each (flags --slots,
-    --rollout_shards), as each rollout waits for its slowest answer."""
+    """The number of prompts, with so many ``samples`` each, that fill the slots of all ranks. With fewer,
+    more rollouts would each wait for their longest response."""
     teams = distributed.world_size() // shards
     return max(1, teams * (slots or attention.most_slots(shards)) // samples)
 
@@ -300,7 +300,7 @@ class RolloutEngine:
         if not self.graphs:
             self.decode_on_device(size, longest)
             return
-        if self.cache.reads_masked:  # attention also reads keys that it masks: few of them
+        if self.cache.reads_masked:  # attention also reads the keys that it masks, so keep them few
             capacity = min(1 << (longest - 1).bit_length(), capacity)
         if self.graphs.is_first(size, capacity):
             self.check_first_graph(self.graphs, size, capacity)
@@ -490,7 +490,7 @@ class RolloutEngine:
         return None
 
     def shows_stop_string(self, tokens: Tensor, first: int, beginning: int) -> bool:
-        """Whether a stop string ends in tokens from the ``first`` on, behind the ``beginning``."""
+        """Whether a stop string ends after the ``beginning``, in tokens from the ``first`` on."""
         before, text = self.policy.processor.decode([tokens[first:beginning], tokens[first:]])
         behind = len(before.rstrip("\ufffd"))  # bytes of a character that is not complete
         return any(
@@ -499,8 +499,8 @@ class RolloutEngine:
         )
 
     def compact(self) -> None:
-        """Move busy slots to the front if over an eighth of the decoding slots is free, so that the last
-        responses decode in small batches."""
+        """Move busy slots to the front if more than an eighth of the decoding slots are free, so that the
+        last responses decode in small batches."""
         busy = sorted(self.slots)
         if len(busy) >= 0.875 * (max(busy, default=-1) + 1):
             return

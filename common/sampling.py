@@ -9,18 +9,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Environment:
-    """The class of --env, what it says of itself, and the limits of its conversations."""
+    """The class of --env, its attributes, and the limits of its conversations."""
 
     spec: str  # as in --env
     make: Callable[[], Any]
     role: str  # of its messages
-    shows_images: bool  # whether what it says may hold images
+    shows_images: bool  # whether its replies may contain images
     max_turns: int
     max_reply_tokens: int  # of all replies in a sample
     timeout: float  # of a call, seconds
     workers: int  # threads; 0: one call after the other
     max_prompt_tokens: int  # with a first observation
-    sees_cut_turns: bool = False  # whether it is asked about a turn that a limit of tokens has cut
+    sees_cut_turns: bool = False  # whether `step` is called for a turn that a token limit has cut
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,12 +1,12 @@
 """The conversations of a rollout: one episode with an environment for each sample.
 
-    open         environments are reset; first observations become part of the prompts
-    on_turn_end  a turn of the policy has ended: its environment is asked in a thread
-    poll         the episodes whose environments have answered
-    fill         the conversations become part of the batch
+    open         resets the environments, and adds their first observations to the prompts
+    on_turn_end  a turn of the policy has ended: calls its environment in a thread
+    poll         returns the episodes whose environments have answered
+    fill         adds the conversations to the batch
 
-Meanwhile the rollout engine decodes the other samples. It marks a slot whose sample waits as done.
-A waiting slot still decodes, but nothing it writes survives the reply: its tokens and states of
+Meanwhile the rollout engine decodes the other samples. It marks the slot of a waiting sample as done.
+Such a slot still decodes, but nothing that it writes survives the reply: its tokens and states of
 linear attention do not change, and its cache entries are overwritten.
 """
 
@@ -55,13 +55,13 @@ class Episode:
     call: Call = field(init=False)  # the latest
     response: Response = Response(EMPTY, EMPTY, False)  # the own tokens of all finished turns
     reply: Reply | None = None  # what the policy reads next
-    reply_tokens: int = 0  # of all replies, without a first observation
+    reply_tokens: int = 0  # of all replies, first observation not included
     # What follows the prompt, turn by turn and reply by reply: token ids (n,), whether they are the
     # policy's own (n,), rotary positions counted from the prompt's end (n, 3).
     stream: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     length: int = 0  # tokens of the stream
-    position: int = 0  # rotary, after its last token
-    own_tokens: int = 0  # those of them that are the policy's own
+    position: int = 0  # rotary position after its last token
+    own_tokens: int = 0  # how many of them are the policy's own
 
     def extend(self, ids: Tensor, positions: Tensor, is_own: bool) -> None:
         """Add a turn or a reply (n,); its rotary positions (3, n) begin at 0."""
@@ -113,7 +113,7 @@ class EnvRollout:
         self.shared_pixels: dict[int, Pixels] = {}  # by prompt, its own first
 
     def submit(self, episode: Episode, function: Callable, *args: Any) -> None:
-        """Call a user's program in a thread; with --env_workers 0 wait for it, so that calls never
+        """Call user code in a thread; with --env_workers 0 wait for it, so that calls never
         overlap."""
         episode.call = self.workers.submit(function, *args)
         if self.environment.workers == 0:
@@ -142,8 +142,8 @@ class EnvRollout:
 
     def open(self, batch: Batch, indices: list[int], count: int) -> Batch:
         """Reset the environments of this rank's samples. Returns the batch with the first
-        observations in its prompts, the same on every rank. The samples of a prompt begin alike: their
-        environments have the same row and seed. Raises UserError on every rank: they do not."""
+        observations in its prompts, the same on every rank. Raises UserError on every rank: samples of a
+        prompt, whose environments have the same row and seed, begin with different observations."""
         changed = {}
         self.reset_all(batch, indices, count)
         with distributed.raise_on_all_ranks(f"--env {self.environment.spec}: "):
@@ -197,7 +197,7 @@ class EnvRollout:
         return opening, encoded
 
     def copy_teammates(self) -> None:
-        """Add the episodes of the team's other ranks, which decode together with ours."""
+        """Add the episodes of the team's other ranks, which decode the same samples."""
         copies = {key: replace(each, env=None) for key, each in self.episodes.items()}
         self.episodes = dict(ChainMap(self.episodes, *self.team.gather_objects(copies)))
 
@@ -216,7 +216,7 @@ class EnvRollout:
             parts = [batch.patches[index]] if index in batch.patches else []
             parts.append((opening.patches, torch.tensor(opening.grids)))
             self.shared_pixels[index] = join_pixels(parts)
-        for episode in episodes:  # even one whose reset failed: it has the same prompt
+        for episode in episodes:  # also one whose reset failed, as it has the same prompt
             episode.reply = None
             episode.conversation.opening = opening.content
             episode.conversation.images = list(opening.images)
@@ -258,20 +258,20 @@ class EnvRollout:
 
     def poll(self, wait: bool) -> list[Episode]:
         """The episodes whose environments have answered since the last call: with a reply for the
-        policy to read, or ended without one. ``wait``: give them a moment if none has. All ranks of
+        policy to read, or ended without one. With ``wait``, waits a moment if none has. All ranks of
         a team get the same episodes."""
         calls = {episode.call: key for key, episode in self.waiting.items()}
         if wait:
             futures.wait(calls, 0.1, futures.FIRST_COMPLETED)
         self.workers.give_up_late()
-        told = []
+        results = []
         for call, key in calls.items():
             if call.done():
                 episode = self.waiting.pop(key)
                 self.take_reply(episode)
-                told.append((key, episode.reply, episode.response))
+                results.append((key, episode.reply, episode.response))
         answered = []
-        for key, reply, response in itertools.chain(*self.team.gather_objects(told)):
+        for key, reply, response in itertools.chain(*self.team.gather_objects(results)):
             episode = self.episodes[key]
             episode.reply, episode.response = reply, response
             answered.append(episode)

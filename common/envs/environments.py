@@ -76,9 +76,9 @@ def check_model(env: Environment, processor: Processor) -> None:
 
 
 def env_row(row: Prompt, seed: tuple[int, ...], number: int) -> dict:
-    """The dict that `reset` gets, and may change: all columns of the row, its folder, the places of its
-    images (see `coordinates.Place`), a seed that all samples of the prompt share, and this sample's
-    number among them."""
+    """The dict that `reset` gets, and may change: all columns of the row, the folder of its file, the
+    places of its images (see `coordinates.Place`), a seed that all samples of the prompt share, and
+    the number of this sample among them."""
     (word,) = np.random.SeedSequence(seed).generate_state(1)
     further = {"folder": row.folder, "places": [*row.places], "seed": int(word), "number": number}
     return copy.deepcopy(row.row) | further
@@ -103,7 +103,7 @@ def read_step(returned: Any) -> Step:
 
 
 def describe_failures(conversations: list[Conversation]) -> str:
-    """How many samples the environment failed in, and the first failure; "" if none."""
+    """In how many samples the environment failed, and the first failure; "" if in none."""
     errors = [conversation.error for conversation in conversations if conversation.error]
     if not errors:
         return ""
@@ -112,7 +112,7 @@ def describe_failures(conversations: list[Conversation]) -> str:
 
 def check_failures(conversations: list[Conversation]) -> None:
     """Raises UserError: the environment failed in every sample, so there is nothing to learn from; or its
-    calls have changed what they share, and any sample may have another's output."""
+    calls have changed state that they share, so that a sample may have the output of another."""
     errors = [conversation.error for conversation in conversations]
     overlaps = [error for error in errors if OVERLAP in error]
     if overlaps:

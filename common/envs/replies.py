@@ -1,11 +1,11 @@
-"""What an environment says, as the model reads it.
+"""The replies of an environment, as the model reads them.
 
     parts -> texts and images                                  read_parts
     reply -> token ids that follow the assistant's end token   encode_reply
 
-The chat template itself writes a reply: of a conversation of a user, an assistant and the reply, it
-is what follows the assistant's words. Only that is tokenized; what the policy has sampled never is
-again. A ValueError says what is wrong with a reply.
+The chat template itself writes a reply: it renders a conversation of a user, an assistant and the
+reply, of which the part after the assistant's words is taken. Only that part is tokenized, never again
+what the policy has sampled. A ValueError says what is wrong with a reply.
 
 Shapes: E tokens of a reply.
 """
@@ -41,7 +41,8 @@ class Reply:
 
 def read_parts(parts: Any, processor: Processor, limit: int) -> Reply:
     """Read a text, an image (Pillow's, or the path of one), or a list of these, without encoding it. A
-    text too long for ``limit`` tokens is cut to one that still is, to spare the tokenizer the rest."""
+    text far too long for ``limit`` tokens is cut, but to a length that still exceeds the limit, to
+    spare the tokenizer."""
     reply, family = Reply(), processor.family
     longest = limit * processor.token_characters
     if not isinstance(parts, list | tuple):
@@ -55,7 +56,7 @@ def read_parts(parts: Any, processor: Processor, limit: int) -> Reply:
             reply.images.append(image)
         else:
             raise ValueError(
-                "expected a text, an image of Pillow's, a pathlib.Path of one, or a list of these;"
+                "expected a text, a Pillow image, a pathlib.Path of an image, or a list of these;"
                 f" got {part!r:.80}"
             )
     if reply.images:
@@ -75,7 +76,7 @@ def encode_reply(processor: Processor, reply: Reply, role: str, by_string: bool)
         by_string: a stop string ended the turn; otherwise the policy sampled an end token.
     """
     tail = render_reply(processor, reply, role)
-    # The first end token closes the assistant's turn. LLaVA's template closes none, though its
+    # The first end token closes the assistant's turn. LLaVA's template writes none, though its
     # models sample one.
     ends = processor.tokenizer.convert_ids_to_tokens(list(processor.stop_ids))
     first = re.match(rf"\s*({'|'.join(map(re.escape, ends))})", tail)

@@ -1,1 +1,1 @@
-"""What is written of samples and judgements, for people and for metrics."""
+"""Records and metrics of samples and judgements."""

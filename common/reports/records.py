@@ -1,4 +1,4 @@
-"""Samples as records: JSON objects, pictures of them, and what a set of them amounts to."""
+"""Samples as records: JSON objects, pictures of them, and metrics of many."""
 
 import itertools
 import math
@@ -32,8 +32,8 @@ def sample_records(batch: Batch, processor: Processor) -> list[dict]:
 
 
 def judgement_record(row: Prompt, text: str, settings: JudgeSettings) -> dict:
-    """What the record of a judgement says beside that of any sample: what it says of which row, and
-    the question, so that a right one can be learned and a wrong one asked again."""
+    """The further fields of a judgement's record: its verdict, the row, and the question, so that a right
+    judgement can be imitated and a wrong one tried again."""
     question = [message for message in row.messages if message["role"] != "system"]
     verdict = settings.read_verdict(text, row)
     judged = {"order": row.order, "group": group_of(row), "verdict": verdict}
@@ -41,7 +41,7 @@ def judgement_record(row: Prompt, text: str, settings: JudgeSettings) -> dict:
 
 
 def sample_record(batch: Batch, i: int, row: Prompt, turns: list[str]) -> dict:
-    """The record of sample i of a row, in whose turns the policy said this."""
+    """The record of sample i of a row, with the texts of the policy's ``turns``."""
     record = {
         "index": row.index,
         "source": row.source,
@@ -79,9 +79,9 @@ def sample_record(batch: Batch, i: int, row: Prompt, turns: list[str]) -> dict:
 
 
 def sample_cards(batch: Batch, records: list[dict], picks: Sequence[int]) -> list[Image.Image]:
-    """Pictures of the samples ``picks``, on rank 0: images, frames of videos and what environments
-    have shown, what was asked and answered, turn by turn, and what it earned. Every rank calls, with
-    its records if it has any."""
+    """Pictures of the samples ``picks``, on rank 0: images, frames of videos and images that
+    environments have shown, question and answer turn by turn, and the reward. All ranks must call it;
+    only rank 0 needs the records."""
     images_shown = gather_images(batch, picks)
     if not distributed.is_main():
         return []
@@ -95,7 +95,7 @@ def record_card(record: dict, images: list[Image.Image] = []) -> Image.Image:
     for name in ("reward", "advantage", "nats_per_token"):
         if name in record:
             caption += f"{name} {record[name]:.2f}   "
-    if "verdict" in record and record["reference"]:  # None: it cannot be read
+    if "verdict" in record and record["reference"]:  # a verdict of None could not be read
         caption += f"verdict: {record['verdict']}   "
     reference = record["reference"] or record.get("target")
     if reference:  # a response to imitate has none: it is what the card shows
@@ -106,7 +106,7 @@ def record_card(record: dict, images: list[Image.Image] = []) -> Image.Image:
 
 
 def picture(items: list, regions: dict | None) -> list[Image.Image]:
-    """The images of a record and frames of its clips, one of them with what `region_record` says of it."""
+    """The images of a record and frames of its clips; one shows the regions of `region_record`."""
     frames = [read_frames([item], 6) for item in items]
     if regions:
         of_image = frames[regions["image"]]
@@ -127,9 +127,9 @@ def spoken_text(record: dict) -> str:
 
 
 def summarise_samples(records: list[dict], count: int) -> dict[str, float]:
-    """Means over all samples; of several samples of each prompt (``count``) also the share of
-    prompts that one of them solves, by components named accuracy, and the votes of judgements.
-    Every rank has all records, so nothing is reduced."""
+    """Means over all samples; with several samples per prompt (``count``) also the share of prompts
+    that one of them solves, by components named accuracy, and the votes of judgements. Every rank
+    has all records, so nothing is reduced."""
     columns = {}
     for record in records:
         for name in ("reward", "response_length", "truncated"):
@@ -156,7 +156,7 @@ def summarise_samples(records: list[dict], count: int) -> dict[str, float]:
 
 def component_metric(name: str, ending: str) -> str:
     """The name of a component's metric. A function may call its components anything, so they get an ending
-    that no other metric has; `box_iou` keeps the name that the field knows."""
+    that no other metric has; `box_iou` keeps its usual name."""
     return name if name.endswith("box_iou") else name + ending
 
 
@@ -197,9 +197,9 @@ def conversation_metrics(conversations: list[Conversation], section: str) -> dic
 
 
 def gather_images(batch: Batch, picks: Sequence[int]) -> list[list[Image.Image]]:
-    """What environments have shown in each of the samples ``picks``; every rank calls."""
+    """The images that environments have shown in each of the samples ``picks``; all ranks must call it."""
     if not batch.conversations:
         return [[] for _ in picks]
-    # One rank has those of a sample, and the others none.
+    # Only one rank has the images of a sample.
     by_rank = distributed.gather_objects([batch.conversations[i].images for i in picks])
     return [list(itertools.chain(*parts)) for parts in zip(*by_rank)]

@@ -314,7 +314,7 @@ WRONG = {
     2: "ZeroDivisionError: no rule for this (talkers.py:",
     3: "to float: 'much'",
     4: "took longer than 1.5 s",
-    5: "expected a text, an image",
+    5: "expected a text, a Pillow image",
     6: "no reply, and is not done",
     7: "special token",
 }
