@@ -235,7 +235,7 @@ def test_the_loss_falls(qwen25, rows, task, tmp_path):
     "row, message",
     table("""
 {"prompt": "a", "responses": ["b", "c"], "preferred": "A"}
-    | responses, preferred: a judgement, and no response to imitate
+    | responses, preferred: a judgement, not a response to imitate
 {"prompt": "a", "response": "b", "correct": false} | correct: a judgement
 {"prompt": "a"}                     | a response to imitate must not be empty
 {"prompt": "a", "response": "LONG"} | example too long: [0-9]+ tokens, [0-9]+ of them target; the limit is 600

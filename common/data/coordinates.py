@@ -1,12 +1,12 @@
-"""Boxes and points in images: what rows say of them, and the coordinates in which a model answers.
+"""Boxes and points in images: those of rows, and the coordinates in which models answer.
 
     Place          an image's sizes and the space of a model's answers; to and from pixels of its file
     read_regions   the column `regions` of a row, in pixels of the file
-    write_marks    <box> and <point> in a response to learn, in the model's coordinates
+    write_marks    replaces <box> and <point> in a response to imitate, in the model's coordinates
 
 Families were trained to answer in different spaces: pixels of the image as they saw it, thousandths,
-fractions (`Family.spaces`). The space is never guessed from how large the numbers are. Pixels of the file
-are those of the upright image, as EXIF turns it.
+fractions (`Family.spaces`). The space is never guessed from the size of the numbers. Pixels of the file
+are those of the image turned upright by its EXIF.
 """
 
 import math
@@ -30,8 +30,8 @@ FORM = {
 
 @dataclass(frozen=True)
 class Place:
-    """An image, and the space in which a model answers about it: `file` and `seen`, pixels; a number:
-    0 to that number on both axes; `auto`: unknown."""
+    """An image, and the space in which a model answers about it: `file` and `seen` are pixels, a number
+    means 0 to that number on both axes, `auto` that the space is not known."""
 
     file: tuple[int, int]  # (width, height) in pixels of the upright file
     seen: tuple[int, int] | None  # as the model saw it; None: it saw squares, or tiles
@@ -49,8 +49,8 @@ class Place:
         return tuple(number * units / pixels for number, pixels, units in axes)
 
     def units(self) -> tuple[float, float]:
-        """How many units of the space the image is wide and high. Raises ValueError: answers in this space
-        cannot be placed in this image."""
+        """The width and height of the image in units of the space. Raises ValueError: answers in this
+        space cannot be placed in this image."""
         if self.space == "auto":
             raise ValueError(
                 "in which coordinates this model answers is not known: --coordinates SPACE"
@@ -70,7 +70,7 @@ class Regions:
     points: tuple[Point, ...]
     labels: tuple[str, ...]  # of the boxes or, without boxes, of the points; empty: none
     place: Place
-    image: int = 0  # its number among those of the row
+    image: int = 0  # number of the image among those of the row
 
 
 def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None:
@@ -113,7 +113,7 @@ def row_region(numbers: list[float], size: int, source: Place) -> Box | Point:
     is_inside = max(abs(x - y) for x, y in zip(region, inside)) <= 1
     if size == 4:
         sides = inside[2] - inside[0], inside[3] - inside[1]
-        # a box of less than a pixel: fractions, taken for pixels
+        # a box smaller than a pixel: fractions, given as pixels by mistake
         is_inside = is_inside and min(sides) > 0 and max(sides) >= 1
     if not is_inside:
         what = "box (x1, y1, x2, y2)" if size == 4 else "point (x, y)"
@@ -130,14 +130,14 @@ def clip(region: Box | Point, size: tuple[int, int]) -> Box | Point:
     return tuple(min(max(value, 0.0), float(limit)) for value, limit in zip(region, size * 2))
 
 
-# <box> and <point>, but not InternVL's own literal, which has numbers or a mark in brackets behind them:
+# <box> and <point>, but not InternVL's own literal, in which numbers or a mark in brackets follow:
 # <box>[[1, 2, 3, 4]]</box>   <box>[<box>]</box>
 MARK = re.compile(r"<(box|point)>(?!\[)")
 
 
 def write_marks(response: str, regions: Regions | None) -> str:
-    """A response to learn, with each <box> and <point> replaced by the row's next one, in the model's
-    coordinates. Raises ValueError: the marks of a kind are not as many as its regions."""
+    """A response to imitate, with each <box> and <point> replaced by the row's next one, in the model's
+    coordinates. Raises ValueError: the numbers of marks and regions differ."""
     marks = MARK.findall(response)
     if not marks:
         return response
@@ -153,8 +153,8 @@ def write_marks(response: str, regions: Regions | None) -> str:
 
 
 def numerals(region: Box | Point, place: Place) -> str:
-    """A box or point in the space of a place, rounded half up: to whole units, fractions to
-    thousandths."""
+    """The text of a box or point in the space of a place, rounded half up: to whole units, fractions
+    to thousandths."""
     unit = 1000 if place.space == "1" else 1
     numbers = [math.floor(x * unit + 0.5) / unit for x in place.from_file(*region)]
     return f"[{', '.join(f'{number:g}' for number in numbers)}]"

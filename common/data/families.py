@@ -6,7 +6,7 @@ the vision tower.
     width, height    -> grid -> text in the prompt and its image tokens       grid, expand
     decoded image    -> patches, and the grid again, by its own size          patches
 
-A grid is what the tokens of an image depend on: (1, h, w) patches, (height, width) in pixels once
+A grid is whatever determines the tokens of an image: (1, h, w) patches, (height, width) in pixels once
 resized, tiles, or (rows, columns) of tiles. A clip's has more entries: (t, h, w) patches, seconds per
 temporal patch, and the second at the middle of each.
 
@@ -41,9 +41,9 @@ Expansion = tuple[str, list[int]]  # a text, and how often each image token in i
 Segment = tuple  # (start, end, prefix_start, prefix_end[, BOTH_WAYS or IN_WINDOWS])
 
 
-# A segment's tokens all see each other: in every layer, or in those with a sliding window.
+# The tokens of a segment all attend to each other: in every layer, or in those with a sliding window.
 BOTH_WAYS, IN_WINDOWS = 1, 2
-MOST_GRIDS = 1 << 16  # that a family caches
+MOST_GRIDS = 1 << 16  # the most that a family caches
 
 
 def is_clip(grid: Grid) -> bool:
@@ -57,13 +57,13 @@ class Family:
     model_types: tuple = ()
     media: tuple = ("image",)
     # The space in which published checkpoints answer with boxes and points (see `coordinates`), by model
-    # type. Where their makers say nothing, there is no entry, and --coordinates is needed.
+    # type. Without an entry, because their makers do not say, --coordinates is needed.
     spaces: dict[str, str] = {}
     replies_show_images = True  # whether replies of environments may hold images
-    # Those that a checkpoint may name; the first one if it names none.
+    # The image processors that a checkpoint may name; the first is used if it names none.
     image_processors: tuple = ()
     processor_options: dict = {}  # override what the files say
-    # A pattern of special tokens around images that no config names, so that none is sampled.
+    # A pattern of special tokens around images that no config names. They are never sampled.
     unnamed_tokens = ""
     begins_image = "image_token_id"  # config key of what the chat template writes for an image
     sees_both_ways = ""  # supported use_bidirectional_attention of its decoder's config, if set
@@ -89,13 +89,13 @@ class Family:
         return torch.tensor([self.image_token_id, self.video_token_id])
 
     def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
-        """The segments of a row as the family's decoder attends to them; ``image_index`` (M,): where
-        its image tokens are, ascending."""
+        """The segments of a row as the family's decoder attends to them; ``image_index`` (M,) are the
+        positions of its image tokens, ascending."""
         return segments
 
     def token_types(self, input_ids: Tensor) -> Inputs:
-        """The input by which some families of transformers are told which tokens are pieces of images
-        (1) or clips (2)."""
+        """The input that marks, for some families of transformers, the tokens of images (1) and clips
+        (2)."""
         images, clips = input_ids == self.image_token_id, input_ids == self.video_token_id
         return {self.types_input: images.int() + 2 * clips.int()} if self.types_input else {}
 
@@ -103,8 +103,8 @@ class Family:
         """What transformers takes for the images of any number of prompts, as `loader.load_pixels`
         made them.
 
-        items: the prompts' grids, which tell images and clips apart; without them, the tower takes
-        clips as images.
+        items: the prompts' grids, which distinguish images from clips; without them, clips are passed
+        as images.
         """
         return {"pixel_values": patches}
 
@@ -159,8 +159,8 @@ class Family:
         return None
 
     def expand(self, grid: Grid) -> Expansion:
-        """What stands in the prompt for an image or clip: the text that the family's own processor
-        writes, and counts of the features that the model makes by its config."""
+        """What stands for an image or clip in the prompt: the text that the family's own processor
+        writes, and the numbers of features that the model makes by its config."""
         raise NotImplementedError
 
     def patches(self, image: Image.Image) -> Patches:
@@ -203,14 +203,16 @@ class Qwen(Family):
     media = ("image", "video")
     vision_keys = ("visual.",)
     image_processors = ("Qwen2VL",)
-    usual_pixels = 56 * 56, 28 * 28 * 1280  # fewest and most, where neither flags nor files say so
+    usual_pixels = 56 * 56, 28 * 28 * 1280  # fewest and most, if neither flags nor files set them
     types_input = "mm_token_type_ids"
 
     def __init__(self, config):
         super().__init__(config)
-        tower = config.vision_config  # decides on patches: its weights have their shape
+        tower = config.vision_config  # its weights have the shape of the patches
         self.patch_size, self.merge_size = tower.patch_size, tower.spatial_merge_size
-        self.side = self.patch_size * self.merge_size  # pixels along a side of what becomes a token
+        self.side = (
+            self.patch_size * self.merge_size
+        )  # pixels along a side of the square for one token
         self.depth = tower.temporal_patch_size
         self.is_third = config.model_type.startswith("qwen3")
         self.video_token_id = config.video_token_id
@@ -233,14 +235,14 @@ class Qwen(Family):
         self.clip_placeholder = self.token(self.video_token_id)
         if "video" in self.media:
             self.prepare_clips(files, args)
-        if args.min_pixels or args.max_pixels:  # exports say so, wherever a program may look
+        if args.min_pixels or args.max_pixels:  # exports say so wherever a program may look
             nested = files["processor_config"].get("image_processor", {})
             for settings in (nested, files["preprocessor_config"]):
                 settings |= self.processor_settings(settings, args) if settings else {}
 
     def prepare_clips(self, files: Files, args: DataArgs) -> None:
-        """Settle how the frames of clips are prepared. Older checkpoints have no settings for them, and
-        treat them like images; exports say so where flags change these."""
+        """Set how the frames of clips are prepared. Older checkpoints have no settings for them, and
+        treat them like images; exports have settings if flags change these."""
         self.max_frame_pixels = args.max_pixels
         settings = files["processor_config"].get("video_processor")
         settings = settings or files["video_preprocessor_config"]
@@ -344,9 +346,9 @@ class Qwen(Family):
 
 
 class Gemma3(Family):
-    """Square images, whose tokens see each other in the decoder."""
+    """Square images, whose tokens attend to each other in the decoder."""
 
-    # An image's tokens see each other, and a segment that has a prefix cannot be cut up for that.
+    # An image's tokens attend to each other, and a segment with a prefix cannot be cut up for that.
     replies_show_images = False
     model_types = ("gemma3",)
     image_processors = ("Gemma3", "Siglip")
@@ -392,7 +394,7 @@ class Llava(Family):
         if tower.model_type == "clip_vision_model":
             count += 1  # CLIP puts one class token before the patches
         if self.config.vision_feature_select_strategy == "default":
-            count -= 1  # this strategy drops the first token, whatever it is
+            count -= 1  # this strategy drops the first token, class token or not
         return self.placeholder, [count]
 
 
@@ -408,7 +410,7 @@ class Glm(Qwen):
     unnamed_tokens = r"<\|(begin|end)_of_(image|video)\|>"
 
     def resized(self, height: int, width: int, low: int, high: int) -> tuple[int, int]:
-        """GLM's bounds are for the pixels of as many frames as a patch is deep."""
+        """GLM's bounds are for as many frames together as a patch is deep."""
         rule = sys.modules[type(self.image_processor).__module__].smart_resize
         return rule(self.depth, height, width, self.depth, self.side, low, high)
 
@@ -423,7 +425,7 @@ class Exaone(Qwen):
 
 
 class Measured(Family):
-    """Families whose image processor reports what an image's tokens depend on."""
+    """Families whose image processor returns what determines an image's tokens."""
 
     sizes: tuple = ()  # names of the outputs whose numbers are the grid
 
@@ -432,7 +434,7 @@ class Measured(Family):
         self.grids: dict[tuple[int, int], Grid] = {}
 
     def grid(self, width: int, height: int) -> Grid:
-        """The grid of a blank image, as it depends on nothing but the size."""
+        """The grid, measured on a blank image, as it depends on the size alone."""
         size = width, height
         if size not in self.grids:
             if len(self.grids) == MOST_GRIDS:
@@ -446,7 +448,7 @@ class Measured(Family):
         return self.flat(batch["pixel_values"]), tuple(numbers)
 
     def flat(self, pixels: Tensor) -> Tensor:
-        """The pixels of an image in a form in which those of several can be concatenated."""
+        """The pixels of an image in a form that can be concatenated with others."""
         return pixels
 
 
@@ -463,7 +465,7 @@ class Mistral3(Measured):
 
     @property
     def side(self) -> int:
-        """Pixels along a side of what becomes a token."""
+        """Pixels along a side of the square for one token."""
         return self.config.vision_config.patch_size * self.config.spatial_merge_size
 
     def processor_settings(self, settings: dict, args: DataArgs) -> dict:
@@ -506,8 +508,8 @@ class LightOn(Mistral3):
 
 
 class Gemma4(Measured, Gemma3):
-    """Gemma 4: images of any shape. In the large models the tokens of an image see each other, in
-    layers with a window. A grid is (tokens,). Clips and sound are not read."""
+    """Gemma 4: images of any shape. In the large models the tokens of an image attend to each other,
+    in layers with a window. A grid is (tokens,). Clips and sound are not read."""
 
     model_types = ("gemma4",)
     vision_keys = ("vision_tower.", "embed_vision.")
@@ -549,7 +551,7 @@ class Described(Family):
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
         super().prepare(files, tokenizer, args)
-        # Its part for clips is not used and may be None, which this check would refuse.
+        # Its video processor is not used and may be None, which this check would refuse.
         unchecked = {"check_argument_for_proper_class": lambda *_: None}
         theirs = type(self.processor, (getattr(transformers, self.processor),), unchecked)
         parts = {"image_processor": self.image_processor}
@@ -562,7 +564,7 @@ class Described(Family):
         self.placeholder = self.writer.image_token
 
     def described(self, grid: Grid) -> dict[str, Any]:
-        """What the image processor reports for an image of this grid, as far as the text needs it."""
+        """What the image processor returns for an image of this grid, as far as the text needs it."""
         raise NotImplementedError
 
     def expand(self, grid: Grid) -> Expansion:
@@ -578,7 +580,7 @@ class Described(Family):
 
 
 class InternVL(Described):
-    """An image cut into square tiles, as many as suit its shape."""
+    """An image cut into square tiles, whose number depends on its shape."""
 
     model_types = ("internvl",)
     spaces = {"internvl": "1000"}  # the pattern of InternVL's demo
@@ -609,7 +611,7 @@ class SmolVLM(Described):
     model_types = ("idefics3", "smolvlm")
     vision_keys = ("vision_model.", "connector.")
     image_processors = ("Idefics3", "SmolVLM")
-    processor = "Idefics3Processor"  # SmolVLM's writes the same, but needs a package for clips
+    processor = "Idefics3Processor"  # SmolVLM's writes the same, but needs a video package
     unnamed_tokens = r"<fake_token_around_image>|<global-img>|<image>|<row_\d_col_\d>"
     processor_options = {"return_row_col_info": True}
 

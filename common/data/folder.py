@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from common.files import open_file, read_json
 
-# Entries of config.json by which memory and time grow, in the model or a part of it, and ids. Other
-# mistakes transformers finds by itself.
+# Entries of config.json that set memory and time, in the model or a part of it, and ids. Transformers
+# finds other mistakes by itself.
 LAYERS, HEADS, WIDTH, IDS = range(1, 1025), range(1, 1025), range(1, 2**16), range(2**20)
 PART_FORM = {
     "num_hidden_layers?": LAYERS,
@@ -27,8 +27,8 @@ PART_FORM = {
 }
 CONFIG_FORM = PART_FORM | {"text_config?": PART_FORM, "vision_config?": PART_FORM}
 IMAGES_FORM = {"image_processor_type?": str}
-# The small files besides config.json and the tokenizer's, and what is read of them here; JudgeSettings
-# and the image processors check the rest.
+# The small files besides config.json and the tokenizer's, and the form of what is read of them here;
+# JudgeSettings and the image processors check the rest.
 SETTINGS_FILES = {
     "chat_template": {"chat_template?": str},
     "generation_config": {"eos_token_id?": int | list},
@@ -77,7 +77,7 @@ def read_model_config(folder: str | Path):
 
 
 def without_advice(error: Exception) -> str:
-    """What transformers says, but for its advice to run code of the checkpoint's."""
+    """A message of transformers, without its advice to run the checkpoint's code."""
     if "trust_remote_code" in str(error):
         return "it needs Python code of its own, which is never run here"
     return str(error)
@@ -103,7 +103,7 @@ def read_tokenizer(folder: str | Path):
         raise ValueError(
             f"the tokenizer's files cannot be used: {without_advice(error)}"
         ) from error
-    # Without files transformers makes one without words.
+    # Without files, transformers makes a tokenizer without words.
     if not has_words:
         raise ValueError(
             "no vocabulary: tokenizer.json, or the files in its place, are missing; take the base "

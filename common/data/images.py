@@ -1,5 +1,5 @@
-"""Files to RGB frames: images and videos, their sizes by the header, their bodies when a step
-needs them.
+"""Files to RGB frames: images and videos. Sizes are read from headers, bodies only when a step needs
+them.
 
 A clip is several images, one after the other, or one file: an animation (GIF, WebP), which Pillow
 reads, or a video (MP4, ...), for which a further package is needed. A user's mistake is a
@@ -21,8 +21,8 @@ from transformers.video_utils import load_video
 
 from common.files import open_file
 
-# Pillow would also try formats that start other programs (EPS runs Ghostscript): a data file must
-# not be able to.
+# Pillow would also try formats that start other programs (EPS runs Ghostscript), which a data file must
+# not do.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 # By package, the name in transformers.
 VIDEO_DECODERS = {"torchcodec": "torchcodec", "av": "pyav", "cv2": "opencv"}
@@ -42,15 +42,15 @@ def _open_image(path: str):
             yield image
     except FileNotFoundError as error:
         raise ValueError(f"no such image: {path}") from error
-    # Damaged files raise anything (struct, zlib, Syntax, Index, ...), by plugin.
+    # Damaged files raise anything (struct.error, zlib.error, SyntaxError, IndexError, ...).
     except Exception as error:
         formats = ", ".join(IMAGE_FORMATS)
         raise ValueError(f"{path}: cannot be read as one of {formats}: {error!r}") from error
 
 
 def image_size(path: str) -> tuple[int, int]:
-    """(width, height) in pixels as `read_image` will return it, from the header alone: EXIF after
-    the body of a PNG is not seen. Raises ValueError: see `read_image`."""
+    """(width, height) in pixels as `read_image` will return it, from the header alone, so EXIF after
+    the body of a PNG is missed. Raises ValueError: see `read_image`."""
     with _open_image(path) as image:
         if image.format == "TIFF":  # Pillow reports the turned size by itself
             return image.size
@@ -72,7 +72,7 @@ def read_image(path: str) -> Image.Image:
 
 
 def upright_rgb(image: Image.Image) -> Image.Image:
-    """An image of Pillow's as `read_image` gives it."""
+    """A Pillow image as `read_image` returns it."""
     image = ImageOps.exif_transpose(image)
     if image.mode[0] in "IF":
         return _scaled_grey(image)
@@ -99,7 +99,7 @@ def _scaled_grey(image: Image.Image) -> Image.Image:
 
 def clip_times(files: Sequence[str], fps: float) -> tuple[tuple[int, int], list[float], float]:
     """(width, height) of a clip's frames, the second at which each is shown, and frames per second:
-    those of the film, or ``fps`` of a list of images.
+    those of the video file, or ``fps`` of a list of images.
 
     Raises ValueError: no such file, not a clip, fewer than 2 frames, frames of different size, no
     decoder installed.
@@ -121,13 +121,13 @@ def clip_times(files: Sequence[str], fps: float) -> tuple[tuple[int, int], list[
 
 
 def sample_frames(total: int, most: int) -> list[int]:
-    """Which of a clip's frames are used: all of them, or ``most``, evenly from the first to the
-    last."""
+    """Which of a clip's frames are used: all of them, or ``most`` of them, evenly spaced from the first
+    to the last."""
     return np.linspace(0, total - 1, min(total, most)).round().astype(int).tolist()
 
 
 def read_frames(items: Any, most: int) -> list[Image.Image]:
-    """The images of `Prompt.images`, and of each clip up to ``most`` of its frames."""
+    """The images of `Prompt.images`; of each clip up to ``most`` frames."""
     frames = []
     for item in items:
         if isinstance(item, str):
@@ -140,7 +140,7 @@ def read_frames(items: Any, most: int) -> list[Image.Image]:
 
 
 def _read_film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Image.Image], Any]:
-    """The frames ``choose(their number)`` of a film, and what transformers says of it (fps,
+    """The frames ``choose(their number)`` of a video file, and its metadata by transformers (fps,
     total_num_frames)."""
     if not os.path.isfile(path):
         raise ValueError(f"no such video: {path}")
@@ -169,10 +169,10 @@ def _read_film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Imag
     return [Image.fromarray(frame) for frame in frames], header
 
 
-@functools.cache  # asked again whenever a step reads the film
+@functools.cache  # every step that reads the file needs it again
 def _count_frames(path: str) -> int:
-    """The frames of a film whose header does not tell their number, as that of a WebM or MKV: by
-    decoding it once."""
+    """The number of frames of a video whose header lacks it, such as WebM or MKV, by decoding it
+    once."""
     import av
 
     with av.open(path) as film:

@@ -1,6 +1,6 @@
 """From rows of data to batches of prompts, in the order of their drawing.
 
-    rows  -> batches, as they are drawn or as they stand     draw_batches, batches_in_order
+    rows  -> batches, drawn at random or in file order       draw_batches, batches_in_order
     batch -> images and clips decoded, one batch ahead       PromptLoader
 
 Shapes: P prompt tokens, I images. A user's mistake is a ValueError that names the file, the line
@@ -51,7 +51,7 @@ def draw_batches(
 
 
 def batches_in_order(rows: list, size: int) -> list[Drawn]:
-    """Rows as they stand, ``size`` at a time, for evaluations."""
+    """Rows in their order, ``size`` at a time, for evaluations."""
     return list(cut_batches(((row, prompt_of(row).index) for row in rows), size))
 
 
@@ -63,7 +63,7 @@ def cut_batches(draws: Iterator, size: int) -> Iterator[Drawn]:
 
 
 class HasPrompt(Protocol):
-    """A row of a script's own, such as a question with its answers."""
+    """A script's own type of row, such as a question with its answers."""
 
     @property
     def prompt(self) -> Prompt: ...
@@ -75,7 +75,7 @@ def prompt_of(row: Prompt | HasPrompt) -> Prompt:
 
 def mix(weights: list[float]) -> Iterator[int]:
     """The set of each draw, without end. Draw j of set i has the time (j + 1/2) / weight i, so that
-    each set gets its share of any stretch of draws."""
+    each set gets its share of any run of consecutive draws."""
 
     def times(weight: float, k: int) -> Iterator:
         return (((j + 0.5) / weight, k) for j in itertools.count())
@@ -94,8 +94,8 @@ def data_order(rows: int, seed: int, start: int = 0) -> Iterator[int]:
 def draw_by_weights(
     weights: Sequence[float], count: int, size: int, seed: tuple[int, ...]
 ) -> list[int]:
-    """``size`` of ``count`` rows, each at most once, by their weights. Raises ValueError, TypeError: these
-    are no ``count`` numbers of 0 or more, ``size`` of them above 0."""
+    """``size`` of ``count`` rows, each at most once, by their weights. Raises ValueError or TypeError:
+    these are not ``count`` numbers of at least 0, ``size`` of them above 0."""
     chances = np.array(weights, np.float64)
     if chances.shape != (count,) or chances.min() < 0 or not 0 < chances.sum() < np.inf:
         raise ValueError(f"expected {count} weights of 0 or more, got {chances!s:.200}")
@@ -108,7 +108,7 @@ def shares_of(spec: str, sets: list[list]) -> list[float]:
 
 
 def repeated_rows(args: DataArgs, sets: list[list]) -> list[str]:
-    """The files of --data that have fewer rows than a step takes of them, for the user to know."""
+    """Messages about files of --data that have fewer rows than a step takes of them."""
     shares, problems = shares_of(args.data, sets), []
     for (path, _), rows, share in zip(parse_datasets(args.data), sets, shares):
         taken = args.prompts_per_step * share / sum(shares)
@@ -201,7 +201,7 @@ def join_pixels(parts: list[Pixels]) -> Pixels:
 
 def change_images(change: Callable, images: list, key: tuple[int, ...]) -> list:
     """``change`` of all images of a prompt or conversation together. Raises ValueError: it returns
-    another number, or other sizes, than the tokens that stand for them were made for."""
+    another number of images, or other sizes, for which the image tokens do not fit."""
     before, changed = [image.size for image in images], change(list(images), key)
     sizes = [image.size for image in changed]
     if sizes != before:
@@ -236,7 +236,7 @@ def load_pixels(
         changed = iter(change_images(change, list(itertools.chain(*parts)), key))
         parts = [list(itertools.islice(changed, len(frames))) for frames in parts]
     patches, grids = zip(*[family.patches(*frames) for frames in parts])
-    # behind the grids of its own images a prompt may have those of an environment
+    # the grids of an environment's images may follow those of the prompt's own
     expected = tuple(grid[:3] for grid in prompt.grids[: len(grids)])
     if grids != expected:
         raise ValueError(

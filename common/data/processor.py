@@ -2,7 +2,7 @@
 
     checkpoint -> config, tokenizer, chat template, image processor            Processor
     template   -> what it writes around an answer, the end of a turn           answer_frame
-    messages   -> the template's text, which must hold theirs                  Processor.render
+    messages   -> the template's text, which must contain theirs               Processor.render
                -> token ids, placeholders expanded                             Processor.encode
     token ids  -> the text of a response                                       Processor.decode
 
@@ -27,7 +27,7 @@ from common.data.folder import copy_files, read_model_config, read_settings, rea
 from common.files import check_form, read_json
 from common.flags import DataArgs, parse_template_options
 
-NFC_JOINS = 4  # characters that a tokenizer which normalizes its text may join to one
+NFC_JOINS = 4  # characters that a normalizing tokenizer may merge into one
 
 
 class Processor:
@@ -38,10 +38,10 @@ class Processor:
 
     Attributes:
         args, config, tokenizer, family (a `families.Family`), vocab_size, files (JSON by name).
-        space: in which it answers with boxes and points (see `coordinates`), "auto" where that is not known;
-        stop_ids end a response; banned_ids are never sampled; reserved_tokens are in no row;
-        silent_ids are no part of a response's text; template_options are variables of the template;
-        token_characters: most characters of a text that one token can stand for.
+        space: in which it answers with boxes and points (see `coordinates`), "auto" if that is not known;
+        stop_ids: end a response; banned_ids: are never sampled; reserved_tokens: may not be in rows;
+        silent_ids: are left out of a response's text; template_options: variables of the template;
+        token_characters: the most characters of a text that one token can stand for.
     Raises:
         ValueError: files missing or unreadable, an unknown family, no chat template, contradictory
             settings.
@@ -63,8 +63,8 @@ class Processor:
             self.tokenizer = read_tokenizer(folder)
             self.files = read_settings(folder)
             self.vocab_size = self.config.get_text_config().vocab_size
-            # Older checkpoints keep the template that knows images where only AutoProcessor reads it,
-            # which prefers the first.
+            # Older checkpoints keep the template for images in files that only AutoProcessor reads, in
+            # this order of preference.
             template = self.files["processor_config"].get("chat_template")
             template = template or self.files["chat_template"].get("chat_template")
             self.tokenizer.chat_template = template or self.tokenizer.chat_template
@@ -86,13 +86,13 @@ class Processor:
         visual = {getattr(self.config, f"{name}_token_id", None) for name in names}
         unnamed = re.compile(self.family.unnamed_tokens)
         visual |= {i for i, token in added.items() if unnamed.fullmatch(token.content)}
-        # Embeddings are often padded to a round number: these ids are no token.
+        # Embeddings are often padded to a round number: these ids stand for no token.
         token_of = tokenizer.backend_tokenizer.id_to_token
         nameless = {i for i in range(self.vocab_size) if token_of(i) is None}
         ends = self._end_ids()
         self.banned_ids, self.stop_ids = self._known(visual | nameless), self._known(ends)
-        # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a
-        # row's to write.
+        # Not every special token: rows may write those that the template does not use, such as
+        # Qwen2-VL's for boxes.
         for i, token in added.items():
             is_used = i in ends or token.content in str(tokenizer.chat_template)
             if i in visual or (token.special and is_used):
@@ -109,7 +109,7 @@ class Processor:
         ends = {eos, *(written if isinstance(written, list) else [written])}
         try:
             head, before, end, _ = answer_frame(self)
-        except ValueError:  # a template of prompts alone; whoever needs more of it gets the message
+        except ValueError:  # a template for prompts alone; training on answers would report it
             return ends
         headers = [token for token in tokenizer.all_special_tokens if token in before]
         if any(token in head for token in headers):
@@ -128,11 +128,11 @@ class Processor:
         return ends | {end}
 
     def _known(self, ids: set[int | None]) -> tuple[int, ...]:
-        """Those in the model's vocabulary: a small model may keep the large ones' default ids."""
+        """The ids that are in the model's vocabulary: a small model may keep default ids of large ones."""
         return tuple(token for token in range(self.vocab_size) if token in ids)
 
     def check_options(self) -> None:
-        """Raises ValueError: the template has no variable of the name of a --template_options."""
+        """Raises ValueError: the template does not use a variable of --template_options."""
         words = set(re.findall(r"\w+", str(self.tokenizer.chat_template)))
         for name in self.template_options:
             if name not in words:
@@ -146,12 +146,12 @@ class Processor:
 
     def decode(self, responses: Sequence[Tensor]) -> list[str]:
         """The texts of token ids (n,), without those that end a turn, pad, or stand for pixels. Other
-        special tokens are text: a row's answer may hold them."""
+        special tokens count as text, as a row's answer may contain them."""
         spoken = [[i for i in ids.tolist() if i not in self.silent_ids] for ids in responses]
         return self.tokenizer.batch_decode(spoken, clean_up_tokenization_spaces=False)
 
     def render(self, messages: list[dict], **options) -> str:
-        """Messages as the template's text, which holds each of theirs.
+        """Messages as the template's text, which must contain each of theirs.
 
         Raises ValueError: a reserved token in a message, or a template that fails or loses a text.
         """
@@ -161,7 +161,7 @@ class Processor:
                 text = self.tokenizer.apply_chat_template(
                     chat, tokenize=False, **self.template_options, **options
                 )
-            # A template is a program that came with the checkpoint, and raises what it likes.
+            # A template is a program that came with the checkpoint, and may raise anything.
             except Exception as error:
                 problems.append(f"the chat template cannot render this ({error!r})")
                 continue
@@ -175,8 +175,8 @@ class Processor:
         raise ValueError(f"{'; '.join(dict.fromkeys(problems))}; see {where}")
 
     def check_length(self, what: str, text: str, limit: float) -> None:
-        """Raises ValueError: no ``limit`` tokens can stand for so long a text, for which the tokenizer
-        would take sixty times its memory."""
+        """Raises ValueError: a text too long for ``limit`` tokens. The tokenizer would take sixty times
+        its memory to find out."""
         if len(text) > limit * self.token_characters:
             raise ValueError(
                 f"{what} too long: {len(text)} characters; the limit is {limit} tokens"
@@ -206,13 +206,13 @@ class Processor:
         image and clip expanded, and how many of these are image tokens.
 
         Raises ValueError: a reserved token in a message, a template that fails, not one placeholder
-        per image or clip, or far more than ``limit`` tokens: whoever has a limit checks it.
+        per image or clip, or far more than ``limit`` tokens; the caller checks the exact limit.
         """
         text = self.render(messages, add_generation_prompt=True)
         self.check_length("prompt", text, limit)
         expanded, counts = self.expand(text, grids)
-        # The template has written the special tokens: the tokenizer must not add its own on top.
-        # But in the families whose processors have it add the BOS if the template has not.
+        # The template has written the special tokens, so the tokenizer must not add its own. The
+        # exception are families whose processors let it add a BOS that the template lacks.
         has_bos = not self.family.media or text.startswith(self.tokenizer.bos_token or "")
         ids = self.ids_with_images(expanded, counts, add_special_tokens=not has_bos)
         return text, ids, sum(counts)
@@ -241,8 +241,8 @@ class Processor:
         return self.ids_with_images(text, counts)
 
     def as_chats(self, messages: list[dict]) -> list[list[dict]]:
-        """Messages as a template may know them, in the order in which to try: content as parts, and
-        as a string where it is text alone. Raises ValueError: a reserved token in them."""
+        """The forms of messages that a template may expect, in the order in which to try them: content
+        as parts, and as a string if it is only text. Raises ValueError: a reserved token in them."""
         # As templates join the parts.
         texts = ["".join(part.get("text", "\n") for part in m["content"]) for m in messages]
         written = f"{messages} {texts}"
@@ -277,8 +277,8 @@ class Processor:
         return "".join(pieces), counts
 
     def save(self, folder: str | Path) -> None:
-        """Give a folder the files of the checkpoint besides its weights and config.json: as they came, byte
-        for byte, but for settings that flags, the template or training have changed."""
+        """Write the files of the checkpoint besides its weights and config.json into a folder: byte for
+        byte as they were, except settings that flags, the template or training have changed."""
         copy_files(Path(self.folder), Path(folder))
         for name, settings in self.files.items():
             path = Path(folder, f"{name}.json")
@@ -288,15 +288,15 @@ class Processor:
 
 
 def lost_text(rendered: str, messages: list[dict]) -> str:
-    """Who says what in the first text of messages that a rendered prompt does not hold as it is; empty
-    if it holds all."""
+    """Role and text of the first message that a rendered prompt does not contain unchanged; empty if it
+    contains all."""
     for message in messages:
         role = message["role"]
         for part in message["content"]:
             if part["type"] != "text":
                 continue
             text, as_json = part["text"].strip(), json.dumps(part, ensure_ascii=False)
-            if role == "assistant":  # whose thoughts are left out of later prompts
+            if role == "assistant":  # thoughts of earlier turns are left out of prompts
                 text = text.rpartition("</think>")[2].strip()
             is_there = text in rendered
             if role == "tool":  # Llama 3 writes it as JSON
@@ -312,12 +312,12 @@ class AnswerFrame(NamedTuple):
 
     head: str  # a question, up to where generation begins
     before: str  # between there and the answer (LLaVA: a space)
-    end: int  # the end token after it; that of the tokenizer if the template writes none
-    after: str  # all that it writes after it (ChatML: an end token and a newline)
+    end: int  # the end token after the answer; that of the tokenizer if the template writes none
+    after: str  # all that it writes after the answer (ChatML: an end token and a newline)
 
 
 def answer_frame(processor: Processor) -> AnswerFrame:
-    """Raises ValueError: the template leaves out what the assistant says."""
+    """Raises ValueError: the template leaves out the assistant's text."""
     answer, tokenizer = "(the answer)", processor.tokenizer
     chat = [{"role": "user", "content": [{"type": "text", "text": "(a question)"}]}]
     head = processor.render(chat, add_generation_prompt=True)

@@ -24,9 +24,9 @@ from common.flags import DataArgs
 
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 RESPONSE_COLUMNS = {*PROMPT_COLUMNS, *"response images videos source regions".split()}
-# What makes a row a judgement of its response: it may be a bad one.
+# Columns that make a row a judgement of its response, which may be a bad one.
 JUDGING_COLUMNS = "responses preferred correct score criterion critique".split()
-THOUGHT = "<think>"  # how a template opens a thought that it also lets close with </think>
+THOUGHT = "<think>"  # opens a thought in templates that close it with </think>
 
 
 def load_responses(path: str, processor: Processor, args: DataArgs, limit: int) -> list[Example]:
@@ -37,7 +37,7 @@ def load_responses(path: str, processor: Processor, args: DataArgs, limit: int) 
     def build(row: dict, fields: dict) -> Example:
         judging = [name for name in JUDGING_COLUMNS if row.get(name) is not None]
         if judging:
-            raise ValueError(f"{', '.join(judging)}: a judgement, and no response to imitate")
+            raise ValueError(f"{', '.join(judging)}: a judgement, not a response to imitate")
         text = response_of(row)
         prompt = make_prompt(processor, prompt_of(row), media_list(row), args, **fields)
         text = write_marks(text, prompt.regions)
@@ -84,7 +84,7 @@ def bounded_target(
 
 
 def framed_answer(processor: Processor, frame: AnswerFrame, text: str) -> str:
-    """An answer, and what the template writes before it. Raises ValueError: a special token in the
+    """An answer after what the template writes before it. Raises ValueError: a special token in the
     text."""
     typed = [token for token in processor.reserved_tokens if token in text]
     if typed:
@@ -94,8 +94,7 @@ def framed_answer(processor: Processor, frame: AnswerFrame, text: str) -> str:
         before = "" if "</think>" in before else before
         if frame.head.rstrip().endswith(THOUGHT):
             text = text.removeprefix(THOUGHT).lstrip("\n")
-    elif (
-        (frame.head + before).rstrip().endswith(THOUGHT)
-    ):  # R1's distills: there is no thought to learn
+    # the template of R1's distills opens a thought: close it, as there is none to imitate
+    elif (frame.head + before).rstrip().endswith(THOUGHT):
         before += "\n</think>\n\n"
     return before + text

@@ -32,7 +32,7 @@ MEDIA_MARKS = ("<image>", "<video>")  # in the strings of rows
 ROLES = ("system", "user", "assistant", "tool")
 # What --columns can rename.
 COLUMNS = {name: name for name in ("prompt", "images", "answer", "label")}
-# How files begin that are no JSONL, and what they seem to be; after a colon, what to do where
+# How files begin that are not JSONL, and what they are; after a colon, what to do if
 # launch/convert.py cannot read them.
 OTHER_FILES = {
     rb"PAR1": "a Parquet table",
@@ -43,11 +43,11 @@ OTHER_FILES = {
     rb"ARROW1|\xff{4}": "an Arrow table: convert.py reads what Dataset.to_parquet makes of it",
     rb'[,;\t]?"?\w[\w ]*"?[,;\t]': "a table of text: JSONL is what pandas' to_json makes of it",
 }
-# Columns that other systems read as part of the prompt or as answer.
+# Columns that other systems read as part of the prompt or as the answer.
 FOREIGN = "conversations history input instruction objects reward_model system tools".split()
-# What is no path: addresses, PNG, JPEG, GIF and WebP in base64, and what no file can be called.
+# What is not a path: URLs, base64 of PNG, JPEG, GIF and WebP, and names that no file can have.
 NO_PATH = r"(?s)(https?|data|file):|iVBORw0KGgo|/9j/|R0lGOD|UklGR|.*\0|.{4097}|$"
-# How columns of images look in Python's spelling.
+# How columns of images look when printed by Python.
 IMAGES = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)"
 MESSAGES = r"""\s*(\[\s*\{\s*["'](content|value)|\[?\s*\{\s*["'](role|from))["']\s*:"""  # as text
 NUMBERED_IMAGE = r"<image[ _]?\d+>"  # how other systems write the place of one of several images
@@ -57,7 +57,7 @@ Media = str | tuple[str, ...]  # the path of an image; of a clip its file, or th
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One row of the data, ready for the model but for its pixels (see `loader.load_pixels`)."""
+    """One row of the data, ready for the model except for its pixels (see `loader.load_pixels`)."""
 
     messages: list[dict]  # content as parts, without their files
     text: str  # rendered prompt, one placeholder per image or clip
@@ -65,8 +65,8 @@ class Prompt:
     grids: tuple[tuple, ...]  # `Family.grid` of each image, `clip_grid` of each clip
     input_ids: Tensor  # (P,) int64, placeholders expanded as `Family.expand` says
     image_tokens: int  # M, those of input_ids that stand for image features
-    # Rows before it in the file, bad ones too: it seeds the sampling noise, so a skip must not
-    # shift it.
+    # Number of rows before it in the file, bad ones included: it seeds the sampling noise, so a
+    # skipped row must not shift it.
     index: int = 0
     source: str = ""  # "train.jsonl:12", for messages
     reference: str | None = None
@@ -75,16 +75,16 @@ class Prompt:
     # All columns as the file has them, for reward functions, and the folder of the file.
     row: dict = field(default_factory=dict)
     folder: str = ""
-    # Of each image; None of a clip. Empty where the headers were not read.
+    # One for each image, None for a clip. Empty if the headers were not read.
     places: tuple[Place | None, ...] = ()
     regions: Regions | None = None
 
 
 class Example(NamedTuple):
-    """A prompt, and the response to learn."""
+    """A prompt and the response to imitate."""
 
-    prompt: Prompt  # of a judge: its label is the kind of question, its reference the right verdict
-    target: Tensor  # (n,) label tokens, the end token last; none of rows that are not imitated
+    prompt: Prompt  # a judge's: the label is the kind of question, the reference the right verdict
+    target: Tensor  # (n,) label tokens, the end token last; empty for rows that are not imitated
     text: str  # the target as text
 
 
@@ -163,7 +163,7 @@ Row = TypeVar("Row")
 
 
 class BadRow(str):
-    """What is wrong with a row, and where it stands."""
+    """What is wrong with a row, with file and line."""
 
 
 def read_rows(
@@ -174,11 +174,11 @@ def read_rows(
     all_read: bool = False,
 ) -> list[Row]:
     """``build(row, fields)`` of every row of a JSONL file, in file order; blank lines are no rows.
-    ``fields`` are those of `Prompt` that say where a row is from: index, source, row and folder.
+    ``fields`` are those of `Prompt` about the origin of a row: index, source, row and folder.
     A row for which ``build`` raises stops the run or is skipped, by --on_bad_row.
 
-    Columns that are not ``known`` are no error, but rank 0 prints their names: one may be
-    misspelled, or hold what other systems read. Not if all of them are read elsewhere (``all_read``).
+    Columns that are not ``known`` are allowed, but rank 0 prints their names, as one may be
+    misspelled or contain what other systems read; not so if all are read elsewhere (``all_read``).
     """
     folder, name = os.path.split(os.path.abspath(path))
     unread = set()
@@ -198,7 +198,7 @@ def read_rows(
         except ValueError as error:
             return BadRow(f"{source}: {error}")
 
-    # Bytes: of all the line separators that JSON strings may hold, only \n ends a row.
+    # Bytes: JSON strings may contain other line separators, but only \n ends a row.
     lines = enumerate(read_jsonl(path).split(b"\n"), 1)
     lines = [(number, line) for number, line in lines if line.strip()]
     if not lines:
@@ -215,7 +215,7 @@ def read_rows(
 
 
 def read_jsonl(path: str) -> bytes:
-    """The bytes of a JSONL file. Raises ValueError: it is something else, with what to do."""
+    """The bytes of a JSONL file. Raises ValueError: another kind of file, and what to do."""
     if not os.path.isfile(path):
         raise ValueError(
             f"{path} is no file (data of the hub: hf download NAME --repo-type dataset --local-dir "
@@ -231,14 +231,14 @@ def read_jsonl(path: str) -> bytes:
 
 
 def describe_column(column: str, value: Any) -> str:
-    """A column that is not read, for a message: perhaps it should be."""
+    """The name of a column that is not read, with a hint if perhaps it should be."""
     if re.search(IMAGES, f"{value!r:.2000}") or column in FOREIGN and value:
         return f"{column!r} (images, or part of prompt or answer? see --columns, launch/convert.py)"
     return repr(column)
 
 
 def report_bad(where: str, problems: Sequence[str], rows: int, is_error: bool) -> None:
-    """Say how many of so many rows are bad, and what is wrong with the first five. Raises UserError
+    """Print how many of ``rows`` are bad, and what is wrong with the first five. Raises UserError
     if this ends the run."""
     if not problems:
         return
@@ -268,8 +268,8 @@ def text_column(row: dict, column: str) -> str | None:
 
 
 def media_list(row: dict, column: str = "images") -> list[Media]:
-    """The images of a row as paths, and then its clips, each a file or a list of images, as tuples
-    of paths. The name of a column may also be in the singular."""
+    """The images of a row as paths, and then its clips as tuples of paths: of one file, or of a list of
+    images. The names of these columns may also be singular."""
     images, clips = (
         row.get(name) or row.get(name.removesuffix("s")) for name in (column, "videos")
     )
@@ -304,8 +304,8 @@ def _path(file: Any) -> str:
 
 
 def message_turns(prompt: str | list) -> list[dict]:
-    """The messages of a row, which may be JSON in a string, content as parts. Raises ValueError:
-    neither a string nor messages that a prompt can be."""
+    """The messages of a row, which may be JSON in a string, with content as parts. Raises ValueError:
+    neither a string nor messages that can be a prompt."""
     turns = prompt
     if isinstance(prompt, str):
         is_json = re.match(MESSAGES, prompt)
@@ -347,7 +347,7 @@ def message_parts(content: str | list) -> list[dict]:
 
 def _read_part(part: Any) -> dict:
     pairs = part.items() if isinstance(part, dict) else ()
-    # Tables give every part every key, those that it has not as null.
+    # Tables give every part all keys, with null for those that it lacks.
     entries = {key: value for key, value in pairs if value is not None}
     match entries:
         case {"type": "text", "text": str(), **further} if not further:
@@ -366,9 +366,9 @@ def _read_part(part: Any) -> dict:
 
 
 def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
-    """The images and clips of messages, in the order in which they stand there. A part that names its
-    file loses the name here; ``media`` are for the other parts, or repeat those files. Raises
-    ValueError: the media do not fit the parts."""
+    """The images and clips of messages, in their order. A part that names its file loses the name here;
+    ``media`` are for the other parts, or repeat those files. Raises ValueError: the media do not fit
+    the parts."""
     marks = _find_media_marks(messages, media)
     for kind in ("image", "video"):
         parts = [part for part in marks if part["type"] == kind]
@@ -404,7 +404,7 @@ def _find_media_marks(messages: list[dict], media: Sequence[Media]) -> list[dict
 
 
 def media_parts(messages: list[dict]) -> list[dict]:
-    """The parts of messages that are no text."""
+    """The parts of messages other than text."""
     return [part for message in messages for part in message["content"] if part["type"] != "text"]
 
 
@@ -413,8 +413,8 @@ def kind_of(item: Media) -> str:
 
 
 def user_text(messages: list[dict], images: int = 0, plain: Callable[[str], str] = str) -> str:
-    """The user's words in the messages of a prompt, each text passed through ``plain``. The marks of its
-    ``images`` images and clips stay only if all are in the user's messages and some follow words."""
+    """The user's text in the messages of a prompt, each part passed through ``plain``. The marks of its
+    ``images`` images and clips stay only if all are in the user's messages and some follow text."""
     users = [message["content"] for message in messages if message["role"] == "user"]
     kinds = [part["type"] for content in users for part in content]
     come_first = "text" not in kinds[:images]
@@ -445,7 +445,7 @@ def make_prompt(
     grids: tuple | None = None,
     **fields: Any,
 ) -> Prompt:
-    """Render and encode one row. Raises ValueError: whatever is wrong with it.
+    """Render and encode one row. Raises ValueError: the row is bad.
 
     Args:
         prompt: text or messages.
@@ -484,7 +484,8 @@ def make_prompt(
 
 
 def check_text(text: str, media: Sequence[Media]) -> None:
-    """Raises ValueError: the user says nothing and shows nothing, or names images as Qwen-VL's rows do."""
+    """Raises ValueError: there is neither text nor an image of the user's, or images are named in the
+    text, as in rows for Qwen-VL."""
     if not text.strip() and not media:
         raise ValueError("empty prompt: no text of the user's, and no image")
     if re.search("<img>.+</img>", text):
@@ -494,9 +495,8 @@ def check_text(text: str, media: Sequence[Media]) -> None:
 
 
 def locate(item: Media, folder: str, root: str) -> Media:
-    """The absolute path of an image, or those of a clip: relative to the folder, or if there is no
-    such file to ``root``. Raises ValueError: not in the folder ``root``, if there is one, after
-    resolving the links of both."""
+    """The absolute path of an image, or those of a clip: relative to the folder or, if there is no such
+    file, to ``root``. Raises ValueError: with links resolved, it lies outside of ``root``, if given."""
     if isinstance(item, tuple):
         return tuple(str(locate(path, folder, root)) for path in item)
     paths = [os.path.normpath(os.path.join(base, item)) for base in (folder, root)]
@@ -516,7 +516,7 @@ def check_media(processor: Processor, items: tuple[Media, ...]) -> None:
 
 
 def measure(processor: Processor, item: Media, count: int) -> tuple[tuple, Place | None]:
-    """The grid of an image or clip, and the place of an image, by its header, in a prompt that has
+    """The grid of an image or clip and, for an image, its place: read from the header, for a prompt with
     ``count`` of them."""
     family = processor.family.among(count)
     if not isinstance(item, str):

@@ -19,9 +19,9 @@ def turn_texts(batch: Batch, picks: Sequence[int], processor: Processor) -> list
 
 
 def finished_text(batch: Batch, i: int, text: str) -> str:
-    """The ``text`` of the last turn of sample i; "" if the turn was cut off, in which an answer that it
-    quotes would pass for its own."""
-    # A limit may also end a conversation after a turn that is whole.
+    """The ``text`` of the last turn of sample i; "" if the turn was cut off, as an answer that it merely
+    quotes could be taken for its own."""
+    # A limit may also end a conversation after a complete turn.
     is_whole = batch.conversations and batch.own_lengths[i] in batch.conversations[i].ends
     return "" if batch.truncated[i] and not is_whole else text
 
@@ -39,7 +39,7 @@ def messages(conversation: Conversation, turns: list[str]) -> list[dict]:
 
 
 def as_text(conversation: Conversation, turns: list[str]) -> str:
-    """A conversation as one text; one turn alone as it is."""
+    """A conversation as one text; a single turn unchanged."""
     if len(turns) == 1 and not conversation.opening:
         return turns[0]
     chat = messages(conversation, turns)
@@ -55,8 +55,8 @@ def plain_text(message: dict) -> str:
 
 
 def whole_texts(batch: Batch, picks: list[int], processor: Processor) -> list[str]:
-    """The responses of the samples ``picks`` as one text each; of conversations with what
-    environments said."""
+    """The responses of the samples ``picks`` as one text each; conversations include the replies of
+    environments."""
     turns = turn_texts(batch, picks, processor)
     if not batch.conversations:
         return [texts[-1] for texts in turns]
