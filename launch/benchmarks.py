@@ -18,7 +18,7 @@ COLUMNS = {
     "genai_bench": "vote_type",
 }
 
-# VL-RewardBench: the group by what an id begins with, as in its cal.py since May 2025.
+# VL-RewardBench: groups by the beginnings of ids, as in its cal.py since May 2025.
 VL_TABLE = """\
 reasoning       mmmu mathverse
 hallucination   hallucination rlhf rlaif
@@ -48,12 +48,12 @@ Rows = list[dict]
 
 
 class LeftOut(Exception):
-    """Judges here cannot read such rows. The text says what they are."""
+    """A row that our judges cannot read; the text says of which kind."""
 
 
 def rows_of(benchmark: str, row: dict) -> Rows:
-    """What `convert` reads of a published row: pairs with "benchmark", "source" (the official
-    group) and, where pairs count together, "pair".
+    """The rows for `convert` from a published row: pairs with "benchmark", "source" (the official
+    group) and, if several pairs count together, "pair".
 
     Raises LeftOut, FileNotFoundError (no image), and ValueError: a row without an answer, or of
     another benchmark."""
@@ -91,7 +91,7 @@ def mm_rlhf(row: dict) -> Rows:
     path = take_media(row, column)
     group = column
     if column == "image":
-        # the last: further up are folders of the user's
+        # the last one: folders further up are the user's
         named = [folder for folder in path.split("/") if folder in MM_RLHF_GROUPS]
         if not named:
             raise ValueError(f"{path:.60} is in none of the folders {', '.join(MM_RLHF_GROUPS)}")

@@ -1,17 +1,16 @@
-"""Do this machine's kernels compute what they should? A table of errors and bounds, PASS or FAIL;
-seconds.
+"""Do this machine's kernels compute what they should? Prints a table of errors and bounds, and PASS or
+FAIL, within seconds.
 
     python launch/check_kernels.py [--dtype bfloat16] [--attention flash_attn] [--head_dim 128] [--heads 28] [--kv_heads 4]
         [--train_vision]
 
-Kernels of a GPU come from many hands, and one that errs does so silently: sampler and trainer may
-share the fault, and nothing in a run's metrics would show it. Attention of packs that share
-prompts, decoding from slots, attention of a vision tower, the delta rule of linear attention and
-the output head are therefore computed by each back-end, forward and backward, and compared with
-their definitions in float64 on the CPU.
+Kernels come from many sources, and a wrong one errs silently: sampler and trainer may share the fault,
+which no metric of a run would show. So each back-end computes attention of packs that share prompts,
+decoding from slots, attention of a vision tower, the delta rule of linear attention and the output
+head, forward and backward. Each is compared with its definition in float64 on the CPU.
 
-An error is relative: the norm of the difference over the norm of the reference. A bound counts what
-rounding can explain; a wrong kernel is off by 0.1 and more."""
+An error is relative: the norm of the difference over the norm of the reference. A bound is what
+rounding can explain; a wrong kernel is off by 0.1 or more."""
 
 import argparse
 import math
@@ -38,7 +37,7 @@ from common.model.attention import (
 )
 from common.model.linear_attention import PackedDelta
 
-# A short prompt, and one that fills its slot but for one token, each with two responses, the first
+# A short prompt, and one that fills its slot except for one token, each with two responses, the first
 # of one token.
 SEGMENTS = [
     (0, 7, 0, 0),
@@ -66,7 +65,7 @@ class Part(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> list[str]:
-    """Print errors and bounds, and return what fails: a line for each part, with the flag that avoids it."""
+    """Print errors and bounds. Returns a line for each part that fails, with the flag that avoids it."""
     parser = tool.parser(__doc__)
     on_gpu = torch.cuda.is_available()
     parser.add_argument(
@@ -114,8 +113,8 @@ def remedy(backend: str, part: str) -> str:
 
 
 def passes(name: str, part: Part) -> bool:
-    """Print the errors of a part; whether all are within its bounds. A kernel may raise anything:
-    that is an error, too."""
+    """Print the errors of a part, and return whether all are within its bounds. A kernel may raise
+    anything, which counts as an error, too."""
     results = ["", *(f", gradient of {letter}" for letter in part.inputs)]
     run = with_gradients if part.trained else outputs
     try:
@@ -127,7 +126,7 @@ def passes(name: str, part: Part) -> bool:
     passed = True
     for i, (result, here, there) in enumerate(zip(results, computed, expected)):
         error, bound = relative_error(here, there), part.bounds[i > 0]
-        right = error <= bound  # nothing is below NaN
+        right = error <= bound  # false for NaN
         print(f"  {name + result:32} {error:8.1e} {bound:8.1e}  {'ok' if right else 'FAILS'}")
         passed = passed and right
     return passed
@@ -135,8 +134,8 @@ def passes(name: str, part: Part) -> bool:
 
 def explained(dtype: torch.dtype, roundings: int, terms: float = 1.0) -> float:
     """The relative error that rounding explains: at most half an epsilon for each of ``roundings``
-    to ``dtype``, and the root of ``terms`` epsilons for sums in float32. Errors rarely add up: what
-    is measured is a third of this, and less."""
+    to ``dtype``, and the root of ``terms`` epsilons for sums in float32. Errors rarely add up:
+    measured ones are a third of this, or less."""
     return (
         roundings * torch.finfo(dtype).eps / 2 + math.sqrt(terms) * torch.finfo(torch.float32).eps
     )
@@ -153,8 +152,8 @@ def outputs(function: Callable, inputs: Iterable[Tensor]) -> list[Tensor]:
 
 
 def with_gradients(function: Callable, inputs: Iterable[Tensor]) -> list[Tensor]:
-    """The output of a function, and gradients of its inputs; what comes from above depends on the
-    output's shape alone."""
+    """The output of a function, and the gradients of its inputs; the gradient of the output depends on
+    its shape alone."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     out = function(*inputs)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -197,8 +196,8 @@ class Check:
             "delta rule": self.delta_rule(),
             "head": self.head(),
         }
-        if self.backend != "sdpa":  # whose tower is transformers' own
-            # the forward is all that a frozen tower needs
+        if self.backend != "sdpa":  # with sdpa, the tower is transformers' own
+            # a frozen tower needs only the forward
             parts["vision"] = self.vision(trained=False)
             if self.args.train_vision:
                 parts["vision trained"] = self.vision(trained=True)
@@ -223,8 +222,8 @@ class Check:
         return Part(computed, expected, self.qkv, self.bounds, trained=False)
 
     def decode(self, *qkv: Tensor) -> Tensor:
-        """Both prompts are stored by a pack, and the token after each is decoded, (1, 2, Hq, D).
-        What it may not see is large."""
+        """A pack stores both prompts, and the token after each is decoded, (1, 2, Hq, D). Entries that it
+        must not see are large."""
         text = SimpleNamespace(
             num_hidden_layers=1, num_key_value_heads=self.args.kv_heads, head_dim=self.args.head_dim
         )
@@ -296,7 +295,7 @@ class Check:
             "its input": self.random(TARGETS, HIDDEN),
             "its weight": self.random(ROWS, HIDDEN) / HIDDEN**0.5,
         }
-        # Tensor cores cut off what a sum does not keep, so that errors grow with its length.
+        # Tensor cores truncate in sums, so errors grow with their length.
         of_sums = explained(torch.float32, 0, HIDDEN**2)
         return Part(computed, expected, inputs, (of_sums, explained(self.dtype, 6) + of_sums))
 

@@ -1,13 +1,13 @@
-"""Does this checkpoint compute here what it computes in transformers?
+"""Does this checkpoint compute the same here as in transformers?
 
     python launch/check_model.py FOLDER [--data rows.jsonl]
 
-Runs in one process, on a GPU or a CPU. It compares what the trainers make of the first rows of --data,
-or of pictures drawn here, with the checkpoint's own processor and transformers' own model, which reads
-one sample at a time. It prints a line for each comparison, with the largest difference relative to the
-largest number, and its bound for the compute dtype; then PASS (exit code 0) or FAIL (1). Of the modules
-it names the first one that is wrong, or else the one that differs most. Two copies of the model are in
-memory, at the end three."""
+Runs in one process, on a GPU or a CPU, with the first rows of --data, or with pictures drawn here. The
+checkpoint's own processor and transformers' own model, which reads one sample at a time, are the
+reference. Prints a line for each comparison: the largest difference relative to the largest number, and
+its bound for the compute dtype; then PASS (exit code 0) or FAIL (1). Of the modules it names the first
+one that is wrong, or else the one that differs most. Two copies of the model are in memory, at the end
+three."""
 
 import copy
 import sys
@@ -42,7 +42,7 @@ from common.model.policy import logprobs_of
 # may decide them in bfloat16.
 BOUNDS = {torch.float32: (1e-4, 0.0), torch.bfloat16: (0.05, 0.5)}
 ROWS, TOKENS = 6, 8  # most rows of the data, and tokens of a sample
-# The flags must name rows and a reward, but nothing here reads them.
+# The flags must name rows and a reward, which are not used here.
 FLAGS = f"--data rows --reward exact --advantage grpo --max_new_tokens {TOKENS}"
 
 
@@ -98,7 +98,7 @@ def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, 
 
 
 def draw(chat: Chat, folder: Path) -> list[Prompt]:
-    """Three prompts, with no picture, one and two; with none at all for a model of text."""
+    """Three prompts, with no picture, one and two; for a text-only model all without."""
     paths = []
     if chat.family.media:
         paths = [str(folder / "tall.png"), str(folder / "wide.png")]
@@ -158,7 +158,7 @@ def logprobs(chat: Chat, prompt: Prompt, tokens: Tensor) -> Tensor:
 
 
 def difference(ours, theirs) -> float:
-    """The largest difference relative to the largest number of theirs, of the first tensor that each holds;
+    """The largest difference between the first tensors of both, relative to the largest number of theirs;
     infinite if it is not finite."""
     ours, theirs = (tree_leaves(x)[0].float().flatten().cpu() for x in (ours, theirs))
     error = (ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)

@@ -6,15 +6,15 @@
 #   MODEL=Qwen/Qwen2.5-VL-3B-Instruct OUT=runs/geo3k-grpo-3b bash launch/geo3k_grpo.sh
 #   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --exclusive --time 12:00:00 launch/train.slurm train_ppo_vl.py" bash launch/geo3k_grpo.sh
 #
-# Never run: only that the flags are accepted is tested (tests/launch/test_recipes.py), so there is no time and no score of ours.
+# Never run: a test checks only that the flags are accepted (tests/launch/test_recipes.py). We have neither time nor score.
 # The source, https://github.com/hiyouga/EasyR1 assets/baselines.md (v0.3.2), has test accuracies of 0.37 -> 0.48 (7B) and
 # 0.24 -> 0.38 (3B), and 145 s (7B) or 120 s (3B) per step on 8 H100 with that system.
 #
 # From its examples/config.yaml and defaults: 512 prompts x 5 samples, 4 updates of 128 prompts, 60 steps (15 passes, each
-# without its rest), lengths, pixels, learning rate, weight decay, betas, clips 0.2 / 0.3 / dual 3, KL 0.01 by k3 in the
+# without its last incomplete batch), lengths, pixels, learning rate, weight decay, betas, clips 0.2 / 0.3 / dual 3, KL 0.01 by k3 in the
 # loss, token mean, reward 0.9 accuracy + 0.1 format. Different here: the vision tower is frozen, held-out answers are
-# greedy (there temperature 0.6, top-p 0.95), the KL has the gradient of k2 (k3+), no rest is dropped, grader
-# and words of the instruction are ours.
+# greedy (there temperature 0.6, top-p 0.95), the KL has the gradient of k2 (k3+), no rows are dropped, and
+# the grader and the wording of the instruction are ours.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ${LAUNCH:-torchrun --standalone --nproc_per_node 8 train_ppo_vl.py} \

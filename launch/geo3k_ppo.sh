@@ -6,14 +6,14 @@
 #   MODEL=Qwen/Qwen2.5-VL-3B-Instruct OUT=runs/geo3k-ppo-3b bash launch/geo3k_ppo.sh
 #   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --exclusive --time 24:00:00 launch/train.slurm train_ppo_vl.py" bash launch/geo3k_ppo.sh
 #
-# Never run: only that the flags are accepted is tested (tests/launch/test_recipes.py), so there is no time and no score of ours.
+# Never run: a test checks only that the flags are accepted (tests/launch/test_recipes.py). We have neither time nor score.
 # No public score of PPO with a critic on this task is known to us; for GRPO see launch/geo3k_grpo.sh.
 #
 # From https://github.com/opendilab/LightRFT examples/gsm8k_geo3k/run_ppo_geo3k_qwen2.5_vl_7b.sh: 128 prompts x 2 samples,
 # 2 updates of 128 samples, 30 passes, lengths, both learning rates with 3 % warm-up and a cosine to a tenth, weight decay,
 # betas, clips 0.2, gamma 1, lambda 0.95, KL 0.01 by k1 in the reward, whitened advantages, frozen vision tower, reward
-# 0.9 accuracy + 0.1 format. Different here: grader and words of the instruction are ours, and the format is checked in the
-# response alone, not in the instruction as well.
+# 0.9 accuracy + 0.1 format. Different here: the grader and the wording of the instruction are ours, and the format is checked only
+# in the response, not in the instruction as well.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ${LAUNCH:-torchrun --standalone --nproc_per_node 8 train_ppo_vl.py} \

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # A generative reward model from Qwen2.5-VL 7B, with the settings of LightRFT's example, on one node of 8 GPUs with 80 GB.
 #
-#   export DATA=pairs.jsonl EVAL_DATA=held_out.jsonl      rows as in train_grm_vl.py; with weights, too
+#   export DATA=pairs.jsonl EVAL_DATA=held_out.jsonl      rows as in train_grm_vl.py; several files may have weights
 #   bash launch/grm_7b.sh                                                        further flags are passed on
 #   MODEL=Qwen/Qwen2.5-VL-3B-Instruct OUT=runs/grm-3b bash launch/grm_7b.sh
 #   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --exclusive --time 24:00:00 launch/train.slurm train_grm_vl.py" bash launch/grm_7b.sh
 #
-# Never run: only that the flags are accepted is tested (tests/launch/test_recipes.py), so there is no time and no score of ours.
+# Never run: a test checks only that the flags are accepted (tests/launch/test_recipes.py). We have neither time nor score.
 # https://opendilab.github.io/LightRFT/best_practice/reward_model.html has 71.88 % on HPDv3 for 3B after 8,000 steps.
 #
 # From https://github.com/opendilab/LightRFT examples/grm_training/run_grm_vl.sh: 8 examples a step, 5 passes, learning rate

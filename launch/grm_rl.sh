@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# RL of a judge: the rows it was trained on become prompts, the verdict at the end of its judgement earns 1 where it is right.
-# The export is a judge again: it can be asked by --reward grm:FOLDER.
+# RL of a judge: the rows it was trained on become prompts, and a right verdict at the end of its judgement earns 1.
+# The export is a judge again, for --reward grm:FOLDER.
 #
 #   export JUDGE=runs/judge/export/latest DATA=pairs.jsonl EVAL_DATA=held.jsonl
 #   bash launch/grm_rl.sh                                                        further flags are passed on

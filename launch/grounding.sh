@@ -7,15 +7,15 @@
 #   bash launch/grounding.sh                                     further flags are passed on
 #   MODEL=Qwen/Qwen3-VL-4B-Instruct OUT=runs/grounding-qwen3 bash launch/grounding.sh     the same rows
 #
-# Expected time: not run, only its first two steps, on a toy (tests/launch/test_recipes.py). No score is ours.
+# Never run, except two steps on a toy (tests/launch/test_recipes.py). We have neither time nor score.
 #
 # From run_scripts/run_grpo_rec.sh: 8 completions per GPU x 8 GPUs x accumulation 2, 8 per prompt, so 16 prompts a step; KL 0.04,
 # 2048 tokens; from grpo_config.py: learning rate 1e-6, clip 0.2, one update per step; from grpo_trainer.py and grpo_jsonl.py: KL by k3
 # in the loss, mean of the means of responses, temperature 1, 3136 to 12845056 pixels, vision tower trained. Transformers' defaults: no
-# weight decay, beta 2 0.999, gradient norm 1. 500 steps: those of the checkpoint that was published (the script: 2 passes). Rewards
+# weight decay, beta 2 0.999, gradient norm 1. 500 steps, as for the published checkpoint (the script: 2 passes). Rewards
 # by qwen_module.py: IoU + format, weight 1 each.
-# Different here: the best pairing of everything that is written, in any spelling, not the first four integers; IoU of edges, not of
-# pixels; the KL has the gradient of k2 (k3+); a constant learning rate (there linear over 2 passes); words of the instruction.
+# Different here: all boxes of the answer are paired, in any spelling (there the first four integers); IoU of edges, not of pixels;
+# the KL has the gradient of k2 (k3+); a constant learning rate (there linear over 2 passes); the wording of the instruction.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 data="${DATA:-data/refcoco}"

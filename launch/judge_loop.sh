@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A judge in four stages: a cold start on a few written judgements, K judgements of every training pair, fine-tuning on those
-# that were right, RL on the pairs with a wrong one. Its table on held-out pairs before and after each stage: OUT/*.txt
+# A judge in four stages: a cold start on a few written judgements, K judgements of every training pair, fine-tuning on
+# the right ones, RL on the pairs with a wrong one. The tables on held-out pairs, before and after each stage, are OUT/*.txt
 #
 #   export MODEL=Qwen/Qwen2.5-VL-7B-Instruct COLD=written.jsonl DATA=pairs.jsonl EVAL_DATA=benchmark.jsonl
 #   bash launch/judge_loop.sh                      further flags, such as --seed 1, go to every stage
 #
-# COLD: pairs with a critique. DATA: pairs with only their verdicts. EVAL_DATA: such as launch/convert.py --benchmark makes.
-# OUT gets a folder per stage; LAUNCH is the command that starts a script; K (4) judgements are drawn of a pair in each order.
+# COLD: pairs with a critique. DATA: pairs with only their verdicts. EVAL_DATA: pairs such as launch/convert.py --benchmark writes.
+# OUT gets a folder per stage; LAUNCH is the command that starts a script; K (4) judgements are sampled per pair and order.
 # The same command continues an interrupted stage: each has its --out.
 #
 # Without MODEL, the toy judges which of two noisy pictures shows more, on 2 processes. Run on 2 CPU cores, with figures:

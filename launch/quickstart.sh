@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # A vision-language model learns to describe pictures by PPO with a critic, on 2 CPU cores, in less than 5 minutes after
-# installation. Expected: held-out accuracy, all parts of an answer right, from 0 to at least 0.9. Further flags are passed to train_ppo_vl.py.
+# installation. Expected: held-out accuracy (all parts of an answer are right) rises from 0 to at least 0.9. Further flags are passed to train_ppo_vl.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 flags=("$@")
 set --    # a sourced file without arguments of its own sees ours, and setup.sh takes its arguments for packages
 source launch/setup.sh
-export CUDA_VISIBLE_DEVICES=    # where there are GPUs as well: two processes may be more than they
+export CUDA_VISIBLE_DEVICES=    # even if there are GPUs, of which there may be fewer than two
 [ -f toy_describe/args.json ] || python launch/toy.py --task describe --out toy_describe
 out="runs/quickstart-$(date +%Y%m%d-%H%M%S)"
 for ((i = 0; i < ${#flags[@]}; i++)); do

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # A judge learns to tell right answers from wrong ones; then a fresh policy is trained with that judge as its only reward.
-# Expected on 2 CPU cores, in less than 10 minutes after installation: at least 0.95 of the held-out judgements, in both
-# orders; then the policy's true accuracy, which the rule measures and nobody rewards, from 0.22 to at least 0.85.
+# Expected on 2 CPU cores, in less than 10 minutes after installation: the judge is right in at least 0.95 of the held-out
+# judgements, in both orders; then the policy's true accuracy, which the rule only measures, rises from 0.22 to at least 0.85.
 # Further flags are passed to train_ppo_vl.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 flags=("$@")
 set --    # a sourced file without arguments of its own sees ours, and setup.sh takes its arguments for packages
 source launch/setup.sh
-export CUDA_VISIBLE_DEVICES=    # where there are GPUs as well: two processes may be more than they
+export CUDA_VISIBLE_DEVICES=    # even if there are GPUs, of which there may be fewer than two
 [ -f toy/grm_args.json ] || python launch/toy.py --out toy
 stamp="$(date +%Y%m%d-%H%M%S)"
 judge="runs/judge-$stamp" out="runs/judged-$stamp"

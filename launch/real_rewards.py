@@ -1,7 +1,7 @@
 """Rewards of launch/real_words.sh.
 
 --reward launch/real_rewards.py:named           the class's name
-                               :grey, :another  the same, measured where the picture tells nothing
+                               :grey, :another  the same, measured on pictures that do not help
 """
 
 import re

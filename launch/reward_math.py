@@ -1,15 +1,15 @@
-r"""Mathematical answers, judged by the field's own library: roots, fractions, pi, units, sets, expressions.
+r"""Mathematical answers, graded by math-verify: roots, fractions, pi, units, sets, expressions.
 
     pip install math-verify
     torchrun --nproc_per_node 8 train_ppo_vl.py --reward launch/reward_math.py:score ...
 
 The answer is the last \boxed{...} of the response, and is right if the library or the rule boxed says so. The reward
-is 0.9 for a right answer and 0.1 for the rule's format, thoughts in <think>...</think>, which the chat template may
-open, and then the answer. Text that cannot be parsed is a wrong answer.
+is 0.9 for a right answer and 0.1 for the format of the rule: thoughts in <think>...</think>, which the chat template
+may open, and then the answer. An answer that cannot be parsed is wrong.
 
-The library runs in PROCESSES of its own. Its own time limit works only in the main thread, where rewards are not
-computed, and no thread could stop an answer such as 9^{9^{9}}, which sympy starts to write out. Such an answer
-costs SECONDS of --reward_timeout.
+The library runs in PROCESSES of its own. Its time limit works only in the main thread, where rewards are not
+computed, and no thread could stop sympy from writing out an answer such as 9^{9^{9}}. Such an answer costs
+SECONDS of --reward_timeout.
 """
 
 import json
@@ -29,7 +29,7 @@ LATEX = str.maketrans({"√": r"\sqrt ", "°": r"^\circ "})  # what the library 
 
 
 def score(prompts, responses, references, labels, images):
-    # Not at the top: this file is the worker, too, which needs nothing of the project and starts fast.
+    # Not at the top: this file is also the worker, which needs nothing of the project and starts fast.
     from common.rewards import rules
 
     texts = list(map(rules.with_opened_thought, prompts, responses))
@@ -64,7 +64,7 @@ def grade(answer: str, reference: str) -> float:
         return 0.0
     expected = parse(in_box(reference), [BOXED], parsing_timeout=None)
     answered = parse(in_box(answer), [BOXED], fallback_mode="no_fallback", parsing_timeout=None)
-    # as many digits as the answers have: 1.0000001 is not 1
+    # to as many digits as the answers have: 1.0000001 is not 1
     digits = max(map(len, re.findall(r"\.(\d+)", answer + " " + reference)), default=0)
     digits = max(DIGITS, digits)
     return float(verify(expected, answered, float_rounding=digits, timeout_seconds=None))
@@ -75,7 +75,7 @@ def in_box(answer: str) -> str:
 
 
 def grade_all(answers: list[str], references: list[str]) -> list[float]:
-    """Grades of answers in a process of their own, or several if some of them take too long."""
+    """Grades of answers, in a process of their own, or in several if some take too long."""
     grades = []
     while len(grades) < len(answers):
         done = len(grades)
@@ -84,7 +84,7 @@ def grade_all(answers: list[str], references: list[str]) -> list[float]:
 
 
 def grade_in_process(answers: list[str], references: list[str]) -> list[float]:
-    """Grades from the first answer up to one that takes too long, which is wrong, or to the last."""
+    """Grades of the answers up to the last, or up to one that takes too long, which is wrong."""
     rows = "".join(json.dumps(row) + "\n" for row in zip(answers, references))
     worker = subprocess.run([sys.executable, __file__], input=rows, capture_output=True, text=True)
     grades = [float(line) for line in worker.stdout.split()]

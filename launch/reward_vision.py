@@ -2,7 +2,7 @@ r"""Rewards of perception, to use or to copy: --reward launch/reward_vision.py:N
 
     choice    one letter, or the text of one of the row's "options"
     number    one number, within 5 % of the truth as in ChartQA, or within the row's "tolerance" (0 for
-              years: 5 % are a century); where the truth is not just a number, words
+              years: 5 % are a century); if the truth is not a number, as words
     count     one number, exactly
     words     the same words
     anls      1 - edits / length where that is above 1/2, as in DocVQA
@@ -11,15 +11,15 @@ r"""Rewards of perception, to use or to copy: --reward launch/reward_vision.py:N
     order     the same list
     form      one thought, then one <answer>; for a part of a --reward_recipe
 
-The truth is the row's "answer"; for words and anls any of its "answers", or of the list that the
-answer is.
+The truth is the row's "answer"; for words and anls any of its "answers", or of the elements of an
+answer that is a list.
 
-Numbers are in digits or, if there are none, as zero to twenty.
+Numbers are in digits or, without digits, in words from zero to twenty.
 
-An answer is what stands behind the thought: the last <answer>, <|begin_of_box|> or \boxed{}, if
-there is one, and of that the last fence. Everything in it counts: of several letters or numbers none
-is the answer, and a copy is a wrong item. An unfinished thought or <answer> is no answer. So
-whoever guesses everything earns no more than by one guess."""
+The answer of a response follows its thought: the last <answer>, <|begin_of_box|> or \boxed{}, if there
+is one, and in that the last fence. Everything in it counts: several letters or numbers are not an
+answer, and a repeated item is wrong. An unfinished thought or <answer> is not an answer. So guessing
+everything earns no more than one guess."""
 
 import ast
 import re
@@ -57,8 +57,8 @@ def one_number(truth):
 
 
 def per_sample(grade, check=not_empty):
-    """A reward function from the grade of one answer, by its truth and row; no answer earns 0. Every truth
-    passes ``check`` before a run starts."""
+    """A reward function from the grade of one answer, given its truth and row; no answer earns 0.
+    ``check`` is called on every truth before a run starts."""
 
     def score(prompts, responses, references, labels, images, rows):
         texts = map(with_opened_thought, prompts, responses)
@@ -86,7 +86,7 @@ def choice(answer, truth, row):
 
 
 def chosen(text: str, letters: dict) -> set:
-    """The letters of all options that a text names: by all its words, by letters, or by both."""
+    """The letters of all options that a text names: by their full text, by letters, or by both."""
     whole = plain(text)
     if whole in letters:
         return {letters[whole]}
@@ -158,8 +158,8 @@ def order(answer, truth, row):
 
 
 def read_items(text: str) -> list[str]:
-    """The elements of a list, or of what commas, semicolons, lines or, between digits, dashes separate, and
-    perhaps 1., 2., 3. number."""
+    """The elements of a list, or the parts of a text between commas, semicolons, line ends or, among
+    digits, dashes; numbers such as 1., 2., 3. before them are dropped."""
     values = read_list(text)
     if values is None:
         pieces = re.split(r"[,;\n]|(?<!\d)、|(?<=\d)-(?=\d)", plain_text(text))

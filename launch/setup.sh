@@ -6,8 +6,8 @@
 is_supported() {
     command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
 }
-# has_packages PYTHON REQUIREMENT...: whether they are installed. Nothing is downloaded or changed. A vendor's torch 2.11 may
-# call itself 2.11.0a0, which comes before 2.11. pip must not know of a folder of wheels: it would count them as there.
+# has_packages PYTHON REQUIREMENT...: whether they are installed. Nothing is downloaded or changed. A vendor's torch 2.11 may be
+# called 2.11.0a0, which sorts before 2.11. pip must not see a folder of wheels, or it would count these as installed.
 has_packages() (
     python="$1" requirements=()
     for requirement in "${@:2}"; do
@@ -20,12 +20,12 @@ has_packages() (
     export PIP_CONFIG_FILE=/dev/null PIP_BREAK_SYSTEM_PACKAGES=1
     "${pip[@]}" --quiet --dry-run --no-index --no-deps "${requirements[@]}" >/dev/null 2>&1
 )
-# Whether .venv has them, by the stamp that `install_packages` left: a changed requirements.txt is noticed, further packages of another
-# run do no harm.
+# Whether .venv has them, by the stamp that `install_packages` left: it notices a changed requirements.txt, and allows packages that
+# another run added.
 is_installed() {
     [ -x .venv/bin/python ] && [[ "$(cat .venv/installed 2>/dev/null)" == "$wanted"* ]]
 }
-# Without an NVIDIA GPU: the newest build of torch for CPUs, a tenth of the size, if pip is offered one (by an index or a folder of wheels).
+# Without an NVIDIA GPU: the newest build of torch for CPUs, a tenth of the size, if pip finds one (in an index or a folder of wheels).
 find_cpu_build() {
     command -v nvidia-smi >/dev/null && return
     .venv/bin/python -m pip index versions torch 2>/dev/null | grep -o '[0-9.]*+cpu' | head -1 || true
@@ -76,15 +76,15 @@ if [[ -n "$active" && ! "$active" -ef .venv ]] || ! is_installed; then
 fi
 if [ -n "$ready" ]; then
     echo "using $(command -v "$ready"), which has all packages"
-    [ "$ready" = python ] || python() { python3 "$@"; }    # where there is no other name for it
+    [ "$ready" = python ] || python() { python3 "$@"; }    # if it has no other name
 else
     is_installed || ( install_packages "$@" ) 9>.venv.lock || return 1
     source .venv/bin/activate
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
-# On a GPU, segments that grow leave fewer holes. CUDA graphs work with them (pytorch#128068), although torch had turned them
-# off for graphs for a while, until August 2026 (pytorch#194767).
+# On a GPU, expandable segments fragment less. CUDA graphs work with them (pytorch#128068), although torch disabled them for
+# graphs for a while, until August 2026 (pytorch#194767).
 [ -n "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF=expandable_segments:True
-# In bfloat16 on a CPU, torch keeps a compiled product for each of 1,024 shapes; lengths are never twice the same, and that is
-# a gigabyte. 64 are as fast (tests/benchmarks/RESULTS.md).
+# In bfloat16 on a CPU, torch caches a compiled product for each of 1,024 shapes, a gigabyte, as lengths rarely repeat. 64 are as
+# fast.
 export LRU_CACHE_CAPACITY="${LRU_CACHE_CAPACITY:-64}" ONEDNN_PRIMITIVE_CACHE_CAPACITY="${ONEDNN_PRIMITIVE_CACHE_CAPACITY:-64}"

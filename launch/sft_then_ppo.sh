@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Supervised fine-tuning, then PPO: a model first imitates answers that somebody has written, then improves on them by reward.
+# Supervised fine-tuning, then PPO: a model first imitates written answers, then improves on them by reward.
 #
 #   export MODEL=Qwen/Qwen2.5-VL-7B-Instruct SFT_DATA=written.jsonl DATA=train.jsonl EVAL_DATA=held.jsonl
 #   bash launch/sft_then_ppo.sh --reward boxed            further flags are passed to train_ppo_vl.py
 #
 # SFT_DATA has rows {"prompt", "images", "response"}; DATA and EVAL_DATA, for PPO, {"prompt", "images", "answer"}. A row may have
-# both: SFT_EVAL, held out from the first half, is EVAL_DATA if not given, whose rows then need a response too.
+# both. SFT_EVAL are held-out rows for fine-tuning; without it they are EVAL_DATA, whose rows then need a response, too.
 # OUT gets sft/ and ppo/. LAUNCH starts a script: under SLURM "sbatch --wait --nodes 2 ... launch/train.slurm", as PPO waits for SFT.
 #
-# A --system_prompt among the flags reaches PPO alone: for both halves, put it into the rows as a message.
+# A --system_prompt among the flags reaches only PPO: for both halves, put it into the rows as a message.
 #
 # Without MODEL: the toy on 2 processes, the answers of 32 of its rows as responses. Run on 2 CPU cores: see launch/README.md.
-# Not run: a real model on GPUs; learning rate and passes of its first half are what is common for SFT, not a result.
+# Not run: a real model on GPUs. Learning rate and passes of its first half are common for SFT, not results of ours.
 # By launch/plan.py, its packs fit a 7B model on 8 GPUs with 80 GB without recomputation.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

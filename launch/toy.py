@@ -2,7 +2,7 @@
 
     python launch/toy.py --out toy                       Qwen2.5-VL; about 30 seconds on one processor core
     python launch/toy.py --out toy2 --task describe      longer answers; about a minute
-    python launch/toy.py --out toy4 --task locate --train 4096    boxes, first to be learned from written answers
+    python launch/toy.py --out toy4 --task locate --train 4096    boxes, first learned from written answers
     python launch/toy.py --out toy3 --model qwen3_vl     Qwen3-VL
     python launch/toy.py --out toy35 --model qwen3_5     Qwen3.5: two layers of three with linear attention
 
@@ -18,23 +18,22 @@ train.jsonl, which the random weights learn first (SFT_ARGS).
 
 The task "questions". A picture is a 2 x 2 board that holds one to four copies of one coloured
 shape. Three kinds of question (the label of a row) ask for the colour, the shape or the number.
-Every question text has all its answers equally often, so whoever ignores the picture is right in 1
-of 6 or 1 of 4 cases, 0.22 on the whole. No picture occurs twice.
+Every question text has all its answers equally often, so a policy that ignores the picture is right in
+1 of 6 or 1 of 4 cases, 0.22 overall. No picture occurs twice.
 
 The task "describe". The first two to four cells of the board hold one object each, and the answer
-names all of them in reading order, then their number: "red circle, blue cross, 2". Of 9 to 15
-tokens each part earns its share (launch/toy_reward.py), but at the end: which token earned what is
-for the critic to find out.
+names all of them in reading order, then their number: "red circle, blue cross, 2", in 9 to 15 tokens.
+Each part earns its share (launch/toy_reward.py), but all at the last token: the critic must find out
+which token earned what.
 
 The task "locate". On a board of 2 x 2 to 3 x 3 cells lie one to three objects of different colours; the
 answer is the box of one of them. Pictures have many sizes, and those of 3 x 3 cells more pixels than
 --max_pixels allows. The rows, in pixels of the files, are the same for all families.
 
-The model. Policies are not trained from random weights: they start instruction-tuned. So does this
-one, by a supervised "warm start" on pictures of its own: it says what it sees (in three words, in
-any order; or the objects without their number), and to the task's own prompts it answers in the
-right format but blindly. After the warm start the model sees, but still answers at chance: to
-answer what was asked is left to reinforcement learning."""
+The model. RL usually starts from an instruction-tuned model. So does this one, after a supervised "warm
+start" on other pictures: it learns to describe what it sees (in three words, in any order; or the
+objects without their number), and to answer the task's prompts in the right format, but blindly. It
+then sees, but still answers at chance: to answer the question is left to reinforcement learning."""
 
 import argparse
 import itertools
@@ -79,7 +78,7 @@ DESCRIBE_ARGS = TRAINER_ARGS | dict(
 JUDGE_ARGS = dict(
     prompts_per_step=32,
     steps=1500,
-    lr=1e-3,  # of a sweep, tests/benchmarks/RESULTS.md; with --train_vision 3e-4 and 2500 steps
+    lr=1e-3,  # by a sweep, tests/benchmarks/RESULTS.md; with --train_vision 3e-4 and 2500 steps
     lr_schedule="linear",
     warmup_steps=20,
     max_prompt_tokens=256,
@@ -173,8 +172,8 @@ CHAT_TEMPLATE = """\
 
 
 def question_cells() -> list[tuple[str, str, dict[str, str]]]:
-    """Every (label, question, what is known of the board); all answers to one question stand here
-    once, so that cycling is balanced."""
+    """Every (label, question, what is known of the board), with all answers to each question once, so
+    that cycling is balanced."""
     cells = []
     for shape, colour in itertools.product(SHAPES, COLOURS):
         known = dict(shape=shape, colour=colour)
@@ -193,7 +192,7 @@ def random_thing(rng: random.Random) -> tuple[str, str]:
 
 
 def random_copies(rng: random.Random, known: dict[str, str]) -> Objects:
-    """A board of one to four copies of one object, of which some is known."""
+    """A board of one to four copies of one object, at random except for what is ``known``."""
     thing = dict(zip(("colour", "shape"), random_thing(rng))) | known
     count = known["count"] if "count" in known else rng.choice(COUNTS)
     return dict.fromkeys(rng.sample(CELLS, int(count)), (thing["colour"], thing["shape"]))
@@ -299,7 +298,7 @@ def location_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
 
 
 def mixed_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
-    """`count` rows of other forms: two pictures of different size, and text without a picture, by turns."""
+    """`count` rows of other forms, in turn: two pictures of different size, and text without a picture."""
     rows = []
     for first, second in zip(
         random_rows(rng, count, cell, seen), random_rows(rng, count, cell * 3 // 2, seen)
@@ -315,14 +314,14 @@ def mixed_rows(rng: random.Random, count: int, cell: int, seen: set) -> Rows:
 
 
 def judgement_rows(rng: random.Random, rows: Rows) -> Rows:
-    """Rows of train_grm_vl.py about the boards of `rows`, whose "files" are written: for every
-    board a right and a wrong answer to its question; for every second a pair of pictures, of which
-    it fits a request and the other not at all."""
+    """Rows of train_grm_vl.py about the boards of `rows`, whose "files" exist: for every board a right
+    and a wrong answer to its question; for every second board a pair of pictures, of which only the
+    board's fits a request."""
     boards, judgements = [row for row in rows if len(row["images"]) == 1], []
     for number, row in enumerate(boards):
         label, answer = row["label"], row["answer"]
         wrong = rng.choice([value for value in ANSWERS[label] if value != answer])
-        # what a policy also tries: other kinds of words, none, or two
+        # what a policy tries, too: other kinds of words, none, or two
         if rng.random() < 0.25:
             words = [word for kind in ANSWERS if kind != label for word in ANSWERS[kind]]
             wrong = rng.choice([*words, "", f"{answer} {wrong}"])
@@ -362,7 +361,7 @@ def write_lines(path: Path, rows: Rows) -> None:
 class Task(NamedTuple):
     # (rng, how many, pixels of a cell, pictures that were drawn) -> rows with new pictures
     rows: Callable
-    caption_prompt: str  # to which the warm start says what is to be seen
+    caption_prompt: str  # the prompt to which the warm start describes the picture
     blind_share: float  # of the warm start's examples: the question, answered blindly
     warm_start_steps: int
     texts: list[str]  # whose words become tokens
@@ -394,7 +393,7 @@ TASKS = {
         0,
         ["where is the", '[{"bbox_2d": [1, 2], "label": "'],
         LOCATE_ARGS,
-        # With the usual base, places in so small a picture differ by hardly any angle.
+        # With the usual base, positions in so small a picture would hardly differ in angle.
         dict(rope_theta=20.0, mrope_section=[2, 3, 3]),
     ),
 }
@@ -482,7 +481,7 @@ def make_model(
     if kind == "qwen3_vl":
         vision["deepstack_visual_indexes"] = [0]
     elif kind == "qwen3_5":
-        # A quarter of twice as wide heads would have no room for positions in three dimensions:
+        # A quarter of these wider heads would be too small for positions in three dimensions:
         # half of them rotates.
         rope["partial_rotary_factor"] = 0.5
         kinds = ["full_attention" if i % 3 == 1 else "linear_attention" for i in range(layers)]
@@ -551,24 +550,24 @@ def next_token_loss(
         targets = [part if number % 2 else [-100] * len(part) for number, part in enumerate(ids)]
         sequences.append(torch.tensor(sum(ids, [])))
         labels.append(torch.tensor(sum(targets, [])))
-    # Padding stands after the response, where a causal model's response tokens cannot see it: no mask needed.
+    # Padding follows the response, where the tokens of a causal model cannot see it: no mask is needed.
     pad = torch.nn.utils.rnn.pad_sequence
     inputs = model_inputs(model, pad(sequences, True, tokenizer.pad_token_id), pixel_values)
     return model(**inputs, labels=pad(labels, True, -100), use_cache=False).loss
 
 
 def blind_answer(rng: random.Random, label: str) -> str:
-    """An answer of the right form that has nothing to do with the picture."""
+    """An answer in the right format that has nothing to do with the picture."""
     if label == "description":
         return description(random_objects(rng, rng.choice(OBJECT_COUNTS)))
-    # A favourite answer: with equal odds, a trace of what the descriptions teach would decide the argmax.
+    # A favourite answer: with equal odds, a trace of the descriptions' training would decide the argmax.
     answers = ANSWERS[label]
     return rng.choices(answers, [2] + [1] * (len(answers) - 1))[0]
 
 
 def warm_start_example(rng: random.Random, row: dict, task: Task) -> list[str]:
-    """Prompt and response about a board: mostly what is to be seen, in random order, else its
-    question, blindly."""
+    """Prompt and response about a board: mostly a description in random order, otherwise its question
+    with a blind answer."""
     prompt = task.caption_prompt
     if rng.random() < task.blind_share:
         prompt, response = row["prompt"], blind_answer(rng, row["label"])
@@ -706,10 +705,10 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line; `argv` defaults to that of the process. A bad flag exits with code 2."""
     args = parse_args(argv)
     logging.disable_progress_bar()
-    torch.set_num_threads(1)  # more are slower on matrices of this size, and sum in another order
+    torch.set_num_threads(1)  # more are slower on matrices of this size, and round differently
     out = args.out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside and renamed: whoever finds <out> finds all of it, also after an interruption.
+    # Written beside it and renamed, so that <out> is complete as soon as it exists.
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as scratch:
         folder = Path(scratch) / "toy"
         write_toy(args, folder)

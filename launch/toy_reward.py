@@ -6,8 +6,8 @@ then their number. Each colour, each shape and the number is a part.
 
 
 def score(prompts, responses, references, labels, images):
-    """reward: the share of right parts, of all that are asked for, or of all in the answer where those
-    are more; accuracy: 1 where all are right."""
+    """reward: right parts / parts of the reference or of the answer, whichever are more; accuracy: 1 if
+    all parts are right."""
     shares = [share_right(*pair) for pair in zip(responses, references)]
     return {"reward": shares, "accuracy": [float(share == 1) for share in shares]}
 
@@ -20,7 +20,7 @@ def share_right(response: str, reference: str) -> float:
 
 
 def parts(text: str) -> tuple[list[str], str]:
-    """Colour and shape of each object, one after the other, and the number: whatever stands last."""
+    """Colour and shape of each object, one after the other, and the number, which comes last."""
     *objects, number = text.split(", ")
     words = []
     for name in objects:

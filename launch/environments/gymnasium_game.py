@@ -1,6 +1,6 @@
-"""Gymnasium environments, seen as pictures: the policy reads the rendered state and names an action.
+"""Environments of Gymnasium as pictures: the policy sees the rendered state and names an action.
 
-A row's columns "game" and "actions" name one, say "FrozenLake-v1" and ["left", "down", "right",
+The columns "game" and "actions" of a row choose one, say "FrozenLake-v1" and ["left", "down", "right",
 "up"].
 """
 

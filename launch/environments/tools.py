@@ -1,7 +1,7 @@
 """Tool calls: JSON between markers, answered by Python methods, until the policy calls none.
 
-`Tools` is what others inherit from, directly or beside further classes with tools; `Calculator`
-shows how: a public method is a tool. Its arguments may be anything that JSON can hold.
+Inherit from `Tools`, perhaps beside other classes with tools, as `Calculator` does: every public
+method is a tool. Its arguments may be anything that JSON can express.
 """
 
 import inspect
@@ -16,7 +16,7 @@ MISTAKES = ValueError, TypeError, LookupError, AttributeError, ArithmeticError, 
 
 
 class Tools:
-    """Every method that is no part of an environment is a tool; its result is the reply."""
+    """Every public method, except those of an environment, is a tool; its result is the reply."""
 
     role = "tool"
     pictures = False
@@ -38,11 +38,11 @@ class Tools:
         return "\n".join(map(self.call, calls)), 0.0, False
 
     def call(self, text: str) -> str:
-        """The result of one call as JSON, or what is wrong with it: the policy's mistake to mend."""
+        """The result of one call as JSON, or an error, from which the policy may recover."""
         try:
-            asked = json.loads(text)
-            name, arguments = asked["name"], asked.get("arguments") or {}
-            is_tool = inspect.isroutine(getattr(type(self), name, None))  # of whatever class
+            request = json.loads(text)
+            name, arguments = request["name"], request.get("arguments") or {}
+            is_tool = inspect.isroutine(getattr(type(self), name, None))  # of any class
             if name.startswith("_") or name in {*vars(Tools), "close"} or not is_tool:
                 return mistake(f"no tool {name!r:.80}")
             return json.dumps({"result": getattr(self, name)(**arguments)}, allow_nan=False)
@@ -51,8 +51,8 @@ class Tools:
 
 
 def mistake(text: str) -> str:
-    """As JSON, in which no word of the policy's is a special token, such as <|im_start|>: a reply must
-    hold none."""
+    """As JSON that contains no special token, such as <|im_start|>, which the policy may have written
+    but a reply must not contain."""
     return json.dumps({"error": text}).replace("<", r"\u003c")
 
 
@@ -60,7 +60,10 @@ class Calculator(Tools):
     """{"name": "calculate", "arguments": {"a": 3, "operator": "*", "b": 4}}"""
 
     def calculate(self, a: float, operator: str, b: float) -> float:
-        if not {type(a), type(b)} <= {int, float}:  # a text times a large number fills the memory
+        if not {type(a), type(b)} <= {
+            int,
+            float,
+        }:  # a text times a large number would fill the memory
             raise TypeError("a and b must be numbers")
         return OPERATORS[operator](a, b)
 

@@ -19,7 +19,7 @@ CALL = re.compile(r"<zoom>\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*</zoom>
 
 
 class Zoom:
-    """What is asked for, enlarged to the size of the picture's longer side."""
+    """The region, enlarged to the size of the picture's longer side."""
 
     def reset(self, row: dict) -> None:
         self.row = row
@@ -28,10 +28,10 @@ class Zoom:
 
     def step(self, text: str) -> tuple:
         answer = after_thought(text)
-        asked = CALL.search(answer)
-        if not asked:
+        call = CALL.search(answer)
+        if not call:
             return None, float(answer == str(number_as_text(self.row["answer"]))), True
-        corners = zip(asked.groups(), 2 * self.picture.size)
+        corners = zip(call.groups(), 2 * self.picture.size)
         left, top, right, bottom = (
             round(min(float(at), 1000) / 1000 * side) for at, side in corners
         )
