@@ -74,12 +74,12 @@ class Conversation:
         return [tokens[start:end] for start, end in zip(bounds, bounds[1:])]
 
 
-def gather_conversations(mine: list[Conversation]) -> list[Conversation]:
+def gather_conversations(local: list[Conversation]) -> list[Conversation]:
     """The conversations of all ranks, in the order of ranks. Only this rank's have their images and
     features."""
-    shared = [replace(conversation, images=[], features=None) for conversation in mine]
+    shared = [replace(conversation, images=[], features=None) for conversation in local]
     by_rank = distributed.gather_objects(shared)
-    by_rank[dist.get_rank()] = mine
+    by_rank[dist.get_rank()] = local
     return [conversation for part in by_rank for conversation in part]
 
 
@@ -227,8 +227,8 @@ class Batch:
 
     def own_prompts(self, team: int = 1) -> list[int]:
         """Indices of the prompts that this rank, or its team of so many, samples responses to."""
-        ours = dist.get_rank() // team
-        owned = [g for g, owner in enumerate(self.owners) if owner // team == ours]
+        number = dist.get_rank() // team
+        owned = [g for g, owner in enumerate(self.owners) if owner // team == number]
         return [g for g in owned if g not in self.dropped]
 
     def minibatches(self, count: int, seed: tuple[int, ...]) -> list[np.ndarray]:

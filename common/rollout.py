@@ -51,23 +51,25 @@ def rollout(
             All ranks of a team pass the same. ValueError: one contains a token that is never sampled.
     """
     policy.eval()
-    mine, envs, beginnings = batch.own_prompts(), None, beginnings or {}
+    own_prompts, envs, beginnings = batch.own_prompts(), None, beginnings or {}
     check_beginnings(beginnings, policy, sampling)
     if sampling.environment:
         envs = dialogue.EnvRollout(sampling.environment, policy, sampling)
-        batch = envs.open(batch, mine, samples_per_prompt)
+        batch = envs.open(batch, own_prompts, samples_per_prompt)
     with torch.no_grad(), fsdp.unsharded(policy):
         vlm.compute_features(policy.model, batch)
-        ours = batch.own_prompts(policy.model.setup.team.size)
-        shared = packs.share_features(policy.model, batch, ours)
-        engine = RolloutEngine(policy, shared, sampling, ours, samples_per_prompt, envs, beginnings)
+        indices = batch.own_prompts(policy.model.setup.team.size)  # of its team
+        shared = packs.share_features(policy.model, batch, indices)
+        engine = RolloutEngine(
+            policy, shared, sampling, indices, samples_per_prompt, envs, beginnings
+        )
         bare = fsdp.bare_forwards(vlm.decoder(policy.model))
         with torch.inference_mode(), bare:
             results = engine.generate()
     del engine  # frees its slots and graphs
     torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache
     # of a team's results, those of this rank's own prompts
-    keys = [(index, number) for index in mine for number in range(samples_per_prompt)]
+    keys = [(index, number) for index in own_prompts for number in range(samples_per_prompt)]
     local = with_samples(batch, {key: results[key] for key in keys})
     local.sampling = sampling
     if beginnings:

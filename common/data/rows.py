@@ -97,13 +97,13 @@ def parse_columns(text: str) -> dict[str, str]:
     """--columns: prompt=question,answer=solution -> the name in the file of each of our columns."""
     columns = dict(COLUMNS)
     for pair in filter(None, text.split(",")):
-        ours, _, theirs = (part.strip() for part in pair.partition("="))
-        if ours not in COLUMNS or not theirs:
+        name, _, theirs = (part.strip() for part in pair.partition("="))
+        if name not in COLUMNS or not theirs:
             raise ValueError(
                 f"--columns {text}: {pair!r} is not one of {', '.join(COLUMNS)}, = and the name of "
                 "a column"
             )
-        columns[ours] = theirs
+        columns[name] = theirs
     return columns
 
 
@@ -123,11 +123,11 @@ def load_prompts(
     """
 
     def build(row: dict, fields: dict) -> Prompt:
-        for ours, theirs in columns.items():
+        for name, theirs in columns.items():
             # Rows may lack a column, but not one that the user named: a misspelled name would lose
             # all images, or all answers.
-            is_needed = ours == "prompt" or theirs != ours
-            if is_needed and theirs not in row and not (ours == "images" and "videos" in row):
+            is_needed = name == "prompt" or theirs != name
+            if is_needed and theirs not in row and not (name == "images" and "videos" in row):
                 raise ValueError(
                     f"no column {theirs!r} (see --columns; launch/convert.py reads rows of other "
                     f"systems); {columns_of(row)}"
