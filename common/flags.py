@@ -198,7 +198,7 @@ def build_parser(args_class: type, description: str | None, listed: str = "all")
         const="most",
         choices=("most", "all", *groups),
         metavar="STAGE",
-        help="the flags that most runs touch; more of them: see the last line",
+        help="show the flags that most runs touch; the last line says how to see others",
     )
     parser.fields = fields_of(args_class)
     for stage, group in groups.items():

@@ -1,7 +1,7 @@
-"""A user's programs in threads, each call with a time limit.
+"""User code in threads, each call with a time limit.
 
-Workers     calls side by side, in the order of submission
-describe_error    what a user's program raised, and where
+Workers           runs calls in parallel, in the order of submission
+describe_error    what user code raised, and where
 """
 
 import math
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# errors of a user's program; those that would end Python as well
+# what user code may raise, including what would end Python
 RAISED = (Exception, SystemExit, KeyboardInterrupt)
-GIVEN_UP: list[Future] = []  # calls whose threads may be running still
+GIVEN_UP: list[Future] = []  # calls whose threads may still be running
 
 
 def describe_error(error: BaseException) -> str:
@@ -34,7 +34,7 @@ def describe_error(error: BaseException) -> str:
 
 
 class LateError(TimeoutError):
-    """A call was given up, and may be running still."""
+    """A call was given up, and may still be running."""
 
 
 class Call(Future):
@@ -57,7 +57,7 @@ class Workers:
 
     def __post_init__(self):
         self.waiting: queue.SimpleQueue = queue.SimpleQueue()
-        self.running: dict[Call, float] = {}  # when they began; who takes one out says how it ended
+        self.running: dict[Call, float] = {}  # start times; whoever removes a call sets its result
         for _ in range(self.threads):
             self.add_thread()
 
@@ -77,14 +77,16 @@ class Workers:
             result = error = None
             try:
                 result = function(*args)
-            except BaseException as problem:  # who waits raises it; a SystemExit would vanish here
+            except (
+                BaseException
+            ) as problem:  # raised by whoever waits; a SystemExit would vanish in a thread
                 error = problem
             if not self.take(call):
                 return  # it was given up, and another thread has taken this one's place
             call.set_exception(error) if error else call.set_result(result)
 
     def take(self, call: Call) -> bool:
-        """Take a call out of the running ones; False: it is not among them any more."""
+        """Remove a call from the running ones; False: it is no longer among them."""
         began = self.running.pop(call, None)
         if began is not None:
             call.seconds = time.monotonic() - began
@@ -100,8 +102,8 @@ class Workers:
                 self.add_thread()
 
     def wait_for_any(self, calls: Iterable[Call]) -> None:
-        """Until one of the calls has ended. Late ones are given up, whoever submitted them: they
-        would keep their threads from the calls that wait here."""
+        """Wait until one of the calls has ended. All late calls are given up, as these may wait for their
+        threads."""
         while not wait(calls, 0.1, FIRST_COMPLETED).done:
             self.give_up_late()
 
