@@ -1,13 +1,13 @@
 """Rollouts of models too large for one GPU: the ranks of a team decode the same samples, each with its
-part of every layer (tensor parallelism, Shoeybi et al. 2019).
+piece of every layer (tensor parallelism, Shoeybi et al. 2019).
 
-A part of a layer is a narrower layer, with some of the heads and a slice of the MLP's inner dimension.
+A piece of a layer is a narrower layer, with some of the heads and a slice of the MLP's inner dimension.
 transformers' own modules compute it; two sums per layer over the team complete its outputs. FSDP
-gathers one layer after the other, as for training, and each rank keeps its part of each (`cut`). So a
+gathers one layer after the other, as for training, and each rank keeps its piece of each (`cut`). So a
 team may have any size that divides the heads, however the weights are sharded in training.
 
 Embeddings and head are complete on every rank. They are gathered anyway, before the layers, and to
-gather logits from parts of the head would take about as long as computing all of them.
+gather logits from pieces of the head would take about as long as computing all of them.
 
 Shapes: E experts, I their inner size, H hidden size.
 """
@@ -70,13 +70,13 @@ def names_and_units(layer: nn.Module) -> dict[nn.Module, tuple[str, int]]:
 
 
 def piece_of(value: Tensor, module: str, unit: int, kind: str, team: Team) -> Tensor:
-    """A copy of this rank's part of a parameter: the ``kind``, such as "weight", of a ``module`` of this
+    """A copy of this rank's piece of a parameter: the ``kind``, such as "weight", of a ``module`` of this
     name, in which ``unit`` entries stay together. Raises UserError: it cannot be divided equally."""
     dim, size = CUTS.get(module, {}).get(kind), team.size
     if dim is None:
         is_term = module in SUMMED and kind == "bias"
         return value / size if is_term else value.clone()
-    # gate_up_proj is all gates, then all ups: take a part of each
+    # gate_up_proj is all gates, then all ups: take a piece of each
     value = value.unflatten(dim, (2 if "gate_up_proj" in (module, kind) else 1, -1))
     numbers, least = value.shape[dim + 1], size * unit
     if numbers % least and (module not in KEYS or least % numbers):  # ranks may share a key head
@@ -90,7 +90,7 @@ def piece_of(value: Tensor, module: str, unit: int, kind: str, team: Team) -> Te
 
 
 def piece_bytes(model: Model, ranks: int) -> int:
-    """Bytes of a rank's parts of all layers if so many ranks share them, in the compute dtype; counted
+    """Bytes of a rank's pieces of all layers if so many ranks share them, in the compute dtype; counted
     on meta. Raises UserError: they cannot be divided among so many."""
     numbers = 0
     for layer in decoder(model).layers:
@@ -108,7 +108,7 @@ class Sharded(nn.Module):
 
 def cut(layer: Sharded, team: Team, undo: ExitStack) -> None:
     """Until ``undo`` closes, replace the weights of a layer that FSDP has gathered by this rank's
-    parts, and sum its outputs over the team."""
+    pieces, and sum its outputs over the team."""
     named = names_and_units(layer)
     weights = [
         (owner, kind, weight)
