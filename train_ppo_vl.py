@@ -1109,7 +1109,7 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
         change = image_changes.at_random(image_changes.mask, share, args.seed)
         batch.masked_logprobs = image_changes.changed_logprobs(actor, batch, change)
     if reference:
-        with fsdp.onloaded(args.offload, reference):
+        with fsdp.on_device(args.offload, reference):
             fill_reference_kl(batch, actor, reference, args.kl_estimator)
     if models.critic:
         batch.values = values_of(models.critic, batch)
@@ -1128,7 +1128,7 @@ def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator:
                 pack, batch.sampling, references=[reference_outputs(reference, pack)]
             )[2][0],
         )
-        fsdp.rest_after_scoring(reference)
+        fsdp.reshard_root(reference)
         return
     with adapters.without_adapters(reference.model):
         batch.ref_logprobs = logprobs_of(reference, batch)
@@ -1141,7 +1141,7 @@ def reference_outputs(reference: Policy, pack: Pack) -> tuple[Tensor, Tensor, fl
     forward, and softcap."""
     with adapters.without_adapters(reference.model):
         hidden = reference(pack, None, hidden_only=True)
-    fsdp.forget_forwards(reference)
+    fsdp.clear_forward_order(reference)
     return hidden, reference.model.lm_head.weight, vlm.softcap(reference.model)
 
 
@@ -1353,7 +1353,7 @@ def update_critic(
     """Fit the values to the returns, in all epochs and minibatches of ``step`` (from 1)."""
     critic, sums = trained.module, logging.MetricSums()
     critic.train()
-    with fsdp.onloaded(args.offload, trained):
+    with fsdp.on_device(args.offload, trained):
         for minibatch in minibatches_of(critic, batch, step, args.critic_epochs, args):
             if not minibatch.weights.any():
                 continue
@@ -1396,7 +1396,7 @@ def update_actor(
     frozen = list(filter(None, (reference, teacher and teacher.policy)))
     updates = 0
     actor.train()
-    with fsdp.onloaded(args.offload, trained, *frozen):
+    with fsdp.on_device(args.offload, trained, *frozen):
         view = teacher and (teacher.policy.model, teacher.view(batch))
         minibatches = minibatches_of(actor, batch, step, args.epochs, args)
         for number, minibatch in enumerate(minibatches):
@@ -1410,7 +1410,7 @@ def update_actor(
                 backward(loss)
                 stats.append(pack_stats)
             for policy in frozen:
-                fsdp.rest_after_scoring(policy)
+                fsdp.reshard_root(policy)
             if args.target_kl and exceeds(stats, args.target_kl):
                 trained.optimizer.zero_grad()
                 break

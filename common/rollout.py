@@ -63,8 +63,8 @@ def rollout(
         engine = RolloutEngine(
             policy, shared, sampling, indices, samples_per_prompt, envs, beginnings
         )
-        bare = fsdp.bare_forwards(vlm.decoder(policy.model))
-        with torch.inference_mode(), bare:
+        unwrapped = fsdp.unwrapped_forward(vlm.decoder(policy.model))
+        with torch.inference_mode(), unwrapped:
             results = engine.generate()
     del engine  # frees its slots and graphs
     torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache

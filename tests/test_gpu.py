@@ -22,7 +22,7 @@ from common import distributed, logprobs
 from common.flags import ModelArgs
 from common.model import build, packs, vlm
 from common.model.attention import choose_backend
-from common.model.fsdp import bare_forwards, unsharded
+from common.model.fsdp import unsharded, unwrapped_forward
 from common.rollout import RolloutEngine
 from conftest import (
     ROOT,
@@ -291,7 +291,7 @@ def test_graphs_are_freed_with_their_rollout(gpu, checkpoint, picture_rows):
 def test_a_decoding_step_never_waits_for_the_device(device, checkpoint, picture_rows):
     env = start(checkpoint, picture_rows, "--dtype bfloat16")
     batch = take(env)
-    with torch.no_grad(), unsharded(env.actor), bare_forwards(vlm.decoder(env.actor.model)):
+    with torch.no_grad(), unsharded(env.actor), unwrapped_forward(vlm.decoder(env.actor.model)):
         vlm.compute_features(env.actor.model, batch)
         engine = RolloutEngine(env.actor, batch, env.sampling, [0, 1], 2)
         engine.prefill([(0, [(0, 0), (1, 1)]), (1, [(2, 0), (3, 1)])])

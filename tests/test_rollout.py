@@ -268,7 +268,9 @@ def test_top_k_and_top_p_truncate_but_logprobs_do_not(qwen25, picture_rows):
 
 
 @pytest.mark.parametrize("dtype", marked(["float32", "bfloat16"]))
-def test_bare_forwards_change_nothing_but_the_time(checkpoint, picture_rows, dtype, monkeypatch):
+def test_unwrapped_forwards_change_nothing_but_the_time(
+    checkpoint, picture_rows, dtype, monkeypatch
+):
     """The hooks and wrappers left out during generation neither gather nor cast anything that is
     not gathered and cast."""
     env = start(checkpoint, picture_rows, "--dtype", dtype)
@@ -281,7 +283,7 @@ def test_bare_forwards_change_nothing_but_the_time(checkpoint, picture_rows, dty
     assert "forward" not in vars(env.actor.model.model.language_model)
     handle.remove()
     assert all(len(layer._forward_hooks) == len(layer._forward_pre_hooks) == 1 for layer in layers)
-    for name in ("unhooked", "bare_forwards"):
+    for name in ("without_hooks", "unwrapped_forward"):
         monkeypatch.setattr(fsdp, name, lambda _: nullcontext())
     usual, expected = generate(env, take(env), 4)
     assert tokens == expected
@@ -335,7 +337,7 @@ def test_a_graph_decodes_over_a_longer_sample_that_waits(qwen25, picture_rows):
     with (
         torch.no_grad(),
         fsdp.unsharded(env.actor),
-        fsdp.bare_forwards(vlm.decoder(env.actor.model)),
+        fsdp.unwrapped_forward(vlm.decoder(env.actor.model)),
     ):
         vlm.compute_features(env.actor.model, batch)
         engine = RolloutEngine(env.actor, batch, env.sampling, [0], 4)

@@ -187,7 +187,7 @@ def test_its_log_probs_are_those_of_a_forward_of_its_own(case, rows):
         ours = torch.zeros(len(env.batch.tokens), dtype=torch.float64)
         for pack in packs.of_batch(asked.model, look):
             ours[pack.flat] = asked(pack, env.sampling)[0]
-        fsdp.rest_after_scoring(asked)
+        fsdp.reshard_root(asked)
         by_sample = distributions(env, *seen_by(teacher, env, rows))
     expected = torch.cat(
         [
@@ -403,7 +403,7 @@ def test_offloading_changes_nothing(qwen25, other, task, tmp_path, monkeypatch, 
     """Also where host and device are two memories, and the weights of a teacher that rests are of no use."""
     line = f"{QUIET} --teacher_in {form} --teacher_model {other}"
     plain = train(qwen25, task, tmp_path / "none", line)
-    monkeypatch.setattr(fsdp, "moved", asleep)
+    monkeypatch.setattr(fsdp, "to_device", asleep)
     assert_same_records(plain, train(qwen25, task, tmp_path / "all", line, "--offload all"))
 
 

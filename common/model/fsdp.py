@@ -1,10 +1,10 @@
 """What FSDP2 leaves to its users: learning rates, weights gathered for a rollout, host memory. The
 scripts themselves shard models, make optimizers and take their steps.
 
-    Trainable                            a model in training, and what moves with it
-    unsharded, bare_forwards             many forwards without a collective
-    rest_after_scoring, forget_forwards  forwards without a backward
-    offload, onloaded                    what --offload keeps in host memory while not in use
+    Trainable                          a model in training, and what moves with it
+    unsharded, unwrapped_forward       many forwards without a collective
+    reshard_root, clear_forward_order  after forwards without a backward
+    offload, on_device                 what --offload keeps in host memory while not in use
 """
 
 import inspect
@@ -178,7 +178,7 @@ def unsharded(module: vlm.Wrapper):
     layers = set(vlm.decoder(module.model).layers.modules())
     # otherwise the first unshard() below would initialise each part as a root
     parts[0]._get_fsdp_state()._lazy_init()
-    with unhooked(parts), ExitStack() as undo:
+    with without_hooks(parts), ExitStack() as undo:
         # one after the other: what is gathered exists twice until it is in place
         for part in parts:
             part.unshard()
@@ -189,7 +189,7 @@ def unsharded(module: vlm.Wrapper):
 
 
 @contextmanager
-def unhooked(parts: list):
+def without_hooks(parts: list):
     """Inside, forwards of these modules run without FSDP2's hooks; other hooks stay. While weights are
     gathered and everything is in the compute dtype, FSDP2's have nothing to do, but they would record
     every forward, and their waits for FSDP2's streams could not be captured in a CUDA graph."""
@@ -209,13 +209,13 @@ def unhooked(parts: list):
             part._forward_pre_hooks, part._forward_hooks = pre_hooks, hooks
 
 
-def rest_after_scoring(module: nn.Module) -> None:
+def reshard_root(module: nn.Module) -> None:
     """Drop what forwards without a backward leave behind: a record, and the root's gathered weights."""
-    forget_forwards(module)
+    clear_forward_order(module)
     fsdp_parts(module)[0].reshard()
 
 
-def forget_forwards(module: nn.Module) -> None:
+def clear_forward_order(module: nn.Module) -> None:
     """Clear FSDP2's record of forwards. Only a backward does so otherwise, so with a frozen model, or
     in a long rollout, it would grow without bound."""
     parts = fsdp_parts(module)
@@ -228,7 +228,7 @@ def forget_forwards(module: nn.Module) -> None:
 
 
 @contextmanager
-def bare_forwards(decoder: nn.Module):
+def unwrapped_forward(decoder: nn.Module):
     """Inside, forwards run without transformers' wrappers (defaults, recording), which cost time in
     every decoding step."""
     decoder.forward = inspect.unwrap(type(decoder).forward).__get__(decoder)
@@ -260,7 +260,7 @@ def offload(part: Trainable | vlm.Wrapper, setting: str) -> None:
 
 
 @contextmanager
-def onloaded(setting: str, *parts: Trainable | vlm.Wrapper):
+def on_device(setting: str, *parts: Trainable | vlm.Wrapper):
     """Inside, those of the parts that are offloaded are back on their device."""
     for part in parts:
         module = part.module if isinstance(part, Trainable) else part
@@ -280,14 +280,14 @@ def move(part: Trainable | vlm.Wrapper, device: torch.device) -> None:
     references to them; forwards need them on the device of the mesh."""
     if isinstance(part, Trainable):
         for state in part.optimizer.state.values():
-            state |= {name: moved(state[name], device) for name in state if name != "step"}
+            state |= {name: to_device(state[name], device) for name in state if name != "step"}
     else:
-        part._apply(lambda tensor: moved(tensor, device))
+        part._apply(lambda tensor: to_device(tensor, device))
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # copies may still be on their way to the host
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor, or this rank's shard of it, in the memory of ``device``, which is pinned if that is
     the host."""
     local = shard_of(tensor)

@@ -38,7 +38,7 @@ def count_experts(
         load += losses.expert_load(
             routed, pack.copies.to(load.device), vlm.experts_per_token(model)
         )
-    fsdp.forget_forwards(module)
+    fsdp.clear_forward_order(module)
     dist.all_reduce(load)
     return load
 

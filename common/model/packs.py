@@ -32,7 +32,7 @@ from common.buffers import (
 )
 from common.logging import progress
 from common.model.attention import PackedAttention, SlotCache
-from common.model.fsdp import rest_after_scoring
+from common.model.fsdp import reshard_root
 from common.model.vlm import Model, Wrapper, positions_of
 
 
@@ -248,5 +248,5 @@ def run_forward(module: Wrapper, batch: Batch, forward: Callable[[Pack], Tensor]
     if it returns (k, T)."""
     module.eval()
     done = [(pack.flat, forward(pack)) for pack in of_batch(module.model, batch)]
-    rest_after_scoring(module)
+    reshard_root(module)
     return join(done, len(batch.tokens))

@@ -15,7 +15,7 @@ from common.buffers import Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt, columns_of, make_prompt
 from common.model.adapters import without_adapters
-from common.model.fsdp import Trainable, copy_weights, onloaded
+from common.model.fsdp import Trainable, copy_weights, on_device
 from common.model.image_changes import reread_images
 from common.model.policy import Policy
 from common.model.vlm import compute_features_unless_trained, tower_parameters
@@ -81,7 +81,7 @@ class Teacher:
     def in_use(self):
         """Within the block, its module is on its device and without adapters."""
         policy = self.policy
-        with onloaded(self.offload, policy), without_adapters(policy.model):
+        with on_device(self.offload, policy), without_adapters(policy.model):
             yield policy
 
     @property

@@ -25,7 +25,7 @@ from common.data.responses import framed_answer
 from common.data.rows import MEDIA_MARKS, Prompt, check_media, make_prompt, measure, user_text
 from common.data.transcripts import finished_text
 from common.model.build import build_reader
-from common.model.fsdp import onloaded
+from common.model.fsdp import on_device
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.vlm import Modules, compute_features, tower_parameters
 from common.ppo_flags import RewardArgs
@@ -118,7 +118,7 @@ class RewardModel:
         Equal answers share a result: asked separately, they would differ by rounding."""
         answers = list(zip(batch.prompt_index[used].tolist(), texts))
         index_of = {answer: k for k, answer in enumerate(dict.fromkeys(answers))}  # K answers
-        with onloaded(self.offload, self.module):
+        with on_device(self.offload, self.module):
             columns, notes = self.ask(batch, list(index_of))
         picks = [index_of[answer] for answer in answers]
         columns = {name: column[picks] for name, column in columns.items()}

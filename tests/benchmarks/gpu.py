@@ -40,7 +40,7 @@ from common.data.processor import Processor
 from common.flags import DataArgs
 from common.model import adapters, build, checkpoint, memory, vlm, weights
 from common.model.attention import BACKENDS, PackedAttention, SlotCache
-from common.model.fsdp import bare_forwards
+from common.model.fsdp import unwrapped_forward
 from common.rollout import RolloutEngine, Sample
 from conftest import computing
 
@@ -201,7 +201,7 @@ def decoding_seconds(
     )
     actor = SimpleNamespace(model=model)
     prompts = SimpleNamespace(prompt_lengths=[context] * batch)
-    with torch.inference_mode(), bare_forwards(vlm.decoder(model)):
+    with torch.inference_mode(), unwrapped_forward(vlm.decoder(model)):
         engine = RolloutEngine(actor, prompts, sampling, list(range(batch)), 1)
         engine.length[:], engine.rope[:], engine.done[:] = context, context, False
         engine.slots = {k: Sample((k, 0), stored=context) for k in range(batch)}
@@ -325,7 +325,7 @@ def prefill_table(setup, folder: Path, size: str, totals, peak: float) -> None:
             positions=(torch.arange(total, device=DEVICE) % length).expand(3, 1, -1),
             attention=PackedAttention(segments, setup.backend, DEVICE),
         )
-        with torch.inference_mode(), bare_forwards(vlm.decoder(model)):
+        with torch.inference_mode(), unwrapped_forward(vlm.decoder(model)):
             vlm.hidden_states(model, row)
             seconds = timed(lambda: vlm.hidden_states(model, row), 3)  # noqa: B023
         # causal: half of 4

@@ -197,7 +197,7 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
                     loss, _ = ppo.actor_loss(env.actor, models, pack, batch, part, args)
                     loss.backward()
             assert env.actor.training
-            fsdp.rest_after_scoring(reference)
+            fsdp.reshard_root(reference)
             runs.append((batch.kl, take_gradients(env.actor)))
     keep_activations(env.actor.model)
     for kl, gradients in runs[1:]:
