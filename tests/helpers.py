@@ -32,8 +32,8 @@ from common.data.processor import Processor
 from common.flags import DataArgs
 from common.model import fsdp, packs, vlm
 from common.model.build import build_model
-from common.model.vlm import Compute
-from common.model.weights import copy_shard, materialize, named_weights, read_weights, shard_of
+from common.model.vlm import Compute, Wrapper
+from common.model.weights import materialize, read_weights, shard_of
 from common.rewards import sources
 from common.threads import Workers
 from conftest import (
@@ -470,10 +470,9 @@ def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tens
 def load_weights(model, folder) -> None:
     """A checkpoint's weights, in a model that is not sharded."""
     model.setup.folder = Path(folder)
-    module = SimpleNamespace(model=model)
-    stored = read_weights(module)
-    for name, target in named_weights(module).items():
-        copy_shard(target, stored[name])
+    module = Wrapper()
+    module.model = model
+    module.load_state_dict(read_weights(module, seed=0))
 
 
 def load_model(folder, loaded: bool = True):

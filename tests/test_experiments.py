@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 import torch
 from PIL import Image, ImageFilter
+from torch.distributed.tensor import distribute_tensor
 
 import ranks
 import train_ppo_vl as ppo
@@ -25,7 +26,6 @@ from common import distributed, losses
 from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.model import image_changes
-from common.model import weights as vlm_weights
 from conftest import (
     ROOT,
     ROUNDING,
@@ -324,8 +324,9 @@ def muon_by_torch(folder: Path, argv: list[str]) -> None:
     for step, share in ((1, 0.5), (2, 1.0), (3, 1.0)):
         for number, (name, p) in enumerate(whole.items()):
             p.grad = torch.randn(p.shape, generator=seeded(100 * step + number))
-            ours[name].grad = torch.zeros_like(ours[name])
-            vlm_weights.copy_shard(ours[name].grad, p.grad)
+            ours[name].grad = distribute_tensor(
+                p.grad, ours[name].device_mesh, ours[name].placements
+            )
         script.take_step(trained, step)
         for optimizer, rate in ((muon, 0.02), (adamw, 0.01)):
             for group in optimizer.param_groups:

@@ -70,6 +70,7 @@ class Family:
     types_input = ""  # the input that tells transformers what each token is
     # how keys of its tower and projector begin in files, without "model."
     vision_keys: tuple = ("vision_tower.", "multi_modal_projector.")
+    packs_images = False  # whether its tower takes the patches of several images as one sequence
     image_processor: Any  # transformers' own, for images and for the frames of clips
     frame_processor: Any
     clip_grid: Callable  # only in families that take clips
@@ -203,6 +204,7 @@ class Qwen(Family):
     media = ("image", "video")
     vision_keys = ("visual.",)
     image_processors = ("Qwen2VL",)
+    packs_images = True
     usual_pixels = 56 * 56, 28 * 28 * 1280  # fewest and most, if neither flags nor files set them
     types_input = "mm_token_type_ids"
 

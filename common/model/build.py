@@ -17,7 +17,7 @@ import torch.nn as nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common import distributed
-from common.data.families import Family, Qwen, family_of
+from common.data.families import Family, family_of
 from common.data.folder import read_model_config
 from common.data.processor import Processor
 from common.flags import DataArgs, ModelArgs
@@ -299,7 +299,7 @@ def same_tower(family: Family, first: Path, second: Path) -> bool:
 
 def vision_tensors(folder: Path, keys: tuple) -> Tensors:
     """The weights of a folder's files whose keys begin so, which are read when they are used."""
-    tensors = {key.removeprefix("model."): value for _, key, value in stored_tensors(folder)}
+    tensors = {key.removeprefix("model."): value for key, value in stored_tensors(folder).items()}
     return {name: value for name, value in tensors.items() if name.startswith(keys)}
 
 
@@ -320,8 +320,8 @@ def use_attention(model: Model, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
     # Set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
     decoder(model).config._attn_implementation = ATTENTION_NAME
-    if isinstance(model.setup.family, Qwen) and hasattr(model.model, "visual"):
-        # the other towers have no windows: SDPA, their default, is one call per block
+    if model.setup.family.packs_images and hasattr(model.model, "visual"):
+        # in the other towers SDPA, their default, is one call per block
         vision = "sdpa" if backend == "sdpa" else VISION_ATTENTION_NAME + backend
         model.model.visual.config._attn_implementation = vision
 

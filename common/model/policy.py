@@ -76,7 +76,7 @@ class Critic(vlm.Wrapper):
         self.model = model
         self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
         # the bias of a scalar model's files, which is not trained
-        self.value_head.register_buffer("offset", torch.zeros(1), persistent=False)
+        self.value_head.register_buffer("offset", torch.zeros(1))
 
     def forward(self, pack: Pack) -> Tensor:
         """Returns values (T,) in float32, the type of the head."""

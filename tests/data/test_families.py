@@ -883,7 +883,7 @@ def test_experts_one_by_one_are_read_and_written_so(kind, tmp_path, picture_rows
     assert vlm_weights.export(env.actor, env.processor, tmp_path / "export") is None
     assert same_tensors(load_file(tmp_path / "export" / "model.safetensors"), weights)
     save_weights(tmp_path, {name: value for name, value in weights.items() if name != alone[-1]})
-    with user_error(r"cannot read its weights|in no file, the first: .*mlp\.experts\."):
+    with user_error(r"cannot read its weights|mlp\.experts\..* is "):
         start(tmp_path, picture_rows)
 
 

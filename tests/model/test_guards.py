@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig
 from transformers.models.glm4v.modeling_glm4v import Glm4vVisionPatchMerger
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
@@ -138,7 +138,7 @@ def test_buffers_in_the_files_are_loaded_and_exported(tmp_path, picture_rows, mo
     assert exported.keys() == {*weights, *scalars}
     assert all(torch.equal(exported[name], scalars[name]) for name in scalars)
     save_weights(tmp_path, weights)
-    with user_error("2 weights are in no file, the first: model.layers.0.layer_scalar"):
+    with user_error("2 weights do not fit .* model.layers.0.layer_scalar is in no file"):
         start(tmp_path, data)
 
 
@@ -157,7 +157,7 @@ def test_a_tensor_that_would_be_dropped_is_an_error(tmp_path, picture_rows):
         *heads,
     ):
         save_weights(tmp_path, weights | {lost: torch.ones(2)})
-        with user_error("1 tensors of the files are no part of .* the first: .*" + lost[-11:]):
+        with user_error(f"1 weights do not fit .*{lost[-11:]} is no part of the model"):
             start(tmp_path, data)
 
 
@@ -173,12 +173,12 @@ def test_what_is_wrong_with_weights_is_said_before_memory_is_taken(
     stem = "model.language_model.layers.1.mlp"
     experts = weights[f"{stem}.experts.down_proj"]
     wrong = {
-        "1 weights are in no file": {name: w for name, w in weights.items() if name != key},
-        f"1 tensors of the files .* the first: {stem}.bias": weights
+        f"the first: {key} is in no file": {name: w for name, w in weights.items() if name != key},
+        f"the first: {stem}.bias is no part of the model": weights
         | {f"{stem}.bias": torch.ones(2)},
         f"{key} is of type torch.int8; quantized weights": weights | {key: weights[key].char()},
-        f"{key} is .* asks for": weights | {key: weights[key].T.contiguous()},
-        "down_proj is .* asks for": weights | {f"{stem}.experts.down_proj": experts[:-1].clone()},
+        f"{key} is .*, not \\(": weights | {key: weights[key].T.contiguous()},
+        "down_proj is .*, not \\(": weights | {f"{stem}.experts.down_proj": experts[:-1].clone()},
     }
     for message, tensors in wrong.items():
         save_weights(tmp_path, tensors)
@@ -194,16 +194,7 @@ def test_two_values_for_a_tied_weight_are_refused(tmp_path, picture_rows):
     save_weights(tmp_path, weights | {"lm_head.weight": head})
     start(tmp_path, tmp_path / "rows.jsonl")
     save_weights(tmp_path, weights | {"lm_head.weight": head + 1})
-    with user_error("lm_head.weight differs from model.embed_tokens.weight, to which config.json"):
-        start(tmp_path, tmp_path / "rows.jsonl")
-
-
-def test_an_index_names_files_beside_it(tmp_path, picture_rows):
-    write_family("llama", tmp_path, picture_rows)
-    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
-    index = {"metadata": {}, "weight_map": {"lm_head.weight": "../a.safetensors"}}
-    write_json(tmp_path / "model.safetensors.index.json", index)
-    with user_error("weight_map: ../a.safetensors is no file beside it"):
+    with user_error("lm_head.weight differs from model.embed_tokens.weight, to which it is tied"):
         start(tmp_path, tmp_path / "rows.jsonl")
 
 
@@ -248,16 +239,3 @@ def test_a_tower_gets_pixels_as_they_are_read():
     model.model = core
     vlm.image_features(model, torch.rand(2, 4), torch.ones(1, 2))
     assert seen == [torch.float32]
-
-
-def test_buffers_that_nothing_computes_are_refused(tmp_path, picture_rows, monkeypatch):
-    write_family("llama", tmp_path, picture_rows)
-    made = LlamaForCausalLM.__init__
-
-    def init(self, config):
-        made(self, config)
-        self.register_buffer("mean", self.lm_head.weight.mean(0), persistent=False)
-
-    monkeypatch.setattr(LlamaForCausalLM, "__init__", init)
-    with user_error("1 weights are in no file, the first: mean"):
-        start(tmp_path, tmp_path / "rows.jsonl")

@@ -310,16 +310,16 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-4)
     assert max(expected) - min(expected) > 0.01
     save_weights(folder, tensors)
-    with user_error("1 weights are in no file, the first: score.weight"):
+    with user_error("1 weights do not fit config.json, the first: score.weight is in no file"):
         build(env, sources.load_rewards(env.args))
     for other in ("v_head.summary.weight", "v_head.weight", "reward_head.weight", "score.0.weight"):
         save_weights(folder, tensors | {other: head})
         with user_error(
-            f"{folder}: {other}: a value head is read from score.weight or value_head.weight"
+            rf"score.weight is in no file; {other} is no part of the model \(a value head is"
         ):
             build(env, sources.load_rewards(env.args))
     # not silently begun at zero
-    with user_error("score.0.weight: a value head is read from"):
+    with user_error(r"score.0.weight is no part of the model \(a value head is"):
         start(qwen25, picture_rows, "--critic_model", folder)
 
 
