@@ -1,12 +1,13 @@
 """A checkpoint in and out: seconds, and the memory of rank 0.
 
-    python tests/benchmarks/loading.py /tmp/3b --write 3b                       random weights in bfloat16, files of 2 GB
-    torchrun --standalone --nproc_per_node 2 tests/benchmarks/loading.py /tmp/3b -- --lora_rank 16 --dtype bfloat16
-    torchrun ... -- --dtype bfloat16                                             trains all weights
+    python tests/benchmarks/loading.py /tmp/3b --write 3b       random weights in bfloat16, files of 2 GB
+    torchrun --standalone --nproc_per_node 2 tests/benchmarks/loading.py /tmp/3b -- --lora_rank 16
 
 After -- come flags of train_ppo_vl.py. Run it twice: the first time, files may not be in memory.
-Memory is what the kernel counts as resident: anonymous, and with the pages of files, which it takes back when others
-need them. It is counted above what was there before."""
+
+Memory is what the kernel counts as resident: anonymous, and with the pages of files, which it takes back
+when others need them.
+"""
 
 import argparse
 import json
@@ -79,18 +80,20 @@ class Measured:
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
         torch.distributed.barrier()
-        self.begun = time.perf_counter()
+        self.begun, self.used = time.perf_counter(), time.process_time()
 
     def __exit__(self, *_) -> None:
-        torch.distributed.barrier()
+        used = torch.tensor(time.process_time() - self.used)
+        torch.distributed.all_reduce(used)
         seconds = time.perf_counter() - self.begun
         self.over.set()
         self.thread.join()
         after, whole = status("RssAnon"), status("VmHWM")
         if distributed.is_main():
             print(
-                f"{self.what}: {seconds:.1f} s; anonymous {self.before:.1f} GiB before, "
-                f"{self.peak:.1f} at most, {after:.1f} after; with pages of files {whole:.1f} at most",
+                f"{self.what}: {seconds:.1f} s, {float(used):.1f} CPU seconds of all ranks; anonymous "
+                f"{self.before:.1f} GiB before, {self.peak:.1f} at most, {after:.1f} after; with pages "
+                f"of files {whole:.1f} at most",
                 flush=True,
             )
 
@@ -101,6 +104,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--write", metavar="SIZE", help="of tests/benchmarks/gpu.py: tiny, 3b, 7b")
+    parser.add_argument("--load", action="store_true", help="no export")
     parser.add_argument("flags", nargs="*")
     settings = parser.parse_args()
     if settings.write:
@@ -116,9 +120,10 @@ def main() -> None:
     env = start(
         settings.folder, settings.folder / "rows.jsonl", "--advantage grpo", *settings.flags
     )
-    with Measured("export"):
-        problem = weights.export(env.actor, env.processor, settings.folder / "export")
-    assert problem is None, problem
+    if not settings.load:
+        with Measured("export"):
+            problem = weights.export(env.actor, env.processor, settings.folder / "export")
+        assert problem is None, problem
 
 
 if __name__ == "__main__":
