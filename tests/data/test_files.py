@@ -231,6 +231,7 @@ def test_a_config_with_sizes_that_no_model_has(tmp_path, part, changes):
 def test_index_of_weights(qwen25, tmp_path):
     index = {"weight_map": {"a": "b.safetensors"}}
     write_json(tmp_path / "model.safetensors.index.json", index)
+    shutil.copy(qwen25 / "config.json", tmp_path)
     with value_error(f"{tmp_path}/b.safetensors cannot be read as safetensors: .*No such file"):
         load_weights(build_model(Processor(str(qwen25)).config, COMPUTE), tmp_path)
 
