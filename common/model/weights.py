@@ -195,7 +195,7 @@ def fill(module: Wrapper, device: torch.device, seed: int) -> None:
     """Allocate a module that is on meta, or this rank's shards of it, on ``device`` and fill it from its
     checkpoint, which rank 0 reads and sends, tensor by tensor. Raises UserError on every rank: see
     `read_weights`."""
-    weights: Tensors = {}
+    weights: dict[str, Any] = {}  # as torch has it
     with distributed.raise_on_all_ranks():
         if distributed.is_main():
             weights = read_weights(module, seed)
@@ -406,7 +406,7 @@ def check_finite(tensors: Tensors) -> None:
 def by_keys(model: Model, weights: Tensors, stored: Tensors) -> Tensors:
     """Weights by the keys that they have in the checkpoint's files."""
     others = {name: weight for name, weight in weights.items() if name != "score.weight"}
-    new = revert_weight_conversion(cast(PreTrainedModel, model), others)
+    new = revert_weight_conversion(cast(Any, model), others)
     if "score.weight" in weights:
         key = "value_head.weight" if "value_head.weight" in stored else "score.weight"
         new[key] = weights["score.weight"]
