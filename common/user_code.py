@@ -25,21 +25,13 @@ from common import distributed
 from common.process import UserError
 from common.threads import RAISED, describe_error
 
-# What a program shares with the trainer, and how it is put back.
+# What a program shares with all threads of the trainer: how it is read and put back.
 SHARED: dict[str, tuple[Callable, Callable]] = {
     "sys.stdout": (lambda: sys.stdout, lambda stream: setattr(sys, "stdout", stream)),
     "sys.stderr": (lambda: sys.stderr, lambda stream: setattr(sys, "stderr", stream)),
     "the working folder": (os.getcwd, os.chdir),
     "torch's default type": (torch.get_default_dtype, torch.set_default_dtype),
     "the default time limit of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
-}
-# The same, but each thread has its own.
-THREAD_LOCAL: dict[str, tuple[Callable, Callable]] = {
-    "torch's default device": (
-        torch.get_default_device,
-        lambda _: torch.set_default_device(None),
-    ),
-    "torch's gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
 }
 OVERLAP = "is changed while another call runs"
 lock = threading.Lock()
@@ -58,35 +50,28 @@ def guard(program: str) -> Iterator[None]:
         if running:
             refuse_overlap(program)
         else:
-            before.update(read_values(SHARED))
+            before.update({name: read() for name, (read, _) in SHARED.items()})
         running.append(program)
-    of_thread = read_values(THREAD_LOCAL)
+    has_gradients = torch.is_grad_enabled()
     try:
         yield
     finally:
-        put_back(THREAD_LOCAL, of_thread)
+        # each thread has its own; the trainer sets no default device
+        torch.set_grad_enabled(has_gradients)
+        torch.set_default_device(None)
         with lock:
             running.remove(program)
             if running:
                 refuse_overlap(program)
             else:
-                put_back(SHARED, before)
-
-
-def read_values(settings: dict[str, tuple[Callable, Callable]]) -> dict[str, Any]:
-    return {name: read() for name, (read, _) in settings.items()}
-
-
-def put_back(settings: dict[str, tuple[Callable, Callable]], values: dict[str, Any]) -> None:
-    for name, (read, write) in settings.items():
-        if read() != values[name]:
-            write(values[name])
+                for name, (_, write) in SHARED.items():
+                    write(before[name])
 
 
 def refuse_overlap(program: str) -> None:
     """Raises UserError: something of SHARED is not what it was before the calls that run now."""
-    for name, value in read_values(SHARED).items():
-        if value != before[name]:
+    for name, (read, _) in SHARED.items():
+        if read() != before[name]:
             raise UserError(
                 f"{program}: {name} {OVERLAP} ({', '.join(sorted({program, *running}))}), and they share it; "
                 "run what changes it in a subprocess, or an environment with --env_workers 0"
@@ -119,14 +104,15 @@ def load_object(flag_name: str, spec: str, expected: str) -> Any:
     except RAISED as error:
         raise UserError(f"{flag_name} {spec}: {path} raised {describe_error(error)}") from error
     if not hasattr(module, name):
-        defined = [key for key, value in vars(module).items() if is_defined_in(module, value)]
+        # not what it imports
+        defined = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and value.__module__ == module.__name__
+        ]
         has = f"it has {', '.join(defined)}" if defined else "it defines no function or class"
         raise UserError(f"{flag_name} {spec}: {path} has no {name!r}; {has}")
     return getattr(module, name)
-
-
-def is_defined_in(module: ModuleType, value: Any) -> bool:
-    return callable(value) and getattr(value, "__module__", None) == module.__name__
 
 
 def refuse_async(flag_name: str, spec: str, function: Any) -> None:
@@ -152,12 +138,12 @@ def load_function(
     refuse_async(flag_name, spec, function)
     try:
         signature = inspect.signature(function)
-        asks = [name for name in offered if name in signature.parameters]
-        signature.bind(*takes.split(", "), **dict.fromkeys(asks))
+        keywords = [name for name in offered if name in signature.parameters]
+        signature.bind(*takes.split(", "), **dict.fromkeys(keywords))
     except (TypeError, ValueError) as error:  # no function, or a builtin
         may_ask = f", and may ask for {', '.join(offered)}" if offered else ""
         raise UserError(f"{flag_name} {spec}: must take ({takes}){may_ask}: {error}") from error
-    return guarded(spec, function), asks
+    return guarded(spec, function), keywords
 
 
 def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:

@@ -749,11 +749,9 @@ def score_samples(source, samples, args) -> dict[str, list]:
     from common.rewards.sources import CallOfSource, RewardMix, call_source
 
     workers = Workers(1)
-    call = CallOfSource([], samples, workers.submit(call_source, source, samples))
+    call = CallOfSource(source, [], samples, workers.submit(call_source, source, samples))
     workers.close()
-    return (
-        RewardMix([source], {}, args).finish({source.name: call}, None, None)[source.name].columns
-    )
+    return RewardMix([source], {}, args).finish([call], None, None)[source.name].columns
 
 
 def reward_samples(

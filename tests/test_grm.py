@@ -544,7 +544,7 @@ BAD_ROWS = table("""
 {"prompt": "a", "response": " "}           | must not be empty
 {"prompt": "a", "response": [0], "correct": true} | of the kind correct: response must be
 {"prompt": "a", "response": true, "correct": true} | column 'response' must be a string
-{"messages": [{"role": "user", "content": "a"}], "response": "b", "correct": true} | a text as prompt
+{"messages": [{"role": "user", "content": "a"}], "response": "b", "correct": true} | of the kind correct must be str
 {"prompt": "a", "images": ["0.png", "1.png"], "preferred": "C"} | preferred must be ('A', 'B', 'tie')
 {"prompt": "a", "images": ["0.png"], "preferred": "A"} | compares two pictures, not 1
 {"prompt": "a", "responses": ["b"], "preferred": "A"} | compares two answers, not 1
@@ -724,6 +724,7 @@ def test_verdicts():
     for text in (
         "A",
         "<answer>C</answer>",
+        "<answer>A or B</answer>",
         "<answer>A",
         "<answer></answer>",
         "",
@@ -734,7 +735,7 @@ def test_verdicts():
     assert rules.parse_verdict("<answer>any\nthing</answer>") == "any\nthing"
     # not in six digits
     assert rules.parse_verdict("<answer>20250101</answer>", ["20250102"]) is None
-    for text in ("(A)", "**A**", "A.", "a", "**A.**", r"\text{A}", "Ａ"):
+    for text in ("(A)", "**A**", "A.", "a", "**A.**", r"\text{A}", "Ａ", "A. It is short."):
         assert rules.parse_verdict(f"<answer>{text}</answer>", PAIR) == "A", text
     for text in ("Yes.", "**yes**", "(Yes)", "yes"):
         assert rules.parse_verdict(f"<answer>{text}</answer>", ["no", "yes"]) == "yes", text

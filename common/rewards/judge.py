@@ -101,6 +101,10 @@ MAX_SCORES = 32  # different scores in the training rows, each a verdict
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
+def columns_of_template(template: str) -> set[str]:
+    return set(PLACEHOLDER.findall(template))
+
+
 def fill_in(template: str, columns: dict[str, str]) -> str:
     """Replace {name} in one pass: a value that holds braces stays as it is."""
     return PLACEHOLDER.sub(lambda match: columns.get(match[1], match[0]), template)
@@ -153,23 +157,28 @@ class JudgeSettings:
 
     def check(self, where: str) -> None:
         """Raises ValueError, which begins with ``where``: an unknown kind, a template that lacks a column
-        of the built-in one, other verdicts than a judge of a kind can learn, or no template for them."""
-        for kind in {*self.templates, *self.verdicts} - KINDS.keys():
-            raise ValueError(f"{where}: {kind!r:.80} is no kind of judgement: {', '.join(KINDS)}")
-        for kind, template in self.templates.items():
-            needed = PLACEHOLDER.findall(KINDS[kind].template)
-            if set(needed) - set(PLACEHOLDER.findall(template)):
-                columns = ", ".join(f"{{{name}}}" for name in needed)
+        of the built-in one, or other verdicts than a judge of a kind can learn."""
+        for kind in {**self.templates, **self.verdicts}:
+            if kind not in KINDS:
+                raise ValueError(
+                    f"{where}: {kind!r:.80} is no kind of judgement: {', '.join(KINDS)}"
+                )
+            template, needed = (
+                self.templates.get(kind, ""),
+                columns_of_template(KINDS[kind].template),
+            )
+            if not needed <= columns_of_template(template):
+                columns = ", ".join(f"{{{name}}}" for name in sorted(needed))
                 raise ValueError(f"{where}: {kind} must hold {columns}: {template!r:.200}")
-        for kind, verdicts in self.verdicts.items():
             known = KINDS[kind].verdicts
+            verdicts = self.verdicts.get(kind, known)
             fits = sorted(verdicts) == sorted(known)
             if not known:
                 fits = all(re.fullmatch(NUMBER, verdict) for verdict in verdicts)
-            if not fits or kind not in self.templates:
+            if not fits:
+                expected = known or "numbers"
                 raise ValueError(
-                    f"{where}: {kind} has the verdicts {verdicts}, expected {known or 'numbers'} and a "
-                    "template"
+                    f"{where}: {kind} has the verdicts {verdicts}, expected {expected}"
                 )
 
     def note_training(self, rows: Iterable[Prompt]) -> None:
@@ -191,11 +200,9 @@ class JudgeSettings:
     def question(self, kind: str, responses: list[str], **columns: str) -> str:
         """A question about one response, or about two. An <answer> in a response becomes [answer], as a
         judge that quotes it would give a verdict."""
-        told = [re.sub("<(/?answer)>", r"[\1]", response) for response in responses]
-        if len(told) == 1:
-            columns["response"] = told[0]
-        elif told:
-            columns["response_a"], columns["response_b"] = told
+        names = ["response"] if len(responses) == 1 else ["response_a", "response_b"]
+        for name, response in zip(names, responses):
+            columns[name] = re.sub("<(/?answer)>", r"[\1]", response)
         return fill_in(self.templates[kind], columns)
 
     def instruction(self, prompt: str | list) -> str:
@@ -269,12 +276,11 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[Judg
         ValueError: a row that is not a judgement.
     """
     kind, images, prompt = kind_of_row(row), media_list(row), prompt_of(row)
-    check_form(row, {"critique?": str, "source?": str}, f"a row of the kind {kind}")
+    form = {} if kind == RESPONSE else KINDS[kind].form
+    check_form(row, {"critique?": str, "source?": str} | form, f"a row of the kind {kind}")
     if kind == RESPONSE:
         return [read_response(row, prompt, images, settings)]
-    check_form(row, KINDS[kind].form, f"a row of the kind {kind}")
-    if not isinstance(prompt, str):
-        raise ValueError(f"a row of the kind {kind} has a text as prompt, not {prompt!r:.80}")
+    check_form(prompt, str, f"the prompt of a row of the kind {kind}")
     # Where the marks do not fit the images, `make_prompt` says what is wrong.
     if kind != "pictures" and sum(map(prompt.count, MEDIA_MARKS)) == len(images):
         prompt = user_text(message_turns(prompt), len(images))
@@ -426,17 +432,17 @@ def load_judgements(
 def read_rubric(row: dict) -> list[tuple[str, float]]:
     """The criteria of a row and their weights. Raises ValueError."""
     criteria, listed = [], row.get("rubric")
-    for item in listed if isinstance(listed, list) else ():
-        entry = item if isinstance(item, dict) else {"text": item}
-        text, weight = entry.get("text"), entry.get("weight", 1)
-        is_weight = type(weight) in (int, float) and 0 < weight < 1e300
-        if not (isinstance(text, str) and is_weight):
-            raise ValueError(f"rubric: expected a text and a weight above 0, not {item!r:.120}")
-        criteria.append((text, float(weight)))
-    if not criteria:
+    if not listed or not isinstance(listed, list):
         raise ValueError(
             'no "rubric": ["a criterion", {"text": "another", "weight": 2}], by which the judge is asked'
         )
+    for item in listed:
+        entry = item if isinstance(item, dict) else {"text": item}
+        check_form(entry, {"text": str, "weight?": int | float}, "rubric")
+        weight = entry.get("weight", 1)
+        if not 0 < weight < 1e300:
+            raise ValueError(f"rubric: expected a weight above 0, not {item!r:.120}")
+        criteria.append((entry["text"], float(weight)))
     return criteria
 
 

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from common.data.loader import load_pixels
 from common.data.processor import Processor, answer_frame
 from common.data.responses import framed_answer
 from common.data.rows import MEDIA_MARKS, Prompt, check_media, make_prompt, measure, user_text
-from common.data.transcripts import finished_text
+from common.data.transcripts import finished_text, whole_texts
 from common.model.build import build_reader
 from common.model.fsdp import on_device
 from common.model.policy import Critic, Policy, logprobs_of, values_of
@@ -32,7 +32,7 @@ from common.ppo_flags import RewardArgs
 from common.process import UserError
 from common.rewards.judge import JudgeSettings, encode_verdicts, read_rubric
 from common.rewards.rules import parse_verdict
-from common.rewards.sources import RewardMix, Scored
+from common.rewards.sources import RewardMix, Scores
 
 Write = Callable[[Policy, Batch], Batch]  # the likeliest response to every question
 
@@ -59,34 +59,29 @@ def build(
     # a judge is asked with the template_options of its judge.json
     own_template = replace(actor.processor.args, template_options="")
     for source in reward.sources:
-        is_judge = source.kind == "grm"
-        if not is_judge and source.kind != "rm":
+        if source.kind not in ("grm", "rm"):
             continue
+        is_judge, folder = source.kind == "grm", source.spec.partition(":")[2]
         with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
             model, processor = build_reader(
-                source.folder, actor.model, actor.processor, own_template, is_judge
+                folder, actor.model, actor.processor, own_template, is_judge
             )
-            module = Policy(model, processor) if is_judge else Critic(model)
-            kind: Any = JudgeModel if is_judge else ScalarModel
-            judge = kind(
-                spec=source.spec,
-                module=module.requires_grad_(False),
-                processor=processor,
-                shares_tower=not tower_parameters(model),
-                args=reward.args,
-                offload=offload,
-                write=write,
-            )
-            scored = [row for row in rows if source.spec in reward.weights(row.label)]
-            judge.check_rows(scored)
-            source.ask = judge
-        modules[source.name] = module
+            settings = (processor, reward.args, offload, write)
+            if is_judge:
+                scorer = JudgeModel(source.spec, Policy(model, processor), *settings)
+            else:
+                scorer = ScalarModel(source.spec, Critic(model), *settings)
+            scorer.module.requires_grad_(False)
+            scorer.check_rows(reward.rows_of(source, rows))
+        source.score, modules[source.name] = scorer, scorer.module
     return modules
 
 
 WORTH = {"yes": 1.0, "no": 0.0, "A": 1.0, "B": 0.0, "tie": 0.5}  # of a verdict; a score is its own
 
 Answer = tuple[int, str]  # a prompt of the batch, and what is said of it
+# Columns (K,) of K answers, "reward" and components; and what a judge says of each, if it is one.
+Opinions = tuple[dict[str, Tensor], list[str]]
 
 
 @dataclass
@@ -96,7 +91,6 @@ class RewardModel:
     spec: str  # as in --reward
     module: Policy | Critic
     processor: Processor
-    shares_tower: bool  # with the actor, whose image features serve
     args: RewardArgs
     offload: str
     write: Write
@@ -113,33 +107,36 @@ class RewardModel:
         """Raises ValueError: images or clips that the model's family does not take."""
         check_media(self.processor, row.images)
 
-    def __call__(self, batch: Batch, used: list[int], texts: list[str]) -> Scored:
-        """Columns (n,) for the n samples ``used`` with these ``texts``, and what a judge says of each.
-        Equal answers share a result: asked separately, they would differ by rounding."""
+    def __call__(self, batch: Batch, used: list[int], policy: Processor) -> Scores:
+        """What the model says of the samples ``used``, whole conversations. Equal answers share a result:
+        asked separately, they would differ by rounding."""
+        texts = whole_texts(batch, used, policy)
         answers = list(zip(batch.prompt_index[used].tolist(), texts))
         index_of = {answer: k for k, answer in enumerate(dict.fromkeys(answers))}  # K answers
         with on_device(self.offload, self.module):
             columns, notes = self.ask(batch, list(index_of))
         picks = [index_of[answer] for answer in answers]
         columns = {name: column[picks] for name, column in columns.items()}
-        return columns, [notes[k] for k in picks if notes]
+        return Scores(used, columns, notes=[notes[k] for k in picks if notes])
 
-    def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
-        """Columns (K,) of answers in the order of their prompts, and what a judge says of each."""
+    def ask(self, batch: Batch, answers: list[Answer]) -> Opinions:
+        """The model's opinions of answers, which are in the order of their prompts."""
         raise NotImplementedError
 
-    def with_their_images(self, batch: Batch, about: list[int], asked: list[Prompt]) -> Batch:
-        """Questions ``asked`` about prompts, with their images. Those of a prompt are read and encoded once,
-        by the rank that has them."""
+    def with_their_images(self, batch: Batch, about: list[int], prompts: list[Prompt]) -> Batch:
+        """Questions about prompts of the batch, with the images of those. The images of a prompt are read
+        and encoded once, by the rank that has them."""
         owners = [batch.owners[index] for index in about]
-        questions = Batch(prompts=asked, prompt_ids=list(range(len(asked))), owners=owners)
+        questions = Batch(prompts=prompts, prompt_ids=list(range(len(prompts))), owners=owners)
         first = {index: about.index(index) for index in about}
+        # with the actor, whose features serve
+        shares_tower = not tower_parameters(self.module.model)
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
             for index, k in first.items():
-                if self.shares_tower and index in batch.features:
+                if shares_tower and index in batch.features:
                     questions.features[k] = batch.features[index]
-                elif not self.shares_tower and owners[k] == dist.get_rank():
-                    as_seen = replace(batch.prompts[index], grids=asked[k].grids)
+                elif not shares_tower and owners[k] == dist.get_rank():
+                    as_seen = replace(batch.prompts[index], grids=prompts[k].grids)
                     pixels = load_pixels(as_seen, self.processor)
                     if pixels is not None:
                         questions.patches[k] = pixels
@@ -195,7 +192,7 @@ class JudgeModel(RewardModel):
         if self.kind == "answers" and row.reference is None:
             raise ValueError("no reference answer, beside which the judge is shown a response")
 
-    def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
+    def ask(self, batch: Batch, answers: list[Answer]) -> Opinions:
         questions = []  # Q of them
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
             for k, (index, text) in enumerate(answers):
@@ -221,17 +218,19 @@ class JudgeModel(RewardModel):
 
     def questions_about(self, number: int, row: Prompt, text: str) -> list[Question]:
         """The questions about the answer ``text`` to a row: one for each criterion or order."""
-        response, questions = self.without_markup(text), []
-        if self.kind == "rubric":
-            for criterion, weight in read_rubric(row.row):
-                prompt = self.question(row, [response], criterion=self.without_markup(criterion))
-                questions.append(Question(number, prompt, weight, self.worth))
-        elif self.kind == "answers":
+        response = self.without_markup(text)
+        if self.kind == "answers":
             sides = [response, self.without_markup(row.reference or "")]
-            for order, worth in ((sides, self.worth), (sides[::-1], 1 - self.worth)):
-                questions.append(Question(number, self.question(row, order), 1.0, worth))
-        else:
-            questions.append(Question(number, self.question(row, [response]), 1.0, self.worth))
+            return [
+                Question(number, self.question(row, sides), 1.0, self.worth),
+                Question(number, self.question(row, sides[::-1]), 1.0, 1 - self.worth),
+            ]
+        if self.kind != "rubric":
+            return [Question(number, self.question(row, [response]), 1.0, self.worth)]
+        questions = []
+        for criterion, weight in read_rubric(row.row):
+            prompt = self.question(row, [response], criterion=self.without_markup(criterion))
+            questions.append(Question(number, prompt, weight, self.worth))
         return questions
 
     def question(self, row: Prompt, responses: list[str], **columns: str) -> Prompt:
@@ -299,7 +298,7 @@ class ScalarModel(RewardModel):
 
     module: Critic
 
-    def ask(self, batch: Batch, answers: list[Answer]) -> Scored:
+    def ask(self, batch: Batch, answers: list[Answer]) -> Opinions:
         frame = answer_frame(self.processor)
         padding = self.processor.config.get_text_config().pad_token_id
         prompts, targets = {}, {}  # by their number

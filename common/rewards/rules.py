@@ -49,10 +49,13 @@ SMALL = re.compile(
     rf"(?i)^\W*[a-z]\W*\Z|^\s*[a-z](?=[.:]\s)|{LEAD}\(?[a-z]{ARTICLE}(?!')(?!{IN_WORD})"
 )
 CHOICE = re.compile(rf"(?is)\s*(?:{LEAD})?\(?[a-z][).:]+\s+\w.*")  # a letter and its text: B. dog
-DECIMAL = re.compile(
-    rf"(?<!\.)(?<!{IN_WORD})[+-]?(?:\d{{1,15}}(?!\d)\.?\d{{0,15}}|\.\d{{1,15}})(?:[eE][+-]?\d{{1,2}})?"
+NUMBER = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
+EXPONENT = r"(?:e[+-]?\d{1,3})?"  # as JSON writes 1e-05; a larger one would fill the memory
+QUOTIENT = re.compile(
+    rf"([+-]?)(?:(\d+) (?=\d+/))?({NUMBER}{EXPONENT})(?:/({NUMBER}{EXPONENT}))?", re.ASCII
 )
-NO_DIGITS = re.compile(r"[$€£¥]| ?%|(?<=\d),(?=\d{3}(?!\d))")  # $5   1,234
+IN_TEXT = re.compile(rf"(?<![\w.])[+-]?{NUMBER}{EXPONENT}", re.ASCII)
+LONGEST = 32  # characters of a number in a text; what is longer is none
 NUMERALS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
 fifteen sixteen seventeen eighteen nineteen twenty""".split()
 DIGITS = {word: str(number) for number, word in enumerate(NUMERALS)}
@@ -72,22 +75,13 @@ SPELLINGS = [  # applied in this order to lower-case text
         (r"^ ?\{([^{},]+)\}([.:]?) ?$", r"\1\2"),  # {12}, but not a set
         (r"\\(?:text[a-z]*|math[a-z]+|mbox) ?\{([^{}]*)\}", r" \1 "),
         (r"\\([{}%])", r"\1"),
-        (r"\\[dt]frac", r"\\frac"),
+        (r"(\d)? ?\\[dt]?frac", r"\1 \\frac"),  # 2\frac{1}{2} is 2 1/2
+        (r"\\frac ?(?:\{([+-]?[\d.]+)\}|(\d)) ?(?:\{([\d.]+)\}|(\d))", r"\1\2/\3\4"),
         (" +", " "),
         (r" (?!\w)|(?<![\w,]) ", ""),  # the other spaces have a meaning: "1 2" is not "12"
-        (r"(?<=\d)\\frac", r" \\frac"),  # 2\frac{1}{2} is 2 1/2
         (r"^\(?([a-z]+)\)?[.:]?$|\.+$", r"\1"),  # a choice is its letter: (b)   b.   b:
     )
 ]
-NUMBER = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
-EXPONENT = r"(?:e[+-]?\d{1,3})?"  # as JSON writes 1e-05; a larger one would fill the memory
-QUOTIENT = re.compile(
-    rf"([+-]?)(?:(\d+) (?=\d+/))?({NUMBER}{EXPONENT})(?:/({NUMBER}{EXPONENT}))?", re.ASCII
-)
-FRACTION = re.compile(
-    rf"^([+-]?(?:\d+ )?)\\frac ?(?:\{{([+-]?{NUMBER})\}}|(\d)) ?(?:\{{({NUMBER})\}}|(\d))$",
-    re.ASCII,
-)
 
 
 def opens_thought(prompt: str) -> bool:
@@ -171,12 +165,13 @@ def plain_text(text: str) -> str:
     """A text with plain characters for those that only look different, as full-width ones do, and
     1/2 for ½. Of long texts only dashes and quotes change: the time of the rest can grow with their
     square."""
-    text = text.translate(ALIKE)
-    if len(text) > MAX_ANSWER:
+    if text.isascii():
         return text
-    text = re.sub("(?<=\\d)(?=[¼-¾⅐-⅞])", " ", text)  # 1½ is not 11/2
-    text = re.sub(LOWERED, r"_\g<0>", re.sub(RAISED, r"^\g<0>", text))
-    return unicodedata.normalize("NFKC", text).translate(ALIKE)
+    if len(text) <= MAX_ANSWER:
+        text = re.sub("(?<=\\d)(?=[¼-¾⅐-⅞])", " ", text)  # 1½ is not 11/2
+        text = re.sub(LOWERED, r"_\g<0>", re.sub(RAISED, r"^\g<0>", text))
+        text = unicodedata.normalize("NFKC", text)
+    return text.translate(ALIKE)
 
 
 def read_letters(text: str) -> tuple[set[str], str]:
@@ -190,13 +185,7 @@ def read_letters(text: str) -> tuple[set[str], str]:
 def read_number(text: str) -> Fraction | None:
     """The value of a text that is a number, also as a word to twenty; None of any other."""
     text = plain_text(text)
-    if len(text) > MAX_ANSWER:
-        return None
-    return _value(_spelled(text))
-
-
-def _value(spelled: str) -> Fraction | None:
-    return parse_number(DIGITS.get(spelled, spelled).removesuffix("%"))
+    return _value(_spelled(text)) if len(text) <= MAX_ANSWER else None
 
 
 def read_numbers(text: str) -> set[Fraction]:
@@ -205,12 +194,12 @@ def read_numbers(text: str) -> set[Fraction]:
     whole = read_number(text)
     if whole is not None:
         return {whole}
-    text = plain_text(text).lower()
-    numbers = DECIMAL.findall(NO_DIGITS.sub("", text))
+    text = re.sub("[$€£¥]", "", plain_text(text).lower())
+    # each spelling once: values take a hundred times as long as texts
+    numbers = {number for number in IN_TEXT.findall(text) if len(number) <= LONGEST}
     if not numbers:
-        words = re.findall("[a-z]+(?:-[a-z]+)*", text)
-        numbers = [DIGITS[word] for word in words if word in DIGITS]
-    return set(map(Fraction, numbers))
+        numbers = DIGITS.keys() & re.findall("[a-z]+(?:-[a-z]+)*", text)
+    return {_value(number) for number in numbers}
 
 
 def _spelled(text: str) -> str:
@@ -218,6 +207,21 @@ def _spelled(text: str) -> str:
     for pattern, new in SPELLINGS:
         text = pattern.sub(new, text)
     return text
+
+
+def _value(spelled: str) -> Fraction | None:
+    """The value of -1,234.5, 3/4, 2 1/2, 50%, seven and the like; None of any other text."""
+    match = QUOTIENT.fullmatch(DIGITS.get(spelled, spelled).removesuffix("%"))
+    if not match:
+        return None
+    sign, whole, over, under = match.groups()
+    value = Fraction(over.replace(",", ""))
+    if under:
+        divisor = Fraction(under.replace(",", ""))
+        if not divisor:
+            return None
+        value = int(whole or 0) + value / divisor
+    return -value if sign == "-" else value
 
 
 def _equal(a: str, b: str) -> bool:
@@ -231,19 +235,6 @@ def _equal(a: str, b: str) -> bool:
     digits = [len(behind) for behind in re.findall(r"\.(\d*)", f"{a} {b}")]
     tolerance = min(abs(y) / 10**6, Fraction(1, 2 * 10 ** min(digits))) if digits else 0
     return any(abs(value - y) <= tolerance for value in (x, x * scale))
-
-
-def parse_number(text: str) -> Fraction | None:
-    r"""Value of -1,234.5, 3/4, \frac{3}{4}, 2\frac{1}{2} and the like; None for any other text."""
-    match = QUOTIENT.fullmatch(FRACTION.sub(r"\1\2\3/\4\5", text))
-    if not match:
-        return None
-    sign, whole, *sides = match.groups()
-    over, under = (Fraction((side or "1").replace(",", "")) for side in sides)
-    if not under:
-        return None
-    value = int(whole or 0) + over / under
-    return -value if sign == "-" else value
 
 
 def check_reference(rule: str, reference: str) -> None:
@@ -282,12 +273,11 @@ def rule_scores(rule: str, response: str, reference: str) -> dict[str, float]:
 
 def parse_verdict(text: str, verdicts: list[str] | None = None, prompt: str = "") -> str | None:
     """The verdict of a judgement, its last answer: one of ``verdicts`` (None: any text), spelled as
-    answers may be, numbers by their exact value; None if there is none. The ``prompt`` may open the
-    judgement's thought."""
+    answers may be; None if there is none. The ``prompt`` may open the judgement's thought."""
     word = extract_answer(with_opened_thought(prompt, text), "answer") or None
     if word is None or verdicts is None:
         return word
-    return {_meaning(verdict): verdict for verdict in verdicts}.get(_meaning(word)) or None
+    return next((verdict for verdict in verdicts if answers_equal(word, verdict)), None)
 
 
 def vote(verdicts: list[str | None], right: str) -> float:
@@ -306,12 +296,3 @@ def same_words(response: str, reference: str) -> bool:
 def words_of(text: str) -> str:
     """A plain text in lower case, with single spaces."""
     return " ".join(plain_text(text).lower().split())
-
-
-def _meaning(verdict: str) -> Fraction | str:
-    text = plain_text(verdict)
-    if len(text) > MAX_ANSWER:
-        return text
-    spelled = _spelled(text)
-    number = parse_number(spelled)
-    return spelled if number is None else number

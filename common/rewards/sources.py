@@ -2,7 +2,7 @@
 
     load_rewards        --reward, --reward_recipe, --reward_combiner -> RewardMix, of Sources
     RewardMix.begin     this rank's samples -> calls of functions, rules and servers, each in a thread
-      read_samples        what they get
+      read_samples        their arguments
       call_source         what they return, checked
     RewardMix.score     calls of all ranks, models, environments -> batch.rewards and its components
     prompts_with_spread the prompts whose samples can be compared
@@ -29,7 +29,7 @@ from common import distributed, losses
 from common.buffers import Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
-from common.data.transcripts import finished_text, messages, turn_texts, whole_texts
+from common.data.transcripts import finished_text, messages, turn_texts
 from common.files import check_form, parse_json, read_bytes
 from common.ppo_flags import RewardArgs
 from common.process import UserError
@@ -40,9 +40,6 @@ from common.threads import RAISED, Call, Workers, describe_error
 from common.user_code import guarded, load_function, run_on_main
 
 MEASURED = "parsed"  # a component that is no part of a reward
-CALLED = ("rule", "function", "remote")  # kinds of sources that are functions of texts
-# Columns (n,) of n samples, "reward" and its components, and what a judge says of each, if anything.
-Scored = tuple[dict[str, Tensor], list[str]]
 # Of each sample: where a span ends, in characters, and what it earns.
 Spans = list[list[tuple[int, float]]]
 
@@ -52,22 +49,28 @@ Spans = list[list[tuple[int, float]]]
 # --------------------------------------------------------------------------------------------------
 
 
-def no_reward(prompts, responses, references, labels, images) -> list[float]:
-    return [0.0] * len(responses)
+class Scores(NamedTuple):
+    """What a source says of n samples."""
+
+    picks: list[int]  # the samples by their numbers in the batch
+    columns: dict  # (n,) each: "reward" and components
+    # a part of the rewards: sample, token of the batch, what it earns there
+    at_tokens: list[tuple[int, int, float]] = []
+    notes: list[str] = []  # of a judge, on each sample
 
 
 @dataclass
 class Source:
-    """One source of rewards: a function of texts, which each rank calls about its own samples, or a
-    model, which all ranks ask together."""
+    """One source of rewards: a function of texts, which each rank calls about its own samples; or a
+    model or environment, which all ranks ask together."""
 
     spec: str  # as given: boxed, file.py:function, grm:FOLDER, rm:FOLDER, http://...
     name: str  # in metrics and records
-    kind: str  # rule, env, function, remote, grm or rm
-    folder: str = ""  # of a model
-    function: Callable = no_reward  # of a kind in CALLED
-    asks: list[str] = field(default_factory=list)  # what it gets by keyword: names of OFFERED
-    ask: Callable[..., Scored] | None = None  # of a model; `models.build` sets it
+    kind: str  # none, rule, regions, function, remote, env, grm or rm
+    function: Callable | None = None
+    keywords: list[str] = field(default_factory=list)  # what it gets by name, of OFFERED
+    # Of no function: scores these samples of the batch. `models.build` sets that of a model.
+    score: Callable[[Batch, list[int], Processor], Scores] | None = None
     # Raises ValueError: nothing can match a reference answer. None: any may be right.
     check: Callable[[str], None] | None = None
 
@@ -75,11 +78,6 @@ class Source:
 def load_rewards(args: RewardArgs) -> "RewardMix":
     """The sources of --reward or --reward_recipe and how they are combined. Raises UserError."""
     listed = [spec.strip() for spec in args.reward.split(",") if spec.strip()]
-    if len(listed) > 1 and is_one_path(args.reward):
-        raise UserError(
-            f"--reward {args.reward}: a comma separates sources, and is in this path; a --reward_recipe "
-            'takes it: {"*": [[source, 1]]}'
-        )
     recipe = {"*": dict.fromkeys(listed, 1.0)}
     if args.reward_recipe:
         recipe = read_recipe(args.reward_recipe)
@@ -88,8 +86,9 @@ def load_rewards(args: RewardArgs) -> "RewardMix":
         raise UserError("--reward or --reward_recipe is empty: no source of rewards")
     if len(specs) > 1 and not args.reward_recipe and not args.reward_combiner:
         raise UserError(
-            f"--reward {args.reward}: {len(specs)} sources need a --reward_recipe with their"
-            " weights, or a --reward_combiner"
+            f"--reward {args.reward}: a comma separates sources, and {len(specs)} sources need a "
+            "--reward_recipe with their weights, or a --reward_combiner; a path with a comma needs a "
+            'recipe, too: {"*": [[source, 1]]}'
         )
     sources = [load_source(spec, args) for spec in specs]
     name_apart(sources)
@@ -97,12 +96,6 @@ def load_rewards(args: RewardArgs) -> "RewardMix":
     if args.reward_combiner:
         combiner, _ = load_function("--reward_combiner", args.reward_combiner, "rewards")
     return RewardMix(sources, recipe, args, combiner)
-
-
-def is_one_path(spec: str) -> bool:
-    """Whether the file or folder of a source exists that is named by all of the text."""
-    kind, _, folder = spec.partition(":")
-    return os.path.exists(folder if kind in ("grm", "rm") else spec.rpartition(":")[0])
 
 
 def read_recipe(text: str) -> dict[str, dict[str, float]]:
@@ -138,22 +131,21 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     called with every reference answer before the first step, and raises ValueError for a bad one.
     """
     kind, _, rest = spec.partition(":")
+    if spec == "none":
+        return Source(spec, spec, "none", no_reward)
+    if spec == "env":
+        return Source(spec, spec, "env", score=score_turns)
     if spec in RULES:
         rule, check = functools.partial(rule_reward, spec), functools.partial(check_reference, spec)
-        return Source(spec, spec, "rule", function=rule, check=check)
+        return Source(spec, spec, "rule", rule, check=check)
     if spec in regions.RULES:
         rule = functools.partial(regions.region_reward, spec)
-        return Source(spec, spec, "rule", function=rule, asks=["regions"])
-    if spec == "none":
-        return Source(spec, spec, "function")
-    if spec == "env":
-        return Source(spec, "env", "env")
+        return Source(spec, spec, "regions", rule, ["regions"])
     if kind in ("grm", "rm") and rest:
-        return Source(spec, kind, kind, folder=rest)
+        return Source(spec, kind, kind)
     if kind in ("http", "https"):
-        server = Server(spec, args)
-        return Source(spec, "remote", "remote", function=server, asks=["groups", "places"])
-    function, asks = load_function(
+        return Source(spec, "remote", "remote", Server(spec, args), ["groups", "places"])
+    function, keywords = load_function(
         "--reward",
         spec,
         "prompts, responses, references, labels, images",
@@ -161,10 +153,14 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
         f"one of {', '.join((*RULES, *regions.RULES))}, env, grm:FOLDER, rm:FOLDER, "
         "http://host:port/path, or an existing path.py:function",
     )
-    name, check = spec.rpartition(":")[2], getattr(function, "check", None)
+    check = getattr(function, "check", None)
     if check is not None:
         check = guarded(spec, check)
-    return Source(spec, name, "function", function=function, asks=asks, check=check)
+    return Source(spec, spec.rpartition(":")[2], "function", function, keywords, check=check)
+
+
+def no_reward(prompts, responses, references, labels, images) -> list[float]:
+    return [0.0] * len(responses)
 
 
 def name_apart(sources: list[Source]) -> None:
@@ -206,22 +202,32 @@ class Samples(NamedTuple):
 OFFERED = Samples._fields[5:-1]
 
 
-def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int) -> Samples:
-    """What reward functions get of the samples ``picks``: the last turn as the response, and the
-    whole conversation in the row."""
+class CallOfSource(NamedTuple):
+    """A call about a rank's samples, in a thread."""
+
+    source: Source
+    picks: list[int]  # the samples by their numbers in the batch
+    samples: Samples
+    result: Call  # of `call_source`
+
+
+def read_samples(
+    source: Source, batch: Batch, picks: list[int], processor: Processor, step: int
+) -> Samples:
+    """What the function of a source gets of the samples ``picks``: the last turn as the response, and
+    the whole conversation in the row. Rules but `exact` get no response that was cut off."""
     turns = turn_texts(batch, picks, processor)
-    prompts = [batch.prompts[int(batch.prompt_index[i])] for i in picks]
-    rows = [copy.deepcopy(prompt.row) for prompt in prompts]  # one each: a function may change it
-    if batch.conversations:
-        for i, row, texts in zip(picks, rows, turns):
-            row["conversation"] = copy.deepcopy(messages(batch.conversations[i], texts))
+    responses = [texts[-1] for texts in turns]
+    if source.kind in ("rule", "regions") and source.spec != "exact":
+        responses = [finished_text(batch, i, text) for i, text in zip(picks, responses)]
+    prompts = [batch.prompts[index] for index in batch.prompt_index[picks].tolist()]
     return Samples(
         prompts=[prompt.text for prompt in prompts],
-        responses=[texts[-1] for texts in turns],
+        responses=responses,
         references=[prompt.reference for prompt in prompts],
         labels=[prompt.label for prompt in prompts],
         images=[list(prompt.images) for prompt in prompts],
-        rows=rows,
+        rows=copy_rows(batch, picks, turns),
         lengths=batch.own_lengths[picks].tolist(),
         truncated=batch.truncated[picks].tolist(),
         groups=batch.prompt_index[picks].tolist(),
@@ -232,11 +238,16 @@ def read_samples(batch: Batch, picks: list[int], processor: Processor, step: int
     )
 
 
-def add_notes(notes: list[str], source: Source, scores: list["Scores"]) -> None:
-    """Add to the notes on each sample what a source says of it."""
-    for part in scores:
-        for i, note in zip(part.picks, part.notes):
-            notes[i] += f"{source.name}: {note}\n"
+def copy_rows(batch: Batch, picks: list[int], turns: list[list[str]]) -> list[dict]:
+    """The row of each sample, its own, which a function may change; with the conversation if there is
+    one."""
+    rows = []
+    for i, texts in zip(picks, turns):
+        row = copy.deepcopy(batch.prompts[int(batch.prompt_index[i])].row)
+        if batch.conversations:
+            row["conversation"] = copy.deepcopy(messages(batch.conversations[i], texts))
+        rows.append(row)
+    return rows
 
 
 def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
@@ -244,26 +255,25 @@ def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
     then their sums are the component "spans". Raises UserError: the function raises, or returns other
     than finite numbers."""
     inputs = [list(column) for column in samples[:5]]  # the function may empty its lists
-    by_name = {name: copy.copy(getattr(samples, name)) for name in source.asks}
+    by_name = {name: copy.copy(getattr(samples, name)) for name in source.keywords}
     try:
         returned = source.function(*inputs, **by_name)
-    except UserError as error:  # of a server
-        raise failure(source, samples, str(error)) from error
     except RAISED as error:
+        of_server = isinstance(error, UserError)
+        problem = str(error) if of_server else f"it raised {describe_error(error)}"
         # a row without an answer is what most functions cannot take
         i = samples.references.index(None) if None in samples.references else 0
-        raise failure(source, samples, f"it raised {describe_error(error)}", i) from error
-    columns = dict(returned) if isinstance(returned, dict) else {"reward": returned}
-    if not columns:
-        raise failure(source, samples, "no components, expected at least one")
+        raise failure(source, samples, problem, i) from error
+    has_columns = isinstance(returned, dict) and returned
+    columns = dict(returned) if has_columns else {"reward": returned}
     spans = []
     if "spans" in columns:
         spans = read_spans(source, samples, columns["spans"])
         columns["spans"] = [sum((earned for _, earned in ends), 0.0) for ends in spans]
     columns = {name: read_column(source, samples, name, columns[name]) for name in columns}
-    earning = ["reward", "spans"] if "reward" in columns else list(columns)
-    earned = [columns[name] for name in earning if name in columns]
-    return columns | {"reward": [sum(values, 0.0) for values in zip(*earned)]}, spans
+    parts = ["reward", "spans"] if "reward" in columns else columns
+    earned = zip(*(columns[name] for name in parts if name in columns))
+    return columns | {"reward": [sum(values, 0.0) for values in earned]}, spans
 
 
 def read_column(source: Source, samples: Samples, name: str, values: Any) -> list[float]:
@@ -277,22 +287,21 @@ def read_column(source: Source, samples: Samples, name: str, values: Any) -> lis
     if numbers.shape != (count,):
         problem = f"{name} must be a list of {count} numbers, got {describe_shape(values)}"
         raise failure(source, samples, problem)
-    finite = numbers.isfinite()
-    if not finite.all():
-        i = int(finite.int().argmin())
-        raise failure(source, samples, f"{name} is {numbers[i]:g}, not a finite number", i)
+    for i, number in enumerate(numbers.tolist()):
+        if not math.isfinite(number):
+            raise failure(source, samples, f"{name} is {number:g}, not a finite number", i)
     return numbers.tolist()
 
 
 def describe_shape(values: Any) -> str:
     """What a function returned in place of a list of numbers, in a few words."""
-    kind = type(values).__name__
+    name = type(values).__name__
     if hasattr(values, "shape"):
-        return f"{kind} of shape {tuple(values.shape)}"
+        return f"{name} of shape {tuple(values.shape)}"
     if isinstance(values, list | tuple):
-        kinds = sorted({type(value).__name__ for value in values})
-        return f"{kind} of {len(values)} ({', '.join(kinds)})"
-    return kind
+        types = sorted({type(value).__name__ for value in values})
+        return f"{name} of {len(values)} ({', '.join(types)})"
+    return name
 
 
 def read_spans(source: Source, samples: Samples, spans: Iterable) -> Spans:
@@ -310,37 +319,18 @@ def read_spans(source: Source, samples: Samples, spans: Iterable) -> Spans:
 
 def failure(source: Source, samples: Samples, problem: str, i: int = 0) -> UserError:
     """An error of a source, with the texts of sample ``i``."""
-    names = ("prompt", "response", "reference", "label")
-    texts = [f"\n  row: {samples.lines[i]}"]
-    texts += [f"\n  {name}: {str(column[i])[-500:]!r}" for name, column in zip(names, samples[:4])]
-    return UserError(
-        f"--reward {source.spec}: {problem}; a sample (the last 500 characters of each):"
-        + "".join(texts)
-    )
+    lines = [
+        f"--reward {source.spec}: {problem}; a sample (the last 500 characters of each):",
+        f"row: {samples.lines[i]}",
+    ]
+    for name, column in zip(("prompt", "response", "reference", "label"), samples):
+        lines.append(f"{name}: {str(column[i])[-500:]!r}")
+    return UserError("\n  ".join(lines))
 
 
 # --------------------------------------------------------------------------------------------------
 # Rewards of a batch
 # --------------------------------------------------------------------------------------------------
-
-
-class CallOfSource(NamedTuple):
-    """A call about a rank's samples, in a thread."""
-
-    picks: list[int]  # the samples by their numbers in the batch
-    samples: Samples
-    result: Call  # of `call_source`
-
-
-class Scores(NamedTuple):
-    """What a source says of samples."""
-
-    picks: list[int]
-    columns: dict  # (n,) each: "reward" and components
-    at_tokens: list[
-        tuple[int, float]
-    ] = []  # a part of the rewards: index of a token, what it earns
-    notes: list[str] = []  # of a judge, on each sample
 
 
 @dataclass
@@ -360,68 +350,63 @@ class RewardMix:
         """Whether rows of that label can earn something; others are only measured."""
         return self.combiner is not None or any(self.weights(label).values())
 
+    def rows_of(self, source: Source, rows: list[Prompt]) -> list[Prompt]:
+        """The rows whose samples a source scores."""
+        return [row for row in rows if source.spec in self.weights(row.label)]
+
     def check_rows(self, rows: list[Prompt]) -> None:
         """Raises UserError: rows that cannot be scored, with their lines."""
-        comparing = [source for source in self.sources if source.kind == "rule" or source.check]
-        bad = []
+        bad, labels = [], ", ".join(self.recipe)
         for row in rows:
-            if row.label not in self.recipe and "*" not in self.recipe:
-                bad.append(
-                    f"{row.source}: label {row.label!r} is not in --reward_recipe: "
-                    + ", ".join(self.recipe)
-                )
-                continue
-            for source in comparing:
-                lack = lack_of(source, row)
-                if lack and source.spec in self.weights(row.label):
-                    bad.append(f"{row.source}: {lack}, which {source.name} compares with")
+            if not self.recipe.keys() & {row.label, "*"}:
+                bad.append(f"{row.source}: label {row.label!r} is not in --reward_recipe: {labels}")
         report_bad("--reward", bad, len(rows), is_error=True)
         for source in self.sources:
-            scored = [row for row in rows if source.spec in self.weights(row.label)]
+            scored = self.rows_of(source, rows)
+            for row in scored:
+                if lack := lack_of(source, row):
+                    bad.append(f"{row.source}: {lack}, which {source.name} compares with")
             count = sum(row.reference is None for row in scored)
-            if count and source.kind == "function" and source.spec != "none":
+            if count and source.kind == "function":
                 distributed.say_once(
                     f"--reward {source.name}: {count} of {len(scored)} rows have no answer; the function "
                     "gets None as their reference"
                 )
+        report_bad("--reward", bad, len(rows), is_error=True)
 
     def report_constant_answers(self, rows: list[Prompt]) -> None:
         """Print which answer is right most often: a policy that is right no more often than that has
         learned nothing."""
         for source in self.sources:
-            scored = [row for row in rows if source.spec in self.weights(row.label)]
+            scored = self.rows_of(source, rows)
             counts = Counter(row.reference for row in scored if row.reference is not None)
-            if source.kind in CALLED and source.spec not in ("none", *regions.RULES) and counts:
+            if source.kind in ("rule", "function", "remote") and counts:
                 answer, count = counts.most_common(1)[0]
                 share = f"{count / len(scored):.3f} of its rows"
                 distributed.say_once(
                     f"--reward {source.spec}: always to answer {answer!r:.80} is right in {share}"
                 )
 
-    def share_of(self, source: Source, batch: Batch) -> Tensor:
-        """(S,) float64, the weight of a source in each sample; NaN where it does not score it."""
-        shares = [self.weights(prompt.label).get(source.spec, math.nan) for prompt in batch.prompts]
-        return torch.tensor(shares, dtype=torch.float64)[batch.prompt_index]
+    def weights_of(self, batch: Batch) -> Tensor:
+        """(S, K) float64, the weights of the K sources in each sample; NaN where one does not score it."""
+        table = []
+        for prompt in batch.prompts:
+            weights = self.weights(prompt.label)
+            table.append([weights.get(source.spec, math.nan) for source in self.sources])
+        weights = torch.tensor(table, dtype=torch.float64).view(-1, len(self.sources))
+        return weights[batch.prompt_index]
 
-    def samples_of(self, source: Source, batch: Batch) -> list[int]:
-        """The samples that a source scores."""
-        return (~self.share_of(source, batch).isnan()).nonzero()[:, 0].tolist()
-
-    def begin(self, batch: Batch, processor: Processor, step: int) -> dict[str, CallOfSource]:
-        """By source, the calls of functions, rules and servers about this rank's samples, each in a thread
-        of its own; `score` waits for them."""
-        rank, calls, workers = dist.get_rank(), {}, Workers(len(self.sources))
-        for source in self.sources:
-            used = self.samples_of(source, batch)
-            mine = [i for i in used if batch.owners[batch.prompt_index[i]] == rank]
-            if source.kind in CALLED and mine:  # a rank may have no samples
-                samples = read_samples(batch, mine, processor, step)
-                if source.kind == "rule" and source.spec != "exact":
-                    pairs = zip(mine, samples.responses)
-                    finished = [finished_text(batch, i, text) for i, text in pairs]
-                    samples = samples._replace(responses=finished)
-                call = workers.submit(call_source, source, samples)
-                calls[source.name] = CallOfSource(mine, samples, call)
+    def begin(self, batch: Batch, processor: Processor, step: int) -> list[CallOfSource]:
+        """The calls of functions, rules and servers about this rank's samples, each in a thread of its
+        own; `score` waits for them."""
+        is_own = torch.tensor(batch.owners)[batch.prompt_index] == dist.get_rank()  # (S,)
+        calls, workers = [], Workers(len(self.sources))
+        for source, weights in zip(self.sources, self.weights_of(batch).unbind(1)):
+            picks = (is_own & ~weights.isnan()).nonzero()[:, 0].tolist()
+            if source.function and picks:  # a rank may have no samples
+                samples = read_samples(source, batch, picks, processor, step)
+                result = workers.submit(call_source, source, samples)
+                calls.append(CallOfSource(source, picks, samples, result))
         workers.close()
         return calls
 
@@ -430,7 +415,7 @@ class RewardMix:
         batch: Batch,
         processor: Processor,
         step: int,
-        calls: dict[str, CallOfSource] | None = None,
+        calls: list[CallOfSource] | None = None,
     ) -> None:
         """Fill rewards, turn_rewards (of environments and spans), components (NaN where a source does not
         score a sample) and judgements of all samples, alike on every rank. With several sources, a
@@ -446,52 +431,53 @@ class RewardMix:
         """
         calls = self.begin(batch, processor, step) if calls is None else calls
         by_rank = distributed.gather_objects(self.finish(calls, batch, processor))
-        total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
+        batch.weights = self.weights_of(batch)  # (S, K)
         batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
+        total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
         by_source, components = {}, {}  # (S,) each
-        weights = []  # (S,) each, by source
         notes = [""] * len(batch)
-        for source in self.sources:
-            share, used = self.share_of(source, batch), self.samples_of(source, batch)
-            weights.append(share)
-            scores = [part[source.name] for part in by_rank if source.name in part]
-            if source.kind not in CALLED:
-                scores = ask_source(source, batch, used, processor)
-            add_notes(notes, source, scores)
-            columns = join_columns(scores, len(batch))
+        for source, weights in zip(self.sources, batch.weights.unbind(1)):
+            used = (~weights.isnan()).nonzero()[:, 0].tolist()
+            parts = [scores[source.name] for scores in by_rank if source.name in scores]
+            if source.score and used:
+                parts = [source.score(batch, used, processor)]
+            columns = join_columns(parts, len(batch))
             by_source[source.name] = columns.pop("reward")
-            total[used] += (share * by_source[source.name])[used]
-            if self.combiner is None:  # a combined reward belongs to no token
-                at_tokens = [pair for part in scores for pair in part.at_tokens]
-                shares = share.nan_to_num().repeat_interleave(batch.own_lengths)
-                batch.turn_rewards += shares * sum_at_tokens(at_tokens, len(batch.tokens))
+            total[used] += (weights * by_source[source.name])[used]
             for name, values in columns.items():
                 components[f"{source.name}/{name}" if len(self.sources) > 1 else name] = values
-        if self.combiner is not None:
-            total = self.combine(self.combiner, by_source)
+            for part in parts:
+                for i, token, earned in part.at_tokens:
+                    batch.turn_rewards[token] += weights[i] * earned
+                for i, note in zip(part.picks, part.notes):
+                    notes[i] += f"{source.name}: {note}\n"
         if len(self.sources) > 1:
             components = by_source | components
-        batch.compared, batch.weights = self.compared(components), torch.stack(weights, dim=1)
+        if self.combiner is not None:
+            total = self.combine(by_source)
+            batch.turn_rewards.zero_()  # a combined reward belongs to no token
         batch.rewards = finite_rewards(total.float(), by_source)
         batch.components = {name: values.float() for name, values in components.items()}
+        batch.compared = self.compared(components)
         batch.judgements = [text.strip() for text in notes]
 
     def finish(
-        self, calls: dict[str, CallOfSource], batch: Batch, processor: Processor
+        self, calls: list[CallOfSource], batch: Batch, processor: Processor
     ) -> dict[str, Scores]:
-        """What the calls return, all of them within --reward_timeout. Raises UserError on every rank."""
+        """By source, what the calls return, all of them within --reward_timeout. Raises UserError on every
+        rank: what one has raised, or else that one is late."""
         scores, limit = {}, self.args.reward_timeout
         with distributed.raise_on_all_ranks():
-            wait([call.result for call in calls.values()], limit, FIRST_EXCEPTION)
-            done = {name: call for name, call in calls.items() if call.result.done()}
-            for name, (picks, _, result) in done.items():
-                columns, spans = result.result()  # or raises what the call has raised
-                at_tokens = place_spans(picks, spans, batch, processor) if spans else []
-                scores[name] = Scores(picks, columns, at_tokens)
-            for source in self.sources:
-                if source.name in calls.keys() - done.keys():
+            _, late = wait([call.result for call in calls], limit, FIRST_EXCEPTION)
+            for call in calls:
+                if call.result not in late:
+                    columns, spans = call.result.result()
+                    at_tokens = place_spans(call.picks, spans, batch, processor) if spans else []
+                    scores[call.source.name] = Scores(call.picks, columns, at_tokens)
+            for call in calls:
+                if call.result in late:
                     problem = f"took longer than {limit:g} s (--reward_timeout)"
-                    raise failure(source, calls[source.name].samples, problem)
+                    raise failure(call.source, call.samples, problem)
         return scores
 
     def compared(self, components: Iterable[str]) -> list[str]:
@@ -500,18 +486,17 @@ class RewardMix:
         ways."""
         if len(self.sources) > 1:
             return [source.name for source in self.sources]
-        alone = self.sources[0]
-        if alone.kind == "env" or alone.spec in regions.RULES:
+        if self.sources[0].kind in ("env", "regions"):
             return []
         names = [name for name in components if name != MEASURED]
         return names if names != ["spans"] else []  # beside the reward alone, they are parts of it
 
-    def combine(self, combiner: Callable, rewards: dict[str, Tensor]) -> Tensor:
+    def combine(self, rewards: dict[str, Tensor]) -> Tensor:
         """(S,) what --reward_combiner makes of the sources' rewards. Raises UserError on every rank."""
         lists = {name: column.tolist() for name, column in rewards.items()}
-        count = len(next(iter(lists.values())))
         flag = f"--reward_combiner {self.args.reward_combiner}"
-        values = run_on_main(flag, lambda: [float(value) for value in combiner(lists)])
+        values = run_on_main(flag, lambda: [float(value) for value in self.combiner(lists)])
+        count = len(next(iter(rewards.values())))
         if len(values) != count:
             raise UserError(f"{flag}: {len(values)} values for {count} samples")
         return torch.tensor(values, dtype=torch.float64)
@@ -519,66 +504,50 @@ class RewardMix:
 
 def lack_of(source: Source, row: Prompt) -> str:
     """What a row lacks for a source that compares, or what is wrong with its reference answer; "" if
-    nothing. Raises UserError: a function's own check fails."""
-    if source.spec in regions.RULES:
+    nothing."""
+    if source.kind == "regions":
         return regions.problem_of(source.spec, row.regions)
     if row.reference is None:  # a function may read another column
-        return "" if source.kind == "function" else "no reference answer"
+        return "no reference answer" if source.kind == "rule" else ""
     try:
         if source.check:
             source.check(row.reference)
     except ValueError as error:
         return str(error)
     except RAISED as error:
-        problem = (
-            f"--reward {source.spec}: its check of {row.source} raised {describe_error(error)}"
-        )
-        raise UserError(problem) from error
+        return f"the answer {row.reference!r:.80} raises {describe_error(error)}"
     return ""
 
 
-def ask_source(source: Source, batch: Batch, used: list[int], processor: Processor) -> list[Scores]:
-    """What a model, which sees whole conversations, or the environment says of the samples ``used``; all
-    ranks ask together."""
-    if source.kind == "env":
-        at_tokens = rewards_of_turns(batch)
-        rewards = batch.per_sample_sum(sum_at_tokens(at_tokens, len(batch.tokens)))[used]  # (n,)
-        columns = {"reward": rewards, "accuracy": env_accuracy(batch, rewards, used)}
-        return [Scores(used, columns, at_tokens)]
-    if source.ask is None or not used:
-        return []
-    columns, notes = source.ask(batch, used, whole_texts(batch, used, processor))
-    return [Scores(used, columns, notes=notes)]
-
-
-def rewards_of_turns(batch: Batch) -> list[tuple[int, float]]:
-    """What environments gave, at the last own token of each turn."""
-    at_tokens = []
-    for start, conversation in zip(batch.offsets.tolist(), batch.conversations):
+def score_turns(batch: Batch, used: list[int], processor: Processor) -> Scores:
+    """What environments gave the samples ``used``, at the last own token of each turn. Accuracies are
+    theirs, 0 for samples that ended before they gave one; if they gave none at all, 1 where the reward is
+    1 or more."""
+    starts = batch.offsets.tolist()
+    rewards, accuracies, at_tokens = [], [], []
+    for i in used:
+        conversation = batch.conversations[i]
+        rewards.append(float(sum(conversation.rewards)))
+        accuracies.append(conversation.accuracy)
         for end, reward in zip(conversation.ends, conversation.rewards):
-            at_tokens.append((start + end - 1, reward))
-    return at_tokens
-
-
-def env_accuracy(batch: Batch, rewards: Tensor, used: list[int]) -> Tensor:
-    """(n,) accuracies as the environment gave them, 0 for samples that ended before it did. If it
-    gave none at all: 1 where the reward is 1 or more."""
-    accuracies = [batch.conversations[i].accuracy for i in used]
+            at_tokens.append((i, starts[i] + end - 1, reward))
     if all(accuracy is None for accuracy in accuracies):
-        return (rewards >= 1).double()
-    return torch.tensor([accuracy or 0.0 for accuracy in accuracies], dtype=torch.float64)
+        accuracies = [float(reward >= 1) for reward in rewards]
+    columns = {"reward": rewards, "accuracy": [accuracy or 0.0 for accuracy in accuracies]}
+    return Scores(used, columns, at_tokens)
 
 
 def place_spans(
     picks: list[int], spans: Spans, batch: Batch, processor: Processor
-) -> list[tuple[int, float]]:
-    """(index of the token that ends a span, what it earns), for the spans of the last turns of the
-    samples ``picks``."""
+) -> list[tuple[int, int, float]]:
+    """(sample, index of the token that ends a span, what it earns), for the spans of the last turns of
+    the samples ``picks``."""
     turns, placed = batch.turns, []
     for i, ends in zip(picks, spans):
         turn = turns[i][-1]
         start = int(batch.offsets[i + 1]) - len(turn)
-        placed += [(start + token_that_ends(processor, turn, end), earned) for end, earned in ends]
+        for end, earned in ends:
+            placed.append((i, start + token_that_ends(processor, turn, end), earned))
     return placed
 
 
@@ -606,14 +575,6 @@ def join_columns(scores: list[Scores], count: int) -> dict[str, Tensor]:
             column = joined.setdefault(name, nothing.clone())
             column[part.picks] = torch.as_tensor(values, dtype=torch.float64)
     return joined
-
-
-def sum_at_tokens(at_tokens: Iterable[tuple[int, float]], count: int) -> Tensor:
-    """(N,) float64, what each token earns, of (index of a token, reward)."""
-    earned = torch.zeros(count, dtype=torch.float64)
-    for index, reward in at_tokens:
-        earned[index] += reward
-    return earned
 
 
 def finite_rewards(rewards: Tensor, by_source: dict[str, Tensor]) -> Tensor:

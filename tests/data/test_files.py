@@ -174,7 +174,7 @@ verdicts.correct              | ["yes", "perhaps"] | perhaps.*expected \['yes', 
 verdicts.correct              | ["yes", "yes", "no"] | expected
 verdicts.score                | ["1", "good"]  | good.*expected numbers
 verdicts.beauty               | []             | 'beauty' is no kind of judgement
-templates                     | {}             | and a template
+templates                     | {}             | correct must hold {prompt}, {response}: ''
 taught_by                     | "me"           | another version, with taught_by
 """)
 

@@ -299,7 +299,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     vlm.compute_features(env.actor.model, batch)
     reward.score(batch, env.processor, 0)
     oracle = hugging_face(judge)
-    processor = reward.sources[0].ask.processor
+    processor = reward.sources[0].score.processor
     family = SimpleNamespace(
         kind="qwen3_vl", folder=judge, oracle=oracle, env=SimpleNamespace(processor=processor)
     )
@@ -316,7 +316,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
             judgements.KINDS["correct"].template,
             {"prompt": question, "response": text.replace("<video>", " ")},
         )
-        instruction = reward.sources[0].ask.settings.instruction(question)
+        instruction = reward.sources[0].score.settings.instruction(question)
         asked = hf_inputs(
             family,
             make_prompt(processor, asked, prompt.images, system_prompt=instruction),

@@ -74,8 +74,7 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(
     env, reward, batch, texts = prepare(
         qwen25, picture_rows, "--reward", f"grm:{judges[which]}", "--grm_question", kind
     )
-    judge = reward.sources[0].ask
-    assert judge.shares_tower == (which == "near")
+    judge = reward.sources[0].score
     assert hasattr(judge.module.model.model, "visual") == (which != "near")
     assert not any(p.requires_grad for p in judge.module.parameters())
     scored = score(env, reward, batch)
@@ -133,7 +132,7 @@ def test_a_judge_of_pairs_is_a_reward_without_a_flag(qwen25, picture_rows, judge
 def test_a_judge_whose_logprobs_are_not_finite(qwen25, picture_rows, judges):
     flags = words("--reward", f"grm:{judges['near']}", "--grm_question score")
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags)
-    judge = reward.sources[0].ask
+    judge = reward.sources[0].score
     judge.module.model.model.language_model.norm.weight.data.to_local()[0] = torch.nan
     for mode in ("probability", "critique"):
         judge.args = replace(judge.args, grm_mode=mode)
@@ -169,7 +168,7 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
     reward = sources.load_rewards(env.args)
     build(env, reward)
     rows[4]["prompt"] = "what?"
-    model = reward.sources[0].ask
+    model = reward.sources[0].score
     batch, processor, settings, asked = take(env), model.processor, model.settings, []
     vlm.compute_features(env.actor.model, batch)
     with_images = reward_models.JudgeModel.with_their_images
@@ -206,7 +205,7 @@ def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges,
     )
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags)
     scored = score(env, reward, batch)
-    banned = list(reward.sources[0].ask.processor.banned_ids)
+    banned = list(reward.sources[0].score.processor.banned_ids)
     for group, text, judgement in zip(batch.prompt_index.tolist(), texts, scored.judgements):
         prompt = env.prompts[group]
         question = ask(prompt, "correct", response=text)
@@ -249,7 +248,7 @@ def test_a_critique_without_an_end_has_no_verdict(
         "--grm_question correct --grm_mode critique --grm_max_new_tokens 2",
     )
     env, reward, batch, _ = prepare(qwen25, picture_rows, *flags)
-    model = reward.sources[0].ask
+    model = reward.sources[0].score
     write, question = model.write, model.question
 
     def write_alternately(*arguments):
@@ -618,13 +617,11 @@ def test_bad_recipes_are_refused(tmp_path):
     for recipe in BAD_RECIPES.splitlines():
         with user_error("--reward_recipe"):
             rewards_of("--reward_recipe", recipe)
-    with user_error("2 sources need a --reward_recipe with their weights"):
+    with user_error("2 sources need a --reward_recipe with their weights, or a --reward_combiner"):
         rewards_of("--reward exact,boxed")
     (tmp_path / "a,b").mkdir()
     (tmp_path / "a,b" / "r.py").write_text("def f(*_): return []")
-    with user_error(
-        "/a,b/r.py:f: a comma separates sources, and is in this path; a --reward_recipe"
-    ):
+    with user_error("/a,b/r.py:f: a comma separates sources, and 2 .* a path with a comma needs a rec"):
         rewards_of("--reward", f"{tmp_path}/a,b/r.py:f")
     rewards_of("--reward_recipe", json.dumps({"*": [[f"{tmp_path}/a,b/r.py:f", 1]]}))
     with user_error("--reward 3: expected one of exact, "):
@@ -685,9 +682,9 @@ def test_a_judge_is_asked_with_its_own_template_options(qwen25, judges, picture_
         "--coordinates file",
     )
     # ... and its own space, unless it is of the policy's family
-    assert [source.ask.processor.space for source in reward.sources] == ["file", "1000"]
+    assert [source.score.processor.space for source in reward.sources] == ["file", "1000"]
     assert env.processor.template_options == {"role": "x"}
-    assert [source.ask.processor.template_options for source in reward.sources] == [
+    assert [source.score.processor.template_options for source in reward.sources] == [
         {"content": 1},
         {},
     ]

@@ -238,10 +238,10 @@ def test_a_rubric_is_the_weighted_mean_of_its_criteria(qwen25, rubric_rows, judg
     table("""
 null                         | rows.jsonl:1: no "rubric"
 []                           | no "rubric"
-[{"text": 3}]                | a text and a weight above 0
+[{"text": 3}]                | rubric: text must be str, not 3
 [{"text": "a", "weight": 0}] | a weight above 0
 [{"text": "a", "weight": "2"}] | rows.jsonl:1:
-[{"weight": 1}]              | rows.jsonl:1: rubric: expected a text and
+[{"weight": 1}]              | rows.jsonl:1: rubric: text must be str
 ["a", 5]                     | rows.jsonl:1:
 """),
 )
