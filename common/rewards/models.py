@@ -202,11 +202,11 @@ class JudgeModel(RewardModel):
         parsed = chances.sum(dim=1)  # (Q,)
         worth = torch.stack([question.worth for question in questions])  # (Q, V)
         values = (chances * worth).sum(dim=1) + (1 - parsed) * self.worth.min()
-        of = torch.tensor([question.answer for question in questions])
+        answer_of = torch.tensor([question.answer for question in questions])
         weight = torch.tensor([question.weight for question in questions], dtype=torch.float64)
-        columns = {"reward": of.bincount(weight * values) / of.bincount(weight)}
+        columns = {"reward": answer_of.bincount(weight * values) / answer_of.bincount(weight)}
         if self.args.grm_mode == "critique":
-            columns["parsed"] = of.bincount(parsed) / of.bincount()
+            columns["parsed"] = answer_of.bincount(parsed) / answer_of.bincount()
         remarks = [[] for _ in answers]
         for question, note, value in zip(questions, notes, values):
             remarks[question.answer].append(note)

@@ -48,7 +48,7 @@ class Server:
             )
         self.opener = request.build_opener(request.ProxyHandler({}), StayHere)
 
-    def __call__(self, prompts, responses, references, labels, images, **asked) -> Columns:
+    def __call__(self, prompts, responses, references, labels, images, groups, places) -> Columns:
         question = {
             "queries": [prompt + response for prompt, response in zip(prompts, responses)],
             "prompts": prompts,
@@ -56,19 +56,19 @@ class Server:
             "references": references,
             "labels": labels,
             "images": encode_images(images),
-            "groups": asked["groups"],
+            "groups": groups,
             # the size of each image in its file and as the model saw it, and the space of its answers
-            "places": [[place and vars(place) for place in row] for row in asked["places"]],
+            "places": [[place and vars(place) for place in row] for row in places],
         }
         return read_answer(self.ask(json.dumps(question).encode()))
 
     def ask(self, body: bytes) -> bytes:
         """The server's answer, after at most 1 + RETRIES tries. Raises UserError."""
-        asked = request.Request(self.url, body, {"Content-Type": "application/json"})
+        post = request.Request(self.url, body, {"Content-Type": "application/json"})
         problem = ""
         for attempt in range(RETRIES + 1):
             try:
-                with self.opener.open(asked, timeout=self.timeout) as response:
+                with self.opener.open(post, timeout=self.timeout) as response:
                     return response.read()
             except HTTPError as error:
                 problem = f"HTTP {error.code}: {error.read(500).decode(errors='replace')!r}"

@@ -256,6 +256,7 @@ def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
     than finite numbers."""
     inputs = [list(column) for column in samples[:5]]  # the function may empty its lists
     by_name = {name: copy.copy(getattr(samples, name)) for name in source.keywords}
+    assert source.function is not None
     try:
         returned = source.function(*inputs, **by_name)
     except RAISED as error:
@@ -454,7 +455,7 @@ class RewardMix:
         if len(self.sources) > 1:
             components = by_source | components
         if self.combiner is not None:
-            total = self.combine(by_source)
+            total = self.combine(self.combiner, by_source)
             batch.turn_rewards.zero_()  # a combined reward belongs to no token
         batch.rewards = finite_rewards(total.float(), by_source)
         batch.components = {name: values.float() for name, values in components.items()}
@@ -491,11 +492,11 @@ class RewardMix:
         names = [name for name in components if name != MEASURED]
         return names if names != ["spans"] else []  # beside the reward alone, they are parts of it
 
-    def combine(self, rewards: dict[str, Tensor]) -> Tensor:
+    def combine(self, combiner: Callable, rewards: dict[str, Tensor]) -> Tensor:
         """(S,) what --reward_combiner makes of the sources' rewards. Raises UserError on every rank."""
         lists = {name: column.tolist() for name, column in rewards.items()}
         flag = f"--reward_combiner {self.args.reward_combiner}"
-        values = run_on_main(flag, lambda: [float(value) for value in self.combiner(lists)])
+        values = run_on_main(flag, lambda: [float(value) for value in combiner(lists)])
         count = len(next(iter(rewards.values())))
         if len(values) != count:
             raise UserError(f"{flag}: {len(values)} values for {count} samples")

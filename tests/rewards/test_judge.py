@@ -621,7 +621,9 @@ def test_bad_recipes_are_refused(tmp_path):
         rewards_of("--reward exact,boxed")
     (tmp_path / "a,b").mkdir()
     (tmp_path / "a,b" / "r.py").write_text("def f(*_): return []")
-    with user_error("/a,b/r.py:f: a comma separates sources, and 2 .* a path with a comma needs a rec"):
+    with user_error(
+        "/a,b/r.py:f: a comma separates sources, and 2 .* a path with a comma needs a rec"
+    ):
         rewards_of("--reward", f"{tmp_path}/a,b/r.py:f")
     rewards_of("--reward_recipe", json.dumps({"*": [[f"{tmp_path}/a,b/r.py:f", 1]]}))
     with user_error("--reward 3: expected one of exact, "):

@@ -809,7 +809,7 @@ def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
     spec = f"{tmp_path / 'leaves.py'}:f"
     mix = sources.load_rewards(RewardArgs(reward="exact", reward_combiner=spec))
     with user_error(r"SystemExit: 0 \(leaves.py:3\b"):
-        mix.combine({"a": torch.zeros(2)})
+        mix.combine(mix.combiner, {"a": torch.zeros(2)})
 
 
 # ------------------------------------------------------------------------------------------------ truths
@@ -843,7 +843,9 @@ def test_truths_pass_the_check_of_their_reward_before_a_run(tmp_path):
         r"1 of 3 rows are bad\n  x.jsonl:9: 'seven' is no number, which score compares"
     ):
         reward.check_rows([good, none, bad])
-    with user_error(r"x.jsonl:9: the answer 'bug' raises KeyError: 'bug' \(mine.py:7\), which score"):
+    with user_error(
+        r"x.jsonl:9: the answer 'bug' raises KeyError: 'bug' \(mine.py:7\), which score"
+    ):
         reward.check_rows([row_of("bug", "x.jsonl:9")])
     sources.load_rewards(RewardArgs(reward="boxed")).check_rows([bad])
     with user_error("x.jsonl:7: an empty answer, ' ', which boxed compares with"):
