@@ -359,7 +359,7 @@ class RewardMix:
         """Raises UserError: rows that cannot be scored, with their lines."""
         bad, labels = [], ", ".join(self.recipe)
         for row in rows:
-            if not self.recipe.keys() & {row.label, "*"}:
+            if row.label not in self.recipe and "*" not in self.recipe:
                 bad.append(f"{row.source}: label {row.label!r} is not in --reward_recipe: {labels}")
         report_bad("--reward", bad, len(rows), is_error=True)
         for source in self.sources:

@@ -171,11 +171,13 @@ HOSTILE = """B b) A 7 seven 1,111 red red, <think></think> <answer></answer> <an
 @pytest.mark.parametrize("name", RIGHT)
 def test_hostile_answers_take_no_time(name):
     truth, row = RIGHT[name]
+    texts = [" ".join(map(str, range(20_000)))]
     for piece in HOSTILE:
-        for text in (piece, piece + " "):
-            start = time.process_time()
-            assert 0 <= grade(name, text * (100_000 // len(text)), truth, row) <= 1, text
-            assert time.process_time() - start < 1, text
+        texts += [piece * (100_000 // len(piece)), f"{piece} " * (100_000 // len(f"{piece} "))]
+    for text in texts:
+        start = time.process_time()
+        assert 0 <= grade(name, text, truth, row) <= 1, text[:20]
+        assert time.process_time() - start < 1, text[:20]
 
 
 @pytest.mark.slow
