@@ -437,12 +437,11 @@ def read_rubric(row: dict) -> list[tuple[str, float]]:
             'no "rubric": ["a criterion", {"text": "another", "weight": 2}], by which the judge is asked'
         )
     for item in listed:
-        entry = item if isinstance(item, dict) else {"text": item}
-        check_form(entry, {"text": str, "weight?": int | float}, "rubric")
-        weight = entry.get("weight", 1)
-        if not 0 < weight < 1e300:
+        entry = {"weight": 1} | (item if isinstance(item, dict) else {"text": item})
+        check_form(entry, {"text": str, "weight": int | float}, "rubric")
+        if not 0 < entry["weight"] < 1e300:
             raise ValueError(f"rubric: expected a weight above 0, not {item!r:.120}")
-        criteria.append((entry["text"], float(weight)))
+        criteria.append((entry["text"], float(entry["weight"])))
     return criteria
 
 
