@@ -48,7 +48,7 @@ class Server:
             )
         self.opener = request.build_opener(request.ProxyHandler({}), StayHere)
 
-    def __call__(self, prompts, responses, references, labels, images, groups, places) -> Columns:
+    def __call__(self, prompts, responses, references, labels, images, **more) -> Columns:
         question = {
             "queries": [prompt + response for prompt, response in zip(prompts, responses)],
             "prompts": prompts,
@@ -56,9 +56,9 @@ class Server:
             "references": references,
             "labels": labels,
             "images": encode_images(images),
-            "groups": groups,
+            "groups": more["groups"],
             # the size of each image in its file and as the model saw it, and the space of its answers
-            "places": [[place and vars(place) for place in row] for row in places],
+            "places": [[place and vars(place) for place in row] for row in more["places"]],
         }
         return read_answer(self.ask(json.dumps(question).encode()))
 

@@ -251,8 +251,7 @@ def copy_rows(batch: Batch, picks: list[int], turns: list[list[str]]) -> list[di
 
 
 def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
-    """The reward of n samples under "reward", and components; and the spans, if the function gives some:
-    then their sums are the component "spans". Raises UserError: the function raises, or returns other
+    """What the function of a source says of the samples. Raises UserError: it raises, or returns other
     than finite numbers."""
     inputs = [list(column) for column in samples[:5]]  # the function may empty its lists
     by_name = {name: copy.copy(getattr(samples, name)) for name in source.keywords}
@@ -265,6 +264,12 @@ def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
         # a row without an answer is what most functions cannot take
         i = samples.references.index(None) if None in samples.references else 0
         raise failure(source, samples, problem, i) from error
+    return read_returned(source, samples, returned)
+
+
+def read_returned(source: Source, samples: Samples, returned: Any) -> tuple[Columns, Spans]:
+    """The reward of n samples under "reward", and components; and the spans, if there are some: then
+    their sums are the component "spans"."""
     has_columns = isinstance(returned, dict) and returned
     columns = dict(returned) if has_columns else {"reward": returned}
     spans = []
