@@ -72,16 +72,18 @@ def memory_table(phases: dict[str, budget.Parts]) -> list[str]:
 
 
 def teams_table(plan: budget.MemoryPlan) -> list[str]:
-    """Two lines: what generation needs with each number of --rollout_shards that can share the model."""
+    """Two lines: what a step needs outside of updates with each number of --rollout_shards that can
+    share the model."""
     args, peaks = plan.args, {}
     for size in range(1, 9):
         plan.args = replace(args, rollout_shards=size)
         with suppress(UserError):  # so many ranks cannot share a layer
-            if plan.fixed and plan.shards % size == 0:
-                peak, _ = budget.peak_of({name: parts() for name, parts in plan.fixed.items()})
-                peaks[str(size)] = f"{peak:.2f}"
+            phases = {name: parts() for name, parts in plan.fixed.items()}
+            if phases and plan.shards % size == 0:
+                peaks[str(size)] = f"{budget.peak_of(phases)[0]:.2f}"
     plan.args = args
-    return [table_line("--rollout_shards", peaks), table_line("GiB", peaks.values())]
+    lines = [table_line("--rollout_shards", peaks), table_line("GiB", peaks.values())]
+    return lines if peaks else []
 
 
 def table_line(name: str, cells: Iterable[str]) -> str:

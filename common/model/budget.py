@@ -8,7 +8,6 @@
 The formulas of each part are in `common.model.memory`; launch/plan.py prints a plan as a table.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -85,11 +84,12 @@ class MemoryPlan:
         return parts
 
     def update(self, role: str, setting: UpdateSetting) -> Parts:
-        """Bytes of an update. Two layers are gathered, one of them ahead of its use."""
+        """Bytes of an update. Two layers are gathered, one of them ahead of its use; a single rank gathers
+        none ahead."""
         module = self.models[role]
         root, layer, _ = memory.gathered_bytes(module)
         parts = {
-            "gathered weights": root + 2 * layer,
+            "gathered weights": root + min(2, self.shards) * layer,
             "gradient shards": self.held[role, "Adam"] / 2,
         }
         parts |= memory.backward_bytes(module, setting, self.keys)
@@ -111,11 +111,9 @@ class MemoryPlan:
         """Bytes of decoding, with all weights gathered, or a rank's pieces, and a cache of so many
         ``slots`` of ``length`` tokens."""
         module, ranks = self.models[role], self.args.rollout_shards
-        slot = memory.slot_bytes(module, length, ranks)
         return self.resident(*busy) | {
             "gathered weights": memory.decoding_bytes(module, ranks),
-            "KV cache": slot,  # of one sequence, the least that a run needs
-            "further slots": (slots - 1) * slot,
+            "KV cache": slots * memory.slot_bytes(module, length, ranks),
             "forward": memory.forward_bytes(module, slots),
         }
 
@@ -168,29 +166,26 @@ def choose(plan: MemoryPlan, gib: float) -> UpdateSetting:
     3. the same as "on", also with a trained tower, whose activations are in no plan.
     """
     args, most = plan.args, plan.args.max_tokens_per_pack
-    layers = max(len(decoder(plan.models[role].model).layers) for role in plan.trained)
+    models = [plan.models[role].model for role in plan.trained]
+    layers = max(len(decoder(model).layers) for model in models)
+    everything = UpdateSetting(most, layers)
     if args.gradient_checkpointing == "off":
         return UpdateSetting(most, 0)
     if args.gradient_checkpointing == "on" or args.train_vision:
-        return UpdateSetting(most, layers)
+        return everything
 
-    def fits(*setting) -> bool:
-        return has_room(plan.update_phases(UpdateSetting(*setting)), gib)
+    def fits(setting: UpdateSetting) -> bool:
+        return has_room(plan.update_phases(setting), gib)
 
+    attention, products = (all(kept) for kept in zip(*map(can_keep, models)))
     smaller = range(-(-plan.group // PACK_UNIT) * PACK_UNIT, most, PACK_UNIT)
-    sizes = [most, *reversed(smaller)]
-    size = bisect_left(sizes, True, key=lambda tokens: fits(tokens, 0))
-    if size < len(sizes):
-        return UpdateSetting(sizes[size], 0)
-    attention, products = map(
-        all, zip(*(can_keep(plan.models[role].model) for role in plan.trained))
-    )
-    few = bisect_left(range(layers + 1), True, key=lambda few: fits(most, few, attention))
-    if few > layers:
-        return UpdateSetting(most, layers)
-    more = range(1, few + 1) if products else ()
-    with_products = bisect_left(more, True, key=lambda some: not fits(most, few, attention, some))
-    return UpdateSetting(most, few, attention, with_products)
+    settings = [UpdateSetting(tokens, 0) for tokens in (most, *reversed(smaller))]
+    settings += [UpdateSetting(most, few, attention) for few in range(1, layers + 1)]
+    setting = next(filter(fits, settings), everything)
+    if products and setting.keep_attention:
+        in_fewer = reversed(range(setting.recomputed + 1))
+        setting = next(filter(fits, (setting._replace(keep_products=n) for n in in_fewer)))
+    return setting
 
 
 def require_fit(plan: MemoryPlan, setting: UpdateSetting, gib: float, most: float) -> str:
