@@ -319,14 +319,40 @@ def _race(logits: Tensor, keys: Tensor, hashes: Tensor) -> Tensor:
     return (logits - _exponentials(keys, hashes).log_()).argmax(-1)
 
 
-def fuse(function: Callable, *arguments: Any, **named: Any) -> Any:
+def fuse(
+    function: Callable, *arguments: Any, gradient: Callable | None = None, **named: Any
+) -> Any:
     """``function(*arguments, **named)``, the first of which is a tensor; on a GPU by one compiled
-    kernel for each result, rounded as the function itself rounds. It runs uncompiled where gradients
-    are wanted, and where nothing compiles."""
+    kernel for each result, rounded as the function itself rounds. It runs uncompiled where nothing
+    compiles, and where gradients are wanted, unless ``gradient`` computes them, see `_Fused`."""
     tensor = next(iter((*arguments, *named.values())))
-    if torch.is_grad_enabled() or not tensor.is_cuda or not _compiles(tensor.device):
+    trains = torch.is_grad_enabled()
+    if not can_fuse(tensor.device) or (trains and (named or gradient is None)):
         return function(*arguments, **named)
+    if trains:
+        return _Fused.apply(function, gradient, *arguments)
     return _compiled(function)(*arguments, **named)
+
+
+class _Fused(torch.autograd.Function):
+    """A fused function of tensors, of which it keeps the last two. ``gradient`` (of the results, and these
+    two) returns what is known of the gradients of all, or None."""
+
+    @staticmethod
+    def forward(ctx, function, gradient, *tensors):
+        ctx.save_for_backward(*tensors[-2:])
+        ctx.gradient = gradient
+        return fuse(function, *tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        return None, None, *ctx.gradient(*grads, *ctx.saved_tensors)
+
+
+def can_fuse(device: torch.device) -> bool:
+    """Whether functions of tensors there are compiled."""
+    return device.type == "cuda" and _compiles(device)
 
 
 @functools.cache

@@ -26,13 +26,13 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3VLConfi
 import plan
 import ranks
 import train_ppo_vl as ppo
-from common import logging, losses
+from common import logging, logprobs, losses
 from common.buffers import FIELDS, Batch, Pack
 from common.data.processor import Processor
 from common.flags import DataArgs
-from common.model import fsdp, packs, vlm
+from common.model import fsdp, memory, packs, vlm
 from common.model.build import build_model
-from common.model.vlm import Compute, Wrapper
+from common.model.vlm import Compute, UpdateSetting, Wrapper
 from common.model.weights import materialize, read_weights, shard_of
 from common.rewards import sources
 from common.threads import Workers
@@ -498,25 +498,46 @@ def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside had at the same time; FSDP2 shrinks storages that it
-    keeps."""
+    """The most bytes that tensors made inside had at the same time, without those ``before``; FSDP2
+    shrinks storages that it keeps."""
 
-    def __init__(self):
+    def __init__(self, before=()):
         super().__init__()
         self.storages, self.peak = weakref.WeakKeyDictionary(), 0
+        self.before = weakref.WeakKeyDictionary({x.untyped_storage(): True for x in before})
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for x in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(x, torch.Tensor) and not x.is_meta:
-                self.storages[x.untyped_storage()] = True
+                if x.untyped_storage() not in self.before:
+                    self.storages[x.untyped_storage()] = True
         self.peak = max(self.peak, sum(storage.nbytes() for storage in list(self.storages)))
         return result
 
 
+class NormOfAGPU(torch.autograd.Function):
+    """`F.rms_norm` as one kernel of a GPU computes it: its input is kept, where a CPU keeps two tensors
+    in float32."""
+
+    @staticmethod
+    def forward(ctx, x, shape, weight, eps):
+        inverse = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x.float() * inverse * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, inverse = ctx.saved_tensors
+        unit, scaled = x.float() * inverse, grad.float() * weight
+        dx = inverse * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
+        dweight = (grad.float() * unit).flatten(0, -2).sum(0)
+        return dx.to(x.dtype), None, dweight.to(weight.dtype), None
+
+
 def peak_of_an_update(env, module, batch: Batch) -> tuple[int, Pack]:
-    """The most bytes that are alive while a module learns from the one pack of a batch; the second
-    time, as in an update of several."""
+    """The most bytes that are alive while a module learns from the one pack of a batch, without gradient
+    shards; the second time, as in an update of several."""
     n = len(batch.tokens)
     batch.sampling, batch.in_policy_loss = env.sampling, torch.ones(n, dtype=torch.bool)
     batch.logprobs = batch.old_logprobs = torch.zeros(n)
@@ -525,7 +546,8 @@ def peak_of_an_update(env, module, batch: Batch) -> tuple[int, Pack]:
     part = ppo.Minibatch(range(1), weights, weights, None)
     module.train()
     for _ in range(2):
-        with LiveBytes() as live:
+        shards = [shard_of(p.grad) for p in module.parameters() if p.grad is not None]
+        with LiveBytes(shards) as live:
             (pack,) = packs.of_batch(module.model, batch)
             if isinstance(module, ppo.Critic):
                 loss, _ = ppo.critic_loss(module, pack, batch, part, env.args)
@@ -535,9 +557,26 @@ def peak_of_an_update(env, module, batch: Batch) -> tuple[int, Pack]:
     return live.peak, pack
 
 
+def planned_peak(module, setting: UpdateSetting, keys: float = 1.0) -> float:
+    """What a plan says of `peak_of_an_update`, on one rank."""
+    root, layer, _ = memory.gathered_bytes(module)
+    return root + layer + sum(memory.backward_bytes(module, setting, keys).values())
+
+
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
 )
+
+
+def compile_layers(monkeypatch) -> None:
+    """Let gates and rotary positions be compiled, as on a GPU; the head stays as it is on a CPU."""
+    compiled = logprobs._compiled
+    monkeypatch.setattr(logprobs, "can_fuse", lambda device: True)
+    monkeypatch.setattr(
+        logprobs, "_compiled", lambda f: f if f.__module__ == "common.logprobs" else compiled(f)
+    )
+
+
 HAS_CUDA = torch.version.cuda is not None
 DEVICE = torch.device("cuda", 0) if HAS_CUDA else torch.device("cpu")
 # Those that read a number of the device, or whose result has a size that only the device knows.

@@ -12,8 +12,8 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 from common import logprobs
 from common.model import layers
-from conftest import seeded
-from helpers import needs_compiler
+from conftest import rounding, seeded
+from helpers import compile_layers, needs_compiler
 
 CPU = torch.device("cpu")
 
@@ -135,6 +135,50 @@ def test_rotary_positions_and_gates_are_compiled_bit_for_bit():
             )
 
 
+def result_and_gradients(function, tensors, results):
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    out = out if isinstance(out, tuple) else (out,)
+    return [*out, *torch.autograd.grad(out, leaves, results)]
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="as above")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_both_ways_they_have_the_gradients_of_autograd(monkeypatch, dtype):
+    """In bfloat16 in every bit; in float32 the exponential of a gate has another rounding."""
+    compile_layers(monkeypatch)
+    layers.fuse_rotary(modeling_qwen2_5_vl)
+    (theirs,) = modeling_qwen2_5_vl.apply_rotary_pos_emb.args
+    generator = seeded(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    angles = torch.randn(1, 37, 8, generator=generator).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    heads = [draw(1, 37, n, 16).transpose(1, 2) for n in (6, 2, 6, 2)]
+    rotate = lambda q, k: modeling_qwen2_5_vl.apply_rotary_pos_emb(q, k, cos, sin)  # noqa: E731
+    for ours, plain, tensors, results in (
+        (layers.gated, layers.silu_product, [draw(1, 37, 99), draw(1, 37, 99)], [draw(1, 37, 99)]),
+        (rotate, lambda q, k: theirs(q, k, cos, sin), heads[:2], heads[2:]),
+    ):
+        actual, expected = (result_and_gradients(f, tensors, results) for f in (ours, plain))
+        tolerance = rounding(4) if ours is layers.gated and dtype == torch.float32 else 0
+        for a, b in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_a_gate_keeps_two_tensors(monkeypatch):
+    """Its inputs, where autograd keeps its activation as well."""
+    monkeypatch.setattr(logprobs, "can_fuse", lambda device: True)
+    monkeypatch.setattr(logprobs, "_compiled", lambda function: function)
+    gate, up = (torch.randn(5, requires_grad=True) for _ in range(2))
+    for function, count in ((layers.gated, 2), (layers.silu_product, 3)):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            function(gate, up)
+        assert len({x.data_ptr() for x in kept}) == count
+
+
 def test_where_nothing_compiles_it_runs_as_it_is(monkeypatch, capsys):
     def failing(function, **options):
         def compiled(*tensors):
@@ -158,7 +202,7 @@ def test_a_cpu_compiles_nothing(monkeypatch):
 def test_with_gradients_nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(logprobs, "_compiles", lambda device: True)
     monkeypatch.setattr(logprobs, "_compiled", lambda function: lambda *tensors: "compiled")
-    tensor = SimpleNamespace(is_cuda=True, device=None)
+    tensor = SimpleNamespace(device=torch.device("cuda"))
     assert logprobs.fuse(lambda x: "as it is", tensor) == "as it is"
     with torch.no_grad():
         assert logprobs.fuse(lambda x: "as it is", tensor) == "compiled"
@@ -168,7 +212,7 @@ def test_what_is_given_by_name_is_passed_on(monkeypatch):
     """Pixtral rotates with ``unsqueeze_dim``; Gemma 4 gives even its tensors by name."""
     monkeypatch.setattr(logprobs, "_compiles", lambda device: True)
     monkeypatch.setattr(logprobs, "_compiled", lambda function: functools.partial(function, "gpu"))
-    tensor = SimpleNamespace(is_cuda=True, device=None)
+    tensor = SimpleNamespace(device=torch.device("cuda"))
     with torch.no_grad():
         assert logprobs.fuse(lambda *x, dim: (*x, dim), tensor, dim=2) == ("gpu", tensor, 2)
         assert logprobs.fuse(lambda *x, q: (*x, q), q=tensor) == ("gpu", tensor)

@@ -74,11 +74,20 @@ class SwiGLU(nn.Module):
         self.down_proj = theirs.down_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(fuse(silu_product, self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu_product`, which keeps gate and up alone where it is fused."""
+    return fuse(silu_product, gate, up, gradient=functools.partial(fuse, silu_product_backward))
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+def silu_product_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
 class PatchProjection(nn.Conv3d):
@@ -104,7 +113,13 @@ def fuse_rotary(theirs: ModuleType) -> None:
     look the function up by its name, so it is replaced there, for all models of this process."""
     rotate = getattr(theirs, "apply_rotary_pos_emb", None)
     if rotate and not isinstance(rotate, functools.partial):
-        vars(theirs)["apply_rotary_pos_emb"] = functools.partial(fuse, rotate)
+        back = functools.partial(rotate_back, rotate)
+        vars(theirs)["apply_rotary_pos_emb"] = functools.partial(fuse, rotate, gradient=back)
+
+
+def rotate_back(rotate: Callable, dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple:
+    """Gradients of what `rotate` took. The two numbers of a pair have one cosine and one sine."""
+    return *fuse(rotate, dq, dk, cos, -sin), None, None
 
 
 def in_place_of(theirs: Any) -> nn.Module | None:

@@ -58,7 +58,7 @@ class Launches(TorchDispatchMode):
             self.count[name] += 1
         return result
 
-    def fuse(self, function, *tensors):
+    def fuse(self, function, *tensors, gradient=None):
         """A compiled function: a kernel for each result. (Inductor of torch 2.14, made to write for
         an H100, writes two for the rotation of queries and keys and one for the gate.)"""
         self.compiled = True

@@ -11,10 +11,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from common import process
-from common.model import memory, packs, recompute
+from common.model import layers, packs, recompute
 from common.model.vlm import UpdateSetting
 from conftest import marked, seeded, start, take, write_checkpoint, write_json
-from helpers import HAND_FLAGS, gradient, hand_batch, peak_of_an_update, stir_value_head
+from helpers import (
+    HAND_FLAGS,
+    NormOfAGPU,
+    compile_layers,
+    gradient,
+    hand_batch,
+    needs_compiler,
+    peak_of_an_update,
+    planned_peak,
+    stir_value_head,
+)
 
 LAYERS = 4
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -92,6 +102,22 @@ def test_with_the_back_ends_of_a_gpu(deep, picture_rows, backend, kernels):
 
 
 @pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="its compiler leaves roundings out on a CPU")
+def test_with_gates_and_rotary_positions_compiled(deep, picture_rows, monkeypatch):
+    """They are computed again in the same way, and in bfloat16 change no bit of a gradient."""
+    env = start(deep, picture_rows, HAND_FLAGS, "--dtype bfloat16")
+    stir_value_head(env.critic)
+    batch, modules = hand_batch(env), (env.actor, env.critic)
+    plain = [gradient(env.args, module.train(), batch)[0] for module in modules]
+    compile_layers(monkeypatch)
+    assert_equal_gradients(env, batch)
+    for module, expected in zip(modules, plain):
+        actual, _ = gradient(env.args, module, batch)
+        assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+
+
+@pytest.mark.slow
 def test_what_is_kept_is_not_computed_again(wide, picture_rows):
     """Attention, and the six products that a backward needs the results of: all but the last of the MLP."""
     env = start(wide, picture_rows, HAND_FLAGS)
@@ -131,34 +157,32 @@ def test_attention_is_known_by_its_operators():
 
 
 @pytest.mark.slow
-def test_bytes_of_an_update_are_those_of_its_setting(wide):
-    """In a pack of 1,000 tokens: what a setting saves, within 8 % of what is no longer alive, and its peak,
-    at most 5 % below and 20 % above what is."""
-    env = start(wide, wide / "rows.jsonl", "--dtype float32")
+@pytest.mark.parametrize(
+    "flags", ["--dtype float32", "--dtype bfloat16", "--dtype bfloat16 --lora_rank 2"]
+)
+def test_bytes_of_an_update_are_those_of_its_setting(wide, flags, monkeypatch):
+    """In a pack of 1,000 tokens, the plan of a setting is within 5 % of the most bytes that are alive."""
+    monkeypatch.setattr(layers.F, "rms_norm", NormOfAGPU.apply)
+    env = start(wide, wide / "rows.jsonl", flags)
     batch = take(env, 1).with_targets([[torch.randint(4, 200, (1000,), generator=seeded(0))]])
+    _, products = recompute.can_keep(env.actor.model)
     for module in (env.actor, env.critic):
         module.model.setup.head_chunk = 64
-        root, layer, _ = memory.gathered_bytes(module)
-        plans, peaks = [], []
         for setting in (
             UpdateSetting(2000, 0),
             UpdateSetting(2000, 1, True),
             UpdateSetting(2000, 2),
-            UpdateSetting(2000, LAYERS - 1, True, 2),
+            UpdateSetting(2000, LAYERS - 1, True, 2 * products),
             UpdateSetting(2000, LAYERS),
             UpdateSetting(2000, LAYERS, True),
-            UpdateSetting(2000, LAYERS, True, LAYERS),
+            UpdateSetting(2000, LAYERS, True, LAYERS * products),
         ):
             recompute.recompute(module.model, setting)
             peak, row = peak_of_an_update(env, module, batch)
             setting = setting._replace(tokens=row.input_ids.shape[1])
-            parts = memory.backward_bytes(module, setting)
-            plans.append(root + 2 * layer + sum(parts.values()))
-            peaks.append(peak)
-            assert 0.95 < plans[-1] / peak < 1.2, setting
-            if setting.recomputed:
-                saved = (plans[0] - plans[-1]) / (peaks[0] - peak)
-                assert 0.92 < saved < 1.08, setting
+            share = planned_peak(module, setting) / peak
+            print(f"{flags}, {type(module).__name__}, {setting}: {peak} bytes, planned {share:.3f}")
+            assert 0.95 < share < 1.05, setting
 
 
 def test_packs_of_updates_are_smaller_than_others(deep, picture_rows):
