@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from common import distributed
 from common.logging import Metrics
+from common.logprobs import can_fuse
 from common.model.attention import LARGEST_HEAD, SlotCache, head_dim, layer_configs
+from common.model.layers import RMSNorm, RMSNormPlusOne, SwiGLU
 from common.model.linear_attention import DeltaNet, activation_bytes
 from common.model.teams import piece_bytes
 from common.model.vlm import (
@@ -122,43 +124,55 @@ def decoding_bytes(module: Wrapper, ranks: int) -> int:
     return root + layer + piece_bytes(module.model, ranks)
 
 
-def activations(module: Wrapper, keys: float = 1.0) -> list[float]:
-    """Bytes per token that each decoder layer keeps for its backward. ``keys``: how many are gathered
-    per token of a pack, as responses attend to their prompts too; sdpa on a GPU repeats them for each
-    query head."""
+def activations(module: Wrapper, keys: float = 1.0) -> list[tuple[float, float]]:
+    """`layer_activations` of each decoder layer. ``keys``: how many are gathered per token of a pack, as
+    responses attend to their prompts too; sdpa on a GPU repeats them for each query head."""
     configs = layer_configs(module.model.config.get_text_config())
     layers = zip(decoder(module.model).layers, configs)
     return [layer_activations(module, layer, config, keys) for layer, config in layers]
 
 
-def layer_activations(module: Wrapper, layer: nn.Module, config, keys: float) -> float:
-    """Those of one layer: each norm's input in float32 and its output before the scale (less on a GPU,
-    where a norm is one kernel); the inputs of the matrix products; queries, keys, values and output of
+def layer_activations(
+    module: Wrapper, layer: nn.Module, config, keys: float
+) -> tuple[float, float]:
+    """Bytes per token that a layer keeps for its backward, and those of the gradients that exist in it
+    while most of these do.
+
+    Kept are the inputs of norms, for our own as a GPU's kernel keeps them, else in float32 and with the
+    output before the scale; the inputs of the matrix products; queries, keys, values and output of
     attention, or what linear attention keeps; four tensors of the MLP (gate, its activation, up, their
-    product), in MoE for each expert of the token, with its input; and the same four for the layer's
-    own inputs, if it has any."""
-    text, width = module.model.config.get_text_config(), module.model.setup.dtype.itemsize
+    product), three where gates are fused; in MoE for each expert of the token, with its input; and the
+    same four for the layer's own inputs, if it has any. Gradients are two of the MLP's tensors, and the
+    residual's.
+    """
+    text, setup = module.model.config.get_text_config(), module.model.setup
+    width, hidden = setup.dtype.itemsize, text.hidden_size
     queries, kv_heads = config.num_attention_heads, config.num_key_value_heads
     repeats = {"q_norm": queries, "k_norm": kv_heads}  # one scale for all heads
-    norms = gates = experts = 0
-    for name, p in layer.named_parameters():
-        if "norm" in name:
-            norms += p.numel() * repeats.get(name.split(".")[-2], 1)
-        if name.endswith(("gate_proj.weight", "per_layer_input_gate.weight")):
-            gates += len(p)
-        if "experts." in name:
+    per_number = {RMSNorm: width, RMSNormPlusOne: 4}
+    fuses = setup.device.type == "meta" or can_fuse(setup.device)  # a plan without GPUs is for GPUs
+    norms = gates = experts = fused = 0
+    for name, part in layer.named_modules():
+        last = name.split(".")[-1]
+        if "norm" in last:
+            numbers = count(part.parameters()) * repeats.get(last, 1)
+            norms += numbers * per_number.get(type(part), 4 + width)
+        if last in ("gate_proj", "per_layer_input_gate"):
+            gates += len(part.weight)
+        if isinstance(part, SwiGLU) and fuses:
+            fused += len(part.gate_proj.weight)
+        if last == "experts":
             experts = experts_per_token(module.model)
     inner = gates or getattr(text, "intermediate_size", 0)
     if experts:
         inner = gates + experts * text.moe_intermediate_size
     if head_dim(config) > LARGEST_HEAD:
         kv_heads = queries
-    heads = queries + keys * kv_heads
-    mixing = 2 * width * head_dim(config) * heads
+    mixing = 2 * width * head_dim(config) * (queries + keys * kv_heads)
     if any(isinstance(part, DeltaNet) for part in layer.children()):
         mixing = activation_bytes(text, width)
-    products = width * ((2 + experts) * text.hidden_size + 4 * inner)
-    return (4 + width) * norms + mixing + products
+    products = width * ((2 + experts) * hidden + 4 * inner - fused)
+    return norms + mixing + products, width * (2 * inner + hidden)
 
 
 def logits_bytes(module: Wrapper, tokens: int) -> int:
@@ -171,7 +185,8 @@ def logits_bytes(module: Wrapper, tokens: int) -> int:
 def forward_bytes(module: Wrapper, tokens: int) -> float:
     """What a forward without gradients needs besides gathered weights and cache: one layer's
     activations of a pack, or the logits of so many ``tokens`` if they are larger."""
-    pack = module.model.setup.max_tokens_per_pack * max(activations(module))
+    largest = max(kept for kept, _ in activations(module))
+    pack = module.model.setup.max_tokens_per_pack * largest
     return max(pack, logits_bytes(module, tokens))
 
 
@@ -196,7 +211,7 @@ def kept_activations(module: Wrapper, setting: UpdateSetting, keys: float = 1.0)
     if it is recomputed its input and what ``setting`` says. Attention's output comes with the logarithm
     of a sum in float32 for each head."""
     text, width = module.model.config.get_text_config(), module.model.setup.dtype.itemsize
-    sizes = activations(module, keys)
+    sizes = [kept for kept, _ in activations(module, keys)]
     first_with_products = setting.recomputed - setting.keep_products
     layers = zip(decoder(module.model).layers, layer_configs(text))
     for number, (layer, config) in enumerate(layers):
@@ -213,29 +228,29 @@ def kept_activations(module: Wrapper, setting: UpdateSetting, keys: float = 1.0)
 
 def backward_bytes(module: Wrapper, setting: UpdateSetting, keys: float = 1.0) -> dict[str, float]:
     """Bytes of an update, without gathered weights and gradient shards: what the forward keeps, and what
-    the backward adds where it needs most: at the head, a chunk of logits and the weight's gradient in
-    float32; in a layer, the activations computed again, their gradients, and those of two layers'
-    weights before they are reduced, in the compute dtype and in float32. By then the layers behind it
-    have dropped theirs. ``keys``: see `activations`.
+    the backward adds where it needs most. ``keys``: see `activations`.
+
+    At the head that is a chunk of logits, the weight's gradient in float32, and the last norm's tensors
+    and gradients. In a layer, behind which the layers have dropped theirs: its activations, kept or
+    computed again, and gradients of them; the gradient of its largest weight, and those of the layer
+    behind it in float32, which are being reduced.
     """
     model, tokens = module.model, setting.tokens
-    layers = decoder(model).layers
-    width = model.setup.dtype.itemsize
+    layers, width = decoder(model).layers, model.setup.dtype.itemsize
     text = model.config.get_text_config()
-    hidden = tokens * text.hidden_size
-    inputs = tokens * len(layers) * getattr(text, "hidden_size_per_layer_input", 0)
-    # embeddings, with images, and the last norm; the layers' own inputs, their norm and gradient
-    saved = (hidden + inputs) * (4 + 4 * width)
-
-    sizes, peak, below = kept_activations(module, setting, keys), 0.0, 0.0
-    for number, size in enumerate(activations(module, keys)):
-        at_once = size + (width * text.hidden_size if number < setting.recomputed else 0)
-        peak = max(peak, tokens * (below + at_once + size // 3))
-        below += sizes[number]
-    saved += tokens * below
-
+    kept = kept_activations(module, setting, keys)
+    saved = tokens * sum(kept)
     head = count_trained([model.lm_head.weight]) if hasattr(model, "lm_head") else 0
     at_head = logits_bytes(module, model.setup.head_chunk) + 4 * head
-    largest = max(count_trained(layer.parameters()) for layer in layers)
-    in_layer = peak - tokens * below + 2 * largest * (4 + width) + width * head
-    return {"activations": saved, "backward": max(at_head, in_layer)}
+    at_head += 4 * width * tokens * text.hidden_size
+
+    in_layer = of_weights = 0.0
+    for number, (size, gradients) in enumerate(activations(module, keys)):
+        in_layer = max(in_layer, tokens * (sum(kept[:number]) + size + gradients))
+        trained = [p.numel() for p in layers[number].parameters() if p.requires_grad]
+        of_weights = max(of_weights, 4 * sum(trained) + width * max(trained, default=0))
+    in_layer += of_weights + width * head
+
+    # the layers' own inputs, before and after their norm, and their gradient
+    inputs = 3 * width * tokens * len(layers) * getattr(text, "hidden_size_per_layer_input", 0)
+    return {"activations": saved + inputs, "backward": max(at_head, in_layer - saved)}

@@ -25,10 +25,10 @@ from common import distributed, process
 from common.data import loader as data
 from common.flags import DataArgs
 from common.model import attention as vlm_attention
-from common.model import fsdp, memory, vlm
+from common.model import fsdp, layers, memory, vlm
 from common.model.vlm import UpdateSetting
 from conftest import published, start, take, user_error, words, write_checkpoint, write_json
-from helpers import peak_of_an_update, planned, trainable
+from helpers import NormOfAGPU, peak_of_an_update, planned, planned_peak, trainable
 
 ROLES = ("actor", "critic", "reference")
 GIB = 2**30
@@ -130,7 +130,9 @@ def test_bytes_of_the_cache(checkpoint):
         ("float32", False, 300, 64, 20),
     ],
 )
-def test_peak_of_an_update(qwen25, tmp_path, dtype, checkpointing, vocabulary, chunk, responses):
+def test_peak_of_an_update(
+    qwen25, tmp_path, monkeypatch, dtype, checkpointing, vocabulary, chunk, responses
+):
     """Gathered weights, activations and backward of one row against what is alive while actor and
     critic learn from it: a short prompt with a long response, or a long one with many, each of which
     gathers its keys."""
@@ -157,19 +159,19 @@ def test_peak_of_an_update(qwen25, tmp_path, dtype, checkpointing, vocabulary, c
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     recompute = ["--gradient_checkpointing"] * checkpointing
     env = start(tmp_path, rows, "--dtype", dtype, *recompute)
+    monkeypatch.setattr(layers.F, "rms_norm", NormOfAGPU.apply)
     env.actor.model.setup = replace(env.actor.model.setup, head_chunk=chunk)
     drawn = list(torch.randint(4, 200, (responses, 1000 // responses)))
     batch = take(env, 1).with_targets([drawn])
     for module in (env.actor, env.critic):
         peak, row = peak_of_an_update(env, module, batch)
-        root, layer, _ = memory.gathered_bytes(module)
         segments = row.attention.segments  # (start, end, and those of the prefix)
         keys = sum(end - start + last - first for start, end, first, last, *_ in segments)
         tokens = row.input_ids.shape[1]
         assert (keys > 5 * tokens) == (responses > 1)
         setting = UpdateSetting(tokens, 4 * checkpointing)
-        parts = memory.backward_bytes(module, setting, keys / tokens)
-        assert 0.95 < (root + 2 * layer + sum(parts.values())) / peak < 1.2, (parts, peak)
+        least = 0.95 if responses == 1 else 0.9  # sdpa on a CPU keeps masks, too
+        assert least < planned_peak(module, setting, keys / tokens) / peak < 1.05, peak
 
 
 @pytest.mark.slow
@@ -180,6 +182,7 @@ def test_inputs_per_layer_are_in_the_peak_of_an_update(tmp_path, monkeypatch, ch
     write_json(rows, {"prompt": "a b " * 5})
     sizes = {"hidden_size": 128, "intermediate_size": 640, "num_hidden_layers": 4}
     monkeypatch.setattr(families, "TEXT", families.TEXT | sizes)
+    monkeypatch.setattr(layers.F, "rms_norm", NormOfAGPU.apply)
     tokenizer = families.make_tokenizer(kind)
     config = families.make_config(kind, tokenizer)
     config.text_config.hidden_size_per_layer_input = 192
@@ -191,10 +194,8 @@ def test_inputs_per_layer_are_in_the_peak_of_an_update(tmp_path, monkeypatch, ch
     batch = take(env, 1).with_targets([[torch.randint(4, 200, (1000,))]])
     for module in (env.actor, env.critic):
         peak, row = peak_of_an_update(env, module, batch)
-        root, layer, _ = memory.gathered_bytes(module)
         setting = UpdateSetting(row.input_ids.shape[1], 4 * checkpointing)
-        parts = memory.backward_bytes(module, setting)
-        assert 0.95 < (root + 2 * layer + sum(parts.values())) / peak < 1.2, (parts, peak)
+        assert 0.95 < planned_peak(module, setting) / peak < 1.05, peak
 
 
 @pytest.mark.parametrize("samples", [1, 4])
@@ -335,11 +336,11 @@ def write_large(name: str, qwen25, tmp_path):
 @pytest.mark.parametrize(
     "name, gpus, flags, team, alone, rollout, update",
     [
-        ("30b_a3b", 8, "", 4, 139.1, 71.5, 72.6),
-        ("32b", 8, "--lora_rank 64", 4, 171.0, 55.7, 26.2),
-        ("32b", 8, "", 8, 207.3, 73.4, 81.4),  # which does not fit
-        ("32b", 16, "", 4, 184.5, 69.8, 50.9),
-        ("72b", 8, "--lora_rank 64", 8, 280.0, 61.3, 42.1),
+        ("30b_a3b", 8, "", 4, 139.0, 71.4, 72.3),
+        ("32b", 8, "--lora_rank 64", 4, 170.5, 55.2, 26.1),
+        ("32b", 8, "", 8, 206.9, 73.0, 81.4),  # which does not fit
+        ("32b", 16, "", 4, 184.0, 69.3, 50.8),
+        ("72b", 8, "--lora_rank 64", 8, 279.5, 60.8, 42.0),
     ],
 )
 def test_teams_of_large_models(
@@ -371,7 +372,7 @@ def test_teams_of_large_models(
         assert min(n for n in by_size if by_size[n] < 0.92 * 80) == team
     heads = -(-LARGE[name]["num_key_value_heads"] // team)
     cache = 2 * LARGE[name]["num_hidden_layers"] * heads * 128 * 2 * 3072 * 128
-    parts = cells(text)["KV cache"] + cells(text)["further slots"]
+    parts = cells(text)["KV cache"]
     assert sum(parts) == pytest.approx(cache / GIB, abs=0.011)
 
 
