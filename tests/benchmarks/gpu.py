@@ -8,7 +8,8 @@ sizes, under 8 minutes.
 Tables: (1) attention back-ends: errors against softmax in float64; (2) decoding steps of
 Qwen2.5-VL: eager, CUDA graphs and Hugging Face `generate` (SDPA, dynamic cache) against the bound
 of the memory, (weight bytes + batch x context x KV bytes) / bandwidth; (3) prefill; (4) updates
-with AdamW, prompts shared and not; (5) a whole PPO step by stage; (6) the kernels that take most
+with AdamW, prompts shared and not: 3B with all weights and all layers recomputed, 7B with LoRA and
+what `--gradient_checkpointing auto` chooses; (5) a whole PPO step by stage; (6) the kernels that take most
 time of a decoding step and of an update. Bandwidth and, on an unknown GPU, peak FLOP/s are measured
 by a copy and a product."""
 
@@ -38,7 +39,7 @@ from common import distributed
 from common.buffers import Batch, Pack
 from common.data.processor import Processor
 from common.flags import DataArgs
-from common.model import adapters, build, checkpoint, memory, vlm, weights
+from common.model import adapters, budget, build, checkpoint, memory, vlm, weights
 from common.model.attention import BACKENDS, PackedAttention, SlotCache
 from common.model.fsdp import unwrapped_forward
 from common.rollout import RolloutEngine, Sample
@@ -339,17 +340,20 @@ def prefill_table(setup, folder: Path, size: str, totals, peak: float) -> None:
 
 def update_table(args, budgets, response: int, peak: float) -> None:
     """One optimizer step on 8 prompts of 8 responses each, without vision tower: token ids and
-    advantages are random."""
+    advantages are random. With --gradient_checkpointing auto packs are at most as large as it chose."""
+    args = dataclasses.replace(args, samples_per_prompt=8, max_new_tokens=response)
     ranks, rows = distributed.start(args.timeout, args.hsdp), ppo.load_rows(args)
-    models = ppo.build_models(args, rows.processor, ranks.device)
-    ppo.load_models(args, models.by_role(), ranks)
-    actor = models.actor
-    trained = ppo.make_trainables(args, ppo.Models(actor, None, None))["actor"]
     ids, n = torch.randint(5, 100, (8, 2 * response)), 64 * response
     prompts = [
         dataclasses.replace(row, images=(), grids=(), input_ids=ids[i])
         for i, row in enumerate(rows.train[:8])
     ]
+    models = ppo.build_models(args, rows.processor, ranks.device)
+    planned = dataclasses.replace(rows, train_sets=[prompts])
+    budget.fit(ppo.plan_memory(args, models.by_role(), planned, ranks.world), ranks)
+    ppo.load_models(args, models.by_role(), ranks)
+    actor = models.actor
+    trained = ppo.make_trainables(args, ppo.Models(actor, None, None))["actor"]
     responses = torch.randint(5, 100, (n,)).split(response)
     batch = Batch(prompts, list(range(8)), [0] * 8).with_targets(
         [list(responses[k : k + 8]) for k in range(0, 64, 8)]
@@ -361,18 +365,21 @@ def update_table(args, budgets, response: int, peak: float) -> None:
     )
     batch.advantages, batch.logprobs = torch.randn(n), torch.full((n,), -9.0)
     batch.old_logprobs = batch.logprobs
-    layers = sum(p.numel() for p in actor.model.model.language_model.layers.parameters())
+    kind = f"LoRA of rank {args.lora_rank}" if args.lora_rank else "all weights"
     print(
-        f"\nUpdate, AdamW, 8 prompts of {2 * response} tokens x 8 responses of {response}: "
+        f"\nUpdate of {Path(args.model).name}, {kind}, --gradient_checkpointing {args.gradient_checkpointing}, "
+        f"AdamW, 8 prompts of {2 * response} tokens x 8 responses of {response}: "
         "tokens counted per sample, MFU "
         "of the tokens computed, recomputation not counted\n\n"
         "| tokens per pack | prompts | s | tokens/s | MFU | peak GiB |"
         "\n|---|---|---|---|---|---|"
     )
-    for budget in budgets:
+    for most in budgets:
+        chosen = actor.model.setup.updates
+        tokens = chosen.tokens if chosen else most
         for shared in (True, False):
             step = functools.partial(ppo.update_actor, trained, None, batch, 1, None, args)
-            with computing(actor, apart=not shared, max_tokens_per_pack=budget):
+            with computing(actor, apart=not shared, max_tokens_per_pack=most):
                 step()
                 if DEVICE.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
@@ -381,16 +388,16 @@ def update_table(args, budgets, response: int, peak: float) -> None:
                 torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else float("nan")
             )
             computed = (8 if shared else 64) * 2 * response + n
-            flops = 6 * (layers * computed + actor.model.lm_head.weight.numel() * n)
+            flops = memory.update_flops(actor, computed, n)
             print(
-                f"| {budget} | {'shared' if shared else 'repeated'} | {seconds:.2f} | "
+                f"| {tokens} | {'shared' if shared else 'repeated'} | {seconds:.2f} | "
                 f"{64 * 3 * response / seconds:.0f} | "
                 f"{100 * flops / seconds / peak:.0f} % | {peak_gib:.1f} |",
                 flush=True,
             )
     step = functools.partial(ppo.update_actor, trained, None, batch, 1, None, args)
     with computing(actor, max_tokens_per_pack=budgets[-1]):
-        print_kernels(f"an update, {budgets[-1]} tokens per pack, prompts shared", step, 24)
+        print_kernels(f"an update, {tokens} tokens per pack, prompts shared", step, 24)
 
 
 def whole_step(flags: list[str]) -> None:
@@ -458,6 +465,9 @@ def main() -> None:
         str(folder / "run"),
     ]
     args = ppo.parse_args(flags)
+    large = folders[sizes[-1]]
+    adapted = ["--model", str(large), "--data", str(large / "rows.jsonl"), "--lora_rank", "32"]
+    lora_args = ppo.parse_args([*flags, *adapted, "--gradient_checkpointing", "auto"])
     setup = build.choose_compute(args, DEVICE, 32768)
     bandwidth, peak = limits(setup.dtype, tiny)
     tables = [attention_table]
@@ -473,6 +483,7 @@ def main() -> None:
         ]
     tables += [
         functools.partial(update_table, args, budgets, 8 if tiny else 512, peak),
+        functools.partial(update_table, lora_args, (16384,), 8 if tiny else 512, peak),
         functools.partial(whole_step, flags),
     ]
     failed = 0
