@@ -173,10 +173,10 @@ def test_a_gate_keeps_two_tensors(monkeypatch):
     monkeypatch.setattr(logprobs, "_compiled", lambda function: function)
     gate, up = (torch.randn(5, requires_grad=True) for _ in range(2))
     for function, count in ((layers.gated, 2), (layers.silu_product, 3)):
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
             function(gate, up)
-        assert len({x.data_ptr() for x in kept}) == count
+        assert len({x.data_ptr() for x in saved}) == count
 
 
 def test_where_nothing_compiles_it_runs_as_it_is(monkeypatch, capsys):

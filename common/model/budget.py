@@ -177,7 +177,7 @@ def choose(plan: MemoryPlan, gib: float) -> UpdateSetting:
     def fits(setting: UpdateSetting) -> bool:
         return has_room(plan.update_phases(setting), gib)
 
-    attention, products = (all(kept) for kept in zip(*map(can_keep, models)))
+    attention, products = map(all, zip(*map(can_keep, models)))
     smaller = range(-(-plan.group // PACK_UNIT) * PACK_UNIT, most, PACK_UNIT)
     settings = [UpdateSetting(tokens, 0) for tokens in (most, *reversed(smaller))]
     settings += [UpdateSetting(most, few, attention) for few in range(1, layers + 1)]

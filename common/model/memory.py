@@ -185,7 +185,7 @@ def logits_bytes(module: Wrapper, tokens: int) -> int:
 def forward_bytes(module: Wrapper, tokens: int) -> float:
     """What a forward without gradients needs besides gathered weights and cache: one layer's
     activations of a pack, or the logits of so many ``tokens`` if they are larger."""
-    largest = max(kept for kept, _ in activations(module))
+    largest = max(size for size, _ in activations(module))
     pack = module.model.setup.max_tokens_per_pack * largest
     return max(pack, logits_bytes(module, tokens))
 
@@ -211,7 +211,7 @@ def kept_activations(module: Wrapper, setting: UpdateSetting, keys: float = 1.0)
     if it is recomputed its input and what ``setting`` says. Attention's output comes with the logarithm
     of a sum in float32 for each head."""
     text, width = module.model.config.get_text_config(), module.model.setup.dtype.itemsize
-    sizes = [kept for kept, _ in activations(module, keys)]
+    sizes = [size for size, _ in activations(module, keys)]
     first_with_products = setting.recomputed - setting.keep_products
     layers = zip(decoder(module.model).layers, layer_configs(text))
     for number, (layer, config) in enumerate(layers):
@@ -238,15 +238,15 @@ def backward_bytes(module: Wrapper, setting: UpdateSetting, keys: float = 1.0) -
     model, tokens = module.model, setting.tokens
     layers, width = decoder(model).layers, model.setup.dtype.itemsize
     text = model.config.get_text_config()
-    kept = kept_activations(module, setting, keys)
-    saved = tokens * sum(kept)
+    by_layer = kept_activations(module, setting, keys)
+    saved = tokens * sum(by_layer)
     head = count_trained([model.lm_head.weight]) if hasattr(model, "lm_head") else 0
     at_head = logits_bytes(module, model.setup.head_chunk) + 4 * head
     at_head += 4 * width * tokens * text.hidden_size
 
     in_layer = of_weights = 0.0
     for number, (size, gradients) in enumerate(activations(module, keys)):
-        in_layer = max(in_layer, tokens * (sum(kept[:number]) + size + gradients))
+        in_layer = max(in_layer, tokens * (sum(by_layer[:number]) + size + gradients))
         trained = [p.numel() for p in layers[number].parameters() if p.requires_grad]
         of_weights = max(of_weights, 4 * sum(trained) + width * max(trained, default=0))
     in_layer += of_weights + width * head
