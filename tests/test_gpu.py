@@ -523,6 +523,7 @@ def test_the_gpu_benchmark_runs():
         "| 4 x 32 |",
         "| 256 |",
         "| 2056 | shared |",
+        "| 16384 | shared |",
         "| rollout_seconds |",
     ):
         assert cell in program.stdout, program.stdout
