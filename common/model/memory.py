@@ -149,7 +149,7 @@ def layer_activations(
     width, hidden = setup.dtype.itemsize, text.hidden_size
     queries, kv_heads = config.num_attention_heads, config.num_key_value_heads
     repeats = {"q_norm": queries, "k_norm": kv_heads}  # one scale for all heads
-    per_number = {RMSNorm: width, RMSNormPlusOne: 4}
+    per_number: dict[type, int] = {RMSNorm: width, RMSNormPlusOne: 4}
     fuses = setup.device.type == "meta" or can_fuse(setup.device)  # a plan without GPUs is for GPUs
     norms = gates = experts = fused = 0
     for name, part in layer.named_modules():
@@ -158,7 +158,7 @@ def layer_activations(
             numbers = count(part.parameters()) * repeats.get(last, 1)
             norms += numbers * per_number.get(type(part), 4 + width)
         if last in ("gate_proj", "per_layer_input_gate"):
-            gates += len(part.weight)
+            gates += len(part.get_parameter("weight"))
         if isinstance(part, SwiGLU) and fuses:
             fused += len(part.gate_proj.weight)
         if last == "experts":
