@@ -128,6 +128,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             checkpoints.save_if_due(step, last)
             if checkpoints.saved_to_stop(step, last):
                 break
+            follow_average(models.teacher, trainables["actor"])
             if evaluation_due(state, rows, args) and not log.has_evaluation(step):
                 metrics, records, cards = evaluate(trainables, reward, rows, sampling, state, args)
                 metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, state, args)
@@ -139,7 +140,6 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 
             # One step.
             logging.timer.reset()
-            follow_average(models.teacher, trainables["actor"])
             # prompts, responses, their rewards, log-probs (old, reference, teacher) and values
             batch, metrics = collect(models, loader, reward, sampling, state, args)
             checkpoints.commit_if_written()
@@ -719,7 +719,7 @@ DEPENDS_ON = {
     "kl_coef": ("kl_coef", "kl_target"),
     "moments": OF_REWARDS,
     "history": (*OF_REWARDS, "data"),
-    "ahead": ("prompts_per_step", "rollouts_per_step", "data"),
+    "ahead": ("curriculum", "prompts_per_step", "rollouts_per_step", "data"),
     "ptx_rows": ("ptx_data",),
 }
 
@@ -1571,11 +1571,13 @@ def evaluate(
         for _ in batches:
             prompts = loader.take(least=0)
             dropped += len(prompts.dropped)
+            if len(prompts.dropped) == len(prompts.prompts):
+                continue
             batch = rollout(actor, prompts, sampling, count)
-            if args.eval_only and len(batch) and not records:  # no update will compare them
+            if args.eval_only and not records:  # no update will compare them
                 require_same_policy(actor, batch, args)
             reward.score(batch, actor.processor, state.step)
-            if "critic" in trainables and len(batch):  # all its prompts may be dropped
+            if "critic" in trainables:
                 value_pairs.append(
                     values_and_returns(trainables["critic"].module, batch, reward, state, args)
                 )
@@ -1787,7 +1789,7 @@ def report(
     all_zero = metrics["train/advantages_min"] == metrics["train/advantages_max"] == 0
     log.warn(
         "advantages",
-        all_zero and flat < prompts,
+        all_zero and len(sources.prompts_with_spread(batch)) > 0,
         f"step {step}: all advantages are 0, though rewards differ: the estimator sees no difference",
     )
 

@@ -268,10 +268,7 @@ class RolloutEngine:
         )
         features = [batch.features[index] for index, _ in members if index in batch.features]
         self.begin(parts, features)
-        begun = [slot for slot, *_ in started]
-        if self.envs:
-            self.read_replies(self.envs, begun)
-        self.read_beginnings(begun)
+        self.read_beginnings([slot for slot, *_ in started])
 
     def begin(self, parts: list[packs.Prefill], features: list[Tensor]) -> None:
         """Prefill ``parts``, with the ``features`` of their images, and sample the next token of each of
@@ -416,26 +413,16 @@ class RolloutEngine:
         conversations are over. If all samples are waiting, wait for the first answer."""
         all_wait = bool(self.slots) and not self.decoding()
         answered = {episode.key: episode for episode in envs.poll(wait=all_wait)}
-        continuing = []
+        unread, sizes = [], []
         for slot, sample in sorted(self.slots.items()):
             if sample.key not in answered:
                 continue
             episode = answered[sample.key]
-            if not episode.reply:
-                self.release(slot, episode.response)
-            else:
-                sample.waits = False
-                continuing.append(slot)
-        self.read_replies(envs, continuing)
-
-    def read_replies(self, envs: dialogue.EnvRollout, slots: list[int]) -> None:
-        """Prefill the replies that have not been read, as many at once as fit into a pack."""
-        unread, sizes = [], []
-        for slot in slots:
-            episode = envs.episodes[self.slots[slot].key]
             if episode.reply:
                 unread.append((slot, episode, episode.reply))
                 sizes.append(1 + len(episode.reply.input_ids))
+            else:
+                self.release(slot, episode.response)
         for part in fill_packs(unread, sizes, self.setup.max_tokens_per_pack):
             self.resume(envs, part)
 

@@ -462,6 +462,17 @@ def test_its_own_accuracy_is_measured_without_training(qwen25, other, task, tmp_
     assert 0 < sum(right) < len(right)
 
 
+def test_the_accuracy_of_an_average_is_that_of_the_average(qwen25, task, tmp_path):
+    """Without a hint it answers as the average does, which evaluations take, and not as --model."""
+    line = "--ema_beta 0.5 --actor_lr 3e-2 --advantage grpo --eval_every 0 --export_every 0"
+    held_out = ["--teacher_model ema --eval_data", task / "eval.jsonl"]
+    train(qwen25, task, tmp_path, line, *held_out, "--steps 2")
+    metrics = ppo.main(flags(qwen25, task, tmp_path, line, *held_out, "--steps 2 --eval_only"))
+    base = ppo.main(flags(qwen25, task, tmp_path / "base", line, *held_out, "--eval_only"))
+    assert metrics["eval/teacher_reward"] == metrics["eval/reward_mean"]
+    assert metrics["eval/teacher_reward"] != base["eval/teacher_reward"]
+
+
 # ------------------------------------------------------------------------------------------------
 # what is refused
 @pytest.mark.parametrize(

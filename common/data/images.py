@@ -1,9 +1,8 @@
 """Files to RGB frames: images and videos. Sizes are read from headers, bodies only when a step needs
 them.
 
-A clip is several images, one after the other, or one file: an animation (GIF, WebP), which Pillow
-reads, or a video (MP4, ...), for which a further package is needed. A user's mistake is a
-ValueError that names the file.
+A clip is several images, one after the other, or one file (MP4, GIF, ...), for which a further package
+is needed. A user's mistake is a ValueError that names the file.
 """
 
 import functools

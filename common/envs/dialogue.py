@@ -339,8 +339,7 @@ class EnvRollout:
     def fill(self, batch: Batch, keys: list[Key]) -> None:
         """Add to the batch the conversations of its samples, whose ``keys`` are in its order."""
         episodes = [self.episodes[key] for key in keys]
-        empty = torch.zeros(0, dtype=torch.int64)
-        parts = [(empty, empty.bool(), empty.view(0, 3))]  # a rank may have no samples
+        parts = [(EMPTY, EMPTY.bool(), EMPTY.view(0, 3))]  # a rank may have no samples
         for episode, tokens in zip(episodes, batch.split(batch.tokens)):
             episode.add_turn(tokens)
             parts += episode.stream

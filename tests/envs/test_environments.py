@@ -669,6 +669,17 @@ def labelled(picture_rows, tmp_path) -> Path:
     return Path(write_rows(tmp_path / "rows.jsonl", rows))
 
 
+def test_a_held_out_rollout_whose_only_picture_is_damaged(qwen25, labelled, tmp_path):
+    """It has no conversations, and the others count."""
+    rows = read_rows(labelled)[:2]
+    header = Path(rows[0]["images"][0]).read_bytes()[:60]  # its size, but none of its pixels
+    (tmp_path / "damaged.png").write_bytes(header)
+    write_rows(tmp_path / "held.jsonl", [*rows, rows[0] | {"images": ["damaged.png"]}])
+    more = f"--eval_data {tmp_path / 'held.jsonl'} --eval_only --on_bad_row skip --slots 1"
+    metrics = ppo.main(run_flags(qwen25, labelled, tmp_path / "out", more))
+    assert (metrics["eval/num_samples"], metrics["eval/dropped_prompts"]) == (2, 1)
+
+
 @pytest.mark.slow
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(qwen25, labelled, tmp_path):
     """With a critic and a KL; and what a run leaves of its conversations."""

@@ -381,6 +381,7 @@ def test_what_belongs_to_a_changed_flag_begins_anew():
         state = loaded(flag)
         assert (state.moments.count, state.history.sum(), state.ahead) == (0, 0, [1, 2])
     assert loaded("data").ahead == [] and loaded("data").moments.count == 7
+    assert loaded("curriculum").ahead == [] and loaded("curriculum").history.sum() == 8
     assert loaded("prompts_per_step").ahead == [] and loaded("prompts_per_step").history.sum() == 8
     assert loaded("ptx_data").ptx_rows == 0
     # other rows are too long now
