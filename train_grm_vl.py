@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     args = checkpoint.choose_folder(args, fingerprint)
     state = TrainState()
     checkpoints = checkpoint.Checkpoints(args, state, fingerprint)
-    args = count_steps(args, len(rows.train), checkpoints.saved)
+    args = count_steps(args, len(rows.train), checkpoints.saved, fingerprint)
     judge = load_judge(args, rows, ranks)
 
     trained = fsdp.Trainable(judge, adamw(judge, args.lr, args), args)
@@ -222,11 +222,13 @@ def read_texts(args: Args) -> Args:
     return replace(args, **texts)
 
 
-def count_steps(args: Args, rows: int, saved: dict = {}) -> Args:
+def count_steps(args: Args, rows: int, saved: dict, fingerprint: dict) -> Args:
     """The arguments with the --steps that --max_epochs take, counted from the checkpoint ``saved``."""
     if args.steps:
         return args
-    left = args.max_epochs * rows - saved.get("rows_drawn", 0)
+    left = args.max_epochs * rows
+    if saved and saved["fingerprint"]["data"] == fingerprint["data"]:
+        left -= saved["rows_drawn"]
     steps = saved.get("step", 0) + math.ceil(left / args.prompts_per_step)
     return replace(args, steps=steps, max_epochs=0)
 
@@ -339,7 +341,10 @@ class TrainState:
         return vars(self)
 
     def load_state_dict(self, saved: dict, changed: set[str]) -> None:
+        """Restore what was saved; passes over other data begin anew."""
         vars(self).update(saved)
+        if "data" in changed:
+            self.rows_drawn = 0
 
 
 def advance(

@@ -381,8 +381,9 @@ def _exponentials(keys: Tensor, hashes: Tensor) -> Tensor:
     x = hashes * odd.int()[:, None]
     x = _mix32_(x.add_(low.int()[:, None])).bitwise_and_(0x7FFFFFFF)  # (B, V)
     # u = (x + 1/2) / 2^31, and the draw is -log(1 - u). Unlikely tokens win by small u, which a float
-    # resolves. It would round the largest u to 1, which the clamp prevents.
-    return (x + 0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1).log1p_().neg_()
+    # resolves. It would round the largest u to 1, which the clamp prevents. (Not of torch's default type:
+    # a user's program may change it in another thread.)
+    return (x.float() + 0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1).log1p_().neg_()
 
 
 def sequence_keys(seed: int, stream: int, draw: Tensor, sample: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def start(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> SimpleN
     args = grm.parse_args(judge_flags(checkpoint, task, out, *more))
     ranks = distributed.start(args.timeout, args.hsdp)
     rows = grm.load_rows(args)
-    args = grm.count_steps(args, len(rows.train))
+    args = grm.count_steps(args, len(rows.train), {}, {})
     return SimpleNamespace(
         args=args,
         rows=rows,
@@ -1116,7 +1116,9 @@ def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
     """args.json has the steps counted out, the toy's own a number of its own."""
     path = tmp_path / "args.json"
     write_json(path, {"model": "m", "data": "d.jsonl", "steps": 2500})
-    steps = lambda *more: grm.count_steps(grm.parse_args(words("--config", path, *more)), 128).steps  # noqa: E731
+    steps = lambda *more: (
+        grm.count_steps(grm.parse_args(words("--config", path, *more)), 128, {}, {}).steps
+    )  # noqa: E731
     assert (steps(), steps("--max_epochs 1"), steps("--steps 7")) == (2500, 4, 7)
     write_json(path, {"model": "m", "data": "d.jsonl", "prompts_per_step": 64})
     assert (steps(), steps("--max_epochs 1"), steps("--steps 7")) == (4, 2, 7)

@@ -854,6 +854,16 @@ def test_hashes_equal_big_integer_arithmetic():
     )
 
 
+def test_a_draw_does_not_depend_on_torchs_default_type():
+    """A user's program may have changed it in another thread, as loading a model does for a while."""
+    expected = exponential_noise(77, keys_of(64))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(exponential_noise(77, keys_of(64)), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_draw_depends_on_its_key_only():
     keys, logits = keys_of(64), torch.randn(64, 77, generator=seeded(0))
     noise, ids = exponential_noise(77, keys), logprobs.gumbel_race(logits, keys)

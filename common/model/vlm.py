@@ -306,7 +306,7 @@ def prompt_positions(model: Model, prompt) -> Tensor:
         **model.setup.family.token_types(ids),
         image_grid_thw=torch.tensor(images) if images else None,
         video_grid_thw=torch.tensor([clip[:3] for clip in clips]) if clips else None,
-        second_per_grid_ts=torch.tensor([clip[3] for clip in clips]),
+        second_per_grid_ts=torch.tensor([clip[3] for clip in clips], dtype=torch.float32),
     )
     return positions[:, 0]
 

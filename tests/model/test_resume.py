@@ -809,5 +809,19 @@ def order_of(name: str, share: float) -> list[tuple[float, str]]:
 def test_passes_are_counted_in_rows_that_are_left(epochs, last):
     """--max_epochs of 16 rows, 8 of them drawn in two steps of four: the rest in steps of two."""
     args = grm.parse_args(words("--model m --data d --prompts_per_step 2 --max_epochs", epochs))
-    counted = grm.count_steps(args, 16, {"step": 2, "rows_drawn": 8})
+    saved = {"step": 2, "rows_drawn": 8, "fingerprint": {"data": "d"}}
+    counted = grm.count_steps(args, 16, saved, {"data": "d"})
     assert (counted.steps, counted.max_epochs) == (last, 0)
+
+
+def test_passes_over_other_data_begin_anew(qwen25, tmp_path):
+    """A finished run goes on with other rows, in a folder of its own: both passes over these."""
+    argv = [*small_task(tmp_path, qwen25, "grm"), "--max_epochs", "1"]
+    assert grm.main(argv)["train/epoch"] == 1
+    shutil.copy(tmp_path / "judged.jsonl", tmp_path / "others.jsonl")
+    with open(tmp_path / "others.jsonl", "a") as file:
+        file.write('{"prompt": "one more", "response": "one"}\n')
+    argv = words(*argv, "--data", tmp_path / "others.jsonl", "--max_epochs 2 --resume")
+    metrics = grm.main([*argv, str(tmp_path / "grm"), "--out", str(tmp_path / "on")])
+    assert metrics["train/epoch"] == 36 / 17
+    assert records(tmp_path / "on")[-1]["step"] == 4 + 9
