@@ -1558,8 +1558,8 @@ def evaluate(
 ) -> tuple[logging.Metrics, list[dict], list[Image.Image]]:
     """Answer every held-out prompt, spread over the ranks; with --ema_beta, with the averaged
     weights. Returns metrics, a record of each answer and, on rank 0, cards of the first ones."""
-    actor, count = trainables["actor"].module, args.eval_samples
-    started = time.perf_counter()
+    actor, critic = trainables["actor"].module, trainables.get("critic")
+    started, count = time.perf_counter(), args.eval_samples
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     together = prompts_together(args.slots, args.rollout_shards, count)
     batches = data.batches_in_order(rows.held_out, together)
@@ -1577,10 +1577,8 @@ def evaluate(
             if args.eval_only and not records:  # no update will compare them
                 require_same_policy(actor, batch, args)
             reward.score(batch, actor.processor, state.step)
-            if "critic" in trainables:
-                value_pairs.append(
-                    values_and_returns(trainables["critic"].module, batch, reward, state, args)
-                )
+            if critic:
+                value_pairs.append(values_and_returns(critic.module, batch, reward, state, args))
             gaps.append(image_changes.vision_gaps(actor, batch))
             answers = reports.sample_records(batch, actor.processor)
             picks = range(len(batch))[: max(0, args.log_samples - len(records))]
