@@ -672,8 +672,9 @@ def labelled(picture_rows, tmp_path) -> Path:
 def test_a_held_out_rollout_whose_only_picture_is_damaged(qwen25, labelled, tmp_path):
     """It has no conversations, and the others count."""
     rows = read_rows(labelled)[:2]
-    header = Path(rows[0]["images"][0]).read_bytes()[:60]  # its size, but none of its pixels
-    (tmp_path / "damaged.png").write_bytes(header)
+    picture = next(Path(row["images"][0]) for row in read_rows(labelled) if row["images"])
+    # its size, but none of its pixels
+    (tmp_path / "damaged.png").write_bytes(picture.read_bytes()[:60])
     write_rows(tmp_path / "held.jsonl", [*rows, rows[0] | {"images": ["damaged.png"]}])
     more = f"--eval_data {tmp_path / 'held.jsonl'} --eval_only --on_bad_row skip --slots 1"
     metrics = ppo.main(run_flags(qwen25, labelled, tmp_path / "out", more))
