@@ -1116,9 +1116,11 @@ def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
     """args.json has the steps counted out, the toy's own a number of its own."""
     path = tmp_path / "args.json"
     write_json(path, {"model": "m", "data": "d.jsonl", "steps": 2500})
-    steps = lambda *more: (
-        grm.count_steps(grm.parse_args(words("--config", path, *more)), 128, {}, {}).steps
-    )  # noqa: E731
+
+    def steps(*more: str) -> int:
+        args = grm.parse_args(words("--config", path, *more))
+        return grm.count_steps(args, 128, {}, {}).steps
+
     assert (steps(), steps("--max_epochs 1"), steps("--steps 7")) == (2500, 4, 7)
     write_json(path, {"model": "m", "data": "d.jsonl", "prompts_per_step": 64})
     assert (steps(), steps("--max_epochs 1"), steps("--steps 7")) == (4, 2, 7)
