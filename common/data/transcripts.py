@@ -21,9 +21,11 @@ def turn_texts(batch: Batch, picks: Sequence[int], processor: Processor) -> list
 def finished_text(batch: Batch, i: int, text: str) -> str:
     """The ``text`` of the last turn of sample i; "" if the turn was cut off, as an answer that it merely
     quotes could be taken for its own."""
-    # A limit may also end a conversation after a complete turn.
-    is_whole = batch.conversations and batch.own_lengths[i] in batch.conversations[i].ends
-    return "" if batch.truncated[i] and not is_whole else text
+    is_whole = not batch.truncated[i]
+    if batch.conversations and not is_whole:  # a limit may also end it after a complete turn
+        conversation = batch.conversations[i]
+        is_whole = batch.own_lengths[i] in conversation.ends and not conversation.is_cut
+    return text if is_whole else ""
 
 
 def messages(conversation: Conversation, turns: list[str]) -> list[dict]:

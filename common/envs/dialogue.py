@@ -287,9 +287,10 @@ class EnvRollout:
         step, reply = result
         conversation.rewards.append(step.reward)
         conversation.ends.append(own_tokens)
+        conversation.is_cut = episode.response.truncated
         if step.accuracy is not None:
             conversation.accuracy = step.accuracy
-        if episode.response.truncated:
+        if conversation.is_cut:
             self.end(episode, "token_limit")
         elif reply is None:
             self.end(episode, "answered")

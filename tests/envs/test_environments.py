@@ -356,15 +356,17 @@ def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeyp
 
 
 def test_an_environment_may_ask_for_turns_that_are_cut(qwen25, picture_rows):
-    """It rewards them, and the sample ends by the limit all the same; all else is as without."""
+    """It rewards them, and the sample ends by the limit all the same; all else is as without: rules get
+    no text of such a turn."""
     env = start(qwen25, picture_rows, "--max_new_tokens 16 --stop_strings", '["a","e"]')
     without, batch = (talk(env, name, 4) for name in ("Grading", "GradingCutTurns"))
     assert torch.equal(batch.tokens, without.tokens)
     assert torch.equal(batch.truncated, without.truncated)
     cut = 0
-    for tokens, one, other in zip(
-        batch.split(batch.tokens), without.conversations, batch.conversations
+    for i, tokens, one, other in zip(
+        range(len(batch)), batch.split(batch.tokens), without.conversations, batch.conversations
     ):
+        assert finished_text(batch, i, "said") == finished_text(without, i, "said")
         assert one.ended == other.ended
         turns = env.processor.decode(other.turn_tokens(tokens))
         rewarded = len(turns) if one.ended != "token_limit" else len(one.rewards)
