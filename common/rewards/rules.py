@@ -199,7 +199,7 @@ def read_numbers(text: str) -> set[Fraction]:
     numbers = {number for number in IN_TEXT.findall(text) if len(number) <= LONGEST}
     if not numbers:
         numbers = DIGITS.keys() & re.findall("[a-z]+(?:-[a-z]+)*", text)
-    return {_value(number) for number in numbers}
+    return {value for value in map(_value, numbers) if value is not None}
 
 
 def _spelled(text: str) -> str:
