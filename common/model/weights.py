@@ -332,9 +332,8 @@ def export(module: Wrapper, processor: Processor, folder: Path) -> str | None:
             aside.mkdir(parents=True)
             write_weights(aside, module.model, trained)
             processor.save(aside)
-            config = shutil.copyfile(
-                module.model.setup.folder / "config.json", aside / "config.json"
-            )
+            came = module.model.setup.folder / "config.json"
+            config = shutil.copyfile(came, aside / "config.json")
             for path in aside.rglob("*.safetensors"):  # which are written for their owner alone
                 shutil.copymode(config, path)
             for path in (aside, *aside.rglob("*")):
@@ -373,10 +372,10 @@ def write_weights(folder: Path, model: Model, trained: Tensors) -> None:
     stored = stored_tensors(source)
     new = by_keys(model, weights, stored) | merged(model, adapter, stored)
     head = {"score.weight"} & new.keys() - stored.keys()
-    for key in (
-        new.keys() - stored.keys() - head
-    ):  # a tied weight may stand there by one of its names
-        if not any(torch.equal(new[key], new[other]) for other in new.keys() & stored.keys()):
+    kept = [new[key] for key in new.keys() & stored.keys()]
+    for key in new.keys() - stored.keys() - head:
+        # a tied weight may stand there by one of its names
+        if not any(torch.equal(new[key], value) for value in kept):
             raise ValueError(f"{source} no longer has {key}, which was trained")
     *_, last = paths = weight_files(source)
     for path in paths:
