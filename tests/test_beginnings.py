@@ -96,7 +96,9 @@ def test_a_beginning_with_a_token_that_is_never_sampled_is_refused(qwen25, pictu
     env = start(qwen25, picture_rows)
     tokens = torch.tensor([*env.processor.token_ids("a"), env.processor.banned_ids[0]])
     name = env.processor.tokenizer.convert_ids_to_tokens(env.processor.banned_ids[0])
-    with pytest.raises(ValueError, match=f"of sample 1 of prompt 2 contains {re.escape(name)}, which"):
+    with pytest.raises(
+        ValueError, match=f"of sample 1 of prompt 2 contains {re.escape(name)}, which"
+    ):
         rolled_out(env, take(env), 2, {(2, 1): (tokens, torch.zeros(2))})
 
 
