@@ -368,8 +368,8 @@ def update_table(args, budgets, response: int, peak: float) -> None:
     kind = f"LoRA of rank {args.lora_rank}" if args.lora_rank else "all weights"
     print(
         f"\nUpdate of {Path(args.model).name}, {kind}, AdamW, "
-        f"--gradient_checkpointing {args.gradient_checkpointing}, 8 prompts of {2 * response} tokens x 8 responses of {response}: "
-        "tokens counted per sample, MFU "
+        f"--gradient_checkpointing {args.gradient_checkpointing}, "
+        f"8 prompts of {2 * response} tokens x 8 responses of {response}: tokens counted per sample, MFU "
         "of the tokens computed, recomputation not counted\n\n"
         "| tokens per pack | prompts | s | tokens/s | MFU | peak GiB |"
         "\n|---|---|---|---|---|---|"
