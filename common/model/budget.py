@@ -45,9 +45,7 @@ class MemoryPlan:
     args: ModelArgs
     offload: str  # the value of --offload
     longest: int  # tokens of the longest sequence that is generated, with its prompt
-    group: (
-        int  # tokens of the longest prompt with all its responses, which share a pack if they can
-    )
+    group: int  # tokens of the longest prompt with all its responses
     longest_target: int = 0  # tokens of the longest prompt with a target to learn
     updates: bool = True  # False: the run only evaluates
     keys: float = 1.0  # how many attention gathers per token of a pack
@@ -244,7 +242,8 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
     torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache
     free, _ = torch.cuda.mem_get_info()
     least = min(distributed.gather_objects(free)) / GIB
-    setting = choose(plan, least)
+    # that of the first rank: functions may compile there alone, which the plan depends on
+    setting, *_ = distributed.gather_objects(choose(plan, least))
     if plan.args.gradient_checkpointing == "auto":
         for role in plan.trained:
             recompute(plan.models[role].model, setting)

@@ -113,13 +113,13 @@ def fuse_rotary(theirs: ModuleType) -> None:
     look the function up by its name, so it is replaced there, for all models of this process."""
     rotate = getattr(theirs, "apply_rotary_pos_emb", None)
     if rotate and not isinstance(rotate, functools.partial):
-        back = functools.partial(rotate_back, rotate)
-        vars(theirs)["apply_rotary_pos_emb"] = functools.partial(fuse, rotate, gradient=back)
+        gradient = functools.partial(fuse, rotate_back, rotate=rotate)
+        vars(theirs)["apply_rotary_pos_emb"] = functools.partial(fuse, rotate, gradient=gradient)
 
 
-def rotate_back(rotate: Callable, dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple:
-    """Gradients of what `rotate` took. The two numbers of a pair have one cosine and one sine."""
-    return *fuse(rotate, dq, dk, cos, -sin), None, None
+def rotate_back(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, rotate: Callable) -> tuple:
+    """Gradients of what ``rotate`` took. The two numbers of a pair have one cosine and one sine."""
+    return *rotate(dq, dk, cos, -sin), None, None
 
 
 def in_place_of(theirs: Any) -> nn.Module | None:
