@@ -111,9 +111,10 @@ def gae_estimate(x: AdvantageInputs) -> AdvantagesAndReturns:
     lam: Tensor | float | None = x.gae_lambda_policy
     if x.gae_alpha:
         lam = length_adaptive_lambda(x.lengths, x.gae_alpha)
-    elif lam in (None, x.gae_lambda):
-        return advantages, returns
-    advantages, _ = gae(x.token_rewards, x.values, x.lengths, x.gamma, lam)
+    elif lam == x.gae_lambda:
+        lam = None  # the same advantages
+    if lam is not None:
+        advantages, _ = gae(x.token_rewards, x.values, x.lengths, x.gamma, lam)
     return advantages, returns
 
 
