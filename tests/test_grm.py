@@ -544,7 +544,7 @@ BAD_ROWS = table("""
 {"prompt": "a", "response": " "}           | must not be empty
 {"prompt": "a", "response": [0], "correct": true} | of the kind correct: response must be
 {"prompt": "a", "response": true, "correct": true} | column 'response' must be a string
-{"messages": [{"role": "user", "content": "a"}], "response": "b", "correct": true} | kind correct must be str
+{"messages": [{"role": "user", "content": "a"}], "response": "b", "correct": true} | a text as prompt
 {"prompt": "a", "images": ["0.png", "1.png"], "preferred": "C"} | preferred must be ('A', 'B', 'tie')
 {"prompt": "a", "images": ["0.png"], "preferred": "A"} | compares two pictures, not 1
 {"prompt": "a", "responses": ["b"], "preferred": "A"} | compares two answers, not 1

@@ -280,7 +280,8 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[Judg
     check_form(row, {"critique?": str, "source?": str} | form, f"a row of the kind {kind}")
     if kind == RESPONSE:
         return [read_response(row, prompt, images, settings)]
-    check_form(prompt, str, f"the prompt of a row of the kind {kind}")
+    if not isinstance(prompt, str):
+        raise ValueError(f"a row of the kind {kind} has a text as prompt, not {prompt!r:.80}")
     # Where the marks do not fit the images, `make_prompt` says what is wrong.
     if kind != "pictures" and sum(map(prompt.count, MEDIA_MARKS)) == len(images):
         prompt = user_text(message_turns(prompt), len(images))

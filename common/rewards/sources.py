@@ -329,7 +329,7 @@ def failure(source: Source, samples: Samples, problem: str, i: int = 0) -> UserE
         f"--reward {source.spec}: {problem}; a sample (the last 500 characters of each):",
         f"row: {samples.lines[i]}",
     ]
-    for name, column in zip(("prompt", "response", "reference", "label"), samples):
+    for name, column in zip(("prompt", "response", "reference", "label"), samples[:4]):
         lines.append(f"{name}: {str(column[i])[-500:]!r}")
     return UserError("\n  ".join(lines))
 
