@@ -139,7 +139,7 @@ def test_a_team_has_the_time_limit_of_the_run_and_graphs_for_its_slots():
     ranks.run(start_with_a_team, world=4)
     assert GRAPH_SIZES[-1] == attention.most_slots(2) == 2 * attention.most_slots(1) == 512
     (slots,) = (field for field in dataclasses.fields(grm.Args) if field.name == "slots")
-    assert "at most 256, of a team 512" in slots.metadata["help"]
+    assert "at most 256, in a team 512" in slots.metadata["help"]
 
 
 def judge_alike(folder, task, out) -> None:
