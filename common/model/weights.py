@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
@@ -191,17 +191,26 @@ def named_weights(module: Wrapper) -> Tensors:
 # -------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def fill(module: Wrapper, device: torch.device, seed: int) -> None:
     """Allocate a module that is on meta, or this rank's shards of it, on ``device`` and fill it from its
     checkpoint, which rank 0 reads and sends, tensor by tensor. Raises UserError on every rank: see
     `read_weights`."""
-    weights: dict[str, Any] = {}  # as torch has it
+    weights: Tensors = {}
     with distributed.raise_on_all_ranks():
         if distributed.is_main():
             weights = read_weights(module, seed)
     materialize(module, device)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(module, weights, options=options)
+    for name, target in module.state_dict().items():
+        if distributed.is_main():
+            value = weights.pop(name).to(device, target.dtype).contiguous()
+        else:
+            value = torch.empty(target.shape, dtype=target.dtype, device=device)
+        if isinstance(target, DTensor):  # each rank receives its own rows
+            value = distribute_tensor(value, target.device_mesh, target.placements)
+        else:
+            dist.broadcast(value, 0)
+        target.copy_(value)
 
 
 def read_weights(module: Wrapper, seed: int) -> Tensors:
