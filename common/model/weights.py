@@ -381,10 +381,10 @@ def write_weights(folder: Path, model: Model, trained: Tensors) -> None:
     stored = stored_tensors(source)
     new = by_keys(model, weights, stored) | merged(model, adapter, stored)
     head = {"score.weight"} & new.keys() - stored.keys()
-    kept = [new[key] for key in new.keys() & stored.keys()]
+    replaced = [new[key] for key in new.keys() & stored.keys()]
     for key in new.keys() - stored.keys() - head:
         # a tied weight may stand there by one of its names
-        if not any(torch.equal(new[key], value) for value in kept):
+        if not any(torch.equal(new[key], value) for value in replaced):
             raise ValueError(f"{source} no longer has {key}, which was trained")
     *_, last = paths = weight_files(source)
     for path in paths:
