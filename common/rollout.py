@@ -186,7 +186,7 @@ class RolloutEngine:
         self.done = torch.ones(slots, dtype=torch.bool, device=device)
         # One spare column: a finished slot keeps writing behind its response.
         self.out_tokens = torch.zeros(slots, longest + 1, dtype=torch.int64, device=device)
-        self.out_logprobs = torch.zeros(slots, longest + 1, device=device)
+        self.out_logprobs = torch.zeros(slots, longest + 1, dtype=torch.float32, device=device)
         # what moves with a sample
         self.state = [
             *self.counters,

@@ -122,7 +122,7 @@ def vision_gaps(policy: Policy, batch: Batch) -> Tensor:
 def changed_logprobs(policy: Policy, batch: Batch, change: Callable) -> Tensor:
     """(N,) log-probs of the batch's tokens with images changed; NaN for samples without images."""
     seeing = has_images(batch)
-    logprobs = torch.zeros(len(batch.tokens))
+    logprobs = torch.zeros(len(batch.tokens), dtype=torch.float32)
     if seeing.any():
         changed = reread_images(batch, policy.model, policy.processor, change)
         logprobs = logprobs_of(policy, changed)

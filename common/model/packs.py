@@ -87,7 +87,8 @@ def join(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
     """The values of all ranks' packs as flat tensors (N,) or (k, N), on every rank. ``done`` has, for
     each pack of this rank, the index (T,) and the values (T,) or (k, T)."""
     leading = done[0][1].shape[:-1] if done else ()
-    joined = torch.zeros(*leading, tokens)
+    # whatever torch's default type is: a user's program may be loading a model in another thread
+    joined = torch.zeros(*leading, tokens, dtype=torch.float32)
     for flat, values in done:  # only after the last pack: .cpu() would keep the device waiting
         joined[..., flat] = values.cpu().to(joined.dtype)
     dist.all_reduce(joined)

@@ -21,7 +21,7 @@ from common.flags import DataArgs
 from common.model.attention import DecodeAttention, PackedAttention, SlotCache, bucket_segments
 from common.model.fsdp import unsharded
 from common.model.linear_attention import PackedDelta
-from common.model.packs import Prefill, prefill_pack
+from common.model.packs import Prefill, join, prefill_pack
 from common.model.vlm import decoder, hidden_states, image_features, prompt_positions
 from common.model.weights import materialize, resolve_folder
 from conftest import (
@@ -43,6 +43,17 @@ from helpers import CPU, CUDA, load_model, load_weights, random_responses
 def hidden_of(model, pack, segments) -> torch.Tensor:
     pack.attention = PackedAttention(segments, "sdpa", CPU)
     return hidden_states(model, pack)
+
+
+def test_what_packs_compute_does_not_depend_on_torchs_default_type():
+    """A reward function that loads a model changes it for a while, in another thread."""
+    values = torch.tensor([1.001, 2.003, 3.007])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        joined = join([(torch.arange(3), values)], 3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(joined, values)
 
 
 @pytest.mark.parametrize("budget", [10**6, 150])  # one pack; several packs and split groups
