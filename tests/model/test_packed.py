@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from common import distributed
 from common.buffers import Batch, assign_blocks, build_pack, make_blocks
 from common.data.loader import load_pixels
 from common.data.processor import Processor
@@ -47,6 +48,7 @@ def hidden_of(model, pack, segments) -> torch.Tensor:
 
 def test_what_packs_compute_does_not_depend_on_torchs_default_type():
     """A reward function that loads a model changes it for a while, in another thread."""
+    distributed.start(60.0, 0)
     values = torch.tensor([1.001, 2.003, 3.007])
     torch.set_default_dtype(torch.bfloat16)
     try:
