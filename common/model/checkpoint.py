@@ -25,7 +25,6 @@ from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import datetime, timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -470,6 +469,9 @@ class Checkpoints:
             args: a script's, with CheckpointArgs and RunArgs.
             state: has `state_dict`, `load_state_dict`, `step` and `metrics`.
             fingerprint: see `fingerprint_of`.
+        Raises:
+            UserError: another run has the folder; no checkpoint where one must be, one where none may
+                be, or none that can be read.
         """
         self.args, self.state, self.fingerprint = args, state, fingerprint
         self.folder = args.out / "checkpoints"
@@ -482,6 +484,11 @@ class Checkpoints:
         self.stager = make_stager()
         self.group = self.new_group()
         self.lock = lock_folder(args.out)
+        self.path = self.find_newest()  # from which to resume; None: from step 0
+        self.saved: dict = {}  # its state.json
+        if self.path:
+            with raise_on_all_ranks():
+                self.saved = read_state(self.path, form_of(state.state_dict()))
 
     def new_group(self) -> Any:
         """For the collectives of the thread that saves."""
@@ -504,6 +511,45 @@ class Checkpoints:
     # Resume
     # ---------------------------------------------------------------------------------------------
 
+    def find_newest(self) -> Path | None:
+        """The newest of the checkpoints that --resume means whose files are as they were written; None:
+        there are none. Raises UserError."""
+        with raise_on_all_ranks():
+            candidates = self.find_candidates() if is_main() else []
+        candidates, problem = from_main(candidates), ""
+        for path in candidates:
+            problem = find_damage(path)
+            if not problem:
+                return path
+            say_once(f"warning: not resumed from: {path}: {problem}")
+        if problem:  # which does not mean to start over
+            raise UserError(
+                f"no checkpoint that can be resumed from: {candidates[-1]}: {problem}. Start again once "
+                "its files can be read, or choose another --out"
+            )
+        return None
+
+    def find_candidates(self) -> list[Path]:
+        """The checkpoints that --resume means, newest first. With a PATH they are those of this --out
+        once it has some, as when a job is requeued. Raises ValueError, OSError."""
+        choice, out = self.args.resume, self.args.out
+        ours = [path for _, path in step_folders(self.folder)]
+        if choice == "auto":
+            return ours
+        if choice == "never":
+            if ours or (out / "metrics.jsonl").exists():
+                raise ValueError(f"--resume never: {out} already holds a run; choose another --out")
+            return []
+        named = find_named(choice)
+        if not ours or self.args.eval_only:
+            return named
+        if named[0].parent == self.folder.resolve() and named[0].name != ours[0].name:
+            raise ValueError(
+                f"--resume {choice}: this is a checkpoint of this --out itself: leave out --resume to go "
+                "on from the newest one, or choose another --out to start from this one"
+            )
+        return ours
+
     def resume(self, roles: Roles, steps: int, identity: Container[str]) -> None:
         """Load the checkpoint that --resume asks for, if there is one.
 
@@ -513,8 +559,7 @@ class Checkpoints:
                 checkpoint of another one. All other changes are printed.
 
         Raises:
-            UserError: no checkpoint where one must be, one where none may be, none that can be
-                read, one of another run, or one that does not fit into the models.
+            UserError: it is of another run, beyond its last step, or does not fit into the models.
         """
         self.roles = roles
         self.fingerprint["steps"] = steps
@@ -553,52 +598,6 @@ class Checkpoints:
                 f"--resume {self.path} as well it starts from this checkpoint"
             )
         return changed
-
-    @cached_property
-    def saved(self) -> dict:
-        """state.json of `path`; {} to start from step 0. All ranks must ask. Raises UserError."""
-        with raise_on_all_ranks():
-            return read_state(self.path, form_of(self.state.state_dict())) if self.path else {}
-
-    @cached_property
-    def path(self) -> Path | None:
-        """The newest of the checkpoints that --resume means whose files are as they were written; None
-        to start from step 0. All ranks must ask. Raises UserError."""
-        with raise_on_all_ranks():
-            candidates = self.find_candidates() if is_main() else []
-        candidates, problem = from_main(candidates), ""
-        for path in candidates:
-            problem = find_damage(path)
-            if not problem:
-                return path
-            say_once(f"warning: not resumed from: {path}: {problem}")
-        if problem:  # which does not mean to start over
-            raise UserError(
-                f"no checkpoint that can be resumed from: {candidates[-1]}: {problem}. Start again once "
-                "its files can be read, or choose another --out"
-            )
-        return None
-
-    def find_candidates(self) -> list[Path]:
-        """The checkpoints that --resume means, newest first. With a PATH they are those of this --out
-        once it has some, as when a job is requeued. Raises ValueError, OSError."""
-        choice, out = self.args.resume, self.args.out
-        ours = [path for _, path in step_folders(self.folder)]
-        if choice == "auto":
-            return ours
-        if choice == "never":
-            if ours or (out / "metrics.jsonl").exists():
-                raise ValueError(f"--resume never: {out} already holds a run; choose another --out")
-            return []
-        named = find_named(choice)
-        if not ours or self.args.eval_only:
-            return named
-        if named[0].parent == self.folder.resolve() and named[0].name != ours[0].name:
-            raise ValueError(
-                f"--resume {choice}: this is a checkpoint of this --out itself: leave out --resume to go "
-                "on from the newest one, or choose another --out to start from this one"
-            )
-        return ours
 
     # ---------------------------------------------------------------------------------------------
     # Save
