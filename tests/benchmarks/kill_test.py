@@ -19,11 +19,11 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,70 +33,32 @@ import conftest  # noqa: E402  (puts the project on the path)
 import ranks  # noqa: E402
 import toy  # noqa: E402
 import train_ppo_vl as ppo  # noqa: E402
-from lives import REWARD, assert_bitwise, live, records, steps, time_saves  # noqa: E402
+from lives import (  # noqa: E402
+    assert_bitwise,
+    flags_of,
+    live,
+    records,
+    steps,
+    time_saves,
+    write_task,
+)
 
 RANKS = 2
 
 
-def write_task(folder: Path) -> None:
-    """Rows with and without pictures, and a reward that depends on the response."""
-    rng = np.random.default_rng(0)
-    (folder / "reward.py").write_text(REWARD)
-    rows = []
-    for i in range(6):
-        Image.fromarray(rng.integers(0, 255, (56, 56, 3), dtype=np.uint8)).save(folder / f"{i}.png")
-        rows.append(
-            {
-                "prompt": f"row {i}: how many circles?",
-                "images": [f"{i}.png"] if i % 2 else [],
-                "answer": "1",
-            }
-        )
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def flags(model: Path, task: Path, out: Path, *more: str) -> list[str]:
-    small = (
-        "--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 "
-        "--prompts_per_step 4 --samples_per_prompt 2 --log_samples 0"
-    )
-    return [
-        "--model",
-        str(model),
-        "--data",
-        str(task / "rows.jsonl"),
-        "--eval_data",
-        str(task / "rows.jsonl"),
-        "--reward",
-        f"{task / 'reward.py'}:letters",
-        "--out",
-        str(out),
-        *small.split(),
-        "--actor_lr",
-        "1e-3",
-        "--critic_lr",
-        "1e-3",
-        "--kl_coef",
-        "0.1",
-        "--kl_target",
-        "0.001",
-        *more,
-    ]
-
-
 def kill_at_random(
-    model: Path, work: Path, kills: int, last: int, longest: float, seed: int
+    flags: Callable, work: Path, kills: int, last: int, longest: float, seed: int
 ) -> None:
     """The first part. Raises AssertionError at the first thing that is not as it should be."""
     rng, counts, reached, resumed = np.random.default_rng(seed), collections.Counter(), 0, []
-    plan = ("--steps", str(last), "--save_every", "1", "--eval_every", "5")
+    plan = f"--steps {last} --keep_last 2 --eval_every 5 --critic_lr 1e-3 --kl_coef 0.1 --kl_target 0.001"
     started = time.time()
-    live(flags(model, work, work / "undisturbed", *plan), RANKS)
+    live(flags(work / "undisturbed", plan), RANKS)
     print(f"undisturbed run: {last} steps in {time.time() - started:.0f} s", flush=True)
     run, out = 0, work / "run-0"
     while counts["kills"] < kills or reached:
         unfinished = {path.stat().st_ino for path in out.glob("checkpoints/.tmp-*")}
-        life = ranks.start(ppo.main, flags(model, work, out, *plan), world=RANKS)
+        life = ranks.start(ppo.main, flags(out, plan), world=RANKS)
         if counts["kills"] < kills:
             time.sleep(rng.uniform(0.2, longest))
             victims = life.pids if rng.random() < 0.4 else [life.pids[rng.integers(RANKS)]]
@@ -131,7 +93,7 @@ def kill_at_random(
         print(f"{count:5d} {name}")
 
 
-def measure_waits(work: Path, hidden: int, layers: int) -> None:
+def measure_waits(task: Path, work: Path, hidden: int, layers: int) -> None:
     """The second part: seconds that training spends on each save but the first and the last."""
     model, kind = work / "large", "qwen2_5_vl"
     tokenizer = toy.make_tokenizer()
@@ -140,26 +102,9 @@ def measure_waits(work: Path, hidden: int, layers: int) -> None:
     toy.make_image_processor(kind).save_pretrained(model)
     for mode in ("--no-save_blocking", "--save_blocking"):
         out, log = work / f"large{mode}", work / f"waits{mode}.jsonl"
-        live(
-            flags(
-                model,
-                work,
-                out,
-                "--steps",
-                "9",
-                "--save_every",
-                "2",
-                "--export_every",
-                "0",
-                "--eval_every",
-                "0",
-                "--keep_last",
-                "1",
-                mode,
-            ),
-            RANKS,
-            [(time_saves, str(log))],
-        )
+        plan = "--steps 9 --save_every 2 --keep_last 1 --export_every 0 --critic_lr 1e-3"
+        argv = flags_of(model, task)(out, f"{plan} {mode}")
+        live(argv, RANKS, [(time_saves, str(log))])
         size = sum(file.stat().st_size for file in (out / "checkpoints" / "step-9").iterdir())
         waits = collections.defaultdict(float)
         for step, seconds in map(json.loads, log.read_text().splitlines()):
@@ -206,10 +151,11 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     try:
         model = conftest.write_checkpoint(work / "model", "qwen2_5_vl")
-        write_task(work)
+        task = write_task(work)
         if args.kills:
-            kill_at_random(model, work, args.kills, args.steps, args.longest, args.seed)
-        measure_waits(work, args.hidden, args.layers)
+            flags = flags_of(model, task)
+            kill_at_random(flags, work, args.kills, args.steps, args.longest, args.seed)
+        measure_waits(task, work, args.hidden, args.layers)
     finally:
         if not args.work:
             shutil.rmtree(work)
