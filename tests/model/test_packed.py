@@ -3,6 +3,7 @@ values, gradients."""
 
 import dataclasses
 import itertools
+import shutil
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -109,6 +110,7 @@ def test_packs_equal_per_sample_forwards(checkpoint, picture_rows, budget, share
 def test_files_that_are_no_weights_are_told(qwen25, tmp_path):
     """A download cut short, a pointer of git-lfs, a checkpoint of pickles alone."""
     model = load_model(qwen25, loaded=False)
+    shutil.copy(qwen25 / "config.json", tmp_path)
     for data, message in (
         ((qwen25 / "model.safetensors").read_bytes()[:9000], "cannot be read as safetensors"),
         (
@@ -128,6 +130,7 @@ def test_quantized_weights_are_refused(qwen25, tmp_path):
     """They have the right names and shapes, and would be read without their scales."""
     model = load_model(qwen25, loaded=False)
     materialize(model, CPU)
+    shutil.copy(qwen25 / "config.json", tmp_path)
     weights = load_file(qwen25 / "model.safetensors")
     key = next(key for key in weights if key.endswith("mlp.up_proj.weight"))
     save_weights(
