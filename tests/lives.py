@@ -86,6 +86,13 @@ def live(
     return ranks.run(ppo.main, argv, world=world, patches=patches, codes=codes, **environment)
 
 
+def wait_until_met(life: ranks.Life) -> None:
+    """Until its ranks have met: later a rank that dies ends the others, before that they wait for it
+    for minutes, and only torchrun would end them."""
+    while life.ranks[0].is_alive() and "attention:" not in life.told():
+        time.sleep(0.05)
+
+
 def records(out: Path) -> list[dict]:
     """One for every step, in order: that of the step with that of its evaluation. No name may be in both."""
     by_step = {}

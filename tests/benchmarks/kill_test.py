@@ -4,7 +4,7 @@
     python tests/benchmarks/kill_test.py --kills 100 --seed 1 --work /scratch/kills
 
 Each life of the 2-rank job gets a SIGKILL on one random rank or on all, a random time after its
-start. After each kill the newest complete checkpoint must load and must not be older than before; a
+ranks have met. After each kill the newest complete checkpoint must load and must not be older than before; a
 run that reaches its last step must equal the undisturbed run in every metric and in every byte of
 its exported weights; then the next run starts from nothing. The second part measures how long
 training waits for a save, in the background and blocking, with a larger model."""
@@ -40,6 +40,7 @@ from lives import (  # noqa: E402
     records,
     steps,
     time_saves,
+    wait_until_met,
     write_task,
 )
 
@@ -60,7 +61,8 @@ def kill_at_random(
         unfinished = {path.stat().st_ino for path in out.glob("checkpoints/.tmp-*")}
         life = ranks.start(ppo.main, flags(out, plan), world=RANKS)
         if counts["kills"] < kills:
-            time.sleep(rng.uniform(0.2, longest))
+            wait_until_met(life)
+            time.sleep(rng.uniform(0, longest))
             victims = life.pids if rng.random() < 0.4 else [life.pids[rng.integers(RANKS)]]
             for pid in victims:
                 with suppress(ProcessLookupError):  # it has reached its last step

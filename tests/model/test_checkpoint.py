@@ -54,6 +54,7 @@ from lives import (
     steps,
     stop_at,
     time_saves,
+    wait_until_met,
 )
 
 SLOW = pytest.mark.slow
@@ -331,9 +332,7 @@ def test_killed_at_random_instants(flags, out, undisturbed):
     argv = flags(out, ALGORITHMS["gae"])
     for _ in range(3):
         life = ranks.start(ppo.main, argv, world=2)
-        # a rank waits minutes for one that died before they met; torchrun would end it
-        while life.ranks[0].is_alive() and "attention:" not in life.told():
-            time.sleep(0.05)
+        wait_until_met(life)
         time.sleep(rng.uniform(0, 3.5))
         for pid in rng.permutation(life.pids)[: rng.integers(1, 3)]:
             # it has ended, of itself or with its peer
