@@ -34,10 +34,8 @@ PACKED = {"varlen": "varlen_attn", "flash_attn": "flash_attn_varlen_func"}
 # family -> flags; gemma3 and mistral have sliding windows, gemma3 pictures whose tokens see each other,
 # gemma4 only in windows, and every second layer has heads that the kernels do not take
 CASES = {
-    "qwen2_5_vl": (),
     "qwen3_vl": (),
     "qwen2_5_vl trained": ("--train_vision",),
-    "qwen3_vl trained": ("--train_vision",),
     "gemma3": (),
     "mistral": (),
     "gemma4_31b": (),
