@@ -66,9 +66,9 @@ def in_mean_colour(processor, prompt):
     return patches, torch.tensor([grid])
 
 
-@pytest.mark.parametrize("flags", marked([(), ("--train_vision",)]))
-def test_the_gap_is_that_of_forwards_with_blank_images(checkpoint, rows, flags):
-    env = start(checkpoint, rows, *flags)
+@pytest.mark.parametrize("trained", marked([False, True]))
+def test_the_gap_is_that_of_forwards_with_blank_images(checkpoint, rows, trained):
+    env = start(checkpoint, rows, *["--train_vision"] * trained)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     gaps = image_changes.vision_gaps(env.actor, batch)
     oracle = hugging_face(checkpoint)
