@@ -1559,7 +1559,8 @@ def evaluate(
     """Answer every held-out prompt, spread over the ranks; with --ema_beta, with the averaged
     weights. Returns metrics, a record of each answer and, on rank 0, cards of the first ones."""
     actor, critic = trainables["actor"].module, trainables.get("critic")
-    started, count = time.perf_counter(), args.eval_samples
+    started = time.perf_counter()
+    count = args.eval_samples
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     together = prompts_together(args.slots, args.rollout_shards, count)
     batches = data.batches_in_order(rows.held_out, together)

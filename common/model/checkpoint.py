@@ -685,6 +685,9 @@ class Checkpoints:
             if dist.get_rank() in error.failures:
                 cause, _ = error.failures[dist.get_rank()]
                 raise OSError(str(cause)) from error
+        except RuntimeError as error:  # a collective that a rank has left, or where it was late
+            if writer.digests is None:
+                raise OSError(str(error)) from error
         return writer.digests
 
     def commit(self, step: int, folder: Path, parts: list[dict[str, str]]) -> None:

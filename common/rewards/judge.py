@@ -163,10 +163,8 @@ class JudgeSettings:
                 raise ValueError(
                     f"{where}: {kind!r:.80} is no kind of judgement: {', '.join(KINDS)}"
                 )
-            template, needed = (
-                self.templates.get(kind, ""),
-                columns_of_template(KINDS[kind].template),
-            )
+            template = self.templates.get(kind, "")
+            needed = columns_of_template(KINDS[kind].template)
             if not needed <= columns_of_template(template):
                 columns = ", ".join(f"{{{name}}}" for name in sorted(needed))
                 raise ValueError(f"{where}: {kind} must hold {columns}: {template!r:.200}")

@@ -106,6 +106,17 @@ def change_writes(
     checkpoint.HuggingFaceStorageWriter.write_data = write
 
 
+def wait_before_record(at: int, seconds: float) -> None:
+    """Every rank takes longer for a step."""
+    original = logging.RunLogger.step
+
+    def record(self, step, *more):
+        time.sleep(seconds if step == at else 0)
+        original(self, step, *more)
+
+    logging.RunLogger.step = record
+
+
 def name_hosts() -> None:
     """Every rank is on a host of its own."""
     socket.gethostname = lambda: f"node-{os.environ['RANK']}"
@@ -371,6 +382,17 @@ def test_a_save_that_outlasts_the_timeout(flags, out):
     )
     assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["1"]
     assert "was not saved: rank 1 on " in output and "not written within 3.2 s" in output
+    assert steps(out) == [2]
+
+
+@pytest.mark.slow
+def test_a_step_that_outlasts_the_timeout_of_a_save(flags, out):
+    """The rank that has written has then been left by the one that has not, which is named."""
+    hooks = [(change_writes, 1, [], 12), (wait_before_record, 2, 6)]
+    output = live(flags(out, "--timeout 4 --reward_timeout 3"), 2, hooks)
+    assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["1"]
+    assert "was not saved: rank 1 on " in output
+    assert "Traceback" not in output
     assert steps(out) == [2]
 
 
