@@ -65,7 +65,7 @@ def env_of(folders, case: str, backend: str, *flags: str):
     kind, *_ = case.split()
     checkpoint, rows = folders(kind)
     line = "--advantage grpo --samples_per_prompt 3 --slots 7 --dtype bfloat16 --min_new_tokens 4"
-    return start(checkpoint, rows, line, "--attention", backend, *CASES[case], *flags)
+    return start(checkpoint, rows, line, "--attention", backend, *CASES.get(case, ()), *flags)
 
 
 def logprobs_by_sdpa(folders, case: str, batch) -> torch.Tensor:
