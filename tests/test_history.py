@@ -164,7 +164,7 @@ def test_weights_decide_which_rows_are_drawn(qwen25, task, tmp_path, seen, curri
     assert len(set(tokens)) > len(tokens) // 2
 
 
-@pytest.mark.parametrize("more", marked(["", "--rollouts_per_step 2", "--dynamic_sampling 3"]))
+@pytest.mark.parametrize("more", marked(["", "--dynamic_sampling 3"]))
 def test_a_resumed_run_draws_the_same_rows(qwen25, task, tmp_path, curriculum, more):
     """The next batch was drawn before the checkpoint, by what was known then."""
     flags = [FLAGS, curriculum("least_seen"), *filter(None, [more])]

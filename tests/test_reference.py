@@ -53,11 +53,10 @@ def test_the_reference_is_the_actor_of_its_step(whole, qwen25):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [3, 4])
-def test_it_is_resumed_bit_for_bit(whole, qwen25, task, tmp_path, before):
-    """Between two copies and right after one; with its weights in host memory, too."""
+def test_it_is_resumed_bit_for_bit(whole, qwen25, task, tmp_path):
+    """Between two copies; with its weights in host memory, too."""
     out, steps = whole
-    train(qwen25, task, tmp_path, KL, "--steps", before, "--reference_every 2")
+    train(qwen25, task, tmp_path, KL, "--steps 3 --reference_every 2")
     again = train(qwen25, task, tmp_path, KL, "--steps 5 --reference_every 2 --offload all")
     assert_same_records(again, steps)
     first, second = (tensors(folder / "checkpoints" / "step-5") for folder in (out, tmp_path))

@@ -1136,7 +1136,6 @@ RUNS = {
         "--eval_samples 2 --loss_aggregation seq-mean-token-sum-norm ",
         # rank 1 has no prompt
     ),
-    "skip": ("qwen2_5_vl", "--steps 2 --data TASK/bad.jsonl --on_bad_row skip --eval_every 0"),
     "judged": (
         "qwen2_5_vl",
         "--steps 2 --advantage grpo --reward_recipe TASK/recipe.json --grm_question correct "
@@ -1167,15 +1166,6 @@ RUNS = {
         "qwen2_5_vl",
         "--steps 2 --teacher_model self --teacher_in loss --teacher_prompt {prompt}={answer} "
         "--advantage none --actor_lr 1e-2",
-    ),
-    "distilled": (
-        "qwen2_5_vl",
-        "--steps 2 --advantage grpo --teacher_model TASK/judge --teacher_prompt {prompt}={answer}",
-    ),
-    "seeing": (
-        "qwen2_5_vl",
-        "--steps 3 --train_vision --kl_coef 0.1 --critic_lr 1e-3 --minibatches 2 --eval_every 2 "
-        "--max_tokens_per_pack 524",
     ),
     "seeing exactly": (
         "qwen3_vl",
