@@ -15,6 +15,7 @@ import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import check_kernels
+import one_gpu_ranks
 import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
@@ -38,6 +39,7 @@ from conftest import (
 )
 from helpers import needs_compiler, score
 from ranks import clean_environment
+from ranks import run as run_ranks
 from reference_kernels import (
     CPU,
     CUDA,
@@ -348,6 +350,8 @@ def toy_task(tmp_path_factory) -> Path:
     return folder
 
 
+# of a CPU, whose products in bfloat16 are slow
+SMALL = "--prompts_per_step 4 --samples_per_prompt 2 --max_new_tokens 6"
 WHOLE = {
     "everything": "--kl_coef 0.05 --ema_beta 0.9 --offload all --gradient_checkpointing --save_every 1",
     "train_vision": "--train_vision --advantage grpo --save_every 0",
@@ -364,7 +368,8 @@ def test_whole_run_on_all_gpus(device, toy_task, tmp_path, kind):
         toy_task / "args.json",
         "--cuda_graphs",
         "auto" if device == CPU else "on",
-        "--max_new_tokens 24 --eval_every 1",
+        SMALL if device == CPU else "--max_new_tokens 24",
+        "--eval_every 1",
         WHOLE[kind],
     )
     for steps in (2, 3) if kind == "everything" else (2,):
@@ -426,12 +431,21 @@ SHORT = (
 )
 
 
+def start_here(script: Path, line: list[str]) -> None:
+    """What the starter does in a rank that torchrun has started."""
+    sys.argv = [one_gpu_ranks.__file__, str(script), *line]
+    one_gpu_ranks.main()
+
+
 def test_the_starter_of_ranks_that_share_a_gpu(toy_task, tmp_path):
-    """Over gloo where there is no GPU; a message of the script and its exit code get through."""
-    flags = "--config", toy_task / "args.json", SHORT, "--advantage grpo --steps 1"
-    (step,) = steps_of(run_together(2, ppo, tmp_path / "out", *flags)).values()
+    """Over gloo, as where there is no GPU; a message of the script and its exit code get through."""
+    out, script = tmp_path / "out", Path(ppo.__file__)
+    flags = "--config", toy_task / "args.json", SHORT, SMALL, "--advantage grpo --steps 1"
+    line = words("--log_samples 0 --timeout 120 --out", out, *flags)
+    run_ranks(start_here, script, line, world=2, CUDA_VISIBLE_DEVICES="")
+    (step,) = steps_of(read_rows(out / "metrics.jsonl")).values()
     assert step["train/actor_skipped"] == 0
-    program = start_together(2, ppo, tmp_path / "none", *flags, "--no_such_flag")
+    program = start_together(1, ppo, tmp_path / "none", *flags, "--no_such_flag")
     told, _ = program.communicate(timeout=100)
     assert program.returncode
     assert "error: unrecognized arguments: --no_such_flag" in told
