@@ -118,13 +118,12 @@ def test_bytes_of_the_cache(checkpoint):
         assert cache.nbytes == stored
 
 
-# the peak in a layer, and at the head, whose
+# the peak in a layer, and at the head, whose products are float32 on a CPU; test_recompute.py has
+# layers in float32
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, checkpointing, vocabulary, chunk, responses",
     [
-        # products are float32 on a CPU
-        ("float32", False, 300, 64, 1),
         ("bfloat16", True, 300, 64, 1),
         ("float32", True, 20000, 256, 1),
         ("float32", False, 300, 64, 20),
@@ -163,7 +162,7 @@ def test_peak_of_an_update(
     env.actor.model.setup = replace(env.actor.model.setup, head_chunk=chunk)
     drawn = list(torch.randint(4, 200, (responses, 1000 // responses)))
     batch = take(env, 1).with_targets([drawn])
-    for module in (env.actor, env.critic):
+    for module in (env.actor,) if dtype == "bfloat16" else (env.actor, env.critic):  # it is slow
         peak, row = peak_of_an_update(env, module, batch)
         segments = row.attention.segments  # (start, end, and those of the prefix)
         keys = sum(end - start + last - first for start, end, first, last, *_ in segments)
@@ -258,7 +257,6 @@ def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
     with user_error("nothing recomputed: does not fit; what helps: --gradient_checkpointing auto"):
         table_of(8, "--gradient_checkpointing off")
-    assert max(table_of(16, "--gradient_checkpointing on")["total"]) < peak - 10
     copies = table_of(16, "--gradient_checkpointing on --hsdp 8")
     assert max(copies["total"]) == pytest.approx(peak)
     assert peak < max(table_of(8, "")["total"]) <= 0.92 * 80  # auto uses what is there
@@ -355,7 +353,7 @@ def test_teams_of_large_models(
     line += f" --max_new_tokens {3072 - len(row.input_ids)} --slots 128 --max_tokens_per_pack 4096"
     line += " --prompts_per_step 1 --max_prompt_tokens 512 --attention flash_attn"
     line += " --gradient_checkpointing on --rollout_shards"
-    for size in (1, team):
+    for size in (1, team) if name == "30b_a3b" else (team,):
         argv = words("ppo", "--gpus", gpus, *line.split(), size)
         if size == team and max(rollout, update) < 80:
             plan.main(argv)
