@@ -176,8 +176,6 @@ DESCRIBED = ("llava_next", "llava_onevision", "aya_vision")
 # Their model_type, where a kind here is named after its text model.
 MODEL_TYPES = {"ministral3": "mistral3", "internvl_moe": "internvl"}
 TOKENS["internvl_moe"] = TOKENS["internvl"]
-NEWER = (*GLM, "internvl_moe", "exaone4_5", "mistral3", "ministral3", "lighton_ocr")
-NEWER += GEMMA4 + DESCRIBED
 # Of each layout one: text alone, grids, linear attention, experts, shared keys and two-way images, a
 # projector. `all` tests the others too.
 DAILY = ("llama", "qwen2_vl", "qwen3_5", "qwen3_vl_moe", "gemma4_e2b", "llava")
