@@ -627,9 +627,7 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more, later", [("", True), pytest.param("--train_vision", False, marks=SLOW)]
-)
+@pytest.mark.parametrize("more, later", [("", True), ("--train_vision", False)])
 def test_an_exported_critic_starts_another_run(flags, out, qwen25, picture_rows, more, later):
     """Bit by bit, with its value head; a run may also be asked for it once it has ended."""
     train(flags(out, f"--critic_lr 1e-2 {more} {'' if later else '--export_critic'}"))
@@ -694,11 +692,11 @@ def test_keep_last(flags, out):
 def test_keep_gb(flags, finished, tmp_path):
     """As many of the newest as fit, and the newest even if it alone does not."""
     size = sum(path.stat().st_size for path in (finished / "checkpoints" / "step-2").iterdir())
-    for limit, remaining in ((2.5 * size, [4, 3]), (0.5 * size, [4])):
+    for limit, remaining in ((2.5 * size, [3, 2]), (0.5 * size, [3])):
         out = tmp_path / str(len(remaining))
-        train(flags(out, f"--steps 4 --keep_last 3 --keep_gb {limit / 1e9}"))
+        train(flags(out, f"--steps 3 --keep_last 3 --keep_gb {limit / 1e9}"))
         assert steps(out) == remaining
-        assert pointer(out) == "step-4"
+        assert pointer(out) == "step-3"
 
 
 @pytest.mark.slow
@@ -756,12 +754,7 @@ def test_preemption(flags, out, undisturbed, number, rank):
 
 @pytest.mark.parametrize(
     "name, during",
-    [
-        ("ppo", "export_if_due"),
-        ("grm", "evaluate"),
-        pytest.param("ppo", "evaluate", marks=SLOW),
-        pytest.param("grm", "export_if_due", marks=SLOW),
-    ],
+    [("ppo", "export_if_due"), ("grm", "evaluate")],
 )
 def test_a_signal_between_two_steps_lets_no_step_begin(qwen25, tmp_path, monkeypatch, name, during):
     """During the evaluation or the export after step 2: that ends, step 2 is saved, once, and the
@@ -817,26 +810,25 @@ def test_a_silent_rank_ends_the_job_within_the_timeout(flags, out):
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_dead_rank(flags, out, undisturbed, tmp_path):
-    """With --max_restarts a SIGKILL of one worker costs the steps since the last checkpoint, and no
-    one's attention."""
+    """With --max_restarts a SIGKILL costs the steps since the last checkpoint, and no one's attention;
+    of two ranks, whose peer finds the new one: test_slurm.py."""
     command = words(
         sys.executable,
         "-m",
         "torch.distributed.run",
-        "--standalone --nproc_per_node 2 --max_restarts 1",
+        "--standalone --nproc_per_node 1 --max_restarts 1",
         ROOT / "train_ppo_vl.py",
         *flags(out, ALGORITHMS["grpo"]),
     )
-    # Without it new workers find the addresses of the dead ones (pytorch issue 135712).
-    clean = ranks.clean_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    clean = ranks.clean_environment()
     with open(tmp_path / "log", "w") as log:
         job = subprocess.Popen(command, env=clean, stdout=log, stderr=subprocess.STDOUT)
     deadline = time.time() + 200
     while not steps(out) and time.time() < deadline:
         time.sleep(0.02)
-    workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    os.kill(int(workers[0]), signal.SIGKILL)
+    (worker,) = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    os.kill(int(worker), signal.SIGKILL)
     assert job.wait(200) == 0, (tmp_path / "log").read_text()[-4000:]
     told = (tmp_path / "log").read_text()
     assert "resuming from" in told
-    assert_bitwise(out, undisturbed("grpo", 2))
+    assert_bitwise(out, undisturbed("grpo", 1))
