@@ -6,8 +6,6 @@ A GPU is what torch reports: here its reports are replaced, so that all of it ru
 import json
 import re
 import shutil
-import subprocess
-import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
@@ -23,9 +22,8 @@ from common.data.processor import Processor
 from common.model import budget, build, memory, vlm
 from common.model.vlm import UpdateSetting
 from common.rollout import RolloutEngine
-from conftest import ROOT, read_json, read_rows, start, take, user_error, words, write_json
+from conftest import read_json, read_rows, start, take, user_error, words, write_json
 from helpers import planned
-from ranks import clean_environment
 
 GIB = 2**30
 GRAPHICS = SimpleNamespace(device=torch.device("cuda"), world=8)
@@ -280,48 +278,31 @@ def test_the_flag_of_old():
         ppo.parse_args(words("--model m --data d.jsonl", "--no-gradient_checkpointing"))
 
 
-COLLECTIVES = """
-import json, os, sys
-sys.path.insert(0, sys.argv[1])
-from common import distributed
-for hsdp, shards in ((0, 1), (1, 1), (0, 2)):
-    ranks = distributed.start(60.0, hsdp, shards)
-    called = []
-    places = {"all_gather": distributed, "reduce_scatter": distributed, "all_reduce": distributed.dist}
-    for name, place in (places | {"broadcast": distributed.dist}).items():
-        def call(*given, name=name, real=getattr(place, name), **more):
-            called.append((name, more["group"].size(), max(x.numel() for x in given)))
-            return real(*given, **more)
-        setattr(place, name, call)
-    distributed.warm_up(ranks, 4000)
-    if distributed.dist.get_rank() == 1:
-        with open(sys.argv[2], "a") as file:
-            file.write(json.dumps([hsdp, called]) + "\\n")
-distributed.dist.barrier()
-os._exit(0)  # at an ordinary exit a thread of gloo may end the process with SIGABRT
-"""
+def tell_warm_ups(told: Path) -> None:
+    """Write which collectives a start calls, of which group and of how many numbers."""
+    for hsdp, shards in ((0, 1), (1, 1), (0, 2)):
+        joined, called = distributed.start(60.0, hsdp, shards), []
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast"):
+                place = (
+                    distributed if name in ("all_gather", "reduce_scatter") else distributed.dist
+                )
+
+                def call(*tensors, name=name, real=getattr(place, name), **more):
+                    called.append((name, more["group"].size(), max(x.numel() for x in tensors)))
+                    return real(*tensors, **more)
+
+                patch.setattr(place, name, call)
+            distributed.warm_up(joined, 4000)
+        if distributed.dist.get_rank() == 1:
+            with open(told, "a") as file:
+                file.write(json.dumps([hsdp, called]) + "\n")
 
 
 @pytest.mark.slow
 def test_every_group_is_warmed_up_by_every_collective(tmp_path):
     """Two ranks, as one group, as copies of one shard each, and as a team."""
-    (tmp_path / "program.py").write_text(COLLECTIVES)
-    done = subprocess.run(
-        words(
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone --nproc_per_node 2",
-            tmp_path / "program.py",
-            ROOT,
-            tmp_path / "calls",
-        ),
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    ranks.run(tell_warm_ups, tmp_path / "calls", world=2)
     (_, one), (_, two), (_, team) = read_rows(tmp_path / "calls")
     of = lambda size: [
         ["all_gather", size, 1000],

@@ -54,6 +54,7 @@ def env(checkpoint, picture_rows):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
 def test_gradients_equal_one_backward_per_sample(env):
     """Prompts with 0, 1 and 2 pictures; in one pack, in many, in some without a picture, and with
     checkpointing."""
