@@ -482,8 +482,8 @@ def main() -> None:
             ),
         ]
     tables += [
-        functools.partial(update_table, args, budgets, 8 if tiny else 512, peak),
-        functools.partial(update_table, lora_args, (16384,), 8 if tiny else 512, peak),
+        functools.partial(update_table, args, budgets, 2 if tiny else 512, peak),
+        functools.partial(update_table, lora_args, (16384,), 2 if tiny else 512, peak),
         functools.partial(whole_step, flags),
     ]
     failed = 0
