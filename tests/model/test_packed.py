@@ -59,8 +59,10 @@ def test_what_packs_compute_does_not_depend_on_torchs_default_type():
     assert torch.equal(joined, values)
 
 
-@pytest.mark.parametrize("budget", [10**6, 150])  # one pack; several packs and split groups
-@pytest.mark.parametrize("share", marked([True, False]))
+# one pack; several packs and split groups; and each response with a prompt of its own
+@pytest.mark.parametrize(
+    "budget, share", marked([(10**6, True), (150, True), (150, False)], daily=2)
+)
 def test_packs_equal_per_sample_forwards(checkpoint, picture_rows, budget, share):
     args = DataArgs(max_prompt_tokens=1000)
     processor = Processor(checkpoint, args)

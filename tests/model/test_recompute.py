@@ -190,7 +190,7 @@ def test_bytes_of_an_update_are_those_of_its_setting(wide, flags, tokens, monkey
         chosen = [chosen[0], chosen[3]]
     for module in (env.actor, env.critic):
         module.model.setup.head_chunk = 64
-        for setting in chosen:
+        for setting in chosen if module is env.actor else chosen[::3]:
             recompute.recompute(module.model, setting)
             peak, row = peak_of_an_update(env, module, batch)
             setting = setting._replace(tokens=row.input_ids.shape[1])
