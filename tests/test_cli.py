@@ -114,25 +114,32 @@ def test_help_shows_what_most_runs_touch_and_the_rest_by_stage(capsys):
         ppo.parse_args(["--help", "nonsense"])
 
 
+HELPING = """
+import os, runpy, sys
+import torch
+for script in sys.argv[1:]:
+    if not os.fork():
+        sys.argv = [script, "--help"]
+        try:
+            runpy.run_path(script, run_name="__main__")
+        finally:
+            files = [name for name in sys.modules if getattr(sys.modules[name], "__file__", "")]
+            print(*sorted(files))
+        break
+    assert not os.wait()[1]
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["train_ppo_vl.py", "train_grm_vl.py"])
-def test_help_imports_no_models(script):
-    """What takes seconds to import is a mock then."""
-    code = (
-        "import runpy, sys\nsys.argv = [sys.argv[1], '--help']\n"
-        "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        "finally:\n    print(*sorted(name for name in sys.modules if getattr(sys.modules[name], "
-        "'__file__', '')))"
-    )
-    result = run(["-c", code, str(ROOT / script)])
-    assert result.returncode == 0 and "--prompts_per_step INT" in result.stdout, result.stderr
-    imported = result.stdout.splitlines()[-1].split()
-    assert "torch" in imported
-    assert not [
-        name
-        for name in imported
-        if name.startswith(("transformers", "torch.distributed.tensor", "torch._dynamo"))
-    ]
+def test_help_imports_no_models():
+    """What takes seconds to import is a mock then. In processes of their own, with torch alone."""
+    result = run(["-c", HELPING, ROOT / "train_ppo_vl.py", ROOT / "train_grm_vl.py"])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\n  --prompts_per_step INT") == 2
+    imported = [line.split() for line in result.stdout.splitlines() if " torch.nn " in line]
+    assert len(imported) == 2
+    heavy = ("transformers", "torch.distributed.tensor", "torch._dynamo")
+    assert not [name for names in imported for name in names if name.startswith(heavy)]
 
 
 def test_defaults_are_consistent():
@@ -536,11 +543,6 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-def torchrun(world: int, flags: list[str], **environment: str) -> subprocess.CompletedProcess:
-    launcher = words("-m", "torch.distributed.run", "--standalone --nproc_per_node", world)
-    return run([*launcher, str(SCRIPT), *flags], **environment)
-
-
 def assert_one_message(result: subprocess.CompletedProcess, ours: str) -> None:
     """torchrun's last lines are the message, without a traceback; rank 0 may have printed it, too."""
     *_, root_cause = result.stderr.split("Root Cause (first observed failure):")
@@ -551,13 +553,25 @@ def assert_one_message(result: subprocess.CompletedProcess, ours: str) -> None:
     assert SCRIPT.name + '", line' not in result.stderr
 
 
+REFUSING = """
+import os, time
+from common import flags, ppo_flags, process
+def main():
+    if os.environ["RANK"] == "0":
+        time.sleep(1)
+    flags.build_parser(ppo_flags.RewardArgs, None).read_flags(None)
+process.run_main(main)
+"""
+
+
 @pytest.mark.slow
 def test_two_ranks_refuse_a_bad_flag_with_one_message(tmp_path):
     """torchrun ends all workers as soon as one has ended: the message must come out even if rank 0
     is slower."""
-    slow = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(1)\n"
-    (tmp_path / "sitecustomize.py").write_text(slow)
-    result = torchrun(2, [*NEEDED, "--nonsense", "1"], PYTHONPATH=str(tmp_path))
+    script = tmp_path / SCRIPT.name
+    script.write_text(REFUSING)
+    launcher = words("-m", "torch.distributed.run", "--standalone --nproc_per_node 2", script)
+    result = run([*launcher, "--nonsense", "1"], PYTHONPATH=str(ROOT))
     assert_one_message(result, "unrecognized arguments: --nonsense 1")
 
 

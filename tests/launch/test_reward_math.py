@@ -17,28 +17,41 @@ PATH = ROOT / "launch" / "reward_math.py"
 
 
 @pytest.fixture(scope="module")
-def score(tmp_path_factory):
-    """The function as the trainer loads it; its own process finds the package by PYTHONPATH."""
+def source(tmp_path_factory):
+    """The function as the trainer loads it; its own processes find the package by PYTHONPATH."""
     folder = tmp_path_factory.mktemp("math_verify")
     package = extra_packages.installed("math-verify", "math_verify", folder)
     with package, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        # compiled once, for all of its processes
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         source = load_source(f"{PATH}:score")
-        args = RewardArgs(reward_timeout=300)
+        # of which each takes a second to start
+        patch.setitem(variables_of(source), "PROCESSES", 2)
+        yield source
 
-        def accuracy(pairs: list[tuple[str, str]]) -> list[float]:
-            """Of (response, reference), in a thread as in training."""
-            responses, references = zip(*pairs)
-            columns = score_samples(source, reward_samples(list(responses), list(references)), args)
-            assert columns["reward"] == pytest.approx(
-                [
-                    0.9 * right + 0.1 * form
-                    for right, form in zip(columns["accuracy"], columns["format"])
-                ]
-            )
-            return columns["accuracy"]
 
-        yield accuracy
+def variables_of(source) -> dict:
+    return source.function.__wrapped__.__globals__
+
+
+@pytest.fixture
+def score(source):
+    """The accuracy of (response, reference), in a thread as in training."""
+    args = RewardArgs(reward_timeout=300)
+
+    def accuracy(pairs: list[tuple[str, str]]) -> list[float]:
+        responses, references = zip(*pairs)
+        columns = score_samples(source, reward_samples(list(responses), list(references)), args)
+        assert columns["reward"] == pytest.approx(
+            [
+                0.9 * right + 0.1 * form
+                for right, form in zip(columns["accuracy"], columns["format"])
+            ]
+        )
+        return columns["accuracy"]
+
+    return accuracy
 
 
 EQUAL = table(r"""
@@ -92,21 +105,19 @@ def test_only_the_last_box_counts(score):
         r"\boxed{4}, no, \boxed{3}",
         "the answer is 4",
         "$4$",
+        r"\boxed{4} as the \boxed asks",
+        r"\boxed{} $4$",
+        r"<think>\boxed{4}",
     ]
-    assert score([(response, "4") for response in responses]) == [1.0, 0.0, 0.0, 0.0]
-    responses = [r"\boxed{4} as the \boxed asks", r"\boxed{} $4$", r"<think>\boxed{4}"]
-    assert score([(response, "4") for response in responses]) == [1.0, 0.0, 0.0]
-    assert score([(r"\boxed{(B)}", "B"), (r"\boxed{B.}", "B"), (r"\boxed{\text{(C)}}", "B")]) == [
-        1.0,
-        1.0,
-        0.0,
-    ]
+    lettered = [r"\boxed{(B)}", r"\boxed{B.}", r"\boxed{\text{(C)}}"]
+    pairs = [(response, "4") for response in responses] + [(letter, "B") for letter in lettered]
+    assert score(pairs) == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
 
 
 def test_a_long_response_is_read_in_linear_time(score):
     start = time.process_time()
-    for piece in ("<think></think>", r"<think></think>\boxed", r"\boxed{"):
-        assert score([(piece * 20_000, "4")]) == [0.0]
+    pieces = ("<think></think>", r"<think></think>\boxed", r"\boxed{")
+    assert score([(piece * 20_000, "4") for piece in pieces]) == [0.0] * 3
     assert time.process_time() - start < 2
 
 
@@ -126,8 +137,12 @@ def test_text_that_cannot_be_parsed_earns_nothing(score):
     assert score([(response, "5") for response in responses]) == [0.0] * len(responses)
 
 
-def test_an_answer_without_end_is_wrong_and_stops_nothing(score):
+def test_an_answer_without_end_is_wrong_and_stops_nothing(source, score, monkeypatch, tmp_path):
     """sympy would write out a number of 369 million digits; the answers around it get their grades."""
+    hasty = tmp_path / PATH.name
+    hasty.write_text(PATH.read_text().replace("SECONDS = 5 ", "SECONDS = 1 "))
+    assert hasty.read_text() != PATH.read_text()
+    monkeypatch.setitem(variables_of(source), "__file__", str(hasty))
     assert score([(r"\boxed{1}", "1"), (r"\boxed{9^{9^{9}}}", "1"), (r"\boxed{2}", "2")]) == [
         1.0,
         0.0,
@@ -135,8 +150,7 @@ def test_an_answer_without_end_is_wrong_and_stops_nothing(score):
     ]
 
 
-def test_the_format_is_thoughts_and_then_a_box(score):
-    function = load_source(f"{PATH}:score").function
+def test_the_format_is_thoughts_and_then_a_box(source):
     responses = [
         r"<think>1 + 1</think> \boxed{2}",
         r"<think>1 + 1 \boxed{2}",
@@ -147,23 +161,19 @@ def test_the_format_is_thoughts_and_then_a_box(score):
     ]
     # the template has opened the last one's
     prompts = [""] * 5 + ["assistant\n<think>\n"]
-    columns = function(prompts, responses, ["2"] * 6, [None] * 6, [[]] * 6)
+    columns = source.function(prompts, responses, ["2"] * 6, [None] * 6, [[]] * 6)
     # open: no answer
     assert columns["reward"] == [1.0, 0.0, 0.9, 0.0, 0.9, 1.0]
     assert columns["format"] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 
-def test_an_empty_reference_is_refused(score):
-    check = load_source(f"{PATH}:score").check
-    check("5")
+def test_an_empty_reference_is_refused(source):
+    source.check("5")
     with value_error("an empty answer"):
-        check(" ")
+        source.check(" ")
 
 
-def test_a_worker_that_fails_is_an_error(score, monkeypatch):
-    function = load_source(f"{PATH}:score").function
-    monkeypatch.setitem(
-        function.__wrapped__.__globals__, "__file__", str(ROOT / "launch" / "none.py")
-    )
+def test_a_worker_that_fails_is_an_error(source, monkeypatch):
+    monkeypatch.setitem(variables_of(source), "__file__", str(ROOT / "launch" / "none.py"))
     with pytest.raises(RuntimeError, match="none.py"):
-        function([""], [r"\boxed{2}"], ["2"], [None], [[]])
+        source.function([""], [r"\boxed{2}"], ["2"], [None], [[]])

@@ -1,5 +1,6 @@
 """launch/reward_vision.py: every reward's values, written by hand, and what guessing earns."""
 
+import functools
 import json
 import random
 import time
@@ -13,13 +14,15 @@ from common.rewards.sources import load_source
 from conftest import ROOT, marked, table, value_error
 from helpers import reward_samples, score_samples
 
+# which takes ten times what a grade does
+load = functools.cache(lambda name: load_source(f"{ROOT / 'launch' / 'reward_vision.py'}:{name}"))
 ANIMALS = {"options": ["cat", "dog", "fox"]}
 THOUGHT = "<think>7 B red</think>"
 
 
 def grade(name: str, response: str, truth, row: dict, prompt: str = "") -> float:
     """As the trainer calls it."""
-    source = load_source(f"{ROOT / 'launch' / 'reward_vision.py'}:{name}")
+    source = load(name)
     samples = reward_samples([response], [truth], [prompt], rows=[row])
     columns = score_samples(source, samples, RewardArgs())
     assert columns["accuracy"] == [float(columns["reward"][0] == 1)]
@@ -168,8 +171,9 @@ HOSTILE = """B b) A 7 seven 1,111 red red, <think></think> <answer></answer> <an
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", [name for name in RIGHT if name not in ("count", "ocr")])
 def test_hostile_answers_take_no_time(name):
+    """Those two read answers as number and anls do."""
     truth, row = RIGHT[name]
     texts = [" ".join(map(str, range(20_000)))]
     for piece in HOSTILE:
@@ -194,17 +198,17 @@ def test_guessing_everything_pays_no_more_than_one_guess(name):
         "items": ["red, blue", "green, grey", "black, pink"],
         "order": ["3, 2, 1", "1, 2, 3", "2, 1, 3"],
     }[name]
-    best = max(grade(name, guess, truth, row) for guess in guesses)
+    alone = [grade(name, guess, truth, row) for guess in guesses]
     for joint in (" ", ", ", "\n", " or ", " and ", ") (", "</answer> <answer>"):
-        assert grade(name, joint.join(guesses), truth, row) <= best
-    average = sum(grade(name, guess, truth, row) for guess in guesses) / len(guesses)
+        assert grade(name, joint.join(guesses), truth, row) <= max(alone)
+    average = sum(alone) / len(alone)
     assert grade(name, " and ".join(guesses), truth, row) <= max(average, 0.5)
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_truths_are_checked_before_a_run(name):
     """By the reader that grades answers."""
-    check = load_source(f"{ROOT / 'launch' / 'reward_vision.py'}:{name}").check
+    check = load(name).check
     check(RIGHT[name][0])
     with value_error("an empty answer|no number"):
         check(" ")
