@@ -13,8 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 import ranks
+import train_ppo_vl as ppo
 from conftest import ROOT, read_json, words
 from lives import (
     ALGORITHMS,
@@ -332,28 +334,20 @@ def torchrun(port: int, *more: str | Path) -> list[str]:
     )
 
 
+def read_own_cache(folder: Path) -> None:
+    """In a rank: its hub cache is that of its node."""
+    constants.HF_HUB_CACHE = f"{folder}/home-{os.environ['RANK']}/hub"
+
+
 def test_two_hub_caches_with_another_revision_train_nothing(flags, qwen25, tmp_path):
     """One of them was fetched before `main` has moved: both nodes end with one message."""
-    out, port, agents = tmp_path / "run", free_ports(1)[0], []
+    out = tmp_path / "run"
     for node, text in enumerate(("", "{# a later revision #}")):
         write_cache(tmp_path / f"home-{node}", qwen25, text)
-    command = torchrun(port, ROOT / "train_ppo_vl.py", *flags(out), "--model", "org/name")
-    for node in range(2):
-        home = {"HF_HOME": f"{tmp_path}/home-{node}", "HF_HUB_OFFLINE": "1"}
-        with open(tmp_path / f"{node}.log", "w") as log:
-            environment = ranks.clean_environment(**LOOPBACK, **home)
-            agents.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            )
-    try:
-        codes = [agent.wait(200) for agent in agents]
-    finally:
-        for agent in agents:
-            for pid in [*children(agent.pid), agent.pid] if agent.poll() is None else []:
-                os.kill(pid, signal.SIGKILL)
-    told = "".join((tmp_path / f"{node}.log").read_text() for node in range(2))
-    assert codes == [1, 1], told
+    line = words(*flags(out), "--model", "org/name")
+    told = ranks.run(ppo.main, line, world=2, codes=[2, 2], patches=[(read_own_cache, tmp_path)])
     assert re.search(r"error: --model is '\w+' on rank 0 \(.*\) and '\w+' on rank 1", told), told
+    assert told.count("error: ") == 1
     assert not out.exists()
 
 

@@ -66,8 +66,10 @@ def prepare(qwen25, picture_rows, *flags: str):
     return env, reward, batch, sum(SAID, [])
 
 
-@pytest.mark.parametrize("which", marked(["near", "far"]))
-@pytest.mark.parametrize("kind", ["correct", "score", "answers"])
+@pytest.mark.parametrize(
+    "which, kind",
+    marked([("near", "correct"), ("near", "score"), ("near", "answers"), ("far", "score")], 3),
+)
 def test_the_judges_reward_is_what_it_says_when_asked_alone(
     qwen25, picture_rows, judges, which, kind
 ):
