@@ -31,6 +31,7 @@ PROGRAMS = sorted(
 IMPORTING = """
 import os, runpy, sys
 import torch.distributed.fsdp, torch.utils.tensorboard
+import transformers.convert_slow_tokenizer, transformers.generation.utils
 import transformers.models.qwen2_vl.image_processing_pil_qwen2_vl
 for program in sys.argv[1:]:
     if not os.fork():
