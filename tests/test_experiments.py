@@ -629,11 +629,11 @@ def test_a_method_of_the_field_is_the_same_on_two_ranks(name, qwen25, task, tmp_
         "gigpo": [OBSERVING, '["a","e","r"]'],
         "luffy": ["--data", with_demonstrations(task, tmp_path)],
         "noisy": ["--noisy 2"],
-        "replay": ["--replay 2 --prompts_per_step 8"],
-        "spo": ["--advantage spo"],
+        "replay": ["--replay 2 --prompts_per_step 8 --steps 2"],
+        "spo": ["--advantage spo --steps 2"],
         "student_images": ["--student_images 0.5 --teacher_model self"],
     }[name]
-    common = "--steps 2 --save_every 0 --export_every 0 --advantage grpo --samples_per_prompt 4 --log_samples 99"
+    common = "--steps 1 --save_every 0 --export_every 0 --advantage grpo --samples_per_prompt 4 --log_samples 99"
     for world in (1, 2):
         argv = flags(qwen25, task, tmp_path / str(world), common, *more)
         ranks.run(live, tmp_path, name, argv, world=world)
