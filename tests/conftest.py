@@ -144,7 +144,7 @@ def our_name(name: str) -> str:
     return name
 
 
-@pytest.fixture(scope="session", params=marked(["qwen2_5_vl", "qwen3_5", "qwen3_vl"], daily=2))
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_5"])
 def checkpoint(request, tmp_path_factory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -25,7 +25,7 @@ def letters(prompts, responses, references, labels, images):
     return [sum(c in "aeiou " for c in r) / max(1, len(r)) + 0.1 * len(p) for r, p in zip(responses, images)]
 '''
 ALGORITHMS = {
-    "gae": "--steps 4 --epochs 2 --minibatches 2 --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --critic_lr 1e-3 "
+    "gae": "--steps 4 --minibatches 2 --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --critic_lr 1e-3 "
     "--eval_every 2 --on_bad_row skip --data damaged.jsonl --ema_beta 0.9",
     "grpo": "--steps 4 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --lr_schedule linear "
     "--warmup_steps 2 --eval_every 0",

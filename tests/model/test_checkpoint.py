@@ -219,7 +219,7 @@ def test_four_steps_are_two_and_two(flags, out, undisturbed, name, world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before, after", [(1, 2), (2, 1), (2, 3)])
+@pytest.mark.parametrize("before, after", [(2, 1), (2, 3)])
 def test_resume_on_another_number_of_ranks(flags, out, undisturbed, before, after):
     """--resume PATH, into another folder, resharded."""
     reference = undisturbed("gae", before)
@@ -233,7 +233,7 @@ def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, life_tas
     """--hsdp 2 on four ranks: halves of everything, the steps of one rank, and a checkpoint that
     goes on on one."""
     reference, out = undisturbed("gae", 1), tmp_path / "four"
-    told = live(flags(out, ALGORITHMS["gae"] + " --hsdp 2 --save_every 2"), 4, [(tell_shards,)])
+    told = live(flags(out, ALGORITHMS["gae"] + " --hsdp 2 --steps 2"), 4, [(tell_shards,)])
     # actor and critic
     assert told.count("[('(Replicate(), Shard(dim=0))', 2.0)]") == 8
     plan = start(qwen25, life_task / "rows.jsonl")
@@ -246,9 +246,9 @@ def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, life_tas
             assert int(moments) <= planned["Adam"]
             assert int(moments) == planned["Adam"] or rank % 2
     live(flags(tmp_path / "one", ALGORITHMS["gae"] + f" --resume {out}/checkpoints/step-2"))
-    for run, count in ((out, 5), (tmp_path / "one", 2)):
-        assert_close_records(records(run)[-count:], records(reference)[-count:])
-    assert_close_weights(*(folder / "export" / "step-4" for folder in (reference, out)))
+    assert_close_records(records(out), records(reference)[:3])
+    assert_close_records(records(tmp_path / "one")[-2:], records(reference)[-2:])
+    assert_close_weights(*(run / "export" / "step-4" for run in (reference, tmp_path / "one")))
 
 
 @pytest.mark.slow
@@ -267,7 +267,6 @@ def test_a_slow_background_save_holds_the_state_of_its_step(flags, out, undistur
 @pytest.mark.parametrize(
     "owner, method, at, saved, recorded",
     [
-        ("RunLogger", "step", 3, 2, 2),
         ("Checkpoints", "save", 3, 2, 3),
         ("RunLogger", "evaluation", 4, 4, 4),
     ],
@@ -705,7 +704,11 @@ def test_save_strategies(flags, tmp_path):
     for strategy in ("unrestricted", "single_node", "single_process", "single_thread"):
         log = tmp_path / f"{strategy}.jsonl"
         hooks = [(change_writes, -1, [], 1.5, "", str(log))]
-        live(flags(tmp_path / strategy, f"--steps 1 --save_strategy {strategy}"), 2, hooks)
+        live(
+            flags(tmp_path / strategy, f"--advantage grpo --steps 1 --save_strategy {strategy}"),
+            2,
+            hooks,
+        )
         assert_equal_tensors(
             *(tmp_path / name / "checkpoints" / "step-1" for name in (strategy, "unrestricted"))
         )
@@ -713,7 +716,7 @@ def test_save_strategies(flags, tmp_path):
             map(json.loads, log.read_text().splitlines()), key=lambda line: line[1]
         )
         assert (start < end) == (strategy in ("unrestricted", "single_node")), strategy
-    train(flags(tmp_path / "single_process", "--save_strategy single_process"))
+    train(flags(tmp_path / "single_process", "--advantage grpo --save_strategy single_process"))
     assert recorded(tmp_path / "single_process") == [1, 2]
 
 

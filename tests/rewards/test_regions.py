@@ -355,7 +355,7 @@ def test_hostile_answers_earn_nothing_in_little_time(response):
     for score in (score_boxes, score_point):
         result = score(response, truth([CUP], ["cup"]))
         assert result.get("box_iou", 0) <= 0.01 and result["accuracy"] == 0
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 20
 
 
 # ------------------------------------------------------------------------------------------------- use
