@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -397,6 +398,10 @@ def find_damage(path: Path) -> str:
     return max(gather_objects(problem))
 
 
+# an older torch closes a stager after its first save
+KEEPS_STAGER = Version(torch.__version__) >= Version("2.13")
+
+
 def make_stager() -> DefaultStager:
     """Copies tensors into host memory, which is kept for the next save: pinned where there is a GPU."""
     gpu = torch.cuda.is_available()
@@ -628,6 +633,8 @@ class Checkpoints:
         text = json.dumps(state, indent=1, allow_nan=False)
         folder = self.folder / f".tmp-step-{step}"
         writer = Writer(folder, text, self.args.save_strategy, self.group)
+        if not KEEPS_STAGER:
+            self.stager = make_stager()
         done: Any = dcp.async_save(
             training_state(self.roles),
             storage_writer=writer,
