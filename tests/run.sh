@@ -3,8 +3,8 @@
 #   bash tests/run.sh             every claim of README once, without the network: 8 minutes on two idle cores
 #   bash tests/run.sh all         everything; what needs a package of its own fetches it, or is skipped with the reason
 #   bash tests/run.sh -k name     whatever pytest takes
-#   bash tests/run.sh --versions  which torch and transformers were tried last, and three quarters of everything with the oldest
-#                                 and the newest
+#   bash tests/run.sh --versions  which torch and transformers were tried last, and the claims of README, checkpoints and weights with
+#                                 the oldest and the newest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ "${1:-}" != --versions ] || exec bash tests/versions.sh

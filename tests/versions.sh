@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Says which torch and transformers were tried last. Then three quarters of the tests, the fast ones, with the oldest of both
-# that requirements.txt allows, and with the newest that the package index has, whatever requirements.txt says of torch. Each gets a virtual environment of its own under $TMPDIR
-# (up to 6 GB, twenty minutes on 2 cores), deleted afterwards. The builds of torch on PyPI are for CUDA: no GPU is needed to
-# import them, and the tests that trace on fake tensors of a GPU then run instead of skipping.
+# Says which torch and transformers were tried last. Then what README claims, and all tests of checkpoints, weights and compiled
+# kernels, with the oldest of both that requirements.txt allows, and with the newest that the package index has, whatever
+# requirements.txt says of torch. Each gets a virtual environment of its own under $TMPDIR (up to 6 GB, twenty minutes on 2 cores),
+# deleted afterwards. The builds of torch on PyPI are for CUDA: no GPU is needed to import them, and the tests that trace on fake
+# tensors of a GPU then run instead of skipping.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="$(for name in python3.12 python3.11 python3; do "$name" -c 'import sys; print(sys.executable)' 2>/dev/null && break; done)"
@@ -21,8 +22,9 @@ for which in oldest newest; do
     "$python" -m venv "$place/venv"
     "$place/venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir "${wanted[@]}" "${others[@]}"
     "$place/venv/bin/python" -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
-    PATH="$place/venv/bin:$PATH" "$place/venv/bin/python" -m pytest -q -p no:cacheprovider tests -n 2 --dist loadscope --no-loadscope-reorder \
-        --ignore tests/test_training.py --ignore tests/launch/test_slurm.py || failed=1
+    pytest=("$place/venv/bin/python" -m pytest -q -p no:cacheprovider -n 2 --dist loadscope --no-loadscope-reorder)
+    PATH="$place/venv/bin:$PATH" "${pytest[@]}" tests -m "not slow" --ignore tests/benchmarks || failed=1
+    PATH="$place/venv/bin:$PATH" "${pytest[@]}" tests/model/test_{checkpoint,weights,traces}.py tests/test_fused.py -m slow || failed=1
     rm -rf "$place"
 done
 exit $failed
