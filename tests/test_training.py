@@ -1142,7 +1142,7 @@ RUNS = {
     ),
     "talking": (
         "qwen2_5_vl",
-        "--steps 2 --kl_coef 0.1 --gamma 0.9 --env TALKERS:Words --reward_recipe TASK/talk.json "
+        "--steps 2 --train_vision --kl_coef 0.1 --gamma 0.9 --env TALKERS:Words --reward_recipe TASK/talk.json "
         "--grm_question correct --eval_data TASK/talk.jsonl --perception_coef 0.1 --perception_scale 0.8 "
         + TALKING,
     ),
@@ -1162,7 +1162,8 @@ RUNS = {
     "looking": (
         "qwen2_5_vl",
         "--steps 2 --advantage rloo --train_vision --env TALKERS:Same --reward env "
-        "--eval_samples 2 --teacher_model self --teacher_in loss " + TALKING,
+        "--eval_samples 2 --teacher_model self --teacher_in loss --epochs 2 --target_kl 1e-4 "
+        + TALKING,
     ),
 }
 FAILURES = {  # name -> flags, the message

@@ -118,8 +118,8 @@ def test_bytes_of_the_cache(checkpoint):
         assert cache.nbytes == stored
 
 
-# the peak in a layer, and at the head, whose products are float32 on a CPU; test_recompute.py has
-# layers in float32
+# The peak in a layer, and at the head, whose products are float32 on a CPU. Layers in float32 are in
+# test_recompute.py.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, checkpointing, vocabulary, chunk, responses",
@@ -162,7 +162,9 @@ def test_peak_of_an_update(
     env.actor.model.setup = replace(env.actor.model.setup, head_chunk=chunk)
     drawn = list(torch.randint(4, 200, (responses, 1000 // responses)))
     batch = take(env, 1).with_targets([drawn])
-    for module in (env.actor,) if dtype == "bfloat16" else (env.actor, env.critic):  # it is slow
+    # a CPU is slow in bfloat16
+    modules = (env.actor,) if dtype == "bfloat16" else (env.actor, env.critic)
+    for module in modules:
         peak, row = peak_of_an_update(env, module, batch)
         segments = row.attention.segments  # (start, end, and those of the prefix)
         keys = sum(end - start + last - first for start, end, first, last, *_ in segments)

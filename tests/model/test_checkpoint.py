@@ -267,6 +267,7 @@ def test_a_slow_background_save_holds_the_state_of_its_step(flags, out, undistur
 @pytest.mark.parametrize(
     "owner, method, at, saved, recorded",
     [
+        ("RunLogger", "step", 3, 2, 2),
         ("Checkpoints", "save", 3, 2, 3),
         ("RunLogger", "evaluation", 4, 4, 4),
     ],
@@ -813,8 +814,8 @@ def test_a_silent_rank_ends_the_job_within_the_timeout(flags, out):
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_dead_rank(flags, out, undisturbed, tmp_path):
-    """With --max_restarts a SIGKILL costs the steps since the last checkpoint, and no one's attention;
-    of two ranks, whose peer finds the new one: test_slurm.py."""
+    """With --max_restarts a SIGKILL costs the steps since the last checkpoint, and no one's attention.
+    test_slurm.py has the same with two ranks."""
     command = words(
         sys.executable,
         "-m",
