@@ -62,10 +62,6 @@ def read_judgements(run: Path, form: dict = JUDGEMENT) -> list[Orders]:
     check_form(records, [form], f"{path}")
     rows = defaultdict(lambda: defaultdict(list))
     for record in records:
-        # A run of an earlier version also read verdicts that were cut off. One in a conversation
-        # may be whole.
-        if record.get("truncated") and "ended" not in record:
-            record["verdict"] = None
         rows[record["index"] - (record["order"] == "swapped")][record["order"]].append(
             {"verdict": None} | record
         )

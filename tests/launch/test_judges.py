@@ -524,17 +524,6 @@ def test_ties_of_genai_bench(tmp_path):
     assert table["without ties"]["rows"] == "2"
 
 
-def test_a_judgement_that_was_cut_off_says_nothing(tmp_path):
-    """In records of runs that gave it a verdict, too; but a conversation that a limit ended may have one."""
-    rows = [
-        ("g", "A", "A", "B"),
-        ("g", "A", "A", "A", {"truncated": True}),
-        ("g", "B", "B", "A", {"truncated": True, "ended": "turn_limit"}),
-    ]
-    cells = table_of(tmp_path, rows)["overall"]
-    assert (cells["could not be read"], cells["accuracy, unread left out"]) == ("0.333", "1.000")
-
-
 def test_ties_of_vl_rewardbench(tmp_path):
     """No row is one: the table has how many verdicts say so, and the accuracy without them, as its
     own script; also beside a benchmark that has ties."""
