@@ -647,8 +647,9 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
     records, texts = [], {}
     for (prompt, *_), letters in zip(questions, ("wr", "rr", "cr", "cc", "-w")):
         for sample, letter in enumerate(letters):
-            verdict = {"r": prompt.reference, "c": prompt.reference, "w": "tie", "-": None}[letter]
-            response = f"It is {sample}. {with_verdict(verdict) if verdict else ''}"
+            verdict = {"r": prompt.reference, "c": None, "w": "tie", "-": None}[letter]
+            written = prompt.reference if letter == "c" else verdict
+            response = f"It is {sample}. {with_verdict(written) if written else ''}"
             texts.setdefault((prompt.index, letter), response)
             records.append(
                 {
