@@ -3,6 +3,7 @@ sizes, under 8 minutes.
 
     python tests/benchmarks/gpu.py                  3B and 7B; with 80 GB everything fits but a few cells of the decode table
     python tests/benchmarks/gpu.py --short          fewer sizes, batches and contexts: three minutes
+    python tests/benchmarks/gpu.py --levers 3b|7b   what each lever of an update gives, with its kernels: two minutes
     python tests/benchmarks/gpu.py --tiny           the same program on a toy, also on a CPU: shows that it runs, not how fast
 
 Tables: (1) attention back-ends: errors against softmax in float64; (2) decoding steps of
@@ -11,7 +12,8 @@ of the memory, (weight bytes + batch x context x KV bytes) / bandwidth; (3) pref
 with AdamW, prompts shared and not: 3B with all weights and all layers recomputed, 7B with LoRA and
 what `--gradient_checkpointing auto` chooses; (5) a whole PPO step by stage; (6) the kernels that take most
 time of a decoding step and of an update. Bandwidth and, on an unknown GPU, peak FLOP/s are measured
-by a copy and a product."""
+by a copy and a product. The levers are those of updates of 3B with all weights, and of 7B with LoRA: what is
+recomputed and what is kept, and what updates cost without the kernels that we fuse."""
 
 import argparse
 import dataclasses
@@ -22,10 +24,13 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch.distributed.tensor import DTensor
 
@@ -39,9 +44,11 @@ from common import distributed
 from common.buffers import Batch, Pack
 from common.data.processor import Processor
 from common.flags import DataArgs
-from common.model import adapters, budget, build, checkpoint, memory, vlm, weights
+from common.model import adapters, budget, build, layers, memory, vlm, weights
 from common.model.attention import BACKENDS, PackedAttention, SlotCache
-from common.model.fsdp import unwrapped_forward
+from common.model.fsdp import Trainable, unwrapped_forward
+from common.model.recompute import recompute
+from common.model.vlm import UpdateSetting
 from common.rollout import RolloutEngine, Sample
 from conftest import computing
 
@@ -338,9 +345,9 @@ def prefill_table(setup, folder: Path, size: str, totals, peak: float) -> None:
         )
 
 
-def update_table(args, budgets, response: int, peak: float) -> None:
-    """One optimizer step on 8 prompts of 8 responses each, without vision tower: token ids and
-    advantages are random. With --gradient_checkpointing auto packs are at most as large as it chose."""
+def prepare_update(args, response: int) -> tuple[Trainable, Batch]:
+    """An actor, and 8 prompts of 8 responses each, without vision tower: token ids and advantages are
+    random. With --gradient_checkpointing auto packs are at most as large as it chose."""
     args = dataclasses.replace(args, samples_per_prompt=8, max_new_tokens=response)
     ranks, rows = distributed.start(args.timeout, args.hsdp), ppo.load_rows(args)
     ids, n = torch.randint(5, 100, (8, 2 * response)), 64 * response
@@ -352,8 +359,7 @@ def update_table(args, budgets, response: int, peak: float) -> None:
     planned = dataclasses.replace(rows, train_sets=[prompts])
     budget.fit(ppo.plan_memory(args, models.by_role(), planned, ranks.world), ranks)
     ppo.load_models(args, models.by_role(), ranks)
-    actor = models.actor
-    trained = ppo.make_trainables(args, ppo.Models(actor, None, None))["actor"]
+    trained = ppo.make_trainables(args, ppo.Models(models.actor, None, None))["actor"]
     responses = torch.randint(5, 100, (n,)).split(response)
     batch = Batch(prompts, list(range(8)), [0] * 8).with_targets(
         [list(responses[k : k + 8]) for k in range(0, 64, 8)]
@@ -365,6 +371,22 @@ def update_table(args, budgets, response: int, peak: float) -> None:
     )
     batch.advantages, batch.logprobs = torch.randn(n), torch.full((n,), -9.0)
     batch.old_logprobs = batch.logprobs
+    return trained, batch
+
+
+def measured_update(step) -> tuple[float, float]:
+    """Seconds of an update, and its peak GiB; one before it compiles kernels."""
+    step()
+    if DEVICE.type != "cuda":
+        return timed(step), float("nan")
+    torch.cuda.reset_peak_memory_stats()
+    return min(timed(step) for _ in range(2)), torch.cuda.max_memory_allocated() / 2**30
+
+
+def update_table(args, budgets, response: int, peak: float) -> None:
+    """One optimizer step of `prepare_update`."""
+    trained, batch = prepare_update(args, response)
+    actor, n = trained.module, 64 * response
     kind = f"LoRA of rank {args.lora_rank}" if args.lora_rank else "all weights"
     print(
         f"\nUpdate of {Path(args.model).name}, {kind}, AdamW, "
@@ -380,13 +402,7 @@ def update_table(args, budgets, response: int, peak: float) -> None:
         for shared in (True, False):
             step = functools.partial(ppo.update_actor, trained, None, batch, 1, None, args)
             with computing(actor, apart=not shared, max_tokens_per_pack=most):
-                step()
-                if DEVICE.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                seconds = timed(step)
-            peak_gib = (
-                torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else float("nan")
-            )
+                seconds, peak_gib = measured_update(step)
             computed = (8 if shared else 64) * 2 * response + n
             flops = memory.update_flops(actor, computed, n)
             print(
@@ -398,6 +414,60 @@ def update_table(args, budgets, response: int, peak: float) -> None:
     step = functools.partial(ppo.update_actor, trained, None, batch, 1, None, args)
     with computing(actor, max_tokens_per_pack=budgets[-1]):
         print_kernels(f"an update, {tokens} tokens per pack, prompts shared", step, 24)
+
+
+def scaled_and_summed(self: adapters.LoRALinear, x: torch.Tensor) -> torch.Tensor:
+    """An adapter that passes over the layer's output twice more."""
+    update = F.linear(F.linear(x, self.lora_A), self.lora_B)
+    return F.linear(x, self.weight, self.bias) + self.scale * update
+
+
+def lever_table(args, response: int) -> None:
+    """An update with all layers recomputed, and variants of it. They are exact:
+    tests/model/test_recompute.py, tests/test_fused.py, tests/model/test_lora.py."""
+    trained, batch = prepare_update(args, response)
+    decoder = vlm.decoder(trained.module.model)
+    theirs, count = sys.modules[type(decoder).__module__], len(decoder.layers)
+    rotate = theirs.apply_rotary_pos_emb.args[0]  # as transformers has it
+    unfused = [
+        mock.patch.object(layers, "gated", layers.silu_product),
+        mock.patch.object(theirs, "apply_rotary_pos_emb", rotate),
+    ]
+    summed = [mock.patch.object(adapters.LoRALinear, "forward", scaled_and_summed)]
+    everything, most = UpdateSetting(16384, count), 5 * count // 6
+    variants = [
+        ("all recomputed", everything, []),
+        ("gates and rotary positions not fused", everything, unfused),
+        ("all but for attention", UpdateSetting(16384, count, True), []),
+        (f"{most} of {count} but for attention", UpdateSetting(16384, most, True), []),
+    ]
+    if args.lora_rank:
+        variants += [
+            ("all recomputed, adapters scaled and summed", everything, summed),
+            ("packs of 10,496, none", UpdateSetting(10496, 0), []),
+            ("packs of 5,120, none", UpdateSetting(5120, 0), []),
+        ]
+    else:
+        products = UpdateSetting(8192, count, True, count)
+        variants += [
+            ("packs of 8,192, all but for attention and products", products, []),
+            ("packs of 5,120, none", UpdateSetting(5120, 0), []),
+        ]
+    print(f"\n{Path(args.model).name}\n\n| recomputed | s | peak GiB |\n|---|---|---|")
+    step = functools.partial(ppo.update_actor, trained, None, batch, 1, None, args)
+    for name, setting, patches in variants:
+        recompute(trained.module.model, setting)
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            try:
+                seconds, gib = measured_update(step)
+            except torch.OutOfMemoryError:
+                seconds = gib = float("nan")
+                trained.optimizer.zero_grad()
+        print(f"| {name} | {seconds:.3f} | {gib:.1f} |", flush=True)
+        release()
+    print_kernels(f"the last of these, {Path(args.model).name}", step, 24)
 
 
 def whole_step(flags: list[str]) -> None:
@@ -416,11 +486,11 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--levers", choices=("3b", "7b"))
     settings = parser.parse_args()
     tiny, short = settings.tiny, settings.short
     begun, folder = time.perf_counter(), Path(tempfile.mkdtemp())
     weights.fill = random_fill
-    checkpoint.contents = lambda flag, value: value  # of weights that no file has
     sizes, batches, contexts, steps = ("3b", "7b"), (1, 16, 64, 128, 256), (512, 1500, 4000), 16
     totals, budgets, prompts = (4096, 16384), (8192, 16384, 32768), "64"
     if short:
@@ -486,6 +556,14 @@ def main() -> None:
         functools.partial(update_table, lora_args, (16384,), 2 if tiny else 512, peak),
         functools.partial(whole_step, flags),
     ]
+    levers = {
+        "3b": functools.partial(lever_table, args, 2 if tiny else 512),
+        "7b": functools.partial(lever_table, lora_args, 2 if tiny else 512),
+    }
+    if settings.levers:
+        tables = [levers[settings.levers]]
+    elif tiny:
+        tables += levers.values()
     failed = 0
     # one that fails must not cost the others
     for table in tables:
