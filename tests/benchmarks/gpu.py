@@ -3,8 +3,8 @@ sizes, under 8 minutes.
 
     python tests/benchmarks/gpu.py                  3B and 7B; with 80 GB everything fits but a few cells of the decode table
     python tests/benchmarks/gpu.py --short          fewer sizes, batches and contexts: three minutes
-    python tests/benchmarks/gpu.py --levers 3b|7b   what each lever of an update gives, with its kernels: two minutes
-    python tests/benchmarks/gpu.py --tiny           the same program on a toy, also on a CPU: shows that it runs, not how fast
+    python tests/benchmarks/gpu.py --levers 3b|7b   what each lever of an update gives: two minutes
+    python tests/benchmarks/gpu.py --tiny           on a toy, also on a CPU: shows that it runs, not how fast
 
 Tables: (1) attention back-ends: errors against softmax in float64; (2) decoding steps of
 Qwen2.5-VL: eager, CUDA graphs and Hugging Face `generate` (SDPA, dynamic cache) against the bound
