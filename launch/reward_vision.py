@@ -58,7 +58,7 @@ def one_number(truth):
 
 def per_sample(grade, check=not_empty):
     """A reward function from the grade of one answer, given its truth and row; no answer earns 0.
-    ``check`` is called on every truth before a run starts."""
+    Before a run starts, every truth passes ``check``, and is compared with an answer."""
 
     def score(prompts, responses, references, labels, images, rows):
         texts = map(with_opened_thought, prompts, responses)
@@ -67,8 +67,22 @@ def per_sample(grade, check=not_empty):
         grades = [grade(*sample) if sample[0] else 0.0 for sample in samples]
         return {"reward": grades, "accuracy": [float(share == 1) for share in grades]}
 
-    score.check = check
+    def check_truth(truth, row=None):
+        check(truth)
+        if row is not None:
+            grade("?", truth, row)
+
+    score.check = check_truth
     return score
+
+
+def texts_of(row: dict, column: str) -> list[str]:
+    """A column of texts or numbers; without it none. Raises ValueError: anything else."""
+    values = row.get(column) or []
+    texts = list(map(number_as_text, values)) if isinstance(values, list) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{column} must be a list of texts, not {values!r:.80}")
+    return texts
 
 
 def plain(text) -> str:
@@ -78,7 +92,7 @@ def plain(text) -> str:
 
 @per_sample
 def choice(answer, truth, row):
-    letters = dict(zip(map(plain, row.get("options", [])), ascii_uppercase))
+    letters = dict(zip(map(plain, texts_of(row, "options")), ascii_uppercase))
     right = chosen(truth, letters)
     if len(right) != 1:
         raise ValueError(f"the answer {truth!r} is neither a letter nor one of the row's options")
@@ -99,7 +113,8 @@ def number(answer, truth, row):
     values, right = read_numbers(answer), read_number(truth)
     if right is None:
         return float(plain(answer) == plain(truth))
-    tolerance = Fraction(str(row.get("tolerance", 0.05)))
+    tolerance = row.get("tolerance")
+    tolerance = Fraction("0.05" if tolerance is None else str(tolerance))
     return float(len(values) == 1 and abs(values.pop() - right) <= tolerance * abs(right))
 
 
@@ -114,7 +129,7 @@ def words(answer, truth, row):
 
 
 def truths(truth: str, row: dict) -> list:
-    known = row.get("answers") or read_list(truth) or [truth]
+    known = texts_of(row, "answers") or read_list(truth) or [truth]
     return [str(number_as_text(text)) for text in known]
 
 

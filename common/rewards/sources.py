@@ -12,6 +12,7 @@ Only the response is scored: a prompt that shows an answer as an example must no
 
 import copy
 import functools
+import inspect
 import math
 import os
 from bisect import bisect_left
@@ -71,8 +72,9 @@ class Source:
     keywords: list[str] = field(default_factory=list)  # what it gets by name, of OFFERED
     # Of no function: scores these samples of the batch. `models.build` sets that of a model.
     score: Callable[[Batch, list[int], Processor], Scores] | None = None
-    # Raises ValueError: nothing can match a reference answer. None: any may be right.
-    check: Callable[[str], None] | None = None
+    # Raises ValueError: nothing can match a reference answer (and its row, if it has a parameter of this
+    # name). None: any may be right.
+    check: Callable[..., None] | None = None
 
 
 def load_rewards(args: RewardArgs) -> "RewardMix":
@@ -128,7 +130,8 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     besides, at the token that ends there. `images` holds absolute paths, in the order of their places
     in the prompt (of a clip a tuple); the policy sees them as `read_image` gives them. Parameters of
     the names in `OFFERED` get what these say. All are copies. An attribute `check` of the function is
-    called with every reference answer before the first step, and raises ValueError for a bad one.
+    called with every reference answer before the first step, and raises ValueError for a bad one; a
+    parameter `row` of it gets the columns.
     """
     kind, _, rest = spec.partition(":")
     if spec == "none":
@@ -517,7 +520,8 @@ def lack_of(source: Source, row: Prompt) -> str:
         return "no reference answer" if source.kind == "rule" else ""
     try:
         if source.check:
-            source.check(row.reference)
+            takes_row = "row" in inspect.signature(source.check).parameters
+            source.check(row.reference, **({"row": row.row.copy()} if takes_row else {}))
     except ValueError as error:
         return str(error)
     except RAISED as error:

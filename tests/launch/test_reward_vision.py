@@ -3,15 +3,19 @@
 import functools
 import json
 import random
+import re
 import time
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+import torch
 
 import reward_vision
+from common.data.rows import Prompt
 from common.ppo_flags import RewardArgs
-from common.rewards.sources import load_source
-from conftest import ROOT, marked, table, value_error
+from common.rewards.sources import RewardMix, load_source
+from conftest import ROOT, marked, table, user_error, value_error
 from helpers import reward_samples, score_samples
 
 # which takes ten times what a grade does
@@ -217,6 +221,28 @@ def test_truths_are_checked_before_a_run(name):
             check(truth)
         with value_error("the answer 'several', no number"):
             check("several")
+
+
+@pytest.mark.parametrize(
+    "name, truth, row, message",
+    [
+        ("choice", "1", ANIMALS, "the answer '1' is neither a letter nor one of the row's options"),
+        ("choice", "B", {"options": "['cat', 'dog']"}, "options must be a list of texts"),
+        ("choice", "B", {"options": {"A": "cat", "B": "dog"}}, "options must be a list of texts"),
+        ("number", "3", {"tolerance": "5%"}, "Fraction: '5%'"),
+        ("words", "red", {"answers": "red"}, "answers must be a list of texts, not 'red'"),
+        ("anls", "net", {"answers": [{"answer": "net"}]}, "answers must be a list of texts"),
+    ],
+)
+def test_a_row_that_cannot_be_graded_is_told_before_a_run(name, truth, row, message):
+    prompt = Prompt([], "", (), (), torch.empty(0), 0, reference=truth, row=row, source="x.jsonl:9")
+    source = load(name)
+    mix = RewardMix([source], {"*": {source.spec: 1.0}}, RewardArgs())
+    with user_error(rf"x.jsonl:9: .*{re.escape(message)}.*, which {name} compares with"):
+        mix.check_rows([prompt])
+    nulls = dict.fromkeys(("options", "answers", "tolerance"))  # as tables have them
+    mix.check_rows([replace(prompt, reference=RIGHT[name][0], row=nulls)])
+    assert grade(name, RIGHT[name][0], RIGHT[name][0], nulls) == 1
 
 
 def test_a_truth_that_is_no_choice_is_named():
