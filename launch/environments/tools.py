@@ -32,7 +32,7 @@ class Tools:
     def step(self, text: str) -> tuple:
         start, end = map(re.escape, self.markers)
         answer = after_thought(text)
-        calls = re.findall(f"{start}(.*?){end}", answer, re.DOTALL)
+        calls = re.findall(rf"{start}(.*?)(?:{end}|\Z)", answer, re.DOTALL)
         if not calls:
             return None, self.reward(answer), True
         return "\n".join(map(self.call, calls)), 0.0, False

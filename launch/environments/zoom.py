@@ -29,6 +29,8 @@ class Zoom:
     def step(self, text: str) -> tuple:
         answer = after_thought(text)
         call = CALL.search(answer)
+        if not call and "<zoom>" in answer:
+            return "<zoom>left, top, right, bottom</zoom>: whole numbers, please.", 0.0, False
         if not call:
             return None, float(answer == str(number_as_text(self.row["answer"]))), True
         corners = zip(call.groups(), 2 * self.picture.size)

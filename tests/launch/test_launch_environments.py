@@ -100,6 +100,8 @@ def test_tools_are_called_and_their_mistakes_are_told():
         call.replace("*", "/").replace("4", "0"),
     ):
         assert list(replies(wrong)[0]) == ["error"]
+    reply, reward, done = tool.step(f"<tool_call>{call}")  # never closed
+    assert (reply, reward, done) == ('{"result": 12}', 0.0, False)
     assert tool.step(" 12") == (None, 1.0, True)
     tool.reset({"answer": 12.0})  # by pandas
     assert tool.step("12") == (None, 1.0, True)
@@ -221,8 +223,12 @@ def test_zoom_shows_what_was_asked_for(tmp_path):
     (crop,), reward, done = zoom.step("I look: <zoom>500, 0, 750, 500</zoom>")
     assert crop.getcolors() == [(80 * 80, (255, 0, 0))]
     assert (reward, done) == (0.0, False)
-    for impossible in ("700,0,100,10", f"0,0,{'9' * 5000},0", "0,0,0,0"):
-        assert isinstance(zoom.step(f"<zoom>{impossible}</zoom>")[0], str)
+    wrong = ["-5, 0, 100, 100", "0.1, 0.1, 0.5, 0.5", "1, 2, 3", "NaN, 0, 5, 5", "", "[0, 0, 9, 9]"]
+    for impossible in ("700,0,100,10", f"0,0,{'9' * 5000},0", "0,0,0,0", *wrong):
+        reply, reward, done = zoom.step(f"<zoom>{impossible}</zoom>")
+        assert isinstance(reply, str)
+        assert (reward, done) == (0.0, False)
+    assert isinstance(zoom.step("<zoom>1, 2, 3, 4")[0], str)
     assert zoom.step("red") == (None, 1.0, True)
     zoom.reset({"folder": str(tmp_path), "image": "a.png", "answer": 12})
     assert zoom.step("12 ") == (None, 1.0, True)
