@@ -84,11 +84,9 @@ def start(timeout: float, hsdp: int, rollout_shards: int = 1) -> Ranks:
     Raises:
         UserError: more processes on this machine than GPUs, or ranks that hsdp or the team does not
             divide.
-        Exit: not all ranks came in time.
+        Exit: not all ranks came in time, or this process is none of them.
     """
-    for name, value in ONE_PROCESS.items():
-        os.environ.setdefault(name, value)
-    world = int(os.environ["WORLD_SIZE"])
+    world = expected_ranks()
     device = choose_device()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if local % rollout_shards:  # a team would span machines
@@ -112,6 +110,25 @@ def start(timeout: float, hsdp: int, rollout_shards: int = 1) -> Ranks:
             )
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     return Ranks(world, device, mesh, join_team(rollout_shards, timeout))
+
+
+def expected_ranks() -> int:
+    """The number of ranks by the environment, in which variables that are empty or missing are those of
+    one process; one that is alone has nobody to meet at MASTER_ADDR. Raises Exit: RANK is none of them."""
+    of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    alone = os.environ.get("WORLD_SIZE") in (None, "", "1") and not of_torchrun
+    for name, value in ONE_PROCESS.items():
+        if not os.environ.get(name) or alone and name.startswith("MASTER"):
+            os.environ[name] = value
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank >= world:
+        say(
+            f"error: RANK={rank} is none of the ranks of WORLD_SIZE={world}: start all of them with "
+            "torchrun, or unset both for one process",
+            file=sys.stderr,
+        )
+        raise Exit(EXIT_USER_ERROR)
+    return world
 
 
 @contextmanager

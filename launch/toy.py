@@ -52,6 +52,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging
 
+import tool
+
 # Flags of train_ppo_vl.py with which this task is learned; the paths are added by `main`.
 TRAINER_ARGS = dict(
     reward="exact",
@@ -718,7 +720,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.task == "questions":
             write_flags(folder / "grm_args.json", out, "judge_", JUDGE_ARGS)
         folder.rename(out)
-    print(f"toy: wrote {out}", flush=True)
+    tool.say(f"toy: wrote {out}")
 
 
 if __name__ == "__main__":

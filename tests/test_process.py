@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ranks
-from common import distributed
+from common import distributed, process
 from conftest import ROOT, user_error
 
 SCRIPTS = ("train_ppo_vl.py", "train_grm_vl.py")
@@ -104,9 +104,12 @@ process.run_main(main)
 """
 
 
-@pytest.mark.parametrize("first", ["process.run_main(say)", "import tool; say()"])
+AFRESH = "sys.modules.pop('tool', 0); sys.modules.pop('toy', 0); "
+
+
+@pytest.mark.parametrize("first", ["process.run_main(say)", f"{AFRESH}import toy; say()"])
 def test_what_a_terminal_cannot_show_ends_nothing(first):
-    """A script's lines on an ASCII terminal, and a tool's."""
+    """A script's lines on an ASCII terminal, and a tool's: the toy's path, say."""
     ended = python(
         "import sys\n"
         "from common import process\n"
@@ -134,6 +137,34 @@ def test_ranks_that_do_not_come_are_named():
         rf"error: not all of 2 ranks at {place} came within 2 s .* torchrun, or unset WORLD_SIZE .*\n",
         ended.stderr,
     )
+
+
+@pytest.mark.parametrize("rank, world", [("1", ""), ("2", "2"), ("0", "0"), ("0", "-1")])
+def test_a_rank_that_cannot_be_is_told(monkeypatch, capsys, rank, world):
+    """Whichever it believes to be, as no other may be there to say it."""
+    monkeypatch.setattr(os, "environ", {"RANK": rank, "WORLD_SIZE": world})
+    with pytest.raises(process.Exit, match="2"):
+        distributed.expected_ranks()
+    line = f"error: RANK={rank} is none of the ranks of WORLD_SIZE={world or 1}: start all of them with "
+    assert capsys.readouterr().err.startswith(line)
+
+
+@pytest.mark.parametrize(
+    "variables, address",
+    [
+        (dict(MASTER_PORT="29500", MASTER_ADDR="node7", WORLD_SIZE="1"), "127.0.0.1:0"),
+        (dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), ""), "127.0.0.1:0"),
+        (dict(MASTER_PORT="29500", MASTER_ADDR="node7", WORLD_SIZE="2"), "node7:29500"),
+        (dict(MASTER_PORT="29500", WORLD_SIZE="1", TORCHELASTIC_RUN_ID="x"), "127.0.0.1:29500"),
+    ],
+)
+def test_one_process_meets_nobody(monkeypatch, variables, address):
+    """Though a job script exports addresses, or empty ones, as it does outside of SLURM."""
+    world = int(variables["WORLD_SIZE"] or 1)
+    monkeypatch.setattr(os, "environ", variables)
+    assert distributed.expected_ranks() == world
+    assert address == f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    assert os.environ["RANK"] == "0"
 
 
 def test_an_error_waits_for_no_other_rank():
