@@ -124,7 +124,7 @@ NOT_IN_PAIRS = ("question", "messages", "response", "critique", "correct", "scor
 # Columns that say which of several responses is better, or how good one is.
 PREFERENCE = "(?i)reject|chosen|prefer|rank|score|winner"
 # How other systems write the place of one of several images.
-NUMBERED_IMAGE = r"<image[ _]?\d+>"
+NUMBERED_IMAGE = r"(?i)<\|?(image|img)[ _-]?\d+\|?>"
 
 
 # ---- One row. Each function removes what it reads from `rest`, the columns that are left.
@@ -694,13 +694,17 @@ def numbered_rows(paths: list[Path]) -> Iterator[tuple[Path, int, str | bytes | 
 
 
 def rename(row: dict, columns: dict[str, str]) -> None:
-    """Give columns our names. Raises ValueError: there is no such column."""
+    """Give columns our names; one that is named as its images replaces the other. Raises ValueError:
+    there is no such column."""
     renamed = {}
     for ours, theirs in columns.items():
         if theirs not in row:
             names = ", ".join(row)
             raise ValueError(f"no column {theirs!r} (see --columns); the row has {names:.400}")
         renamed[ours] = row.pop(theirs)
+    if renamed.keys() & {"image", "images"}:
+        for column in ("image", "images"):
+            row.pop(column, None)
     row |= renamed
 
 
@@ -727,14 +731,14 @@ def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
                 split = re.sub(r"-\d+-of-\d+$", "", path.stem)
                 splits.setdefault(split, []).append(path)
     if not splits:
-        raise ValueError(
-            f"no .parquet or .jsonl files in {', '.join(map(str, sources))}; name a .json file itself"
-        )
+        below = {f"{file.parent}" for source in sources for file in source.rglob("*.parquet")}
+        advice = f"name {', '.join(sorted(below))}" if below else "name a .json file itself"
+        raise ValueError(f"no .parquet or .jsonl files in {', '.join(map(str, sources))}; {advice}")
     return splits
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    columns = dict(item.split("=") for item in text.split(","))
+    columns = dict(item.partition("=")[::2] for item in text.split(","))
     unknown = columns.keys() - {*PROMPTS, *LABELS, *COLUMNS}
     if unknown:
         names = ", ".join(COLUMNS)

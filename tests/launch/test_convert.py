@@ -217,6 +217,15 @@ def test_columns_change_their_names(tmp_path):
     assert rows == [{"prompt": "q?", "images": [], "answer": "a"}]
 
 
+@pytest.mark.parametrize("ours", ["image", "images"])
+def test_the_column_of_images_that_is_named_is_read(tmp_path, ours):
+    """MathVista and MathVision have the path of a file that is not there beside the picture."""
+    row = {"prompt": "a", "image": "images/1.jpg", "decoded_image": base64_of(noise(1))}
+    rows = run(tmp_path, [row], f"--columns {ours}=decoded_image")
+    assert rows[0]["images"] == ["images/rows-00000-0.png"]
+    assert "decoded_image" not in rows[0]
+
+
 def test_videos(tmp_path):
     """A film by its path, a list as frames."""
     (tmp_path / "film.mp4").write_bytes(b"film")
@@ -630,7 +639,7 @@ def test_pictures_that_several_rows_show_are_one_file(tmp_path, qwen25, capsys):
         assert_pixels(prompt, noise(1))
 
 
-@pytest.mark.parametrize("mark", ["<image1>", "<image_1>", "<image 1>"])
+@pytest.mark.parametrize("mark", ["<image1>", "<image_1>", "<image 1>", "<|image_1|>", "<IMG-1>"])
 def test_numbered_places_of_images(tmp_path, capsys, mark):
     run(tmp_path, [{"prompt": f"Is {mark} red?", "images": [base64_of(noise(1))]}])
     assert f"{mark} in a text stands for no image: write <image> for it" in capsys.readouterr().out
@@ -834,6 +843,7 @@ def test_odd_rows_are_refused_in_our_words(tmp_path, capsys):
             ["--columns", "anwser=prompt"],
             "'anwser' is not one of prompt, label, ",
         ),
+        ("rows.jsonl", '{"prompt": "x"}', ["--columns", "prompt"], "row 1: no column ''"),
         (
             "rows.jsonl",
             '{"prompt": "x"}',
@@ -849,3 +859,12 @@ def test_a_file_that_cannot_be_converted(tmp_path, capsys, name, content, flags,
         convert.main(words(tmp_path / name, "--out", tmp_path / "out", *flags))
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_whose_data_lie_deeper_names_where(tmp_path, capsys):
+    """As `hf download` leaves a dataset."""
+    (tmp_path / "source" / "data").mkdir(parents=True)
+    (tmp_path / "source" / "data" / "train-00000-of-00001.parquet").touch()
+    with pytest.raises(SystemExit):
+        convert.main(words(tmp_path / "source", "--out", tmp_path / "out"))
+    assert f"files in {tmp_path}/source; name {tmp_path}/source/data\n" in capsys.readouterr().err
