@@ -18,6 +18,7 @@ from common.data.rows import (
     make_prompt,
     media_list,
     read_rows,
+    tell_numbered_images,
     text_column,
 )
 from common.flags import DataArgs
@@ -43,7 +44,9 @@ def load_responses(path: str, processor: Processor, args: DataArgs, limit: int) 
         text = write_marks(text, prompt.regions)
         return Example(prompt, bounded_target(processor, frame, text, prompt, limit), text)
 
-    return read_rows(path, build, args, RESPONSE_COLUMNS)
+    examples = read_rows(path, build, args, RESPONSE_COLUMNS)
+    tell_numbered_images(path, [example.prompt for example in examples])
+    return examples
 
 
 def prompt_of(row: dict) -> str | list:

@@ -11,7 +11,7 @@ needs them. A user's mistake is a ValueError that names the file, the line and t
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +50,8 @@ NO_PATH = r"(?s)(https?|data|file):|iVBORw0KGgo|/9j/|R0lGOD|UklGR|.*\0|.{4097}|$
 # How columns of images look when printed by Python.
 IMAGES = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)"
 MESSAGES = r"""\s*(\[\s*\{\s*["'](content|value)|\[?\s*\{\s*["'](role|from))["']\s*:"""  # as text
-NUMBERED_IMAGE = r"<image[ _]?\d+>"  # how other systems write the place of one of several images
+# How other systems write the place of one of several images.
+NUMBERED_IMAGE = r"(?i)<\|?(image|img)[ _-]?\d+\|?>"
 WORKED_SOLUTION = r"(?m)^####.*\s*\Z|.\\boxed|<answer>"
 Media = str | tuple[str, ...]  # the path of an image; of a clip its file, or those of its frames
 
@@ -145,11 +146,7 @@ def load_prompts(
 
     known = {*columns.values(), "videos", "rubric", "regions"}
     prompts = read_rows(path, build, args, known, all_read=bool(env))
-    if any(row.images and re.search(NUMBERED_IMAGE, row.text) for row in prompts):
-        distributed.say_once(
-            f"warning: {path}: <image1> or <image_1> in a text stands for no image: write <image> for "
-            "each, in the order of images"
-        )
+    tell_numbered_images(path, prompts)
     worked = any(re.search(WORKED_SOLUTION, prompt.reference or "") for prompt in prompts)
     if worked:
         distributed.say_once(
@@ -157,6 +154,15 @@ def load_prompts(
             "launch/convert.py takes the final answers out of them"
         )
     return prompts
+
+
+def tell_numbered_images(path: str, prompts: Iterable[Prompt]) -> None:
+    """Print that texts name images as other systems do."""
+    if any(row.images and re.search(NUMBERED_IMAGE, row.text) for row in prompts):
+        distributed.say_once(
+            f"warning: {path}: <image1> or <image_1> in a text stands for no image: write <image> for "
+            "each, in the order of images"
+        )
 
 
 Row = TypeVar("Row")
@@ -216,6 +222,11 @@ def read_rows(
 
 def read_jsonl(path: str) -> bytes:
     """The bytes of a JSONL file. Raises ValueError: another kind of file, and what to do."""
+    if os.path.isdir(path):
+        raise ValueError(
+            f"{path} is a folder; name its files, as in {path}/train.jsonl, or convert them: python "
+            f"launch/convert.py {path} --out NEW_FOLDER"
+        )
     if not os.path.isfile(path):
         raise ValueError(
             f"{path} is no file (data of the hub: hf download NAME --repo-type dataset --local-dir "

@@ -63,14 +63,18 @@ Tensors = dict[str, Tensor]  # by name
 
 
 def resolve_folder(name: str, weights: bool = True) -> Path:
-    """A local checkpoint folder, the one that <out>/export/latest names, or the
-    downloaded snapshot of a hub name; without ``weights``, of its small files only.
+    """A local checkpoint folder, that of a config.json, the one that <out>/export/latest names, or
+    the downloaded snapshot of a hub name; without ``weights``, of its small files only.
 
     Raises:
         ValueError: there is no such folder, and the hub has nothing of this name; or it is no model,
             but an adapter of one, say.
     """
     path = follow_pointer(name)
+    if path.is_file():
+        if path.name != "config.json":
+            raise ValueError(f"checkpoint {name}: this is a file; name the folder of the model")
+        path = path.parent
     folder = path if path.is_dir() else download(name, weights)
     adapter = folder / "adapter_config.json"
     if adapter.is_file():

@@ -35,6 +35,7 @@ from common.data.rows import (
     media_list,
     message_turns,
     read_rows,
+    tell_numbered_images,
     text_column,
     user_text,
 )
@@ -425,7 +426,9 @@ def load_judgements(
             examples.append(Example(prompt, target, text))
         return examples
 
-    return list(itertools.chain(*read_rows(path, build, args, JUDGEMENT_COLUMNS)))
+    examples = list(itertools.chain(*read_rows(path, build, args, JUDGEMENT_COLUMNS)))
+    tell_numbered_images(path, [example.prompt for example in examples])
+    return examples
 
 
 def read_rubric(row: dict) -> list[tuple[str, float]]:

@@ -21,12 +21,21 @@ from transformers import PreTrainedTokenizerFast
 from common.data.images import image_size, read_image
 from common.data.loader import load_pixels
 from common.data.processor import Processor, answer_frame
+from common.data.responses import load_responses
 from common.data.rows import load_prompts, parse_columns
 from common.flags import DataArgs
 from common.model.build import build_model
 from common.model.weights import materialize, resolve_folder
 from common.rewards.judge import load_judgements, read_rubric
-from conftest import judge_settings, read_json, table, value_error, write_image, write_json
+from conftest import (
+    judge_settings,
+    read_json,
+    table,
+    value_error,
+    write_image,
+    write_json,
+    write_rows,
+)
 from helpers import (
     BLUE,
     BOX,
@@ -868,7 +877,7 @@ def test_a_named_column_is_in_every_row(load, columns, name):
         (b"id,prompt,answer\n0,x,y\n", "a table of text: JSONL is what pandas"),
         (b",prompt,answer\n0,x,y\n", "a table of text: JSONL is what pandas"),
         (b"prompt;answer\nx;y\n", "a table of text: JSONL is what pandas"),
-        ("folder", "no file .data of the hub: hf download .*python launch/convert.py FOLDER"),
+        ("folder", "a folder; name its files, as in .*rows.json/train.jsonl, or convert them"),
         (None, "no file .data of the hub: hf download .*python launch/convert.py FOLDER"),
     ],
 )
@@ -922,12 +931,21 @@ def test_a_picture_alone_is_a_prompt(load):
         assert len(prompt.images) == 1
 
 
-@pytest.mark.parametrize("mark", ["<image1>", "<image_1>", "<image 1>"])
-def test_numbered_places_of_images_are_told(load, tmp_path, capsys, mark):
-    load([{"prompt": f"Is {mark} red?", "images": "a.png"}])
-    warning = (
-        f"warning: {tmp_path / 'train.jsonl'}: <image1> or <image_1> in a text stands for no image"
-    )
+@pytest.mark.parametrize(
+    "mark", ["<image1>", "<image_1>", "<image 1>", "<Image-1>", "<|image_1|>", "<img1>"]
+)
+def test_numbered_places_of_images_are_told(load, processor, tmp_path, capsys, mark):
+    """In prompts, in rows to imitate and in judgements."""
+    row = {"prompt": f"Is {mark} red?", "images": "a.png"}
+    load([row])
+    path = str(tmp_path / "train.jsonl")
+    warning = f"warning: {path}: <image1> or <image_1> in a text stands for no image"
+    assert warning in capsys.readouterr().out
+    write_rows(tmp_path / "train.jsonl", [row | {"response": "no"}])
+    load_responses(path, processor, DataArgs(), 512)
+    assert warning in capsys.readouterr().out
+    write_rows(tmp_path / "train.jsonl", [row | {"responses": ["no", "yes"], "preferred": "A"}])
+    load_judgements(path, processor, judge_settings(), DataArgs())
     assert warning in capsys.readouterr().out
     load([{"prompt": f"Is {mark} a tag?"}, {"prompt": "Is <image> red?", "images": "a.png"}])
     assert "stands for no image" not in capsys.readouterr().out

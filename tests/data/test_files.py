@@ -281,6 +281,12 @@ def test_a_mistyped_folder_is_called_that(tmp_path, name, message):
         resolve_folder(name.replace("FOLDER", str(tmp_path)))
 
 
+def test_a_file_is_no_model_but_a_config_means_its_folder(qwen25):
+    with value_error("model.safetensors: this is a file; name the folder of the model"):
+        resolve_folder(f"{qwen25}/model.safetensors")
+    assert resolve_folder(f"{qwen25}/config.json") == qwen25
+
+
 @pytest.mark.parametrize("has_config", [False, True])
 def test_an_adapter_is_refused_with_the_program_that_merges_it(tmp_path, has_config):
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen2.5-VL-3B-Instruct"}
