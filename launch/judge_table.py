@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+import tool  # puts common/ on the path
 from benchmarks import VL_ELSEWHERE, vl_group
-from tool import one_message  # puts common/ on the path
 
 # isort: split
 from files import check_form, read_records, say
@@ -205,11 +205,11 @@ def print_table(table: dict[str, Column]) -> None:
         say(f"| {' | '.join(map(str.ljust, line, widths))} |")
 
 
-@one_message()
+@tool.one_message()
 def main(argv: list[str]) -> None:
-    if not argv:
-        sys.exit(__doc__)
-    print_table(make_table(read_units(Path(argv[0]))))
+    parser = tool.parser(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN")
+    print_table(make_table(read_units(parser.parse_args(argv).run)))
 
 
 if __name__ == "__main__":

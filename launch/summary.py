@@ -8,7 +8,7 @@ python launch/summary.py RUN train/kl train/entropy    these metrics
 import sys
 from pathlib import Path
 
-from tool import one_message  # puts common/ on the path
+import tool  # puts common/ on the path
 
 # isort: split
 from files import check_form, read_records, say
@@ -40,12 +40,14 @@ def read_metrics(run: Path, names: list[str]) -> dict[str, list[float]]:
     return metrics
 
 
-@one_message()
+@tool.one_message()
 def main(argv: list[str]) -> None:
-    if not argv:
-        sys.exit(__doc__)
-    run, names = Path(argv[0]), argv[1:]
-    for name, values in read_metrics(run, names).items():
+    parser = tool.parser(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("metrics", nargs="*", metavar="metric")
+    args = parser.parse_args(argv)
+    run = args.run
+    for name, values in read_metrics(run, args.metrics).items():
         say(f"{name:34}{values[0]:.3f} -> {values[-1]:.3f}")
     answers = max(run.glob("samples/eval-*.jsonl"), default=None)
     if answers:

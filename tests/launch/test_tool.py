@@ -113,6 +113,14 @@ def ending(capsys, program, *line) -> int:
     return code
 
 
+@pytest.mark.parametrize("tool", [chat, convert, judge_filter, judge_table, summary])
+def test_help_is_the_docstring(capsys, tool):
+    with pytest.raises(SystemExit) as ended:
+        tool.main(["--help"])
+    assert ended.value.code == 0
+    assert tool.__doc__.strip() in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_files_of_any_kind(tmp_path, capsys, name):
     """As the metrics or the answers of a run, as its judgements, and as rows, under every suffix."""
