@@ -7,25 +7,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from common.files import open_file, read_json
 
-# Entries of config.json that set memory and time, in the model or a part of it, and ids. Transformers
-# finds other mistakes by itself.
-LAYERS, HEADS, WIDTH, IDS = range(1, 1025), range(1, 1025), range(1, 2**16), range(2**20)
-PART_FORM = {
-    "num_hidden_layers?": LAYERS,
-    "depth?": LAYERS,
-    "num_attention_heads?": HEADS,
-    "num_key_value_heads?": HEADS,
-    "num_heads?": HEADS,
-    "hidden_size?": WIDTH,
-    "intermediate_size?": WIDTH,
-    "out_hidden_size?": WIDTH,
-    "in_channels?": WIDTH,
-    "num_experts?": WIDTH,
-    "vocab_size?": IDS,
-    "image_token_id?": IDS,
-    "video_token_id?": IDS,
-}
-CONFIG_FORM = PART_FORM | {"text_config?": PART_FORM, "vision_config?": PART_FORM}
 IMAGES_FORM = {"image_processor_type?": str}
 # The small files besides config.json and the tokenizer's, and the form of what is read of them here;
 # JudgeSettings and the image processors check the rest.
@@ -61,7 +42,7 @@ def read_model_config(folder: str | Path):
     """The config of a checkpoint's model. Raises ValueError: no config.json, or one that
     transformers cannot use."""
     path = Path(folder, "config.json")
-    read_json(path, CONFIG_FORM)
+    read_json(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each class of transformers has its own checks
