@@ -43,7 +43,6 @@ Segment = tuple  # (start, end, prefix_start, prefix_end[, BOTH_WAYS or IN_WINDO
 
 # The tokens of a segment all attend to each other: in every layer, or in those with a sliding window.
 BOTH_WAYS, IN_WINDOWS = 1, 2
-MOST_GRIDS = 1 << 16  # the most that a family caches
 
 
 def is_clip(grid: Grid) -> bool:
@@ -439,8 +438,6 @@ class Measured(Family):
         """The grid, measured on a blank image, as it depends on the size alone."""
         size = width, height
         if size not in self.grids:
-            if len(self.grids) == MOST_GRIDS:
-                self.grids.clear()
             self.grids[size] = self.patches(Image.new("RGB", size))[1]
         return self.grids[size]
 

@@ -33,7 +33,6 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.buffers import Batch
-from common.data import families
 from common.data.families import BOTH_WAYS, FAMILIES, IN_WINDOWS, family_of
 from common.data.loader import PromptLoader, load_pixels
 from common.data.processor import Processor
@@ -530,15 +529,6 @@ def test_a_processor_that_does_not_fit_its_model_is_named(tmp_path, picture_rows
     write_json(file, settings | {"patch_size": "large"})
     with value_error("processor_config.json cannot be used"):
         Processor(tmp_path)
-
-
-def test_the_grids_of_few_sizes_are_kept(tmp_path, picture_rows, monkeypatch):
-    monkeypatch.setattr(families, "MOST_GRIDS", 2)
-    write_family("mistral3", tmp_path, picture_rows)
-    family = Processor(tmp_path).family
-    for width in (28, 56, 84, 28):
-        assert family.grid(width, 28) == family.patches(Image.new("RGB", (width, 28)))[1]
-        assert len(family.grids) <= 2
 
 
 def edit_config(folder: Path, part: str | None, **changes) -> None:
