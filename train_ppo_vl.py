@@ -464,7 +464,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
-    args = flags.parse(Args, __doc__, argv, ("describe", "args.json"), load_programs)
+    args = flags.parse(Args, __doc__, argv, toy=("describe", "args.json"))
     check_args(args)
     return args
 

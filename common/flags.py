@@ -126,13 +126,12 @@ def parse(
     doc: str | None,
     argv: list[str] | None,
     toy: tuple[str, str],
-    check: Callable | None = None,
 ) -> Args:
     """An ``args_class`` with the values of flags. The command line overrides --config, which overrides
     the defaults.
 
     Without --config, --model and --data, a file of the embedded toy is read: ``toy`` is its task and its
-    name. Before the toy is written, ``check`` sees the flags of the command line.
+    name.
 
     Raises:
         UserError: an unknown flag, or a bad value.
@@ -145,14 +144,11 @@ def parse(
     config = typed.pop("config", None)
     if config is None and not typed.keys() & {"model", "data", "eval_data"}:
         config = toy_file(*toy)
-        if not config.exists():
-            if check:
-                check(args_class(**typed))  # before the toy is written, which takes seconds
-            if not write_toy(config, toy[0]):
-                raise UserError(
-                    "no --model given, and launch/toy.py did not write the embedded toy, for the "
-                    "reason above"
-                )
+        if not config.exists() and not write_toy(config, toy[0]):
+            raise UserError(
+                "no --model given, and launch/toy.py did not write the embedded toy, for the "
+                "reason above"
+            )
     recorded = read_config(config, parser) if config else {}
     args = override(args_class(**recorded), typed)
     return dataclasses.replace(args, out=args.out.absolute())

@@ -384,8 +384,6 @@ def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch):
 @pytest.mark.parametrize(
     "line, message",
     table("""
---reward no/such.py:f     | --reward no/such.py:f: expected one of
---env no/such.py:E        | --env no/such.py:E: expected
 --gamma 1.5               | --gamma 1.5 must be at most 1
 --stop_strings end        | --stop_strings end: not JSON
 """),
