@@ -79,10 +79,6 @@ def parse_json(text: str | bytes, where: str | Path) -> Any:
     JSON."""
     try:
         return json.loads(text)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where}: not JSON: byte {error.start + 1} is no text in utf-8"
-        ) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
 
