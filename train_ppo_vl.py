@@ -704,7 +704,7 @@ def advance(
 
 
 # The flags that identify a run: if one has changed, --resume auto refuses the checkpoint. A resumed run
-# takes all others as they are now, but for its length (flags.LENGTH).
+# takes all others as they are now.
 OF_REWARDS = "reward reward_recipe reward_combiner grm_question grm_mode env".split()
 IDENTITY = {
     *flags.IDENTITY,

@@ -31,8 +31,6 @@ LONGEST_WAIT = 1e7
 # The flags that identify a model, and a run of either script.
 MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
 IDENTITY = (*MODEL_IDENTITY, "data", "template_options", "seed")
-# Those that set the length of a run. A resumed run takes all other flags as they are now.
-LENGTH = ("steps", "max_epochs")
 FOREIGN = Path(__file__).with_name("foreign_flags.json")  # flags of other systems
 # the flags that most runs touch, which --help alone shows
 OFTEN = """
@@ -270,8 +268,6 @@ def read_config(path: str | Path, parser: Parser) -> dict:
     except ValueError as error:
         raise UserError(f"--config {error}") from error
     try:
-        if config.keys() & {"config", "help"}:
-            raise ValueError("expected a JSON object of flags, --config and --help not among them")
         words = []
         for name, value in config.items():
             if isinstance(value, bool):

@@ -441,8 +441,6 @@ def test_flags_that_are_no_contradiction():
 {"model": "m", "data": "d", "step": 3}  | unrecognized arguments: --step=3; did you mean --steps?
 {"learning_rate": 1e-6}
     | unrecognized arguments: --learning_rate=1e-06; did you mean --actor_lr?
-{"config": "other.json"}                | expected a JSON object of flags, --config and --help not
-{"help": "all"}                         | expected a JSON object of flags, --config and --help not
 ["--steps", "3"]                        | must be dict, not ['--steps', '3']
 steps: 3                                | Expecting value
 {"steps": 3.5}                          | argument --steps: invalid int value: '3.5'

@@ -62,13 +62,14 @@ max_turns min_new_tokens minibatches offload reward_timeout rollouts_per_step sa
 samples_per_prompt slots stop_strings target_kl temperature top_k top_p
 """.split()
 WAY_OF_GRM = ["cuda_graphs", "eval_max_new_tokens", "lr", "slots"]
+LENGTH = {"steps", "max_epochs"}
 
 
 @pytest.mark.parametrize("script, more", [(ppo, WAY_OF_PPO), (grm, WAY_OF_GRM)])
 def test_every_flag_is_of_the_run_its_length_or_its_way(script, more):
     """A new flag is put into one of the rows by hand: here if a resumed run takes it as it is now."""
     names = {field.name for field in dataclasses.fields(script.Args)}
-    length = names & {*common_flags.LENGTH}
+    length = names & LENGTH
     assert script.IDENTITY <= names and not script.IDENTITY & length
     assert names - script.IDENTITY - length == {*WAY, *more}
     assert {*common_flags.MODEL_IDENTITY} < script.IDENTITY
