@@ -84,23 +84,18 @@ SPELLINGS = [  # applied in this order to lower-case text
 ]
 
 
-def opens_thought(prompt: str) -> bool:
-    """Whether a rendered prompt ends in <think>: the templates of some models write it themselves."""
-    return with_think_tags(prompt.rstrip()).endswith("<think>")
-
-
 def with_think_tags(text: str) -> str:
     """A text with <think> and </think> around its thoughts."""
     return re.sub(ENDS_THOUGHT, "</think>", re.sub(BEGINS_THOUGHT, "<think>", text))
 
 
 def with_opened_thought(prompt: str, response: str) -> str:
-    """A response with the thought that its prompt opens at its end, in this spelling; also an empty one
-    that the prompt closes, if the response has no other."""
-    response = with_think_tags(response)
-    if opens_thought(prompt):
+    """A response with the thought that its prompt opens at its end, in this spelling (the templates of some
+    models write it); also an empty one that the prompt closes, if the response has no other."""
+    prompt, response = with_think_tags(prompt.rstrip()), with_think_tags(response)
+    if prompt.endswith("<think>"):
         return f"<think>{response}"
-    closes = re.search(r"<think>\s*</think>\s*\Z", with_think_tags(prompt))
+    closes = re.search(r"<think>\s*</think>\Z", prompt)
     has_own = re.search("</?think>", response)
     return f"<think></think>{response}" if closes and not has_own else response
 
