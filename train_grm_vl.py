@@ -115,11 +115,11 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             with logging.timer("data"):
                 batch = next_batch(loader)
             with logging.timer("update"), explain_memory(trained.module.model):
-                metrics, target_logprobs = update(trained, batch, state)
+                metrics = update(trained, batch, state)
             advance(state, metrics, batch, rows, args)
             state.metrics |= performance(batch) | checkpoints.metrics()
             # logged before it is saved
-            report(log, judge, batch, target_logprobs, state, args)
+            report(log, judge, batch, state, args)
             fsdp.check_skipped_updates(roles)
 
     log.close(state.step, last)
@@ -472,11 +472,9 @@ def take_step(trained: fsdp.Trainable, step: int) -> tuple[float, bool]:
 # -------------------------------------------------------------------------------------------------
 
 
-def update(
-    trained: fsdp.Trainable, batch: Batch, state: TrainState
-) -> tuple[logging.Metrics, Tensor]:
+def update(trained: fsdp.Trainable, batch: Batch, state: TrainState) -> logging.Metrics:
     """The optimizer update of the next step, on the mean of -log p over the target tokens of all
-    ranks. Returns metrics and log p (N,)."""
+    ranks."""
     judge, tokens, step = trained.module, len(batch.tokens), state.step + 1
     judge.train()
     vlm.compute_features_unless_trained(judge.model, batch)
@@ -485,7 +483,7 @@ def update(
         logp, *_ = judge(pack)  # (T,)
         backward(-logp.sum() / tokens)
         done.append((pack.flat, logp.detach()))
-    target_logprobs = packs.join(done, tokens)
+    logprobs = packs.join(done, tokens)  # (N,)
     norm, applied = take_step(trained, step)
     metrics = {
         "train/lr": trained.rates_at(step)[0],
@@ -494,12 +492,12 @@ def update(
         "train/examples": len(batch),
         "train/grad_norm": norm if applied else 0.0,
     }
-    loss = -float(target_logprobs.double().sum()) / tokens
+    loss = -float(logprobs.double().sum()) / tokens
     if math.isfinite(loss):  # JSON has no NaN
         before = loss if state.loss_mean is None else state.loss_mean
         state.loss_mean = 0.9 * before + 0.1 * loss
         metrics |= {"train/loss": loss, "train/loss_mean": state.loss_mean}
-    return metrics, target_logprobs
+    return metrics
 
 
 # -------------------------------------------------------------------------------------------------
@@ -688,24 +686,13 @@ def performance(batch: Batch) -> logging.Metrics:
 
 
 def report(
-    log: logging.RunLogger,
-    judge: Policy,
-    batch: Batch,
-    target_logprobs: Tensor,
-    state: TrainState,
-    args: Args,
+    log: logging.RunLogger, judge: Policy, batch: Batch, state: TrainState, args: Args
 ) -> None:
-    """Log a step: metrics, a line on the console, the progress bar and, after some steps, the targets
-    with their likelihoods."""
+    """Log a step: metrics, a line on the console, the progress bar and, after some steps, the targets."""
     step, metrics = state.step, state.metrics
     log.step(step, metrics, STEP_COLUMNS)
     if log.shows_samples(step, args.steps):
-        records = reports.sample_records(batch, judge.processor)
-        for record, logp in zip(records, batch.split(target_logprobs)):
-            nats = -float(logp.mean())
-            if math.isfinite(nats):  # JSON has no NaN
-                record["nats_per_token"] = round(nats, 3)
-        log_samples(log, step, records, stem="step")
+        log_samples(log, step, reports.sample_records(batch, judge.processor), stem="step")
 
 
 def log_samples(log: logging.RunLogger, step: int, records: list[dict], stem: str) -> None:

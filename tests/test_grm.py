@@ -288,7 +288,7 @@ def test_loss_and_gradient_are_hugging_faces(env, oracle):
     # two responses to one prompt: it stands once
     assert max(len(question.examples) for question in questions) == 2
     batch = take_targets(env, questions)
-    metrics, logprobs = grm.update(caught, batch, grm.TrainState())
+    metrics = grm.update(caught, batch, grm.TrainState())
     oracle.zero_grad(set_to_none=True)
     total = 0.0
     for example in (example for question in questions for example in question.examples):
@@ -297,7 +297,6 @@ def test_loss_and_gradient_are_hugging_faces(env, oracle):
         (loss * share).backward()
         total += float(loss.detach()) * share
     assert metrics["train/loss"] == pytest.approx(total, rel=ROUNDING)
-    assert -float(logprobs.mean()) == pytest.approx(total, rel=ROUNDING)
     expected = {
         f"model.{name}": p.grad
         for name, p in oracle.named_parameters()
@@ -313,7 +312,7 @@ def test_a_step_that_is_not_finite_is_skipped(env):
     }
     with torch.no_grad():
         weight[0, 0] = torch.inf
-    metrics, _ = grm.update(trainable(env.judge, env.args, 1e-3), batch, grm.TrainState())
+    metrics = grm.update(trainable(env.judge, env.args, 1e-3), batch, grm.TrainState())
     with torch.no_grad():
         weight[0, 0] = before["model.lm_head.weight"][0, 0]
     assert metrics["train/skipped"] == 1

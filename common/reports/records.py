@@ -92,7 +92,7 @@ def record_card(record: dict, images: list[Image.Image] = []) -> Image.Image:
     """A picture of a record, with ``images`` that an environment has shown."""
     frames = picture(record["images"], record.get("regions"))
     caption = ""
-    for name in ("reward", "advantage", "nats_per_token"):
+    for name in ("reward", "advantage"):
         if name in record:
             caption += f"{name} {record[name]:.2f}   "
     if "verdict" in record and record["reference"]:  # a verdict of None could not be read
