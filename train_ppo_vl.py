@@ -1905,7 +1905,7 @@ def check_sizes(refuse: flags.Refusals, args: Args) -> None:
 
 
 def check_advantages(refuse: flags.Refusals, args: Args) -> None:
-    """Refuse flags with which --advantage or --policy_loss cannot work."""
+    """Refuse flags that --advantage or --policy_loss would not use, or could not."""
     estimator, alone = ESTIMATORS[args.advantage], args.samples_per_prompt < 2
     compares = {"advantage": estimator.compares, "dynamic_sampling": args.dynamic_sampling}
     for name, does in compares.items():
@@ -1920,7 +1920,16 @@ def check_advantages(refuse: flags.Refusals, args: Args) -> None:
             f"--{name} {getattr(args, name)} needs a critic, and --advantage {args.advantage} has none",
         )
     refuse(
-        args.gae_lambda_policy != args.gae_lambda and args.gae_alpha,
+        args.turn_gamma < 1 and args.advantage != "bi_level_gae",
+        f"--turn_gamma {args.turn_gamma} needs --advantage bi_level_gae",
+    )
+    own_lambda = args.gae_lambda_policy != args.gae_lambda
+    refuse(
+        (own_lambda or args.gae_alpha) and args.advantage != "gae",
+        "--gae_lambda_policy and --gae_alpha need --advantage gae",
+    )
+    refuse(
+        own_lambda and args.gae_alpha,
         f"--gae_lambda_policy {args.gae_lambda_policy} excludes --gae_alpha: both set the lambda of "
         "the advantages",
     )
@@ -1932,6 +1941,10 @@ def check_advantages(refuse: flags.Refusals, args: Args) -> None:
                 f"--advantage gdpo excludes --{name}: gdpo compares the sources of rewards before they "
                 "become one number",
             )
+    refuse(
+        args.policy_loss == "sapo" and (args.clip_low or args.clip_high),
+        "--policy_loss sapo excludes --clip_low and --clip_high: sapo has a soft gate in place of a clip",
+    )
     refuse(
         args.policy_loss in ("gspo", "gmpo") and args.perception_ratio < 1,
         f"--policy_loss {args.policy_loss} excludes --perception_ratio: it takes whole responses, not "

@@ -189,6 +189,9 @@ stray                                         | unrecognized arguments: stray
 --advantage grpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
 --advantage grpo --export_critic              | --export_critic True needs a critic
 --advantage grpo --critic_model m             | --critic_model m needs a critic, and --advantage grpo has none
+--advantage grpo --gae_alpha 0.1              | --gae_alpha need --advantage gae
+--advantage bi_level_gae --gae_lambda_policy 0.9 | --gae_alpha need --advantage gae
+--advantage grpo --turn_gamma 0.9             | --turn_gamma 0.9 needs --advantage bi_level_gae
 --advantage gdpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
 --advantage gdpo --reward exact,boxed --reward_combiner m.py:f
     | --advantage gdpo excludes --reward_combiner: gdpo compares the sources
@@ -196,6 +199,7 @@ stray                                         | unrecognized arguments: stray
     | --advantage gdpo excludes --overlong_buffer: gdpo compares the sources
 --advantage gdpo --dynamic_sampling 2
     | --advantage gdpo excludes --dynamic_sampling: gdpo compares the sources
+--policy_loss sapo --clip_high 1              | --policy_loss sapo excludes --clip_low and --clip_high: sapo has a soft gate
 --perception_ratio 0.4 --policy_loss gspo
     | --policy_loss gspo excludes --perception_ratio: it takes whole responses
 --perception_ratio 0.4 --policy_loss gmpo     | --policy_loss gmpo excludes --perception_ratio
@@ -408,7 +412,7 @@ def test_all_problems_are_told_at_once():
         ppo.parse_args(NEEDED + "--steps 0 --gamma 2 --stop_strings x".split())
     assert str(refusal.value).count("\n") == 2
     with pytest.raises(process.UserError) as refusal:
-        ppo.parse_args(NEEDED + "--minibatches 3 --kl_target 1 --min_new_tokens 999".split())
+        ppo.parse_args(NEEDED + "--minibatches 3 --kl_target 1 --turn_gamma 0.5".split())
     assert str(refusal.value).count("\n") == 2
 
 
