@@ -443,8 +443,7 @@ def adamw(module: nn.Module, lr: float, args: flags.OptimArgs) -> torch.optim.Op
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # fused: one kernel instead of a Python loop over DTensors
-    return torch.optim.AdamW(groups, lr=lr, fused=True, betas=(0.9, args.adam_beta2))
+    return fsdp.AdamW(groups, lr=lr, fused=True, betas=(0.9, args.adam_beta2))
 
 
 def backward(loss: Tensor) -> None:
@@ -456,9 +455,7 @@ def take_step(trained: fsdp.Trainable, step: int) -> tuple[float, bool]:
     """Clip by the model's global norm and update, at the learning rates of ``step`` (from 1). Returns the
     norm before clipping and whether the update was applied: it is skipped if the norm, which is the
     same on all ranks, is not finite."""
-    bound = trained.args.max_grad_norm or math.inf
-    norm = nn.utils.clip_grad_norm_(trained.module.parameters(), bound, foreach=True)
-    norm = float(weights.whole(norm))
+    norm = trained.clip_gradients()
     applied = math.isfinite(norm)
     if applied:
         trained.set_rates(step)

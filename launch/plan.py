@@ -52,7 +52,9 @@ def main(argv: list[str] | None = None) -> None:
     plan = plan_script(with_data(argv[cut + 1 :]), options.gpus)
     setting = budget.choose(plan, options.gib)
     print(f"{options.gpus} GPUs, {plan.shards} shards; {setting}:")
-    print(*memory_table(plan.phases(setting)), *teams_table(plan), sep="\n", flush=True)
+    print(
+        *memory_table(plan.phases(setting)), *teams_table(plan, options.gpus), sep="\n", flush=True
+    )
     print(budget.require_fit(plan, setting, options.gib, most=1.0))
     if options.script == "ppo":
         print(f"room for {plan.slots(options.gib)} samples that decode together", flush=True)
@@ -71,7 +73,7 @@ def memory_table(phases: dict[str, budget.Parts]) -> list[str]:
     return lines
 
 
-def teams_table(plan: budget.MemoryPlan) -> list[str]:
+def teams_table(plan: budget.MemoryPlan, gpus: int) -> list[str]:
     """Two lines: what a step needs outside of updates with each number of --rollout_shards that can
     share the model."""
     args, peaks = plan.args, {}
@@ -79,7 +81,7 @@ def teams_table(plan: budget.MemoryPlan) -> list[str]:
         plan.args = replace(args, rollout_shards=size)
         with suppress(UserError):  # so many ranks cannot share a layer
             phases = {name: parts() for name, parts in plan.fixed.items()}
-            if phases and plan.shards % size == 0:
+            if phases and gpus % size == 0:
                 peaks[str(size)] = f"{budget.peak_of(phases)[0]:.2f}"
     plan.args = args
     lines = [table_line("--rollout_shards", peaks), table_line("GiB", peaks.values())]

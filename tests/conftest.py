@@ -571,10 +571,11 @@ def graphs_of(monkeypatch):
                 assert engine.length[:size].max() < capacity
                 replay(step, size, capacity)
 
-            return SimpleNamespace(replay=replay_at_the_same_addresses), pool
+            return SimpleNamespace(replay=replay_at_the_same_addresses)
 
         monkeypatch.setattr(RolloutEngine, "__init__", init_with_graphs)
         monkeypatch.setattr(graphs, "capture", capture)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
         return captured
 
     return use

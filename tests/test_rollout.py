@@ -328,7 +328,7 @@ def test_the_first_graph_is_compared_with_an_eager_step(checkpoint, picture_rows
     assert len(captured) == 1
 
 
-def test_a_graph_decodes_over_a_longer_sample_that_waits(qwen25, picture_rows):
+def test_a_graph_decodes_over_a_longer_sample_that_waits(qwen25, picture_rows, monkeypatch):
     """Three slots decode as four: in the fourth a sample waits for its environment. What it sees is
     not used, but if it saw none of its keys, NaN would stay in its slot for the next sample
     there."""
@@ -341,6 +341,7 @@ def test_a_graph_decodes_over_a_longer_sample_that_waits(qwen25, picture_rows):
     ):
         vlm.compute_features(env.actor.model, batch)
         engine = RolloutEngine(env.actor, batch, env.sampling, [0], 4)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
         engine.graphs = graphs.StepGraphs(1)
         engine.prefill([(0, [(slot, slot) for slot in range(4)])])
         stored = engine.slots[3].stored
@@ -379,7 +380,6 @@ def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monk
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     monkeypatch.setattr(torch._C, "_host_emptyCache", empty_cache, raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", object())

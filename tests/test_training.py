@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import AutoModelForImageTextToText
 
 import ranks
@@ -352,6 +352,60 @@ def test_a_step_is_adamw_on_clipped_gradients(qwen25, picture_rows):
         for name, parameter in ours.items():
             actual, expected = parameter.full_tensor(), whole[name]
             assert torch.allclose(actual, expected, rtol=1e-4, atol=ROUNDING), name
+
+
+def note_dtensors(patch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each list that clipping and AdamW give to torch's operators holds DTensors."""
+    told = []
+    for name in ("_foreach_norm", "_foreach_mul_", "_fused_adamw_"):
+
+        def watched(tensors, *more, inner=getattr(torch, name), **named):
+            told.append(isinstance(tensors[0], DTensor))
+            return inner(tensors, *more, **named)
+
+        patch.setattr(torch, name, watched)
+    return told
+
+
+def clip_as_torch_does(trained) -> float:
+    bound = trained.args.max_grad_norm or math.inf
+    return float(torch.nn.utils.clip_grad_norm_(trained.module.parameters(), bound).full_tensor())
+
+
+def step_on_shards() -> None:
+    """Two steps of ours and of torch's own, on parameters whose shards differ in size or are empty."""
+    for hsdp in (0, 2):
+        mesh = distributed.start(60.0, hsdp).mesh
+        cut = [Replicate()] * bool(hsdp) + [Shard(0)]
+        made, with_lists = [], []
+        for adamw, clip in (
+            (torch.optim.AdamW, clip_as_torch_does),
+            (fsdp.AdamW, fsdp.Trainable.clip_gradients),
+        ):
+            module, generator = torch.nn.Module(), seeded(0)
+            module.parts = torch.nn.ParameterList(
+                distribute_tensor(torch.randn(rows, 3, generator=generator), mesh, cut)
+                for rows in (1, 2, 5, 4)
+            )
+            optimizer = adamw(module.parameters(), lr=0.1, fused=True)
+            for bound in (0.5, 0.0):
+                args = SimpleNamespace(max_grad_norm=bound)
+                for p in module.parameters():
+                    p.grad = distribute_tensor(torch.randn(p.shape, generator=generator), mesh, cut)
+                with pytest.MonkeyPatch.context() as patch:
+                    with_lists.append(note_dtensors(patch))
+                    norm = clip(SimpleNamespace(module=module, args=args))
+                    optimizer.step()
+                made += [torch.tensor(norm), *map(vlm_weights.whole, module.parameters())]
+        half = len(made) // 2
+        assert all(map(torch.equal, made[:half], made[half:]))
+        assert [set(lists) for lists in with_lists] == [{True}] * 2 + [{False}] * 2
+
+
+def test_a_step_on_shards_is_that_on_dtensors():
+    """Bit for bit, with four shards and with two copies of two; without operators on lists of DTensors, whose
+    first call takes a time that grows with the square of their number."""
+    ranks.run(step_on_shards, world=4)
 
 
 @pytest.mark.slow

@@ -69,15 +69,11 @@ def add_adapters(model: Model, base: str, rank: int, alpha: int) -> None:
     }
 
 
-def adapted_layers(model: Model) -> list[LoRALinear]:
-    return [module for module in model.modules() if isinstance(module, LoRALinear)]
-
-
 @contextmanager
 def without_adapters(model: Model):
     """Inside, a model with adapters is its base: the reference of a KL needs no copy of the
     weights."""
-    layers = adapted_layers(model)
+    layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
     for layer in layers:
         layer.acts = False
     try:

@@ -242,8 +242,8 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
     torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache
     free, _ = torch.cuda.mem_get_info()
     least = min(distributed.gather_objects(free)) / GIB
-    # that of the first rank: functions may compile there alone, which the plan depends on
-    setting, *_ = distributed.gather_objects(choose(plan, least))
+    # of the main rank: functions may compile there alone, which the plan depends on
+    setting = distributed.from_main(choose(plan, least))
     if plan.args.gradient_checkpointing == "auto":
         for role in plan.trained:
             recompute(plan.models[role].model, setting)

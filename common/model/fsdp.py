@@ -1,7 +1,8 @@
-"""What FSDP2 leaves to its users: learning rates, weights gathered for a rollout, host memory. The
-scripts themselves shard models, make optimizers and take their steps.
+"""What FSDP2 leaves to its users: steps on shards, learning rates, weights gathered for a rollout, host
+memory. The scripts themselves shard models, make optimizers and take their steps.
 
     Trainable                          a model in training, and what moves with it
+    AdamW                              torch's, on this rank's shards
     unsharded, unwrapped_forward       many forwards without a collective
     reshard_root, clear_forward_order  after forwards without a backward
     offload, on_device                 what --offload keeps in host memory while not in use
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -70,6 +72,19 @@ class Trainable(Generic[Trained]):
         for group, rate in zip(self.optimizer.param_groups, self.rates_at(step)):
             group["lr"] = rate
 
+    @torch.no_grad()
+    def clip_gradients(self) -> float:
+        """Scale them to a global norm of at most --max_grad_norm; returns the norm before. The same bits
+        as torch's clip_grad_norm_, which is slow on DTensors (see `AdamW`)."""
+        gradients: list = [p.grad for p in self.module.parameters() if p.grad is not None]
+        shards = [shard_of(gradient) for gradient in gradients]
+        squares = torch.stack(torch._foreach_norm(shards)).square()  # of the norm of each
+        dist.all_reduce(squares, group=gradients[0].device_mesh.get_group("shards"))
+        norm = squares.sqrt().norm()
+        if self.args.max_grad_norm:
+            torch._foreach_mul_(shards, (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        return float(norm)
+
     def end_update(self, step: int, applied: bool) -> None:
         """Drop the gradients. An applied update moves the average; a skipped one is counted."""
         self.optimizer.zero_grad()
@@ -107,6 +122,17 @@ class Trainable(Generic[Trained]):
             before = weight.to(average.device, copy=True)
             weight.copy_(average)
             average.copy_(before)
+
+
+class AdamW(torch.optim.AdamW):
+    """Its step works on this rank's shards of parameters and state. torch's own plans how a list of
+    DTensors is sharded by walking through it for each of them: 10 s at the first step of 840."""
+
+    def _init_group(self, group, *lists):
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(shard_of, tensors)
+        return has_complex
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:

@@ -23,7 +23,7 @@ class StepGraphs:
         self.eager_steps = eager_steps
         self.steps = Counter()  # by batch size and capacity
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self.pool: Any = None
+        self.pool = torch.cuda.graph_pool_handle()
 
     def is_first(self, size: int, capacity: int) -> bool:
         """Whether `run` is going to capture the first of all graphs."""
@@ -38,7 +38,7 @@ class StepGraphs:
             return step(size, capacity)
         if shape not in self.graphs:
             try:
-                self.graphs[shape], self.pool = capture(step, size, capacity, self.pool)
+                self.graphs[shape] = capture(step, size, capacity, self.pool)
             except RuntimeError as error:
                 # ending a failed capture raises once more, without the cause
                 cause = error.__context__ or error
@@ -49,15 +49,12 @@ class StepGraphs:
         self.graphs[shape].replay()
 
 
-def capture(
-    step: Callable, size: int, capacity: int, pool: Any
-) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A CUDA graph of a step, which does not run, and its memory pool: a new one if ``pool`` is
-    None. Only addresses, batch size and capacity are baked in."""
-    pool = pool or torch.cuda.graph_pool_handle()
+def capture(step: Callable, size: int, capacity: int, pool: Any) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of a step, which does not run, in a memory pool. Only addresses, batch size and
+    capacity are baked in."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: CUDA calls of other threads meanwhile (NCCL's watchdog, a checkpoint being
     # written) must not invalidate the capture.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         step(size, capacity)
-    return graph, pool
+    return graph

@@ -84,10 +84,6 @@ def count(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def count_trained(parameters: Iterable[Tensor]) -> int:
-    return count(parameter for parameter in parameters if parameter.requires_grad)
-
-
 def resident_bytes(module: Wrapper, shards: int) -> dict[str, int]:
     """What a role keeps on a GPU between stages: its weights, and Adam's two moments of those that are
     trained. FSDP2 cuts them along the first dimension into ``shards``, of which the largest counts; a
@@ -240,7 +236,9 @@ def backward_bytes(module: Wrapper, setting: UpdateSetting, keys: float = 1.0) -
     text = model.config.get_text_config()
     by_layer = kept_activations(module, setting, keys)
     saved = tokens * sum(by_layer)
-    head = count_trained([model.lm_head.weight]) if hasattr(model, "lm_head") else 0
+    head = 0  # numbers of its weight, if that is trained
+    if hasattr(model, "lm_head") and model.lm_head.weight.requires_grad:
+        head = model.lm_head.weight.numel()
     at_head = logits_bytes(module, model.setup.head_chunk) + 4 * head
     at_head += 4 * width * tokens * text.hidden_size
 

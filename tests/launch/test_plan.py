@@ -376,6 +376,14 @@ def test_teams_of_large_models(
     assert sum(parts) == pytest.approx(cache / GIB, abs=0.011)
 
 
+def test_teams_of_a_plan_do_not_depend_on_the_shards(qwen25, picture_rows, capsys):
+    """Four query heads are for one, two or four ranks, however many of them share the weights in training."""
+    for more in ("", "--hsdp 1", "--hsdp 2"):
+        line = f"ppo --gpus 4 -- --model {qwen25} --data {picture_rows} --prompts_per_step 4 {more}"
+        plan.main(line.split())
+        assert re.search(r"--rollout_shards +1 +2 +4\n", capsys.readouterr().out), more
+
+
 def test_a_plan_compares_no_towers(qwen25, picture_rows, tmp_path):
     """Of a hub name no weights are there to compare with those of the critic's own checkpoint."""
     bare = shutil.copytree(

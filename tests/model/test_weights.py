@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from common.data.folder import SMALL_FILES
 from common.model import weights as vlm_weights
-from common.model.adapters import adapted_layers
+from common.model.adapters import LoRALinear
 from conftest import marked, read_json, same_tensors, save_weights, seeded, start, write_checkpoint
 from families import KINDS, TEXT_ONLY, write_family
 from helpers import tensors
@@ -91,7 +91,7 @@ def test_adapters_are_added_to_the_values_in_the_files(kind, tmp_path, picture_r
     flags = "--advantage grpo --lora_rank 2 --lora_alpha 6 --dtype bfloat16"
     env = start(tmp_path, tmp_path / "rows.jsonl", flags)
     assert_same({key: w for key, w in exported(env, out).items() if ".lora_" not in key}, before)
-    for layer in adapted_layers(env.actor.model):
+    for layer in (part for part in env.actor.modules() if isinstance(part, LoRALinear)):
         with torch.no_grad():
             layer.lora_B.to_local().normal_(std=0.2, generator=seeded(1))
     assert vlm_weights.export(env.actor, env.processor, out) is None
