@@ -6,6 +6,7 @@ guard            around every call: puts back what a program changes in the proc
 run_on_main      a call on rank 0, for all ranks
 """
 
+import ast
 import functools
 import importlib.util
 import inspect
@@ -15,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -160,35 +162,71 @@ def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:
 
 
 def run_program(file: Path) -> ModuleType:
-    """Run a file of the user as the module of its name, which processes that it spawns can import, too.
-    It can import what lies beside it, after everything that is installed. Raises UserError: what it
-    imported lies beside another program."""
+    """Import a file of the user as the module of its name, once, however many flags name it: so processes
+    that it spawns can import it, too. It can import what lies beside it, after everything that is
+    installed. Raises UserError: what it imports lies beside another program."""
     programs.add(file)
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     name = file.stem
-    spec_of_name = importlib.util.find_spec(name) if "." not in name else None
-    if spec_of_name is None or spec_of_name.origin != str(file):
+    spec: Any = None if "." in name or name == "__main__" else importlib.util.find_spec(name)
+    if spec is None or spec.origin != str(file):
         # No process that it spawns can import this; what Python says of that is what to do.
         name = f"{name} (another module is called so: rename {file})".replace(".", ":")
-    spec: Any = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look there
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]  # it is incomplete
-        raise
-    refuse_taken_neighbours(file.parent)
-    return module
+        spec = importlib.util.spec_from_file_location(name, file)
+    if name not in sys.modules:
+        sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]  # it is incomplete
+            raise
+    refuse_taken_neighbours(file)
+    return sys.modules[name]
 
 
-def refuse_taken_neighbours(folder: Path) -> None:
-    """Raises UserError: a module that lies in ``folder`` has been imported from the folder of another
-    program, and Python has only one of a name."""
+def refuse_taken_neighbours(program: Path) -> None:
+    """Raises UserError: a program, or what it has imported from its folder, imports something that lies
+    there, now or in a call, and gets what lies beside another program: Python has only one module of a
+    name."""
+    folder = program.parent
     others = {file.parent for file in programs} - {folder}
-    for name, module in list(sys.modules.items()):
-        file = Path(getattr(module, "__file__", None) or "")
-        is_taken = file.parent in others and file.stem == name and file not in programs
-        if is_taken and (folder / file.name).exists():
-            raise UserError(f"{file.name} is in {file.parent} and in {folder}: rename one of them")
+    for name in {name for file in files_of(program) for name in imported_names(file)}:
+        place = place_of(name)
+        if place in others and PathFinder.find_spec(name, [str(folder)]):
+            raise UserError(f"{name} is in {place} and in {folder}: rename one of them")
+
+
+def files_of(program: Path) -> set[Path]:
+    """The file of a program that was loaded, and those that it has imported from its folder, one by
+    another."""
+    files, waiting = set(), {program}
+    while waiting:
+        files |= waiting
+        names = {name for file in waiting for name in imported_names(file)} - {"common"}
+        beside = {name for name in names if place_of(name) == program.parent}
+        modules = [
+            sys.modules[name] for name in list(sys.modules) if name.partition(".")[0] in beside
+        ]
+        waiting = {Path(getattr(module, "__file__", None) or "") for module in modules} - {
+            *files,
+            Path(),
+        }
+    return files
+
+
+def imported_names(file: Path) -> Iterator[str]:
+    """The first words of what a file of Python imports, anywhere in it."""
+    for node in ast.walk(ast.parse(file.read_bytes() if file.suffix == ".py" else "")):
+        if isinstance(node, ast.Import):
+            yield from (each.name.partition(".")[0] for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def place_of(name: str) -> Path | None:
+    """The folder where a module of one word, or the folder of a package, lies or would be found."""
+    spec = getattr(sys.modules.get(name), "__spec__", None) or PathFinder.find_spec(name)
+    if spec is None:
+        return None
+    return Path(next(iter(spec.submodule_search_locations or [spec.origin or ""]))).parent

@@ -136,15 +136,64 @@ def test_programs_import_what_lies_beside_them(tmp_path):
     assert score([]) == 3.25
 
 
-def test_two_programs_of_one_name_work_and_their_helpers_are_told_apart(tmp_path):
+def test_two_programs_of_one_name_work(tmp_path):
     texts = ["def score(prompts):\n    return 1\n", "def score(prompts):\n    return 2\n"]
     first, second = [load(tmp_path / folder / "mine.py", text) for folder, text in zip("ab", texts)]
     assert (first([]), second([])) == (1, 2)
-    (tmp_path / "a" / "helper.py").write_text("")
-    load(tmp_path / "a" / "other.py", "import helper\ndef score(prompts):\n    return 3\n")
-    (tmp_path / "b" / "helper.py").write_text("")
-    with user_error(f"helper.py is in {tmp_path}/a and in {tmp_path}/b: rename one of them"):
-        load(tmp_path / "b" / "other.py", "import helper\ndef score(prompts):\n    return 3\n")
+
+
+def test_a_file_that_two_flags_name_is_one_module(tmp_path):
+    """It shares what it has loaded and counted, also with a program beside it that imports it."""
+    text = "calls = []\ndef score(prompts):\n    calls.append(1)\n    return len(calls)\n"
+    (tmp_path / "mine.py").write_text(text)
+    other = load(
+        tmp_path / "other.py", "import mine\ndef score(prompts):\n    return mine.score([])\n"
+    )
+    for name in ("mine", "json"):  # under a name that is taken, too
+        first = load(tmp_path / f"{name}.py", text)
+        again = load(tmp_path / f"{name}.py", text)
+        assert (first([]), again([])) == (1, 2)
+    assert other([]) == 3
+
+
+@pytest.mark.parametrize(
+    "shared, text",
+    [
+        ("helper.py", "import helper"),
+        ("parts/__init__.py", "from parts import two"),
+        ("bare/two.py", "from bare.two import N"),
+        ("helper.py", "def late():\n    import helper.more"),
+        ("mine.py", "import mine"),  # another program
+        ("more.py", "import of_b"),  # which imports it
+    ],
+)
+def test_helpers_of_two_programs_are_told_apart(tmp_path, shared, text):
+    """Python has one module of a name; a file that nothing imports does not matter."""
+    end = "\ndef score(prompts):\n    return 1\n"
+    for folder in "ab":
+        for name in (shared, "parts/two.py", "unused.py"):
+            (tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / name).write_text("N = 1\n")
+    (tmp_path / "b" / "of_b.py").write_text("import more\n")
+    load(tmp_path / "a" / "mine.py", f"import unused{end}")
+    load(tmp_path / "b" / "fine.py", f"import math{end}")
+    name = shared.removesuffix(".py").partition("/")[0]
+    with user_error(f"{name} is in {tmp_path}/a and in {tmp_path}/b: rename one of them"):
+        load(tmp_path / "b" / "other.py", text + end)
+
+
+def test_the_files_of_a_program_are_what_it_imports_from_its_folder(tmp_path):
+    """One by another; not what only lies there, or only another program imports."""
+    names = ("of_other", "helper", "parts/__init__", "parts/more", "bare/two", "unused")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text("N = 1\n")
+    (tmp_path / "helper.py").write_text("import math, bare.two\nfrom parts import more\n")
+    end = "\ndef score(prompts):\n    return 1\n"
+    load(tmp_path / "other.py", f"import of_other{end}")
+    load(tmp_path / "mine.py", f"import torch\nfrom helper import math{end}")
+    names = ("mine", "helper", "bare/two", "parts/__init__", "parts/more")
+    assert user_code.files_of(tmp_path / "mine.py") == {tmp_path / f"{name}.py" for name in names}
 
 
 SPAWN = """
@@ -159,16 +208,19 @@ def score(prompts):
 
 
 def test_a_program_may_spawn_processes(tmp_path):
-    """They import it by its name; one of a name that is taken cannot be, and is told so."""
+    """They import it by its name, also if two flags name it; one of a name that is taken cannot be, and is
+    told so."""
     run = "from common.user_code import load_function\n"
     for name in ("mine.py", "json.py"):
         (tmp_path / name).write_text(SPAWN)
         spec = f"{tmp_path / name}:score"
-        run += f"print(load_function('--reward', '{spec}', 'prompts')[0]([1, 2]))\n"
+        run += f"first, _ = load_function('--reward', '{spec}', 'prompts')\n"
+        run += f"again, _ = load_function('--reward', '{spec}', 'prompts')\n"
+        run += "print(first([1, 2]), again([3]))\n"
     ended = subprocess.run(
         [sys.executable, "-c", run], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert ended.stdout == "[1, 4]\n"
+    assert ended.stdout == "[1, 4] [9]\n"
     assert "rename " in ended.stderr
 
 
@@ -177,7 +229,7 @@ def test_a_misspelled_function_lists_those_of_the_file(tmp_path):
     with user_error(r"mine\.py has no 'scor'; it has score, Look$"):
         load(tmp_path / "mine.py", text, "scor")
     with user_error("it defines no function or class"):
-        load(tmp_path / "mine.py", "import math\n")
+        load(tmp_path / "none.py", "import math\n")
 
 
 def test_a_sample_that_may_have_the_output_of_another_ends_the_run():

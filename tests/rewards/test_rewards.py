@@ -456,12 +456,12 @@ def test_load_user_function(tmp_path):
         # before a model is loaded
         load_source(f"{path}:another")
     with value_error("missing a required argument: 'other'"):
-        path.write_text(
+        (path := tmp_path / "of_six.py").write_text(
             "def six(prompts, responses, references, labels, images, other):\n    return []\n"
         )
         load_source(f"{path}:six")
     (tmp_path / "text.txt").write_text("")
-    path.write_text(
+    (path := tmp_path / "asynchronous.py").write_text(
         "async def waits(prompts, responses, *rest):\n    return [1.0] * len(prompts)\n"
         "async def yields(prompts, responses, *rest):\n    yield 1.0\n"
         "class Called:\n    __call__ = waits\ncalled = Called()\n"
@@ -484,7 +484,7 @@ def test_load_user_function(tmp_path):
     ):
         with value_error("--reward"):
             load_source(spec)
-    for source, message in (
+    for source, message in (  # what has failed is read again
         ("import no_such_module", "ModuleNotFoundError: No"),
         ("f(", "Syntax"),
         ("1 / 0", "Zero"),
