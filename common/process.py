@@ -6,6 +6,7 @@ catch_signals    from now on, a signal ends the run after the step in progress
 
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from common.threads import GIVEN_UP
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+CAUGHT = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 # Signals that arrived; all ranks look at them together between two steps.
 STOP_SIGNALS: list[int] = []
 
@@ -73,17 +75,25 @@ def catch_signals() -> None:
     handle_signals(request_stop)
 
 
+def leave(code: int) -> None:
+    """End this process without an ordinary exit, which may wait for other ranks, and with it the processes
+    that user code has started, which would keep its output open."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
+
+
 def end_now(_number: int, _frame: Any) -> None:
     """Signal handler, until `catch_signals`: end this process, which has nothing to save."""
     tell_now("stopped by a signal with nothing to save; the same command starts again")
-    os._exit(EXIT_PREEMPTED)
+    leave(EXIT_PREEMPTED)
 
 
 def handle_signals(handler: Callable) -> None:
     """For SIGTERM (a cancelled job), SIGHUP (a closed terminal), SIGUSR1 (SLURM's warning) and
     Ctrl-C. What is ignored stays ignored, but for SIGUSR1, which launch/train.slurm hides from
     torchrun."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
+    for number in CAUGHT:
         if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGUSR1:
             signal.signal(number, handler)
 
@@ -100,6 +110,24 @@ def request_stop(number: int, _frame: Any) -> None:
     tell_now(
         "\nCtrl-C: saving after the step in progress; a second Ctrl-C stops at once without saving"
     )
+
+
+def forget_signals() -> None:
+    """In a process that user code has forked: SIGTERM ends it, as `multiprocessing.Pool` ends its workers.
+    The other signals of a stop are not for it: the step in progress may need it."""
+    for number in CAUGHT:
+        if signal.getsignal(number) in (end_now, request_stop):
+            end = number == signal.SIGTERM
+            signal.signal(number, signal.SIG_DFL if end else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
+
+
+# A signal that comes meanwhile waits: Python would forget it in the child.
+os.register_at_fork(
+    before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT),
+    after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT),
+    after_in_child=forget_signals,
+)
 
 
 class Output:
@@ -169,12 +197,12 @@ def run_main(program: Callable[[], Any]) -> None:
                 say(OUT_OF_MEMORY, file=sys.stderr)
             elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():
                 say(TIMED_OUT, file=sys.stderr)
-            os._exit(1)  # no destructor may wait for the other ranks
+            leave(1)
     if dist.is_initialized() and not code:
         dist.destroy_process_group()
     # An ordinary exit would abort the process if one of the threads that were given up is inside
     # C++; and NCCL might wait in it for ranks that do not leave the group.
     if GIVEN_UP or (code == EXIT_USER_ERROR and dist.is_initialized()):
-        os._exit(code)
+        leave(code)
     if code:
         raise Exit(code)

@@ -104,6 +104,40 @@ process.run_main(main)
 """
 
 
+POOL = """
+import multiprocessing, os, signal, time
+from common import process
+def main():
+    process.catch_signals()
+    fork = multiprocessing.get_context("fork")
+    fork.current_process()._config["daemon"] = False  # that of the test may have no children
+    for _ in range(20):
+        ended = fork.Process(target=time.sleep, args=(60,))
+        ended.start()
+        os.kill(ended.pid, signal.SIGINT)  # of a Ctrl-C, after which the step in progress goes on
+        ended.terminate()
+        ended.join(20)
+        assert ended.exitcode == -15
+    left = fork.Process(target=time.sleep, args=(60,))
+    left.start()
+    print(left.pid)
+    process.dist.is_initialized = lambda: True
+    raise process.UserError("a typo")
+process.run_main(main)
+"""
+
+
+def test_processes_of_user_code_end_when_they_are_told_and_with_the_run():
+    """As the workers of a pool; one that outlived the run would keep `| tee log` waiting."""
+    result = python(POOL)
+    assert (result.returncode, result.stderr) == (2, "error: a typo\n")
+    state = Path(f"/proc/{int(result.stdout)}/stat")
+    deadline = time.monotonic() + 10
+    while state.exists() and state.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 AFRESH = "sys.modules.pop('tool', 0); sys.modules.pop('toy', 0); "
 
 
