@@ -208,7 +208,7 @@ class RunLogger:
         Raises:
             UserError: on every rank alike: files that cannot be read or written.
         """
-        self.out, self.eval_only = run.out, run.eval_only
+        self.run, self.out, self.eval_only = run, run.out, run.eval_only
         self.log_samples = run.log_samples
         if self.eval_only:
             self.out, first_step = self.out / f"evaluation-step-{first_step}", 0
@@ -228,16 +228,18 @@ class RunLogger:
                 from torch.utils.tensorboard import SummaryWriter  # memory that other ranks save
 
                 replace_durably(self.out / "args.json", json.dumps(recorded, indent=2) + "\n")
-                evaluated = self._open_records(recorded)
-                purge = first_step + 1 if first_step else 0
+                # the checkpoint may be another run's; what lies here is then of an attempt before
+                goes_on = first_step > 0 and any(self.out.glob("checkpoints/step-*"))
+                evaluated = self._open_records(recorded, goes_on)
+                purge = first_step + 1 if goes_on else 0
                 self._writer = SummaryWriter(self.out / "tensorboard", purge_step=purge)
         self._evaluated = distributed.from_main(evaluated)
 
-    def _open_records(self, recorded: dict) -> set[int]:
-        """Open metrics.jsonl with the records up to the first step; the steps of its
-        evaluations."""
+    def _open_records(self, recorded: dict, goes_on: bool) -> set[int]:
+        """Open metrics.jsonl, with the records up to the first step if the run ``goes_on``; the steps
+        of its evaluations."""
         path, records = self.out / "metrics.jsonl", []
-        if path.exists() and self.first_step == 0:  # a run without a checkpoint starts over
+        if path.exists() and not goes_on:
             old = path.with_name(f"metrics.old-{time.time_ns()}.jsonl")
             path.rename(old)
             self.line(f"the records of an earlier run in this folder are now in {old}")
@@ -328,7 +330,7 @@ class RunLogger:
         stopped = step < last and not self.eval_only
         if stopped:
             self.line(
-                f"stopped by a signal after step {step}; {how_to_go_on(self.out)}, and with --steps "
+                f"stopped by a signal after step {step}; {how_to_go_on(self.run)}, and with --steps "
                 f"{step} exports the weights of this step"
             )
         else:
@@ -374,9 +376,10 @@ class RunLogger:
         return texts
 
 
-def how_to_go_on(out: Path) -> str:
-    """What to type after a run has stopped."""
-    return f"the same command with --out {out} goes on from there"
+def how_to_go_on(args: Any) -> str:
+    """What to type after a run with CheckpointArgs and RunArgs has stopped."""
+    again = " --resume auto" if args.resume == "never" else ""
+    return f"the same command with --out {args.out}{again} goes on from there"
 
 
 def environment() -> dict:

@@ -35,7 +35,7 @@ sampling
 buffers      distributed sampling
 logging      cards distributed process files flags
 data         distributed process files flags buffers
-model        losses logprobs distributed process threads files flags ppo_flags sampling buffers logging data
+model        losses logprobs distributed process threads files user_code flags ppo_flags sampling buffers logging data
 rewards      losses distributed process threads files user_code flags ppo_flags buffers data model
 reports      cards files distributed buffers data rewards
 envs         distributed process threads user_code flags ppo_flags sampling buffers data model

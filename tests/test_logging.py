@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from common.cards import (
     sample_card,
     wrap,
 )
-from common.flags import RunArgs
+from common.flags import CheckpointArgs, RunArgs
 from common.logging import (
     Largest,
     Mean,
@@ -43,9 +44,16 @@ from common.logging import (
 from conftest import read_json, user_error
 
 
+@dataclass(frozen=True)
+class LogArgs(CheckpointArgs, RunArgs):
+    pass
+
+
 def open_log(out, first_step: int = 0, **flags) -> RunLogger:
-    """The log of a run of 6 steps in a folder."""
-    return RunLogger(RunArgs(out=out, **flags), {"lr": 1e-3}, total_steps=6, first_step=first_step)
+    """The log of a run of 6 steps in a folder, which has the checkpoint that it resumes from."""
+    if first_step:
+        (out / "checkpoints" / f"step-{first_step}").mkdir(parents=True, exist_ok=True)
+    return RunLogger(LogArgs(out=out, **flags), {"lr": 1e-3}, total_steps=6, first_step=first_step)
 
 
 def steps(out):
@@ -268,6 +276,26 @@ def test_how_a_run_ended(tmp_path, capsys):
     )
     open_log(tmp_path, first_step=6).close(6, 6)
     assert capsys.readouterr().out.endswith(f"done: all results are in {tmp_path}\n")
+
+
+def test_a_run_that_was_not_to_resume_says_how_it_does(tmp_path):
+    """Otherwise the same command would refuse what it has saved."""
+    args = LogArgs(out=tmp_path, resume="never")
+    how = f"the same command with --out {tmp_path} --resume auto goes on from there"
+    assert logging.how_to_go_on(args) == how
+
+
+def test_a_start_from_another_runs_checkpoint_has_its_own_records(tmp_path):
+    """Those of an attempt that was never saved are set aside, with its evaluation."""
+    log = open_log(tmp_path)
+    log.step(1, {"x": 1.0}, {})
+    log.evaluation(1, {"eval/accuracy": 0.5}, {})
+    log.close(6, 6)
+    log = RunLogger(LogArgs(out=tmp_path), {}, total_steps=6, first_step=1)
+    assert steps(tmp_path) == [] and not log.has_evaluation(1)
+    (old,) = tmp_path.glob("metrics.old-*.jsonl")
+    assert len(read_records(old)) == 3
+    log.close(6, 6)
 
 
 def test_an_evaluation_alone_has_a_folder_of_its_own(tmp_path, capsys):

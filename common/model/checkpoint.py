@@ -21,7 +21,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -50,7 +50,6 @@ from common.distributed import (
 from common.files import (
     check_form,
     follow_pointer,
-    open_file,
     read_json,
     read_text,
     say,
@@ -66,6 +65,7 @@ from common.model.fsdp import Trainable
 from common.model.vlm import Wrapper
 from common.process import UserError
 from common.threads import GIVEN_UP
+from common.user_code import files_of
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
 Roles = Mapping[str, Trainable | Wrapper]
@@ -77,9 +77,6 @@ MOST_FAILURES = 3  # failed saves in a row that end a run
 # -------------------------------------------------------------------------------------------------
 
 VERSIONS = ("torch", "transformers", "project")  # stand beside the flags; a change is a warning
-# The files of a model that are read; a folder may hold others.
-READ = re.compile(r"(?!consolidated).*\.(json|txt|jinja|model|safetensors)")
-MIB = 2**20
 
 
 def fingerprint_of(args: Any) -> dict:
@@ -97,7 +94,7 @@ def fingerprint_of(args: Any) -> dict:
     values |= {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "project": digest_files([*root.glob("train_*.py"), *root.glob("common/**/*.py")]),
+        "project": weights.digest_files([*root.glob("train_*.py"), *root.glob("common/**/*.py")]),
     }
     compare_ranks(values)
     return values
@@ -122,43 +119,22 @@ def compare_ranks(values: dict) -> None:
 def digest_value(flag: str, value: str) -> str:
     """A flag's value with digests in place of paths. Raises ValueError: something cannot be read."""
     if flag.endswith("model"):
-        return value if value in ("", "self", "ema") else digest_model(value)
+        return value if value in ("", "self", "ema") else weights.digest_model(value)
     if flag == "reward_recipe" and os.path.isfile(value):
         value = read_text(value)
     return digest_parts(value)
 
 
 def digest_parts(text: str) -> str:
-    """A text with digests in place of the files and judges that it names: see `map_parts`."""
+    """A text with digests in place of the files, programs with what they import from their folders, and
+    judges that it names: see `map_parts`."""
     if os.path.isfile(text):
-        return sha256(text)[:12]
+        digests = sorted(map(sha256, files_of(Path(text).resolve())))
+        return hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
     judge = re.fullmatch(r'(grm|rm):([^",]+)', text)
     if judge:
-        return f"{judge[1]}:{digest_model(judge[2])}"
+        return f"{judge[1]}:{weights.digest_model(judge[2])}"
     return map_parts(text, digest_parts)
-
-
-def digest_model(name: str) -> str:
-    """Of a model's folder or hub name."""
-    folder = weights.resolve_folder(name)
-    return digest_files(path for path in folder.iterdir() if READ.fullmatch(path.name))
-
-
-def digest_files(paths: Iterable[Path]) -> str:
-    """Of names and contents; of weights the size, and a megabyte at the start, in the middle and at the
-    end of each file."""
-    digest = hashlib.sha256()
-    for path in sorted(paths):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with open_file(path) as file:
-            if path.suffix != ".safetensors":
-                digest.update(file.read())
-                continue
-            for start in (0, size // 2, max(0, size - MIB)):
-                file.seek(start)
-                digest.update(file.read(MIB))
-    return digest.hexdigest()[:12]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -222,10 +198,10 @@ def mention_unfinished(folder: Path, fingerprint: dict) -> None:
         return
     before, step = saved["fingerprint"], saved["step"]
     is_same = all(before.get(name) == fingerprint[name] for name in ("model", "data"))
-    if is_same and step < before["steps"]:
+    if is_same and before.keys() == fingerprint.keys() and step < before["steps"]:
         say(
             f"this is a new run; {folder}, of the same model and data, has stopped after step {step} of "
-            f"{before['steps']}: --out {folder} goes on with it"
+            f"{before['steps']}: --config {folder}/args.json goes on with it"
         )
 
 
@@ -324,16 +300,27 @@ def training_state(roles: Roles) -> dict[str, Tensor]:
 
 def load_training_state(path: Path, roles: Roles) -> None:
     """Read a checkpoint's tensors into models and optimizers, in place; any number of ranks may
-    have written it. Raises UserError: it lacks some, or has them in other shapes."""
+    have written it. Averages that it lacks begin at the weights. Raises UserError: it lacks others, has
+    them in other shapes, or has weights of a model that does not train them here."""
+    state, reader = training_state(roles), HuggingFaceStorageReader(str(path))
+    saved = reader.read_metadata().state_dict_metadata.keys()
+    wanted = {name: state[name] for name in state if name in saved or not name.endswith(".ema")}
+    of_roles = tuple(f"{role}.model." for role in roles)
+    lost = [name for name in saved - state.keys() if name.startswith(of_roles)]
+    problem: Any = f"{min(lost)} is not trained here" if lost else ""
     try:
-        dcp.load(training_state(roles), storage_reader=HuggingFaceStorageReader(str(path)))
+        dcp.load(wanted, storage_reader=reader)
     except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
+        problem, _ = next(iter(error.failures.values()))
+    if problem:
         raise UserError(
-            f"{path} cannot be loaded into the models of this run: {cause}; --config "
+            f"{path} cannot be loaded into the models of this run: {problem}; --config "
             "<out>/args.json has the flags of its run; to start from its weights alone, pass an export "
             "of its run as --model"
-        ) from error
+        )
+    for name in state.keys() - wanted.keys():
+        weight = name.replace(".optimizer.state.", ".model.", 1).removesuffix(".ema")
+        weights.shard_of(state[name]).copy_(weights.shard_of(state[weight]))
 
 
 def read_state(path: Path, form: dict) -> dict:
@@ -393,6 +380,9 @@ def find_damage(path: Path) -> str:
         for name in sorted(committed)[dist.get_rank() :: dist.get_world_size()]:
             if sha256(path / name) != committed[name]:
                 problem = f"{name} is not what was written: its sha256 is another"
+        for file in path.glob("*.safetensors"):  # DCP reads all that are there
+            if file.name not in committed:
+                problem = f"{file.name} is no file of this checkpoint: move it elsewhere"
     except (OSError, ValueError) as error:
         problem = str(error)
     return max(gather_objects(problem))
@@ -508,7 +498,7 @@ class Checkpoints:
         if self.lock:
             self.lock.close()
         if kind and self.saved_step and not self.args.eval_only:
-            say_once(f"step {self.saved_step} is saved: {how_to_go_on(self.args.out)}")
+            say_once(f"step {self.saved_step} is saved: {how_to_go_on(self.args)}")
         if kind is None and self.problem:
             raise UserError(self.problem)
 
@@ -543,12 +533,15 @@ class Checkpoints:
             return ours
         if choice == "never":
             if ours or (out / "metrics.jsonl").exists():
-                raise ValueError(f"--resume never: {out} already holds a run; choose another --out")
+                raise ValueError(
+                    f"--resume never: {out} already holds a run; choose another --out, or go on with it "
+                    "by --resume auto"
+                )
             return []
-        named = find_named(choice)
         if not ours or self.args.eval_only:
-            return named
-        if named[0].parent == self.folder.resolve() and named[0].name != ours[0].name:
+            return find_named(choice)
+        named = follow_pointer(choice).resolve()  # which may be gone by now
+        if named.parent == self.folder.resolve() and named.name != ours[0].name:
             raise ValueError(
                 f"--resume {choice}: this is a checkpoint of this --out itself: leave out --resume to go "
                 "on from the newest one, or choose another --out to start from this one"
@@ -672,8 +665,9 @@ class Checkpoints:
                 shutil.rmtree(writer.folder, ignore_errors=True)
             say_once(f"warning: {self.problem}")
             if self.failed == MOST_FAILURES:
-                problem = f"{self.failed} saves in a row have failed; {self.problem}"
-                raise UserError(problem) from error
+                raise UserError(
+                    f"{self.failed} saves in a row have failed; {self.problem}"
+                ) from error
             self.group = self.new_group()  # ranks may wait in the old one
         else:
             self.saved_step, self.failed, self.problem = step, 0, ""
@@ -756,6 +750,6 @@ class Checkpoints:
                 continue
             message = f"the weights were not exported to {folder}: {problem}"
             if step == last:
-                how = how_to_go_on(self.args.out)
+                how = how_to_go_on(self.args)
                 raise UserError(f"{message}. Once that is fixed, {how} and exports them")
             say_once(f"warning: {message}")

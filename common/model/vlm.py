@@ -82,6 +82,7 @@ class Setup(Compute):
     team: Team = ALONE  # the ranks that decode together, once it is loaded
     # on rank 0: the types of its weights in the checkpoint's files
     types: dict[str, torch.dtype] = field(default_factory=dict)
+    digest: str = ""  # on rank 0, of these files
     updates: UpdateSetting | None = None  # what --gradient_checkpointing auto chose, on a GPU
     # what PEFT's adapter_config.json says of its adapters, if it has any
     adapter: dict[str, Any] | None = None

@@ -10,10 +10,12 @@ conversions, reversed, give the names that trained weights have there. An export
 in which the values of those are replaced: all else keeps its bytes.
 """
 
+import hashlib
 import json
 import math
 import re
 import shutil
+from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -55,6 +57,9 @@ CONVERT_BIN = """If it has pytorch_model*.bin, run these two lines of Python in 
 import glob, torch, safetensors.torch as st; parts = map(torch.load, glob.glob("pytorch_model*.bin"))
 st.save_file({k: v.contiguous().clone() for p in parts for k, v in p.items()}, "model.safetensors")"""
 Tensors = dict[str, Tensor]  # by name
+# The files of a model that are read; a folder may hold others.
+READ = re.compile(r"(?!consolidated).*\.(json|txt|jinja|model|safetensors)")
+MIB = 2**20
 
 
 # -------------------------------------------------------------------------------------------------
@@ -142,6 +147,29 @@ def open_weights(path: Path):
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def digest_model(name: str) -> str:
+    """Of a model's folder or hub name."""
+    folder = resolve_folder(name)
+    return digest_files(path for path in folder.iterdir() if READ.fullmatch(path.name))
+
+
+def digest_files(paths: Iterable[Path]) -> str:
+    """Of names and contents; of weights the size, and a megabyte at the start, in the middle and at the
+    end of each file."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with open_file(path) as file:
+            if path.suffix != ".safetensors":
+                digest.update(file.read())
+                continue
+            for start in (0, size // 2, max(0, size - MIB)):
+                file.seek(start)
+                digest.update(file.read(MIB))
+    return digest.hexdigest()[:12]
 
 
 def stored_tensors(folder: Path) -> Tensors:
@@ -236,6 +264,7 @@ def read_weights(module: Wrapper, seed: int) -> Tensors:
     weights |= {VALUE_HEAD.sub(r"score.\2", key): stored[key] for key in heads}
     check_weights(setup.folder, wanted, weights, report["unexpected_keys"] - heads)
     setup.types = {name: weight.dtype for name, weight in weights.items()}
+    setup.digest = digest_files(weight_files(setup.folder))
     vars(module.model)["_weight_conversions"] = model._weight_conversions
     return {name: weights[stored_name(name)] for name in module.state_dict()}
 
@@ -382,6 +411,8 @@ def write_weights(folder: Path, model: Model, trained: Tensors) -> None:
     adapter = {name: value for name, value in trained.items() if ".lora_" in name}
     weights = {name: value for name, value in trained.items() if name not in adapter}
     source = model.setup.folder
+    if digest_files(weight_files(source)) != model.setup.digest:
+        raise ValueError(f"{source} has other weights now than when the run started")
     stored = stored_tensors(source)
     new = by_keys(model, weights, stored) | merged(model, adapter, stored)
     head = {"score.weight"} & new.keys() - stored.keys()
@@ -389,7 +420,7 @@ def write_weights(folder: Path, model: Model, trained: Tensors) -> None:
     for key in new.keys() - stored.keys() - head:
         # a tied weight may stand there by one of its names
         if not any(torch.equal(new[key], value) for value in replaced):
-            raise ValueError(f"{source} no longer has {key}, which was trained")
+            raise ValueError(f"{source} has no {key}, which was trained")
     *_, last = paths = weight_files(source)
     for path in paths:
         with open_weights(path) as file:

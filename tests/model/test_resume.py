@@ -21,21 +21,23 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, losses
+from common import distributed, losses, user_code
 from common import flags as common_flags
 from common.data.loader import PromptLoader
 from common.model import checkpoint
+from common.model import weights as vlm_weights
 from conftest import read_json, table, user_error, words
 from helpers import change_weight
 from lives import (
     flip,
     live,
     records,
+    refused,
     shard_file,
     small_task,
     steps,
@@ -151,20 +153,35 @@ def test_what_a_flag_names_counts_by_its_content(
     assert {name for name in before if before[name] != after[name]} == {line.split()[0][2:]}
 
 
+def test_a_program_counts_with_what_it_imports_from_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    monkeypatch.setattr(user_code, "programs", set())
+    (tmp_path / "bits_of_it.py").write_text("N = 1\n")
+    (tmp_path / "scored.py").write_text("import bits_of_it\ndef score(rewards):\n    pass\n")
+    spec = f"{tmp_path}/scored.py:score"
+    user_code.load_function("--reward", spec, "rewards")
+    before = checkpoint.digest_parts(spec)
+    (tmp_path / "unused.py").write_text("N = 1\n")
+    assert checkpoint.digest_parts(spec) == before
+    (tmp_path / "bits_of_it.py").write_text("N = 2\n")
+    assert checkpoint.digest_parts(spec) != before
+
+
 @pytest.mark.parametrize("place", [0, 5_000_000, -1])
 def test_another_revision_has_the_same_names_and_sizes(ones, place):
     """Weights of ten million bytes: others at the start, in the middle and at the end are seen."""
     weights = ones / "model" / "model.safetensors"
     weights.write_bytes(bytes(10_000_000))
-    before = checkpoint.digest_model(str(ones / "model"))
+    before = vlm_weights.digest_model(str(ones / "model"))
     data = bytearray(weights.read_bytes())
     data[place] = 1
     weights.write_bytes(data)
-    assert checkpoint.digest_model(str(ones / "model")) != before
+    assert vlm_weights.digest_model(str(ones / "model")) != before
     (ones / "model" / "README.md").write_text("not read")
     data[place] = 0
     weights.write_bytes(data)
-    assert checkpoint.digest_model(str(ones / "model")) == before
+    assert vlm_weights.digest_model(str(ones / "model")) == before
 
 
 def compare_members(lines: list[str], folders: list[str]) -> None:
@@ -403,6 +420,29 @@ def test_a_critic_that_a_flag_names_is_not_the_one_that_was_saved(flags, copy, q
     assert torch.equal(critics, changed)
 
 
+def test_an_average_that_is_new_begins_at_the_weights_that_were_saved(flags, copy):
+    """It is no reason to refuse the checkpoint: here rates of 0 keep it there."""
+    folder = copy / "checkpoints"
+    ppo.main(
+        flags(copy, "--steps 3 --ema_beta 0.9 --actor_lr 0 --critic_lr 0 --export_every 0 --seed 0")
+    )
+    before, after = [load_file(shard_file(folder / f"step-{step}")) for step in (2, 3)]
+    averages = {name for name in after if name.endswith(".ema")}
+    assert after.keys() - before.keys() == averages != set()
+    for name in averages:
+        weight = name.replace("optimizer.state", "model").removesuffix(".ema")
+        assert torch.equal(after[name], before[weight])
+
+
+def test_trained_weights_are_not_left_behind(flags, copy, tmp_path):
+    """As those of a tower would be, which --train_vision has trained, and the next run does not."""
+    path = copy / "checkpoints" / "step-2"
+    save_file({"actor.model.visual.weight": torch.ones(2)}, path / "tower.safetensors")
+    commit(path)
+    argv = flags(tmp_path / "new", f"--steps 3 --resume {path}")
+    refused(argv, "cannot be loaded into", "actor.model.visual.weight is not trained here")
+
+
 # ----------------------------------------------------------------------------- --resume
 def test_resume_choices(save, start, tmp_path, out):
     first, newest = save(1), save(2)
@@ -434,6 +474,8 @@ def test_a_path_is_only_a_start(save, start, out, tmp_path):
     """The same command once more, as a requeued job gives it, goes on from the run's own."""
     path, of_new = save(1), save(2, folder=tmp_path / "new")
     assert start(f"--resume {path}", tmp_path / "new").path == of_new
+    # from which the other run may have been moved, or have deleted it
+    assert start(f"--resume {out}/checkpoints/step-0", tmp_path / "new").path == of_new
     # its own newest, by whatever name
     assert start(f"--resume {out}").path == path
     newer = save(3)
@@ -493,6 +535,10 @@ DAMAGES = {  # of a checkpoint -> what is said
         "state.json is not what was written",
     ),
     "no shard": (lambda folder: shard_file(folder).unlink(), "No such file"),
+    "weights of another checkpoint": (
+        lambda folder: shutil.copy(shard_file(folder), folder / "older.safetensors"),
+        "older.safetensors is no file of this checkpoint",
+    ),
     "no commit": (
         lambda folder: (folder / "COMMITTED.json").unlink(),
         "COMMITTED.json cannot be read",
@@ -727,7 +773,8 @@ def test_an_unfinished_run_is_mentioned(choose, unnamed, capfd, saved, more, tol
     capfd.readouterr()
     assert choose(more) != folder
     line = f"this is a new run; {folder}, of the same model and data, has stopped after step 1 of 2"
-    assert (f"{line}: --out {folder} goes on with it\n" in capfd.readouterr().out) == told
+    end = f"{line}: --config {folder}/args.json goes on with it\n"
+    assert (end in capfd.readouterr().out) == told
 
 
 def test_without_links_a_file_names_the_folder(choose, monkeypatch):
