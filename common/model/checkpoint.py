@@ -307,7 +307,7 @@ def load_training_state(path: Path, roles: Roles) -> None:
     wanted = {name: state[name] for name in state if name in saved or not name.endswith(".ema")}
     of_roles = tuple(f"{role}.model." for role in roles)
     lost = [name for name in saved - state.keys() if name.startswith(of_roles)]
-    problem: Any = f"{min(lost)} is not trained here" if lost else ""
+    problem = f"{min(lost)} is not trained here" if lost else ""
     try:
         dcp.load(wanted, storage_reader=reader)
     except CheckpointException as error:
@@ -590,7 +590,7 @@ class Checkpoints:
         if self.args.eval_only:  # it changes nothing: only the model has to be the same
             identity = MODEL_IDENTITY
         others = [text for name, text in changed.items() if name in identity]
-        if others and self.args.resume == "auto":
+        if others and self.path.parent == self.folder:  # as with a PATH, but --out has its own
             raise UserError(
                 f"{self.path} is of another run: {'; '.join(others)}. Choose another --out; with "
                 f"--resume {self.path} as well it starts from this checkpoint"

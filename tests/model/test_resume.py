@@ -476,6 +476,9 @@ def test_a_path_is_only_a_start(save, start, out, tmp_path):
     assert start(f"--resume {path}", tmp_path / "new").path == of_new
     # from which the other run may have been moved, or have deleted it
     assert start(f"--resume {out}/checkpoints/step-0", tmp_path / "new").path == of_new
+    # but not as another run, which was to begin from there
+    with user_error("new/checkpoints/step-2 is of another run: --gamma 1.0 -> 0.5. Choose"):
+        resume(start(f"--resume {path} --gamma 0.5", tmp_path / "new"))
     # its own newest, by whatever name
     assert start(f"--resume {out}").path == path
     newer = save(3)
