@@ -35,6 +35,15 @@ SHARED: dict[str, tuple[Callable, Callable]] = {
     "torch's default type": (torch.get_default_dtype, torch.set_default_dtype),
     "the default time limit of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
 }
+# What torchrun and CUDA have told this process, which it reads after the programs are loaded.
+OF_START = (
+    "CUDA_VISIBLE_DEVICES",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 OVERLAP = "is changed while another call runs"
 lock = threading.Lock()
 running: list[str] = []  # the programs that are being called
@@ -76,7 +85,8 @@ def refuse_overlap(program: str) -> None:
         if read() != before[name]:
             raise UserError(
                 f"{program}: {name} {OVERLAP} ({', '.join(sorted({program, *running}))}), and they share it; "
-                "run what changes it in a subprocess, or an environment with --env_workers 0"
+                "change it at the top of the file (as where a model is loaded) or in a subprocess, or run an "
+                "environment with --env_workers 0"
             )
 
 
@@ -93,11 +103,13 @@ def guarded(program: str, function: Callable) -> Callable:
 
 def load_object(flag_name: str, spec: str, expected: str) -> Any:
     """The object that ``path.py:name`` names in a program of the user. Raises UserError: there is no
-    such file, and what was ``expected``; or what the program raised; or it has no such name."""
+    such file, and what was ``expected``; or what the program raised; or it has no such name, or hides
+    GPUs from the trainer."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if file.suffix != ".py" or not file.is_file():
         raise UserError(f"{flag_name} {spec}: expected {expected}")
+    told = [*map(os.environ.get, OF_START)]
     try:
         with guard(spec):
             module = run_program(file)
@@ -105,6 +117,12 @@ def load_object(flag_name: str, spec: str, expected: str) -> Any:
         raise
     except RAISED as error:
         raise UserError(f"{flag_name} {spec}: {path} raised {describe_error(error)}") from error
+    changed = [name for name, value in zip(OF_START, told) if os.environ.get(name) != value]
+    if changed:
+        raise UserError(
+            f"{flag_name} {spec}: {path} sets {', '.join(changed)}, by which the trainer finds its GPU and "
+            "ranks: set it in a subprocess, or before the trainer starts"
+        )
     if not hasattr(module, name):
         # not what it imports
         defined = [

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import torch
 from common import user_code
 from common.buffers import Conversation
 from common.envs import environments
+from common.envs.dialogue import EnvRollout
+from common.rewards.sources import load_source
 from common.threads import Workers
 from common.user_code import load_function
 from conftest import user_error
@@ -72,6 +75,37 @@ def test_what_a_program_changes_is_put_back(tmp_path, where):
     assert process_state() == before
 
 
+def test_what_a_check_or_an_environment_changes_is_put_back(tmp_path):
+    """Each of their methods, as the trainer calls it."""
+    before, inside = process_state(), CHANGES.replace("\n", "\n    ")
+    (tmp_path / "mine.py").write_text(
+        f"def change(*_):{inside}return None\n"
+        "def score(prompts, responses, references, labels, images):\n    return 1\n"
+        "score.check = change\n"
+        "class Look:\n    reset = change\n    def step(self, text):\n        return change(), 1.0, True\n"
+    )
+    load_source(f"{tmp_path / 'mine.py'}:score").check("7")
+    assert process_state() == before
+    made = user_code.load_object("--env", f"{tmp_path / 'mine.py'}:Look", "")
+    rollout = SimpleNamespace(environment=SimpleNamespace(spec="mine.py:Look", make=made))
+    episode = SimpleNamespace(prompt=None)
+    assert EnvRollout.reset(rollout, episode, {}) is None
+    assert process_state() == before
+    step, _ = EnvRollout.step(rollout, episode, "a", by_string=False)
+    assert step.done
+    assert process_state() == before
+
+
+@pytest.mark.parametrize("change", ['environ["CUDA_VISIBLE_DEVICES"] = ""', 'environ.pop("RANK")'])
+def test_a_program_that_hides_gpus_or_ranks_is_refused(tmp_path, monkeypatch, change):
+    """Programs are loaded before the trainer looks for its GPU: it would train on the CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("RANK", "1")
+    name = change.split('"')[1]
+    with user_error(rf"mine\.py:score: .*mine\.py sets {name}, by which .* subprocess"):
+        load(tmp_path / "mine.py", f"import os\nos.{change}\ndef score(prompts):\n    return 1\n")
+
+
 @pytest.mark.parametrize("end", ["KeyboardInterrupt()", "SystemExit(3)"])
 def test_an_end_that_a_program_asks_for_is_its_error(tmp_path, end):
     with user_error(rf"mine.py:score: .*mine.py raised {end[:10]}.* \(mine.py:2"):
@@ -100,6 +134,20 @@ def test_calls_that_overlap_while_one_changes_what_they_share_are_refused(tmp_pa
         score([inside, leave])
     leave.set()
     assert first.result(10) == ""
+    workers.close()
+    assert process_state() == before
+
+
+def test_a_call_that_leaves_a_change_to_another_is_refused(tmp_path):
+    score = load(tmp_path / "mine.py", "import os\ndef score(wait):\n    wait() or os.chdir('/')\n")
+    before, inside, leave = process_state(), threading.Event(), threading.Event()
+    workers = Workers(1)
+    other = workers.submit(score, lambda: inside.set() or leave.wait(10))
+    assert inside.wait(10)
+    with user_error("the working folder is changed while another call runs"):
+        score(lambda: False)
+    leave.set()
+    other.result(10)
     workers.close()
     assert process_state() == before
 
