@@ -55,8 +55,8 @@ image, or of a kind that judges here cannot read, are counted and left out.
 
 Every other column is kept under its name. In a pair, a name that would change how the row is read,
 such as score, becomes original_score. A hash of the texts decides which response of a pair comes
-first. If a row is not a pair, a column named like a preference (rejected_2, score) ends the
-conversion, unless --keep names it."""
+first. If a row is not a pair, a column named like a preference (rejected_2, score, is_correct) ends
+the conversion, unless --keep names it; in a pair, one of pictures (rejected_images)."""
 
 import argparse
 import ast
@@ -99,7 +99,7 @@ IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # that the
 
 # Settings of a part for how its image or video is to be read.
 READING = "resized_height resized_width min_pixels max_pixels total_pixels fps nframes min_frames "
-READING += "max_frames video_start video_end"
+READING += "max_frames sample_fps video_start video_end"
 
 # How columns of images or bytes look when printed by Python.
 IMAGE_COLUMN = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)|(^|[ \[(])b'"
@@ -122,7 +122,8 @@ BAD_ROW = (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError,
 # Columns that would make a pair another kind of judgement.
 NOT_IN_PAIRS = ("question", "messages", "response", "critique", "correct", "score", "criterion")
 # Columns that say which of several responses is better, or how good one is.
-PREFERENCE = "(?i)reject|chosen|prefer|rank|score|winner"
+PREFERENCE = "(?i)reject|chosen|prefer|rank|score|winner|better|worse|rating|helpful|votes|is_correct|correctness"
+PREFERENCE += "|(^|_)rewards?$"
 # How other systems write the place of one of several images.
 NUMBERED_IMAGE = r"(?i)<\|?(image|img)[ _-]?\d+\|?>"
 
@@ -174,7 +175,9 @@ def convert(
     if value:
         converted["source" if is_pair else "label"] = value
     lost = [column for column in rest if re.search(PREFERENCE, column) and column not in keep]
-    if lost and not is_pair:
+    if is_pair:  # pictures of one side alone
+        lost = [column for column in lost if re.search("(?i)image|video", column)]
+    if lost:
         raise ValueError(
             f"{', '.join(lost)}: a preference that would be lost. Name both sides by --columns "
             "chosen=NAME,rejected=NAME, or what is none by --keep"

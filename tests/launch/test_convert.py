@@ -618,6 +618,10 @@ def test_two_generated_pictures_are_a_pair_of_pictures(tmp_path, qwen25, form):
         "human_rankings",
         "overall_score",
         "chosenResponse",
+        "rating",
+        "better_response_id",
+        "is_correct",
+        "reward",
     ],
 )
 def test_no_preference_is_lost(tmp_path, capsys, column):
@@ -627,6 +631,16 @@ def test_no_preference_is_lost(tmp_path, capsys, column):
         run(tmp_path, [row])
     assert f"row 1: {column}: a preference that would be lost" in capsys.readouterr().err
     assert run(tmp_path, [row], "--keep", column)[0][column] == [1]
+
+
+def test_pictures_of_one_side_of_a_pair_are_not_lost(tmp_path, capsys):
+    """ms-swift's rejected_images: the same words about another picture. A score of a side is kept."""
+    row = {"messages": answered("a"), "rejected_messages": answered("a"), "rejected_score": 1}
+    row |= {"prompt": "x", "images": [base64_of(noise(1))]}
+    with pytest.raises(SystemExit):
+        run(tmp_path, [row | {"rejected_images": [base64_of(noise(2))]}])
+    assert "rejected_images: a preference that would be lost" in capsys.readouterr().err
+    assert run(tmp_path, [row])[0]["rejected_score"] == 1
 
 
 def test_pictures_that_several_rows_show_are_one_file(tmp_path, qwen25, capsys):
