@@ -33,17 +33,22 @@ import numpy as np
 from common.files import number_as_text
 from common.rewards.regions import answer_text
 from common.rewards.rules import (
+    ALIKE,
     format_score,
     plain_text,
     read_letters,
     read_number,
     read_numbers,
+    spelled,
     with_opened_thought,
     words_of,
 )
 
 OUTER = " .,;:!?\"'`()[]{}*•"  # punctuation around a word
-NUMBERED = re.compile(r"(?s)\s*\(?(\d{1,3})(?:[.:]\s+|[)、]\s*)(.*)")  # 1. red   (2) blue
+NUMBERED = re.compile(r"(?s)\s*[*(]*(\d{1,3})[.:)、](?!\d)(.*)")  # 1. red   (2) blue
+
+# Between the items of a list: red, blue, and green   1-2-3   B -> A > C
+SEPARATOR = r"[,;\n](?:\s*and\s)?|(?<!\d)、|、(?=\d)|(?<=\d)-(?=\d)|[-=]{0,3}[>→]"
 
 
 def not_empty(truth):
@@ -86,17 +91,24 @@ def texts_of(row: dict, column: str) -> list[str]:
 
 
 def plain(text) -> str:
-    """A text or number without case, white space, punctuation around it, and the dash of a list."""
-    return words_of(str(number_as_text(text))).strip(OUTER).removeprefix("- ")
+    """A text or number without case, LaTeX, punctuation around it, and the dash of a list."""
+    text = words_of(str(number_as_text(text))).removeprefix("- ")
+    return spelled(text).strip(OUTER)
 
 
 @per_sample
 def choice(answer, truth, row):
-    letters = dict(zip(map(plain, texts_of(row, "options")), ascii_uppercase))
+    letters = letters_of(row)
     right = chosen(truth, letters)
     if len(right) != 1:
         raise ValueError(f"the answer {truth!r} is neither a letter nor one of the row's options")
     return float(chosen(answer, letters) == right)
+
+
+def letters_of(row: dict) -> dict:
+    """The letters of a row's options by their texts, before which they may stand: A. cat"""
+    lettered = zip(ascii_uppercase, texts_of(row, "options"))
+    return {plain(re.sub(rf"^\(?{letter}[.:)]", "", text)): letter for letter, text in lettered}
 
 
 def chosen(text: str, letters: dict) -> set:
@@ -135,13 +147,13 @@ def truths(truth: str, row: dict) -> list:
 
 @per_sample
 def anls(answer, truth, row):
-    best = max(likeness(answer.lower(), text.lower()) for text in truths(truth, row))
+    best = max(likeness(words_of(answer), words_of(text)) for text in truths(truth, row))
     return best if best > 0.5 else 0.0
 
 
 @per_sample
 def ocr(answer, truth, row):
-    return likeness(answer, truth)
+    return likeness(answer.translate(ALIKE), truth.translate(ALIKE))
 
 
 def likeness(a: str, b: str) -> float:
@@ -173,11 +185,11 @@ def order(answer, truth, row):
 
 
 def read_items(text: str) -> list[str]:
-    """The elements of a list, or the parts of a text between commas, semicolons, line ends or, among
+    """The elements of a list, or the parts of a text between commas, semicolons, arrows, line ends or, among
     digits, dashes; numbers such as 1., 2., 3. before them are dropped."""
     values = read_list(text)
     if values is None:
-        pieces = re.split(r"[,;\n]|(?<!\d)、|(?<=\d)-(?=\d)", plain_text(text))
+        pieces = re.split(SEPARATOR, plain_text(text))
         values = [piece for piece in pieces if piece.strip()]
         numbered = [NUMBERED.fullmatch(piece) for piece in values]
         if [match and int(match[1]) for match in numbered] == [*range(1, len(values) + 1)]:

@@ -29,14 +29,14 @@ ACCURACY, FORM = 0.9, 0.1  # weights in rules that also reward the form
 RAISED, LOWERED = "[²³¹⁰-ⁿ]+", "[₀-ₜ]+"  # 3² is 3^2, not 32
 BRACES = re.compile(r"\\boxed\s*\{|\\(?:[{}]|\\(?!boxed))|[{}]")
 MAX_ANSWER = 512  # characters; longer answers compare as text, which bounds the work of patterns
-# What only looks different: dashes and the minus, quotes, the stroke of a fraction.
-ALIKE = str.maketrans({**dict.fromkeys("‐‑‒–—―−", "-"), "‘": "'", "’": "'", "⁄": "/"})
+# What only looks different: dashes and the minus, quotes, the stroke of a fraction, the full stop.
+ALIKE = str.maketrans("‐‑‒–—―−“”„«»「」『』《》‘’⁄。", "-------" + 11 * '"' + "''/.")
 # A letter, digit or _ of a script that sets words apart: Chinese, Japanese and Korean write 答案是B.
 IN_WORD = r"[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 # What stands before an answer: "The answer is", "Answer:", "答案是".
 LEAD = (
-    r"(?:(?:the )?(?:final |correct |right )?(?:answer|option|choice)(?: is\b:?|:)|option\b"
-    r"|答案(?:是|为|:)?|选(?:项|择)?) ?"
+    r"(?:(?:the )?(?:final |correct |right )?(?:answer|option|choice)(?: is\b:?|:)|(?:option|choice)\b"
+    r"|(?:正确|最终)?答案(?:是|为|选|:)?|[故应]?选(?:项|择|:)?) ?"
 )
 # b)   B, but neither "I" nor the article of "A dog"
 ARTICLE = r"(?! (?!(?i:is|or)\b)[A-Za-z]{2})"  # behind what is none
@@ -62,7 +62,7 @@ DIGITS = {word: str(number) for number, word in enumerate(NUMERALS)}
 SPELLINGS = [  # applied in this order to lower-case text
     (re.compile(pattern, re.ASCII), new)
     for pattern, new in (
-        ("。", "."),
+        (r"(?<!\w)\*\*([^*]+)\*\*(?!\w)", r"\1"),  # **Answer:** b
         (rf"^{LEAD}(?=.)", ""),
         (r"(?<!\\)\\[()[\]]|(?<=\d)\\,(?=\d{3})|\\!|\\?[$€£¥]", ""),  # \(12\)   12\,345   $5
         (r" ?\^ ?\{([+-]?\w+)\}", r"^\1"),
@@ -77,9 +77,14 @@ SPELLINGS = [  # applied in this order to lower-case text
         (r"\\([{}%])", r"\1"),
         (r"(\d)? ?\\[dt]?frac", r"\1 \\frac"),  # 2\frac{1}{2} is 2 1/2
         (r"\\frac ?(?:\{([+-]?[\d.]+)\}|(\d)) ?(?:\{([\d.]+)\}|(\d))", r"\1\2/\3\4"),
+        (r"(?<=\d) ?per ?cents?\b", "%"),
+        (r"\^ ?\{?\\circ\}?|\\degree", "°"),
+        ("π", r"\\pi"),
+        ("、", ","),
         (" +", " "),
+        (r"(?<=\d) (?=[a-z°])", ""),  # 3 cm is 3cm
         (r" (?!\w)|(?<![\w,]) ", ""),  # the other spaces have a meaning: "1 2" is not "12"
-        (r"^\(?([a-z]+)\)?[.:]?$|\.+$", r"\1"),  # a choice is its letter: (b)   b.   b:
+        (r"^[(\[]*([a-z]+)[)\]]*[.:]?$|\.+$", r"\1"),  # a choice is its letter: (b)   b.   [b]
     )
 ]
 
@@ -90,14 +95,13 @@ def with_think_tags(text: str) -> str:
 
 
 def with_opened_thought(prompt: str, response: str) -> str:
-    """A response with the thought that its prompt opens at its end, in this spelling (the templates of some
-    models write it); also an empty one that the prompt closes, if the response has no other."""
-    prompt, response = with_think_tags(prompt.rstrip()), with_think_tags(response)
+    """A response with the thought that its prompt opens at its end, in this spelling, as the templates of
+    some models do; also one that the prompt closes there, if the response has no other."""
+    response, prompt = with_think_tags(response), with_think_tags(prompt.rstrip())
     if prompt.endswith("<think>"):
         return f"<think>{response}"
-    closes = re.search(r"<think>\s*</think>\Z", prompt)
-    has_own = re.search("</?think>", response)
-    return f"<think></think>{response}" if closes and not has_own else response
+    closes = prompt.endswith("</think>") and not re.search("</?think>", response)
+    return f"<think></think>{response}" if closes else response
 
 
 def after_thought(response: str) -> str:
@@ -107,13 +111,15 @@ def after_thought(response: str) -> str:
 
 
 def extract_answer(response: str, rule: str) -> str | None:
-    r"""Content of the last `\boxed{...}` (rule "boxed") or `<answer>...</answer>` (rule "answer");
-    None without one, or if the response ends inside a thought."""
+    r"""Content of the last `\boxed{...}` or GLM's box (rule "boxed"), or of the last `<answer>...</answer>`
+    or the last box in that (rule "answer"); None without one, or if the response ends inside a thought."""
     if response.rfind("<think>") > response.rfind("</think>"):
         return None
+    response = response.replace("<|begin_of_box|>", r"\boxed{").replace("<|end_of_box|>", "}")
     if rule == "answer":
-        answers = ANSWER.findall(response)
-        return answers[-1].strip() if answers else None
+        answer = next(iter(ANSWER.findall(response)[-1:]), None)
+        boxed = extract_answer(answer or "", "boxed")
+        return answer and answer.strip() if boxed is None else boxed
     opened = []  # where the content of each brace begins; whether of a box
     last = (-1, -1)
     for match in BRACES.finditer(response):
@@ -144,7 +150,7 @@ def answers_equal(response: str, reference: str) -> bool:
     response, reference = plain_text(response), plain_text(reference)
     if max(len(response), len(reference)) > MAX_ANSWER:
         return same_words(response, reference)
-    a, b = _spelled(response), _spelled(reference)
+    a, b = spelled(response), spelled(reference)
     if not a or not b:
         return False
     if _equal(a, b):
@@ -172,15 +178,14 @@ def plain_text(text: str) -> str:
 def read_letters(text: str) -> tuple[set[str], str]:
     """The letters of options that a text names, in capitals, and the text without them."""
     text = plain_text(text)
-    if SMALL.search(text):
+    if re.fullmatch("[a-z]", spelled(text)) or SMALL.search(text):
         text = text.upper()
     return set(map(str.upper, LETTER.findall(text))), LETTER.sub("", text)
 
 
 def read_number(text: str) -> Fraction | None:
     """The value of a text that is a number, also as a word to twenty; None of any other."""
-    text = plain_text(text)
-    return _value(_spelled(text)) if len(text) <= MAX_ANSWER else None
+    return _value(spelled(text)) if len(text) <= MAX_ANSWER else None
 
 
 def read_numbers(text: str) -> set[Fraction]:
@@ -195,13 +200,6 @@ def read_numbers(text: str) -> set[Fraction]:
     if not numbers:
         numbers = DIGITS.keys() & re.findall("[a-z]+(?:-[a-z]+)*", text)
     return {value for value in map(_value, numbers) if value is not None}
-
-
-def _spelled(text: str) -> str:
-    text = " ".join(text.lower().split())
-    for pattern, new in SPELLINGS:
-        text = pattern.sub(new, text)
-    return text
 
 
 def _value(spelled: str) -> Fraction | None:
@@ -291,3 +289,13 @@ def same_words(response: str, reference: str) -> bool:
 def words_of(text: str) -> str:
     """A plain text in lower case, with single spaces."""
     return " ".join(plain_text(text).lower().split())
+
+
+def spelled(text: str) -> str:
+    """The words of a text without LaTeX, emphasis and what stands before an answer; of a long text its
+    words."""
+    text = words_of(text)
+    if len(text) <= MAX_ANSWER:
+        for pattern, new in SPELLINGS:
+            text = pattern.sub(new, text)
+    return text

@@ -50,10 +50,18 @@ choice | 1     | animals  | A            | I think A is right.
 choice | 1     | -        | A            | I think A is right.
 choice | 1     | {"options": ["vitamin C", "B12", "iron"]} | A            | Vitamin C
 choice | 1     | {"options": [4, 5]} | B            | 5
+choice | 1     | {"options": [4.0, 5.0]} | B            | 5
+choice | 1     | {"options": ["A. cat", "B. dog"]} | B            | dog
+choice | 1     | {"options": ["(A) cat", "(B) dog"]} | (B) dog      | B. dog
+choice | 1     | {"options": null} | B            | b
 choice | 1     | animals  | B            | So it is \boxed{B}, not A.
 choice | 1     | animals  | B            | <answer>It is \boxed{B}, not A.</answer>
 choice | 1     | animals  | B            | 答案是B
 choice | 1     | animals  | B            | Answer: b
+choice | 1     | animals  | B            | **Answer:** b
+choice | 1     | animals  | B            | \text{b}
+choice | 1     | animals  | B            | “dog”
+choice | 1     | animals  | B            | Answer: dog
 choice | 1     | animals  | B            | <answer>{B}</answer>
 choice | 1     | animals  | B            | b. dog
 choice | 0     | animals  | B            | Answer: b or c
@@ -80,6 +88,7 @@ number | 0     | -        | 5            | NaN
 number | 1     | -        | 1990         | 2010
 number | 0     | {"tolerance": 0} | 1990         | 2010
 number | 1     | {"tolerance": 0.1} | 100          | 90
+number | 0     | {"tolerance": null} | 100          | 90
 number | 1     | -        | blue         | Blue.
 number | 0     | -        | 3 g          | 3 kg
 count  | 1     | -        | 7            | <answer>There are 7 cups.</answer>
@@ -100,23 +109,37 @@ words  | 0     | -        | blue         | light  Blue
 words  | 0     | -        | 5            | -5
 words  | 1     | {"answers": ["blue", "Navy"]} | -            | navy
 words  | 1     | {"answers": [3.0]} | -            | 3
+words  | 1     | -        | blue         | “Blue”!
+words  | 1     | -        | blue         | __Blue__
+words  | 1     | -        | blue         | $\text{Blue}$
+words  | 1     | -        | blue         | Answer: Blue
+words  | 1     | -        | 蓝色         | 答案是「蓝色」。
+words  | 1     | -        | ３ｃｍ       | 3 cm
 words  | 1     | -        | it’s −5      | It's -5
 words  | 1     | -        | ['Paris', 'Paris, France'] | Paris, France
 words  | 0     | -        | ['Paris', 'Paris, France'] | France
 anls   | 0.8   | -        | ["hello"]    | Helo
 anls   | 1     | {"answers": ["help me", "HELL"]} | -            | hell
 anls   | 0     | -        | abxy         | abcd
+anls   | 1     | -        | it's −5      | it’s -5
 anls   | 0     | -        | hello        | hello hello hello
 ocr    | 10/11 | -        | Total 12.60  | Total  12.50
 ocr    | 0.8   | -        | Total        | total
 ocr    | 0     | -        | Total        |
 ocr    | 4/7   | -        | sitting      | kitten
+ocr    | 1     | -        | it's "−5"    | it’s “-5”
 items  | 1     | -        | ["blue", "red"] | red, Blue
 items  | 0.5   | -        | ["blue", "red"] | ["red", "green"]
 items  | 2/3   | -        | ["blue", "red"] | red, red, red, blue
 items  | 1     | -        | blue; red    | - red\n- blue
 items  | 1     | -        | blue; red    | 1. red\n2. blue
 items  | 1     | -        | blue; red    | (1) red, (2) blue
+items  | 1     | -        | blue; red    | 1.red\n2.blue
+items  | 1     | -        | blue; red    | - **red**\n- **blue**
+items  | 1     | -        | blue; red    | **1. red**\n**2. blue**
+items  | 1     | -        | blue; red; tan | red, blue, and tan
+items  | 1     | -        | ["sand and sea"] | sand and sea
+items  | 0     | -        | 1.5; 2.5     | 5, 5
 items  | 1     | -        | 红; 蓝       | 1、红\n2、蓝
 items  | 0     | -        | blue; red    | 2. red\n1. blue
 items  | 2/3   | -        | ["a, b", "c"] | ["a, b"]
@@ -128,6 +151,10 @@ order  | 1     | -        | [1, 2, 3]    | ```json\n[1, 2, 3]\n```
 order  | 1     | -        | [1, 2, 2]    | 1-2-2
 order  | 0     | -        | [1, 5, 2]    | 1.5, 2
 order  | 1     | -        | [5, 7]       | 1. 5\n2. 7
+order  | 1     | -        | [2, 1, 3]    | 2 -> 1 -> 3
+order  | 1     | -        | [2, 1, 3]    | 2、1、3
+order  | 1     | -        | B, A, C      | B > A > C
+order  | 1     | -        | B, A, C      | (B)→(A)→(C)
 order  | 1     | -        | 1. c\n2. a   | c, a
 """
 )  # reward, its value, the row, the truth, the response

@@ -53,6 +53,8 @@ def one_sample(prompt="p", response="r", reference="a"):
     [
         ("\\boxed{a\nb}", "a\nb"),
         ("<answer>a\nb</answer>", "a\nb"),
+        ("so <|begin_of_box|>{1}<|end_of_box|>.", "{1}"),
+        ("<answer>so <|begin_of_box|>B<|end_of_box|></answer>", "B"),
         *table(r"""
 \boxed{1} then \boxed{2}     | 2
 \boxed {3}                   | 3
@@ -69,6 +71,8 @@ def one_sample(prompt="p", response="r", reference="a"):
 <answer>1</answer> <answer>2 | 1
 </answer><answer>            | None
 <answer>1<answer>2</answer>  | 2
+<answer>so \boxed{3}.</answer> | 3
+<answer></answer>            |
 <think>\boxed{1}             | None
 <think>\boxed{1}</think>     | 1
 <think> <answer>1</answer>   | None
@@ -108,14 +112,16 @@ def test_format_score(expected, response):
         ("<think>", [1, 0, 0]),
         ("assistant\n", [0, 1, 0]),
         ("<think>\n\n</think>\n\n", [0, 1, 1]),
+        ("<｜Assistant｜></think>", [0, 1, 1]),
+        ("<think>Okay, I have finished thinking.</think>", [0, 1, 1]),
     ],
 )
 @pytest.mark.parametrize(
     "rule, answer", [("boxed", r"\boxed{3}"), ("answer", "<answer>3</answer>")]
 )
 def test_a_thought_that_the_template_opens_is_part_of_the_form(prompt_end, formed, rule, answer):
-    """As those of Qwen3.5, the Thinking models and R1's distills do; also an empty one that it closes, as
-    where thinking is switched off, unless the response has its own."""
+    """As those of Qwen3.5, the Thinking models and R1's distills do; also one that it closes, as where
+    thinking is switched off, unless the response has its own."""
     responses = [f"1 + 2\n</think>\n\n{answer}", f"<think>1 + 2</think>{answer}", answer]
     columns = rule_reward(
         rule,
@@ -232,6 +238,19 @@ Final answer: 12    | 12
 {12}                | 12
 "12"                | 12
 €5                  | 5
+50 percent          | 50%
+3 cm                | 3cm
+60^{\circ}          | 60°
+2π                  | 2\pi
+A、C                | A, C
+“yes”               | yes
+《红楼梦》          | 红楼梦
+[C]                 | C
+**Answer:** b       | B
+choice C            | C
+正确答案：C         | C
+答案选C             | C
+故选C               | C
 three               | 3
 Three               | three
 −1/2                | -0.5
@@ -260,6 +279,8 @@ x=3                  | y=3
 A                    | B
 A dog                | A
 A, B                 | B
+[1]                  | 1
+2**3**4              | 234
 (1,2)                | (2,1)
 (1,2)                | [1,2]
 (1,2,3)              | (1,2)
@@ -320,6 +341,12 @@ Answer: b, c                   | BC
 答案是B                        | B
 答案：b                        | B
 选项B正确                      | B
+正确答案是b                    | B
+故选b                          | B
+Answer: **b**                  | B
+**Answer:** b                  | B
+\\text{b}                       | B
+choice b                       | B
 I think A is right.            | A
 A dog is seen                  |
 Answer: a dog                  |
@@ -412,7 +439,7 @@ def test_fuzz_never_raises_and_stays_fast():
 
 
 REPEATED = r"(|{|((1,|9^(9^|\frac|\frac{1}{2}|1, 2, |\boxed{|\boxed |<answer>|<think>|\text{|1 1/2 |\| |(1,2),|9|x=|}|1/"
-REPEATED += r"|{\pi}|\boxed{{}|1,000"
+REPEATED += r"|{\pi}|\boxed{{}|1,000|**a|[["
 
 
 @pytest.mark.parametrize("unit", REPEATED.split("|"))
