@@ -69,8 +69,8 @@ def choose_compute(args: ModelArgs, device: torch.device, longest: int) -> Compu
         ranks = f"{distributed.world_size()} x {device.type}"
         distributed.say_once(f"{ranks}, attention: {backend}{install}, compute: {name}")
     # Every chunk costs a pass over the gradient of the head's weight: on a GPU this is expensive, on
-    # a CPU it is not, and memory decides.
-    head_chunk = 256 if small else 4096
+    # a CPU it is not, and memory decides. Plans count on it: a pack may have fewer tokens.
+    head_chunk = min(256 if small else 4096, args.max_tokens_per_pack)
     return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk, longest)
 
 

@@ -376,6 +376,15 @@ def test_teams_of_large_models(
     assert sum(parts) == pytest.approx(cache / GIB, abs=0.011)
 
 
+def test_a_plan_has_logits_of_no_more_tokens_than_a_pack(qwen25, picture_rows):
+    """In packs smaller than the chunks of 4,096 whose logits exist together: what the head needs, by hand."""
+    dry = planned(qwen25, picture_rows, "--max_tokens_per_pack 600 --dtype float32")
+    text = dry.models["actor"].model.config.get_text_config()
+    weight = text.vocab_size * text.hidden_size
+    needed = memory.backward_bytes(dry.models["actor"], UpdateSetting(600, 0))["backward"]
+    assert needed == 4 * (3 * 600 * text.vocab_size + weight + 4 * 600 * text.hidden_size)
+
+
 def test_teams_of_a_plan_do_not_depend_on_the_shards(qwen25, picture_rows, capsys):
     """Four query heads are for one, two or four ranks, however many of them share the weights in training."""
     for more in ("", "--hsdp 1", "--hsdp 2"):
