@@ -98,12 +98,6 @@ def handle_signals(handler: Callable) -> None:
             signal.signal(number, handler)
 
 
-def let_pools_end() -> None:
-    """In a process that a user's program forks: SIGTERM ends it, as multiprocessing.Pool expects when it
-    closes. With a handler of ours it would wait forever."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def request_stop(number: int, _frame: Any) -> None:
     """Signal handler: remember the signal for the end of the step."""
     STOP_SIGNALS.append(number)
@@ -185,7 +179,6 @@ def run_main(program: Callable[[], Any]) -> None:
     die_with_torchrun()
     show_anything()
     handle_signals(end_now)
-    os.register_at_fork(after_in_child=let_pools_end)
     code = 0
     with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
         try:

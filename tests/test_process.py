@@ -249,34 +249,6 @@ def test_a_call_that_was_given_up_does_not_end_the_process():
 
 
 # -------------------------------------------------------------------------------- signals
-FORKS = """
-import os, signal, threading, time
-from common import process
-def fork():
-    ready, tell = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(tell, b"1")
-        time.sleep(30)
-        os._exit(1)
-    os.read(ready, 1)
-    os.kill(child, signal.SIGTERM)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-def main():
-    process.catch_signals()
-    thread = threading.Thread(target=fork)
-    thread.start()
-    thread.join()
-process.run_main(main)
-"""
-
-
-def test_sigterm_ends_what_a_reward_forks():
-    """multiprocessing.Pool ends its processes so, and waits for them."""
-    ended = python(FORKS)
-    assert (ended.returncode, ended.stdout) == (0, f"{-signal.SIGTERM}\n"), ended.stderr
-
-
 STOPPED = "stopped by a signal with nothing to save; the same command starts again\n"
 BEFORE_THE_LOOP = """
 import ctypes, os, signal, threading, time
