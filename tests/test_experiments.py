@@ -219,7 +219,8 @@ def test_forks_are_green(tmp_path):
             git_apply(fork / "tests" / "experiments" / f"{name}.diff", fork) for name in names
         )
         (fork / "my_reward.py").write_text(readme_reward())
-        words = ("architecture", "fourteen", *map(TESTS.get, names))
+        # that of muon is of two ranks, and of nothing that another changes
+        words = ("architecture", "fourteen", *(TESTS[name] for name in names if name != "muon"))
         command += [fork, " or ".join([*words, TESTS["spo"]])]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -297,7 +298,7 @@ def muon_by_torch(folder: Path, argv: list[str]) -> None:
     """In every rank: a run and its resumption, and updates as torch's own optimizers take them on
     whole tensors."""
     script = imported(folder / SCRIPT, "experiment_muon")
-    for steps in ("2", "3"):
+    for steps in ("1", "2"):
         script.main([*argv, "--out", str(folder / "run"), "--steps", steps])
     args = script.parse_args(
         [
@@ -341,7 +342,7 @@ def test_muon_beside_adamw(qwen25, task, tmp_path):
         qwen25,
         task,
         tmp_path / "run",
-        "--advantage grpo --samples_per_prompt 4 --save_every 2 --export_every 0",
+        "--advantage grpo --samples_per_prompt 4 --save_every 1 --export_every 0",
     )
     more = words("--muon_lr 0.02 --actor_lr 0.01 --max_grad_norm 0")
     ranks.run(muon_by_torch, tmp_path, [*argv, *more], world=2)
@@ -350,11 +351,7 @@ def test_muon_beside_adamw(qwen25, task, tmp_path):
         for record in read_rows(tmp_path / "run" / "metrics.jsonl")
         if "train/actor_lr" in record
     ]
-    assert [(step["step"], step["train/actor_lr"]) for step in steps] == [
-        (1, 0.01),
-        (2, 0.01),
-        (3, 0.01),
-    ]
+    assert [(step["step"], step["train/actor_lr"]) for step in steps] == [(1, 0.01), (2, 0.01)]
 
 
 def test_another_sampler(run, qwen25, task):
@@ -620,9 +617,7 @@ def live(folder: Path, name: str, argv: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_of_the_field_is_the_same_on_two_ranks(name, qwen25, task, tmp_path):
-    changed_script(ROOT / "tests" / "experiments" / f"{name}.diff", tmp_path)
+def test_methods_of_the_field_are_the_same_on_two_ranks(qwen25, task, tmp_path):
     more = {
         "branch": ["--branches 2"],
         "gigpo": [OBSERVING, '["a","e","r"]'],
@@ -631,9 +626,21 @@ def test_a_method_of_the_field_is_the_same_on_two_ranks(name, qwen25, task, tmp_
         "replay": ["--replay 2 --prompts_per_step 8 --steps 2"],
         "spo": ["--advantage spo --steps 2"],
         "student_images": ["--student_images 0.5 --teacher_model self"],
-    }[name]
+    }
+    assert more.keys() == set(METHODS)
     common = "--steps 1 --save_every 0 --export_every 0 --advantage grpo --samples_per_prompt 4 --log_samples 99"
+    for name in METHODS:
+        changed_script(ROOT / "tests" / "experiments" / f"{name}.diff", tmp_path / name)
     for world in (1, 2):
-        argv = flags(qwen25, task, tmp_path / str(world), common, *more)
-        ranks.run(live, tmp_path, name, argv, world=world)
-    assert_same_run(tmp_path / "1", tmp_path / "2")
+        runs = [
+            (
+                live,
+                tmp_path / name,
+                name,
+                flags(qwen25, task, tmp_path / name / str(world), common, *words),
+            )
+            for name, words in more.items()
+        ]
+        ranks.run(ranks.in_turn, *runs, world=world)
+    for name in METHODS:
+        assert_same_run(tmp_path / name / "1", tmp_path / name / "2")
