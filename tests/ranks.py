@@ -24,6 +24,7 @@ import faulthandler
 import multiprocessing
 import os
 import random
+import runpy
 import signal
 import socket
 import sys
@@ -110,6 +111,17 @@ def in_turn(*runs: tuple) -> None:
     ``ranks.run(ranks.in_turn, (ppo.main, argv), (grm.main, other), world=2)``."""
     for function, *arguments in runs:
         function(*arguments)
+
+
+def as_program(path: Path, flags: list[str]) -> None:
+    """In a process of its own: as Python starts a script, from another folder."""
+    os.chdir("/")
+    sys.path[0], sys.argv = str(path.parent), [str(path), *flags]
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as end:  # of --help
+        if end.code:
+            raise
 
 
 def clean_environment(**more: str) -> dict[str, str]:

@@ -553,7 +553,9 @@ def main() -> None:
         ]
     tables += [
         functools.partial(update_table, args, budgets, 2 if tiny else 512, peak),
-        functools.partial(update_table, lora_args, (16384,), 2 if tiny else 512, peak),
+        functools.partial(
+            update_table, lora_args, budgets[-1:] if tiny else (16384,), 2 if tiny else 512, peak
+        ),
         functools.partial(whole_step, flags),
     ]
     levers = {

@@ -1,9 +1,7 @@
 """Each benchmark runs, at its smallest, and prints the figures it promises: a figure that nobody
 can reproduce is none."""
 
-import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -50,19 +48,8 @@ RUNS = [
     "script, flags, expected", RUNS, ids=[f"{run[0]}-{i}" for i, run in enumerate(RUNS)]
 )
 def test_benchmark_runs(script, flags, expected):
-    told = ranks.run(as_program, BENCHMARKS / script, flags.split())
+    told = ranks.run(ranks.as_program, BENCHMARKS / script, flags.split())
     assert re.search(expected, told), told
-
-
-def as_program(path: Path, flags: list[str]) -> None:
-    """In a process of its own: as Python starts a script, from another folder."""
-    os.chdir("/")
-    sys.path[0], sys.argv = str(path.parent), [str(path), *flags]
-    try:
-        runpy.run_path(str(path), run_name="__main__")
-    except SystemExit as end:  # of --help
-        if end.code:
-            raise
 
 
 LEARNING = """

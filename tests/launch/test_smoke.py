@@ -1,36 +1,24 @@
 """launch/smoke.sh: passes where everything works, fails with the reason where something does not."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import smoke
 from conftest import ROOT, read_json, words
-from ranks import clean_environment
+from ranks import TORCHRUN
 
 pytestmark = pytest.mark.slow
 
 
-def run_smoke(folder: Path) -> subprocess.CompletedProcess:
-    """The program as it is started, but for the installation."""
-    (folder / "launch").mkdir(parents=True)
-    (folder / "launch" / "smoke.sh").write_text((ROOT / "launch" / "smoke.sh").read_text())
-    (folder / "launch" / "setup.sh").write_text("# installs nothing here\n")
-    (folder / "launch" / "smoke.py").symlink_to(ROOT / "launch" / "smoke.py")
-    environment = clean_environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    command = words("bash", folder / "launch" / "smoke.sh", "--out", folder / "out")
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-
-
-def test_it_passes_here(tmp_path):
+def test_it_passes_here(tmp_path, monkeypatch, capfd):
     """One rank, two ranks that are killed and resumed, an export; a line for each, and a report."""
-    done = run_smoke(tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "\nPASS; " in done.stdout
-    assert "FAIL" not in done.stdout
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    code, told = smoke.main(words("--out", tmp_path / "out")), capfd.readouterr().out
+    assert code == 0, told
+    assert "\nPASS; " in told
+    assert "FAIL" not in told
     report = read_json(tmp_path / "out" / "smoke.json")
     assert [run["name"] for run in report["runs"]] == [
         "kernels",
@@ -45,7 +33,7 @@ def test_it_passes_here(tmp_path):
     for run in report["runs"][1:4]:
         assert run["metrics"]["train/sampler_gap"] < 1e-4
         assert run["metrics"]["perf/rollout_tokens_per_second"] > 0
-        assert f"\n{run['name']}: ok  perf/step_seconds " in done.stdout
+        assert f"\n{run['name']}: ok  perf/step_seconds " in told
     assert report["machine"]["torch"]
     assert report["machine"]["transformers"]
     before, after = (run["metrics"]["step"] for run in report["runs"][2:4])
@@ -126,8 +114,3 @@ def test_every_back_end_of_a_gpu_is_run(monkeypatch):
         runs = smoke.plan_runs(8)
         assert len(runs) == count
         assert all(name.split()[-1] == flags.split()[-1] for name, flags in runs)
-
-
-def test_an_export_that_does_not_load_is_said(tmp_path):
-    (problem,) = smoke.check_export(tmp_path, [])["problems"]
-    assert str(tmp_path) in problem
