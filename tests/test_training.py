@@ -635,12 +635,9 @@ def test_the_kl_of_the_loss_has_a_gradient_by_default(qwen25, task, tmp_path):
     reward."""
     line = "--steps 2 --advantage grpo --kl_coef 0.1 --actor_lr 1e-2 --kl_in"
     for place, estimator in (("reward", "k1"), ("loss", "k3+")):
-        auto, named = (
-            train(qwen25, task, tmp_path / place / name, line, place, *more)
-            for name, more in (("auto", []), ("named", ["--kl_estimator", estimator]))
-        )
-        assert_same_records(auto, named)
-    first, second = named
+        args = ppo.parse_args(words("--model m --data d.jsonl", line, place))
+        assert args.kl_estimator == estimator
+    first, second = train(qwen25, task, tmp_path, line, "loss")
     assert first["train/kl_loss"] < 1e-6 < second["train/kl_loss"]
     assert second["train/kl_loss"] == pytest.approx(second["train/kl"], rel=1e-3)
     assert second["rollout/return"] == pytest.approx(second["rollout/reward"])
@@ -666,7 +663,6 @@ def test_the_kl_of_the_loss_has_a_gradient_by_default(qwen25, task, tmp_path):
             "--target_kl 0.1",
             "",
         ),
-        ("--steps 1", ""),
     ],
 )
 def test_a_run_that_learns_nothing_says_so(qwen25, task, tmp_path, capsys, line, text):
@@ -736,12 +732,12 @@ def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
 
 def test_evaluation_changes_nothing(qwen25, task, tmp_path):
     """Training with and without evaluations: the same metrics and weights in every bit."""
-    line, more = "--steps 3 --minibatches 2", ("--eval_data", task / "eval.jsonl", "--eval_every 1")
+    line, more = "--steps 2 --minibatches 2", ("--eval_data", task / "eval.jsonl", "--eval_every 1")
     without = train(qwen25, task, tmp_path / "without", line)
     both = train(qwen25, task, tmp_path / "with", line, *more)
-    assert [record["step"] for record in both if "eval/index" in record] == [0, 1, 2, 3]
+    assert [record["step"] for record in both if "eval/index" in record] == [0, 1, 2]
     assert_same_records([record for record in both if "rollout/reward" in record], without)
-    exports = (tensors(tmp_path / name / "export" / "step-3") for name in ("with", "without"))
+    exports = (tensors(tmp_path / name / "export" / "step-2") for name in ("with", "without"))
     assert same_tensors(*exports)
 
 
@@ -996,15 +992,15 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_export_of_an_interrupted_run(qwen25, task, tmp_path):
     """Weights and average, of the newest checkpoint and of an earlier one, as the finished run
     wrote them at those steps: the same command with --steps there."""
-    line = "--steps 4 --save_every 1 --keep_last 9 --ema_beta 0.9"
+    line = "--steps 3 --save_every 1 --keep_last 9 --ema_beta 0.9"
     train(qwen25, task, tmp_path / "whole", line, "--export_every 1")
-    train(qwen25, task, tmp_path / "half", line, "--steps 3 --export_every 0")
+    train(qwen25, task, tmp_path / "half", line, "--steps 2 --export_every 0")
     half = tmp_path / "half"
-    train(qwen25, task, half, line, "--steps 3")
+    train(qwen25, task, half, line, "--steps 2")
     before = files_of(half)
-    path = half / "checkpoints" / "step-2"
-    train(qwen25, task, tmp_path / "earlier", line, "--steps 2 --resume", path)
-    for folder, step in ((half, 3), (tmp_path / "earlier", 2)):
+    path = half / "checkpoints" / "step-1"
+    train(qwen25, task, tmp_path / "earlier", line, "--steps 1 --resume", path)
+    for folder, step in ((half, 2), (tmp_path / "earlier", 1)):
         for place in ("export", "export_ema"):
             expected = files_of(tmp_path / "whole" / place / f"step-{step}")
             assert files_of(folder / place / f"step-{step}") == expected
@@ -1055,7 +1051,6 @@ def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_pa
     [
         ("infinite", "(?s)inf, not a finite number.*response"),
         ("late", r"(?s)longer than 0\.2 s.*response"),
-        ("nothing", "has no 'nothing'; it has letters"),
     ],
 )
 def test_a_failing_reward_stops_with_the_sample(qwen25, task, tmp_path, function, message):
@@ -1069,24 +1064,17 @@ def test_a_failing_reward_stops_with_the_sample(qwen25, task, tmp_path, function
 @pytest.fixture(
     scope="module",
     params=[
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "qwen2_5_vl tied",
-        "qwen3_vl tied",
-        "qwen2_5_vl tied twice",
-        "qwen2_5_vl module spelling",
+        "tied",
+        "tied twice",
+        "module spelling",
     ],
 )
 def any_checkpoint(request, tmp_path_factory) -> Path:
-    kind, _, variant = request.param.partition(" ")
+    variant = request.param
     folder = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(
-        folder,
-        kind,
-        tie=variant.startswith("tied"),
-        shard_size="200KB" if variant == "tied" else "5GB",
-    )
-    if variant in ("", "tied"):
+    size = "200KB" if variant == "tied" else "5GB"
+    write_checkpoint(folder, "qwen2_5_vl", tie=variant.startswith("tied"), shard_size=size)
+    if variant == "tied":
         return folder
     values = load_file(folder / "model.safetensors")
     # some writers store the tied weight under both names
@@ -1143,11 +1131,10 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     assert torch.equal(score(again.actor, same), trained)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows, dtype):
-    """And in bfloat16 what is not trained: the export's origin can be its reference, as their
+def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows):
+    """Of float16 here, of others in test_weights.py; and in bfloat16 what is not trained: the export's origin can be its reference, as their
     towers are the same."""
-    source = write_checkpoint(tmp_path / "source", "qwen2_5_vl")
+    source, dtype = write_checkpoint(tmp_path / "source", "qwen2_5_vl"), torch.float16
     AutoModelForImageTextToText.from_pretrained(source, dtype=dtype).save_pretrained(source)
     env = start(source, picture_rows, "--advantage grpo --dtype bfloat16")
     assert {(p.dtype, p.requires_grad) for p in env.actor.parameters()} == {
@@ -1220,6 +1207,8 @@ RUNS = {
         + TALKING,
     ),
 }
+# run by one group of ranks, as starting one takes as long as a run
+TOGETHER = (["judged", "masked", "talking"], ["seeing exactly", "adapters", "looking"])
 FAILURES = {  # name -> flags, the message
     "picture": ("--data TASK/bad.jsonl", "bad.jsonl:2.*damaged.png"),
     "reward": (
@@ -1292,11 +1281,14 @@ def both(checkpoints, task, tmp_path_factory):
 
     def run(name: str) -> tuple[Path, Path]:
         if not (one / name).exists():
+            names = next((group for group in TOGETHER if name in group), [name])
             first, second = (
-                run_flags(name, RUNS[name], checkpoints, task, out) for out in (one, two)
+                [run_flags(each, RUNS[each], checkpoints, task, out) for each in names]
+                for out in (one, two)
             )
-            launch(2, second)
-            ppo.main(first)
+            launch(2, *second)
+            for line in first:
+                ppo.main(line)
         return one / name, two / name
 
     return run
@@ -1378,7 +1370,7 @@ def test_failures_are_told_once_and_end_every_rank(checkpoints, task, tmp_path, 
 @pytest.mark.slow
 def test_more_ranks_than_prompts(qwen25, task, tmp_path):
     """And than some parameters have rows, so that shards are empty: the same run as on one rank."""
-    four, one = (
+    three, one = (
         flags(
             qwen25,
             task,
@@ -1387,11 +1379,11 @@ def test_more_ranks_than_prompts(qwen25, task, tmp_path):
             "--critic_lr 1e-3 --eval_every 1 --eval_data",
             task / "eval-3.jsonl",
         )
-        for name in ("four", "one")
+        for name in ("three", "one")
     )
-    launch(4, four)
+    launch(3, three)
     ppo.main(one)
-    assert_same_run(tmp_path / "one", tmp_path / "four")
+    assert_same_run(tmp_path / "one", tmp_path / "three")
 
 
 def test_what_ranks_tell_each_other():
@@ -1454,8 +1446,6 @@ def test_boxes_are_rewarded_in_the_models_coordinates(qwen25, tmp_path, capsys):
     assert answer["regions"]["true"] == [[0, 0, 25, 30]]
     # a function gets the same places
     train(qwen25, tmp_path, tmp_path / "b", *more, "--reward", f"{tmp_path / 'mine.py'}:score")
-    train(qwen25, tmp_path, tmp_path / "c", *more, "--coordinates 1000")
-    assert read_json(tmp_path / "c" / "args.json")["coordinates"] == "1000"
     with user_error("no regions, which box compares with"):
         train(
             qwen25,

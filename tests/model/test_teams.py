@@ -119,14 +119,14 @@ def test_teams_of_every_decoder(tmp_path, picture_rows):
     ranks.run(sample_alike, tied, picture_rows, 2, "--train_vision", world=4)
 
 
-def talk_alike(folder, rows, talker: str) -> None:
-    sample_alike(folder, rows, 2, talker=talker)
+def talk_alike(folder, rows) -> None:
+    for talker in ("Slow", "Bad", "Absent"):
+        sample_alike(folder, rows, 2, talker=talker)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("talker", ["Slow", "Bad", "Absent"])
-def test_environments_answer_teams_as_single_ranks(qwen25, picture_rows, talker):
-    ranks.run(talk_alike, qwen25, picture_rows, talker, world=2)
+def test_environments_answer_teams_as_single_ranks(qwen25, picture_rows):
+    ranks.run(talk_alike, qwen25, picture_rows, world=2)
 
 
 def start_with_a_team() -> None:
@@ -177,14 +177,16 @@ def test_a_run_in_teams_is_the_run_of_single_ranks(qwen25, tmp_path):
     for name in ("alone", "together", "after"):
         folders[name] = tmp_path / name
     alone, together, after = folders.values()
-    live(flags(alone, ADVANTAGES), 2)
     argv = flags(together, ADVANTAGES + " --rollout_shards 2")
     kill = stop_at, "update_actor", 3, -1, signal.SIGKILL
     live([*argv, "--save_blocking"], 2, [kill], codes=[-signal.SIGKILL] * 2)
-    assert "resuming from" in live(argv, 2)
+    single = [
+        (ppo.main, flags(alone, ADVANTAGES)),
+        (ppo.main, flags(after, ADVANTAGES + f" --resume {together}/checkpoints/step-2")),
+    ]
+    assert "resuming from" in ranks.run(ranks.in_turn, (ppo.main, argv), *single, world=2)
     assert_close_records(records(together), records(alone))
     assert records(together)[-1]["rollout/dropped_prompts"] > 0
-    live(flags(after, ADVANTAGES + f" --resume {together}/checkpoints/step-2"), 2)
     assert_close_records(records(after)[-2:], records(alone)[-2:])  # the first only evaluates
     weights = [
         load_file(out / "export" / "step-4" / "model.safetensors") for out in folders.values()
