@@ -30,7 +30,6 @@ from conftest import (
     records,
     reproducible,
     rounding,
-    seeded,
     start,
     take,
     token_logprobs,
@@ -443,18 +442,6 @@ def test_truncated_responses_carry_no_policy_loss(env, qwen25, name):
     assert ppo.update_actor(trained, None, samples, 1, None, args)["train/actor_updates"] == 0
     assert len(trained.gradients) == 1
     assert env.actor.model.lm_head.weight.grad is None
-
-
-def test_both_masks_of_the_policy_loss_act_together(env):
-    samples = copied(env)
-    samples.truncated = torch.arange(16) % 3 == 0
-    samples.entropy = torch.rand(len(samples.tokens), generator=seeded(0))
-    mask = ppo.policy_loss_mask(
-        samples, with_flags(env.args, mask_truncated=True, high_entropy_ratio=0.5)
-    )
-    for i, (actual, entropy) in enumerate(zip(samples.split(mask), samples.split(samples.entropy))):
-        best = sorted(entropy.tolist(), reverse=True)[: max(1, len(entropy) // 2)]
-        assert actual.tolist() == [i % 3 != 0 and x in best for x in entropy.tolist()]
 
 
 def test_value_kl_and_entropy_terms_keep_truncated_responses(env):

@@ -411,11 +411,6 @@ def test_partition_is_complete_and_near_the_optimum(seed, bins):
     )
 
 
-def test_partition_of_nothing_and_of_equal_costs():
-    assert balanced_partition([], [], 3) == [[], [], []]
-    assert sorted(map(len, balanced_partition(range(9), [1.0] * 9, 3))) == [3, 3, 3]
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_packs_hold_each_block_once_in_equal_number(seed, world):

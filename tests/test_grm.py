@@ -1057,14 +1057,6 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     ]
 
 
-def test_templates_of_a_judge_stay_with_who_goes_on_from_it():
-    templates = {"correct": "{prompt}{response}", "score": "{response}{prompt}"}
-    saved = {"templates": templates, "verdicts": {"score": ["1"]}}
-    judge = judge_settings(saved=saved)
-    assert judge.templates["correct"] == "{prompt}{response}"
-    assert judge.verdicts["score"] == ["1"]
-
-
 def test_a_judges_checkpoint_is_no_policys(one_rank, qwen25, picture_rows, tmp_path):
     with user_error(
         "step-4 was saved by the other script, or .* state.json has no .*an export of its run as --model"

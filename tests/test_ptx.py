@@ -215,22 +215,6 @@ def test_another_number_of_updates_goes_on_at_the_next_row(
     assert picked == passes[:12]
 
 
-@pytest.mark.slow
-def test_the_loss_falls(qwen25, rows, task, tmp_path):
-    """With no reward to follow, the text is learned."""
-    steps = train(
-        qwen25,
-        task,
-        tmp_path,
-        *ptx(rows),
-        "--steps 12 --reward exact --advantage grpo "
-        "--actor_lr 1e-2 --export_every 0 --save_every 0 --max_new_tokens 2",
-    )
-    losses = [step["train/ptx_loss"] for step in steps]
-    assert losses[-1] < 0.5 * losses[0]
-    assert all(step["train/ptx_dropped"] == 0 for step in steps)
-
-
 @pytest.mark.parametrize(
     "row, message",
     table("""

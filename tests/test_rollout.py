@@ -177,16 +177,6 @@ def test_first_token_frequencies_match_the_model(qwen25, picture_rows):
         assert terms.sum() + rare < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_a_reused_slot_does_not_leak(qwen25, picture_rows):
-    """One slot serves a long prompt, then a short one: the second is as if the first had never been there."""
-    env = start(qwen25, picture_rows, "--slots 1")
-    both, alone = take(env).select_prompts([3, 0]), take(env).select_prompts([0])
-    first, tokens = generate(env, both, 1)
-    second, expected = generate(env, alone, 1)
-    assert tokens[1] == expected[0]
-    assert torch.equal(first.logprobs[int(first.own_lengths[0]) :], second.logprobs)
-
-
 @pytest.mark.slow
 def test_stop_strings_end_a_response(qwen25, picture_rows, poll):
     """Across two tokens; also at a look of the host behind the end, and in few slots, where the

@@ -240,7 +240,7 @@ def hf_inputs(family, prompt) -> dict:
     return {name: value for name, value in inputs.items() if name not in unused}
 
 
-@of_kinds(DAILY, ("gemma4_31b", "idefics3", "llava_onevision", "mistral3"))
+@of_kinds(DAILY, ("gemma4_31b", "llava_onevision"))
 def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path):
     """A hint around the prompt, and noise in every image: what a teacher, another reference, a mask
     would see."""
@@ -423,7 +423,7 @@ def ppo_flags(kind: str, folder: Path, out: Path, *further: str) -> list[str]:
 FROZEN = ("visual", "vision", "projector", "connector", "audio", "embed_tokens_per_layer")
 
 
-@of_kinds(DAILY, ("gemma3", "gemma4_26b_a4b", "glm4v_moe", "mistral3"))
+@of_kinds(DAILY, ("gemma3", "gemma4_26b_a4b"))
 def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
     metrics = ppo.main(ppo_flags(family.kind, family.folder, tmp_path))
     if family.kind in ("qwen3_vl_moe", "gemma4_26b_a4b"):
@@ -466,7 +466,7 @@ def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
     """Uneven shares, windows and pictures, tiles, experts and their balance; with a trained tower, which
     moves in the export."""
     kinds, plan = ["qwen3_vl_moe", "qwen3_5"], []
-    trained = ["gemma3", "internvl_moe", "llava_next", "gemma4_e2b"]
+    trained = ["gemma3", "internvl_moe", "gemma4_e2b"]
     for ranks in ("one", "two"):
         (tmp_path / ranks).mkdir()
     further = {kind: ("--train_vision",) if kind in trained else () for kind in kinds + trained}
@@ -873,32 +873,20 @@ def test_square_matrices_of_experts_come_back_as_they_were(tmp_path, picture_row
         assert torch.equal(weight, again[name]), name
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_moe", "internvl_moe", "glm4v_moe"])
-def test_experts_one_by_one_are_read_and_written_so(kind, tmp_path, picture_rows):
-    """An incomplete one is refused, in transformers' words."""
-    auto = AutoModelForImageTextToText.from_config(make_config(kind, make_tokenizer(kind)))
-    auto.save_pretrained(tmp_path)
-    save_processor(kind, tmp_path, make_tokenizer(kind))
+def test_experts_one_by_one_of_which_one_is_missing_are_refused(tmp_path, picture_rows):
+    """In transformers' words."""
+    write_family("internvl_moe", tmp_path, picture_rows)
     weights = load_file(tmp_path / "model.safetensors")
     alone = [name for name in weights if re.search(r"experts\.\d+\.(gate|up|down)_proj", name)]
-    assert alone
-    env = start(tmp_path, picture_rows)
-    mine, theirs = env.actor.model.state_dict(), auto.state_dict()
-    for name in theirs:
-        if ".experts." in name:
-            assert torch.equal(mine[name].full_tensor(), theirs[name]), name
-    assert vlm_weights.export(env.actor, env.processor, tmp_path / "export") is None
-    assert same_tensors(load_file(tmp_path / "export" / "model.safetensors"), weights)
     save_weights(tmp_path, {name: value for name, value in weights.items() if name != alone[-1]})
     with user_error(r"cannot read its weights|mlp\.experts\..* is "):
         start(tmp_path, picture_rows)
 
 
-@pytest.mark.parametrize("kind", ["llava", "internvl_moe"])
-def test_files_rewritten_by_the_names_of_modules_are_the_same_model(kind, tmp_path, picture_rows):
+def test_files_rewritten_by_the_names_of_modules_are_the_same_model(tmp_path, picture_rows):
     """What common/README.md advises where files need more than another spelling."""
     old, new = tmp_path / "old", tmp_path / "new"
-    model = write_family(kind, old, picture_rows)
+    model = write_family("internvl_moe", old, picture_rows)
     model.from_pretrained(old, dtype="auto").save_pretrained(new, save_original_format=False)
     assert (
         load_file(old / "model.safetensors").keys() != load_file(new / "model.safetensors").keys()

@@ -417,23 +417,6 @@ def test_pictures_outside_of_the_root_are_refused(load, tmp_path):
     assert load([{"prompt": "x", "images": "rows/bad.png"}])[0].images == (str(inside / "bad.png"),)
 
 
-def test_paths_start_at_the_root_where_the_file_has_no_such_neighbour(load, tmp_path):
-    """As launch/convert.py reads them, and other systems' flags for a folder of images."""
-    (tmp_path / "pictures" / "a.png").parent.mkdir()
-    for name in ("a.png", "other.png"):
-        Image.new("RGB", (64, 40), RED).save(tmp_path / "pictures" / name)
-    with value_error("a.png lies outside of --image_root"):
-        load([{"prompt": "x", "image": "a.png"}], image_root=str(tmp_path / "pictures"))
-    (prompt,) = load(
-        [{"prompt": "x", "image": ["other.png", "pictures/a.png"]}],
-        image_root=str(tmp_path / "pictures"),
-    )
-    assert prompt.images == (
-        str(tmp_path / "pictures" / "other.png"),
-        str(tmp_path / "pictures" / "a.png"),
-    )
-
-
 def test_both_scripts_know_the_root(tmp_path, qwen25, picture_rows):
     folder = os.path.dirname(picture_rows)
     assert len(start(qwen25, picture_rows, "--image_root", folder).prompts) == 4

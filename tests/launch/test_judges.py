@@ -276,22 +276,6 @@ def test_the_copy_of_vl_rewardbench(tmp_path, published):
     ]
 
 
-@pytest.mark.slow
-def test_a_benchmark_in_parquet(tmp_path, pyarrow, capsys):
-    """Images as structs, of which one is empty."""
-    empty, whole = {"bytes": None, "path": None}, {"bytes": encode(noise(1)), "path": None}
-    rows = [ranked("RLHF-V-1", 1) | {"image": empty}, ranked("mathverse_2", 1) | {"image": whole}]
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist(rows), tmp_path / "test-00000-of-00001.parquet"
-    )
-    convert.main(words(tmp_path, "--benchmark vl_rewardbench --out", tmp_path / "out"))
-    lines = ["test.jsonl: 1 rows, 1 images", "left out: 1 rows, image missing"]
-    assert capsys.readouterr().out.splitlines() == lines
-    (row,) = read_rows(tmp_path / "out" / "test.jsonl")
-    assert row["responses"]["AB".index(row["preferred"])] == "good mathverse_2"
-    assert (tmp_path / "out" / row["images"][0]).read_bytes() == encode(noise(1))
-
-
 ROWS_OF = {
     "ranked": ranked("RLHF-V-1", 0),
     "chosen": chosen("RLHF-V-1", image="mcq/a.png"),
@@ -439,18 +423,6 @@ def test_as_vl_rewardbench_counts(tmp_path, rows, line, published, expected):
     assert (table["overall"][line], table["macro"][line]) == expected
 
 
-def test_a_judge_that_always_says_a(tmp_path):
-    """R1-Reward's scripts show only the chosen answer first, where it would score 1."""
-    rows = [vl_row(name, right, "AAA", "AAA") for name, right in zip(VL_IDS, "ABABABABABA")]
-    table = table_of(tmp_path, rows)
-    for name in ("general", "hallucination", "reasoning", "overall", "macro", "macro of R1-Reward"):
-        cells = table[name]
-        assert cells["accuracy, unread is wrong"] == cells["accuracy, unread left out"] == "0.500"
-        assert cells["votes@1"] == cells["votes@3"] == cells["votes@3 of both orders"] == "0.500"
-        assert cells["both orders right"] == cells["both orders alike"] == "0.000"
-        assert cells["says A"] == "1.000"
-
-
 def test_rows_that_count_together(tmp_path):
     """ACC and ACC+ of MM-RLHF-RewardBench: of three ids one has all its pairs right, of eight pairs
     five; by folder."""
@@ -482,34 +454,6 @@ def test_a_mean_over_groups_needs_all_of_them(tmp_path):
     assert line not in table["h"]
     assert line not in table["macro"]
     assert table["macro"]["accuracy, unread is wrong"] == "0.500"
-
-
-def test_counts_by_hand(tmp_path):
-    """Two judgements in each order: nine of twelve are right, one could not be read. Two groups
-    have a pair of one name."""
-    rows = [
-        ("g", "A", "AB", "BB", {"pair": "x", "responses": ["x" * 5, "x" * 2]}),
-        ("g", "B", "BB", "A-", {"pair": "x", "responses": ["x" * 1, "x" * 4]}),
-        ("h", "tie", "tA", "tt", {"pair": "x", "responses": ["x" * 3, "x" * 1]}),
-    ]
-    cells = table_of(tmp_path, rows)["overall"]
-    cells.pop(judge_table.INTERVAL)
-    assert cells == {
-        "rows": "3",
-        "accuracy, unread is wrong": "0.750",
-        "accuracy, unread left out": "0.818",
-        "accuracy, unread is one half": "0.792",
-        "could not be read": "0.083",
-        "both orders right": "0.500",  # the first judgements of all rows
-        "both orders alike": "0.500",  # among them a tie twice
-        "says A": "0.375",  # 3 of 8
-        "says the longer answer": "0.875",  # 7 of 8: ties and what could not be read say neither
-        "the longer answer is right": "1.000",  # of the two rows in which one is
-        "votes@1": "1.000",
-        "votes@2 of both orders": "1.000",
-        # both rows of g in 2 of 4 judgements, that of h in 3
-        "all that count together right": "0.625",
-    }
 
 
 def test_ties_of_genai_bench(tmp_path):

@@ -13,17 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 import ranks
-import train_ppo_vl as ppo
 from conftest import ROOT, read_json, words
 from lives import (
     ALGORITHMS,
     REWARD,
     assert_bitwise,
     steps,
-    write_cache,
 )
 
 pytestmark = pytest.mark.slow
@@ -332,23 +329,6 @@ def torchrun(port: int, *more: str | Path) -> list[str]:
         "--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id test",
         *more,
     )
-
-
-def read_own_cache(folder: Path) -> None:
-    """In a rank: its hub cache is that of its node."""
-    constants.HF_HUB_CACHE = f"{folder}/home-{os.environ['RANK']}/hub"
-
-
-def test_two_hub_caches_with_another_revision_train_nothing(flags, qwen25, tmp_path):
-    """One of them was fetched before `main` has moved: both nodes end with one message."""
-    out = tmp_path / "run"
-    for node, text in enumerate(("", "{# a later revision #}")):
-        write_cache(tmp_path / f"home-{node}", qwen25, text)
-    line = words(*flags(out), "--model", "org/name")
-    told = ranks.run(ppo.main, line, world=2, codes=[2, 2], patches=[(read_own_cache, tmp_path)])
-    assert re.search(r"error: --model is '\w+' on rank 0 \(.*\) and '\w+' on rank 1", told), told
-    assert told.count("error: ") == 1
-    assert not out.exists()
 
 
 def children(pid: int) -> list[int]:

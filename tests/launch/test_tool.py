@@ -2,7 +2,6 @@
 one message says what is wrong, and the exit code is 2."""
 
 import importlib.util
-import json
 import re
 import shutil
 import subprocess
@@ -18,7 +17,6 @@ import plan
 import summary
 from conftest import ROOT, user_error, words, write_rows
 from helpers import PYTHONS_WORDS
-from judging import judged
 
 PROGRAMS = sorted(
     path
@@ -173,50 +171,6 @@ def is_nan(value) -> bool:
 
 
 FURTHER = {"truncated": False, "images": [], "messages": [], "response": "x"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "field",
-    [
-        "index",
-        "order",
-        "verdict",
-        "reference",
-        "group",
-        "pair",
-        "row",
-        "id",
-        "benchmark",
-        *FURTHER,
-    ],
-)
-def test_judgements_of_any_shape(tmp_path, capsys, field):
-    """One field of a record is odd, or missing."""
-    judged(tmp_path, [("g", "A", "AB", "BB", FURTHER), ("g", "B", "BA", "AB", FURTHER)])
-    file = tmp_path / "samples" / "eval-000040.jsonl"
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    outputs = ("--right", tmp_path / "a", "--wrong", tmp_path / "b")
-    assert (
-        ending(capsys, judge_table.main, tmp_path)
-        == ending(capsys, judge_filter.main, tmp_path, *outputs)
-        == 0
-    )
-    codes = []
-    for value in [*ODD, KeyError]:
-        for number in (0, len(records) - 1):
-            odd = json.loads(json.dumps(records))
-            if field in ("id", "benchmark", "pair"):
-                odd[number]["row"] = {"benchmark": "vl_rewardbench", field: value}
-            else:
-                odd[number][field] = value
-            if value is KeyError:
-                holder = odd[number]["row"] if field in ("id", "benchmark", "pair") else odd[number]
-                del holder[field]
-            file.write_text("".join(json.dumps(record) + "\n" for record in odd))
-            codes.append(ending(capsys, judge_table.main, tmp_path))
-            codes.append(ending(capsys, judge_filter.main, tmp_path, *outputs))
-    assert field == "id" or 2 in codes
 
 
 @pytest.mark.parametrize(

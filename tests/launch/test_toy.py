@@ -63,19 +63,6 @@ def test_files_load_and_fit_each_other(folder):
     assert logits.isfinite().all()
 
 
-def test_tokenizer_and_chat_template():
-    tokenizer = toy.make_tokenizer()
-    for text in ("", " leading, trailing ", "Grüße 你好 🙂\n\t x", "<|im_start|>user\nred"):
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    parts = [{"type": "image"}, {"type": "text", "text": "how many?\n"}]
-    chat = [{"role": "system", "content": " be brief"}, {"role": "user", "content": parts}]
-    text = (
-        "<|im_start|>system\n be brief<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
-        "how many?\n<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == text
-
-
 def test_rows_have_short_answers_and_pictures_of_their_own(folder):
     tokenizer, pictures = AutoTokenizer.from_pretrained(folder / "model"), []
     assert len(read(folder, "train")) == 128
@@ -172,18 +159,6 @@ def test_descriptions_name_what_is_drawn(described):
         assert int(number) == len(objects)
         assert all(name.split()[1] in toy.SHAPES for name in objects)
     assert len({row["prompt"] for row in read(described, "train")}) == 1
-
-
-def test_descriptions_have_9_to_15_tokens(described):
-    """With the end token; equally many have 2, 3 and 4 objects, and no picture occurs twice."""
-    tokenizer = AutoTokenizer.from_pretrained(described / "model")
-    rows = read(described, "train") + read(described, "eval")
-    lengths = Counter(len(tokenizer.encode(row["answer"])) + 1 for row in rows)
-    assert sorted(lengths) == [9, 12, 15]
-    assert max(lengths.values()) - min(lengths.values()) <= 2
-    assert toy.DESCRIBE_ARGS["max_new_tokens"] > 15
-    pictures = [Image.open(described / row["images"][0]).tobytes() for row in rows]
-    assert len(set(pictures)) == len(pictures)
 
 
 def test_the_reward_counts_parts_in_their_places(described):

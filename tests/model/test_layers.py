@@ -1,11 +1,10 @@
-"""Our own norms and patch embedding against transformers', and that no model is left with another one."""
+"""Our own norms against transformers', and that no model is left with another one."""
 
 import pytest
 import torch
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VisionPatchEmbed,
     Qwen2_5_VLRMSNorm,
 )
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
@@ -13,7 +12,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 from common.data.families import Qwen
 from common.data.folder import read_model_config
 from common.model import build, layers
-from conftest import rounding, write_checkpoint
+from conftest import write_checkpoint
 from families import make_config, make_tokenizer
 from helpers import COMPUTE
 
@@ -59,24 +58,6 @@ def test_norms_in_bfloat16_are_nearer_to_float64_than_those_of_transformers(kind
     for expected, actual in zip(with_gradients(theirs, x, weight), with_gradients(ours, x, weight)):
         assert actual.dtype == torch.bfloat16
         assert (expected.float() - actual.float()).norm() < 0.01 * expected.float().norm()
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_patch_embedding_is_the_convolution(bias):
-    """Forward and all gradients, to rounding."""
-    theirs = Qwen2_5_VisionPatchEmbed(patch_size=14, embed_dim=64)
-    if bias:
-        theirs.proj.bias = nn.Parameter(torch.randn(64))
-    x, weight = torch.randn(30, 3 * 2 * 14 * 14), torch.randn(30, 64)
-    expected = with_gradients(theirs, x, weight)
-    holder = nn.Module()
-    holder.patch_embed = theirs
-    names = list(holder.state_dict())
-    layers.use_fewer_kernels(holder)
-    assert isinstance(theirs.proj, layers.PatchProjection)
-    assert list(holder.state_dict()) == names
-    for one, other in zip(expected, with_gradients(theirs, x, weight)):
-        assert (one - other).norm() < rounding(16) * one.norm()
 
 
 def types_of(modules, *bases: type) -> list[type]:

@@ -14,9 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 import toy
 import train_ppo_vl as ppo
-from common import distributed
 from common.model import attention, build, fsdp, layers, linear_attention, packs, vlm
-from common.model import weights as vlm_weights
 from common.model.linear_attention import PackedDelta, SlotStates
 from common.rollout import RolloutEngine
 from conftest import (
@@ -36,7 +34,6 @@ from families import EXPERTS, LINEAR, TEXT, make_config, make_tokenizer
 from helpers import (
     COMPUTE,
     NormOfAGPU,
-    changed,
     peak_of_an_update,
     planned_peak,
     resumed,
@@ -301,31 +298,6 @@ def test_decays_stay_float32_where_everything_else_is_bfloat16(official, picture
     )
 
 
-def test_an_export_keeps_types_and_the_multi_token_prediction(official, picture_rows, tmp_path):
-    env = start(official, picture_rows, "--advantage grpo")
-    with torch.no_grad():
-        for parameter in env.actor.parameters():
-            if parameter.requires_grad:
-                parameter.to_local().add_(0.01)
-    assert vlm_weights.export(env.actor, env.processor, tmp_path / "export") is None
-    before, after = tensors(official), tensors(tmp_path / "export")
-    kinds = [{key: (x.dtype, x.shape) for key, x in files.items()} for files in (before, after)]
-    assert kinds[0] == kinds[1]
-    still = before.keys() - changed(before, after)
-    assert still == {key for key in before if key.startswith(("mtp.", "model.visual."))}
-    model, report = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "export", output_loading_info=True
-    )
-    assert not any(
-        report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    )
-    assert model.config.text_config.mtp_num_hidden_layers == 1
-    shutil.copytree(official, gone := tmp_path / "gone")
-    env = start(gone, picture_rows, "--advantage grpo")
-    (gone / "model.safetensors").unlink()
-    assert "No such file" in vlm_weights.export(env.actor, env.processor, tmp_path / "again")
-
-
 @pytest.mark.slow
 def test_runs_resume_bit_by_bit(qwen35, task, tmp_path):
     """With adapters and recomputed activations: weights and metrics of the whole run are those of
@@ -459,18 +431,3 @@ def test_bytes_of_a_slot():
         assert sum(part.nbytes for part in held) == cache.nbytes
         assert cache.linear.states.dtype == torch.float32
         assert cache.linear.inputs.dtype == dtype
-
-
-def test_slots_are_counted_with_their_states(decoding, monkeypatch):
-    """On a GPU with room for three of them."""
-    text = decoding.actor.model.config.get_text_config()
-    engine = SimpleNamespace(
-        policy=decoding.actor,
-        sampling=decoding.sampling,
-        setup=SimpleNamespace(device=torch.device("cuda"), team=distributed.ALONE),
-    )
-    slots = attention.SlotCache(text, 2, 100, torch.float32, CPU, "sdpa")
-    room = 3.5 / 2 * slots.nbytes + ppo.memory.forward_bytes(decoding.actor, 50) + ppo.memory.MARGIN
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(room), 0))
-    assert RolloutEngine.slot_count(engine, 100, 50) == 3

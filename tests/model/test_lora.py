@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
@@ -37,7 +36,6 @@ from helpers import (
     changed,
     distance,
     flags,
-    gradient,
     hand_batch,
     judge_flags,
     resumed,
@@ -248,40 +246,6 @@ def test_export_is_merged_and_the_adapter_stands_beside_it(env, qwen25, tmp_path
     vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_path, dtype):
-    """A checkpoint comes out of bfloat16 training as it went in, but for what was trained; adapters
-    stay float32."""
-    model = AutoModelForImageTextToText.from_pretrained(qwen25, dtype=dtype)
-    model.save_pretrained(tmp_path / "base")
-    for path in qwen25.iterdir():
-        if not (tmp_path / "base" / path.name).exists():
-            (tmp_path / "base" / path.name).symlink_to(path)
-    env = start(tmp_path / "base", picture_rows, LORA, "--dtype bfloat16 --advantage grpo")
-    kinds = {(p.dtype, p.requires_grad) for p in env.actor.parameters()}
-    assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
-    stir(env.actor)
-    gradients, _ = gradient(env.args, env.actor, hand_batch(env))
-    assert all(value.dtype == torch.float32 and value.norm() > 0 for value in gradients.values())
-    vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
-    before, after, weights = (
-        tensors(tmp_path / "base"),
-        tensors(tmp_path / "hf"),
-        weights_of(env.actor.model),
-    )
-    for key, value in after.items():
-        stem, expected = (
-            f"model.{key}".replace("model.model", "model.language_model").removesuffix(".weight"),
-            before[key],
-        )
-        # the sum in float32, rounded once
-        if f"{stem}.lora_A" in weights:
-            expected = (
-                expected.float() + 2 * weights[f"{stem}.lora_B"] @ weights[f"{stem}.lora_A"]
-            ).to(dtype)
-        assert torch.equal(value, expected), key
-
-
 # ------------------------------------------------------------------------------------------------ whole runs
 RUN = f"{LORA} --steps 4 --minibatches 2 --kl_coef 0.1 --actor_lr 1e-2"
 
@@ -325,8 +289,7 @@ OF_FAMILY["gemma4_e2b"] = TARGETS | PER_LAYER
 OF_FAMILY["qwen3_5_moe"] = OF_FAMILY["qwen3_5"] | {"shared_expert_gate"}
 
 
-TUNED = ("qwen3_5_moe", "gemma3", "llama", "qwen3_vl_moe", "idefics3", "glm4v", "glm4v_moe")
-TUNED += ("gemma4_e2b", "gemma4_26b_a4b")
+TUNED = ("qwen3_5_moe", "gemma3", "llama", "qwen3_vl_moe", "glm4v", "gemma4_e2b")
 
 
 @pytest.mark.parametrize("kind", marked(TUNED, TUNED[:3]))
@@ -339,8 +302,7 @@ def test_other_families(kind, picture_rows, tmp_path, capfd):
         pytest.skip(f"transformers {transformers.__version__} wants torchvision for {kind}")
     env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", LORA)
     printed = capfd.readouterr().out
-    # the first layer of GLM is dense
-    experts = {"gemma4_26b_a4b": 4, "glm4v_moe": 1}.get(kind, 2 * kind.endswith("_moe"))
+    experts = 2 * kind.endswith("_moe")
     line = f"--lora_rank leaves the experts and routers of {experts} layers as they are"
     assert printed.count(line) == printed.count("warning") == bool(experts)
     stir(env.actor)

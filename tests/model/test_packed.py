@@ -11,40 +11,22 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from common import distributed
-from common.buffers import Batch, assign_blocks, build_pack, make_blocks
+from common.buffers import Batch, build_pack
 from common.data.loader import load_pixels
-from common.data.processor import Processor
-from common.data.rows import load_prompts
-from common.flags import DataArgs
 from common.model.attention import DecodeAttention, PackedAttention, SlotCache, bucket_segments
 from common.model.fsdp import unsharded
 from common.model.linear_attention import PackedDelta
 from common.model.packs import Prefill, join, prefill_pack
-from common.model.vlm import decoder, hidden_states, image_features, prompt_positions
-from common.model.weights import materialize, resolve_folder
+from common.model.vlm import image_features
+from common.model.weights import resolve_folder
 from conftest import (
-    ROUNDING,
-    hugging_face,
-    inputs_of,
-    marked,
-    our_name,
-    responses_of,
-    save_weights,
-    seeded,
     start,
-    token_logprobs,
     value_error,
 )
-from helpers import CPU, CUDA, load_model, load_weights, random_responses
-
-
-def hidden_of(model, pack, segments) -> torch.Tensor:
-    pack.attention = PackedAttention(segments, "sdpa", CPU)
-    return hidden_states(model, pack)
+from helpers import CUDA, load_model, load_weights, random_responses
 
 
 def test_what_packs_compute_does_not_depend_on_torchs_default_type():
@@ -57,56 +39,6 @@ def test_what_packs_compute_does_not_depend_on_torchs_default_type():
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(joined, values)
-
-
-# one pack; several packs and split groups; and each response with a prompt of its own
-@pytest.mark.parametrize(
-    "budget, share", marked([(10**6, True), (150, True), (150, False)], daily=2)
-)
-def test_packs_equal_per_sample_forwards(checkpoint, picture_rows, budget, share):
-    args = DataArgs(max_prompt_tokens=1000)
-    processor = Processor(checkpoint, args)
-    prompts = load_prompts(picture_rows, processor, args)
-    oracle = hugging_face(checkpoint)
-    ours = load_model(checkpoint)
-    decoder(ours).requires_grad_(True)
-    vocabulary = processor.config.text_config.vocab_size
-    batch = Batch(prompts, list(range(4)), [0] * 4).with_targets(
-        random_responses([3, 4, 2, 3], vocabulary)
-    )
-    weights = torch.linspace(-1, 1, len(batch.tokens))
-    value_head = torch.randn(processor.config.text_config.hidden_size, generator=seeded(5))
-
-    pixels = [load_pixels(prompt, processor) for prompt in prompts]
-    expected, expected_values = [], []
-    for group, tokens in responses_of(batch):
-        inputs = inputs_of(prompts[group], tokens, processor)
-        out = oracle(**inputs, use_cache=False, output_hidden_states=True)
-        places = slice(-len(tokens) - 1, -1)
-        expected.append(token_logprobs(out.logits[0, places], tokens))
-        expected_values.append(out.hidden_states[-1][0, places] @ value_head)
-    expected, expected_values = torch.cat(expected), torch.cat(expected_values)
-    ((expected + expected_values) * weights).sum().backward()
-
-    seeing = [g for g in range(len(prompts)) if pixels[g]]
-    features = {("prompt", g): image_features(ours, *pixels[g]) for g in seeing}
-    positions = {g: prompt_positions(ours, prompt) for g, prompt in enumerate(prompts)}
-    packs = assign_blocks(batch, make_blocks(batch, budget if share else 0), 1, budget, 64)[0]
-    assert (len(packs) == 1) == (budget > 10**5)
-    logp, values = torch.zeros(len(batch.tokens)), torch.zeros(len(batch.tokens))
-    for part in packs:
-        pack = build_pack(batch, part, positions, features, ours.setup.family.visual_token_ids())
-        hidden = hidden_of(ours, pack, pack.segments)[pack.predict]
-        pack_logp = token_logprobs(ours.lm_head(hidden), pack.targets)
-        pack_values = hidden @ value_head
-        ((pack_logp + pack_values) * weights[pack.flat]).sum().backward()
-        logp[pack.flat], values[pack.flat] = pack_logp.detach(), pack_values.detach()
-    assert (logp - expected).abs().max() < ROUNDING * expected.abs().max()
-    assert (values - expected_values).abs().max() < ROUNDING * expected_values.abs().max()
-    trained = {our_name(name): p.grad for name, p in oracle.model.language_model.named_parameters()}
-    for name, parameter in ours.model.language_model.named_parameters():
-        error = (parameter.grad - trained[name]).norm() / trained[name].norm()
-        assert error < ROUNDING or "embed" in name and error < 1e-4, (name, float(error))
 
 
 def test_files_that_are_no_weights_are_told(qwen25, tmp_path):
@@ -125,21 +57,6 @@ def test_files_that_are_no_weights_are_told(qwen25, tmp_path):
             load_weights(model, tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with value_error("model.safetensors cannot be read as safetensors: No such file"):
-        load_weights(model, tmp_path)
-
-
-def test_quantized_weights_are_refused(qwen25, tmp_path):
-    """They have the right names and shapes, and would be read without their scales."""
-    model = load_model(qwen25, loaded=False)
-    materialize(model, CPU)
-    shutil.copy(qwen25 / "config.json", tmp_path)
-    weights = load_file(qwen25 / "model.safetensors")
-    key = next(key for key in weights if key.endswith("mlp.up_proj.weight"))
-    save_weights(
-        tmp_path,
-        weights | {key: weights[key].to(torch.float8_e4m3fn), f"{key}_scale": torch.ones(1)},
-    )
-    with value_error(f"{key} is of type torch.float8_e4m3fn; quantized weights are not supported"):
         load_weights(model, tmp_path)
 
 

@@ -180,14 +180,12 @@ def test_bytes_of_an_update_are_those_of_its_setting(wide, flags, tokens, monkey
     chosen = [
         UpdateSetting(2000, 0),
         UpdateSetting(2000, 1, True),
-        UpdateSetting(2000, 2),
         UpdateSetting(2000, LAYERS - 1, True, 2 * products),
         UpdateSetting(2000, LAYERS),
-        UpdateSetting(2000, LAYERS, True),
         UpdateSetting(2000, LAYERS, True, LAYERS * products),
     ]
     if "bfloat16" in flags:
-        chosen = [chosen[0], chosen[3]]
+        chosen = [chosen[0], chosen[2]]
     for module in (env.actor, env.critic):
         module.model.setup.head_chunk = 64
         for setting in chosen if module is env.actor else chosen[::3]:

@@ -4,7 +4,6 @@ asked alone.
 The oracle asks one sample at a time, with Hugging Face's own model and attention, and text rendered
 by its own tokenizer."""
 
-import functools
 import json
 import math
 import operator
@@ -24,7 +23,6 @@ from transformers import (
     AutoTokenizer,
 )
 
-import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import losses
 from common.data.processor import Processor
@@ -41,7 +39,6 @@ from conftest import (
     inputs_of,
     marked,
     read_json,
-    records,
     rounding,
     save_weights,
     seeded,
@@ -54,7 +51,6 @@ from conftest import (
     write_rows,
 )
 from families import write_family
-from helpers import samples_of
 from judging import alone, answered, ask, build, chances, score, tokens_of
 
 # one twice for its prompt, one that must not become a picture
@@ -713,65 +709,6 @@ def test_rows_that_a_model_cannot_see_are_refused_at_the_start(
     build(env, reward, env.prompts[:1])
     few = batch.select(torch.arange(3))
     assert score(env, reward, few).rewards.isfinite().all()
-
-
-@pytest.mark.slow
-def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
-    """A judge is trained by its script and exported; a policy is trained with it as its only
-    reward; the rule measures."""
-    pictures = sorted(Path(picture_rows).parent.glob("*.png"))
-    rows = [
-        dict(
-            question="how many circles are there?",
-            images=[str(pictures[i % 4])],
-            response=str(i % 3),
-            correct=i % 3 == 1,
-        )
-        for i in range(6)
-    ]
-    write_rows(tmp_path / "judge.jsonl", rows)
-    judge, out = tmp_path / "judge", tmp_path / "policy"
-    grm.main(
-        words(
-            "--model",
-            qwen25,
-            "--data",
-            tmp_path / "judge.jsonl",
-            "--out",
-            judge,
-            "--steps 3 --prompts_per_step 4 --lr 1e-3 --max_prompt_tokens 400",
-            "--templates",
-            json.dumps({"correct": "{prompt} - {response}?"}),
-        )
-    )
-    recipe = json.dumps({"*": [[f"grm:{judge}/export/latest", 1], ["exact", 0]]})
-    ppo.main(
-        words(
-            "--model",
-            qwen25,
-            "--data",
-            picture_rows,
-            "--eval_data",
-            picture_rows,
-            "--out",
-            out,
-            "--reward_recipe",
-            recipe,
-            "--steps 2 --prompts_per_step 4 --max_new_tokens 4 --max_prompt_tokens 512 --advantage grpo",
-        )
-    )
-    # the last step, and the evaluation after it
-    record = functools.reduce(operator.or_, records(out))
-    assert record["rollout/reward"] == pytest.approx(record["rollout/grm_reward"])
-    assert 0 < record["rollout/grm_reward"] < 1
-    assert record["eval/exact_reward_mean"] == record["eval/exact/accuracy_reward_mean"]
-    assert "eval/grm_reward_mean" in record
-    sample = samples_of(out, "step-000002")[0]
-    assert sample["judgement"].startswith("grm: yes ")
-    assert sample["reward"] == pytest.approx(sample["components"]["grm"])
-    asked = Processor(judge / "export" / "step-3").files["judge"]
-    assert asked["templates"]["correct"] == "{prompt} - {response}?"
-    assert asked["verdicts"] == {"correct": ["yes", "no"]}
 
 
 ENDING = "{%- if add_generation_prompt -%}<|im_start|>assistant{{ '\\n' }}{%- endif -%}"

@@ -13,9 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import ranks
 import train_ppo_vl as ppo
-from common import distributed
 from common.data.processor import Processor
 from common.reports import accuracy
 from common.rewards import judge as judgements
@@ -29,7 +27,6 @@ from conftest import (
     take,
     user_error,
     words,
-    write_json,
     write_judge,
     write_rows,
 )
@@ -287,28 +284,4 @@ def test_what_a_judge_learns_changes_no_file_that_was_read():
     settings.note_training([SimpleNamespace(label="correct", reference="no")])
     assert settings.verdicts == {"score": ["1", "2"], "correct": ["yes", "no"]}
     assert processor.files["judge"]["verdicts"] == {"score": ["1", "2"]}
-
-
-# ------------------------------------------------------------------------------------------------ both
-def save_rewards(qwen25: str, rows: str, out: str, *flags: str) -> None:
-    """In every rank: what the responses earn."""
-    env, reward, batch = answered(qwen25, rows, SAID, *flags)
-    scored = score(env, reward, batch)
-    if distributed.is_main():
-        columns = {"reward": scored.rewards.tolist()}
-        columns |= {
-            name: values.nan_to_num(-1).tolist() for name, values in scored.components.items()
-        }
-        write_json(Path(out), columns)
-
-
-def test_two_ranks_judge_as_one(qwen25, rubric_rows, judges, tmp_path):
-    flags = ("--reward", f"grm:{judges['far']}", "--grm_question rubric")
-    save_rewards(qwen25, rubric_rows, str(tmp_path / "one"), *flags)
-    ranks.run(
-        save_rewards, str(qwen25), rubric_rows, str(tmp_path / "two"), *map(str, flags), world=2
-    )
-    one, two = (json.loads((tmp_path / name).read_text()) for name in ("one", "two"))
-    assert one.keys() == two.keys()
-    for name, values in one.items():
-        assert two[name] == pytest.approx(values, abs=ROUNDING)
+    assert settings.templates["score"] == "{prompt} {response}"

@@ -280,10 +280,6 @@ def test_pairs_are_one_to_one_and_the_largest_first(seed):
     assert pair(gains) == expected
 
 
-def test_no_boxes_are_no_pairs():
-    assert pair([]) == pair([[]]) == []
-
-
 @pytest.mark.parametrize("seed", marked(range(20), daily=3))
 def test_the_order_of_boxes_does_not_matter(seed):
     rng = random.Random(seed)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +16,6 @@ import pytest
 from PIL import Image
 
 import reward_server
-import train_ppo_vl as ppo
 from common.data import images as vlm_images
 from common.data.coordinates import Place
 from common.data.images import read_image
@@ -25,8 +23,8 @@ from common.ppo_flags import RewardArgs
 from common.rewards import remote
 from common.rewards.remote import Server
 from common.rewards.sources import call_source, load_source
-from conftest import ROOT, read_rows, records, user_error, words, write_rows
-from helpers import reward_samples, samples_of, score_samples
+from conftest import ROOT, user_error, words
+from helpers import reward_samples, score_samples
 from reward_server import LIES, RewardServer, open_pictures
 
 
@@ -325,57 +323,6 @@ def test_bad_address(url):
 def test_a_try_has_half_of_the_time_of_the_step():
     """So that there is time for another one."""
     assert Server("http://127.0.0.1:1/", RewardArgs(reward_timeout=60)).timeout == 30
-
-
-# ------------------------------------------------------------------------------------------------ in training
-@pytest.mark.slow
-def test_training_by_the_server_is_training_by_the_rule(server, qwen25, picture_rows, tmp_path):
-    """The references are what the policy said in a first run, so that about half of the rewards are 1."""
-    folder = Path(picture_rows).parent
-    rows = read_rows(Path(picture_rows))
-
-    def train(name, reward, data, steps):
-        """The records of the steps, and the samples of the last one."""
-        out = tmp_path / name
-        ppo.main(
-            words(
-                "--model",
-                qwen25,
-                "--data",
-                data,
-                "--out",
-                out,
-                "--reward",
-                reward,
-                "--max_prompt_tokens 512 --max_new_tokens 4 --prompts_per_step 4 --samples_per_prompt 2",
-                "--steps",
-                steps,
-                "--actor_lr 1e-3 --log_samples 1 --export_every 0 ",
-            )
-        )
-        of_steps = [record for record in records(out) if "rollout/reward" in record]
-        return of_steps, samples_of(out, f"step-{steps:06d}")
-
-    _, samples = train("first", "exact", picture_rows, steps=1)
-    answers = {row["index"]: row["response"] for row in samples if row["sample"] == 0}
-    answered = [row | {"answer": answers[i]} for i, row in enumerate(rows)]
-    data = write_rows(folder / "answered.jsonl", answered)
-    expected, by_rule = train("rule", "exact", data, steps=2)
-    assert 0 < expected[0]["rollout/reward"] < 1
-    steps, by_server = train("server", server.url("exact"), data, steps=2)
-    assert [record["reward"] for record in by_server] == [record["reward"] for record in by_rule]
-    assert len(steps) == len(expected) == 2
-    assert server.most_running >= 1
-    same = [
-        name
-        for name in expected[0]
-        if name.startswith(("rollout/", "train/")) and "accuracy" not in name
-    ]
-    assert len(same) > 20
-    assert [{name: step[name] for name in same} for step in steps] == [
-        {name: step[name] for name in same} for step in expected
-    ]
-    assert steps[0]["rollout/pictures_reward"] == np.mean([len(row["images"]) for row in rows])
 
 
 def test_the_server_runs_from_the_command_line():

@@ -1,6 +1,5 @@
 """Rule rewards, user reward functions and their failures."""
 
-import json
 import random
 import threading
 import time
@@ -754,23 +753,6 @@ def test_what_a_source_raises_is_told_though_one_before_it_still_runs():
     release.set()
 
 
-def test_no_two_sources_have_one_name(tmp_path):
-    """The number of a second `score` is not the name of a third function."""
-    specs = []
-    for file, name in (("a", "score"), ("b", "score"), ("c", "score2"), ("d", "score")):
-        (tmp_path / f"{file}.py").write_text(f"def {name}(prompts, *_):\n    return [0.0]\n")
-        specs.append(f"{tmp_path}/{file}.py:{name}")
-
-    def names(specs: list[str]) -> list[str]:
-        recipe = json.dumps({"*": [[spec, 1] for spec in specs]})
-        return [
-            source.name for source in sources.load_rewards(RewardArgs(reward_recipe=recipe)).sources
-        ]
-
-    assert names(specs) == ["score", "score2", "score22", "score3"]
-    assert names(specs[2:] + specs[:2]) == ["score2", "score", "score3", "score4"]
-
-
 def test_long_texts_are_cut_in_the_message():
     long = "x" * 100_000 + "the end"
     source = Source("f", "f", "function", function=lambda *_: [])
@@ -829,14 +811,6 @@ def test_where_nobody_says_what_is_right_a_line_says_how(capsys, components, rat
     assert ('{"reward": [...], "accuracy": [...]}' in text) == (rate is None)
     summarise_samples(records, 1)
     assert capsys.readouterr().out == ""
-
-
-def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
-    (tmp_path / "leaves.py").write_text("import sys\ndef f(rewards):\n    sys.exit(0)\n")
-    spec = f"{tmp_path / 'leaves.py'}:f"
-    mix = sources.load_rewards(RewardArgs(reward="exact", reward_combiner=spec))
-    with user_error(r"SystemExit: 0 \(leaves.py:3\b"):
-        mix.combine(mix.combiner, {"a": torch.zeros(2)})
 
 
 # ------------------------------------------------------------------------------------------------ truths
