@@ -27,11 +27,9 @@ from common.model.fsdp import unsharded, unwrapped_forward
 from common.rollout import RolloutEngine
 from conftest import (
     ROOT,
-    ROUNDING,
     read_json,
     read_rows,
     responses_of,
-    seeded,
     start,
     take,
     user_error,
@@ -47,7 +45,6 @@ from reference_kernels import (
     attention_bounds,
     decode_error,
     packed_errors,
-    relative_error,
     usable,
 )
 
@@ -90,12 +87,6 @@ def assert_attention(
     for name, error in packed_errors(backend, device, dtype, segments, window).items():
         assert error < bounds[name], name
     assert decode_error(backend, device, dtype, window) < bounds["forward"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@layouts
-def test_reference_backend(dtype, segments, window):
-    assert_attention("sdpa", CPU, dtype, segments, window)
 
 
 @layouts
@@ -150,49 +141,6 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         "2 processes were started on this machine, but torch sees 1 GPUs: use --nproc_per_node 1"
     ):
         distributed.start(60.0, 0)
-
-
-def head_errors(device: torch.device, dtype: torch.dtype, tokens: int) -> list[float]:
-    """Relative errors of log-probs, entropy and gradients of the chunked head against float64;
-    tokens are banned."""
-    generator = seeded(0)
-    banned = torch.arange(301) % 50 == 7
-    targets = torch.randint(8, 50, (tokens,), generator=generator)
-    hidden, weight = (torch.randn(n, 64, generator=generator).to(dtype) for n in (tokens, 301))
-    results = []
-    for where, kind in ((device, dtype), (CPU, torch.float64)):
-        inputs = [x.to(where, kind).requires_grad_() for x in (hidden, weight)]
-        out = logprobs.linear_logprobs(
-            *inputs,
-            targets.to(where),
-            entropy=True,
-            chunk=4,
-            temperature=0.7,
-            banned=banned.to(where),
-            early=(targets % 2 == 0).to(where),
-            early_banned=torch.tensor([3, 4]).to(where),
-        )
-        results.append([*out, *torch.autograd.grad((out[0] + 0.1 * out[1]).sum(), inputs)])
-    if not tokens:
-        assert all(x.numel() == 0 or not x.any() for x in results[0])
-    return [relative_error(*pair) for pair in zip(*results) if pair[1].any()]
-
-
-def test_head_without_a_gpu():
-    assert max(head_errors(CPU, torch.float32, 10)) < ROUNDING
-    assert not head_errors(CPU, torch.float32, 0)
-
-
-def test_head_on_a_gpu(device):
-    """Products of bfloat16 with float32 results, also of no tokens: a rank without responses. The
-    gradients are of rounded probabilities, and rounded themselves; nothing else is. Tensor cores
-    cut off what a sum does not keep, so that errors grow with its length, here 64."""
-    of_sums = check_kernels.explained(torch.float32, 0, terms=64**2)
-    bound = of_sums + check_kernels.explained(torch.bfloat16, 3)
-    errors = head_errors(device, torch.bfloat16, 10)
-    assert max(errors[:2]) < of_sums
-    assert max(errors[2:]) < bound
-    assert not head_errors(device, torch.bfloat16, 0)
 
 
 def test_graphs_decode_the_same_tokens(gpu, checkpoint, picture_rows):
