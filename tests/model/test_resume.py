@@ -808,7 +808,7 @@ def test_a_stopped_run_says_how_it_goes_on(unnamed):
 @pytest.mark.parametrize(
     "name, files, first, second, evaluated",
     table("""
-ppo | rows:0.75,judged:0.25 | --rollouts_per_step 2 | --prompts_per_step 6 --rollouts_per_step 3 | 0 4 6
+ppo | rows:0.75,judged:0.25 | --rollouts_per_step 2 | --prompts_per_step 8 --rollouts_per_step 4 | 0 2 5 6
 grm | judged:1              | --eval_every -1       | --prompts_per_step 2 | 0 2 6
 """),
 )
