@@ -64,6 +64,8 @@ def guard(program: str) -> Iterator[None]:
             before.update({name: read() for name, (read, _) in SHARED.items()})
         running.append(program)
     has_gradients = torch.is_grad_enabled()
+    if torch.cuda.is_initialized():  # in a new thread, "cuda" is the first GPU, for all ranks
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     try:
         yield
     finally:

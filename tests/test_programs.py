@@ -106,6 +106,20 @@ def test_a_program_that_hides_gpus_or_ranks_is_refused(tmp_path, monkeypatch, ch
         load(tmp_path / "mine.py", f"import os\nos.{change}\ndef score(prompts):\n    return 1\n")
 
 
+def test_cuda_is_the_ranks_own_gpu_in_a_call(tmp_path, monkeypatch):
+    """Calls run in threads, which begin with the first GPU."""
+    devices = threading.local()
+    score = load(tmp_path / "mine.py", "def score(devices):\n    return devices.current\n")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda number: setattr(devices, "current", number)
+    )
+    workers = Workers(1)
+    assert workers.submit(score, devices).result(10) == 3
+    workers.close()
+
+
 @pytest.mark.parametrize("end", ["KeyboardInterrupt()", "SystemExit(3)"])
 def test_an_end_that_a_program_asks_for_is_its_error(tmp_path, end):
     with user_error(rf"mine.py:score: .*mine.py raised {end[:10]}.* \(mine.py:2"):
