@@ -122,8 +122,10 @@ BAD_ROW = (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError,
 # Columns that would make a pair another kind of judgement.
 NOT_IN_PAIRS = ("question", "messages", "response", "critique", "correct", "score", "criterion")
 # Columns that say which of several responses is better, or how good one is.
-PREFERENCE = "(?i)reject|chosen|prefer|rank|score|winner|better|worse|rating|helpful|votes|is_correct|correctness"
-PREFERENCE += "|(^|_)rewards?$"
+PREFERENCE = (
+    "(?i)reject|chosen|prefer|rank|score|winner|better|worse|helpful|votes|is_correct|correctness"
+)
+PREFERENCE += "|(^|_)(rating|reward)s?$"
 # How other systems write the place of one of several images.
 NUMBERED_IMAGE = r"(?i)<\|?(image|img)[ _-]?\d+\|?>"
 

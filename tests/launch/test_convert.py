@@ -772,6 +772,8 @@ def embedded(row):
 [3, "no row as in the tables of --help: 3"],
 [{"messages": [{"role": "user", "content": [{"type": "image", "image": "ONE", "resized_height": 280}]}]},
  "resized_height of one picture or film: the trainers read all alike"],
+[{"messages": [{"role": "user", "content": [{"type": "video", "video": ["ONE"], "sample_fps": 1}]}]},
+ "sample_fps of one picture or film"],
 [{"prompt": "x", "images": [{"image": "ONE", "max_pixels": 1000}]},
  "max_pixels of one picture or film"],
 [{"prompt": "x", "videos": [{"video": "a.mp4", "fps": 2, "nframes": null}]},
