@@ -227,6 +227,11 @@ class RunLogger:
             if distributed.is_main():
                 from torch.utils.tensorboard import SummaryWriter  # memory that other ranks save
 
+                if self.eval_only and self.out.exists():
+                    old = self.out.rename(
+                        self.out.with_name(f"{self.out.name}.old-{time.time_ns()}")
+                    )
+                    self.line(f"the evaluation that was in {self.out} is now in {old}")
                 replace_durably(self.out / "args.json", json.dumps(recorded, indent=2) + "\n")
                 # the checkpoint may be another run's; what lies here is then of an attempt before
                 goes_on = first_step > 0 and any(self.out.glob("checkpoints/step-*"))

@@ -17,7 +17,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +51,8 @@ def read_judgements(run: Path, form: dict = JUDGEMENT) -> list[Orders]:
     """The rows of a run's newest evaluation, whose file it prints. Raises ValueError: nothing was
     judged, or a record has another form."""
     records = []
-    for path in sorted(run.rglob("samples/eval-*.jsonl"), key=attrgetter("name"))[-1:]:
+    paths = run.rglob("samples/eval-*.jsonl")
+    for path in sorted(paths, key=lambda path: (path.name, path.stat().st_mtime))[-1:]:
         say(f"{path}", file=sys.stderr)
         records = read_records(path)
     if not records or "verdict" not in records[0]:

@@ -310,6 +310,18 @@ def test_an_evaluation_alone_has_a_folder_of_its_own(tmp_path, capsys):
     )
 
 
+def test_an_evaluation_leaves_an_earlier_one_as_it_is(tmp_path, capsys):
+    """Of other rows, say, with other samples."""
+    for text in ("first", "second"):
+        log = open_log(tmp_path, first_step=4, eval_only=True)
+        log.samples(4, [{"response": text}], [], "eval")
+        log.close(4, 6)
+    new, old = sorted(tmp_path.glob("evaluation-*"))
+    assert f"the evaluation that was in {new} is now in {old}\n" in capsys.readouterr().out
+    for folder, text in ((old, "first"), (new, "second")):
+        assert text in (folder / "samples" / "eval-000004.jsonl").read_text()
+
+
 def test_a_resumed_run_knows_what_was_evaluated(tmp_path):
     """The step that it resumes from may have been evaluated before the kill, or not."""
     log = open_log(tmp_path)

@@ -197,8 +197,10 @@ def mention_unfinished(folder: Path, fingerprint: dict) -> None:
     except ValueError:  # of another version, say: it is not this run's
         return
     before, step = saved["fingerprint"], saved["step"]
-    is_same = all(before.get(name) == fingerprint[name] for name in ("model", "data"))
-    if is_same and before.keys() == fingerprint.keys() and step < before["steps"]:
+    is_same = before.keys() == fingerprint.keys() and all(
+        before[name] == fingerprint[name] for name in ("model", "data")
+    )
+    if is_same and step < before["steps"]:
         say(
             f"this is a new run; {folder}, of the same model and data, has stopped after step {step} of "
             f"{before['steps']}: --config {folder}/args.json goes on with it"
@@ -318,7 +320,7 @@ def load_training_state(path: Path, roles: Roles) -> None:
             "<out>/args.json has the flags of its run; to start from its weights alone, pass an export "
             "of its run as --model"
         )
-    for name in state.keys() - wanted.keys():
+    for name in state.keys() - wanted:
         weight = name.replace(".optimizer.state.", ".model.", 1).removesuffix(".ema")
         weights.shard_of(state[name]).copy_(weights.shard_of(state[weight]))
 
@@ -590,7 +592,8 @@ class Checkpoints:
         if self.args.eval_only:  # it changes nothing: only the model has to be the same
             identity = MODEL_IDENTITY
         others = [text for name, text in changed.items() if name in identity]
-        if others and self.path.parent == self.folder:  # as with a PATH, but --out has its own
+        # of this --out, even where --resume is a PATH
+        if others and self.path and self.path.parent == self.folder:
             raise UserError(
                 f"{self.path} is of another run: {'; '.join(others)}. Choose another --out; with "
                 f"--resume {self.path} as well it starts from this checkpoint"
