@@ -137,9 +137,9 @@ def layer_activations(
     Kept are the inputs of norms, for our own as a GPU's kernel keeps them, else in float32 and with the
     output before the scale; the inputs of the matrix products; queries, keys, values and output of
     attention, or what linear attention keeps; four tensors of the MLP (gate, its activation, up, their
-    product), three where gates are fused; in MoE for each expert of the token, with its input; and the
-    same four for the layer's own inputs, if it has any. Gradients are two of the MLP's tensors, and the
-    residual's.
+    product), three where gates are fused; in MoE for each expert of the token, with its input and output;
+    and the same four for the layer's own inputs, if it has any. Gradients are two of the MLP's tensors, or
+    three of the outputs of experts, which return into the order of the tokens; and the residual's.
     """
     text, setup = module.model.config.get_text_config(), module.model.setup
     width, hidden = setup.dtype.itemsize, text.hidden_size
@@ -167,8 +167,9 @@ def layer_activations(
     mixing = 2 * width * head_dim(config) * (queries + keys * kv_heads)
     if any(isinstance(part, DeltaNet) for part in layer.children()):
         mixing = activation_bytes(text, width)
-    products = width * ((2 + experts) * hidden + 4 * inner - fused)
-    return norms + mixing + products, width * (2 * inner + hidden)
+    products = width * ((2 + 2 * experts) * hidden + 4 * inner - fused)
+    gradients = width * (hidden + max(2 * inner, 3 * experts * hidden))
+    return norms + mixing + products, gradients
 
 
 def logits_bytes(module: Wrapper, tokens: int) -> int:
