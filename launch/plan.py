@@ -4,12 +4,11 @@
     python launch/plan.py grm --gpus 8 -- --model Qwen/Qwen2.5-VL-7B-Instruct --data b.jsonl
 
 After -- come the flags of the run itself. Its rows are checked, and of a model on the hub only the
-small files are fetched. Without --data, config.json alone is read: every prompt is then as long as
---max_prompt_tokens. Exit code 2: it does not fit. The run itself only warns, unless it
-needs 1.2 times the memory that is free.
+small files are fetched. Without --data, config.json alone is read, which --model may name: every
+prompt is then as long as --max_prompt_tokens. Exit code 2: it does not fit. The run itself only
+warns, unless it needs 1.2 times the memory that is free.
 """
 
-import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -119,7 +118,8 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
 
 def plan_ppo_without_rows(args: ppo.Args, gpus: int) -> budget.MemoryPlan:
     """Raises UserError: other models than actor, critic and reference, which read rows."""
-    if args.ptx_data or args.teacher_model or re.search("(^|,)(grm|rm):", args.reward):
+    kinds = {source.kind for source in sources.load_rewards(args).sources}
+    if args.ptx_data or args.teacher_model or kinds & {"grm", "rm"}:
         raise UserError(
             "--reward grm: or rm:, --teacher_model and --ptx_data need --data in a plan"
         )

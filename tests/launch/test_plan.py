@@ -436,7 +436,8 @@ def test_a_config_alone_is_planned(seven_b, tmp_path, capsys):
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(seven_b / "config.json", bare)
-    line = words("--model", bare, "--max_prompt_tokens 1000 --max_new_tokens 500")
+    config = bare / "config.json"
+    line = words("--model", config, "--max_prompt_tokens 1000 --max_new_tokens 500")
     plan.main(["ppo", "--gib", "800", "--", *line, "--kl_coef", "0.01"])
     table, language = cells(capsys.readouterr().out), 8292166656 - 676550144
     cache = 2 * 28 * 512 * 2 * 1500  # of one sample
@@ -447,8 +448,9 @@ def test_a_config_alone_is_planned(seven_b, tmp_path, capsys):
     assert cells(capsys.readouterr().out)["judge Adam"][0] == pytest.approx(
         language / GIB, abs=0.006
     )
-    with user_error("need --data in a plan"):
-        plan.main(["ppo", "--", *line, "--reward", "grm:judge"])
+    for flag, judge in (("--reward", "grm:judge"), ("--reward_recipe", '{"*": [["rm:model", 1]]}')):
+        with user_error("need --data in a plan"):
+            plan.main(["ppo", "--", *line, flag, judge])
 
 
 def test_the_judges_plan(seven_b, tmp_path, capsys):
