@@ -185,7 +185,7 @@ def run_main(program: Callable[[], Any]) -> None:
             program()
         except UserError as error:
             tell_torchrun(f"error: {error}")
-            if os.environ.get("RANK", "0") == "0":  # all ranks raise it
+            if (os.environ.get("RANK") or "0") == "0":  # all ranks raise it
                 say(f"error: {error}", file=sys.stderr)
             code = EXIT_USER_ERROR
         except Exit as end:

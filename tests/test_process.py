@@ -201,8 +201,9 @@ def test_one_process_meets_nobody(monkeypatch, variables, address):
     assert os.environ["RANK"] == "0"
 
 
-def test_an_error_waits_for_no_other_rank():
-    result = python(TYPO)
+@pytest.mark.parametrize("variables", [{}, {"RANK": ""}])  # as a job script leaves it
+def test_an_error_waits_for_no_other_rank(variables):
+    result = python(TYPO, **variables)
     assert (result.returncode, result.stderr) == (2, "error: a typo\n")
 
 
