@@ -25,7 +25,6 @@ import ast
 import re
 from collections import Counter
 from fractions import Fraction
-from functools import partial
 from string import ascii_uppercase
 
 import numpy as np
@@ -51,19 +50,9 @@ NUMBERED = re.compile(r"(?s)\s*[*(]*(\d{1,3})[.:)、](?!\d)(.*)")  # 1. red   (2
 SEPARATOR = r"[,;\n](?:\s*and\s)?|(?<!\d)、|、(?=\d)|(?<=\d)-(?=\d)|[-=]{0,3}[>→]"
 
 
-def not_empty(truth):
-    if not truth.strip():
-        raise ValueError(f"an empty answer, {truth!r:.80}")
-
-
-def one_number(truth):
-    if read_number(truth) is None:
-        raise ValueError(f"the answer {truth!r:.80}, no number in digits or as zero to twenty")
-
-
-def per_sample(grade, check=not_empty):
-    """A reward function from the grade of one answer, given its truth and row; no answer earns 0.
-    Before a run starts, every truth passes ``check``, and is compared with an answer."""
+def per_sample(grade):
+    """A reward function from the grade of one answer, given its truth and row, which raises ValueError
+    if it cannot use them: before a run starts, every row is tried. No answer earns 0."""
 
     def score(prompts, responses, references, labels, images, rows):
         texts = map(with_opened_thought, prompts, responses)
@@ -72,12 +61,12 @@ def per_sample(grade, check=not_empty):
         grades = [grade(*sample) if sample[0] else 0.0 for sample in samples]
         return {"reward": grades, "accuracy": [float(share == 1) for share in grades]}
 
-    def check_truth(truth, row=None):
-        check(truth)
-        if row is not None:
-            grade("?", truth, row)
+    def check(truth, row={}):
+        if not truth.strip():
+            raise ValueError(f"an empty answer, {truth!r:.80}")
+        grade("?", truth, row)
 
-    score.check = check_truth
+    score.check = check
     return score
 
 
@@ -130,9 +119,12 @@ def number(answer, truth, row):
     return float(len(values) == 1 and abs(values.pop() - right) <= tolerance * abs(right))
 
 
-@partial(per_sample, check=one_number)
+@per_sample
 def count(answer, truth, row):
-    return float(read_numbers(answer) == {read_number(truth)})
+    right = read_number(truth)
+    if right is None:
+        raise ValueError(f"the answer {truth!r:.80}, no number in digits or as zero to twenty")
+    return float(read_numbers(answer) == {right})
 
 
 @per_sample

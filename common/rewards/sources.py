@@ -305,8 +305,9 @@ def read_column(source: Source, samples: Samples, name: str, values: Any) -> lis
 def describe_shape(values: Any) -> str:
     """What a function returned in place of a list of numbers, in a few words."""
     name = type(values).__name__
-    if hasattr(values, "shape"):
+    if hasattr(values, "shape") and len(values.shape) != 1:
         return f"{name} of shape {tuple(values.shape)}"
+    values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, list | tuple):
         types = sorted({type(value).__name__ for value in values})
         return f"{name} of {len(values)} ({', '.join(types)})"

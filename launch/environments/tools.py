@@ -32,6 +32,7 @@ class Tools:
     def step(self, text: str) -> tuple:
         start, end = map(re.escape, self.markers)
         answer = after_thought(text)
+        # one that is never closed ends with the turn
         calls = re.findall(rf"{start}(.*?)(?:{end}|\Z)", answer, re.DOTALL)
         if not calls:
             return None, self.reward(answer), True

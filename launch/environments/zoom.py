@@ -1,5 +1,6 @@
 """Crop and zoom on the row's own picture: <zoom>left, top, right, bottom</zoom>, in thousandths of
-its width and height; any other turn is the answer. A strip that no image processor takes is not shown.
+its width and height; any other turn is the answer. What cannot be shown is answered in words: other
+numbers, an empty region, a strip that no image processor takes.
 
     python train_ppo_vl.py ... --env launch/environments/zoom.py:Zoom --reward env --max_turns 4
 """

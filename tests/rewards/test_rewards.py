@@ -26,7 +26,7 @@ from common.rewards.rules import (
     same_words,
 )
 from common.rewards.sources import Source, load_source
-from conftest import readme_reward, table, user_error, value_error, words
+from conftest import ROOT, readme_reward, table, user_error, value_error, words
 from helpers import reward_samples, score_samples
 
 
@@ -769,6 +769,8 @@ def test_long_texts_are_cut_in_the_message():
         ([1, None, [2.0], 3], r"got list of 4 \(NoneType, int, list\);"),
         (torch.zeros(4, 2), r"got Tensor of shape \(4, 2\);"),
         (np.zeros(()), r"got ndarray of shape \(\);"),
+        (np.array([1.0, None, 2, 3], dtype=object), r"got ndarray of 4 \(NoneType, float, int\);"),
+        (torch.zeros(5), r"got Tensor of 5 \(float\);"),
         (None, "got NoneType;"),
         (1.0, "got float;"),
         ((x for x in range(4)), "got generator;"),
@@ -851,6 +853,17 @@ def test_truths_pass_the_check_of_their_reward_before_a_run(tmp_path):
     sources.load_rewards(RewardArgs(reward="boxed")).check_rows([bad])
     with user_error("x.jsonl:7: an empty answer, ' ', which boxed compares with"):
         sources.load_rewards(RewardArgs(reward="boxed")).check_rows([good, row_of(" ")])
+
+
+def test_truths_of_held_out_rows_are_checked_too():
+    args = ppo.parse_args(
+        words(f"--model m --data d.jsonl --reward {ROOT}/launch/reward_vision.py:count")
+    )
+    rows = ppo.Rows(
+        None, [[row_of("seven")]], [row_of("7"), row_of("several", "eval.jsonl:2")], None
+    )
+    with user_error(r"1 of 3 rows are bad\n  eval.jsonl:2: the answer 'several', no number"):
+        ppo.check_rows(args, rows, sources.load_rewards(args), None)
 
 
 def test_rows_without_an_answer_are_told_and_named(tmp_path, capsys):
