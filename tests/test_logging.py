@@ -23,7 +23,6 @@ from common.cards import (
     BLUE,
     CHARACTERS,
     GREEN,
-    contact_sheet,
     draw_regions,
     sample_card,
     wrap,
@@ -432,20 +431,6 @@ def test_regions_are_drawn_in_pixels_of_the_file():
     assert image.getpixel((222, 150)) == image.getpixel((443, 150)) == ImageColor.getrgb(BLUE)
     assert image.getpixel((333 + 5, 56)) == ImageColor.getrgb(BLUE)
     assert image.getpixel((110, 180)) == (255, 255, 255)
-
-
-def test_tiny_pictures_are_enlarged_by_whole_pixels():
-    image = Image.new("RGB", (2, 2), "red")
-    image.putpixel((1, 1), (0, 255, 0))
-    colours = {c for _, c in sample_card([image], "", "").crop((0, 0, 480, 240)).getcolors(10_000)}
-    assert {(255, 0, 0), (0, 255, 0)} <= colours
-    # no colours mixed by smoothing
-    assert len(colours) <= 5
-    sheet = contact_sheet(
-        [Image.new("RGB", (100, 50 + 10 * i), colour) for i, colour in enumerate(("red", "blue"))]
-    )
-    assert sheet.size == (100, 50 + 14 + 60 + 14)
-    assert [sheet.getpixel((50, y)) for y in (25, 90)] == [(255, 0, 0), (0, 0, 255)]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from conftest import marked, words
 from families import PLAIN, TEXT_ONLY, write_family
 
 DAILY = ("qwen3_5", "gemma3", "llama")
-FURTHER = ("qwen3_vl_moe", "gemma4_26b_a4b", "idefics3", "llava_onevision", "mistral3")
+FURTHER = ("qwen3_vl_moe", "gemma4_26b_a4b", "mistral3")
 
 
 @pytest.mark.parametrize("kind", marked((*DAILY, *FURTHER), DAILY))
