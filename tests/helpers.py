@@ -700,7 +700,7 @@ def edit(path, **changes):  # None deletes
 
 PYTHONS_WORDS = (
     r"Error\b|to unpack|NoneType|has no attribute|subscriptable|unhashable|iterable|object is|"
-    r"not supported between|(?<!torch)codec"
+    r"not supported between"
 )
 SCALARS = (
     None,

@@ -536,10 +536,11 @@ def test_a_run_without_judgements(tmp_path, capsys):
     empty, prompts = tmp_path / "empty", tmp_path / "prompts"
     (prompts / "samples").mkdir(parents=True)
     (prompts / "samples" / "eval-000001.jsonl").write_text('{"sample": 0, "response": "red"}\n')
-    for program in (judge_table.main, judge_filter.main):
+    files = words("--right", tmp_path / "a", "--wrong", tmp_path / "b")
+    for program, more in ((judge_table.main, []), (judge_filter.main, files)):
         for run in (empty, prompts):
             with pytest.raises(SystemExit) as stop:
-                program([str(run), "--right", str(tmp_path / "a"), "--wrong", str(tmp_path / "b")])
+                program([str(run), *more])
             assert stop.value.code == 2
             error = capsys.readouterr().err.splitlines()[-1]
             assert error.startswith(

@@ -170,9 +170,6 @@ def is_nan(value) -> bool:
     return value != value
 
 
-FURTHER = {"truncated": False, "images": [], "messages": [], "response": "x"}
-
-
 @pytest.mark.parametrize(
     "flags",
     [
