@@ -75,19 +75,20 @@ def memory_table(phases: dict[str, budget.Parts]) -> list[str]:
 def teams_table(plan: budget.MemoryPlan, gpus: int) -> list[str]:
     """Two lines: what a step needs outside of updates with each number of --rollout_shards that can
     share the model."""
+    if not plan.fixed:
+        return []
     args, peaks = plan.args, {}
     for size in range(1, 9):
         plan.args = replace(args, rollout_shards=size)
         with suppress(UserError):  # so many ranks cannot share a layer
-            phases = {name: parts() for name, parts in plan.fixed.items()}
-            if phases and gpus % size == 0:
-                peaks[str(size)] = f"{budget.peak_of(phases)[0]:.2f}"
+            peak = max(budget.total(parts()) for parts in plan.fixed.values())
+            if gpus % size == 0:
+                peaks[size] = f"{peak / budget.GIB:.2f}"
     plan.args = args
-    lines = [table_line("--rollout_shards", peaks), table_line("GiB", peaks.values())]
-    return lines if peaks else []
+    return [table_line("--rollout_shards", peaks), table_line("GiB", peaks.values())]
 
 
-def table_line(name: str, cells: Iterable[str]) -> str:
+def table_line(name: str, cells: Iterable) -> str:
     return (f"{name:20}" + "".join(f"{cell:>18}" for cell in cells)).rstrip()
 
 
