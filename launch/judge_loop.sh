@@ -56,7 +56,8 @@ fine_tune cold "$MODEL" "$COLD" ${cold[@]+"${cold[@]}"}
 table cold "$out/cold/export/latest"
 judge_pairs judged "$out/cold/export/latest" "$DATA" "${K:-4}"
 python launch/judge_filter.py "$out/judged" --right "$out/right.jsonl" --wrong "$out/wrong.jsonl"
-fine_tune right "$out/cold/export/latest" "$out/right.jsonl" ${right[@]+"${right[@]}"}
+# a right judgement that contains a special token is not one to imitate
+fine_tune right "$out/cold/export/latest" "$out/right.jsonl" --on_bad_row skip ${right[@]+"${right[@]}"}
 table right "$out/right/export/latest"
 "${launch[@]}" train_ppo_vl.py "${judge[@]}" "${rl[@]}" --model "$out/right/export/latest" --data "$out/wrong.jsonl" --advantage grpo \
     --samples_per_prompt 8 --out "$out/rl" "${flags[@]}"
