@@ -99,13 +99,9 @@ class Family:
         images, clips = input_ids == self.image_token_id, input_ids == self.video_token_id
         return {self.types_input: images.int() + 2 * clips.int()} if self.types_input else {}
 
-    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+    def vision_inputs(self, patches: Tensor, grids: Tensor) -> Inputs:
         """What transformers takes for the images of any number of prompts, as `loader.load_pixels`
-        made them.
-
-        items: the prompts' grids, which distinguish images from clips; without them, clips are passed
-        as images.
-        """
+        made them; clips are passed as images."""
         return {"pixel_values": patches}
 
     # What reading rows needs
@@ -218,18 +214,8 @@ class Qwen(Family):
         self.is_third = config.model_type.startswith("qwen3")
         self.video_token_id = config.video_token_id
 
-    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
-        clips = [item for item in items if is_clip(item)]
-        if not clips:
-            return {"pixel_values": patches, "image_grid_thw": grids}
-        clip = torch.tensor([is_clip(item) for item in items])
-        of_clip = clip.repeat_interleave(grids.prod(dim=1))  # (P,)
-        inputs = {"pixel_values_videos": patches[of_clip], "video_grid_thw": grids[clip]}
-        if self.config.model_type == "qwen2_5_vl":
-            inputs["second_per_grid_ts"] = torch.tensor([item[3] for item in clips])
-        if len(clips) < len(items):
-            inputs |= {"pixel_values": patches[~of_clip], "image_grid_thw": grids[~clip]}
-        return inputs
+    def vision_inputs(self, patches: Tensor, grids: Tensor) -> Inputs:
+        return {"pixel_values": patches, "image_grid_thw": grids}
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
         super().prepare(files, tokenizer, args)
@@ -483,7 +469,7 @@ class Mistral3(Measured):
     def flat(self, pixels: Tensor) -> Tensor:
         return pixels.flatten()  # (3 * h * w,)
 
-    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+    def vision_inputs(self, patches: Tensor, grids: Tensor) -> Inputs:
         """Images of several sizes, padded into one tensor; the tower does not see the padding."""
         images = patches.split((3 * grids.prod(dim=1)).tolist())
         height, width = grids.amax(dim=0).tolist()
@@ -535,7 +521,7 @@ class Gemma4(Measured, Gemma3):
         pixels = torch.cat([batch["pixel_values"], batch["image_position_ids"]], dim=2)
         return pixels, tuple(batch["num_soft_tokens_per_image"].tolist())
 
-    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+    def vision_inputs(self, patches: Tensor, grids: Tensor) -> Inputs:
         return {"pixel_values": patches[..., :-2], "image_position_ids": patches[..., -2:].long()}
 
     def expand(self, grid: Grid) -> Expansion:
@@ -614,7 +600,7 @@ class SmolVLM(Described):
     unnamed_tokens = r"<fake_token_around_image>|<global-img>|<image>|<row_\d_col_\d>"
     processor_options = {"return_row_col_info": True}
 
-    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+    def vision_inputs(self, patches: Tensor, grids: Tensor) -> Inputs:
         return {"pixel_values": patches[None]}
 
     def grid(self, width: int, height: int) -> Grid:
@@ -636,7 +622,7 @@ class LlavaNext(Described):
     image_processors = ("LlavaNext",)
     processor = "LlavaNextProcessor"
 
-    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+    def vision_inputs(self, patches: Tensor, grids: Tensor) -> Inputs:
         return {"pixel_values": patches, "image_sizes": grids[:, :2]}
 
     def grid(self, width: int, height: int) -> Grid:
@@ -664,7 +650,7 @@ class OneVision(LlavaNext):
         family.count = count
         return family
 
-    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+    def vision_inputs(self, patches: Tensor, grids: Tensor) -> Inputs:
         counts, first = [], 0  # of images in each prompt
         while first < len(grids):
             counts.append(int(grids[first, 2]))

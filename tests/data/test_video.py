@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers.models.qwen3_vl.video_processing_qwen3_vl as qwen3_video
 from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
@@ -20,14 +21,13 @@ from transformers import (
     Qwen3VLProcessor,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-from transformers.models.qwen3_vl import video_processing_qwen3_vl as qwen3_video
 from transformers.utils.import_utils import is_av_available
 from transformers.video_utils import VideoMetadata
 
 import extra_packages
 import train_ppo_vl as ppo
 from common.data import images as vlm_images
-from common.data.families import family_of
+from common.data.families import is_clip
 from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import load_prompts, make_prompt
@@ -249,15 +249,18 @@ def test_ids_and_patches_equal_those_of_the_familys_processors(family):
         if not prompt.images:
             continue
         patches, grids = load_pixels(prompt, family.env.processor)
-        ours = family_of(family.oracle.config).vision_inputs(patches, grids, prompt.grids)
-        assert ours.keys() == {
-            name for name in inputs if name.startswith(("pixel", "video", "image", "second"))
-        }
-        for name, value in ours.items():
-            assert (
-                value.shape == inputs[name].shape and (value - inputs[name]).abs().max() < ROUNDING
-            ), name
-        clips += [tuple(grid) for grid in ours.get("video_grid_thw", torch.zeros(0, 3)).tolist()]
+        pixels = patches.split(grids.prod(dim=1).tolist())
+        of_clip = torch.tensor([is_clip(grid) for grid in prompt.grids])
+        for kind, which, suffix in (("image", ~of_clip, ""), ("video", of_clip, "_videos")):
+            theirs = inputs.get(f"pixel_values{suffix}", patches[:0])
+            ours = [patches[:0], *(part for part, chosen in zip(pixels, which) if chosen)]
+            assert theirs.shape == torch.cat(ours).shape
+            assert (theirs - torch.cat(ours)).abs().le(ROUNDING).all()
+            assert torch.equal(grids[which], inputs.get(f"{kind}_grid_thw", grids[:0]))
+        seconds = [grid[3] for grid in prompt.grids if is_clip(grid)]
+        if "second_per_grid_ts" in inputs:
+            assert seconds == pytest.approx(inputs["second_per_grid_ts"].tolist())
+        clips += [tuple(grid) for grid in grids[of_clip].tolist()]
     assert {t for t, *_ in clips} == {1, 2, 3}
     assert len(clips) == 7
     text = family.env.processor.tokenizer.decode(family.env.prompts[1].input_ids)
