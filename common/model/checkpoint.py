@@ -571,7 +571,7 @@ class Checkpoints:
                 f"{self.path} is already beyond --steps {steps}; raise --steps, or start another --out "
                 "from an earlier checkpoint"
             )
-        changed = self.compare(self.saved.pop("fingerprint"), identity)
+        changed = self.compare(self.path, self.saved.pop("fingerprint"), identity)
         # A critic, say, that --critic_model has replaced is not the one that was saved.
         stay = {role: part for role, part in roles.items() if f"{role}_model" not in changed}
         load_training_state(self.path, stay)
@@ -580,23 +580,27 @@ class Checkpoints:
         changes = f"; changed: {'; '.join(changed.values())}" if changed else ""
         say_once(f"resuming from {self.path}{changes}")
 
-    def compare(self, before: dict, identity: Container[str]) -> dict[str, str]:
-        """How flags, or what they name, have changed, by name. Raises UserError: this is another run."""
+    def compare(self, path: Path, before: dict, identity: Container[str]) -> dict[str, str]:
+        """How flags, or what they name, have changed since ``path`` was saved, by name. Raises UserError:
+        it is another run, in this --out, and --resume did not name it."""
         changed = {}
         for name, old in before.items():
             new = self.fingerprint.get(name, old)
             if new != old and name in VERSIONS:
-                say_once(f"warning: {self.path} was saved with {name} {old}; this is {new}")
+                say_once(f"warning: {path} was saved with {name} {old}; this is {new}")
             elif new != old:
                 changed[name] = f"--{name} {old!r} -> {new!r}"
         if self.args.eval_only:  # it changes nothing: only the model has to be the same
             identity = MODEL_IDENTITY
         others = [text for name, text in changed.items() if name in identity]
-        # of this --out, even where --resume is a PATH
-        if others and self.path and self.path.parent == self.folder:
+        choice = self.args.resume
+        names_it = choice != "auto" and path.resolve().is_relative_to(
+            follow_pointer(choice).resolve()
+        )
+        if others and path.parent == self.folder and not names_it:
             raise UserError(
-                f"{self.path} is of another run: {'; '.join(others)}. Choose another --out; with "
-                f"--resume {self.path} as well it starts from this checkpoint"
+                f"{path} is of another run: {'; '.join(others)}. Choose another --out; with "
+                f"--resume {path} as well it starts from this checkpoint"
             )
         return changed
 

@@ -479,8 +479,9 @@ def test_a_path_is_only_a_start(save, start, out, tmp_path):
     # but not as another run, which was to begin from there
     with user_error("new/checkpoints/step-2 is of another run: --gamma 1.0 -> 0.5. Choose"):
         resume(start(f"--resume {path} --gamma 0.5", tmp_path / "new"))
-    # its own newest, by whatever name
+    # its own newest, by whatever name, also as another run
     assert start(f"--resume {out}").path == path
+    assert resume(start(f"--resume {path} --gamma 0.5")).step == 1
     newer = save(3)
     with user_error(f"--resume {path}: this is a checkpoint of this --out itself"):
         start(f"--resume {path}").path
