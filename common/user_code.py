@@ -225,13 +225,9 @@ def files_of(program: Path) -> set[Path]:
         files |= waiting
         names = {name for file in waiting for name in imported_names(file)} - {"common"}
         beside = {name for name in names if place_of(name) == program.parent}
-        modules = [
-            sys.modules[name] for name in list(sys.modules) if name.partition(".")[0] in beside
-        ]
-        waiting = {Path(getattr(module, "__file__", None) or "") for module in modules} - {
-            *files,
-            Path(),
-        }
+        modules = [sys.modules[key] for key in list(sys.modules) if key.split(".")[0] in beside]
+        loaded = {Path(getattr(module, "__file__", None) or "") for module in modules}
+        waiting = loaded - files - {Path()}
     return files
 
 
