@@ -657,7 +657,9 @@ def kl_penalty(kind: str, logp: Tensor, ref: Tensor) -> Tensor:
         delta = delta.clamp(-20, 20)
         # exp(-d) - 1 loses its digits near d = 0
         return (torch.expm1(-delta) + delta).clamp(-10, 10)
-    return delta.abs()
+    if kind == "abs":
+        return delta.abs()
+    raise ValueError(f"unknown KL estimator {kind!r}")
 
 
 def expert_load(logits: list[Tensor], weights: Tensor, top_k: int) -> Tensor:

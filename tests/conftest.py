@@ -65,11 +65,20 @@ def signal_handlers():
 
 @pytest.fixture(autouse=True)
 def programs_of_other_tests(monkeypatch):
-    """A call that was given up may run on, while the test process has other streams."""
+    """A call that was given up may run on, while the test process has other streams. A program that was
+    loaded is no module of the next test."""
     from common import user_code
 
     monkeypatch.setattr(user_code, "running", [])
     monkeypatch.setattr(user_code, "before", {})
+    monkeypatch.setattr(user_code, "programs", set())
+    path, known = [*sys.path], set(sys.modules)
+    yield
+    sys.path[:] = path
+    files = {str(file) for file in user_code.programs}
+    for name in sys.modules.keys() - known:
+        if getattr(sys.modules[name], "__file__", None) in files:
+            del sys.modules[name]
 
 
 def write_checkpoint(

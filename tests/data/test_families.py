@@ -724,7 +724,7 @@ def test_a_frozen_tower_drops_nothing(family, tmp_path):
         batch = batch.with_targets(
             [[example.target for example in question.examples] for question in questions]
         )
-        metrics, _ = grm.update(trainable(judge, args, 1e-3), batch, grm.TrainState())
+        metrics = grm.update(trainable(judge, args, 1e-3), batch, grm.TrainState())
         env = start(folder, family.data, "--advantage grpo --ptx_coef 1 --ptx_data", data)
         env.actor.train()
         text = env.rows.ptx

@@ -24,7 +24,6 @@ from conftest import (
     save_weights,
     seeded,
     start,
-    user_error,
     words,
     write_judge,
 )
@@ -203,13 +202,6 @@ def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
         )
     ]
     assert answers[0] == answers[1] != answers[2]
-
-
-@pytest.mark.slow
-def test_an_average_that_was_not_saved_cannot_be_resumed(qwen25, task, tmp_path):
-    train(qwen25, task, tmp_path, "--steps 1")
-    with user_error("cannot be loaded .*Missing key .*ema"):
-        train(qwen25, task, tmp_path, "--steps 2", EMA)
 
 
 # ------------------------------------------------------------------------------------------------ host memory
