@@ -15,6 +15,7 @@ from typing import cast
 import torch
 import torch.nn as nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.initialization import no_init_weights
 
 from common import distributed
 from common.data.families import Family, family_of
@@ -222,8 +223,9 @@ def build_model(
         raise ValueError(f"--train_vision: {config.model_type} has no vision tower")
     auto = AutoModelForImageTextToText if family.media else AutoModelForCausalLM
     try:
-        with parameters_on_meta():  # of a copy: it is written into
+        with parameters_on_meta(), no_init_weights():  # of a copy: it is written into
             model = cast(Model, auto.from_config(copy.deepcopy(config), dtype=torch.float32))
+        model.tie_weights()  # which was left out with the initial values
     except Exception as error:  # each class of transformers has its own checks, or none
         problem = f"transformers cannot build the model of config.json: {error!r}"
         raise ValueError(problem) from error
