@@ -1556,14 +1556,13 @@ def evaluate(
 ) -> tuple[logging.Metrics, list[dict], list[Image.Image]]:
     """Answer every held-out prompt, spread over the ranks; with --ema_beta, with the averaged
     weights. Returns metrics, a record of each answer and, on rank 0, cards of the first ones."""
-    actor, critic = trainables["actor"].module, trainables.get("critic")
+    actor = trainables["actor"].module
     started = time.perf_counter()
     count = args.eval_samples
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     together = prompts_together(args.slots, args.rollout_shards, count)
     batches = data.batches_in_order(rows.held_out, together)
     records, cards, conversations, dropped = [], [], [], 0
-    value_pairs: list[Tensor] = []  # (2, N) each: the critic's values, and the returns
     gaps: list[Tensor] = []  # (k,) each, see `image_changes.vision_gaps`
     loader = data.PromptLoader(rows.processor, args, batches)
     with trainables["actor"].averaged(), loader:
@@ -1576,8 +1575,6 @@ def evaluate(
             if args.eval_only and not records:  # no update will compare them
                 require_same_policy(actor, batch, args)
             reward.score(batch, actor.processor, state.step)
-            if critic:
-                value_pairs.append(values_and_returns(critic.module, batch, reward, state, args))
             gaps.append(image_changes.vision_gaps(actor, batch))
             answers = reports.sample_records(batch, actor.processor)
             picks = range(len(batch))[: max(0, args.log_samples - len(records))]
@@ -1591,9 +1588,6 @@ def evaluate(
     gap = torch.cat(gaps)
     if len(gap):
         metrics["eval/vision_gap_logprob"] = float(gap.mean())
-    if value_pairs:
-        explained = losses.explained_variance(*torch.cat(value_pairs, dim=1))
-        metrics["eval/explained_variance"] = float(explained)
     metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": dropped}
     return metrics | {"eval/seconds": time.perf_counter() - started}, records, cards
 
@@ -1626,21 +1620,6 @@ def evaluate_teacher(
     metrics = reports.summarise_samples(reports.sample_records(answers, rows.processor), 1)
     columns = reports.accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
     return {f"eval/teacher_{word}": metrics[name] for word, name in columns.items()}
-
-
-def values_and_returns(
-    critic: Critic, batch: Batch, reward: sources.RewardMix, state: TrainState, args: Args
-) -> Tensor:
-    """(2, n) for the n tokens of held-out answers: the critic's values, and the discounted rewards
-    that follow, without the KL, which evaluations do not compute. Answers that are only measured,
-    never rewarded, are left out."""
-    values = values_of(critic, batch)
-    returns = rewards_that_follow(advantage_inputs(batch, state, args), args)
-    rewarded = [
-        reward.can_earn(batch.prompts[index].label) for index in batch.prompt_index.tolist()
-    ]
-    mask = torch.tensor(rewarded).repeat_interleave(batch.own_lengths)  # (N,)
-    return torch.stack([values, returns])[:, mask]
 
 
 # what the console shows of an evaluation, after the accuracies: word -> metric

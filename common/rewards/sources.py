@@ -356,10 +356,6 @@ class RewardMix:
         """Spec of a source -> weight. Raises KeyError: a label that the recipe does not have."""
         return self.recipe[label if label in self.recipe else "*"]
 
-    def can_earn(self, label: str | None) -> bool:
-        """Whether rows of that label can earn something; others are only measured."""
-        return self.combiner is not None or any(self.weights(label).values())
-
     def rows_of(self, source: Source, rows: list[Prompt]) -> list[Prompt]:
         """The rows whose samples a source scores."""
         return [row for row in rows if source.spec in self.weights(row.label)]

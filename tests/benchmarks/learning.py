@@ -23,7 +23,7 @@ process, evaluations included, imports not. Below, least and most of the seeds.
 
 With --task describe, whose answers have 9 to 15 tokens and earn a share of 1 for each part that is
 right: held-out reward along the run and its mean over all evaluations but the first, which says how
-fast; last accuracy (all parts right); the critic's explained variance on these held-out answers.
+fast; last accuracy (all parts right).
 
 With --task looking the same descriptions, of which nothing can be guessed; beside the held-out
 reward the vision gap, what an answer's log-prob loses with blank images (nats), and the KL to the
@@ -208,23 +208,19 @@ def train(flags: list[str], work: Path, task: Task) -> dict[str, float]:
     return task.figures(lines) | {"CPU s": seconds}
 
 
-def critic_figures(lines: list[dict]) -> dict[str, float]:
+def reward_figures(lines: list[dict]) -> dict[str, float]:
     """Of --task describe, from the records of a run."""
     held_out = [line for line in lines if "eval/reward_mean" in line]
     summary = {f"at {line['step']}": line["eval/reward_mean"] for line in held_out}
     later = held_out[1:]
     summary["mean"] = sum(line["eval/reward_mean"] for line in later) / len(later)
     summary["accuracy"] = later[-1]["eval/accuracy_reward_mean"]
-    for line in later:
-        summary[f"ev at {line['step']}"] = line.get("eval/explained_variance", math.nan)
     return summary
 
 
 def looking_figures(lines: list[dict]) -> dict[str, float]:
     """Of --task looking, from the records of a run."""
-    summary = {
-        name: value for name, value in critic_figures(lines).items() if not name.startswith("ev")
-    }
+    summary = reward_figures(lines)
     for line in lines:
         if "eval/vision_gap_logprob" in line:
             summary[f"gap at {line['step']}"] = line["eval/vision_gap_logprob"]
@@ -234,9 +230,7 @@ def looking_figures(lines: list[dict]) -> dict[str, float]:
 
 def teacher_figures(lines: list[dict]) -> dict[str, float]:
     """Of --task teacher, from the records of a run."""
-    summary = {
-        name: value for name, value in critic_figures(lines).items() if not name.startswith("ev")
-    }
+    summary = reward_figures(lines)
     steps = [line["train/teacher_kl"] for line in lines if "train/teacher_kl" in line] or [math.nan]
     return summary | {"KL(teacher), first": steps[0], "last": steps[-1]}
 
@@ -314,7 +308,7 @@ def judge_figures(lines: list[dict]) -> dict[str, float]:
 TASKS = {
     "questions": Task("toy", "args.json", ppo.main, RUNS, figures, steps=40, evaluations=4),
     "describe": Task(
-        "toy_describe", "args.json", ppo.main, CRITIC_RUNS, critic_figures, steps=40, evaluations=4
+        "toy_describe", "args.json", ppo.main, CRITIC_RUNS, reward_figures, steps=40, evaluations=4
     ),
     "looking": Task(
         "toy_describe",
