@@ -1513,7 +1513,6 @@ def sampler_stats(log_ratio: Tensor, entropy: Tensor, pack: Pack, batch: Batch) 
     log_ratio = log_ratio * drawn
     return {
         "sampler_gap": logging.Mean(log_ratio.abs().sum(), count),
-        "rollout/train_kl": logging.Mean((log_ratio.expm1() - log_ratio).sum(), count),  # k3
         "entropy": logging.Mean((entropy * drawn).sum(), count),
     }
 
@@ -1523,7 +1522,6 @@ def forget_sampler(stats: list[dict]) -> None:
     sampled."""
     for part in stats:
         part.pop("sampler_gap", None)
-        part.pop("rollout/train_kl", None)
 
 
 def exceeds(stats: list[dict], target_kl: float) -> bool:

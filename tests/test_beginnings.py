@@ -166,7 +166,6 @@ def test_foreign_tokens_stay_out_of_what_is_said_of_the_sampler(qwen25, picture_
         env.trained, None, batch, 1, None, with_flags(args, minibatches=1, epochs=1)
     )
     assert metrics["train/sampler_gap"] == pytest.approx(0.01, rel=1e-3)
-    assert metrics["rollout/train_kl"] == pytest.approx(math.expm1(-0.01) + 0.01, rel=1e-2)
     assert metrics["train/entropy"] == pytest.approx(float(entropy[drawn].mean()), rel=1e-4)
 
 
