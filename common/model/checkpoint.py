@@ -408,7 +408,7 @@ def make_stager() -> DefaultStager:
 
 
 class Writer(HuggingFaceStorageWriter):
-    """Writes the files of this rank when it is its turn (--save_strategy), if all numbers are finite."""
+    """Writes the files of this rank when it is its turn (--save_strategy)."""
 
     def __init__(self, folder: Path, state: str, strategy: str, group: Any):
         super().__init__(str(folder), save_distributed=True)
@@ -433,8 +433,7 @@ class Writer(HuggingFaceStorageWriter):
                 dist.barrier(self.group)
 
     def write_files(self, plan: Any, planner: Any) -> Any:
-        """Raises ValueError: a number is not finite; OSError."""
-        weights.check_finite({item.index.fqn: planner.resolve_data(item) for item in plan.items})
+        """Raises OSError."""
         written = super().write_data(plan, planner)
         files = list(self.folder.glob(f"shard-{dist.get_rank() + 1:05d}-*"))
         if is_main():

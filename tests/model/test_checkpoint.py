@@ -523,22 +523,6 @@ def test_a_lost_policy_stops_the_run(flags, out):
     assert recorded(out) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.slow
-def test_a_weight_that_is_not_finite_is_named(flags, out, qwen25, tmp_path):
-    """On two ranks, in the shard of the second; nothing with it is ever committed or exported."""
-    model = Path(shutil.copytree(qwen25, tmp_path / "model"))
-    change_weight(model, lambda weight: weight[-1].fill_(torch.nan), "layers.1.mlp.up_proj.weight")
-    argv = flags(out, "--advantage rloo --steps 9 --export_every 1")
-    output = live(words(*argv, "--model", model), 2, codes=[2, 2])
-    assert output.count("error: step 3: the gradient of the actor was not finite") == 1
-    weight = r"\S*layers\.1\.mlp\.up_proj\.weight"
-    assert re.search(rf"step 1 was not saved: .*: actor\.model\.{weight} is not finite", output)
-    assert re.search(f"not exported to .*step-1: {weight} is not finite", output)
-    assert steps(out) == []
-    assert "Traceback" not in output
-    assert not list((out).glob("export/step-*"))
-
-
 # ----------------------------------------------------------------------------- damaged checkpoints
 def test_the_commit_holds_the_sha256_of_every_file(undisturbed):
     folder = undisturbed("grpo", 2) / "checkpoints" / "step-4"
