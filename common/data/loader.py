@@ -187,19 +187,6 @@ def join_pixels(parts: list[Pixels]) -> Pixels:
     return torch.cat(patches), torch.cat(grids)
 
 
-def change_images(change: Callable, images: list, key: tuple[int, ...]) -> list:
-    """``change`` of all images of a prompt or conversation together. Raises ValueError: it returns
-    another number of images, or other sizes, for which the image tokens do not fit."""
-    before, changed = [image.size for image in images], change(list(images), key)
-    sizes = [image.size for image in changed]
-    if sizes != before:
-        raise ValueError(
-            f"a change made {len(sizes)} images from {len(before)}, or images of other sizes: numbers and "
-            "sizes must stay; one that is dropped is blank"
-        )
-    return changed
-
-
 def load_pixels(
     prompt: Prompt,
     processor: Processor,
@@ -213,15 +200,14 @@ def load_pixels(
         change: (all Pillow images and frames of the prompt, the key of their noise) -> as many of the
             same sizes, to be used instead.
 
-    Raises ValueError: a body that cannot be decoded, a file that changed since it was loaded, or see
-    `change_images`.
+    Raises ValueError: a body that cannot be decoded, or a file that changed since it was loaded.
     """
     if not prompt.images:
         return None
     family = processor.family.among(len(prompt.grids))
     parts = [read_frames([item], family.video_frames) for item in prompt.images]
     if change is not None:
-        changed = iter(change_images(change, list(itertools.chain(*parts)), key))
+        changed = iter(change(list(itertools.chain(*parts)), key))
         parts = [list(itertools.islice(changed, len(frames))) for frames in parts]
     patches, grids = zip(*[family.patches(*frames) for frames in parts])
     # the grids of an environment's images may follow those of the prompt's own

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import Batch, Conversation
-from common.data.loader import change_images, join_pixels, load_pixels
+from common.data.loader import join_pixels, load_pixels
 from common.data.processor import Processor
 from common.model.packs import image_grids
 from common.model.policy import Policy, logprobs_of
@@ -80,8 +80,7 @@ def reread_images(
     ``change(images, key)``, which returns as many of the same sizes; then read by the processor and
     encoded by the tower of the model.
 
-    Raises UserError, on every rank: a file has changed since it was read, or the number or sizes of
-    images have.
+    Raises UserError, on every rank: a file has changed since it was read.
     """
     patches, conversations = {}, list(batch.conversations)
     with distributed.raise_on_all_ranks():
@@ -95,7 +94,7 @@ def reread_images(
             if not conversation.images:  # none, or on another rank
                 continue
             key = batch.prompt_ids[index], 1 + int(batch.sample_number[i])
-            changed = map(processor.family.patches, change_images(change, conversation.images, key))
+            changed = map(processor.family.patches, change(list(conversation.images), key))
             pixels = [(patched, torch.tensor([grid])) for patched, grid in changed]
             in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)
             if in_prompt and batch.sample_number[i] == 0:

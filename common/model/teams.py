@@ -40,29 +40,14 @@ CUTS = SUMMED | {
     "up_proj": OUTPUTS,
     "gate_up_proj": OUTPUTS,
 }
-KEYS = {"k_proj", "v_proj"}  # optional: keys may serve as values, or be another layer's
-# A module must have one of these sets, plus any of KEYS.
-TOGETHER = (
-    set(),
-    {"q_proj", "o_proj"},
-    {"gate_proj", "up_proj", "down_proj"},
-    {"gate_up_proj", "down_proj"},
-    {"experts"},
-)
+KEYS = {"k_proj", "v_proj"}  # of which ranks may share a head
 
 
 def names_and_units(layer: nn.Module) -> dict[nn.Module, tuple[str, int]]:
     """For a layer and each module in it: its name in its parent, and how many entries of a cut
-    dimension stay together, such as those of a head. Raises UserError: a module has only some of the
-    parts that are cut together, or others under unknown names."""
+    dimension stay together, such as those of a head."""
     named = {layer: ("", 1)}
-    for path, outer in layer.named_modules():
-        parts = outer._modules.keys() & CUTS.keys()
-        if parts - KEYS not in TOGETHER:
-            raise UserError(
-                f"--rollout_shards: {path} of a layer has {', '.join(sorted(parts))} alone, so ranks "
-                "cannot share it"
-            )
+    for outer in layer.modules():
         for name, part in outer.named_children():
             # the experts' kernel reads 16 bytes at a time
             named[part] = name, 8 if name == "experts" else getattr(outer, "head_dim", 1)

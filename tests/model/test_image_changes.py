@@ -1,6 +1,5 @@
 """The same tokens with other images, against one Hugging Face forward of each sample with these images."""
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from transformers import AutoModelForImageTextToText
 import train_ppo_vl as ppo
 from common.data.processor import Processor
 from common.model import image_changes, vlm
-from common.process import UserError
 from conftest import (
     ROUNDING,
     hugging_face,
@@ -172,41 +170,6 @@ def test_all_images_of_a_prompt_change_together(qwen25, tmp_path):
         assert (changed - logprobs).abs().max() < ROUNDING
         assert change == image_changes.unchanged or (changed - wanted[0]).abs().max() > 0.01
     assert seen == [(5, (0, 0))]
-
-
-WRONG = {
-    "fewer": (lambda images, key: images[1:], "made {less} images from {count}, "),
-    "more": (lambda images, key: images * 2, "made {more} images from {count}, "),
-    "sizes": (
-        lambda images, key: [image.resize((28, 28)) for image in images],
-        "made {count} images from {count}, or images of other sizes",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("where", marked(["prompt", "conversation"]))
-def test_a_change_keeps_the_number_and_the_sizes_of_images(qwen25, rows, name, where):
-    """Their tokens stand in the prompt. Also in place: what an environment has shown stays as it was."""
-    env = start(qwen25, rows, "--max_new_tokens 16 --stop_strings", '["a", "e", "r"]')
-    change, problem = WRONG[name]
-
-    def in_one_place(images, key):
-        if (key[1] > 0) != (where == "conversation"):
-            return images
-        counts.append(len(images))
-        wrong = change(list(images), key)
-        images.clear()
-        return wrong
-
-    batch, counts = talk(env, "Noise", 2, batch=take(env)), []
-    before = [list(each.images) for each in batch.conversations]
-    with pytest.raises(UserError) as caught:
-        image_changes.reread_images(batch, env.actor.model, env.processor, in_one_place)
-    count = counts[-1]
-    wanted = problem.format(less=count - 1, more=2 * count, count=count)
-    assert re.search(f"a change {wanted}.*one that is dropped is blank", str(caught.value))
-    assert [each.images for each in batch.conversations] == before
 
 
 @pytest.mark.slow

@@ -340,21 +340,6 @@ def test_other_ways_to_mix_tokens_are_refused(kind):
         text_model(kind, **changes)
 
 
-def test_linear_attention_with_a_weight_that_is_not_known_is_refused(monkeypatch):
-    """As a newer transformers may have; here a bias, which our convolution would leave out."""
-    kind = linear_attention.HF_LAYERS[0]
-    made = kind.__init__
-
-    def with_bias(self, *arguments):
-        made(self, *arguments)
-        self.conv1d.bias = torch.nn.Parameter(torch.ones(self.conv_dim))
-
-    text_model("qwen3_5_text", **LINEAR)
-    monkeypatch.setattr(kind, "__init__", with_bias)
-    with value_error("conv1d.bias of linear attention: not as known here"):
-        text_model("qwen3_5_text", **LINEAR)
-
-
 def test_the_rule_is_chosen_and_a_missing_package_named(monkeypatch, capsys):
     choose = linear_attention.choose_rule.__wrapped__
     monkeypatch.setattr(linear_attention, "load_fla", lambda: None)
