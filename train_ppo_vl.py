@@ -57,8 +57,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from common import distributed, flags, logging, losses, ppo_flags, process
 from common.buffers import EMPTY, Batch, Pack
 from common.data import loader as data
-from common.data.processor import Processor
-from common.data.responses import load_responses
+from common.data.processor import Processor, answer_frame
 from common.data.rows import Prompt, load_prompts, parse_columns
 from common.envs import environments
 from common.flags import flag
@@ -576,14 +575,23 @@ def check_environment(
 
 
 def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
-    """The next-token loss on --ptx_data, if any. Its rows get no system prompt. Raises ValueError with
-    file and line."""
+    """The next-token loss on --ptx_data, if any: responses to imitate, as train_grm_vl.py reads them. They
+    get no system prompt. Raises ValueError with file and line."""
     if not args.ptx_data:
         return None
+    settings = judgements.JudgeSettings.to_train(processor)
+    settings.system_instruction = ""
+    bounds, frame = (
+        replace(args, max_prompt_tokens=args.max_tokens_per_pack),
+        answer_frame(processor),
+    )
     try:
-        rows = load_responses(args.ptx_data, processor, args, args.max_tokens_per_pack)
+        rows = judgements.load_judgements(args.ptx_data, processor, settings, bounds, frame=frame)
     except ValueError as error:
         raise ValueError(f"--ptx_data {error}") from error
+    for row, *_ in rows:
+        if row.label != judgements.RESPONSE:
+            raise ValueError(f"--ptx_data {row.source}: a judgement, not a response to imitate")
     return PtxLoss(
         rows=rows,
         loader=data.PromptLoader(processor, args),

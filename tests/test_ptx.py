@@ -218,10 +218,10 @@ def test_another_number_of_updates_goes_on_at_the_next_row(
 @pytest.mark.parametrize(
     "row, message",
     table("""
-{"prompt": "a", "responses": ["b", "c"], "preferred": "A"}
-    | responses, preferred: a judgement, not a response to imitate
-{"prompt": "a", "response": "b", "correct": false} | correct: a judgement
-{"prompt": "a"}                     | a response to imitate must not be empty
+{"prompt": "a", "responses": ["b", "c"], "preferred": "A"} | a judgement, not a response to imitate
+{"prompt": "a", "response": "b", "correct": false} | a judgement, not a response
+{"prompt": "a"}                     | a row needs the columns of one kind
+{"prompt": "a", "response": " "}    | a response to imitate must not be empty
 {"prompt": "a", "response": "LONG"} | example too long: [0-9]+ tokens, [0-9]+ of them target; the limit is 600
 {"prompt": "a", "images": ["no.png"], "response": "b"} | .*no.png
 """),

@@ -1,52 +1,17 @@
 """Responses to imitate.
 
-row    -> prompt, and response as label tokens          load_responses
+row    -> its prompt and its response                   prompt_of, response_of
 text   -> label tokens, as generation would see them    encode_target
 """
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from common.data.coordinates import write_marks
-from common.data.processor import AnswerFrame, Processor, answer_frame
-from common.data.rows import (
-    Example,
-    Prompt,
-    columns_of,
-    make_prompt,
-    media_list,
-    read_rows,
-    tell_numbered_images,
-    text_column,
-)
-from common.flags import DataArgs
+from common.data.processor import AnswerFrame, Processor
+from common.data.rows import Prompt, columns_of, text_column
 
 PROMPT_COLUMNS = ("prompt", "question", "messages")
-RESPONSE_COLUMNS = {*PROMPT_COLUMNS, *"response images videos source regions".split()}
-# Columns that make a row a judgement of its response, which may be a bad one.
-JUDGING_COLUMNS = "responses preferred correct score criterion critique".split()
 THOUGHT = "<think>"  # opens a thought in templates that close it with </think>
-
-
-def load_responses(path: str, processor: Processor, args: DataArgs, limit: int) -> list[Example]:
-    """Rows of a prompt and its response, of at most ``limit`` tokens together. Raises ValueError: see
-    `load_prompts`."""
-    args, frame = replace(args, max_prompt_tokens=limit), answer_frame(processor)
-
-    def build(row: dict, fields: dict) -> Example:
-        judging = [name for name in JUDGING_COLUMNS if row.get(name) is not None]
-        if judging:
-            raise ValueError(f"{', '.join(judging)}: a judgement, not a response to imitate")
-        text = response_of(row)
-        prompt = make_prompt(processor, prompt_of(row), media_list(row), args, **fields)
-        text = write_marks(text, prompt.regions)
-        return Example(prompt, bounded_target(processor, frame, text, prompt, limit), text)
-
-    examples = read_rows(path, build, args, RESPONSE_COLUMNS)
-    tell_numbered_images(path, [example.prompt for example in examples])
-    return examples
 
 
 def prompt_of(row: dict) -> str | list:

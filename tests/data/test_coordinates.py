@@ -6,9 +6,9 @@ import pytest
 from PIL import Image
 
 from common.data.coordinates import Place, read_regions, write_marks
-from common.data.processor import Processor
-from common.data.responses import load_responses
+from common.data.processor import Processor, answer_frame
 from common.flags import DataArgs
+from common.rewards.judge import JudgeSettings, load_judgements
 from conftest import marked, value_error, write_rows
 from helpers import write_processor
 
@@ -174,6 +174,7 @@ def test_one_file_trains_all_families(tmp_path, family, target):
         "regions": regions,
     }
     path, processor = write_rows(tmp_path / "rows.jsonl", [row]), Processor(folder)
-    (example,) = load_responses(path, processor, DataArgs(), 500)
+    frame = answer_frame(processor)
+    (example,) = load_judgements(path, processor, JudgeSettings(), DataArgs(), frame=frame)
     assert example.text == target
     assert processor.decode([example.target]) == [target]

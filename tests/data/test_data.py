@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerFast
 from common.data.images import image_size, read_image
 from common.data.loader import load_pixels
 from common.data.processor import Processor, answer_frame
-from common.data.responses import load_responses
 from common.data.rows import load_prompts, parse_columns
 from common.flags import DataArgs
 from common.model.build import build_model
@@ -935,14 +934,11 @@ def test_a_picture_alone_is_a_prompt(load):
     "mark", ["<image1>", "<image_1>", "<image 1>", "<Image-1>", "<|image_1|>", "<img1>"]
 )
 def test_numbered_places_of_images_are_told(load, processor, tmp_path, capsys, mark):
-    """In prompts, in rows to imitate and in judgements."""
+    """In prompts and in judgements."""
     row = {"prompt": f"Is {mark} red?", "images": "a.png"}
     load([row])
     path = str(tmp_path / "train.jsonl")
     warning = f"warning: {path}: <image1> or <image_1> in a text stands for no image"
-    assert warning in capsys.readouterr().out
-    write_rows(tmp_path / "train.jsonl", [row | {"response": "no"}])
-    load_responses(path, processor, DataArgs(), 512)
     assert warning in capsys.readouterr().out
     write_rows(tmp_path / "train.jsonl", [row | {"responses": ["no", "yes"], "preferred": "A"}])
     load_judgements(path, processor, judge_settings(), DataArgs())
