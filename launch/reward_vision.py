@@ -14,12 +14,12 @@ r"""Rewards of perception, to use or to copy: --reward launch/reward_vision.py:N
 The truth is the row's "answer"; for words and anls any of its "answers", or of the elements of an
 answer that is a list.
 
-Numbers are in digits or, without digits, in words from zero to twenty.
+Numbers are in digits or, without digits, in words from zero to twenty; 2.5 million is 2500000.
 
 The answer of a response follows its thought: the last <answer>, <|begin_of_box|> or \boxed{}, if there
 is one, and in that the last fence. Everything in it counts: several letters or numbers are not an
-answer, and a repeated item is wrong. An unfinished thought or <answer> is not an answer. So guessing
-everything earns no more than one guess."""
+answer, nor are "not B" and "more than 7", and a repeated item is wrong. An unfinished thought or
+<answer> is not an answer. So guessing everything earns no more than one guess."""
 
 import ast
 import re
@@ -165,7 +165,7 @@ def likeness(a: str, b: str) -> float:
 
 @per_sample
 def items(answer, truth, row):
-    answered, expected = Counter(read_items(answer)), Counter(read_items(truth))
+    answered, expected = map(Counter, both_items(answer, truth))
     if answered == expected:  # both may be empty
         return 1.0
     return 2 * (answered & expected).total() / (answered + expected).total()
@@ -173,15 +173,23 @@ def items(answer, truth, row):
 
 @per_sample
 def order(answer, truth, row):
-    return float(read_items(answer) == read_items(truth))
+    answered, expected = both_items(answer, truth)
+    return float(answered == expected)
 
 
-def read_items(text: str) -> list[str]:
+def both_items(answer: str, truth: str) -> tuple[list[str], list[str]]:
+    """The items of an answer and of the truth. An "and" is between items, unless one of the truth has it."""
+    expected = read_items(truth)
+    has_and = any(" and " in item for item in expected)
+    return read_items(answer, SEPARATOR if has_and else rf"{SEPARATOR}|\sand\s"), expected
+
+
+def read_items(text: str, separator: str = SEPARATOR) -> list[str]:
     """The elements of a list, or the parts of a text between commas, semicolons, arrows, line ends or, among
     digits, dashes; numbers such as 1., 2., 3. before them are dropped."""
     values = read_list(text)
     if values is None:
-        pieces = re.split(SEPARATOR, plain_text(text))
+        pieces = re.split(separator, plain_text(text))
         values = [piece for piece in pieces if piece.strip()]
         numbered = [NUMBERED.fullmatch(piece) for piece in values]
         if [match and int(match[1]) for match in numbered] == [*range(1, len(values) + 1)]:

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from common.data.coordinates import Box, Place, Point, Regions, clip
 from common.data.rows import Prompt
 from common.rewards.rules import (
+    NOT,
     Columns,
     after_thought,
     extract_answer,
@@ -72,8 +73,11 @@ def answer_text(response: str) -> str:
 
 
 def find_regions(response: str, place: Place) -> list[Found] | None:
-    """The boxes and points of a response. None: it has none and does not say that there are none."""
+    """The boxes and points of a response. None: it has none and does not say that there are none, or it
+    takes one back."""
     text = plain_text(answer_text(response))
+    if re.search(f"{NOT}{REGION}", text):
+        return None
     if re.fullmatch(NUMBERS, text):
         text = f"[{text}]"
     regions = []

@@ -39,7 +39,9 @@ LEAD = (
     r"|(?:正确|最终)?答案(?:是|为|选|:)?|[故应]?选(?:项|择|:)?) ?"
 )
 # b)   B, but neither "I" nor the article of "A dog"
-ARTICLE = r"(?! (?!(?i:is|or)\b)[A-Za-z]{2})"  # behind what is none
+BEHIND_LETTERS = "is|was|and|n?or|but|not|vs|versus|with|then|plus|as|rather|instead|because|since"
+BEHIND_LETTERS += "|may|maybe|perhaps"
+ARTICLE = rf"(?! (?!(?i:{BEHIND_LETTERS})\b)[A-Za-z]{{2}})"  # behind what is none
 LETTER = re.compile(
     rf"(?<!')(?<!{IN_WORD})"
     rf"(?:[A-Za-z](?=\))|(?:A{ARTICLE}|[B-HJ-Z]|I(?=[.:]?\s*\Z))(?!')(?!{IN_WORD}))"
@@ -48,22 +50,42 @@ LETTER = re.compile(
 SMALL = re.compile(
     rf"(?i)^\W*[a-z]\W*\Z|^\s*[a-z](?=[.:]\s)|{LEAD}\(?[a-z]{ARTICLE}(?!')(?!{IN_WORD})"
 )
-CHOICE = re.compile(rf"(?is)\s*(?:{LEAD})?\(?[a-z][).:]+\s+\w.*")  # a letter and its text: B. dog
+CHOICE = re.compile(r"(?s)\(?[a-z][).:]+ ?\w.*")  # a letter and its text, spelled: b.dog
+# What takes back the letter, number or region behind it: not B   isn't 7   more than 7   不是B
+NOT = (
+    r"(?i:(?:\b(?:not|never|neither|nor|cannot|than|over|under|at (?:least|most)|up to)\b"
+    r"|n't\b|[≤≥不非]|至少|超过)"
+    r"(?:\W|[是选止足项]|\b(?:the|an?|be|it|is|at|equal|to|option|choice|answer|letter)\b){0,9})"
+)
+# ... or the letter before it: B is wrong   B不对
+WRONG = r"(?i:\)?\s+(?:is|was)(?:n't\b|\s+(?:not|wrong|incorrect|false)\b)|选?项?(?:不对|不正确|不是|错))"
+DENIED = re.compile(rf"{NOT}{LETTER.pattern}|{LETTER.pattern}{WRONG}")
 NUMBER = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
 EXPONENT = r"(?:e[+-]?\d{1,3})?"  # as JSON writes 1e-05; a larger one would fill the memory
 QUOTIENT = re.compile(
     rf"([+-]?)(?:(\d+) (?=\d+/))?({NUMBER}{EXPONENT})(?:/({NUMBER}{EXPONENT}))?", re.ASCII
 )
-IN_TEXT = re.compile(rf"(?<![\w.])[+-]?{NUMBER}{EXPONENT}", re.ASCII)
+# in a text, but not the power of a unit: 50 cm^2
+IN_TEXT = re.compile(rf"(?<![\w.])(?<![a-z}}]\^)[+-]?{NUMBER}{EXPONENT}", re.ASCII)
 LONGEST = 32  # characters of a number in a text; what is longer is none
 NUMERALS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
 fifteen sixteen seventeen eighteen nineteen twenty""".split()
 DIGITS = {word: str(number) for number, word in enumerate(NUMERALS)}
+SCALES = {"thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
+SCALES |= {"万": "e4", "亿": "e8"}
+MIXED = (  # numbers that are partly words: minus 3   2.5 million
+    (rf"(?:\b(?:minus|negative) |负)(?=[\d.]|{'|'.join(NUMERALS)})", "-"),
+    (
+        rf"(?<![\w./,])({NUMBER}) ?({'|'.join(SCALES)})",
+        lambda match: match[1] + SCALES[match[2]],
+    ),
+)
 SPELLINGS = [  # applied in this order to lower-case text
     (re.compile(pattern, re.ASCII), new)
     for pattern, new in (
         (r"(?<!\w)\*\*([^*]+)\*\*(?!\w)", r"\1"),  # **Answer:** b
-        (rf"^{LEAD}(?=.)", ""),
+        (r"\\(?:text[a-z]*|math[a-z]+|mbox) ?\{([^{}]*)\}", r" \1 "),
+        (rf"^ ?{LEAD}(?=.)", ""),
         (r"(?<!\\)\\[()[\]]|(?<=\d)\\,(?=\d{3})|\\!|\\?[$€£¥]", ""),  # \(12\)   12\,345   $5
         (r" ?\^ ?\{([+-]?\w+)\}", r"^\1"),
         (r"(?<=\d) ?(?:\\times|\\cdot|[×x·*]) ?10 ?\^ ?([+-]?\d+)", r"e\1"),
@@ -73,7 +95,6 @@ SPELLINGS = [  # applied in this order to lower-case text
         (r"^ ?\\boxed ?\{(.*)\} ?$", r"\1"),
         (r"^ ?([*_`'\"]+)([^*_`'\"]+)\1([.:]?) ?$", r"\2\3"),  # **b**
         (r"^ ?\{([^{},]+)\}([.:]?) ?$", r"\1\2"),  # {12}, but not a set
-        (r"\\(?:text[a-z]*|math[a-z]+|mbox) ?\{([^{}]*)\}", r" \1 "),
         (r"\\([{}%])", r"\1"),
         (r"(\d)? ?\\[dt]?frac", r"\1 \\frac"),  # 2\frac{1}{2} is 2 1/2
         (r"\\frac ?(?:\{([+-]?[\d.]+)\}|(\d)) ?(?:\{([\d.]+)\}|(\d))", r"\1\2/\3\4"),
@@ -82,6 +103,7 @@ SPELLINGS = [  # applied in this order to lower-case text
         ("π", r"\\pi"),
         ("、", ","),
         (" +", " "),
+        *MIXED,
         (r"(?<=\d) (?=[a-z°])", ""),  # 3 cm is 3cm
         (r" (?!\w)|(?<![\w,]) ", ""),  # the other spaces have a meaning: "1 2" is not "12"
         (r"^[(\[]*([a-z]+)[)\]]*[.:]?$|\.+$", r"\1"),  # a choice is its letter: (b)   b.   [b]
@@ -155,7 +177,7 @@ def answers_equal(response: str, reference: str) -> bool:
         return False
     if _equal(a, b):
         return True
-    if re.fullmatch("[a-z]", b) and CHOICE.fullmatch(response):
+    if re.fullmatch("[a-z]", b) and CHOICE.fullmatch(a):
         return read_letters(response)[0] == {b.upper()}
     # Elements of a list, its brackets and commas.
     left, right = (re.split(r"([()\[\],]) ?", text) for text in (a, b))
@@ -176,11 +198,13 @@ def plain_text(text: str) -> str:
 
 
 def read_letters(text: str) -> tuple[set[str], str]:
-    """The letters of options that a text names, in capitals, and the text without them."""
+    """The letters of options that a text names, in capitals, none if it takes one back; and the text without
+    them."""
     text = plain_text(text)
     if re.fullmatch("[a-z]", spelled(text)) or SMALL.search(text):
         text = text.upper()
-    return set(map(str.upper, LETTER.findall(text))), LETTER.sub("", text)
+    named = set() if DENIED.search(text) else set(map(str.upper, LETTER.findall(text)))
+    return named, LETTER.sub("", text)
 
 
 def read_number(text: str) -> Fraction | None:
@@ -190,15 +214,20 @@ def read_number(text: str) -> Fraction | None:
 
 def read_numbers(text: str) -> set[Fraction]:
     """The value of a text that is a number; of any other those in it, in digits or, if there are none, in
-    words to twenty."""
+    words to twenty. None if it takes one of them back."""
     whole = read_number(text)
     if whole is not None:
         return {whole}
     text = re.sub("[$€£¥]", "", plain_text(text).lower())
+    for pattern, new in MIXED:
+        text = re.sub(pattern, new, text, flags=re.ASCII)
     # each spelling once: values take a hundred times as long as texts
-    numbers = {number for number in IN_TEXT.findall(text) if len(number) <= LONGEST}
+    numbers, form = {number for number in IN_TEXT.findall(text) if len(number) <= LONGEST}, NUMBER
     if not numbers:
-        numbers = DIGITS.keys() & re.findall("[a-z]+(?:-[a-z]+)*", text)
+        numbers = DIGITS.keys() & re.findall("-?[a-z]+(?:-[a-z]+)*", text)
+        form = rf"(?:{'|'.join(NUMERALS)})\b"
+    if re.search(rf"{NOT}[+-]?{form}", text):
+        return set()
     return {value for value in map(_value, numbers) if value is not None}
 
 

@@ -66,6 +66,13 @@ choice | 1     | animals  | B            | <answer>{B}</answer>
 choice | 1     | animals  | B            | b. dog
 choice | 0     | animals  | B            | Answer: b or c
 choice | 0     | animals  | B            | b. c. a.
+choice | 0     | animals  | B            | A and B
+choice | 0     | animals  | B            | A rather than B
+choice | 0     | animals  | B            | It is not B.
+choice | 0     | animals  | B            | Neither A nor B
+choice | 0     | animals  | B            | B is wrong.
+choice | 0     | animals  | B            | 答案不是B
+choice | 1     | {"options": ["red", "not red"]} | B            | B. not red
 number | 1     | -        | 100          | 95
 number | 0     | -        | 100          | 94.9
 number | 1     | -        | 1            | 0.95
@@ -91,6 +98,14 @@ number | 1     | {"tolerance": 0.1} | 100          | 90
 number | 0     | {"tolerance": null} | 100          | 90
 number | 1     | -        | blue         | Blue.
 number | 0     | -        | 3 g          | 3 kg
+number | 0     | -        | 50           | 50 million
+number | 1     | -        | 50 million   | 50,000,000
+number | 1     | -        | 2500         | 2.5 thousand people
+number | 1     | -        | -3           | negative 3
+number | 0     | -        | 3            | minus three
+number | 1     | -        | 50           | 50 cm²
+number | 0     | -        | 50           | It isn't 50.
+number | 0     | -        | 50           | more than 50
 count  | 1     | -        | 7            | <answer>There are 7 cups.</answer>
 count  | 1     | -        | 7            | <answer>seven</answer>
 count  | 0     | -        | 7            | <answer>6 or 7</answer>
@@ -102,6 +117,8 @@ count  | 1     | -        | seven        | 7
 count  | 1     | -        | 7.0          | 七 (7)
 count  | 1     | -        | 7            | 共7个
 count  | 1     | -        | 7            | 7 cups, one of them red
+count  | 0     | -        | 7            | not 7
+count  | 0     | -        | 7            | at least seven
 count  | 1     | -        | 20           | Twenty
 count  | 0     | -        | 20           | twenty-one
 words  | 1     | -        | blue         | Blue.
@@ -139,6 +156,9 @@ items  | 1     | -        | blue; red    | - **red**\n- **blue**
 items  | 1     | -        | blue; red    | **1. red**\n**2. blue**
 items  | 1     | -        | blue; red; tan | red, blue, and tan
 items  | 1     | -        | ["sand and sea"] | sand and sea
+items  | 1     | -        | ["red", "blue"] | red and blue
+items  | 0.5   | -        | ["sand and sea", "sky"] | sand and sea and sky, sky
+order  | 1     | -        | [2, 1, 3]    | 2, 1 and 3
 items  | 0     | -        | 1.5; 2.5     | 5, 5
 items  | 1     | -        | 红; 蓝       | 1、红\n2、蓝
 items  | 0     | -        | blue; red    | 2. red\n1. blue

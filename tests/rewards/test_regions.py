@@ -109,6 +109,7 @@ def as_json(*boxes, labels=None):
                 "\n[{'Position': [250, 250, 500, 500], 'Confidence': 0.9}]",
                 1,
             ),  # Visual-RFT's
+            ("1000", "It is not at [250, 250, 500, 500].", 0),
             ("1000", "I see nothing.", 0),
             ("1000", "", 0),
         ],

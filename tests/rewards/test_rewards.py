@@ -254,6 +254,17 @@ three               | 3
 Three               | three
 −1/2                | -0.5
 1.0                 | 1.00000001
+\text{B. dog}       | B
+\textbf{(B)}~dog    | B
+\textbf{(B)}\ 12    | B
+\text{Option B}     | B
+\text{Answer: B}    | B
+B．12               | B
+2.5 million         | 2,500,000
+2\text{ billion}    | 2e9
+3万                 | 30000
+negative 3          | -3
+负3                 | -3
 """)
 EQUAL.append(["9" * 400, "9" * 400])
 UNEQUAL = table(r"""
@@ -275,6 +286,9 @@ x=3                  | y=3
 2x                   | 2
 5                    | 5 cm
 5 million            | 5
+1/2 million          | 500000
+B.C                  | B
+minus three          | 3
 A                    | B
 A dog                | A
 A, B                 | B
@@ -352,6 +366,16 @@ Answer: a dog                  |
 e.g. it's Bär                  |
 B. C. A.                       | ABC
 b. c. a.                       | ABC
+A and B                        | AB
+A rather than B                |
+Answer: a and b                | AB
+B is not a dog                 |
+B. not a dog                   | B
+not B                          |
+I think it cannot be option B  |
+B isn't right                  |
+不选B                          |
+B不对                          |
 """)
 
 
@@ -388,6 +412,16 @@ There are seven cups           | 7
 twenty-one                     |
 x12                            |
 1/0                            | 1 0
+2.5 million people             | 2500000
+1,234 thousand or 5            | 1234000 5
+negative 3                     | -3
+minus three                    |
+50 m²                          | 50
+50 cm^2                        | 50
+not 7                          |
+more than 7                    |
+不是7                          |
+7, at least                    | 7
 """)
 
 
