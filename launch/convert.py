@@ -17,7 +17,7 @@ several rows show is written once. Paths in the source are relative to its file 
 file, to --image_root, outside of which nothing is read.
 
     our column   taken from (the first that is there)
-    prompt       prompt, messages, query, question, problem, conversations, conversation, message, input: text, messages,
+    prompt       prompt, messages, conversations, conversation, message, query, question, problem, input: text, messages,
                  or messages as JSON text; before it columns system and history
     images       images, image or image_urls, and parts of messages that bring an image: bytes, base64, data URL, path
     videos       videos or video: paths, which become absolute, or lists of frames
@@ -44,6 +44,7 @@ images), the row is a pair of pictures: images holds them, and there are no resp
     bbox_2d; Position     Vero; Visual-RFT                   regions
     [x1, y1, x2, y2]      VLM-R1, GUI-R1, ScreenSpot-Pro     regions, with --boxes corners
     [x, y, w, h]          COCO, RefCOCO, ScreenSpot          regions, with --boxes sizes
+    (x, y); <box>[[...    UGround; InternVL                  regions, with --boxes corners
     extra_info            Vero                               its reward_type is the label; its tolerance
 
 Boxes are in pixels of the file, unless --space says otherwise; ms-swift's norm1 is 0 to 1, its norm_1000 and
@@ -55,8 +56,10 @@ image, or of a kind that judges here cannot read, are counted and left out.
 
 Every other column is kept under its name. In a pair, a name that would change how the row is read,
 such as score, becomes original_score. A hash of the texts decides which response of a pair comes
-first. If a row is not a pair, a column named like a preference (rejected_2, score, is_correct) ends
-the conversion, unless --keep names it; in a pair, one of pictures (rejected_images)."""
+first. Unless --keep names it, a column ends the conversion that would be lost: one named like a
+preference (rejected_2, score, is_correct) in a row that is not a pair, one of pictures (rejected_images)
+in a pair, and choices (options, A and B, choice_a) that the prompt does not show, or of which the answer
+is the number."""
 
 import argparse
 import ast
@@ -82,8 +85,9 @@ import tool  # puts common/ on the path
 
 # isort: split
 from files import number_as_text, open_file, parse_json, read_bytes, say
+from rewards.rules import REGION, read_places, words_of
 
-PROMPTS = "prompt messages query question problem conversations conversation message input".split()
+PROMPTS = "prompt messages conversations conversation message query question problem input".split()
 LABELS = ("label", "source", "data_source", "query_source")
 # What --columns can rename.
 COLUMNS = "image images videos answer response chosen rejected preferred boxes".split()
@@ -102,7 +106,8 @@ READING = "resized_height resized_width min_pixels max_pixels total_pixels fps n
 READING += "max_frames sample_fps video_start video_end"
 
 # How columns of images or bytes look when printed by Python.
-IMAGE_COLUMN = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)|(^|[ \[(])b'"
+IMAGE_COLUMN = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|(^|[ \[(])b'"
+IMAGE_COLUMN += "|'(data:image|iVBORw0KGgo|/9j/|https?://)"
 PICTURE = r"(?is)data:image/.*|\S+\.(bmp|gif|jpe?g|png|tiff?|webp)"  # a response that is one
 MESSAGES = r'\s*\[\s*\{\s*"(role|content|from|value)"'  # as text
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
@@ -122,10 +127,11 @@ BAD_ROW = (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError,
 # Columns that would make a pair another kind of judgement.
 NOT_IN_PAIRS = ("question", "messages", "response", "critique", "correct", "score", "criterion")
 # Columns that say which of several responses is better, or how good one is.
-PREFERENCE = (
-    "(?i)reject|chosen|prefer|rank|score|winner|better|worse|helpful|votes|is_correct|correctness"
-)
-PREFERENCE += "|(^|_)(rating|reward)s?$"
+PREFERENCE = "(?i)reject|chosen|prefer|rank|score|winner|loser|better|worse|best|worst|helpful|vote"
+PREFERENCE += "|accepted|positive|negative|is_correct|correctness|^y_[wl]$|(^|_)(rating|reward)s?$"
+# Columns of choices: one of all, or one of each.
+CHOICES = r"options|choices|candidates|(?i:option|choice)_?[A-Ja-j\d]|[A-J]|a\d"
+IMAGE_OF_SEVERAL = r"(?i)(image|img|jpg|path)_?\d|(left|right)_image"
 # How other systems write the place of one of several images.
 NUMBERED_IMAGE = r"(?i)<\|?(image|img)[ _-]?\d+\|?>"
 
@@ -155,10 +161,12 @@ def convert(
     regions = read_regions(rest.get(column), boxes, space)
     if regions:
         del rest[column]
-    if "image_1" in rest:
-        raise ValueError(
-            "a column for each image (image_1): make one list of them, images, with <image> in its places"
-        )
+    for column in rest:
+        if re.fullmatch(IMAGE_OF_SEVERAL, column):
+            raise ValueError(
+                f"a column for each image ({column}): make one list of them, images, with <image> in its "
+                "places"
+            )
     for column in {"rejected_response", "rejected_messages"} & rest.keys():  # ms-swift
         rest |= {"rejected": rest.pop(column), "chosen": take(rest, "response", "messages")}
     is_pair = (
@@ -176,7 +184,8 @@ def convert(
     value = label if value is None else as_text(value)
     if value:
         converted["source" if is_pair else "label"] = value
-    lost = [column for column in rest if re.search(PREFERENCE, column) and column not in keep]
+    unread = {column: value for column, value in rest.items() if column not in keep}
+    lost = [column for column, value in unread.items() if is_preference(column, value)]
     if is_pair:  # pictures of one side alone
         lost = [column for column in lost if re.search("(?i)image|video", column)]
     if lost:
@@ -184,6 +193,8 @@ def convert(
             f"{', '.join(lost)}: a preference that would be lost. Name both sides by --columns "
             "chosen=NAME,rejected=NAME, or what is none by --keep"
         )
+    if not is_pair:
+        check_choices(unread, converted)
     for column, value in rest.items():
         if re.search(IMAGE_COLUMN, f"{value!r:.2000}"):
             images.unread.add(column)
@@ -191,6 +202,36 @@ def convert(
             column = f"original_{column}"
         converted[column] = value
     return converted
+
+
+def is_preference(column: str, value: Any) -> bool:
+    """Whether a column, or what it holds, is named like a preference."""
+    names = [column, *(key for key, _ in parts_of(value, column))]
+    return any(re.search(PREFERENCE, name) for name in names)
+
+
+def check_choices(rest: dict, converted: dict) -> None:
+    """Raises ValueError: the prompt does not show the choices in other columns, or the answer is the
+    number of one of them."""
+    columns = [column for column in rest if re.fullmatch(CHOICES, column)]
+    values = [read_literal(value) or value for value in map(rest.get, columns)]
+    choices = []
+    for _, part in parts_of(values):
+        choices += [words_of(str(number_as_text(choice))) for choice in as_list(part)]
+    if len(choices) < 2:
+        return
+    names, prompt = ", ".join(columns), words_of(as_one_text(converted["prompt"]))
+    texts = [re.sub(r"^\(?[a-z][.:)] *", "", choice) for choice in choices]
+    if not all(text in prompt for text in texts if not re.fullmatch("[a-z]", text)):
+        raise ValueError(
+            f"{names}: choices that the prompt does not show. Write prompts with them, or name a column that "
+            "has both by --columns prompt=NAME"
+        )
+    answer = converted.get("answer", "")
+    if re.fullmatch(r"\d{1,2}", answer) and answer not in choices + texts:
+        raise ValueError(
+            f"the answer {answer} is the number of one of {names}, from 0 or from 1: write its letter"
+        )
 
 
 def convert_prompt(rest: dict, images: "Images") -> dict:
@@ -302,12 +343,14 @@ def take_prompt(rest: dict, images: "Images") -> str | list:
     prompt = read_messages(take(rest, *PROMPTS))
     if prompt is None:
         raise ValueError(f"no column {', '.join(PROMPTS)}; the row has {columns:.400}")
+    if isinstance(read_literal(prompt), dict):
+        raise ValueError(f"a prompt that is an object of JSON: make columns of it: {prompt!r:.120}")
     if re.search("<img>.+</img>", f"{prompt}"):
         raise ValueError(
             "<img>path</img> in a text: give the path in images, and write <image> in its place"
         )
     turns = [("system", rest.pop("system", ""))]
-    for pair in rest.pop("history", []):
+    for pair in rest.pop("history") if isinstance(rest.get("history"), list) else []:
         turns += [("user", pair[0]), ("assistant", pair[1])]
     messages = [{"role": role, "content": text} for role, text in turns if text]
     if isinstance(prompt, str):
@@ -361,8 +404,9 @@ def take_answer(rest: dict) -> str | None:
 
 def read_regions(value: Any, boxes: str, space: str) -> dict | None:
     """Our column of this name from regions of another system or their text; None from anything else."""
-    if isinstance(value, str) and value[:1] in ("[", "{"):
-        value = read_literal(value)
+    value = read_literal(value) or value
+    if isinstance(value, str) and boxes:
+        value = [{"label": name, boxes: numbers} for numbers, name in read_places(value)]
     parts = list(parts_of(value))
     listed = [part for key, part in parts if isinstance(part, list) and (key or boxes) in KEYS]
     if not listed:
@@ -373,15 +417,18 @@ def read_regions(value: Any, boxes: str, space: str) -> dict | None:
     for key, part in parts:
         space = SPACES.get(key) or SPACES.get(str(part)) or space
     if boxes == "sizes":
-        places = [[x, y, x + width, y + height] for x, y, width, height in places]
+        # a point has no size
+        places = [[*place[:2], *map(sum, zip(place, place[2:]))] for place in places]
     kind = "points" if places and len(places[0]) == 2 else "boxes"
     regions = {kind: places, "space": space}
     names = [part for key, part in parts if part and key in NAMES]
     return regions | {"labels": names} if len(names) == len(places) > 0 else regions
 
 
-def read_literal(text: str) -> Any:
-    """The value of a text in JSON or, as in Visual-RFT, in Python; None: it is neither."""
+def read_literal(text: Any) -> Any:
+    """A list or object that is a text in JSON or, as in Visual-RFT, in Python; None: it is none."""
+    if not isinstance(text, str) or text[:1] not in ("[", "{"):
+        return None
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text)
@@ -408,7 +455,7 @@ def fill_marks(converted: dict) -> None:
     texts = {name: converted[name] for name in ("prompt", "response") if name in converted}
     if "response" in texts:
         mark = "<point>" if "points" in converted["regions"] else "<box>"
-        texts["response"] = re.sub(r"<bbox>|\[[-+.\d\s,]+\]", mark, texts["response"])
+        texts["response"] = re.sub(f"<bbox>|{REGION}", mark, texts["response"])
     names = (json.dumps(name)[1:-1] for name in converted["regions"].get("labels", []))
     written = re.sub("<ref-object>", lambda mark: next(names, mark[0]), json.dumps(texts))
     converted |= json.loads(written)
@@ -789,7 +836,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=lambda text: text.split(","),
         default=[],
         metavar="NAME,...",
-        help="columns to keep although they are named like preferences",
+        help="columns to keep although they are named like preferences, or hold choices",
     )
     parser.add_argument(
         "--image_root",

@@ -20,10 +20,12 @@ from common.data.coordinates import Box, Place, Point, Regions, clip
 from common.data.rows import Prompt
 from common.rewards.rules import (
     NOT,
+    REGION,
     Columns,
     after_thought,
     extract_answer,
     plain_text,
+    read_places,
     same_words,
     with_opened_thought,
 )
@@ -38,19 +40,6 @@ Found = tuple[Box | Point, str]
 
 FENCE = re.compile(r"(?<!`)(`{3,5})\w*\n(.*?)\1", re.DOTALL)
 NOTHING = re.compile(r"(?i)\[\s*\]|(?:none|no objects?)\.?")
-# Two or four numbers in brackets. As Qwen2-VL writes the corners of a box, each has its own.
-NUMBER = r"\s*[-+]?(?:\d{1,25}\.?\d{0,25}|\.\d{1,25})(?:[eE][-+]?\d{1,2})?\s*"
-NUMBERS = rf"{NUMBER},{NUMBER}(?:(?:,|\)\s*,\s*\(){NUMBER},{NUMBER})?"
-REGION = rf"[\[(<]({NUMBERS})[\])>]"
-Y_FIRST = r"""["']box_2d["']\s*:\s*"""  # Gemini's
-# {"bbox_2d": [1, 2, 3, 4], "label": "cup"}; <ref>cup</ref><box>[[1, 2, 3, 4]]; or a region alone
-ITEM = re.compile(
-    rf"\{{[^{{}}]*\}}|<(?:ref|\|object_ref_start\|)>[^<]*<[^<]*<[^<]*|(?:{Y_FIRST})?{REGION}"
-)
-LABEL = re.compile(
-    r"""["'](?:label|name|ref|category)["']\s*:\s*(?:"([^"]*)"|'([^']*)')"""
-    r"|<(?:ref|\|object_ref_start\|)>([^<]*)"
-)
 
 
 def answer_text(response: str) -> str:
@@ -78,17 +67,7 @@ def find_regions(response: str, place: Place) -> list[Found] | None:
     text = plain_text(answer_text(response))
     if re.search(f"{NOT}{REGION}", text):
         return None
-    if re.fullmatch(NUMBERS, text):
-        text = f"[{text}]"
-    regions = []
-    for item in ITEM.finditer(text):
-        label = LABEL.search(item[0])
-        name = next(filter(None, label.groups()), "") if label else ""
-        for match in re.finditer(f"({Y_FIRST})?{REGION}", LABEL.sub("", item[0])):
-            numbers = [float(number) for number in re.findall(NUMBER, match[2])]
-            if match[1]:  # y1, x1, y2, x2; the corners are sorted
-                numbers.reverse()
-            regions.append((region_in_file(numbers, place), name.strip()))
+    regions = [(region_in_file(numbers, place), name) for numbers, name in read_places(text)]
     return regions if regions or NOTHING.fullmatch(text) else None
 
 

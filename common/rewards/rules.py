@@ -7,11 +7,12 @@ r"""Rules that score a response by its text.
     plain_text, words_of  a text without differences that nobody sees; also without case and spaces
     read_letters          the letters of options that a text names
     read_numbers          the numbers in a text
+    read_places           the numbers of the boxes and points in a text
     rule_reward           a rule as a reward function
     check_reference       what no response can match is no answer
 
-For roots, units and expressions there is launch/reward_math.py. launch/judge_table.py reads this file
-without the rest of common/, which needs torch.
+For roots, units and expressions there is launch/reward_math.py. launch/judge_table.py and
+launch/convert.py read this file without the rest of common/, which needs torch.
 """
 
 import re
@@ -79,6 +80,21 @@ MIXED = (  # numbers that are partly words: minus 3   2.5 million
         rf"(?<![\w./,])({NUMBER}) ?({'|'.join(SCALES)})",
         lambda match: match[1] + SCALES[match[2]],
     ),
+)
+# Two or four numbers in brackets. As Qwen2-VL writes the corners of a box, each has its own.
+# Axes may be named: click(x=10, y=20)   {"x": 10, "y": 20}
+DECIMAL = r"[-+]?(?:\d{1,25}\.?\d{0,25}|\.\d{1,25})(?:[eE][-+]?\d{1,2})?"
+COORDINATE = rf"""\s*(?:["']?[xy][12]?["']?\s*[=:]\s*)?{DECIMAL}\s*"""
+PLACE = rf"{COORDINATE},{COORDINATE}(?:(?:,|\)\s*,\s*\(){COORDINATE},{COORDINATE})?"
+REGION = rf"[\[({{<]({PLACE})[\])}}>]"
+Y_FIRST = r"""["']box_2d["']\s*:\s*"""  # Gemini's
+# {"bbox_2d": [1, 2, 3, 4], "label": "cup"}; <ref>cup</ref><box>[[1, 2, 3, 4]]; or a region alone
+ITEM = re.compile(
+    rf"\{{[^{{}}]*\}}|<(?:ref|\|object_ref_start\|)>[^<]*<[^<]*<[^<]*|(?:{Y_FIRST})?{REGION}"
+)
+LABEL = re.compile(
+    r"""["'](?:label|name|ref|category)["']\s*:\s*(?:"([^"]*)"|'([^']*)')"""
+    r"|<(?:ref|\|object_ref_start\|)>([^<]*)"
 )
 SPELLINGS = [  # applied in this order to lower-case text
     (re.compile(pattern, re.ASCII), new)
@@ -229,6 +245,22 @@ def read_numbers(text: str) -> set[Fraction]:
     if re.search(rf"{NOT}[+-]?{form}", text):
         return set()
     return {value for value in map(_value, numbers) if value is not None}
+
+
+def read_places(text: str) -> list[tuple[list[float], str]]:
+    """The two or four numbers, x first, of each point and box that a text writes, and its label or ""."""
+    if re.fullmatch(PLACE, text):
+        text = f"[{text}]"
+    places = []
+    for item in ITEM.finditer(text):
+        label = LABEL.search(item[0])
+        name = next(filter(None, label.groups()), "") if label else ""
+        for match in re.finditer(f"({Y_FIRST})?{REGION}", LABEL.sub("", item[0])):
+            numbers = [float(number) for number in re.findall(rf"(?<![xy]){DECIMAL}", match[2])]
+            if match[1]:  # y1, x1, y2, x2; the corners are sorted
+                numbers.reverse()
+            places.append((numbers, name.strip()))
+    return places
 
 
 def _value(spelled: str) -> Fraction | None:

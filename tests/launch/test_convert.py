@@ -295,6 +295,10 @@ def test_videos(tmp_path):
  {"prompt": [{"role": "user",
               "content": [{"type": "image", "image": "images/rows-00000-0.png"},
                           {"type": "text", "text": "what?"}]}]}],
+["R1-Reward, the whole question beside a short one",
+ {"message": "[{\"role\": \"user\", \"content\": \"<image>How many?\"}]", "question": "How many?",
+  "images": "a.png", "answer": "3"},
+ {"prompt": [{"role": "user", "content": "<image>How many?"}], "question": "How many?", "answer": "3"}],
 ["tool calls",
  {"messages": [{"role": "user", "content": "Hi"},
                {"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]},
@@ -400,6 +404,24 @@ def test_rows_of_other_systems(tmp_path, system, row, expected):
  {"instruction": "Close.", "bbox": [0.1, 0.2, 0.3, 0.4]},
  "--boxes corners --space 1",
  {"regions": {"boxes": [[0.1, 0.2, 0.3, 0.4]], "space": "1"}}],
+["UGround",
+ {"conversations": [{"from": "human", "value": "<image>Where?"}, {"from": "gpt", "value": "(450, 613)"}]},
+ "--boxes corners --space 1000",
+ {"regions": {"points": [[450, 613]], "space": "1000"}, "response": "<point>"}],
+["InternVL",
+ {"query": "Where?", "response": "<ref>cup</ref><box>[[1, 2, 3, 4]]</box>"},
+ "--boxes corners --space 1000",
+ {"regions": {"boxes": [[1, 2, 3, 4]], "space": "1000", "labels": ["cup"]},
+  "response": "<ref>cup</ref><box>[<box>]</box>"}],
+["Qwen2-VL",
+ {"query": "Where?", "answer": "<|box_start|>(1,2),(3,4)<|box_end|>"},
+ "--boxes corners --space 1000",
+ {"regions": {"boxes": [[1, 2, 3, 4]], "space": "1000"}}],
+["GUI-R1",
+ {"instruction": "Click.", "gt_bbox": [30.0, 20.0], "history": "None"},
+ "--boxes sizes",
+ {"prompt": "Click.", "history": "None", "regions": {"points": [[30, 20]]}}],
+["no regions: points without --boxes", {"query": "Sort.", "answer": "(1, 2)"}, "", {"answer": "(1, 2)"}],
 ["no regions: a list", {"query": "Sort.", "answer": "[1, 2, 3, 4]"}, "", {"answer": "[1, 2, 3, 4]"}],
 ["no regions: an action", {"query": "Do.", "answer": "{\"ACTION\": \"CLICK\", \"MARK\": [3, 4]}"}, "", {}],
 ["no regions: names", {"query": "Name.", "objects": ["cat", "dog"]}, "", {"objects": ["cat", "dog"]}]
@@ -422,8 +444,12 @@ def test_bytes_are_never_text(tmp_path, capsys):
     written = json.dumps(convert.convert(row, images), default=convert.plain)
     assert json.loads(written) == row | {"images": [], "preview": {"bytes": None, "path": None}}
     assert images.unread == {"preview"}
-    run(tmp_path, [{"prompt": "x", "thumbnail": "a.png", "other": "a"}])
-    assert "perhaps images (--columns images=NAME): thumbnail\n" in capsys.readouterr().out
+    run(
+        tmp_path,
+        [{"prompt": "x", "thumbnail": "a.png", "image_url": "https://a/b?c=1", "other": "a"}],
+    )
+    told = "perhaps images (--columns images=NAME): image_url, thumbnail\n"
+    assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -622,6 +648,11 @@ def test_two_generated_pictures_are_a_pair_of_pictures(tmp_path, qwen25, form):
         "better_response_id",
         "is_correct",
         "reward",
+        "vote_type",
+        "best_image_uid",
+        "y_w",
+        "positive_response",
+        "negatives",
     ],
 )
 def test_no_preference_is_lost(tmp_path, capsys, column):
@@ -631,6 +662,58 @@ def test_no_preference_is_lost(tmp_path, capsys, column):
         run(tmp_path, [row])
     assert f"row 1: {column}: a preference that would be lost" in capsys.readouterr().err
     assert run(tmp_path, [row], "--keep", column)[0][column] == [1]
+
+
+def test_a_preference_inside_a_column_is_not_lost(tmp_path, capsys):
+    """VLFeedback's ratings."""
+    ratings = {"annotations": [{"Helpfulness": {"Rating": "5"}}], "response": ["b"]}
+    with pytest.raises(SystemExit):
+        run(tmp_path, [{"prompt": "a", "completions": ratings}])
+    assert "row 1: completions: a preference that would be lost" in capsys.readouterr().err
+    (row,) = run(tmp_path, [{"prompt": "a", "annotations": [{"x": {"y": "5"}}], "by": {"who": 1}}])
+    assert row["by"] == {"who": 1}
+
+
+HIDDEN, NUMBERED = "choices that the prompt does not show", "is the number of one of "
+
+
+@pytest.mark.parametrize(
+    "source, row, message",
+    marked(
+        map(
+            tuple,
+            json.loads(r"""[
+["ScienceQA", {"question": "Which is it?", "choices": ["solid", "liquid"], "answer": 1}, "HIDDEN"],
+["MMBench", {"question": "Which?", "A": "left", "B": "right", "C": null, "answer": "A"}, "HIDDEN"],
+["SEED-Bench", {"question": "Which?", "choice_a": "left", "choice_b": "right", "answer": "A"}, "HIDDEN"],
+["NExT-QA", {"question": "Why?", "a0": "left", "a1": "right", "answer": 3}, "HIDDEN"],
+["MVBench", {"question": "Where?", "candidates": ["left", "right"], "answer": "left"}, "HIDDEN"],
+["Video-MME", {"question": "What?", "options": ["A. Apples.", "B. Candles."], "answer": "B"}, "HIDDEN"],
+["MMMU", {"question": "Left or up?", "options": "['left', 'right']", "answer": "B"}, "HIDDEN"],
+["CV-Bench", {"prompt": "How many?\n(A) 1\n(B) 2", "choices": ["1", "2"], "answer": "(B)"}, ""],
+["MathVista", {"query": "x?\n(A) 145°\n(B) 35°", "choices": ["145°", "35°"], "answer": "145°"}, ""],
+["letters", {"question": "x? (A) Left (B) Up", "options": ["A. left", "B. up"], "answer": "B"}, ""],
+["MathVision", {"question": "How many?", "options": [], "answer": "7"}, ""],
+["MathVision, pictures", {"question": "Which?", "options": ["A", "B", "C"], "answer": "C"}, ""],
+["numbers", {"question": "2, 3 or 4?", "options": [2.0, 3, 4], "answer": 3}, ""],
+["an index", {"question": "A. left B. right", "options": ["left", "right"], "answer": 1}, "NUMBERED"],
+["AI2D", {"question": "A. left B. right", "options": ["left", "right"], "answer": "1"}, "NUMBERED"],
+["a column of one letter", {"question": "Which?", "A": "left", "answer": "1"}, ""]
+]"""),
+        ),
+        daily=9,
+    ),
+)
+def test_choices_are_in_the_prompt(tmp_path, capsys, source, row, message):
+    """Or the row ends the conversion, as does the number of a choice for its letter."""
+    if message:
+        with pytest.raises(SystemExit):
+            run(tmp_path, [row])
+        expected = {"HIDDEN": HIDDEN, "NUMBERED": NUMBERED}[message]
+        assert re.search(f"row 1: .*{expected}", capsys.readouterr().err)
+    columns = [column for column in row if column not in ("question", "prompt", "query", "answer")]
+    (converted,) = run(tmp_path, [row], *(["--keep", ",".join(columns)] if message else []))
+    assert converted["answer"] == f"{row['answer']}"
 
 
 def test_pictures_of_one_side_of_a_pair_are_not_lost(tmp_path, capsys):
@@ -737,7 +820,7 @@ def embedded(row):
         map(
             tuple,
             json.loads(r"""[
-[{"text": "what?", "id": 1}, "no column prompt, messages, query, question, problem"],
+[{"text": "what?", "id": 1}, "no column prompt, messages, conversations, conversation, message"],
 [{"messages": [{"role": "user", "content": [{"type": "input_image", "image_url": "ONE"}]}]},
  "a part of a message is text, image, image_url or video, not {'type': 'input_image'"],
 [{"prompt": [{"text": "x"}]}, "a message has role and content, or from and value, unlike {'text': 'x'}"],
@@ -757,6 +840,11 @@ def embedded(row):
                {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]},
  "without a prompt"],
 [{"question": "<image 1>?", "image_1": "a.png"}, "a column for each image (image_1): make one list"],
+[{"prompt": "a cat", "image0": "a.png", "image1": "b.png", "label": 0}, "a column for each image (image0)"],
+[{"prompt": "a cat", "left_image": "a.png"}, "a column for each image (left_image)"],
+[{"prompt": "a cat", "jpg_0": "a.png", "jpg_1": "b.png"}, "a column for each image (jpg_0)"],
+[{"prompt": "{\"question\": \"q\", \"chosen\": \"a\", \"rejected\": \"b\"}"},
+ "a prompt that is an object of JSON: make columns of it"],
 [{"prompt": "Picture 1: <img>a.png</img>what?"}, "<img>path</img> in a text: give the path in images"],
 [{"messages": [{"role": "user",
                 "content": [{"type": "image"}, {"type": "text", "text": "Find <ref-object>"}]},
