@@ -127,7 +127,7 @@ def rewardbench2(row: dict) -> Rows:
 
 
 def genai_bench(row: dict) -> Rows:
-    if {"left_video", "video_left"} & row.keys():
+    if any("video" in column for column in row):
         raise LeftOut("two videos")
     if "source_image" in row:
         raise LeftOut("an image beside those of both sides")

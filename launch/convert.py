@@ -784,7 +784,11 @@ def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
                 splits.setdefault(split, []).append(path)
     if not splits:
         below = {f"{file.parent}" for source in sources for file in source.rglob("*.parquet")}
-        advice = f"name {', '.join(sorted(below))}" if below else "name a .json file itself"
+        advice = (
+            "name a .json file itself; make Parquet of Arrow (to_parquet), JSONL of a text table"
+        )
+        if below:
+            advice = f"name {', '.join(sorted(below))}"
         raise ValueError(f"no .parquet or .jsonl files in {', '.join(map(str, sources))}; {advice}")
     return splits
 

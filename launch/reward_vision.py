@@ -33,6 +33,7 @@ from common.files import number_as_text
 from common.rewards.regions import answer_text
 from common.rewards.rules import (
     ALIKE,
+    answers_equal,
     format_score,
     plain_text,
     read_letters,
@@ -112,6 +113,8 @@ def chosen(text: str, letters: dict) -> set:
 @per_sample
 def number(answer, truth, row):
     values, right = read_numbers(answer), read_number(truth)
+    if answers_equal(answer, truth):  # 50% and 0.5
+        return 1.0
     if right is None:
         return float(plain(answer) == plain(truth))
     tolerance = row.get("tolerance")

@@ -36,12 +36,12 @@ ALIKE = str.maketrans("‐‑‒–—―−“”„«»「」『』《》‘�
 IN_WORD = r"[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]"
 # What stands before an answer: "The answer is", "Answer:", "答案是".
 LEAD = (
-    r"(?:(?:the )?(?:final |correct |right )?(?:answer|option|choice)(?: is\b:?|:)|(?:option|choice)\b"
-    r"|(?:正确|最终)?答案(?:是|为|选|:)?|[故应]?选(?:项|择|:)?) ?"
+    r"(?:(?:the |my )?(?:final |correct |right |best )?(?:answer|ans|option|choice)(?: is\b:?|:)"
+    r"|(?:option|choice)\b|[故应]?(?:正确|最终)?(?:答案[是为选]?|选[项择]?[是为]?):?) ?"
 )
 # b)   B, but neither "I" nor the article of "A dog"
 BEHIND_LETTERS = "is|was|and|n?or|but|not|vs|versus|with|then|plus|as|rather|instead|because|since"
-BEHIND_LETTERS += "|may|maybe|perhaps"
+BEHIND_LETTERS += "|may|maybe|perhaps|und|oder|et|ou"
 ARTICLE = rf"(?! (?!(?i:{BEHIND_LETTERS})\b)[A-Za-z]{{2}})"  # behind what is none
 LETTER = re.compile(
     rf"(?<!')(?<!{IN_WORD})"
@@ -54,12 +54,12 @@ SMALL = re.compile(
 CHOICE = re.compile(r"(?s)\(?[a-z][).:]+ ?\w.*")  # a letter and its text, spelled: b.dog
 # What takes back the letter, number or region behind it: not B   isn't 7   more than 7   不是B
 NOT = (
-    r"(?i:(?:\b(?:not|never|neither|nor|cannot|than|over|under|at (?:least|most)|up to)\b"
+    r"(?i:(?:\b(?:not|never|neither|nor|cannot|than|over|under|at (?:least|most)|up to|nicht|pas|no es)\b"
     r"|n't\b|[≤≥不非]|至少|超过)"
     r"(?:\W|[是选止足项]|\b(?:the|an?|be|it|is|at|equal|to|option|choice|answer|letter)\b){0,9})"
 )
 # ... or the letter before it: B is wrong   B不对
-WRONG = r"(?i:\)?\s+(?:is|was)(?:n't\b|\s+(?:not|wrong|incorrect|false)\b)|选?项?(?:不对|不正确|不是|错))"
+WRONG = r"(?i:\)?\s+(?:is|was)(?:n't\b|\s+(?:not|wrong|incorrect|false)\b)|选?项?(?:不对|不正确|不是|错|ではない|[가이] 아))"
 DENIED = re.compile(rf"{NOT}{LETTER.pattern}|{LETTER.pattern}{WRONG}")
 NUMBER = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
 EXPONENT = r"(?:e[+-]?\d{1,3})?"  # as JSON writes 1e-05; a larger one would fill the memory

@@ -261,8 +261,9 @@ def test_folders_on_the_way_are_no_group_of_mm_rlhf():
 
 
 def test_pairs_of_films_are_told_as_such():
-    """GenAI-Bench-Video has two spellings of its columns."""
-    for left, right in (("left_video", "right_video"), ("video_left", "video_right")):
+    """GenAI-Bench-Video has several spellings of its columns."""
+    for left in ("left_video", "video_left", "left_video_path", "video1"):
+        right = left.replace("left", "right").replace("1", "2")
         row = {"prompt": "a", left: "a.mp4", right: "b.mp4", "vote_type": "leftvote"}
         with pytest.raises(benchmarks.LeftOut, match="two videos"):
             benchmarks.rows_of("genai_bench", row)

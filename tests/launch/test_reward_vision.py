@@ -98,6 +98,9 @@ number | 1     | {"tolerance": 0.1} | 100          | 90
 number | 0     | {"tolerance": null} | 100          | 90
 number | 1     | -        | blue         | Blue.
 number | 0     | -        | 3 g          | 3 kg
+number | 1     | -        | 50%          | 0.5
+number | 0     | -        | 50           | 0.5
+number | 0     | -        | 3 g          | three kg
 number | 0     | -        | 50           | 50 million
 number | 1     | -        | 50 million   | 50,000,000
 number | 1     | -        | 2500         | 2.5 thousand people

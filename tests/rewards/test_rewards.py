@@ -250,6 +250,11 @@ choice C            | C
 正确答案：C         | C
 答案选C             | C
 故选C               | C
+答案是：B           | B
+故答案为12          | 12
+正确选项是B         | B
+The best answer is B | B
+Ans: 12             | 12
 three               | 3
 Three               | three
 −1/2                | -0.5
@@ -376,6 +381,12 @@ I think it cannot be option B  |
 B isn't right                  |
 不选B                          |
 B不对                          |
+Es ist nicht B                 |
+Bではない                      |
+B가 아닙니다                   |
+A oder B                       | AB
+A ou B                         | AB
+정답은 B입니다                 | B
 """)
 
 
