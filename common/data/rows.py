@@ -48,7 +48,7 @@ FOREIGN = "conversations history input instruction objects reward_model system t
 # What is not a path: URLs, base64 of PNG, JPEG, GIF and WebP, and names that no file can have.
 NO_PATH = r"(?s)(https?|data|file):|iVBORw0KGgo|/9j/|R0lGOD|UklGR|.*\0|.{4097}|$"
 # How columns of images look when printed by Python.
-IMAGES = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/|https?://)"
+IMAGES = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)"
 MESSAGES = r"""\s*(\[\s*\{\s*["'](content|value)|\[?\s*\{\s*["'](role|from))["']\s*:"""  # as text
 # How other systems write the place of one of several images.
 NUMBERED_IMAGE = r"(?i)<\|?(image|img)[ _-]?\d+\|?>"
