@@ -1428,8 +1428,6 @@ def update_actor(
             sums.record_update("actor", norm, applied, stats)
             updates += applied
     metrics = {"train/actor_lr": trained.rates_at(step)[0], "train/actor_updates": updates}
-    if args.mask_truncated:
-        metrics["train/masked_responses"] = int(batch.truncated.sum())
     return metrics | sums.reduce()
 
 

@@ -95,7 +95,7 @@ Features = dict[ImageKey, Tensor]  # (K, M, H) each
 # Batch
 # -------------------------------------------------------------------------------------------------
 
-# What the entries of a field of a batch belong to: this decides how it is selected, joined and checked.
+# What the entries of a field of a batch belong to: this decides how it is selected and joined.
 Item = TypeVar("Item")
 PerPrompt = Annotated[list, "prompt"]
 OfPrompts = Annotated[dict[int, Item], "some prompts"]  # by their indices
@@ -261,19 +261,6 @@ class Batch:
         ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
         return torch.zeros_like(self.tokens, dtype=torch.bool).index_fill(0, ends, True)
 
-    def check(self) -> None:
-        """Raises ValueError: a field that is filled has too few entries, or too many."""
-        counts = {
-            "prompt": len(self.prompts),
-            "sample": len(self),
-            "token": int(self.own_lengths.sum()),
-        }
-        for role, count in counts.items():
-            for name in FIELDS[role]:
-                value = getattr(self, name)
-                if isinstance(value, list | Tensor) and len(value) not in (0, count):
-                    raise ValueError(f"Batch.{name}: {len(value)} entries, expected {count}")
-
     def with_targets(self, targets: list[list[Tensor]]) -> "Batch":
         """The same prompts with other samples: ``targets`` has, for each prompt, the token ids (n,) of
         its responses. Dropped prompts get none."""
@@ -301,7 +288,6 @@ class Batch:
 
     def select(self, order: Tensor) -> "Batch":
         """The batch with only the samples ``order`` (k,), in that order, but all prompts."""
-        self.check()
         indices = {
             "sample": order,
             "token": self.flat_index(order),
@@ -324,7 +310,6 @@ class Batch:
     def _renumbered(self, numbers: dict[int, int]) -> "Batch":
         """The batch with its prompts renumbered by ``numbers``; what belongs to other prompts is left
         out."""
-        self.check()
         indices = [numbers[index] for index in self.prompt_index.tolist()]
         changes = {
             "prompt_index": torch.tensor(indices, dtype=torch.int64),
@@ -365,8 +350,8 @@ def fields_by_role(kind: type) -> dict[str, list[str]]:
         if get_origin(annotation) is not Annotated:
             raise TypeError(
                 f"{kind.__name__}.{part.name} does not say what its entries belong to, which decides how it "
-                "is selected, joined and checked: annotate it with PerSample, PerToken or another of "
-                "the types above Batch"
+                "is selected and joined: annotate it with PerSample, PerToken or another of the types "
+                "above Batch"
             )
         names[annotation.__metadata__[0]].append(part.name)
     return names

@@ -434,7 +434,6 @@ def test_truncated_responses_carry_no_policy_loss(env, qwen25, name):
     keep = [[i % 3 != 0] * n for i, n in enumerate(samples.own_lengths.tolist())]
     wanted = oracle_gradient(env, qwen25, name, CLIPS[name], keep, per_sequence=name == "gspo")
     assert_close(trained.gradients[0]["model.lm_head.weight"], wanted)
-    assert metrics["train/masked_responses"] == 6
     assert metrics["train/actor_updates"] == 1
     # nothing to learn from: no update
     samples.truncated[:] = True

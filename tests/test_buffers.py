@@ -198,20 +198,6 @@ def test_a_field_without_a_role_is_an_error_where_it_is_declared():
         buffers.fields_by_role(added)
 
 
-def test_a_field_has_as_many_entries_as_its_role_says():
-    samples = random_batch(np.random.default_rng(0), shortest=2)
-    for name, other in (
-        ("values", samples.own_lengths),
-        ("truncated", samples.tokens),
-        ("owners", [0]),
-        ("judgements", ["good"]),
-    ):
-        setattr(samples, name, other)
-        with pytest.raises(ValueError, match=f"Batch.{name}: {len(other)} entries, expected"):
-            samples.check()
-        samples = random_batch(np.random.default_rng(0), shortest=2)
-
-
 # ------------------------------------------------------------------------------------------------
 # order, minibatches
 def first(count: int, endless) -> list:
