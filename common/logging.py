@@ -397,11 +397,9 @@ def environment() -> dict:
         commit = described.stdout.strip()
     except OSError:  # git is not installed
         commit = ""
-    versions = {
-        package: next((part.version for part in metadata.distributions(name=package)), None)
-        for package in ("torch", "transformers", "flash_attn")  # importing the last takes seconds
-    }
-    return versions | {
+    return {
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),  # to import it takes seconds
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda,
         "git_commit": commit or "unknown",

@@ -169,10 +169,10 @@ def test_environment(tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", path)
         values = environment()
         assert values["git_commit"] == commit
-        assert torch.__version__.startswith(values["torch"])
+        assert values["torch"] == torch.__version__
         assert values["world_size"] >= 1
         assert json.loads(json.dumps(values)) == values
-        assert {"transformers", "flash_attn", "cuda", "gpu"} <= values.keys()
+        assert {"transformers", "cuda", "gpu"} <= values.keys()
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -101,12 +101,11 @@ class Processor:
         self.token_characters = NFC_JOINS * max(map(len, tokenizer.get_vocab()))
 
     def _end_ids(self) -> set[int | None]:
-        """The ids that end a response: those of the files, and what the template ends a turn with. Where
-        these differ, rank 0 says so, and an export's generation_config.json has both; it also says
-        where a template does not begin the answer."""
+        """The ids that end a response: those of the files, and what the template ends a turn with; an
+        export's generation_config.json has all. Rank 0 says where a template does not begin the answer."""
         tokenizer, generation = self.tokenizer, self.files["generation_config"]
-        eos, written = tokenizer.eos_token_id, generation.get("eos_token_id")
-        ends = {eos, *(written if isinstance(written, list) else [written])}
+        written = generation.get("eos_token_id")
+        ends = {tokenizer.eos_token_id, *(written if isinstance(written, list) else [written])}
         try:
             head, before, end, _ = answer_frame(self)
         except ValueError:  # a template for prompts alone; training on answers would report it
@@ -119,12 +118,6 @@ class Processor:
             )
         if end not in ends:
             generation["eos_token_id"] = sorted({*ends, end} - {None})
-        if end != eos:
-            token = tokenizer.convert_ids_to_tokens(end)
-            distributed.say_once(
-                f"{self.folder}: the chat template ends a turn with {token}, the tokenizer a text with "
-                f"{tokenizer.eos_token}: either ends a response; supervised targets end with {token}"
-            )
         return ends | {end}
 
     def _known(self, ids: set[int | None]) -> tuple[int, ...]:

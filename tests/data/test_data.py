@@ -128,9 +128,7 @@ def test_what_the_template_writes_behind_an_answer_ends_a_turn(
     assert set(processor.stop_ids) == {eos_id, end_id}
     if name != "prompts alone":
         assert answer_frame(processor).end == end_id
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == (eos != end)
-    assert all(f"ends a turn with {end}, the tokenizer a text with {eos}" in line for line in lines)
+    assert capsys.readouterr().out == ""
     # others' `generate` stops there, too
     processor.save(tmp_path / "export")
     written = read_json(tmp_path / "export" / "generation_config.json")["eos_token_id"]
