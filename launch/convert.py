@@ -105,8 +105,8 @@ IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # that the
 READING = "resized_height resized_width min_pixels max_pixels total_pixels fps nframes min_frames "
 READING += "max_frames sample_fps video_start video_end"
 
-# How columns of images or bytes look when printed by Python.
-IMAGE_COLUMN = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|(^|[ \[(])b'"
+# How columns of images, videos or bytes look when printed by Python.
+IMAGE_COLUMN = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp|avi|mkv|mov|mp4|webm)'|(^|[ \[(])b'"
 IMAGE_COLUMN += "|'(data:image|iVBORw0KGgo|/9j/|https?://)"
 PICTURE = r"(?is)data:image/.*|\S+\.(bmp|gif|jpe?g|png|tiff?|webp)"  # a response that is one
 MESSAGES = r'\s*\[\s*\{\s*"(role|content|from|value)"'  # as text
@@ -129,8 +129,9 @@ NOT_IN_PAIRS = ("question", "messages", "response", "critique", "correct", "scor
 # Columns that say which of several responses is better, or how good one is.
 PREFERENCE = "(?i)reject|chosen|prefer|rank|score|winner|loser|better|worse|best|worst|helpful|vote"
 PREFERENCE += "|accepted|positive|negative|is_correct|correctness|^y_[wl]$|(^|_)(rating|reward)s?$"
-# Columns of choices: one of all, or one of each.
-CHOICES = r"options|choices|candidates|(?i:option|choice)_?[A-Ja-j\d]|[A-J]|a\d"
+# Columns of choices: one of all, or one for each.
+CHOICES = r"(?i)options?|choice|((answer|multiple)_)?choices|candidates"
+EACH_CHOICE = r"(?i:option|choice)[ _]?[A-Ja-j\d]|[A-J]|a\d"
 IMAGE_OF_SEVERAL = r"(?i)(image|img|jpg|path)_?\d|(left|right)_image"
 # How other systems write the place of one of several images.
 NUMBERED_IMAGE = r"(?i)<\|?(image|img)[ _-]?\d+\|?>"
@@ -214,12 +215,12 @@ def check_choices(rest: dict, converted: dict) -> None:
     """Raises ValueError: the prompt does not show the choices in other columns, or the answer is the
     number of one of them."""
     columns = [column for column in rest if re.fullmatch(CHOICES, column)]
+    each = [column for column in rest if re.fullmatch(EACH_CHOICE, column)]
+    columns += each if len(each) > 1 else []
     values = [read_literal(value) or value for value in map(rest.get, columns)]
     choices = []
     for _, part in parts_of(values):
         choices += [words_of(str(number_as_text(choice))) for choice in as_list(part)]
-    if len(choices) < 2:
-        return
     names, prompt = ", ".join(columns), words_of(as_one_text(converted["prompt"]))
     texts = [re.sub(r"^\(?[a-z][.:)] *", "", choice) for choice in choices]
     if not all(text in prompt for text in texts if not re.fullmatch("[a-z]", text)):
@@ -228,7 +229,7 @@ def check_choices(rest: dict, converted: dict) -> None:
             "has both by --columns prompt=NAME"
         )
     answer = converted.get("answer", "")
-    if re.fullmatch(r"\d{1,2}", answer) and answer not in choices + texts:
+    if choices and re.fullmatch(r"\d{1,2}", answer) and answer not in choices + texts:
         raise ValueError(
             f"the answer {answer} is the number of one of {names}, from 0 or from 1: write its letter"
         )
@@ -548,7 +549,7 @@ class Images:
     written: dict[bytes, str] = field(default_factory=dict)
     count: int = 0  # images of this row that no earlier row has
     embedded: list[str] = field(default_factory=list)  # written from messages
-    unread: set[str] = field(default_factory=set)  # columns that seem to hold images
+    unread: set[str] = field(default_factory=set)  # columns that seem to hold images or videos
 
     def write(self, image: Any) -> str:
         """Write an image; returns its path beside the JSONL file. Raises one of BAD_ROW."""
@@ -720,7 +721,9 @@ def write_split(
     say(f"{split}.jsonl: {total} rows, {written} images")
     if unread:
         names = ", ".join(sorted(unread))
-        say(f"not read, but perhaps images (--columns images=NAME): {names:.400}")
+        say(
+            f"not read, but perhaps images or videos (--columns images=NAME,videos=NAME): {names:.400}"
+        )
     if numbered:
         say(
             f"{numbered} in a text stands for no image: write <image> for it, in the order of images"

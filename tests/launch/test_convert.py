@@ -444,11 +444,11 @@ def test_bytes_are_never_text(tmp_path, capsys):
     written = json.dumps(convert.convert(row, images), default=convert.plain)
     assert json.loads(written) == row | {"images": [], "preview": {"bytes": None, "path": None}}
     assert images.unread == {"preview"}
-    run(
-        tmp_path,
-        [{"prompt": "x", "thumbnail": "a.png", "image_url": "https://a/b?c=1", "other": "a"}],
+    row = {"prompt": "x", "thumbnail": "a.png", "image_url": "https://a/b?c=1", "path": "a.mp4"}
+    run(tmp_path, [row | {"other": "a"}])
+    told = (
+        "perhaps images or videos (--columns images=NAME,videos=NAME): image_url, path, thumbnail\n"
     )
-    told = "perhaps images (--columns images=NAME): image_url, thumbnail\n"
     assert told in capsys.readouterr().out
 
 
@@ -690,6 +690,9 @@ HIDDEN, NUMBERED = "choices that the prompt does not show", "is the number of on
 ["MVBench", {"question": "Where?", "candidates": ["left", "right"], "answer": "left"}, "HIDDEN"],
 ["Video-MME", {"question": "What?", "options": ["A. Apples.", "B. Candles."], "answer": "B"}, "HIDDEN"],
 ["MMMU", {"question": "Left or up?", "options": "['left', 'right']", "answer": "B"}, "HIDDEN"],
+["We-Math", {"question": "What?", "option": "A. 3; B. 4", "answer": "B"}, "HIDDEN"],
+["PMC-VQA", {"question": "What?", "Choice A": "left", "Choice B": "up", "answer": "B"}, "HIDDEN"],
+["STAR", {"question": "What?", "choices": [{"choice_id": 0, "choice": "bed"}], "answer": "B"}, "HIDDEN"],
 ["CV-Bench", {"prompt": "How many?\n(A) 1\n(B) 2", "choices": ["1", "2"], "answer": "(B)"}, ""],
 ["MathVista", {"query": "x?\n(A) 145°\n(B) 35°", "choices": ["145°", "35°"], "answer": "145°"}, ""],
 ["letters", {"question": "x? (A) Left (B) Up", "options": ["A. left", "B. up"], "answer": "B"}, ""],
