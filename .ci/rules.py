@@ -35,7 +35,7 @@ FLAGS_OF_OTHERS = """help config
 standalone nproc_per_node nnodes rdzv_backend rdzv_endpoint rdzv_id max_restarts
 nodes gpus-per-node time partition signal output open-mode job-name ntasks-per-node requeue exclusive cpus-per-task array
 export wait nv
-quiet disable-pip-version-check no-deps dry-run no-index offline python version logdir
+quiet disable-pip-version-check no-compile no-deps dry-run no-index offline python version logdir
 force-reinstall index-url no-build-isolation shutdown-timeout
 critic teacher fetch imitation_coef versions
 """

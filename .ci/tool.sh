@@ -2,7 +2,7 @@
 # cannot be, it says so and ends the script well: nothing is checked, and the run goes on.
 source launch/setup.sh pytest pytest-xdist
 if ! has_packages .ci/.venv/bin/python "$1"; then
-    if ! { python -m venv .ci/.venv && .ci/.venv/bin/python -m pip install --quiet --disable-pip-version-check "$1"; }; then
+    if ! { python -m venv .ci/.venv && .ci/.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$1"; }; then
         echo "$(basename "$0"): nothing checked, as $1 could not be installed (see above)"
         exit 0
     fi

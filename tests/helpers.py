@@ -86,7 +86,7 @@ def samples_of_every_step() -> None:
 
 
 def flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[str]:
-    """Of a run of one step; a recipe among ``more`` stands in for its reward."""
+    """Of a run of one step, without a checkpoint; a recipe among ``more`` stands in for its reward."""
     more = words(*more)
     reward = [] if "--reward_recipe" in more else ["--reward", f"{task / 'reward.py'}:letters"]
     return words(
@@ -98,7 +98,7 @@ def flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[st
         out,
         *reward,
         "--max_prompt_tokens 512 --max_new_tokens 6 --max_tokens_per_pack 600 --prompts_per_step 4 "
-        "--samples_per_prompt 3 --steps 1 --actor_lr 1e-3",
+        "--samples_per_prompt 3 --steps 1 --actor_lr 1e-3 --save_every 0",
         *more,
     )
 

@@ -38,7 +38,6 @@ def rank() -> int:
 
 SAVING = {  # what a save calls, in order
     "before-write": (checkpoint.Writer, "write_data"),
-    "before-commit": (checkpoint.Checkpoints, "commit"),
     "before-rename": (Path, "rename"),
     "before-pointer": (checkpoint, "write_link"),
     "before-rotation": (checkpoint.Checkpoints, "delete_old"),

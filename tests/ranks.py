@@ -55,6 +55,7 @@ PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 # Imported by the server, which computes nothing: a thread of torch's would not survive a fork.
 IMPORTS = [
     "conftest",
+    "looked_up",
     "train_ppo_vl",
     "train_grm_vl",
     "torch.utils.tensorboard",

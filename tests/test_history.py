@@ -7,7 +7,7 @@ import train_ppo_vl as ppo
 from conftest import marked, read_json, read_rows, user_error, words, write_rows
 from helpers import assert_same_run, flags, launch, resumed, samples_of_steps, train
 
-FLAGS = "--advantage grpo --samples_per_prompt 3 --save_every 1 --keep_last 9 --export_every 0 --log_samples 99"
+FLAGS = "--advantage grpo --samples_per_prompt 3 --save_every -1 --export_every 0 --log_samples 99"
 
 
 @pytest.fixture

@@ -62,7 +62,6 @@ def real():
     if not (folder / "config.json").exists():
         command = words("bash", ROOT / "launch" / "real_words.sh", "--fetch")
         environment = os.environ | {"PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "20"}
-        environment["PIP_NO_COMPILE"] = "1"  # a tenth of what is installed is imported
         try:
             made = subprocess.run(
                 command, capture_output=True, text=True, env=environment, timeout=400

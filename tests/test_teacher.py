@@ -443,7 +443,7 @@ def test_the_accuracy_of_an_average_is_that_of_the_average(qwen25, task, tmp_pat
     """Without a hint it answers as the average does, which evaluations take, and not as --model."""
     line = "--ema_beta 0.5 --actor_lr 3e-2 --advantage grpo --eval_every 0 --export_every 0"
     held_out = ["--teacher_model ema --eval_data", task / "eval.jsonl"]
-    train(qwen25, task, tmp_path, line, *held_out, "--steps 2")
+    train(qwen25, task, tmp_path, line, *held_out, "--steps 2 --save_every -1")
     metrics = ppo.main(flags(qwen25, task, tmp_path, line, *held_out, "--steps 2 --eval_only"))
     base = ppo.main(flags(qwen25, task, tmp_path / "base", line, *held_out, "--eval_only"))
     assert metrics["eval/teacher_reward"] == metrics["eval/reward_mean"]

@@ -706,7 +706,7 @@ def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
         tmp_path,
         "--steps 9 --prompts_per_step 3 --eval_data",
         task / "eval-1.jsonl",
-        "--max_new_tokens 2 --advantage reinforce++",
+        "--max_new_tokens 2 --advantage reinforce++ --save_every -1",
     )
     names = sorted(path.stem for path in (tmp_path / "samples").glob("eval-*.jsonl"))
     assert names == [f"eval-{step:06d}" for step in (0, 3, 6, 8, 9)]
@@ -919,7 +919,7 @@ def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tm
     folders = [path for path in (tmp_path / "run").rglob("*") if path.is_dir()]
     assert folders
     assert all(any(folder.iterdir()) for folder in folders)
-    train(qwen25, task, tmp_path / "trained", "--advantage grpo")
+    train(qwen25, task, tmp_path / "trained", "--advantage grpo --save_every -1")
     metrics = evaluate_only(qwen25, task, tmp_path / "trained", "--data= --advantage grpo")
     assert metrics["eval/train_step"] == 1
 
@@ -1098,7 +1098,7 @@ RUNS = {
     "gae": (
         "qwen2_5_vl",
         "--steps 2 --prompts_per_step 9 --minibatches 3 --epochs 2 --kl_coef 0.1 --critic_lr 1e-3 "
-        "--eval_every 1 --lr_schedule linear --warmup_steps 1",
+        "--eval_data TASK/eval.jsonl --eval_every 1 --lr_schedule linear --warmup_steps 1",
     ),
     "grpo": (
         "qwen3_vl",
@@ -1150,7 +1150,11 @@ RUNS = {
     ),
 }
 # run by one group of ranks, as starting one takes as long as a run
-TOGETHER = (["judged", "masked", "talking"], ["seeing exactly", "adapters", "looking"])
+TOGETHER = (
+    ["gae", "grpo", "judging"],
+    ["judged", "masked", "talking"],
+    ["seeing exactly", "adapters", "looking"],
+)
 FAILURES = {  # name -> flags, the message
     "picture": ("--data TASK/bad.jsonl", "bad.jsonl:2.*damaged.png"),
     "reward": (
@@ -1170,7 +1174,7 @@ def run_flags(
     family, more = spec
     talkers = str(Path(__file__).with_name("talkers.py"))
     more = more.replace("TASK", str(task)).replace("TALKERS", talkers)
-    return flags(checkpoints[family], task, out / name, "--eval_data", task / "eval.jsonl", more)
+    return flags(checkpoints[family], task, out / name, "--eval_data", task / "eval-3.jsonl", more)
 
 
 @pytest.fixture(scope="module")

@@ -130,6 +130,7 @@ class Model(nn.Module):
     model: Core
     lm_head: nn.Linear
     get_decoder: Callable[..., Decoder]
+    tie_weights: Callable[[], None]
     _weight_conversions: list  # between names of modules and those in files, set by transformers
 
 

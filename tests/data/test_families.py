@@ -277,7 +277,6 @@ def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path)
             else batch
         )
 
-    check_logprobs(family, [2, 1, 3, 2], by_hand, look)
     exact = in_float64(family)
     with Wide():
         check_logprobs(exact, [2, 1, 3, 2], by_hand, look, bound=1e-10)
@@ -410,7 +409,7 @@ def ppo_flags(kind: str, folder: Path, out: Path, *further: str) -> list[str]:
         "--data",
         folder / "rows.jsonl",
         "--max_prompt_tokens 512 --max_new_tokens 6 --prompts_per_step 3 --samples_per_prompt 2 --steps 1 "
-        "--actor_lr 1e-3",
+        "--actor_lr 1e-3 --save_every 0",
         "--reward",
         f"{out / 'reward.py'}:letters",
         "--out",
@@ -466,7 +465,7 @@ def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
     """Uneven shares, windows and pictures, tiles, experts and their balance; with a trained tower, which
     moves in the export."""
     kinds, plan = ["qwen3_vl_moe", "qwen3_5"], []
-    trained = ["gemma3", "internvl_moe", "gemma4_e2b"]
+    trained = ["internvl_moe", "gemma4_e2b"]
     for ranks in ("one", "two"):
         (tmp_path / ranks).mkdir()
     further = {kind: ("--train_vision",) if kind in trained else () for kind in kinds + trained}

@@ -359,7 +359,7 @@ def seen(prompts, responses, references, labels, images):
         rows,
         "--eval_data",
         rows,
-        "--max_new_tokens 6 --prompts_per_step 6 --samples_per_prompt 2 --steps 1 --actor_lr 1e-3",
+        "--max_new_tokens 6 --prompts_per_step 6 --samples_per_prompt 2 --steps 1 --actor_lr 1e-3 --save_every 0",
         "--reward_recipe",
         json.dumps(
             {"*": [[f"{tmp_path}/reward.py:letters", 1.0], [f"{tmp_path}/reward.py:seen", 0.0]]}

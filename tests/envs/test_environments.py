@@ -667,7 +667,7 @@ def run_flags(folder: Path, rows: Path, out: Path, *more: str) -> list[str]:
         "--max_tokens_per_pack 900 "
         "--prompts_per_step 3 --samples_per_prompt 3 --steps 4 --actor_lr 1e-3 --env_workers 0 "
         "--eval_every 0 "
-        '--export_every 0 --stop_strings ["a","e","r","o"]',
+        '--save_every 0 --export_every 0 --stop_strings ["a","e","r","o"]',
         *more,
     )
 

@@ -287,7 +287,6 @@ def test_killed_between_record_save_and_evaluation(
     "point, world, survives",
     [
         ("before-write", 2, 1),
-        ("before-commit", 2, 1),
         ("before-rename", 1, 1),
         ("before-pointer", 1, 2),
         ("before-rotation", 1, 2),

@@ -157,7 +157,7 @@ def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
         "--steps 2 --actor_lr 1e-2",
         "--eval_data",
         str(task / "eval.jsonl"),
-        "--eval_every 2 --export_every 1",
+        "--eval_every 2 --save_every -1 --export_every 1",
     )
     train(qwen25, task, tmp_path / "plain", *more)
     train(qwen25, task, tmp_path / "average", *more, EMA)
@@ -240,8 +240,8 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
     )
     lines = []
     for name, extra in (
-        ("plain", "--steps 2"),
-        ("moved", "--steps 2 --offload all"),
+        ("plain", "--steps 2 --save_every -1"),
+        ("moved", "--steps 2 --save_every -1 --offload all"),
     ):
         line = flags(qwen25, task, tmp_path / name, *more, extra)
         lines.append(line)
