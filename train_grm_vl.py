@@ -654,8 +654,11 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     )
     if args.eval_only:
         return log
-    for line in uneven_prompts(rows.train):
+    for line in [*data.repeated_rows(args, rows.train_sets), *uneven_prompts(rows.train)]:
         log.line(line)
+    warmup = args.warmup_steps
+    if warmup >= steps:
+        log.line(f"warning: --warmup_steps {warmup} of --steps {steps}: --lr is never reached")
     return log
 
 

@@ -1705,7 +1705,21 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.steps} steps = {passes:.1f} passes over the data; output: {args.out}"
     )
+    for line in [*data.repeated_rows(args, rows.train_sets), *idle_steps(args)]:
+        log.line(line)
     return log
+
+
+def idle_steps(args: Args) -> list[str]:
+    """A warning about flags with which the actor never learns, or not at its rate."""
+    frozen, warmup, steps = args.critic_warmup_steps, args.warmup_steps, args.steps
+    if frozen >= steps:
+        return [
+            f"warning: --critic_warmup_steps {frozen} of --steps {steps}: the actor never learns"
+        ]
+    if frozen + warmup >= steps:
+        return [f"warning: --warmup_steps {warmup} of --steps {steps}: --actor_lr is never reached"]
+    return []
 
 
 def report(

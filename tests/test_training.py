@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from transformers import AutoModelForImageTextToText
 
 import ranks
+import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logging, losses, process
 from common import flags as common_flags
@@ -646,6 +647,14 @@ def test_the_kl_of_the_loss_has_a_gradient_by_default(qwen25, task, tmp_path):
     "line, text",
     [
         (
+            "--steps 1 --critic_warmup_steps 1",
+            "--critic_warmup_steps 1 of --steps 1: the actor never learns",
+        ),
+        (
+            "--steps 1 --warmup_steps 1",
+            "--warmup_steps 1 of --steps 1: --actor_lr is never reached",
+        ),
+        (
             "--steps 1 --max_new_tokens 1 --min_new_tokens 1 --mask_truncated",
             "step 1: the actor was not updated",
         ),
@@ -659,7 +668,7 @@ def test_the_kl_of_the_loss_has_a_gradient_by_default(qwen25, task, tmp_path):
 def test_a_run_that_learns_nothing_says_so(qwen25, task, tmp_path, capsys, line, text):
     train(qwen25, task, tmp_path, line)
     output = capsys.readouterr().out
-    assert text in output if text else "not updated" not in output
+    assert text in output if text else not re.search("never|not updated", output)
 
 
 def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
@@ -867,6 +876,32 @@ def test_a_start_says_how_many_prompts_have_images(qwen25, task, tmp_path, capsy
     )
     ppo.open_log(args, ppo.load_rows(args), 0)
     assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", [ppo, grm])
+@pytest.mark.parametrize(
+    "size, weights, repeated",
+    [(8, ("",), {}), (9, ("",), {"train": (9, 8)}), (10, (":0.3", ":0.7"), {"eval": (7, 1)})],
+)
+def test_a_start_says_which_files_a_step_repeats(
+    qwen25, tmp_path, capsys, script, size, weights, repeated
+):
+    """Without weights here the first file alone; a step of 10 takes 7 of the one row of the second."""
+    data = []
+    for (name, count), weight in zip({"train": 8, "eval": 1}.items(), weights):
+        rows = [
+            {"prompt": f"{n} how many circles are there?", "answer": str(n), "response": str(n)}
+            for n in range(count)
+        ]
+        data.append(f"{write_rows(tmp_path / f'{name}.jsonl', rows)}{weight}")
+    flags = words("--model", qwen25, "--data", ",".join(data), "--prompts_per_step", size)
+    args = script.parse_args([*flags, "--out", str(tmp_path / "run")])
+    script.open_log(args, script.load_rows(args), 0)
+    lines = re.findall(
+        r"(\w+).jsonl: a step takes (\d+) of its (\d+) rows, some of them again",
+        capsys.readouterr().out,
+    )
+    assert {name: (int(taken), int(held)) for name, taken, held in lines} == repeated
 
 
 def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, capsys):

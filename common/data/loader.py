@@ -107,6 +107,18 @@ def shares_of(spec: str, sets: list[list]) -> list[float]:
     return [weight or float(len(rows)) for (_, weight), rows in zip(parse_datasets(spec), sets)]
 
 
+def repeated_rows(args: DataArgs, sets: list[list]) -> list[str]:
+    """Messages about files of --data that have fewer rows than a step takes of them."""
+    shares, problems = shares_of(args.data, sets), []
+    for (path, _), rows, share in zip(parse_datasets(args.data), sets, shares):
+        taken = args.prompts_per_step * share / sum(shares)
+        if len(rows) < taken:
+            problems.append(
+                f"{path}: a step takes {taken:.0f} of its {len(rows)} rows, some of them again"
+            )
+    return problems
+
+
 # -------------------------------------------------------------------------------------------------
 # Decoding, one batch ahead
 # -------------------------------------------------------------------------------------------------
