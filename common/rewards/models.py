@@ -29,6 +29,7 @@ from common.model.fsdp import on_device
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.vlm import Modules, compute_features, tower_parameters
 from common.ppo_flags import RewardArgs
+from common.process import UserError
 from common.rewards.judge import JudgeSettings, encode_verdicts, read_rubric
 from common.rewards.rules import parse_verdict
 from common.rewards.sources import RewardMix, Scores
@@ -264,6 +265,7 @@ class JudgeModel(RewardModel):
     def read_critiques(self, questions: Batch) -> tuple[Tensor, list[str]]:
         """(Q, V) 1 where a critique that was not cut off ends in the verdict, and the critiques."""
         written = self.write(self.module, questions)
+        self.check_logprobs(written.logprobs)
         critiques = self.processor.decode(written.split(written.tokens))
         chances = []
         for k, text in enumerate(critiques):
@@ -277,7 +279,16 @@ class JudgeModel(RewardModel):
         verdicts = encode_verdicts(self.processor, self.verdicts)
         candidates = questions.with_targets([verdicts] * len(questions.prompts))
         logprobs = logprobs_of(self.module, candidates)
+        self.check_logprobs(logprobs)
         return candidates.per_sample_sum(logprobs.double()).view(-1, len(verdicts))
+
+    def check_logprobs(self, logprobs: Tensor) -> None:
+        """Raises UserError. The likeliest of NaN would be the first verdict."""
+        if not logprobs.isfinite().all():
+            raise UserError(
+                f"--reward {self.spec}: the judge's log-probs are not finite; check its weights for"
+                " NaN or infinity"
+            )
 
 
 @dataclass

@@ -128,8 +128,10 @@ def test_a_judge_whose_logprobs_are_not_finite(qwen25, picture_rows, judges):
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags)
     judge = reward.sources[0].score
     judge.module.model.model.language_model.norm.weight.data.to_local()[0] = torch.nan
-    with user_error("rewards must be finite .* the sources say {'grm': nan}"):
-        score(env, reward, batch)
+    for mode in ("probability", "critique"):
+        judge.args = replace(judge.args, grm_mode=mode)
+        with user_error("the judge's log-probs are not finite"):
+            score(env, reward, batch)
 
 
 def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp_path, monkeypatch):
