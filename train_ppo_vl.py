@@ -1766,6 +1766,12 @@ def report(
         f"reward {metrics['rollout/reward']:.3f}), so nothing tells better answers from worse; see "
         f"{log.out}/samples",
     )
+    all_zero = metrics["train/advantages_min"] == metrics["train/advantages_max"] == 0
+    log.warn(
+        "advantages",
+        all_zero and len(sources.prompts_with_spread(batch)) > 0,
+        f"step {step}: all advantages are 0, though rewards differ: the estimator sees no difference",
+    )
 
 
 def check_sampler(log: logging.RunLogger, state: TrainState, actor: Policy, args: Args) -> None:

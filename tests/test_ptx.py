@@ -245,6 +245,7 @@ def test_a_damaged_picture_is_dropped(qwen25, task, tmp_path):
             *ptx(tmp_path / "ptx.jsonl", "--ptx_batch", len(lines)),
             "--on_bad_row skip",
         )
+        assert step["train/ptx_dropped"] == 1
         assert (step["train/ptx_loss"] > 0) == loss
     with user_error("ptx.jsonl:1: .*damaged.png"):
         train(qwen25, task, tmp_path / "error", *ptx(tmp_path / "ptx.jsonl"))

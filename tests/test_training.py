@@ -788,21 +788,44 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
 
 
 def warnings_of(env, tmp_path, capsys, *steps: dict) -> list[str]:
-    """What is warned of in steps with such metrics."""
+    """What is warned of in steps with such metrics, and rewards (of a batch of 16) if they have some."""
     args = with_flags(env.args, prompts_per_step=32, out=tmp_path, log_samples=0)
     state, log = ppo.TrainState(args.kl_coef), ppo.open_log(args, env.rows, 0)
     for state.step, metrics in enumerate(steps, start=1):
         state.metrics = {"rollout/rollouts": 1, "rollout/reward": 0.125} | metrics
-        ppo.report(log, env.batch, state, env.actor, SimpleNamespace(metrics=dict), args)
+        rewards = torch.tensor(state.metrics.pop("rewards", [0.0] * 16))
+        batch = dataclasses.replace(env.batch, rewards=rewards)
+        ppo.report(log, batch, state, env.actor, SimpleNamespace(metrics=dict), args)
     log.close(5, 5)
     return re.findall("^warning: (.*)", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_most_prompts_without_spread_are_enough(env, tmp_path, capsys):
-    """Not all: 30 of 32 are told, once until it changes; 28 of 32 are not."""
-    steps = [{"rollout/groups_without_spread": flat} for flat in (28, 30, 31, 28, 29)]
+    """Not all: 30 of 32 are told, once until it changes; 28 of 32 are not, and neither is a large
+    advantage."""
+    large = {"train/advantages_max": 60.0, "train/advantages_min": -70.0}
+    steps = [large | {"rollout/groups_without_spread": flat} for flat in (28, 30, 31, 28, 29)]
     told = [line.split(" prompts")[0] for line in warnings_of(env, tmp_path, capsys, *steps)]
     assert told == ["step 2: 30 of 32", "step 5: 29 of 32"]
+
+
+def test_advantages_of_0_where_rewards_differ_are_told(env, tmp_path, capsys):
+    """As of pass@k with k samples. Not again while they stay, nor where no prompt's rewards differ, though
+    a prompt was dropped."""
+    flat = {"rollout/groups_without_spread": 31, "train/advantages_min": 0.0}
+    differ = flat | {"rewards": [0.0, 1.0] + [0.0] * 14}
+    steps = [
+        part | {"train/advantages_max": largest}
+        for largest, part in (
+            (0.1, differ),
+            (0.0, differ),
+            (0.0, differ),
+            (0.0, flat),
+            (0.0, differ),
+        )
+    ]
+    told = warnings_of(env, tmp_path, capsys, *steps)
+    assert [line[:6] for line in told if "advantages are 0" in line] == ["step 2", "step 5"]
 
 
 def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer(env, tmp_path, capsys):

@@ -25,9 +25,11 @@ from common.flags import DataArgs, ModelArgs
 from common.model.adapters import add_adapters, freeze
 from common.model.attention import (
     ATTENTION_NAME,
+    LARGEST_HEAD,
     VISION_ATTENTION_NAME,
     choose_backend,
     flash_attn_problem,
+    largest_head,
 )
 from common.model.layers import is_compared, use_fewer_kernels
 from common.model.linear_attention import HF_LAYERS, DeltaNet, choose_rule
@@ -37,6 +39,7 @@ from common.model.vlm import (
     Setup,
     decoder,
     float32_parts,
+    routers,
     tower_parameters,
     trained_parts,
     vision_parts,
@@ -84,8 +87,21 @@ class Builder:
         self.folder = resolve_folder(args.model, weights=not self.compute.planned)
 
     def actor(self) -> Model:
-        """The model to train, with its vision tower."""
-        return self.build(self.folder, vision=True)
+        """The model to train, with its vision tower. The main rank says what adapters leave out, and
+        which layers have another attention."""
+        model = self.build(self.folder, vision=True)
+        largest = largest_head(model.config.get_text_config())
+        if largest > LARGEST_HEAD:
+            distributed.say_once(
+                f"attention of layers with heads of {largest}: sdpa, as others end at {LARGEST_HEAD}"
+            )
+        mixtures = len(routers(model))
+        if self.args.lora_rank and mixtures:
+            distributed.say_once(
+                f"warning: --lora_rank leaves the experts and routers of {mixtures} layers as they "
+                "are; without it, all weights are trained"
+            )
+        return model
 
     def role(self, name: str, head: bool = True, frozen: bool = False) -> Model:
         """The model of a checkpoint, or the actor's if ``name`` is empty. It reads the actor's

@@ -18,7 +18,7 @@ from common import losses
 from common.buffers import Batch, Pack
 from common.data.loader import PromptLoader, data_order
 from common.data.rows import Example
-from common.logging import Share
+from common.logging import Mean, Share
 from common.model import fsdp, packs, vlm
 from common.model.policy import Policy
 
@@ -102,6 +102,7 @@ class PtxLoss:
             yield self.coef * (loss + balance)
             total += loss.detach()
         stats["ptx_loss"] = Share(total)
+        stats["ptx_dropped"] = Mean(len(prompts.dropped), 1)  # the same on all ranks
 
     def count_labels(self, batch: Batch) -> int:
         """Tokens that carry the loss, over all ranks."""

@@ -101,6 +101,16 @@ def test_decoders_that_see_ahead_in_text_are_refused(kind, value):
         build.build_model(config, COMPUTE)
 
 
+def test_heads_too_large_for_a_back_end_are_said(tmp_path, picture_rows, monkeypatch, capfd):
+    """At the start: these layers attend by sdpa."""
+    write_family("gemma4_31b", tmp_path, picture_rows)
+    for limit in (16, 8):
+        monkeypatch.setattr(build, "LARGEST_HEAD", limit)
+        start(tmp_path, tmp_path / "rows.jsonl")
+        line = f"attention of layers with heads of 16: sdpa, as others end at {limit}"
+        assert (line in capfd.readouterr().out) == (limit == 8)
+
+
 def with_scalars(monkeypatch) -> None:
     """Llama has one more number in each layer, as Gemma 4: in the files, but not trained."""
     made = LlamaDecoderLayer.__init__

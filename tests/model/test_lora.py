@@ -293,14 +293,18 @@ TUNED = ("qwen3_5_moe", "gemma3", "llama", "qwen3_vl_moe", "glm4v", "gemma4_e2b"
 
 
 @pytest.mark.parametrize("kind", marked(TUNED, TUNED[:3]))
-def test_other_families(kind, picture_rows, tmp_path):
+def test_other_families(kind, picture_rows, tmp_path, capfd):
     """Experts, linear attention, windows, another name of the decoder, text only with tied
-    embeddings: sampled = trained = exported."""
+    embeddings: sampled = trained = exported; that experts have no adapters is said once."""
     try:
         write_family(kind, tmp_path / "base", picture_rows)
     except ImportError:
         pytest.skip(f"transformers {transformers.__version__} wants torchvision for {kind}")
     env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", LORA)
+    printed = capfd.readouterr().out
+    experts = 2 * kind.endswith("_moe")
+    line = f"--lora_rank leaves the experts and routers of {experts} layers as they are"
+    assert printed.count(line) == printed.count("warning") == bool(experts)
     stir(env.actor)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     assert (score(env.actor, batch) - batch.logprobs).abs().max() < ROUNDING
