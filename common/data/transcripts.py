@@ -23,8 +23,7 @@ def finished_text(batch: Batch, i: int, text: str) -> str:
     quotes could be taken for its own."""
     is_whole = not batch.truncated[i]
     if batch.conversations and not is_whole:  # a limit may also end it after a complete turn
-        conversation = batch.conversations[i]
-        is_whole = batch.own_lengths[i] in conversation.ends and not conversation.is_cut
+        is_whole = batch.own_lengths[i] in batch.conversations[i].ends
     return text if is_whole else ""
 
 
