@@ -194,8 +194,7 @@ def convert(
             f"{', '.join(lost)}: a preference that would be lost. Name both sides by --columns "
             "chosen=NAME,rejected=NAME, or what is none by --keep"
         )
-    if not is_pair:
-        check_choices(unread, converted)
+    check_choices(unread, converted)
     for column, value in rest.items():
         if re.search(IMAGE_COLUMN, f"{value!r:.2000}"):
             images.unread.add(column)

@@ -25,6 +25,8 @@ SECONDS = 5  # of CPU time, for one answer
 PROCESSES = 8
 DIGITS = 6  # to which a decimal fraction must agree with a root or another expression
 BOXED = LatexExtractionConfig(boxed_match_priority=0)
+# of length, mass, time and volume, behind a number: the library drops them
+UNITS = {*"mm cm dm m km mg g kg t ms s min h ml l".split()}
 LATEX = str.maketrans({"√": r"\sqrt ", "°": r"^\circ "})  # what the library does not read
 
 
@@ -42,8 +44,11 @@ def score(prompts, responses, references, labels, images):
             grade_all, [answers[part] for part in parts], [references[part] for part in parts]
         )
     accuracy = sum(grades, [])
-    by_rule = map(rules.answers_equal, answers, references)
-    accuracy = [max(right, float(equal)) for right, equal in zip(accuracy, by_rule)]
+    for i, (answer, reference) in enumerate(zip(answers, references)):
+        units = {re.sub(r"^[\d.,]+|\^\d$", "", rules.spelled(text)) for text in (answer, reference)}
+        if len(units & UNITS) == 2:  # 12 m is not 12 cm
+            accuracy[i] = 0.0
+        accuracy[i] = max(accuracy[i], float(rules.answers_equal(answer, reference)))
     formats = [rules.format_score(text, "boxed") for text in texts]
     rewards = [0.9 * right + 0.1 * formatted for right, formatted in zip(accuracy, formats)]
     return {"reward": rewards, "accuracy": accuracy, "format": formats}

@@ -693,6 +693,8 @@ HIDDEN, NUMBERED = "choices that the prompt does not show", "is the number of on
 ["We-Math", {"question": "What?", "option": "A. 3; B. 4", "answer": "B"}, "HIDDEN"],
 ["PMC-VQA", {"question": "What?", "Choice A": "left", "Choice B": "up", "answer": "B"}, "HIDDEN"],
 ["STAR", {"question": "What?", "choices": [{"choice_id": 0, "choice": "bed"}], "answer": "B"}, "HIDDEN"],
+["a pair", {"prompt": "?", "choices": ["red", "tan"], "chosen": "red", "rejected": "tan", "answer": "c"},
+ "HIDDEN"],
 ["CV-Bench", {"prompt": "How many?\n(A) 1\n(B) 2", "choices": ["1", "2"], "answer": "(B)"}, ""],
 ["MathVista", {"query": "x?\n(A) 145°\n(B) 35°", "choices": ["145°", "35°"], "answer": "145°"}, ""],
 ["letters", {"question": "x? (A) Left (B) Up", "options": ["A. left", "B. up"], "answer": "B"}, ""],

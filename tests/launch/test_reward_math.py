@@ -75,6 +75,9 @@ B              | B
 1.41421356     | \sqrt{2}
 1.414214       | \sqrt{2}
 0.3333333      | \frac{1}{3}
+12 \text{ cm}^2 | 12 cm^2
+60 degrees     | 60^\circ
+\text{B. dog}  | B
 """)
 DIFFERENT = table(r"""
 4           | 5
@@ -86,6 +89,9 @@ A           | B
 5           | 5\pi
 1.0000001   | 1
 1.41421357  | \sqrt{2}
+12 m        | 12 cm
+5\text{ kg} | 5 \mathrm{g}
+12 \text{ m}^2 | 12 cm^2
 """)
 
 
