@@ -46,6 +46,7 @@ images), the row is a pair of pictures: images holds them, and there are no resp
     [x, y, w, h]          COCO, RefCOCO, ScreenSpot          regions, with --boxes sizes
     (x, y); <box>[[...    UGround; InternVL                  regions, with --boxes corners
     extra_info            Vero                               its reward_type is the label; its tolerance
+    text                  RLHF-V                             columns, if it is an object of JSON
 
 Boxes are in pixels of the file, unless --space says otherwise; ms-swift's norm1 is 0 to 1, its norm_1000 and
 Visual-RFT's Position 0 to 1000. VLM-R1's boxes of RefCOCO end at x + w + 1, and stay as they are.
@@ -154,6 +155,9 @@ def convert(
     Raises one of BAD_ROW; a plain ValueError or FileNotFoundError has a message for the user.
     """
     rest = {column: value for column, value in row.items() if value is not None}
+    entries = read_literal(rest.get("text"))
+    if isinstance(entries, dict):
+        rest = entries | {column: value for column, value in rest.items() if column != "text"}
     extra = rest.get("extra_info")
     if isinstance(extra, dict):
         further = {ours: extra.get(theirs) for ours, theirs in EXTRA.items()}

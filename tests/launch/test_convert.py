@@ -573,6 +573,14 @@ def test_pairs_are_judgements(tmp_path, qwen25):
         assert_pixels(prompt, noise(20))
 
 
+def test_a_pair_in_a_column_of_json(tmp_path):
+    """As RLHF-V-Dataset has it."""
+    text = json.dumps({"question": "which?", "chosen": "good", "rejected": "bad"})
+    (row,) = run(tmp_path, [{"ds_name": "RLHF-V", "image": base64_of(noise(1)), "text": text}])
+    assert (row["prompt"], row["ds_name"]) == ("which?", "RLHF-V")
+    assert row["responses"]["AB".index(row["preferred"])] == "good"
+
+
 def test_the_order_of_a_pair_is_a_fair_coin(tmp_path):
     rows = run(
         tmp_path,
