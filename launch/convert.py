@@ -409,8 +409,9 @@ def take_answer(rest: dict) -> str | None:
 def read_regions(value: Any, boxes: str, space: str) -> dict | None:
     """Our column of this name from regions of another system or their text; None from anything else."""
     value = read_literal(value) or value
-    if isinstance(value, str) and boxes:
-        value = [{"label": name, boxes: numbers} for numbers, name in read_places(value)]
+    if isinstance(value, str):  # without a place it is no list of none
+        places = read_places(value) if boxes else []
+        value = [{"label": name, boxes: numbers} for numbers, name in places] or value
     parts = list(parts_of(value))
     listed = [part for key, part in parts if isinstance(part, list) and (key or boxes) in KEYS]
     if not listed:
@@ -431,7 +432,10 @@ def read_regions(value: Any, boxes: str, space: str) -> dict | None:
 
 def read_literal(text: Any) -> Any:
     """A list or object that is a text in JSON or, as in Visual-RFT, in Python; None: it is none."""
-    if not isinstance(text, str) or text[:1] not in ("[", "{"):
+    if not isinstance(text, str):
+        return None
+    text = re.sub(r"\A\s*```\w*\n|\n```\s*\Z", "", text)
+    if text[:1] not in ("[", "{"):
         return None
     for read in (json.loads, ast.literal_eval):
         try:
@@ -459,7 +463,8 @@ def fill_marks(converted: dict) -> None:
     texts = {name: converted[name] for name in ("prompt", "response") if name in converted}
     if "response" in texts:
         mark = "<point>" if "points" in converted["regions"] else "<box>"
-        texts["response"] = re.sub(f"<bbox>|{REGION}", mark, texts["response"])
+        # a call stays as it is: click(x=10, y=20)
+        texts["response"] = re.sub(rf"<bbox>|(?<!\w){REGION}", mark, texts["response"])
     names = (json.dumps(name)[1:-1] for name in converted["regions"].get("labels", []))
     written = re.sub("<ref-object>", lambda mark: next(names, mark[0]), json.dumps(texts))
     converted |= json.loads(written)
