@@ -222,9 +222,12 @@ def build_model(
     if trains_vision and not family.media:
         raise ValueError(f"--train_vision: {config.model_type} has no vision tower")
     auto = AutoModelForImageTextToText if family.media else AutoModelForCausalLM
+    config = copy.deepcopy(config)  # it is written into
+    if has_own_head(config, folder):
+        config.tie_word_embeddings = False
     try:
-        with parameters_on_meta(), no_init_weights():  # of a copy: it is written into
-            model = cast(Model, auto.from_config(copy.deepcopy(config), dtype=torch.float32))
+        with parameters_on_meta(), no_init_weights():
+            model = cast(Model, auto.from_config(config, dtype=torch.float32))
         model.tie_weights()  # which was left out with the initial values
     except Exception as error:  # each class of transformers has its own checks, or none
         problem = f"transformers cannot build the model of config.json: {error!r}"
@@ -245,6 +248,20 @@ def build_model(
     if float32_parts(model) and not compute.planned:
         choose_rule(compute.device.type, compute.dtype)  # which names a missing package
     return model
+
+
+def has_own_head(config, folder: Path) -> bool:
+    """Whether a checkpoint whose text model ties no weights has a head besides its embeddings. As for
+    Mistral Small 3.1, where only the text model's part of config.json used to count, transformers ties
+    them by default unless it finds two values."""
+    if getattr(config.get_text_config(), "tie_word_embeddings", config.tie_word_embeddings):
+        return False
+    if not any(folder.glob("*.safetensors")):  # a plan has fetched none
+        return False
+    stored = stored_tensors(folder).items()
+    heads = [value for key, value in stored if key.endswith("lm_head.weight")]
+    tables = [value for key, value in stored if key.endswith("embed_tokens.weight")]
+    return any(not torch.equal(head, table) for head, table in zip(heads, tables))
 
 
 def untrained(model: Model) -> Iterator[nn.Parameter]:

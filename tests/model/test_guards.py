@@ -198,6 +198,23 @@ def test_two_values_for_a_tied_weight_are_refused(tmp_path, picture_rows):
         start(tmp_path, tmp_path / "rows.jsonl")
 
 
+@pytest.mark.parametrize("kind", ["internvl", "mistral3"])
+def test_a_head_that_the_text_model_does_not_tie_is_its_own(kind, tmp_path, picture_rows):
+    """Published configs of these say nothing of ties, and transformers' default is to tie."""
+    write_family(kind, tmp_path, picture_rows)
+    config = read_json(tmp_path / "config.json")
+    for part in (config, config["text_config"]):
+        part.pop("tie_word_embeddings", None)
+    write_json(tmp_path / "config.json", config)
+    weights = load_file(tmp_path / "model.safetensors")
+    (table,) = (key for key in weights if key.endswith("embed_tokens.weight"))
+    for other in (1, 0):
+        save_weights(tmp_path, weights | {"language_model.lm_head.weight": weights[table] + other})
+        model = start(tmp_path, tmp_path / "rows.jsonl", "--advantage grpo").actor.model
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) == (other == 0)
+        assert torch.equal(model.lm_head.weight.full_tensor(), weights[table] + other)
+
+
 @pytest.mark.parametrize("which", ["full_attention", "sliding_attention"])
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_rotary_positions_that_change_in_some_layers_are_refused(which, rope):
