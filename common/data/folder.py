@@ -23,8 +23,9 @@ SETTINGS_FILES = {
     "video_preprocessor_config": IMAGES_FORM,
 }
 
-# Which files a checkpoint has besides its weights: settings, vocabularies, templates.
-SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
+# Which files a checkpoint has besides its weights: settings, vocabularies (tokenizer.model.v3), templates,
+# and programs, which only other tools run.
+SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.py")
 
 
 def copy_files(source: Path, target: Path) -> None:

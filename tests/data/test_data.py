@@ -458,6 +458,8 @@ def test_a_folder_is_saved_byte_for_byte(tmp_path, flags):
         "vocab.json": '{"a":0}',
         "merges.txt": "#version: 0.2\n",
         "tokenizer.model": "\x00model",
+        "tokenizer.model.v3": "\x00model",
+        "tool_parser.py": "import vllm",
         "additional_chat_templates/tool.jinja": "{{ messages }}",
         "processor_config.json": '{ "processor_class":"Qwen2_5_VLProcessor" }',
     }
