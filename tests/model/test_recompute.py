@@ -26,7 +26,7 @@ from helpers import (
     stir_value_head,
 )
 
-LAYERS = 4
+LAYERS = 3
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
