@@ -960,6 +960,7 @@ def test_two_ranks_are_one_rank(one_rank, two_ranks):
         ]
 
 
+@pytest.mark.slow
 def test_sigkill_and_resume_are_bitwise(two_ranks, qwen25, task, tmp_path):
     """Rank 0 is killed right after the commit of step 2 while step 3 runs; the rest is that of an
     undisturbed run."""

@@ -237,6 +237,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_call_that_was_given_up_does_not_end_the_process():
     """Its thread is inside of C++, which Python ends by an abort."""
     result = subprocess.run(
@@ -337,6 +338,7 @@ def test_a_request_to_stop_waits_for_the_end_of_the_step(number):
     assert f"step 2 [{int(getattr(signal, number))}]" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_dead_reader_costs_nothing():
     """As of `| tee log`, which dies of the Ctrl-C that the run survives."""
     program = (

@@ -269,6 +269,7 @@ def score(prompts):
 """
 
 
+@pytest.mark.slow
 def test_a_program_may_spawn_processes(tmp_path):
     """They import it by its name, also if two flags name it; one of a name that is taken cannot be, and is
     told so."""

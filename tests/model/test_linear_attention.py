@@ -184,7 +184,7 @@ def test_a_row_is_mixed_as_token_by_token(name, rule):
 # ------------------------------------------------------------------------------------------------ a model
 @pytest.fixture(scope="module")
 def qwen35(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("qwen35"), "qwen3_5")
+    return write_checkpoint(tmp_path_factory.mktemp("qwen35"), "qwen3_5", layers=3)
 
 
 def greedy(env, slots: int) -> list[list[int]]:

@@ -228,6 +228,7 @@ def other_node(folder: str, versions: bool = False) -> None:
             checkpoint.transformers.__version__ = "5.0.0"
 
 
+@pytest.mark.slow
 def test_nodes_with_other_rows_train_nothing(flags, life_task, tmp_path):
     """One message on all ranks, before a folder is made; other versions are a warning."""
     shutil.copytree(life_task, tmp_path / "task")
