@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# what user code may raise, including what would end Python
-RAISED = (Exception, SystemExit, KeyboardInterrupt)
 GIVEN_UP: list[Future] = []  # calls whose threads may still be running
 
 

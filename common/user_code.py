@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import signal
 import socket
 import sys
 import threading
@@ -25,7 +26,7 @@ import torch
 
 from common import distributed
 from common.process import UserError
-from common.threads import RAISED, describe_error
+from common.threads import describe_error
 
 # What a program shares with all threads of the trainer: how it is read and put back.
 SHARED: dict[str, tuple[Callable, Callable]] = {
@@ -33,6 +34,14 @@ SHARED: dict[str, tuple[Callable, Callable]] = {
     "sys.stderr": (lambda: sys.stderr, lambda stream: setattr(sys, "stderr", stream)),
     "the working folder": (os.getcwd, os.chdir),
     "torch's default type": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's float32 precision": (
+        lambda: torch.backends.cuda.matmul.fp32_precision == "tf32",
+        lambda is_low: torch.set_float32_matmul_precision("high" if is_low else "highest"),
+    ),
+    "torch's deterministic mode": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
     "the default time limit of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
 }
 # What torchrun and CUDA have told this process, which it reads after the programs are loaded.
@@ -51,6 +60,28 @@ before: dict[str, Any] = {}  # the values of SHARED when no program was running
 programs: set[Path] = set()  # all that were loaded
 
 
+@functools.wraps(signal.signal)
+def set_handler(number: int, handler: Any, in_main: Callable = signal.signal) -> Any:
+    """`signal.signal`, which raises in a thread. A program may catch that and take the answer for wrong,
+    as rewards around math-verify do."""
+    if running and threading.current_thread() is not threading.main_thread():
+        tell_of_signals(", ".join(sorted(set(running))))
+    return in_main(number, handler)
+
+
+@functools.cache
+def tell_of_signals(program: str) -> None:
+    """Print once that time limits of a program fail."""
+    distributed.say_once(
+        f"warning: {program}: signals, by which math-verify limits time, fail in calls, which run in "
+        "threads: pass parsing_timeout=None and timeout_seconds=None to math-verify, or grade in a "
+        "subprocess, as launch/reward_math.py does"
+    )
+
+
+signal.signal = set_handler
+
+
 @contextmanager
 def guard(program: str) -> Iterator[None]:
     """Around a call of a user's program: afterwards, what it changed of the process is as before.
@@ -64,6 +95,7 @@ def guard(program: str) -> Iterator[None]:
             before.update({name: read() for name, (read, _) in SHARED.items()})
         running.append(program)
     has_gradients = torch.is_grad_enabled()
+    casts = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
     if torch.cuda.is_initialized():  # in a new thread, "cuda" is the first GPU, for all ranks
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     try:
@@ -72,6 +104,8 @@ def guard(program: str) -> Iterator[None]:
         # each thread has its own; the trainer sets no default device
         torch.set_grad_enabled(has_gradients)
         torch.set_default_device(None)
+        for kind, is_on in casts.items():
+            torch.set_autocast_enabled(kind, is_on)
         with lock:
             running.remove(program)
             if running:
@@ -117,7 +151,7 @@ def load_object(flag_name: str, spec: str, expected: str) -> Any:
             module = run_program(file)
     except UserError:
         raise
-    except RAISED as error:
+    except BaseException as error:
         raise UserError(f"{flag_name} {spec}: {path} raised {describe_error(error)}") from error
     changed = [name for name, value in zip(OF_START, told) if os.environ.get(name) != value]
     if changed:
@@ -161,7 +195,11 @@ def load_function(
     try:
         signature = inspect.signature(function)
         keywords = [name for name in offered if name in signature.parameters]
-        signature.bind(*takes.split(", "), **dict.fromkeys(keywords))
+        names = takes.split(", ")
+        gets = signature.bind(*names, **dict.fromkeys(keywords)).arguments
+        for name in names:  # they are passed by position
+            if gets.get(name, name) != name:
+                raise ValueError(f"in this order, {name} would get {gets[name]}")
     except (TypeError, ValueError) as error:  # no function, or a builtin
         may_ask = f", and may ask for {', '.join(offered)}" if offered else ""
         raise UserError(f"{flag_name} {spec}: must take ({takes}){may_ask}: {error}") from error
@@ -176,7 +214,7 @@ def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:
         if distributed.is_main():
             try:
                 returned = function(*inputs)
-            except RAISED as error:
+            except BaseException as error:
                 raise ValueError(describe_error(error)) from error
     return distributed.from_main(returned)
 

@@ -2,6 +2,7 @@
 said of them."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -45,6 +46,9 @@ def process_state() -> list:
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_float32_matmul_precision(),
+        torch.get_deterministic_debug_mode(),
         socket.getdefaulttimeout(),
     ]
 
@@ -56,6 +60,9 @@ os.chdir("/")
 torch.set_default_dtype(torch.bfloat16)
 torch.set_default_device("meta")
 torch.set_grad_enabled(False)
+torch.autocast("cpu", torch.bfloat16).__enter__()
+torch.backends.cuda.matmul.allow_tf32 = True
+torch.use_deterministic_algorithms(True)
 socket.setdefaulttimeout(1.5)
 """
 
@@ -120,7 +127,7 @@ def test_cuda_is_the_ranks_own_gpu_in_a_call(tmp_path, monkeypatch):
     workers.close()
 
 
-@pytest.mark.parametrize("end", ["KeyboardInterrupt()", "SystemExit(3)"])
+@pytest.mark.parametrize("end", ["KeyboardInterrupt()", "SystemExit(3)", "BaseException()"])
 def test_an_end_that_a_program_asks_for_is_its_error(tmp_path, end):
     with user_error(rf"mine.py:score: .*mine.py raised {end[:10]}.* \(mine.py:2"):
         load(tmp_path / "mine.py", f"\nraise {end}")
@@ -171,6 +178,39 @@ def test_overlapping_calls_that_change_nothing_are_fine(tmp_path):
     workers, barrier = Workers(2), threading.Barrier(2)
     assert all([call.result(10) for call in [workers.submit(score, barrier) for _ in range(2)]])
     workers.close()
+
+
+def test_a_time_limit_by_a_signal_is_told(tmp_path, capsys):
+    """It fails in a thread. Who catches that, as verl's reward around math-verify does, pays 0 for every
+    answer."""
+    score = load(
+        tmp_path / "mine.py",
+        "import signal\n"
+        "def score(prompts):\n"
+        "    try:\n"
+        "        signal.signal(signal.SIGALRM, print)\n"
+        "        return 1\n"
+        "    except ValueError:\n"
+        "        return 0\n",
+    )
+    workers = Workers(1)
+    assert [workers.submit(score, []).result(10) for _ in range(2)] == [0, 0]
+    workers.close()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.match(r"warning: .*mine\.py:score: signals, .* parsing_timeout=None", line)
+
+
+def test_parameters_in_another_order_are_refused(tmp_path):
+    """They are passed by position: it would score prompts as responses."""
+    for names, wrong in (
+        ("responses, prompts", "prompts would get responses"),
+        ("responses, answers", "responses would get prompts"),
+        ("answers, prompts=None", "prompts would get responses"),
+    ):
+        file = tmp_path / f"{names[-10:]}.py"
+        file.write_text(f"def score({names}):\n    pass\n")
+        with user_error(rf"must take \(prompts, responses\): in this order, {wrong}"):
+            load_function("--reward", f"{file}:score", "prompts, responses")
 
 
 def test_programs_import_what_lies_beside_them(tmp_path):

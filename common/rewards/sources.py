@@ -37,7 +37,7 @@ from common.process import UserError
 from common.rewards import regions
 from common.rewards.remote import Server
 from common.rewards.rules import RULES, Columns, check_reference, rule_reward
-from common.threads import RAISED, Call, Workers, describe_error
+from common.threads import Call, Workers, describe_error
 from common.user_code import guarded, load_function, run_on_main
 
 MEASURED = "parsed"  # a component that is no part of a reward
@@ -261,7 +261,7 @@ def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
     assert source.function is not None
     try:
         returned = source.function(*inputs, **by_name)
-    except RAISED as error:
+    except BaseException as error:  # also what would end Python, and time limits of func_timeout
         of_server = isinstance(error, UserError)
         problem = str(error) if of_server else f"it raised {describe_error(error)}"
         # a row without an answer is what most functions cannot take
@@ -274,7 +274,8 @@ def read_returned(source: Source, samples: Samples, returned: Any) -> tuple[Colu
     """The reward of n samples under "reward", and components; and the spans, if there are some: then
     their sums are the component "spans"."""
     has_columns = isinstance(returned, dict) and returned
-    columns = dict(returned) if has_columns else {"reward": returned}
+    columns = returned if has_columns else {"reward": returned}
+    columns = {str(name): values for name, values in columns.items()}
     spans = []
     if "spans" in columns:
         spans = read_spans(source, samples, columns["spans"])
@@ -521,7 +522,7 @@ def lack_of(source: Source, row: Prompt) -> str:
             source.check(row.reference, **({"row": row.row.copy()} if takes_row else {}))
     except ValueError as error:
         return str(error)
-    except RAISED as error:
+    except BaseException as error:
         return f"the answer {row.reference!r:.80} raises {describe_error(error)}"
     return ""
 

@@ -697,9 +697,9 @@ def test_order_and_components():
     rewards, components = score(f, n=7)
     assert rewards == [11.0 * i for i in range(7)]  # no "reward": the sum of all components
     assert components == {"a": [float(i) for i in range(7)], "b": [10.0 * i for i in range(7)]}
-    assert score(lambda p, *_: {"reward": [5] * len(p), "a": [1] * len(p)}) == (
+    assert score(lambda p, *_: {"reward": [5] * len(p), "a": [1] * len(p), 2: [0] * len(p)}) == (
         [5.0] * 4,
-        {"a": [1.0] * 4},
+        {"a": [1.0] * 4, "2": [0.0] * 4},
     )
 
 
