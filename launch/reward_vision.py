@@ -1,6 +1,6 @@
 r"""Rewards of perception, to use or to copy: --reward launch/reward_vision.py:NAME
 
-    choice    one letter, or the text of one of the row's "options"
+    choice    one letter, or the text of one of the row's "options" or "choices"
     number    one number, within 5 % of the truth as in ChartQA, or within the row's "tolerance" (0 for
               years: 5 % are a century); if the truth is not a number, as words
     count     one number, exactly
@@ -97,7 +97,7 @@ def choice(answer, truth, row):
 
 def letters_of(row: dict) -> dict:
     """The letters of a row's options by their texts, before which they may stand: A. cat"""
-    lettered = zip(ascii_uppercase, texts_of(row, "options"))
+    lettered = zip(ascii_uppercase, texts_of(row, "options") or texts_of(row, "choices"))
     return {plain(re.sub(rf"^\(?{letter}[.:)]", "", text)): letter for letter, text in lettered}
 
 

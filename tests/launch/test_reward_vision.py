@@ -50,6 +50,7 @@ choice | 1     | animals  | A            | I think A is right.
 choice | 1     | -        | A            | I think A is right.
 choice | 1     | {"options": ["vitamin C", "B12", "iron"]} | A            | Vitamin C
 choice | 1     | {"options": [4, 5]} | B            | 5
+choice | 1     | {"choices": ["145°", "35°"]} | 35°          | (B)
 choice | 1     | {"options": [4.0, 5.0]} | B            | 5
 choice | 1     | {"options": ["A. cat", "B. dog"]} | B            | dog
 choice | 1     | {"options": ["(A) cat", "(B) dog"]} | (B) dog      | B. dog
