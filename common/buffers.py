@@ -51,6 +51,7 @@ class Conversation:
     tokens_before: list[int] = field(default_factory=list)  # own tokens before each reply
     ends: list[int] = field(default_factory=list)  # own tokens up to the end of each finished turn
     rewards: list[float] = field(default_factory=list)  # of each finished turn
+    is_cut: bool = False  # a limit cut the last turn, and the environment was asked about it
     accuracy: float | None = None  # the last one that the environment reported, if any
     ended: str = ""  # one of ENDINGS
     error: str = ""  # what went wrong in the environment

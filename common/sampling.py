@@ -20,6 +20,7 @@ class Environment:
     timeout: float  # of a call, seconds
     workers: int  # threads; 0: one call after the other
     max_prompt_tokens: int  # with a first observation
+    sees_cut_turns: bool = False  # whether `step` is called for a turn that a token limit has cut
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -113,6 +113,10 @@ class Grading(Words):
         return reply, float(len(text)), done
 
 
+class GradingCutTurns(Grading):
+    cut_turns = True
+
+
 class Slow(Talk):
     running = most = 0
     lock = threading.Lock()

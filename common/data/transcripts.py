@@ -23,7 +23,8 @@ def finished_text(batch: Batch, i: int, text: str) -> str:
     quotes could be taken for its own."""
     is_whole = not batch.truncated[i]
     if batch.conversations and not is_whole:  # a limit may also end it after a complete turn
-        is_whole = batch.own_lengths[i] in batch.conversations[i].ends
+        conversation = batch.conversations[i]
+        is_whole = batch.own_lengths[i] in conversation.ends and not conversation.is_cut
     return text if is_whole else ""
 
 

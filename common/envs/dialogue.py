@@ -233,7 +233,8 @@ class EnvRollout:
         """
         episode = self.episodes[key]
         episode.response = response
-        if episode.conversation.error or response.truncated:
+        is_cut = response.truncated and not self.environment.sees_cut_turns
+        if episode.conversation.error or is_cut:
             self.end(episode, "error" if episode.conversation.error else "token_limit")
             return False
         (text,) = self.processor.decode([response.tokens[episode.own_tokens :]])
@@ -286,9 +287,12 @@ class EnvRollout:
         step, reply = result
         conversation.rewards.append(step.reward)
         conversation.ends.append(own_tokens)
+        conversation.is_cut = episode.response.truncated
         if step.accuracy is not None:
             conversation.accuracy = step.accuracy
-        if reply is None:
+        if conversation.is_cut:
+            self.end(episode, "token_limit")
+        elif reply is None:
             self.end(episode, "answered")
         elif len(conversation.ends) >= self.environment.max_turns:
             self.end(episode, "turn_limit")

@@ -58,6 +58,7 @@ def load_environment(args: EnvArgs, max_prompt_tokens: int) -> Environment | Non
         timeout=args.env_timeout,
         workers=args.env_workers,
         max_prompt_tokens=max_prompt_tokens,
+        sees_cut_turns=bool(getattr(made, "cut_turns", False)),
     )
 
 

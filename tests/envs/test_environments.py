@@ -372,16 +372,25 @@ def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeyp
         talk(env, "Bad", 2)
 
 
-def test_a_turn_that_is_cut_is_not_rewarded(qwen25, picture_rows):
-    """Its environment does not see it, and rules get no text of it."""
+def test_an_environment_may_ask_for_turns_that_are_cut(qwen25, picture_rows):
+    """It rewards them, and the sample ends by the limit all the same; all else is as without: rules get
+    no text of such a turn."""
     env = start(qwen25, picture_rows, "--max_new_tokens 16 --stop_strings", '["a","e"]')
-    batch, cut = talk(env, "Grading", 4), 0
-    for i, (tokens, one) in enumerate(zip(batch.split(batch.tokens), batch.conversations)):
-        turns = env.processor.decode(one.turn_tokens(tokens))
-        assert one.rewards == [float(len(text)) for text in turns[: len(one.ends)]]
-        is_cut = len(one.ends) < len(turns)
-        assert finished_text(batch, i, "said") == ("" if is_cut else "said")
-        cut += is_cut and one.ended == "token_limit"
+    without, batch = (talk(env, name, 4) for name in ("Grading", "GradingCutTurns"))
+    assert torch.equal(batch.tokens, without.tokens)
+    assert torch.equal(batch.truncated, without.truncated)
+    cut = 0
+    for i, tokens, one, other in zip(
+        range(len(batch)), batch.split(batch.tokens), without.conversations, batch.conversations
+    ):
+        assert finished_text(batch, i, "said") == finished_text(without, i, "said")
+        assert one.ended == other.ended
+        turns = env.processor.decode(other.turn_tokens(tokens))
+        rewarded = len(turns) if one.ended != "token_limit" else len(one.rewards)
+        assert one.rewards == [float(len(text)) for text in turns[:rewarded]]
+        assert other.rewards == [float(len(text)) for text in turns]
+        assert other.ends[-1] == len(tokens)
+        cut += len(turns) > rewarded
     assert 0 < cut < len(batch)
 
 
