@@ -1,9 +1,14 @@
 """launch/smoke.sh: passes where everything works, fails with the reason where something does not."""
 
+import contextlib
+import io
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import check_model
 import smoke
 from conftest import ROOT, read_json, words
 from ranks import TORCHRUN
@@ -11,10 +16,27 @@ from ranks import TORCHRUN
 pytestmark = pytest.mark.slow
 
 
+def check_model_here(command: list, **_) -> SimpleNamespace:
+    """check_model.py in this process, which has imported all that takes it seconds."""
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        code = check_model.main(words(*command[2:]))
+    return SimpleNamespace(returncode=code, stdout=told.getvalue())
+
+
 def test_it_passes_here(tmp_path, monkeypatch, capfd):
     """One rank, two ranks that are killed and resumed, an export; a line for each, and a report."""
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
+    started = subprocess.run
+    monkeypatch.setattr(
+        smoke.subprocess,
+        "run",
+        lambda command, **how: (
+            check_model_here(command)
+            if "check_model.py" in str(command)
+            else started(command, **how)
+        ),
+    )
     code, told = smoke.main(words("--out", tmp_path / "out")), capfd.readouterr().out
     assert code == 0, told
     assert "\nPASS; " in told
