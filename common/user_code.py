@@ -256,16 +256,18 @@ def refuse_taken_neighbours(program: Path) -> None:
 
 
 def files_of(program: Path) -> set[Path]:
-    """The file of a program that was loaded, and those that it has imported from its folder, one by
-    another."""
+    """The file of a program that was loaded, and those that it imports from its folder, one by another;
+    of a package, those that were loaded."""
     files, waiting = set(), {program}
     while waiting:
         files |= waiting
         names = {name for file in waiting for name in imported_names(file)} - {"common"}
         beside = {name for name in names if place_of(name) == program.parent}
         modules = [sys.modules[key] for key in list(sys.modules) if key.split(".")[0] in beside]
-        loaded = {Path(getattr(module, "__file__", None) or "") for module in modules}
-        waiting = loaded - files - {Path()}
+        found = [PathFinder.find_spec(name, [str(program.parent)]) for name in beside]
+        waiting = {Path(getattr(module, "__file__", None) or "") for module in modules}
+        waiting |= {Path(spec.origin or "") for spec in found if spec}  # also what only a call imports
+        waiting -= files | {Path()}
     return files
 
 

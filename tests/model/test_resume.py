@@ -158,7 +158,8 @@ def test_a_program_counts_with_what_it_imports_from_its_folder(tmp_path, monkeyp
     monkeypatch.setattr(sys, "modules", {**sys.modules})
     monkeypatch.setattr(user_code, "programs", set())
     (tmp_path / "bits_of_it.py").write_text("N = 1\n")
-    (tmp_path / "scored.py").write_text("import bits_of_it\ndef score(rewards):\n    pass\n")
+    (tmp_path / "late_bits.py").write_text("import bits_of_it\n")
+    (tmp_path / "scored.py").write_text("def score(rewards):\n    import late_bits\n")
     spec = f"{tmp_path}/scored.py:score"
     user_code.load_function("--reward", spec, "rewards")
     before = checkpoint.digest_parts(spec)
