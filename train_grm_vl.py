@@ -81,6 +81,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
     rows = load_rows(args)
     fingerprint = checkpoint.fingerprint_of(args)  # equal on all ranks
+    checkpoint.compare_rows(row.prompt for row in (*rows.train, *rows.held_out))
     args = checkpoint.choose_folder(args, fingerprint)
     state = TrainState()
     checkpoints = checkpoint.Checkpoints(args, state, fingerprint)

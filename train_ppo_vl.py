@@ -99,6 +99,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
     rows = load_rows(args)
     fingerprint = checkpoint.fingerprint_of(args)  # equal on all ranks
+    checkpoint.compare_rows(rows.all)
     check_rows(args, rows, reward, environment)
     args = checkpoint.choose_folder(args, fingerprint)
     state = TrainState(args.kl_coef, history=torch.zeros(2, len(rows.train)))

@@ -264,9 +264,10 @@ def files_of(program: Path) -> set[Path]:
         names = {name for file in waiting for name in imported_names(file)} - {"common"}
         beside = {name for name in names if place_of(name) == program.parent}
         modules = [sys.modules[key] for key in list(sys.modules) if key.split(".")[0] in beside]
-        found = [PathFinder.find_spec(name, [str(program.parent)]) for name in beside]
         waiting = {Path(getattr(module, "__file__", None) or "") for module in modules}
-        waiting |= {Path(spec.origin or "") for spec in found if spec}  # also what only a call imports
+        for name in beside:  # also what only a call imports
+            spec = PathFinder.find_spec(name, [str(program.parent)])
+            waiting.add(Path(spec and spec.origin or ""))
         waiting -= files | {Path()}
     return files
 

@@ -6,6 +6,7 @@
     <out>/export/step-N/                            weights in Hugging Face format
 
     fingerprint_of   flags and what they name, the same on all ranks; a resume compares it
+    compare_rows     rows that were read, and sizes of their images, the same on all ranks
     choose_folder    the folder of a run without --out
     Checkpoints      saves in the background, commits by rename, resumes on any number of ranks
 
@@ -21,7 +22,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -39,6 +40,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from common.data.processor import Processor
+from common.data.rows import Prompt
 from common.distributed import (
     from_main,
     gather_objects,
@@ -114,6 +116,15 @@ def compare_ranks(values: dict) -> None:
                     f"--{difference}: all ranks need the same flags, and the same files behind them"
                 )
             say_once(f"warning: {difference}")
+
+
+def compare_rows(rows: Iterable[Prompt]) -> None:
+    """Raises UserError if the rows that were read, or the sizes of their images, differ between two ranks,
+    as where a node lacks an image, and --on_bad_row skip leaves out its row."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(f"{row.source} {len(row.input_ids)} {row.grids}\n".encode())
+    compare_ranks({"data, as rows and sizes of their images,": digest.hexdigest()[:12]})
 
 
 def digest_value(flag: str, value: str) -> str:

@@ -31,7 +31,7 @@ from common import flags as common_flags
 from common.data.loader import PromptLoader
 from common.model import checkpoint
 from common.model import weights as vlm_weights
-from conftest import read_json, table, user_error, words
+from conftest import read_json, table, user_error, words, write_rows
 from helpers import change_weight
 from lives import (
     flip,
@@ -244,6 +244,26 @@ def test_nodes_with_other_rows_train_nothing(flags, life_task, tmp_path):
     told = live(argv, 2, [(other_node, str(tmp_path))], codes=[2, 2])
     assert told.count("error: --data is ") == 1 and "Traceback" not in told
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("script", [ppo, grm])
+def test_nodes_with_other_pictures_train_nothing(life_task, qwen25, tmp_path, script):
+    """On one node there is none, and the row is skipped, or it has another size."""
+    node = tmp_path / "node-1" / "task"
+    for folder in (tmp_path / "task", node):
+        shutil.copytree(life_task, folder)
+        rows = [{"prompt": "a", "response": "b", "images": [f"{i}.png"]} for i in range(3)]
+        write_rows(folder / "sft.jsonl", rows)
+    data = f"{NODE}/task/sft.jsonl" if script is grm else f"{NODE}/task/rows.jsonl"
+    argv = words("--model", qwen25, "--data", data, "--out", tmp_path / "out", "--on_bad_row skip")
+    (node / "1.png").unlink()
+    for _ in range(2):
+        told = ranks.run(
+            script.main, argv, world=2, patches=[(other_node, str(tmp_path))], codes=[2, 2]
+        )
+        assert told.count("error: --data, as rows and sizes of their images, is ") == 1
+        shutil.copy(node / "0.png", node / "1.png")
+    assert not (tmp_path / "out").exists()
 
 
 def live_apart(argv: list[str], more: list[str]) -> None:
