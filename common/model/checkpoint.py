@@ -121,10 +121,10 @@ def compare_ranks(values: dict) -> None:
 def compare_rows(rows: Iterable[Prompt]) -> None:
     """Raises UserError if the rows that were read, or the sizes of their images, differ between two ranks,
     as where a node lacks an image, and --on_bad_row skip leaves out its row."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(f"{row.source} {len(row.input_ids)} {row.grids}\n".encode())
-    compare_ranks({"data, as rows and sizes of their images,": digest.hexdigest()[:12]})
+    read = str([(row.source, len(row.input_ids), row.grids) for row in rows])
+    compare_ranks(
+        {"data, as rows and sizes of their images,": hashlib.sha256(read.encode()).hexdigest()}
+    )
 
 
 def digest_value(flag: str, value: str) -> str:
