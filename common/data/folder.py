@@ -1,5 +1,6 @@
 """The small files of a checkpoint folder: config.json, the tokenizer's, and further settings."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -58,6 +59,16 @@ def read_model_config(folder: str | Path):
     return config
 
 
+def advice_on_missing(folder: str | Path, otherwise: str = "") -> str:
+    """What to do about files that are missing: the cache of the hub may hold a part of a model."""
+    cached = re.search(r"/models--([^/]+)/snapshots/", f"{folder}/")
+    if not cached:
+        return otherwise
+    return (
+        f"The cache of the hub does not have all of it: hf download {cached[1].replace('--', '/')}"
+    )
+
+
 def without_advice(error: Exception) -> str:
     """A message of transformers, without its advice to run the checkpoint's code."""
     if "trust_remote_code" in str(error):
@@ -88,8 +99,8 @@ def read_tokenizer(folder: str | Path):
     # Without files, transformers makes a tokenizer without words.
     if not has_words:
         raise ValueError(
-            "no vocabulary: tokenizer.json, or the files in its place, are missing; take the base "
-            "checkpoint's"
+            "no vocabulary: tokenizer.json, or the files in its place, are missing. "
+            + advice_on_missing(folder, "Take the base checkpoint's.")
         )
     tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json can ask for it: a silent cut
     tokenizer.backend_tokenizer.no_padding()

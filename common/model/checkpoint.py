@@ -369,16 +369,18 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def find_named(place: str) -> list[Path]:
-    """The checkpoints of a run, or of its folder checkpoints, newest first; or a single one. Raises
-    ValueError: there is none."""
+    """The checkpoints of a run, or of its folder checkpoints, newest first; or a single one; or of a file
+    in these. Raises ValueError: there is none."""
     folder = follow_pointer(place).resolve()
+    if folder.is_file():
+        folder = folder.parent
     if (folder / "COMMITTED.json").exists():
         return [folder]
     if (folder / "checkpoints").is_dir():
         folder = folder / "checkpoints"
     paths = [path for _, path in step_folders(folder)]
-    if not paths:
-        is_model = (folder / "config.json").exists()
+    is_model = any((path / "config.json").exists() for path in (folder, *paths))
+    if is_model or not paths:
         advice = ": this is a model, pass it as --model" if is_model else ""
         raise ValueError(f"--resume {place}: no complete checkpoint there{advice}")
     return paths

@@ -33,7 +33,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
 from common import distributed
-from common.data.folder import SMALL_FILES, read_model_config
+from common.data.folder import SMALL_FILES, advice_on_missing, read_model_config
 from common.data.processor import Processor
 from common.files import follow_pointer, open_file, read_json, sync_folder, write_link
 from common.model.vlm import Model, Wrapper
@@ -121,12 +121,7 @@ def weight_index(folder: Path) -> Path:
     for path in (folder / name for name in names):
         if path.is_file():
             return path
-    advice = CONVERT_BIN
-    cached = re.search(r"/models--([^/]+)/snapshots/", f"{folder}/")
-    if cached and not any(folder.glob("*.bin")):
-        advice = (
-            f"The cache of the hub has no weights of it: hf download {cached[1].replace('--', '/')}"
-        )
+    advice = CONVERT_BIN if any(folder.glob("*.bin")) else advice_on_missing(folder, CONVERT_BIN)
     raise ValueError(f"{folder / names[0]} cannot be read as safetensors: No such file. {advice}")
 
 
@@ -145,7 +140,10 @@ def open_weights(path: Path):
         open_file(path).close()
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+        advice = "" if path.exists() else advice_on_missing(path.parent)
+        raise ValueError(
+            f"{path} cannot be read as safetensors: {error}. {advice}".strip()
+        ) from error
 
 
 def digest_model(name: str) -> str:

@@ -19,11 +19,12 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import files, process
+from common.data.folder import read_tokenizer
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.flags import DataArgs
 from common.model.build import build_model
-from common.model.weights import resolve_folder, weight_index
+from common.model.weights import open_weights, resolve_folder, weight_index
 from common.rewards.judge import KINDS, JudgeSettings
 from conftest import (
     read_json,
@@ -321,14 +322,21 @@ def test_pickled_weights_are_refused_with_two_lines_that_convert_them(
     AutoModelForImageTextToText.from_pretrained(tmp_path)
 
 
-def test_a_snapshot_of_the_hub_without_weights_is_to_be_downloaded(qwen25, tmp_path):
-    """As launch/plan.py leaves it in the cache."""
+def test_a_part_of_a_snapshot_of_the_hub_is_to_be_downloaded(qwen25, tmp_path):
+    """As launch/plan.py, a program that read config.json, or a download that was interrupted leave it in the
+    cache."""
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123"
     shutil.copytree(qwen25, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
-    with value_error(
-        "No such file. The cache of the hub has no weights of it: hf download org/name$"
-    ):
+    advice = r"\. The cache of the hub does not have all of it: hf download org/name$"
+    with value_error(f"No such file{advice}"):
         weight_index(snapshot)
+    with value_error(f"part.safetensors cannot be read as safetensors: .*{advice}"):
+        open_weights(snapshot / "part.safetensors")
+    only_config = tmp_path / "models--org--name" / "snapshots" / "4567"
+    only_config.mkdir()
+    shutil.copy(snapshot / "config.json", only_config)
+    with value_error(f"no vocabulary: .* are missing{advice}"):
+        read_tokenizer(only_config)
     (snapshot / "pytorch_model.bin").write_bytes(b"")
     with value_error(r"No such file. If it has pytorch_model\*.bin, run these two lines"):
         weight_index(snapshot)

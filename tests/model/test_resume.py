@@ -481,15 +481,19 @@ def test_resume_choices(save, start, tmp_path, out):
             out / "checkpoints": newest,
             out / "checkpoints" / "latest": first,
             first: first,
+            first / "state.json": first,
         }.items()
     ):
         assert start(f"--resume {place}", tmp_path / f"new-{number}").path == path
     for place in (out / "checkpoints" / "step-9", tmp_path / "new-0", tmp_path / "fresh"):
         with user_error(f"--resume {place}: no complete checkpoint there"):
             start(f"--resume {place}", tmp_path / "new-1").path
-    (tmp_path / "fresh" / "config.json").write_text("{}")  # as an export has it
-    with user_error("no complete checkpoint there: this is a model, pass it as --model"):
-        start(f"--resume {tmp_path / 'fresh'}", tmp_path / "new-1").path
+    model = tmp_path / "export" / "step-1"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    for place in (model, model / "config.json", model.parent):
+        with user_error("no complete checkpoint there: this is a model, pass it as --model"):
+            start(f"--resume {place}", tmp_path / "new-1").path
 
 
 def test_a_path_is_only_a_start(save, start, out, tmp_path):
