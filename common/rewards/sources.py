@@ -156,7 +156,8 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
         f"one of {', '.join((*RULES, *regions.RULES))}, env, grm:FOLDER, rm:FOLDER, "
         "http://host:port/path, or an existing path.py:function",
     )
-    check = getattr(function, "check", None)
+    has_check = inspect.unwrap(function, stop=lambda layer: hasattr(layer, "check"))
+    check = getattr(has_check, "check", None)  # an object may have it by its class
     if check is not None:
         check = guarded(spec, check)
     return Source(spec, spec.rpartition(":")[2], "function", function, keywords, check=check)
@@ -519,7 +520,7 @@ def lack_of(source: Source, row: Prompt) -> str:
     try:
         if source.check:
             takes_row = "row" in inspect.signature(source.check).parameters
-            source.check(row.reference, **({"row": row.row.copy()} if takes_row else {}))
+            source.check(row.reference, **({"row": copy.deepcopy(row.row)} if takes_row else {}))
     except ValueError as error:
         return str(error)
     except BaseException as error:

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -877,6 +878,15 @@ def check(reference):
         raise ValueError(f"{reference!r} is no number")
 
 score.check = check
+
+class Score:
+    def __call__(self, *samples):
+        return score(*samples)
+    def check(self, reference, row):
+        row["sizes"].append(1)
+        check(reference)
+
+by_object = Score()
 """
 
 
@@ -898,6 +908,15 @@ def test_truths_pass_the_check_of_their_reward_before_a_run(tmp_path):
     sources.load_rewards(RewardArgs(reward="boxed")).check_rows([bad])
     with user_error("x.jsonl:7: an empty answer, ' ', which boxed compares with"):
         sources.load_rewards(RewardArgs(reward="boxed")).check_rows([good, row_of(" ")])
+
+
+def test_the_check_of_an_object_gets_a_row_of_its_own(tmp_path):
+    (tmp_path / "mine.py").write_text(CHECKED)
+    source = load_source(f"{tmp_path / 'mine.py'}:by_object")
+    good, bad = (replace(row_of(text), row={"sizes": [2]}) for text in ("7", "seven"))
+    assert sources.lack_of(source, good) == ""
+    assert sources.lack_of(source, bad) == "'seven' is no number"
+    assert good.row == bad.row == {"sizes": [2]}
 
 
 def test_truths_of_held_out_rows_are_checked_too():
