@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from test_architecture import FILES, PACKAGES, SCRIPTS, branches_of, imported, package_of, trees  # noqa: E402
 
 # Most expressions of the whole, of each script, of any other file.
-SIZES = {"product": 61_820, "train_ppo_vl.py": 6_730, "train_grm_vl.py": 2_200, "file": 2_590}
+SIZES = {"product": 61_880, "train_ppo_vl.py": 6_730, "train_grm_vl.py": 2_200, "file": 2_610}
 FLOORS = 13  # modules that import each other in a row, the script among them
 MAIN_LINES, FUNCTION_LINES, LINE = 65, 50, 110
 LONG_LINES = 2  # of a test file, longer than LINE
