@@ -643,8 +643,7 @@ def weigh_verdicts(
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record, and print what the run will do."""
-    used = {"coordinates": rows.processor.space}
-    log = logging.RunLogger(args, flags.as_json(args) | used, args.steps, first_step)
+    log = logging.RunLogger(args, flags.as_json(args), args.steps, first_step)
     if any(question.prompt.regions for question in rows.train):
         log.line(f"boxes and points of responses are in the coordinates {rows.processor.space!r}")
     prompts, count, steps = args.prompts_per_step, len(rows.train), args.steps

@@ -1687,8 +1687,7 @@ def report_evaluation(
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record, and print what the run will do."""
-    used = {"coordinates": rows.processor.space}
-    log = logging.RunLogger(args, flags.as_json(args) | used, args.steps, first_step)
+    log = logging.RunLogger(args, flags.as_json(args), args.steps, first_step)
     if any(row.regions for row in rows.all):
         log.line(
             f"boxes and points of answers are read in the coordinates {rows.processor.space!r}"

@@ -1425,7 +1425,8 @@ def check_exchange() -> None:
 
 
 def test_boxes_are_rewarded_in_the_models_coordinates(qwen25, tmp_path, capsys):
-    """From rows in pixels of the file to the reward, its components, args.json, records and cards."""
+    """From rows in pixels of the file to the reward, its components, records and cards. An evaluation
+    with the run's args.json finds no flag that differs."""
     Image.new("RGB", (50, 30), "white").save(tmp_path / "a.png")
     row = {
         "prompt": "where?",
@@ -1440,10 +1441,11 @@ def test_boxes_are_rewarded_in_the_models_coordinates(qwen25, tmp_path, capsys):
         "    return [float(i) for i in range(len(prompts))]\n"
     )
     more = words("--data", rows, "--eval_data", rows, "--max_pixels 4704 --reward box")
-    before, step, _ = train(qwen25, tmp_path, tmp_path / "a", *more)
+    before, step, _ = train(qwen25, tmp_path, tmp_path / "a", *more, "--save_every 1")
     text = capsys.readouterr().out
     assert "coordinates 'seen'" in text
-    assert read_json(tmp_path / "a" / "args.json")["coordinates"] == "seen"
+    ppo.main(words("--eval_only --config", tmp_path / "a" / "args.json"))
+    assert "--coordinates" not in capsys.readouterr().out
     assert step["rollout/box_iou"] == step["rollout/reward"]
     assert before["eval/box_iou"] == before["eval/reward_mean"]
     answer = samples_of(tmp_path / "a", "step-000001")[0]
