@@ -254,7 +254,8 @@ def has_own_head(config, folder: Path) -> bool:
     """Whether a checkpoint whose text model ties no weights has a head besides its embeddings. As for
     Mistral Small 3.1, where only the text model's part of config.json used to count, transformers ties
     them by default unless it finds two values."""
-    if getattr(config.get_text_config(), "tie_word_embeddings", config.tie_word_embeddings):
+    of_text = getattr(config.get_text_config(), "tie_word_embeddings", config.tie_word_embeddings)
+    if of_text or not config.tie_word_embeddings:
         return False
     if not any(folder.glob("*.safetensors")):  # a plan has fetched none
         return False
