@@ -582,11 +582,9 @@ def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
         return None
     settings = judgements.JudgeSettings.to_train(processor)
     settings.system_instruction = ""
-    bounds, frame = (
-        replace(args, max_prompt_tokens=args.max_tokens_per_pack),
-        answer_frame(processor),
-    )
+    bounds = replace(args, max_prompt_tokens=args.max_tokens_per_pack)
     try:
+        frame = answer_frame(processor)
         rows = judgements.load_judgements(args.ptx_data, processor, settings, bounds, frame=frame)
     except ValueError as error:
         raise ValueError(f"--ptx_data {error}") from error
