@@ -696,8 +696,7 @@ def log_samples(log: logging.RunLogger, step: int, records: list[dict], stem: st
     """Log the records, and cards of some of them, evenly spaced."""
     count = log.log_samples
     every = max(1, len(records) // max(1, count))
-    picks = records[::every][:count] if distributed.is_main() else []
-    log.samples(step, records, list(map(reports.record_card, picks)), stem)
+    log.samples(step, records, reports.sample_cards(records[::every][:count]), stem)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from PIL import Image
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -130,9 +129,9 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
                 break
             follow_average(models.teacher, trainables["actor"])
             if evaluation_due(state, rows, args) and not log.has_evaluation(step):
-                metrics, records, cards = evaluate(trainables, reward, rows, sampling, state, args)
+                metrics, records = evaluate(trainables, reward, rows, sampling, state, args)
                 metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, state, args)
-                report_evaluation(log, metrics, records, cards, state)
+                report_evaluation(log, metrics, records, state)
             checkpoints.export_if_due(step, last, exports, rows.processor)
             # a signal may have come meanwhile
             if step == last or args.eval_only or checkpoints.saved_to_stop(step, last):
@@ -1556,16 +1555,16 @@ def evaluate(
     sampling: Sampling,
     state: TrainState,
     args: Args,
-) -> tuple[logging.Metrics, list[dict], list[Image.Image]]:
+) -> tuple[logging.Metrics, list[dict]]:
     """Answer every held-out prompt, spread over the ranks; with --ema_beta, with the averaged
-    weights. Returns metrics, a record of each answer and, on rank 0, cards of the first ones."""
+    weights. Returns metrics and a record of each answer."""
     actor = trainables["actor"].module
     started = time.perf_counter()
     count = args.eval_samples
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     together = prompts_together(args.slots, args.rollout_shards, count)
     batches = data.batches_in_order(rows.held_out, together)
-    records, cards, conversations, dropped = [], [], [], 0
+    records, conversations, dropped = [], [], 0
     gaps: list[Tensor] = []  # (k,) each, see `image_changes.vision_gaps`
     loader = data.PromptLoader(rows.processor, args, batches)
     with trainables["actor"].averaged(), loader:
@@ -1580,8 +1579,8 @@ def evaluate(
             reward.score(batch, actor.processor, state.step)
             gaps.append(image_changes.vision_gaps(actor, batch))
             answers = reports.sample_records(batch, actor.processor)
-            picks = range(len(batch))[: max(0, args.log_samples - len(records))]
-            cards += reports.sample_cards(batch, answers, picks)
+            picks = range(len(batch))[: max(0, args.log_samples * count - len(records))]
+            reports.show_images(batch, answers, picks)
             records += answers
             conversations += batch.conversations
     if not records:
@@ -1592,7 +1591,7 @@ def evaluate(
     if len(gap):
         metrics["eval/vision_gap_logprob"] = float(gap.mean())
     metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": dropped}
-    return metrics | {"eval/seconds": time.perf_counter() - started}, records, cards
+    return metrics | {"eval/seconds": time.perf_counter() - started}, records
 
 
 def evaluate_teacher(
@@ -1653,7 +1652,6 @@ def report_evaluation(
     log: logging.RunLogger,
     metrics: logging.Metrics,
     records: list[dict],
-    cards: list[Image.Image],
     state: TrainState,
 ) -> None:
     """Log an evaluation: metrics, a line on the console, and the answers."""
@@ -1663,6 +1661,7 @@ def report_evaluation(
         "eval/train_step": state.step,
     }
     state.metrics |= metrics
+    cards = reports.sample_cards(records[: log.log_samples])
     log.samples(state.step, records, cards, stem="eval")
     accuracies = reports.accuracy_columns(metrics)
     for name in accuracies.values():
@@ -1733,11 +1732,7 @@ def report(
     step, metrics = state.step, state.metrics
     records: list[dict] = []
     if log.shows_samples(step, args.steps):
-        # the first sample of each prompt
-        picks = range(0, len(batch), args.samples_per_prompt)[: args.log_samples]
-        if distributed.is_main():
-            records = reports.sample_records(batch, actor.processor)
-        log.samples(step, records, reports.sample_cards(batch, records, picks))
+        records = report_samples(log, batch, step, actor, args)
     columns = reports.accuracy_columns(metrics) | STEP_COLUMNS
     log.step(step, metrics | checkpoints.metrics(), columns)
     if records:
@@ -1770,6 +1765,23 @@ def report(
         all_zero and len(sources.prompts_with_spread(batch)) > 0,
         f"step {step}: all advantages are 0, though rewards differ: the estimator sees no difference",
     )
+
+
+def report_samples(
+    log: logging.RunLogger, batch: Batch, step: int, actor: Policy, args: Args
+) -> list[dict]:
+    """Write the samples of a step; those of the first --log_samples prompts with the numbers of their
+    tokens and the images that environments have shown. Returns their records, on rank 0."""
+    records: list[dict] = []
+    picks = reports.first_samples(batch, args.log_samples)
+    if distributed.is_main():
+        records = reports.sample_records(batch, actor.processor)
+        reports.add_tokens(batch, records, picks, actor.processor)
+    reports.show_images(batch, records, picks)
+    # of each prompt one sample
+    carded = [records[i] for i in picks[:: args.samples_per_prompt] if records]
+    log.samples(step, records, reports.sample_cards(carded))
+    return records
 
 
 def check_sampler(log: logging.RunLogger, state: TrainState, actor: Policy, args: Args) -> None:

@@ -33,6 +33,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
@@ -74,11 +75,13 @@ def sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def parse_json(text: str | bytes, where: str | Path) -> Any:
-    """The value that ``text`` holds as JSON. Raises ValueError, which begins with ``where``: it is no
-    JSON."""
+def parse_json(
+    text: str | bytes, where: str | Path, numbers: Callable[[str], float | None] = float
+) -> Any:
+    """The value that ``text`` holds as JSON; ``numbers`` reads those that are no integers. Raises
+    ValueError, which begins with ``where``: it is no JSON."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=numbers, parse_constant=numbers)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
 
@@ -91,15 +94,34 @@ def read_json(path: str | Path, form: Any = dict) -> Any:
     return content
 
 
-def read_records(path: Path, form: Any = dict) -> list[dict]:
+def read_records(
+    path: Path,
+    form: Any = dict,
+    problems: list[str] | None = None,
+    numbers: Callable[[str], float | None] = float,
+) -> list[dict]:
     """The objects of a JSONL file that a run has written, without what a kill or a power cut leaves
-    at its end: half a line, or NUL bytes where a block was never written. Raises ValueError, with
-    file and line: it cannot be read, or a line has another form."""
-    written, _, _ = read_bytes(path).partition(b"\0")  # no JSON text has a NUL byte
+    at its end: half a line, or NUL bytes where a block was never written.
+
+    Args:
+        problems: if given, gets a message about each line that is left out, as it cannot be read or
+            has another form. Otherwise the first is raised as a ValueError, with file and line.
+        numbers: what reads numbers that are no integers.
+    """
     records = []
-    for number, line in enumerate(written.split(b"\n")[:-1], 1):  # a string may hold U+2028
-        records.append(parse_json(line, f"{path}:{number}"))
-        check_form(records[-1], form, f"{path}:{number}")
+    # no JSON text has a NUL byte; a string may hold U+2028
+    written, _, _ = read_bytes(path).partition(b"\0")
+    for number, line in enumerate(written.split(b"\n")[:-1], 1):
+        where = f"{path}:{number}"
+        try:
+            record = parse_json(line, where, numbers)
+            check_form(record, form, where)
+        except ValueError as error:
+            if problems is None:
+                raise
+            problems.append(str(error))
+        else:
+            records.append(record)
     return records
 
 

@@ -606,7 +606,8 @@ class RunArgs:
     eval_only: bool = flag(False, "evaluate the model and stop")
     log_samples: int = flag(
         4,
-        "samples shown as pictures and text, with every evaluation and some steps; 0: none",
+        "prompts whose samples are shown as pictures, after each evaluation and some steps (there with "
+        "the numbers of every token); 0: no samples of steps are written",
     )
     timeout: float = flag(
         1800.0,

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -190,6 +190,7 @@ def hides_bars() -> bool | None:
 
 # steps between records of samples; those of the first and the last step are written, too
 SAMPLES_EVERY = 5
+IMAGE_SIDE = 640  # pixels of an image that is written with samples, at most
 
 
 class RunLogger:
@@ -286,17 +287,17 @@ class RunLogger:
     def samples(
         self, step: int, records: list[dict], cards: list[Image.Image], stem: str = "step"
     ) -> None:
-        """Write samples/<stem>-NNNNNN.jsonl, and .png with all cards on one sheet, which
-        TensorBoard gets too. Raises UserError: see `writing`."""
+        """Write samples/<stem>-NNNNNN.jsonl; an image in a record becomes a file in a folder beside it, and
+        the record names it. TensorBoard gets the cards, on one sheet. Raises UserError: see
+        `writing`."""
         with self.writing(f"samples of step {step}"):
             if distributed.is_main():
-                name = f"samples/{stem}-{step:06d}"
-                write_durably(self.out / f"{name}.jsonl", as_lines(records))
+                images = ImageFiles(self.out / f"samples/{stem}-{step:06d}")
+                lines = as_lines(records, images.save)
+                write_durably(images.folder.with_suffix(".jsonl"), lines)
                 if cards:
-                    sheet = contact_sheet(cards)
-                    sheet.save(self.out / f"{name}.png")
-                    image = np.asarray(sheet)  # (H, W, 3) uint8
-                    self._writer.add_image(f"samples/{stem}", image, step, dataformats="HWC")
+                    sheet = np.asarray(contact_sheet(cards))  # (H, W, 3) uint8
+                    self._writer.add_image(f"samples/{stem}", sheet, step, dataformats="HWC")
 
     def json(self, name: str, value: Any) -> None:
         """Write a JSON file, and its folders, below the run's folder: all of it, or nothing if the
@@ -408,7 +409,29 @@ def environment() -> dict:
     }
 
 
-def as_lines(records: list[dict]) -> str:
-    return "".join(
-        json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records
-    )
+class ImageFiles:
+    """Images as files 0.png, 1.png, … of a folder, which is made for the first one."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.count = folder, 0
+
+    def save(self, image: object) -> str:
+        """Write an image, in at most IMAGE_SIDE pixels; its path, seen from beside the folder."""
+        if not isinstance(image, Image.Image):
+            raise TypeError(f"{image!r:.80} has no form in JSON")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"{self.count}.png"
+        small = image.convert("RGB")
+        small.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
+        small.save(self.folder / name)
+        self.count += 1
+        return f"{self.folder.name}/{name}"
+
+
+def as_lines(records: list[dict], default: Callable[[Any], Any] | None = None) -> str:
+    """JSONL; ``default`` turns what JSON does not know into what it knows."""
+    lines = [
+        json.dumps(record, ensure_ascii=False, allow_nan=False, default=default)
+        for record in records
+    ]
+    return "".join(line + "\n" for line in lines)

@@ -19,4 +19,4 @@ echo
 echo "judgements:       $judge/eval"
 echo "metrics:          $out/metrics.jsonl (eval/grm_reward_mean is what the judge says, eval/exact_reward_mean the truth)"
 echo "TensorBoard:      tensorboard --logdir runs"
-echo "sample pictures:  $(ls "$out"/samples/step-*.png | tail -1)"
+echo "samples:          $out/samples"

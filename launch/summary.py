@@ -59,9 +59,8 @@ def main(argv: list[str]) -> None:
             print(
                 f"    {answer!r}   reward {record['reward']:.2f}, right: {record.get('reference')!r}"
             )
-    cards = max(run.glob("samples/*.png"), default="none were written")
     print()
-    say(f"samples as pictures   {cards}")
+    say(f"samples               {run}/samples")
     say(f"every number          {run}/metrics.jsonl")
     say(f"TensorBoard           tensorboard --logdir {run}/tensorboard")
 

@@ -197,10 +197,14 @@ def test_files_of_a_run(tmp_path, capsys):
     log.step(1, metrics, {"reward": "rollout/reward"})
     assert steps(tmp_path) == [0, 1]  # readable while the run goes on
     card = sample_card([Image.new("RGB", (8, 8), "red")], "said", "earned")
-    log.samples(1, [{"prompt": "é\ud800\u2028", "reward": 1.0}], [card, card])
+    square = Image.new("L", (1280, 640), 128)
+    record = {"prompt": "é\ud800\u2028", "reward": 1.0, "seen": [square, square]}
+    log.samples(1, [record], [card, card])
     log.json("notes/a.json", "text")
     with user_error("samples of step 2 cannot be written.*not JSON compliant"):
         log.samples(2, [{"reward": math.nan}], [])
+    with pytest.raises(TypeError, match="has no form in JSON"):
+        log.samples(2, [{"reward": torch.ones(2)}], [])
     with user_error("notes/b.json cannot be written.*not JSON compliant"):
         log.json("notes/b.json", {"loss": math.nan})
     log.line("hello")
@@ -214,10 +218,11 @@ def test_files_of_a_run(tmp_path, capsys):
         {"step": 0, "eval/accuracy": 0.25},
         {"step": 1, "rollout/reward": 0.5, "train/count": 3, "train/loss": 2.0},
     ]
-    assert read_records(tmp_path / "samples/step-000001.jsonl") == [
-        {"prompt": "é\ud800\u2028", "reward": 1.0}
-    ]
-    assert Image.open(tmp_path / "samples/step-000001.png").height > 2 * card.height
+    (record,) = read_records(tmp_path / "samples/step-000001.jsonl")
+    files = ["step-000001/0.png", "step-000001/1.png"]
+    assert record == {"prompt": "é\ud800\u2028", "reward": 1.0, "seen": files}
+    image = Image.open(tmp_path / "samples" / files[1])
+    assert (image.size, image.getpixel((9, 9))) == ((640, 320), (128, 128, 128))
     assert (tmp_path / "notes/a.json").read_text() == '"text"'
     assert not list(tmp_path.rglob("*.tmp"))
     assert capsys.readouterr().out.splitlines() == [
@@ -234,7 +239,8 @@ def test_files_of_a_run(tmp_path, capsys):
         "train/loss",
     }
     assert events.Tags()["images"] == ["samples/step"]
-    assert events.Images("samples/step")[0].step == 1
+    (sheet,) = events.Images("samples/step")
+    assert (sheet.step, sheet.height > 2 * card.height) == (1, True)
 
 
 @pytest.mark.parametrize("is_main", [True, False])

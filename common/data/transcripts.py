@@ -1,6 +1,7 @@
 """Responses and conversations as text, for rewards and reports.
 
 turn_texts           what the policy said, turn by turn
+token_texts          ... token by token
 finished_text        ... in a last turn, unless it was cut off
 messages             a conversation as chat messages
 as_text              ... as one text, with words in the place of each image
@@ -16,6 +17,32 @@ def turn_texts(batch: Batch, picks: Sequence[int], processor: Processor) -> list
     """What the policy said in the samples ``picks``: one text for each turn."""
     turns = batch.turns
     return [processor.decode(turns[i]) for i in picks]
+
+
+def token_texts(ids: list[int], processor: Processor) -> list[str]:
+    """A text for each token, special ones too; joined, they are the decoded text. A character of
+    several tokens stands at its last one."""
+
+    def decode(some: list[int]) -> str:
+        return processor.tokenizer.decode(some, clean_up_tokenization_spaces=False)
+
+    whole, texts = decode(ids), []
+    covered = 0  # characters of the whole that are in `texts`
+    before, first = (
+        0,
+        0,
+    )  # tokens from `before` on are decoded again: a first token may lose its space
+    for last in range(len(ids)):
+        text = decode(ids[before : last + 1]).removeprefix(decode(ids[before:first]))
+        if whole.startswith(text, covered):
+            before, first = first, last + 1
+        else:  # the first bytes of a character
+            text = ""
+        texts.append(text)
+        covered += len(text)
+    if ids:
+        texts[-1] += whole[covered:]
+    return texts
 
 
 def finished_text(batch: Batch, i: int, text: str) -> str:

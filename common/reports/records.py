@@ -5,7 +5,9 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
+import torch
 from PIL import Image
+from torch import Tensor
 
 from common import distributed
 from common.buffers import ENDINGS, Batch, Conversation
@@ -13,7 +15,13 @@ from common.cards import draw_regions, sample_card
 from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import Prompt, user_text
-from common.data.transcripts import finished_text, messages, plain_text, turn_texts
+from common.data.transcripts import (
+    finished_text,
+    messages,
+    plain_text,
+    token_texts,
+    turn_texts,
+)
 from common.reports.accuracy import vote_rates
 from common.rewards.judge import JudgeSettings, group_of
 from common.rewards.regions import region_record
@@ -78,18 +86,81 @@ def sample_record(batch: Batch, i: int, row: Prompt, turns: list[str]) -> dict:
     return record
 
 
-def sample_cards(batch: Batch, records: list[dict], picks: Sequence[int]) -> list[Image.Image]:
-    """Pictures of the samples ``picks``, on rank 0: images, frames of videos and images that
-    environments have shown, question and answer turn by turn, and the reward. All ranks must call it;
-    only rank 0 needs the records."""
-    images_shown = gather_images(batch, picks)
-    if not distributed.is_main():
-        return []
-    return [record_card(records[i], images) for i, images in zip(picks, images_shown)]
+# What a step may compute of each token; see `Batch`.
+PER_TOKEN = ("advantages", "values", "logprobs", "entropy", "kl")
 
 
-def record_card(record: dict, images: list[Image.Image] = []) -> Image.Image:
-    """A picture of a record, with ``images`` that an environment has shown."""
+def add_tokens(
+    batch: Batch, records: list[dict], picks: Sequence[int], processor: Processor
+) -> None:
+    """Write the tokens of the samples ``picks`` into their records, as "per_token"."""
+    turns = batch.turns
+    for i in picks:
+        records[i]["per_token"] = token_record(batch, i, turns[i], processor)
+
+
+def token_record(batch: Batch, i: int, turns: list[Tensor], processor: Processor) -> dict:
+    """What the tokens of sample i are, and the numbers that the step has computed of them: a list for
+    each, or one number where all are equal."""
+    start, end = batch.offsets[i : i + 2].tolist()
+    texts = [token_texts(turn.tolist(), processor) for turn in turns]
+    columns: dict = {"text": list(itertools.chain(*texts))}
+    for name in PER_TOKEN:
+        flat = getattr(batch, name)
+        if len(flat):
+            values = [three_digits(value) for value in flat[start:end].tolist()]
+            columns[name] = values[0] if len(set(values)) == 1 else values
+    if batch.conversations:
+        columns["turns"] = [len(turn) for turn in turns]
+    return columns
+
+
+def three_digits(value: float) -> float | None:
+    """None: not finite, which JSON cannot hold."""
+    return float(f"{value:.3g}") if math.isfinite(value) else None
+
+
+def first_samples(batch: Batch, prompts: int) -> list[int]:
+    """The indices of all samples of the first so many prompts that have samples."""
+    first = batch.prompt_index.unique()[:prompts]
+    return torch.isin(batch.prompt_index, first).nonzero()[:, 0].tolist()
+
+
+def show_images(batch: Batch, records: list[dict], picks: Sequence[int]) -> None:
+    """Put the images that environments have shown in the samples ``picks`` into the conversations of
+    their records, each as "file" of its part. All ranks must call it; only rank 0 needs the records."""
+    for i, images in zip(picks, gather_images(batch, picks)):
+        if records and images:
+            records[i]["conversation"] = with_images(records[i]["conversation"], images)
+
+
+def with_images(conversation: list[dict], images: list[Image.Image]) -> list[dict]:
+    """A copy of a conversation with its ``images``, in the order in which they were shown."""
+    left, chat = iter(images), []
+    for message in conversation:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [
+                part | {"file": next(left)} if part["type"] == "image" else part for part in content
+            ]
+        chat.append(message | {"content": content})
+    return chat
+
+
+def images_of(conversation: list[dict]) -> list[Image.Image]:
+    """The images that `with_images` has put into a conversation."""
+    contents = [message["content"] for message in conversation]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part["file"] for part in parts if "file" in part]
+
+
+def sample_cards(records: list[dict]) -> list[Image.Image]:
+    """Pictures of records, on rank 0: images, frames of videos and images that environments have
+    shown, question and answer turn by turn, and the reward."""
+    return [record_card(record) for record in records] if distributed.is_main() else []
+
+
+def record_card(record: dict) -> Image.Image:
     frames = picture(record["images"], record.get("regions"))
     caption = ""
     for name in ("reward", "advantage"):
@@ -102,7 +173,8 @@ def record_card(record: dict, images: list[Image.Image] = []) -> Image.Image:
         caption += f"reference: {reference}"
     if "judgement" in record:
         caption += f"\n{record['judgement']}"
-    return sample_card(frames + images, spoken_text(record), caption.rstrip())
+    frames += images_of(record.get("conversation", []))
+    return sample_card(frames, spoken_text(record), caption.rstrip())
 
 
 def picture(items: list, regions: dict | None) -> list[Image.Image]:

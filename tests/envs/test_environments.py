@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 import toy
 import train_ppo_vl as ppo
@@ -610,6 +611,20 @@ def test_a_run_that_knows_of_turns(qwen25, labelled, tmp_path):
     for record in (record for record in records(tmp_path) if "train/actor_updates" in record):
         assert record["train/actor_skipped"] == 0
         assert record["train/advantages_std"] > 0
+    samples = samples_of(tmp_path, "step-000002")
+    assert max(len(row["per_token"]["turns"]) for row in samples) >= 3
+    for row in samples:
+        tokens, turns = row["per_token"], turns_of(row)
+        assert sum(tokens["turns"]) == len(tokens["text"]) == row["response_length"]
+        pieces = iter(tokens["text"])
+        for turn, count in zip(turns, tokens["turns"], strict=True):
+            assert turn in "".join(itertools.islice(pieces, count))
+        parts = [part for one in row["conversation"] for part in one["content"]]
+        for part in parts:
+            if isinstance(part, dict) and part["type"] == "image":
+                size = Image.open(tmp_path / "samples" / part["file"]).size
+                assert size == (part["width"], part["height"])
+    assert list(tmp_path.glob("samples/step-000002/*.png"))
 
 
 def test_rewards_of_turns_stand_at_their_last_own_token():
