@@ -11,13 +11,14 @@ One step, in the order of `main`:
     prompts + images + targets -> packs -> update on the next-token loss of the targets -> report
 
 A row of --data is a JSON object, and its fields decide its kind; image paths are relative to its
-file. "source" is optional in every kind, "videos" in all but pictures. A response needs no
+file. "source" is optional in every kind, "videos" in those with text to judge. A response needs no
 <answer>: without one it is evaluated by its loss and, if it is short, by exact match.
 
     response   {"prompt": "what is this?", "images": ["x.png"], "response": "A cat."}
                {"messages": [...], "images": ["x.png"], "response": "Yes. <answer>yes</answer>"}
     pictures   {"prompt": "a red cross", "images": ["a.png", "b.png"], "preferred": "A",
                 "critique": "{A} is red."}
+    videos     {"prompt": "a cross that turns", "videos": ["a.mp4", "b.mp4"], "preferred": "B"}
     answers    {"prompt": "what is this?", "images": ["x.png"], "responses": ["a cat", "a dog"],
                 "preferred": "tie"}
     correct    {"question": "what is this?", "images": ["x.png"], "response": "a cat",
@@ -151,7 +152,7 @@ class JudgeArgs:
         "",
         "JSON {kind: question}, in which braces become columns of the row: correct and score hold {prompt} "
         "and {response}, rubric also {criterion}, answers {prompt}, {response_a} and {response_b}, pictures "
-        "{prompt} and two <image>",
+        "{prompt} and two <image>, videos {prompt} and two <video>",
         check=check_text,
     )
     orders: str = flag(

@@ -711,7 +711,7 @@ def advance(
 
 # The flags that identify a run: if one has changed, --resume auto refuses the checkpoint. A resumed run
 # takes all others as they are now.
-OF_REWARDS = "reward reward_recipe reward_combiner grm_question grm_mode env".split()
+OF_REWARDS = "reward reward_recipe reward_combiner grm_question grm_opponents grm_mode env".split()
 IDENTITY = {
     *flags.IDENTITY,
     *OF_REWARDS,
@@ -1904,7 +1904,11 @@ def check_sizes(refuse: flags.Refusals, args: Args) -> None:
 def check_advantages(refuse: flags.Refusals, args: Args) -> None:
     """Refuse flags that --advantage or --policy_loss would not use, or could not."""
     estimator, alone = ESTIMATORS[args.advantage], args.samples_per_prompt < 2
-    compares = {"advantage": estimator.compares, "dynamic_sampling": args.dynamic_sampling}
+    compares = {
+        "advantage": estimator.compares,
+        "dynamic_sampling": args.dynamic_sampling,
+        "grm_opponents": args.grm_opponents,
+    }
     for name, does in compares.items():
         refuse(
             does and alone,

@@ -278,6 +278,18 @@ def has_spread(rewards: Tensor, compared: Tensor) -> Tensor:
     return among(rewards, compared, "amax") - among(rewards, compared, "amin") >= ROUNDING
 
 
+def level(rewards: Tensor, compared: Tensor, noise: Tensor) -> Tensor:
+    """(S,) float64 rewards, in which the compared ones are equal to their mean if they differ by less than
+    the noise (S,) of one of them. NaN is compared with nothing."""
+    levelled = rewards.double().clone()
+    (known,) = torch.where(~rewards.isnan())
+    x, compared, noise = levelled[known], compared[known], noise[known]
+    spread = among(x, compared, "amax") - among(x, compared, "amin")
+    mean = among(x, compared, "sum") / among(torch.ones_like(x), compared, "sum")
+    levelled[known] = torch.where(spread < among(noise, compared, "amax"), mean, x)
+    return levelled
+
+
 def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, kl_coef: float) -> Tensor:
     """(S,) rewards and (N,) KL -> (N,): ``-kl_coef * kl``, plus the reward at the last token of each
     sequence."""

@@ -126,6 +126,11 @@ class RewardArgs:
         "answers and rubric that it was trained on",
         choices=("auto", "correct", "score", "answers", "rubric"),
     )
+    grm_opponents: int = flag(
+        0,
+        "above 0: a judge of pairs compares a response with so many others to its prompt, in both orders, "
+        "not with the reference answer; the reward is the expected share of wins (Pref-GRPO)",
+    )
     grm_mode: str = flag(
         "probability",
         "what a judge's reward is: its expected verdict (by probability), or the verdict of a critique "

@@ -1,6 +1,7 @@
 """A policy with a judge as its reward."""
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,6 +103,22 @@ def chances(
 ) -> list[float]:
     logs = [alone(folder, prompt, question, f"<answer>{word}</answer>", pictures) for word in words]
     return torch.tensor(logs, dtype=torch.float64).softmax(0).tolist()
+
+
+def levelled(values: list[float], answers: list[tuple], bound: float) -> list[float]:
+    """The rewards of answers (prompt, text), in which those of a prompt are their mean if they differ by
+    less than the bound; the mean of all, if all do."""
+    distinct = dict(zip(answers, values))
+
+    def level(part: dict) -> dict:
+        if max(part.values()) - min(part.values()) < bound:
+            return dict.fromkeys(part, statistics.fmean(part.values()))
+        return part
+
+    distinct = level(distinct)
+    for prompt, _ in answers:
+        distinct |= level({key: value for key, value in distinct.items() if key[0] == prompt})
+    return [distinct[answer] for answer in answers]
 
 
 PAIRS = [

@@ -1180,6 +1180,11 @@ RUNS = {
         "--prompts_per_step 3 --minibatches 3 --ema_beta 0.6 "
         "--ptx_data TASK/ptx.jsonl --ptx_coef 0.5 --ptx_batch 3",
     ),
+    "rivals": (  # a judge compares the samples to rows of one label; the others earn nothing
+        "qwen2_5_vl",
+        "--steps 2 --advantage grpo --data TASK/open.jsonl --reward_recipe TASK/rivals.json "
+        "--grm_opponents 2 --dynamic_sampling 2 --prompts_per_step 3 --eval_every 0",
+    ),
     "judging": (
         "qwen2_5_vl",
         "--steps 2 --advantage grpo --data TASK/judgements.jsonl --row_kind judgements --reward verdict "
@@ -1219,7 +1224,7 @@ RUNS = {
 # run by one group of ranks, as starting one takes as long as a run
 TOGETHER = (
     ["gae", "grpo", "judging"],
-    ["judged", "masked", "talking"],
+    ["judged", "rivals", "masked", "talking"],
     ["seeing exactly", "adapters", "looking"],
 )
 FAILURES = {  # name -> flags, the message
@@ -1253,9 +1258,20 @@ def checkpoints(qwen25, task, tmp_path_factory) -> dict[str, Path]:
         "qwen3_vl": write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3_vl"),
     }
     shutil.copytree(checkpoints["qwen3_vl"], task / "judge")
-    write_judge(task / "judge", ("correct", "yes"))
+    write_judge(task / "judge", ("correct", "yes"), ("answers", "A"))
     (task / "recipe.json").write_text(
         json.dumps({"*": [[f"grm:{task / 'judge'}", 1], ["exact", 0.5]]})
+    )
+    write_json(
+        task / "rivals.json", {"open": [[f"grm:{task / 'judge'}", 1]], "*": [["exact", 1]]}
+    )
+    write_rows(
+        task / "open.jsonl",
+        [
+            {"prompt": f"describe {i}", "images": [f"train-{i}-0.png"], "label": "open"}
+            for i in (1, 3, 6)
+        ]
+        + [{"prompt": f"count {i}", "answer": "1"} for i in range(2)],
     )
     write_json(task / "talk.json", {"*": [["env", 1], [f"grm:{task / 'judge'}", 0.5]]})
     write_rows(
@@ -1323,6 +1339,19 @@ def test_one_rank_equals_two_ranks(both, name):
     exports = one.glob(f"export*/step-{records(one)[-1]['step']}/**/*.safetensors")
     for folder in {file.parent.relative_to(one) for file in exports}:
         assert_close_weights(one / folder, two / folder)
+
+
+def test_a_group_that_a_judge_compares_earns_half_of_what_there_is(both):
+    """Where every sample meets as many others, the shares of wins of a prompt have the mean 1/2; a prompt
+    without spread was replaced as long as there were rollouts."""
+    _, out = both("rivals")
+    samples = [row for step in (1, 2) for row in samples_of(out, f"step-{step:06d}")]
+    judged = [row["reward"] for row in samples if row["label"] == "open"]
+    assert judged
+    assert np.mean(judged) == pytest.approx(0.5, abs=1e-3)
+    assert len(set(judged)) > 1
+    steps = [record for record in records(out) if "rollout/rollouts" in record]
+    assert [step["rollout/rollouts"] for step in steps] == [2, 2]
 
 
 def test_one_and_two_ranks_agree_as_the_readme_says(both):

@@ -91,9 +91,16 @@ KINDS = {
         f"Which picture fits the request better? {SAY_WHO_WINS}",
         WINNERS,
     ),
+    "videos": Kind(  # the two clips of the row
+        {"preferred": tuple(WINNERS)},
+        "Request: {prompt}\nVideo A: <video>\nVideo B: <video>\n"
+        f"Which video fits the request better? {SAY_WHO_WINS}",
+        WINNERS,
+    ),
 }
 RESPONSE = "response"  # the label of a row that is no judgement, but a response to imitate
-PAIRS = ("answers", "pictures")
+MEDIA_PAIRS = ("pictures", "videos")  # what the policy did not write: the media of the row
+PAIRS = ("answers", *MEDIA_PAIRS)
 # What a judge can be asked about a response of a policy; --grm_question auto is the first of them that
 # it was trained on.
 ABOUT_RESPONSES = ("correct", "score", "answers", "rubric")
@@ -251,7 +258,9 @@ JUDGEMENT_COLUMNS = {
 }
 ORDERS = ("given", "swapped")
 # Names of the two sides in a critique that is shown in both orders.
-FIXED_NAMES = re.compile(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b")
+FIXED_NAMES = re.compile(
+    r"\b(?i:pictures?|images?|videos?|clips?|answers?|responses?|options?) [AB]\b"
+)
 
 
 class Judgement(NamedTuple):
@@ -282,7 +291,7 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[Judg
     if not isinstance(prompt, str):
         raise ValueError(f"a row of the kind {kind} has a text as prompt, not {prompt!r:.80}")
     # Where the marks do not fit the images, `make_prompt` says what is wrong.
-    if kind != "pictures" and sum(map(prompt.count, MEDIA_MARKS)) == len(images):
+    if kind not in MEDIA_PAIRS and sum(map(prompt.count, MEDIA_MARKS)) == len(images):
         prompt = user_text(message_turns(prompt), len(images))
     both = kind in PAIRS and orders == "both"
     if both and FIXED_NAMES.search(row.get("critique") or ""):
@@ -300,11 +309,11 @@ def judgement_in(
     images, responses = media_list(row), judged_responses(row)
     critique, verdict = row.get("critique") or "", in_order(right_verdict(row), order)
     if kind in PAIRS:
-        check_sides(kind, images if kind == "pictures" else responses)
+        check_sides(kind, images if kind in MEDIA_PAIRS else responses)
         critique = fill_in(critique, {side: in_order(side, order) for side in SWAPPED})
     if order == "swapped":
         responses = responses[::-1]
-        images = images[::-1] if kind == "pictures" else images
+        images = images[::-1] if kind in MEDIA_PAIRS else images
     criterion = row.get("criterion") or ""
     question = settings.question(kind, responses, prompt=prompt, criterion=criterion)
     text = judgement_text(critique, verdict)
@@ -315,6 +324,8 @@ def kind_of_row(row: dict) -> str:
     """The kind that a row's columns make it. Raises ValueError: those of none."""
     targets = {name for name in TARGET_COLUMNS if row.get(name) is not None}
     kinds = {RESPONSE: {RESPONSE}} | {name: set(kind.form) for name, kind in KINDS.items()}
+    if targets == kinds["pictures"] and (row.get("videos") or row.get("video")):
+        return "videos"
     for kind, columns in kinds.items():
         if targets == columns:
             return kind

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import distributed
+from common import distributed, losses
 from common.buffers import Batch
 from common.data.loader import load_pixels
 from common.data.processor import Processor, answer_frame
@@ -74,14 +74,31 @@ def build(
             scorer.module.requires_grad_(False)
             scorer.check_rows(reward.rows_of(source, rows))
         source.score, modules[source.name] = scorer, scorer.module
+    opponents, judges = reward.args.grm_opponents, [source.score for source in reward.sources]
+    if opponents and not any(isinstance(each, JudgeModel) and each.opponents for each in judges):
+        raise UserError(
+            f"--grm_opponents {opponents} needs a judge of pairs: a grm:FOLDER among the rewards, whose "
+            'judge.json has the verdicts of "answers", with --grm_question auto or answers'
+        )
     return modules
 
 
 WORTH = {"yes": 1.0, "no": 0.0, "A": 1.0, "B": 0.0, "tie": 0.5}  # of a verdict; a score is its own
 
+# How far a model's logits are off, as a share of their size. For float32 this is more than its rounding: a
+# judge that tells two answers apart by a thousandth of a nat has no opinion.
+LOGIT_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2**-8}
+VERDICT_LOGIT = 10.0  # the usual size of a verdict's logit
+
 Answer = tuple[int, str]  # a prompt of the batch, and what is said of it
-# Columns (K,) of K answers, "reward" and components; and what a judge says of each, if it is one.
-Opinions = tuple[dict[str, Tensor], list[str]]
+
+
+class Opinions(NamedTuple):
+    """What a model says of K answers."""
+
+    columns: dict[str, Tensor]  # (K,) each: "reward" and components
+    noise: dict[str, Tensor]  # (K,) by column: smaller differences are rounding of the model
+    notes: list[str] = []  # of a judge, on each answer
 
 
 @dataclass
@@ -94,6 +111,11 @@ class RewardModel:
     args: RewardArgs
     offload: str
     write: Write
+
+    @property
+    def logit_error(self) -> float:
+        """How far the model's logits are off, as a share of their size."""
+        return LOGIT_ERROR[self.module.model.setup.dtype]
 
     def check_rows(self, rows: list[Prompt]) -> None:
         """Raises ValueError: rows about which the model cannot be asked."""
@@ -109,15 +131,23 @@ class RewardModel:
 
     def __call__(self, batch: Batch, used: list[int], policy: Processor) -> Scores:
         """What the model says of the samples ``used``, whole conversations. Equal answers share a result:
-        asked separately, they would differ by rounding."""
+        asked separately, they would differ by rounding. Answers whose rewards differ by rounding alone
+        get their mean: an estimator that divides by a spread would make advantages of the noise."""
         texts = whole_texts(batch, used, policy)
         answers = list(zip(batch.prompt_index[used].tolist(), texts))
         index_of = {answer: k for k, answer in enumerate(dict.fromkeys(answers))}  # K answers
         with on_device(self.offload, self.module):
-            columns, notes = self.ask(batch, list(index_of))
+            opinions = self.ask(batch, list(index_of))
+        prompt = torch.tensor([index for index, _ in index_of])  # (K,)
         picks = [index_of[answer] for answer in answers]
-        columns = {name: column[picks] for name, column in columns.items()}
-        return Scores(used, columns, notes=[notes[k] for k in picks if notes])
+        columns = {}
+        for name, column in opinions.columns.items():
+            if name in opinions.noise:
+                # all that were asked about are compared, too: cpgd divides by their spread
+                for compared in (torch.zeros_like(prompt), prompt):
+                    column = losses.level(column, compared, opinions.noise[name])
+            columns[name] = column[picks]
+        return Scores(used, columns, notes=[opinions.notes[k] for k in picks if opinions.notes])
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Opinions:
         """The model's opinions of answers, which are in the order of their prompts."""
@@ -154,6 +184,12 @@ class RewardModel:
         return text
 
 
+def rivals(siblings: list[str], text: str, count: int) -> list[str]:
+    """The ``count`` answers to a prompt that follow the answer ``text``, in a circle."""
+    start = siblings.index(text) + 1
+    return (siblings[start:] + siblings[: start - 1])[:count]
+
+
 class Question(NamedTuple):
     """A question about one of several answers."""
 
@@ -166,7 +202,8 @@ class Question(NamedTuple):
 @dataclass
 class JudgeModel(RewardModel):
     """A generative judge (train_grm_vl.py). It is asked about each distinct response once; with a rubric
-    once for each criterion, and about a response beside the reference answer in both orders.
+    once for each criterion, and about a response beside the reference answer, or beside each of its
+    --grm_opponents, in both orders.
 
     Its verdicts are worth: no 0, yes 1; a score itself; a lost pair 0, a tie 1/2, a won pair 1. A
     critique without a verdict is worth the lowest of them.
@@ -179,7 +216,11 @@ class JudgeModel(RewardModel):
         # headers are read once
         self.measure = functools.cache(functools.partial(measure, self.processor))
         self.settings = JudgeSettings.of(self.processor)
-        self.kind = self.settings.kind_to_ask(self.args.grm_question)
+        wanted = self.args.grm_question
+        if self.args.grm_opponents and wanted == "auto" and "answers" in self.settings.verdicts:
+            wanted = "answers"
+        self.kind = self.settings.kind_to_ask(wanted)
+        self.opponents = self.args.grm_opponents if self.kind == "answers" else 0
         self.verdicts = self.settings.verdicts[self.kind]
         values = [WORTH[v] if v in WORTH else float(v) for v in self.verdicts]
         self.worth = torch.tensor(values, dtype=torch.float64)  # (V,)
@@ -189,24 +230,32 @@ class JudgeModel(RewardModel):
         super().check_row(row)
         if self.kind == "rubric":
             read_rubric(row.row)
-        if self.kind == "answers" and row.reference is None:
-            raise ValueError("no reference answer, beside which the judge is shown a response")
+        if self.kind == "answers" and row.reference is None and not self.opponents:
+            raise ValueError(
+                "no reference answer, beside which the judge is shown a response (--grm_opponents shows it "
+                "the other responses instead)"
+            )
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Opinions:
-        questions = []  # Q of them
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
-            for k, (index, text) in enumerate(answers):
-                questions += self.questions_about(k, batch.prompts[index], text)
-        about = [answers[question.answer][0] for question in questions]
-        chances, notes = self.judge(batch, about, [question.prompt for question in questions])
+            questions = self.questions(batch, answers)  # Q of them
+        if not questions:  # no answer has a rival
+            half = torch.full((len(answers),), 0.5, dtype=torch.float64)
+            return Opinions({"reward": half}, noise={})
+        chances, notes = self.judge_once(batch, answers, questions)
         parsed = chances.sum(dim=1)  # (Q,)
         worth = torch.stack([question.worth for question in questions])  # (Q, V)
         values = (chances * worth).sum(dim=1) + (1 - parsed) * self.worth.min()
-        answer_of = torch.tensor([question.answer for question in questions])
+        about = torch.tensor([question.answer for question in questions])
         weight = torch.tensor([question.weight for question in questions], dtype=torch.float64)
-        columns = {"reward": answer_of.bincount(weight * values) / answer_of.bincount(weight)}
+
+        def sums(values: Tensor) -> Tensor:  # (Q,) -> (K,)
+            return about.bincount(values, minlength=len(answers))
+
+        # an answer without a rival, which nothing is asked about, earns a half
+        columns = {"reward": (sums(weight * values) / sums(weight)).nan_to_num(0.5)}
         if self.args.grm_mode == "critique":
-            columns["parsed"] = answer_of.bincount(parsed) / answer_of.bincount()
+            columns["parsed"] = sums(parsed) / sums(torch.ones_like(weight))
         remarks = [[] for _ in answers]
         for question, note, value in zip(questions, notes, values):
             remarks[question.answer].append(note)
@@ -214,17 +263,51 @@ class JudgeModel(RewardModel):
                 name = f"criterion_{len(remarks[question.answer])}"
                 nothing = torch.full_like(columns["reward"], math.nan)
                 columns.setdefault(name, nothing)[question.answer] = value
-        return columns, list(map(" | ".join, remarks))
+        share = (sums(weight.square()).sqrt() / sums(weight)).nan_to_num(0.0)
+        noise = self.noise_of(columns, share)
+        return Opinions(columns, noise, list(map(" | ".join, remarks)))
+
+    def noise_of(self, columns: dict[str, Tensor], share: Tensor) -> dict[str, Tensor]:
+        """(K,) of the columns of expected verdicts, how far they may differ by rounding. Where log-probs
+        are off by e, a probability is by e / 4, and a difference of two by twice that; the errors of an
+        answer's questions leave the ``share`` (K,) of that in their mean. A verdict that is written has
+        no rounding."""
+        if self.args.grm_mode == "critique":
+            return {}
+        reach = float(self.worth.max() - self.worth.min())
+        single = 2 * reach * VERDICT_LOGIT * self.logit_error / 4
+        noise = {name: torch.full_like(share, single) for name in columns}
+        return noise | {"reward": single * share}
+
+    def questions(self, batch: Batch, answers: list[Answer]) -> list[Question]:
+        """The questions about all answers, those about one side by side. Two rivals share their prompts."""
+        siblings = {}  # the answers to a prompt
+        for index, text in answers:
+            siblings.setdefault(index, []).append(text)
+
+        @functools.cache
+        def comparison(index: int, a: str, b: str) -> Prompt:
+            return self.question(batch.prompts[index], [a, b])
+
+        questions = []
+        for k, (index, text) in enumerate(answers):
+            row = batch.prompts[index]
+            if self.kind != "answers":
+                questions += self.questions_about(k, row, text)
+                continue
+            others = [row.reference or ""]
+            if self.opponents:
+                others = rivals(siblings[index], text, self.opponents)
+            response = self.without_markup(text)
+            for other in map(self.without_markup, others):
+                asked = comparison(index, response, other), comparison(index, other, response)
+                for prompt, worth in zip(asked, (self.worth, 1 - self.worth)):
+                    questions.append(Question(k, prompt, 1.0, worth))
+        return questions
 
     def questions_about(self, number: int, row: Prompt, text: str) -> list[Question]:
-        """The questions about the answer ``text`` to a row: one for each criterion or order."""
+        """The questions about the answer ``text`` to a row alone: one, or one for each criterion."""
         response = self.without_markup(text)
-        if self.kind == "answers":
-            sides = [response, self.without_markup(row.reference or "")]
-            return [
-                Question(number, self.question(row, sides), 1.0, self.worth),
-                Question(number, self.question(row, sides[::-1]), 1.0, 1 - self.worth),
-            ]
         if self.kind != "rubric":
             return [Question(number, self.question(row, [response]), 1.0, self.worth)]
         questions = []
@@ -232,6 +315,19 @@ class JudgeModel(RewardModel):
             prompt = self.question(row, [response], criterion=self.without_markup(criterion))
             questions.append(Question(number, prompt, weight, self.worth))
         return questions
+
+    def judge_once(
+        self, batch: Batch, answers: list[Answer], questions: list[Question]
+    ) -> tuple[Tensor, list[str]]:
+        """`judge` of all questions, equal ones asked once: two rivals share theirs."""
+        first = {}  # question by its prompt
+        for question in questions:
+            first.setdefault(id(question.prompt), question)
+        about = [answers[question.answer][0] for question in first.values()]
+        chances, notes = self.judge(batch, about, [question.prompt for question in first.values()])
+        place = {key: number for number, key in enumerate(first)}
+        places = [place[id(question.prompt)] for question in questions]
+        return chances[places], [notes[number] for number in places]
 
     def question(self, row: Prompt, responses: list[str], **columns: str) -> Prompt:
         """A question about responses to a row."""
@@ -315,5 +411,5 @@ class ScalarModel(RewardModel):
             targets.setdefault(index, []).append(torch.tensor([*target, frame.end]))
         questions = self.with_their_images(batch, list(prompts), list(prompts.values()))
         candidates = questions.with_targets(list(targets.values()))
-        values = values_of(self.module, candidates)
-        return {"reward": values[candidates.offsets[1:] - 1].double()}, []  # (K,)
+        values = values_of(self.module, candidates)[candidates.offsets[1:] - 1].double()  # (K,)
+        return Opinions({"reward": values}, {"reward": 2 * self.logit_error * values.abs()})

@@ -4,8 +4,10 @@ its video processor's `patchify`, log-probs by one forward per sample, greedy ro
 judgements by `generate`; what a clip's time is; and that every bad clip is refused."""
 
 import json
+import re
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -273,6 +275,31 @@ def test_packed_logprobs_equal_one_forward_per_sample(family):
 
 def test_greedy_rollouts_equal_generate(family):
     check_rollouts(family, hf_inputs)
+
+
+def test_a_pair_of_clips_is_asked_about_in_both_orders(rows, tmp_path):
+    """By the built-in template, without a picture; the sides change places with the verdict."""
+    pair = {"prompt": "a fast one", "videos": [LONG, LOOP], "preferred": "B"}
+    folder = Path(rows).parent
+    path = write_rows(folder / "pairs.jsonl", [pair])
+    args = DataArgs(data=path, video_frames=FRAMES)
+    processor = Processor(write_family("qwen3_vl", tmp_path / "judge"), args)
+    settings = judgements.JudgeSettings.to_train(processor)
+    examples = judgements.load_judgements(path, processor, settings, args)
+    sides = [tuple(str(folder / name) for name in clip) for clip in (LONG, LOOP)]
+    sought = [(sides, "B"), (sides[::-1], "A")]
+    for example, (clips, verdict) in zip(examples, sought, strict=True):
+        prompt = example.prompt
+        assert prompt.label == "videos"
+        assert list(prompt.images) == clips
+        assert prompt.reference == verdict
+        _, request, a, b, _ = re.split("Request: |Video [AB]: |Which ", prompt.text)
+        assert request == "a fast one\n"
+        assert a.count("<|video_pad|>") == b.count("<|video_pad|>") > 0
+        assert example.text == f"<answer>{verdict}</answer>"
+    alone = pair | {"videos": [LONG]}
+    with value_error("a row of the kind videos compares two videos, not 1"):
+        judgements.read_judgement(alone, settings, "both")
 
 
 def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):

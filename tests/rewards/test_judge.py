@@ -51,7 +51,7 @@ from conftest import (
     write_rows,
 )
 from families import write_family
-from judging import alone, answered, ask, build, chances, score, tokens_of
+from judging import alone, answered, ask, build, chances, levelled, score, tokens_of
 
 # one twice for its prompt, one that must not become a picture
 SAID = [["3", "a circle", "3"], ["<image>"], ["", "no idea"]]
@@ -81,8 +81,11 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(
         values = {"correct": {"yes": 1, "no": 0}, "score": {"-4": -4, "1": 1, "2.5": 2.5}}[kind]
         p = chances(judges[which], prompt, ask(prompt, kind, response=text), list(values))
         expected.append(sum(map(operator.mul, p, values.values())))
-    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
     assert max(expected) - min(expected) > 1e-4
+    reach = max(values.values()) - min(values.values())
+    answers = list(zip(batch.prompt_index.tolist(), texts))
+    expected = levelled(expected, answers, 5e-4 * reach)
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
     # the same answer twice
     assert scored.rewards[0] == scored.rewards[2]
     assert len(scored.judgements) == 6
@@ -105,21 +108,138 @@ def win_rate(folder: Path, prompt: Prompt, response: str, reference: str) -> flo
 def test_a_judge_of_pairs_is_a_reward_without_a_flag(qwen25, picture_rows, judges, tmp_path):
     """It is asked what it was trained on: in both orders, beside the reference, as Hugging Face's model
     says it alone. Rows without a reference are refused, with their lines."""
-    judge = read_json(judges["near"] / "judge.json")
-    judge["verdicts"] = {"answers": judge["verdicts"]["answers"]}
-    folder = judge_folder(judges, tmp_path, judge)
+    folder = judge_of_pairs(judges, tmp_path)
     env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", f"grm:{folder}")
     scored = score(env, reward, batch)
     expected = []
     for group, text in zip(batch.prompt_index.tolist(), texts):
         prompt = env.prompts[group]
         expected.append(win_rate(folder, prompt, text, prompt.reference))
-    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
     assert max(expected) - min(expected) > 1e-4
+    answers = list(zip(batch.prompt_index.tolist(), texts))
+    expected = levelled(expected, answers, 5e-4 / 2**0.5)
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
     assert all(len(text.split(" | ")) == 2 for text in scored.judgements)
     row = replace(env.prompts[1], reference=None)
     with user_error("grm:.*rows.jsonl:2: no reference answer"):
         build(env, reward, [env.prompts[0], row])
+
+
+def judge_of_pairs(judges, tmp_path) -> Path:
+    """A judge that was trained on nothing else."""
+    judge = read_json(judges["near"] / "judge.json")
+    judge["verdicts"] = {"answers": judge["verdicts"]["answers"]}
+    return judge_folder(judges, tmp_path, judge)
+
+
+@pytest.mark.parametrize("opponents", marked([1, 3]))
+def test_a_judge_compares_the_responses_of_a_group(
+    qwen25, picture_rows, judges, tmp_path, opponents
+):
+    """The share of wins against the others that follow, in both orders, as Hugging Face's model says it
+    alone, without reference answers. Two that are compared twice are asked about once, and the only answer
+    to its prompt earns a half."""
+    texts = [["3", "a circle", "3", "four"], ["<image>", "<image>"]]
+    folder = judge_of_pairs(judges, tmp_path)
+    flags = words("--reward", f"grm:{folder}", f"--grm_opponents {opponents}")
+    env, reward, batch = answered(qwen25, picture_rows, texts, *flags)
+    build(env, reward, [replace(row, reference=None) for row in env.prompts])
+    scorer, asked = reward.sources[0].score, []
+    judge = scorer.judge
+    scorer.judge = lambda *parts: asked.append(len(parts[2])) or judge(*parts)
+    scored, expected = score(env, reward, batch), []
+    answers = list(zip(batch.prompt_index.tolist(), sum(texts, [])))
+    for group, text in answers:
+        others = list(dict.fromkeys(texts[group]))
+        at = others.index(text)
+        others = (others[at + 1 :] + others[:at])[:opponents]
+        wins = [win_rate(folder, env.prompts[group], text, other) for other in others]
+        expected.append(statistics.fmean(wins) if wins else 0.5)
+    assert max(expected) - min(expected) > 1e-4
+    bound = 5e-4 / (2 * min(opponents, 2)) ** 0.5
+    expected = levelled(expected, answers, bound)
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
+    assert asked == [6]
+
+
+def test_written_verdicts_on_a_group_are_shares_of_wins(
+    qwen25, picture_rows, judges, tmp_path, monkeypatch
+):
+    """One verdict for both of two rivals; one that is not read is a loss for both."""
+    flags = words("--reward", f"grm:{judge_of_pairs(judges, tmp_path)}", "--grm_opponents 1")
+    flags += words("--grm_mode critique --grm_max_new_tokens 2")
+    texts = [["3", "a circle"], ["3", "no idea", "four"]]
+    env, reward, batch = answered(qwen25, picture_rows, texts, *flags)
+    # of the first prompt; then "3" and "no idea", "no idea" and "four", "four" and "3", in both orders
+    verdicts = iter(["A", "B", "A", "A", None, "tie", "B", "B"])
+    monkeypatch.setattr(reward_models, "parse_verdict", lambda *_: next(verdicts))
+    scored = score(env, reward, batch)
+    assert scored.rewards.tolist() == [1.0, 0.0, 0.5, 0.25, 0.5]
+    assert scored.components["parsed"].tolist() == [1.0, 1.0, 1.0, 0.5, 1.0]
+    assert not list(verdicts)
+
+
+def test_opponents_need_a_judge_of_pairs_and_other_samples(qwen25, picture_rows, judges):
+    env = start(qwen25, picture_rows, "--advantage grpo --reward", f"grm:{judges['near']}")
+    for changes in ({"grm_question": "correct"}, {"reward": "exact"}):
+        args = replace(env.args, grm_opponents=2, **changes)
+        with user_error("--grm_opponents 2 needs a judge of pairs: a grm:FOLDER among the rewards"):
+            build(env, sources.load_rewards(args))
+    build(env, sources.load_rewards(replace(env.args, grm_opponents=2)))
+    flags = "--model m --data d.jsonl --advantage gae --samples_per_prompt"
+    with user_error("--grm_opponents 2 compares the samples of a prompt: --samples_per_prompt 1"):
+        ppo.parse_args(words(f"{flags} 1 --reward grm:x --grm_opponents 2"))
+
+
+SURE = [math.log(share) for share in (0.7, 0.2, 0.1)]  # log-probs of A, B and tie
+
+
+def test_a_judge_that_always_says_the_same_gives_no_advantages(
+    qwen25, picture_rows, judges, tmp_path, monkeypatch
+):
+    """It prefers A, whatever A says; what tells answers apart is rounding. A group earns one reward, to the
+    last bit, so no estimator makes advantages of it."""
+    flags = words("--reward", f"grm:{judge_of_pairs(judges, tmp_path)}", "--grm_opponents 2")
+    texts = [["3", "a circle", "four"], ["<image>", "no", "yes", "no"], ["", "no idea"]]
+    env, reward, batch = answered(qwen25, picture_rows, texts, *flags)
+
+    def log_probs(_, questions):
+        shape = len(questions.prompts), 3
+        noise = torch.randn(shape, dtype=torch.float64, generator=seeded(3))
+        return torch.tensor(SURE, dtype=torch.float64) + size * noise
+
+    monkeypatch.setattr(reward_models.JudgeModel, "verdict_logprobs", log_probs)
+    size = 2e-4
+    scored = score(env, reward, batch)
+    assert len(scored.rewards.unique()) == 1
+    assert scored.rewards.tolist() == pytest.approx([0.5] * 9, abs=1e-4)
+    assert sources.prompts_with_spread(scored) == []
+    inputs = losses.AdvantageInputs(
+        scored.rewards,
+        torch.zeros(len(batch.tokens)),
+        0.0,
+        batch.own_lengths,
+        batch.prompt_index,
+        turn_ends=batch.turn_ends,
+    )
+    compared = [name for name, each in ppo.ESTIMATORS.items() if each.compares] + ["cpgd"]
+    for name in compared:
+        assert not ppo.ESTIMATORS[name].estimate(inputs)[0].any(), name
+    size = 0.1  # more than rounding
+    assert sources.prompts_with_spread(score(env, reward, batch)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype, apart", [(torch.float32, True), (torch.bfloat16, False)])
+def test_rewards_are_levelled_by_what_the_type_rounds(dtype, apart):
+    """Rewards of a scalar model that differ by 0.4 %: bfloat16 has 8 bits. A group without a value, and
+    one of a single sample, stay as they are."""
+    rewards = torch.tensor([5.0, 5.02, math.nan, -3.0], dtype=torch.float64)
+    noise = 2 * reward_models.LOGIT_ERROR[dtype] * rewards.abs()
+    levelled = losses.level(rewards, torch.tensor([0, 0, 0, 1]), noise)
+    expected = [5.0, 5.02] if apart else [5.01, 5.01]
+    assert levelled[:2].tolist() == pytest.approx(expected, abs=1e-12)
+    assert levelled[2:].isnan().tolist() == [True, False]
+    assert levelled[3] == -3.0
 
 
 @pytest.mark.slow
