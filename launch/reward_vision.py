@@ -1,6 +1,7 @@
 r"""Rewards of perception, to use or to copy: --reward launch/reward_vision.py:NAME
 
-    choice    one letter, or the text of one of the row's "options" or "choices"
+    choice    one letter, or the text of one of the row's "options" or "choices"; where the truth is
+              several letters, "A, C", these in any order
     number    one number, within 5 % of the truth as in ChartQA, or within the row's "tolerance" (0 for
               years: 5 % are a century); if the truth is not a number, as words
     count     one number, exactly
@@ -14,7 +15,8 @@ r"""Rewards of perception, to use or to copy: --reward launch/reward_vision.py:N
 The truth is the row's "answer"; for words and anls any of its "answers", or of the elements of an
 answer that is a list.
 
-Numbers are in digits or, without digits, in words from zero to twenty; 2.5 million is 2500000.
+Numbers are in digits or, without digits, in words: twenty-one, a dozen, none. 2.5 million is 2500000, 50k
+50000, and the result of "2 + 1 = 3" is 3.
 
 The answer of a response follows its thought: the last <answer>, <|begin_of_box|> or \boxed{}, if there
 is one, and in that the last fence. Everything in it counts: several letters or numbers are not an
@@ -35,7 +37,9 @@ from common.rewards.rules import (
     ALIKE,
     answers_equal,
     format_score,
+    listed_letters,
     plain_text,
+    read_letter_set,
     read_letters,
     read_number,
     read_numbers,
@@ -83,6 +87,9 @@ def texts_of(row: dict, column: str) -> list[str]:
 def plain(text) -> str:
     """A text or number without case, LaTeX, punctuation around it, and the dash of a list."""
     text = words_of(str(number_as_text(text))).removeprefix("- ")
+    word = text.strip(OUTER)
+    if word.isascii() and word.isalnum():  # what most items are, in a tenth of the time
+        return word if word.isdigit() else spelled(word)
     return spelled(text).strip(OUTER)
 
 
@@ -90,9 +97,14 @@ def plain(text) -> str:
 def choice(answer, truth, row):
     letters = letters_of(row)
     right = chosen(truth, letters)
-    if len(right) != 1:
-        raise ValueError(f"the answer {truth!r} is neither a letter nor one of the row's options")
-    return float(chosen(answer, letters) == right)
+    if len(right) == 1:
+        return float(chosen(answer, letters) == right)
+    right = read_letter_set(truth)
+    if not right:
+        raise ValueError(
+            f"the answer {truth!r} is neither a letter nor one of the row's options, nor several letters"
+        )
+    return float(listed_letters(answer) == right)
 
 
 def letters_of(row: dict) -> dict:
@@ -126,7 +138,7 @@ def number(answer, truth, row):
 def count(answer, truth, row):
     right = read_number(truth)
     if right is None:
-        raise ValueError(f"the answer {truth!r:.80}, no number in digits or as zero to twenty")
+        raise ValueError(f"the answer {truth!r:.80}, no number in digits or words")
     return float(read_numbers(answer) == {right})
 
 
@@ -197,7 +209,11 @@ def read_items(text: str, separator: str = SEPARATOR) -> list[str]:
         numbered = [NUMBERED.fullmatch(piece) for piece in values]
         if [match and int(match[1]) for match in numbered] == [*range(1, len(values) + 1)]:
             values = [match[2] for match in numbered]
-    return [item for item in map(plain, values) if item]
+    texts = [str(number_as_text(value)) for value in values]
+    spellings = {
+        text: plain(text) for text in {*texts}
+    }  # each once: some responses repeat an item without end
+    return [spellings[text] for text in texts if spellings[text]]
 
 
 def read_list(text: str) -> list | None:

@@ -4,6 +4,7 @@ r"""Rules that score a response by its text.
     after_thought         what the response says after its thoughts
     extract_answer        the last `\boxed{...}`, or <answer>...</answer>
     answers_equal         text, choice letters, numbers, fractions, ordered lists
+    read_letter_set       a reference that is several letters
     plain_text, words_of  a text without differences that nobody sees; also without case and spaces
     read_letters          the letters of options that a text names
     read_numbers          the numbers in a text
@@ -17,8 +18,11 @@ launch/convert.py read this file without the rest of common/, which needs torch.
 
 import re
 import unicodedata
+from collections.abc import Collection
 from fractions import Fraction
 from statistics import multimode
+
+from .numerals import in_digits
 
 Columns = dict[str, list[float]]  # a number for each sample: "reward" and its components
 # not the possessive *+, which finds nothing here before Python 3.11.5
@@ -68,18 +72,31 @@ QUOTIENT = re.compile(
 )
 # in a text, but not the power of a unit: 50 cm^2
 IN_TEXT = re.compile(rf"(?<![\w.])(?<![a-z}}]\^)[+-]?{NUMBER}{EXPONENT}", re.ASCII)
+NONE = re.compile(r"\bnone\b")
 LONGEST = 32  # characters of a number in a text; what is longer is none
-NUMERALS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
-fifteen sixteen seventeen eighteen nineteen twenty""".split()
-DIGITS = {word: str(number) for number, word in enumerate(NUMERALS)}
 SCALES = {"thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
 SCALES |= {"万": "e4", "亿": "e8"}
 MIXED = (  # numbers that are partly words: minus 3   2.5 million
-    (rf"(?:\b(?:minus|negative) |负)(?=[\d.]|{'|'.join(NUMERALS)})", "-"),
+    (r"(?:\b(?:minus|negative) |负)(?=[\d.])", "-"),
     (
         rf"(?<![\w./,])({NUMBER}) ?({'|'.join(SCALES)})",
         lambda match: match[1] + SCALES[match[2]],
     ),
+)
+# 50k   $2B   1.5bn: letters that touch a number are its scale, and those apart a unit: 300 K   300\text{K}
+LETTER_SCALES = {"k": "e3", "M": "e6", "B": "e9", "bn": "e9"}
+TOUCHING = re.compile(rf"(?<![\w.,])({NUMBER})([kKMB]|(?i:bn))(?!\w)", re.ASCII)
+APART = re.compile(r"\d(?:[\s~{}]|\\[a-z]+|\\[,;: !])+([kKMB])(?!\w)", re.ASCII)
+# A calculation before its result: 2 + 1 = 3
+SUM = re.compile(
+    rf"(?<![\w.)+*/-])[+-]?{NUMBER}(?:\s*(?:[-+*/×÷·x]|\\times|\\cdot|\\div)\s*{NUMBER})+"
+    r"(\s*=\s*(?=[+-]?[\d.]))?",
+    re.ASCII,
+)
+# Several choices, each a letter of its own: A, C   (A) and (C)   A、C
+ONE_LETTER = r"(?:[A-J]|\([A-J]\))"
+LETTER_SET = re.compile(
+    rf"{ONE_LETTER}(?:(?:\s*[,;、&]\s*(?:and\s+)?|\s+and\s+|\s*[和与]\s*){ONE_LETTER})+"
 )
 # Two or four numbers in brackets. As Qwen2-VL writes the corners of a box, each has its own.
 # Axes may be named: click(x=10, y=20)   {"x": 10, "y": 20}
@@ -96,12 +113,23 @@ LABEL = re.compile(
     r"""["'](?:label|name|ref|category)["']\s*:\s*(?:"([^"]*)"|'([^']*)')"""
     r"|<(?:ref|\|object_ref_start\|)>([^<]*)"
 )
+IT = "(?:it|there|this|that|he|she|they|these|those|you|we|i)"
+IS = "(?:is|are|am|was|were|do|does|did|has|have|had|can|could|will|would|should|must)"
+WITHOUT_LEAD = (rf"^ ?{LEAD}(?=.)", "")
+OF_WORDS = (  # the spellings of a text without LaTeX, emphasis and brackets
+    (r"(?<=\d) ?per ?cents?\b", "%"),
+    *MIXED,
+    (rf"^ ?(yes)[,.;]? {IT} {IS}[.!]?$", r"\1"),  # yes, it is
+    (rf"^ ?(no)[,.;]? {IT} (?:{IS}(?:n't| not)|can't|cannot|won't)[.!]?$", r"\1"),
+    (r"(?<=\d) (?=[a-z°])", ""),  # 3 cm is 3cm
+    (r" (?!\w)|(?<![\w,]) ", ""),  # the other spaces have a meaning: "1 2" is not "12"
+)
 SPELLINGS = [  # applied in this order to lower-case text
     (re.compile(pattern, re.ASCII), new)
     for pattern, new in (
         (r"(?<!\w)\*\*([^*]+)\*\*(?!\w)", r"\1"),  # **Answer:** b
         (r"\\(?:text[a-z]*|math[a-z]+|mbox) ?\{([^{}]*)\}", r" \1 "),
-        (rf"^ ?{LEAD}(?=.)", ""),
+        WITHOUT_LEAD,
         (r"(?<!\\)\\[()[\]]|(?<=\d)\\,(?=\d{3})|\\!|\\?[$€£¥]", ""),  # \(12\)   12\,345   $5
         (r" ?\^ ?\{([+-]?\w+)\}", r"^\1"),
         (r"(?<=\d) ?(?:\\times|\\cdot|[×x·*]) ?10 ?\^ ?([+-]?\d+)", r"e\1"),
@@ -114,16 +142,18 @@ SPELLINGS = [  # applied in this order to lower-case text
         (r"\\([{}%])", r"\1"),
         (r"(\d)? ?\\[dt]?frac", r"\1 \\frac"),  # 2\frac{1}{2} is 2 1/2
         (r"\\frac ?(?:\{([+-]?[\d.]+)\}|(\d)) ?(?:\{([\d.]+)\}|(\d))", r"\1\2/\3\4"),
-        (r"(?<=\d) ?per ?cents?\b", "%"),
         (r"\^ ?\{?\\circ\}?|\\degree", "°"),
         ("π", r"\\pi"),
         ("、", ","),
         (" +", " "),
-        *MIXED,
-        (r"(?<=\d) (?=[a-z°])", ""),  # 3 cm is 3cm
-        (r" (?!\w)|(?<![\w,]) ", ""),  # the other spaces have a meaning: "1 2" is not "12"
+        *OF_WORDS,
         (r"^[(\[]*([a-z]+)[)\]]*[.:]?$|\.+$", r"\1"),  # a choice is its letter: (b)   b.   [b]
     )
+]
+# Most texts need few of these: red   sky-blue   12.5   the answer is 3 cm
+WORDS = re.compile("[a-z0-9]+(?:[ .'-][a-z0-9]+)*")
+SPELLINGS_OF_WORDS = [
+    (re.compile(pattern, re.ASCII), new) for pattern, new in (WITHOUT_LEAD, *OF_WORDS)
 ]
 
 
@@ -179,19 +209,26 @@ def format_score(response: str, rule: str) -> float:
 
 
 def answers_equal(response: str, reference: str) -> bool:
-    """Whether two answers agree as text, choice letter, number or ordered list; never raises.
+    """Whether two answers agree as text, choice letters, number or ordered list; never raises.
 
     Case, spaces, LaTeX spelling, emphasis, full-width characters and words before it ("Answer:") do not
-    count. A percentage equals its hundredth and its bare number; a decimal fraction what it rounds. An
-    empty answer equals nothing.
+    count. A percentage equals its hundredth and its bare number. A decimal fraction may be off by a
+    millionth of the reference, or by less where it is rounded to fewer digits: 0.3333333 is 1/3, and
+    3.14159 is not 3.14. A reference of several letters, "A, C", is a set. An empty answer equals nothing.
     """
     response, reference = plain_text(response), plain_text(reference)
     if max(len(response), len(reference)) > MAX_ANSWER:
         return same_words(response, reference)
-    a, b = spelled(response), spelled(reference)
+    letters = read_letter_set(reference)
+    if letters and listed_letters(response) == letters:
+        return True
+    units = units_of(response) | units_of(reference)
+    a, b = (spelled(with_scales(text, units)) for text in (response, reference))
     if not a or not b:
         return False
     if _equal(a, b):
+        return True
+    if _value(b) is not None and _equal(NONE.sub("0", without_sum(a)), b):
         return True
     if re.fullmatch("[a-z]", b) and CHOICE.fullmatch(a):
         return read_letters(response)[0] == {b.upper()}
@@ -223,26 +260,69 @@ def read_letters(text: str) -> tuple[set[str], str]:
     return named, LETTER.sub("", text)
 
 
+def read_letter_set(reference: str) -> set[str]:
+    """The letters of a reference that is several of them, A to J, with separators; none of any other: AC is
+    a word."""
+    is_set = LETTER_SET.fullmatch(plain_text(reference).strip(" ."))
+    return listed_letters(reference) if is_set else set()
+
+
+def listed_letters(text: str) -> set[str]:
+    """The letters of a text that only lists some of A to J, each once: A, C   C and A   AC; none of any
+    other."""
+    text = spelled(re.sub(r"\(([A-Ja-j])\)", r"\1", text)).strip("[]{}")
+    letters = re.sub(r"\band\b|[,;、&\s和与]", "", text)
+    is_list = re.fullmatch("[a-j]+", letters) and len({*letters}) == len(letters)
+    return {*letters.upper()} if is_list else set()
+
+
+def units_of(text: str) -> set[str]:
+    """The letters behind numbers that would be scales if they touched them."""
+    return {_letter_scale(letter) for letter in APART.findall(text)}
+
+
+def with_scales(text: str, units: Collection[str] = ()) -> str:
+    """A plain text with 50e3 for 50k, except where the letter is one of ``units``."""
+
+    def scaled(match: re.Match) -> str:
+        letter = _letter_scale(match[2])
+        return match[0] if letter in units else match[1] + LETTER_SCALES[letter]
+
+    return TOUCHING.sub(scaled, text)
+
+
+def _letter_scale(letter: str) -> str:
+    """M and B are capitals: m is a metre."""
+    return letter if letter in ("M", "B") else letter.lower()
+
+
+def without_sum(text: str) -> str:
+    """A text with the result alone of a calculation: 2 + 1 = 3 is 3."""
+    return SUM.sub(lambda match: "" if match[1] else match[0], text)
+
+
 def read_number(text: str) -> Fraction | None:
-    """The value of a text that is a number, also as a word to twenty; None of any other."""
-    return _value(spelled(text)) if len(text) <= MAX_ANSWER else None
+    """The value of a text that is a number, also in words; None of any other."""
+    return _value(spelled(with_scales(plain_text(text)))) if len(text) <= MAX_ANSWER else None
 
 
 def read_numbers(text: str) -> set[Fraction]:
     """The value of a text that is a number; of any other those in it, in digits or, if there are none, in
-    words to twenty. None if it takes one of them back."""
+    words, of which "none" is 0. None if it takes one of them back."""
     whole = read_number(text)
     if whole is not None:
         return {whole}
-    text = re.sub("[$€£¥]", "", plain_text(text).lower())
-    for pattern, new in MIXED:
-        text = re.sub(pattern, new, text, flags=re.ASCII)
-    # each spelling once: values take a hundred times as long as texts
-    numbers, form = {number for number in IN_TEXT.findall(text) if len(number) <= LONGEST}, NUMBER
-    if not numbers:
-        numbers = DIGITS.keys() & re.findall("-?[a-z]+(?:-[a-z]+)*", text)
-        form = rf"(?:{'|'.join(NUMERALS)})\b"
-    if re.search(rf"{NOT}[+-]?{form}", text):
+    text = re.sub("[$€£¥]", "", with_scales(plain_text(text)).lower())
+    for in_words in (text, NONE.sub("0", in_digits(text))):
+        text = in_words
+        for pattern, new in MIXED:
+            text = re.sub(pattern, new, text, flags=re.ASCII)
+        text = without_sum(text)
+        # each spelling once: values take a hundred times as long as texts
+        numbers = {number for number in IN_TEXT.findall(text) if len(number) <= LONGEST}
+        if numbers:
+            break
+    if re.search(rf"{NOT}[+-]?{NUMBER}", text):
         return set()
     return {value for value in map(_value, numbers) if value is not None}
 
@@ -264,8 +344,8 @@ def read_places(text: str) -> list[tuple[list[float], str]]:
 
 
 def _value(spelled: str) -> Fraction | None:
-    """The value of -1,234.5, 3/4, 2 1/2, 50%, seven and the like; None of any other text."""
-    match = QUOTIENT.fullmatch(DIGITS.get(spelled, spelled).removesuffix("%"))
+    """The value of -1,234.5, 3/4, 2 1/2, 50% and the like; None of any other text."""
+    match = QUOTIENT.fullmatch(spelled.removesuffix("%"))
     if not match:
         return None
     sign, whole, over, under = match.groups()
@@ -285,7 +365,7 @@ def _equal(a: str, b: str) -> bool:
     if x is None or y is None:
         return False
     scale = Fraction(100) ** (b.endswith("%") - a.endswith("%"))
-    # as many digits as the one with fewer has; integers and quotients are exact
+    # a millionth, or half of the last digit of the one with fewer; integers and quotients are exact
     digits = [len(behind) for behind in re.findall(r"\.(\d*)", f"{a} {b}")]
     tolerance = min(abs(y) / 10**6, Fraction(1, 2 * 10 ** min(digits))) if digits else 0
     return any(abs(value - y) <= tolerance for value in (x, x * scale))
@@ -357,6 +437,7 @@ def spelled(text: str) -> str:
     words."""
     text = words_of(text)
     if len(text) <= MAX_ANSWER:
-        for pattern, new in SPELLINGS:
+        text = in_digits(text)
+        for pattern, new in SPELLINGS_OF_WORDS if WORDS.fullmatch(text) else SPELLINGS:
             text = pattern.sub(new, text)
     return text

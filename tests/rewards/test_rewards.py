@@ -273,7 +273,104 @@ negative 3          | -3
 负3                 | -3
 """)
 EQUAL.append(["9" * 400, "9" * 400])
-UNEQUAL = table(r"""
+# In both directions. Letters that touch a number are scales, those apart units.
+SCALED = table("""
+50k          | 50000
+50K          | 50,000
+$2B          | 2 billion
+2B           | 2,000,000,000
+1.5M         | 1500000
+1.5M         | 1.5 million
+3bn          | 3e9
+3Bn          | 3 billion
+-4k          | -4000
+€1.2bn       | 1.2 billion
+10k          | ten thousand
+1,200k       | 1.2M
+300K         | 300 K
+300K         | 300\\,\\text{K}
+5 M          | 5M
+2 B          | 2B
+5m           | 5 m
+7K           | 7k
+0.5k         | five hundred
+50 k         | 50K
+""")
+NOT_SCALED = table("""
+50k          | 50
+5m           | 5000000
+5m           | 5M
+3 m          | 3M
+300 K        | 300000
+5 M          | 5000000
+50kg         | 50000
+2b           | 2000000000
+5k           | 5M
+1e3k         | 1000000
+4K           | 4
+""")
+WORDED = table(r"""
+twenty-one            | 21
+21                    | twenty-one
+two hundred and five  | 205
+a dozen               | 12
+twenty-five percent   | 25%
+three cm              | 3 cm
+十二                  | 12
+minus three           | -3
+none                  | 0
+2 + 1 = 3             | 3
+3 \times 4 = 12       | 12
+1/2 + 1/4 = 3/4       | 0.75
+yes, it is            | yes
+Yes it does.          | Yes
+No, they aren't       | no
+No, it is not.        | no
+""")
+NOT_WORDED = table("""
+0                     | none
+yes, it is not        | yes
+no, it is             | no
+yes, it is a dog      | yes
+yes, no, maybe        | yes
+3+2 = 5               | 4+1 = 5
+2 + 1 = 3 = 4         | 3
+one                   | someone
+two-thirds            | 2
+1 2                   | twelve
+""")
+LETTER_SETS = table(r"""
+A, C           | A, C
+C and A        | A, C
+AC             | A, C
+ca             | A, C
+(A) and (C)    | A, C
+A C            | A, C
+Answer: C, A.  | A and C
+[A, C]         | A、C
+\text{C, A}    | A & C
+A、B和D        | A, B, and D
+DBA            | (A), (B), (D)
+""")
+NO_LETTER_SETS = table("""
+A              | A, C
+A, B, C        | A, C
+A or C         | A, C
+A, not C       | A, C
+A, A, C        | A, C
+A and C are wrong | A, C
+A-C            | A, C
+CA             | AC
+A, C           | AC
+C, A           | (A, C)
+y, x           | x, y
+A, A           | A
+B              | A, A
+K, L           | L, K
+""")
+EQUAL += SCALED + [pair[::-1] for pair in SCALED] + WORDED + LETTER_SETS
+UNEQUAL = NOT_SCALED + [pair[::-1] for pair in NOT_SCALED] + NOT_WORDED + NO_LETTER_SETS
+UNEQUAL += table(r"""
 42                   | 43
 $$                   | $$
 1 2                  | 12
@@ -421,19 +518,73 @@ Seven.                         | 7
 There are seven cups           | 7
 7, not one                     | 7
 6 or 7                         | 6 7
-twenty-one                     |
+twenty-one                     | 21
 x12                            |
 1/0                            | 1 0
 2.5 million people             | 2500000
 1,234 thousand or 5            | 1234000 5
 negative 3                     | -3
-minus three                    |
+minus three                    | -3
 50 m²                          | 50
 50 cm^2                        | 50
 not 7                          |
 more than 7                    |
 不是7                          |
 7, at least                    | 7
+twenty one                     | 21
+two hundred and five people    | 205
+two hundred five               | 205
+A hundred and one dalmatians   | 101
+one thousand, two hundred and thirty-four | 1234
+two million three hundred thousand and one | 2300001
+fourteen million               | 14000000
+a dozen                        | 12
+Half a dozen eggs.             | 6
+two dozen                      | 24
+two and a half                 | 2.5
+two and a half million         | 2500000
+half a million                 | 500000
+None.                          | 0
+There are none.                | 0
+none or seven                  | 0 7
+six or seven                   | 6 7
+one two three                  | 1 2 3
+nineteen ninety-five           | 19 95
+one thousand, two              | 1000 2
+twenty-odd                     |
+one-way                        |
+two-thirds                     |
+a thousandth                   |
+not twenty-one                 |
+more than a dozen              |
+7 of a dozen                   | 7
+十二                           | 12
+共有二十一个。                 | 21
+一百零五                       | 105
+三万五千                       | 35000
+一亿两千万                     | 120000000
+二〇二五                       | 2025
+两只狗                         | 2
+第一                           |
+统一                           |
+三明治                         |
+2 + 1 = 3                      | 3
+There are 2 + 1 + 4 = 7 cups   | 7
+12 / 4 = 3.0                   | 3
+5 - 7 = -2                     | -2
+two + one = three              | 3
+2 + 1 = 3 or 3 + 4 = 7         | 3 7
+2 + 1                          | 2 1
+1 = 2 = 3                      | 1 2 3
+not 2 + 1 = 3                  |
+50k                            | 50000
+50K people                     | 50000
+$2B                            | 2000000000
+5M                             | 5000000
+5m                             | 5
+1.5bn or 3 BN                  | 1500000000 3
+300 K                          | 300
+50kg, 5MB and 4KB              | 50 5 4
 """)
 
 
