@@ -47,8 +47,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from common import standins
+from common.ground import standins, versions
 
+versions.check()
 standins.for_help()  # --help does not wait for the imports below
 
 import torch
@@ -58,17 +59,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common import distributed, flags, logging, process
+from common import checkpoint, distributed, flags, logging
 from common.buffers import Batch
 from common.data import loader as data
 from common.data.processor import Processor
 from common.data.rows import Example, Prompt
-from common.files import parse_json, read_text
 from common.flags import flag
-from common.model import budget, build, checkpoint, fsdp, memory, packs, vlm, weights
+from common.ground import process
+from common.ground.files import parse_json, read_text
+from common.ground.process import UserError
+from common.memory import budget, memory
+from common.memory.recompute import explain_memory
+from common.model import build, fsdp, packs, vlm, weights
 from common.model.policy import Policy, logprobs_of
-from common.model.recompute import explain_memory
-from common.process import UserError
 from common.reports import accuracy
 from common.reports import records as reports
 from common.rewards import judge as judgements

@@ -41,8 +41,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from common import standins
+from common.ground import standins, versions
 
+versions.check()
 standins.for_help()  # --help does not wait for the imports below
 
 import numpy as np
@@ -53,31 +54,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common import distributed, flags, logging, losses, ppo_flags, process
+from common import checkpoint, distributed, flags, logging, losses, ppo_flags
 from common.buffers import EMPTY, Batch, Pack
 from common.data import loader as data
 from common.data.processor import Processor, answer_frame
 from common.data.rows import Prompt, load_prompts, parse_columns
 from common.envs import environments
 from common.flags import flag
-from common.model import (
-    adapters,
-    budget,
-    build,
-    checkpoint,
-    fsdp,
-    further_losses,
-    image_changes,
-    memory,
-    packs,
-    vlm,
-    weights,
-)
-from common.model.further_losses import PtxLoss
+from common.ground import process
+from common.ground.process import UserError
+from common.looks import further_losses, image_changes
+from common.looks.further_losses import PtxLoss
+from common.looks.teacher import Teacher, follow_average
+from common.memory import budget, memory
+from common.memory.recompute import explain_memory
+from common.model import adapters, build, fsdp, packs, vlm, weights
 from common.model.policy import Critic, Policy, logprobs_of, values_of
-from common.model.recompute import explain_memory
-from common.model.teacher import Teacher, follow_average
-from common.process import UserError
 from common.reports import records as reports
 from common.rewards import judge as judgements
 from common.rewards import models as reward_models

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.files import say
-from common.process import EXIT_USER_ERROR, STOP_SIGNALS, Exit, UserError
+from common.ground.files import say
+from common.ground.process import EXIT_USER_ERROR, STOP_SIGNALS, Exit, UserError
 
 # torch 2.13 renamed both
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

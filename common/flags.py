@@ -19,9 +19,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.files import follow_pointer, parse_json, read_json
-from common.process import Exit, UserError
-from common.toy import toy_file, write_toy
+from common import ROOT
+from common.ground.files import follow_pointer, parse_json, read_json
+from common.ground.process import Exit, UserError
+from common.ground.toy import toy_file, write_toy
 
 Args = TypeVar("Args", bound="RunArgs")  # a script's
 NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
@@ -31,7 +32,7 @@ LONGEST_WAIT = 1e7
 # The flags that identify a model, and a run of either script.
 MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
 IDENTITY = (*MODEL_IDENTITY, "data", "template_options", "seed")
-FOREIGN = Path(__file__).with_name("foreign_flags.json")  # flags of other systems
+FOREIGN = ROOT / "common" / "ground" / "foreign_flags.json"  # flags of other systems
 # the flags that most runs touch, which --help alone shows
 OFTEN = """
 model train_vision lora_rank gradient_checkpointing max_tokens_per_pack

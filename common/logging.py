@@ -27,17 +27,17 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from common import distributed
-from common.cards import contact_sheet
-from common.files import (
+from common import ROOT, distributed
+from common.flags import RunArgs
+from common.ground.cards import contact_sheet
+from common.ground.files import (
     as_message,
     printable,
     read_records,
     replace_durably,
     write_durably,
 )
-from common.flags import RunArgs
-from common.process import EXIT_PREEMPTED, Exit, UserError
+from common.ground.process import EXIT_PREEMPTED, Exit, UserError
 
 # -------------------------------------------------------------------------------------------------
 # Metrics of a step
@@ -391,10 +391,9 @@ def how_to_go_on(args: Any) -> str:
 def environment() -> dict:
     """Versions, device and git commit ("-dirty" follows if tracked files have changed; "unknown": not
     a checkout)."""
-    root = Path(__file__).resolve().parents[1]
     command = "git --no-optional-locks describe --always --abbrev=40 --exclude=* --dirty"
     try:
-        described = subprocess.run(command.split(), cwd=root, capture_output=True, text=True)
+        described = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True)
         commit = described.stdout.strip()
     except OSError:  # git is not installed
         commit = ""

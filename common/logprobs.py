@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from common.files import say
+from common.ground.files import say
 
 # the gradient of the weight is added up for this many ids at a time
 VOCABULARY_SLICE = 16384

@@ -15,7 +15,8 @@ from torch import Tensor
 from common import distributed, logging, logprobs
 from common.buffers import EMPTY, Batch, Pack, fill_packs
 from common.envs import dialogue, environments
-from common.model import attention, fsdp, graphs, memory, packs, vlm
+from common.memory import memory
+from common.model import attention, fsdp, graphs, packs, vlm
 from common.model.policy import Policy
 from common.sampling import Sampling
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from common import distributed
-from common.process import UserError
+from common.ground.process import UserError
 from common.threads import describe_error
 
 # What a program shares with all threads of the trainer: how it is read and put back.

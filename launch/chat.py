@@ -9,6 +9,16 @@ written as in training, answers by transformers' own `generate`, greedily. A GPU
 one.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project's folder
+
+from common.ground import versions
+
+versions.check()
+
+
 import argparse
 import itertools
 import os
@@ -16,16 +26,14 @@ import os
 import torch
 import transformers
 
-import tool  # puts the project's folder on the path
-
-# isort: split
 from common import distributed
 from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import make_prompt
-from common.files import printable
 from common.flags import DataArgs
+from common.ground.files import printable
 from common.model.weights import resolve_folder
+from launch import tool
 
 
 class Chat:

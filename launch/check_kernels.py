@@ -12,9 +12,18 @@ head, forward and backward. Each is compared with its definition in float64 on t
 An error is relative: the norm of the difference over the norm of the reference. A bound is what
 rounding can explain; a wrong kernel is off by 0.1 or more."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project's folder
+
+from common.ground import versions
+
+versions.check()
+
+
 import argparse
 import math
-import sys
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -23,9 +32,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tool  # puts the project's folder on the path
-
-# isort: split
 from common.logprobs import linear_logprobs
 from common.model import attention
 from common.model.attention import (
@@ -36,6 +42,7 @@ from common.model.attention import (
     choose_backend,
 )
 from common.model.linear_attention import PackedDelta
+from launch import tool
 
 # A short prompt, and one that fills its slot except for one token, each with two responses, the first
 # of one token.

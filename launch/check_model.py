@@ -9,13 +9,21 @@ its bound for the compute dtype; then PASS (exit code 0) or FAIL (1). Of the mod
 one that is wrong, or else the one that differs most. Two copies of the model are in memory, at the end
 three."""
 
-import copy
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project's folder
+
+from common.ground import versions
+
+versions.check()
+
+
+import copy
 import tempfile
 from collections.abc import Iterator
 from contextvars import Context
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +33,16 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
-import tool  # puts the project's folder on the path
-from chat import Chat
-
-# isort: split
 import train_ppo_vl as ppo
 from common import distributed
 from common.buffers import Batch, Pack
 from common.data.loader import load_pixels
 from common.data.rows import Prompt, load_prompts, make_prompt
-from common.files import say
+from common.ground.files import say
 from common.model import fsdp, packs, vlm, weights
 from common.model.policy import logprobs_of
+from launch import tool
+from launch.chat import Chat
 
 # By compute dtype: bounds of differences, and of the share of greedy samples that differ, as near ties
 # may decide them in bfloat16.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # PPO with a critic on Geometry3k, with the settings of LightRFT's example: Qwen2.5-VL 7B or 3B on a node of 8 GPUs with 80 GB.
 #
-#   (first: data/geo3k, by the commands in launch/convert.py; pip install math-verify)
+#   (first: data/geo3k, by the commands in launch/data/convert.py; pip install math-verify)
 #   bash launch/geo3k_ppo.sh                                                     7B; further flags are passed on
 #   MODEL=Qwen/Qwen2.5-VL-3B-Instruct OUT=runs/geo3k-ppo-3b bash launch/geo3k_ppo.sh
 #   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --exclusive --time 24:00:00 launch/train.slurm train_ppo_vl.py" bash launch/geo3k_ppo.sh

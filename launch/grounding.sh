@@ -2,7 +2,7 @@
 # GRPO on referring expressions, with the settings of VLM-R1: Qwen2.5-VL-3B on one node of 8 GPUs with 80 GB.
 #
 #   (first, train2014.zip and rec_jsons_processed.zip of https://huggingface.co/datasets/omlab/VLM-R1, unpacked here)
-#   python launch/convert.py refcoco_train.jsonl refcocop_train.jsonl refcocog_train.jsonl refcoco_val.jsonl \
+#   python launch/data/convert.py refcoco_train.jsonl refcocop_train.jsonl refcocog_train.jsonl refcoco_val.jsonl \
 #       --boxes corners --image_root FOLDER_OF_TRAIN2014 --out data/refcoco
 #   bash launch/grounding.sh                                     further flags are passed on
 #   MODEL=Qwen/Qwen3-VL-4B-Instruct OUT=runs/grounding-qwen3 bash launch/grounding.sh     the same rows

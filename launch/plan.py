@@ -10,22 +10,29 @@ warns, unless it needs 1.2 times the memory that is free.
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project's folder
+
+from common.ground import versions
+
+versions.check()
+
+
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from tool import between  # puts the project's folder on the path
-
-# isort: split
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.data.rows import Example, Prompt
 from common.flags import DataArgs, Parser
-from common.model import budget
-from common.process import UserError, run_main
+from common.ground.process import UserError, run_main
+from common.memory import budget
 from common.rewards import sources
+from launch.tool import between
 
 META = torch.device("meta")
 UNREAD = "(no rows)"  # --data of a plan without rows

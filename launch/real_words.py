@@ -12,11 +12,20 @@ model sees words that it knows, or a mixture if the tower is unsure, but it has 
 words answer a question. That is left to reinforcement learning.
 """
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project's folder
+
+from common.ground import versions
+
+versions.check()
+
+
 import functools
 import gzip
 import importlib.util
 import random
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,8 +34,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-import tool
-import toy
+from launch import tool, toy
 
 # The classes of Fashion-MNIST in their order, in the words of this task.
 NAMES = "T-shirt trousers pullover dress coat sandal shirt sneaker bag boot".split()

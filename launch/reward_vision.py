@@ -31,7 +31,7 @@ from string import ascii_uppercase
 
 import numpy as np
 
-from common.files import number_as_text
+from common.ground.files import number_as_text
 from common.rewards.regions import answer_text
 from common.rewards.rules import (
     ALIKE,

@@ -8,30 +8,33 @@ code, if no update was skipped, and if the sampler gap is no more than rounding:
 log-probs between rollout and training. Prints a line for each run, then PASS or FAIL, which is also
 the exit code, and writes <out>/smoke.json."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project's folder
+
+from common.ground import versions
+
+versions.check()
+
+
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.utils.collect_env
 
-import check_kernels
-import tool
-import toy
-from tool import ROOT  # puts the project's folder on the path
-
-# isort: split
-from common import distributed
-from common.files import read_records
+from common import ROOT, distributed
+from common.checkpoint import step_folders
+from common.ground.files import read_records
+from common.ground.process import UserError
 from common.logging import environment
 from common.model.attention import choose_backend
-from common.model.checkpoint import step_folders
-from common.process import UserError
+from launch import check_kernels, tool, toy
 
 LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a correct sampler
 LONGEST_RUN = 900.0  # seconds, after which a run counts as hanging

@@ -8,10 +8,11 @@ python launch/summary.py RUN train/kl train/entropy    these metrics
 import sys
 from pathlib import Path
 
-import tool  # puts common/ on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project's folder
 
-# isort: split
-from files import check_form, read_records, say
+
+from common.ground.files import check_form, read_records, say
+from launch import tool
 
 SAMPLE = {  # the form of what is read of a record
     "question": str,

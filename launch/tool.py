@@ -1,17 +1,11 @@
-"""What the tools share: errors end in one message, as in the scripts; flags with bounds.
-
-Import it first: it puts the project's folder at the front of the path, and common/ at its end."""
+"""What the tools share: errors end in one message, as in the scripts; flags with bounds."""
 
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-# At the end, as common/ has a logging.py. Imported as a package, common needs torch.
-sys.path[:] = [str(ROOT), *sys.path, str(ROOT / "common")]
-from files import say, show_anything
+from common.ground.files import say, show_anything
 
 show_anything()
 

@@ -35,6 +35,16 @@ start" on other pictures: it learns to describe what it sees (in three words, in
 objects without their number), and to answer the task's prompts in the right format, but blindly. It
 then sees, but still answers at chance: to answer the question is left to reinforcement learning."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project's folder
+
+from common.ground import versions
+
+versions.check()
+
+
 import argparse
 import itertools
 import json
@@ -42,7 +52,6 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -52,7 +61,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConf
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import logging
 
-import tool
+from launch import tool
 
 # Flags of train_ppo_vl.py with which this task is learned; the paths are added by `main`.
 TRAINER_ARGS = dict(

@@ -3,7 +3,7 @@
 #
 #   (first make vero_600k_train.verl.jsonl and vero_600k_val.verl.jsonl by scripts/download_and_format_vero_600k.py of
 #   https://github.com/zlab-princeton/vero, then:)
-#   python launch/convert.py vero_600k_train.verl.jsonl vero_600k_val.verl.jsonl --out data/vero
+#   python launch/data/convert.py vero_600k_train.verl.jsonl vero_600k_val.verl.jsonl --out data/vero
 #   JUDGE=grm:FOLDER bash launch/vero.sh                         or http://host:port/path; further flags are passed on
 #   MODEL=Qwen/Qwen2.5-VL-7B-Instruct OUT=runs/vero-7b JUDGE=... bash launch/vero.sh --max_prompt_tokens 14336 \
 #       --max_new_tokens 10240 --max_pixels 9437184

@@ -34,7 +34,7 @@ HANDLERS = {
 }
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 torch.set_num_threads(1)
 
 
@@ -87,7 +87,7 @@ def write_checkpoint(
     """A random checkpoint whose weights are large enough that attention is not uniform and
     positions matter; with some ids more than its tokenizer has, of two layers or another ``size``
     than the toy's."""
-    import toy
+    from launch import toy
 
     tokenizer = toy.make_tokenizer()
     model = toy.make_model(kind, tokenizer, seed=0, **{"layers": 2} | size)
@@ -254,7 +254,7 @@ def with_flags(args, **changes):
 
 def user_error(message: str):
     """One message of a user's error, which this pattern is found in."""
-    from common import process
+    from common.ground import process
 
     return pytest.raises(process.UserError, match=message)
 

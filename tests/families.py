@@ -16,7 +16,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-import toy
 import train_ppo_vl as ppo
 from common.buffers import Batch
 from common.model import vlm
@@ -33,6 +32,7 @@ from conftest import (
     write_json,
 )
 from helpers import random_responses
+from launch import toy
 
 TEXT = dict(
     hidden_size=32,

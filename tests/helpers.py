@@ -23,14 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3VLConfig
 
-import plan
 import ranks
 import train_ppo_vl as ppo
 from common import logging, logprobs, losses
 from common.buffers import FIELDS, Batch, Pack
 from common.data.processor import Processor
 from common.flags import DataArgs
-from common.model import fsdp, memory, packs, vlm
+from common.memory import memory
+from common.model import fsdp, packs, vlm
 from common.model.build import build_model
 from common.model.vlm import Compute, UpdateSetting, Wrapper
 from common.model.weights import materialize, read_weights, shard_of
@@ -52,6 +52,7 @@ from conftest import (
     words,
     write_json,
 )
+from launch import plan
 
 REWARD = '''
 def letters(prompts, responses, references, labels, images):

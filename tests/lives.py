@@ -15,8 +15,8 @@ import pytest
 
 import ranks
 import train_ppo_vl as ppo
-from common import process
-from common.model import checkpoint
+from common import checkpoint
+from common.ground import process
 from conftest import assert_same_records, reproducible, words, write_image, write_rows
 
 REWARD = '''

@@ -177,7 +177,7 @@ def live(
     """The life of one rank, in its own process."""
     import torch
 
-    from common import process
+    from common.ground import process
 
     end_with_the_tests()
     with open(output, "ab", buffering=0) as file:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.attention.varlen as torch_varlen
 
-import check_kernels
 from common.model import build
 from common.model.attention import DecodeAttention, PackedAttention, SlotCache, choose_backend
+from launch import check_kernels
 
 OPERATOR = "_flash_attention_forward"
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -20,26 +20,25 @@ BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.compre
 # circle.
 TABLE = """\
 losses
-cards
-standins
-files
 threads
-logprobs     files
-process      threads files
-distributed  process files
-user_code    process threads distributed
-toy
-flags        process toy files
+ground       threads
+logprobs     ground
+distributed  ground
+user_code    ground threads distributed
+flags        ground
 ppo_flags    flags
 sampling
-buffers      distributed sampling
-logging      cards distributed process files flags
-data         distributed process files flags buffers
-model        losses logprobs distributed process threads files user_code flags ppo_flags sampling buffers logging data
-rewards      losses distributed process threads files user_code flags ppo_flags buffers data model
-reports      cards files distributed buffers data rewards
-envs         distributed process threads user_code flags ppo_flags sampling buffers data model
-rollout      logprobs distributed sampling buffers logging data model envs
+buffers      ground distributed sampling
+logging      ground distributed flags
+data         ground distributed flags buffers
+model        ground losses logprobs distributed flags sampling buffers logging data
+memory       ground logprobs distributed flags sampling buffers logging data model
+looks        ground losses logprobs distributed flags ppo_flags buffers logging data model
+rewards      ground losses distributed threads user_code flags ppo_flags buffers data model
+reports      ground distributed buffers data rewards
+envs         ground distributed threads user_code flags ppo_flags sampling buffers data model
+rollout      ground logprobs distributed sampling buffers logging data model memory envs
+checkpoint   ground distributed threads user_code flags logging data model
 """
 PACKAGES = {package: set(imports) for package, *imports in map(str.split, TABLE.splitlines())}
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-import common
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import flags as common_flags
-from common import losses, process, toy
+from common import losses
 from common.flags import ModelArgs
+from common.ground import process, toy, versions
 from common.model import attention, build
 from conftest import read_json, read_rows, table, user_error, words
 
@@ -284,7 +284,7 @@ def test_names_of_other_systems_are_answered_with_ours(script, line, ours):
 
 def test_suggested_flags_exist():
     flags_of = [common_flags.fields_of(script.Args) for script in (ppo, grm)]
-    foreign = read_json(ROOT / "common" / "foreign_flags.json")
+    foreign = read_json(ROOT / "common" / "ground" / "foreign_flags.json")
     assert not [name for name in foreign["without"] for known in flags_of if name in known]
     for ours, others in foreign["ours"].items():
         with_ours = [known for known in flags_of if ours in known]
@@ -325,13 +325,13 @@ def test_varlen_needs_a_gpu():
 @pytest.mark.parametrize(
     "version, told",
     [
-        ("4.57.1", "ImportError: transformers 4.57.1: too old; 5.17 or newer is needed"),
+        ("4.57.1", "error: transformers 4.57.1 is too old; 5.17 or newer is needed"),
         (
             "5.999.0",
-            f"transformers 5.999.0 is newer than {common.TRIED['transformers'][2]}, "
+            f"transformers 5.999.0 is newer than {versions.TRIED['transformers'][1]}, "
             "the newest that was tried",
         ),
-        (f"{common.TRIED['transformers'][2]}.9", ""),
+        (f"{versions.TRIED['transformers'][1]}.9", ""),
     ],
 )
 def test_a_transformers_that_was_not_tried_is_named(tmp_path, version, told):
@@ -342,11 +342,15 @@ def test_a_transformers_that_was_not_tried_is_named(tmp_path, version, told):
         f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n"
     )
     for rank in ("0", "1"):
-        result = run(["-c", "import common"], PYTHONPATH=f"{tmp_path}:{ROOT}", RANK=rank)
+        result = run(
+            ["-c", "from common.ground import versions; versions.check()"],
+            PYTHONPATH=f"{tmp_path}:{ROOT}",
+            RANK=rank,
+        )
         lines = [
             line for line in (result.stdout + result.stderr).splitlines() if "transformers" in line
         ]
-        assert lines[-1:] == [told] * (told != "" and ("Error" in told or rank == "0"))
+        assert lines[-1:] == [told] * (told != "" and ("error" in told or rank == "0"))
 
 
 def test_versions_that_were_tried_last_are_told(tmp_path):
@@ -361,7 +365,7 @@ def test_versions_that_were_tried_last_are_told(tmp_path):
         text=True,
     )
     for name in ("torch", "transformers"):
-        _, oldest, newest = common.TRIED[name]
+        oldest, newest = versions.TRIED[name]
         assert f"tried last: {name} {newest} " in result.stdout
         assert f"{name}>={oldest}," in (ROOT / "requirements.txt").read_text()
 
@@ -551,7 +555,9 @@ def assert_one_message(result: subprocess.CompletedProcess, ours: str) -> None:
 
 REFUSING = """
 import os, time
-from common import flags, ppo_flags, process
+from common import flags, ppo_flags
+from common.ground import process
+
 def main():
     if os.environ["RANK"] == "0":
         time.sleep(1)
@@ -673,7 +679,7 @@ perf/update_tokens_per_second perf/peak_memory_gib
 PLAN_AND_RUN = """
 import os, runpy, sys
 from pathlib import Path
-import plan
+from launch import plan
 plan.main(["ppo", "--gpus", "1", "--", *sys.argv[2:]])
 print("weights:", *Path(os.environ["HF_HOME"]).rglob("model.safetensors"))
 sys.argv = sys.argv[1:]

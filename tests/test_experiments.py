@@ -25,7 +25,7 @@ import train_ppo_vl as ppo
 from common import distributed, losses
 from common.data.loader import load_pixels
 from common.data.processor import Processor
-from common.model import image_changes
+from common.looks import image_changes
 from conftest import (
     ROOT,
     ROUNDING,
@@ -45,7 +45,7 @@ from conftest import (
 )
 from helpers import assert_same_run, flags, samples_of_every_step
 
-SCRIPT, CHANGES = "train_ppo_vl.py", "common/model/image_changes.py"
+SCRIPT, CHANGES = "train_ppo_vl.py", "common/looks/image_changes.py"
 DRAWING, FORMULAS, SAMPLER = "common/sampling.py", "common/losses.py", "common/rollout.py"
 DIFFS = sorted((ROOT / "tests" / "experiments").glob("*.diff"))
 TESTS = {

@@ -14,9 +14,7 @@ import pytest
 import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-import check_kernels
 import one_gpu_ranks
-import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logprobs
@@ -36,6 +34,7 @@ from conftest import (
     words,
 )
 from helpers import needs_compiler, score
+from launch import check_kernels, toy
 from ranks import as_program, clean_environment
 from ranks import run as run_ranks
 from reference_kernels import (

@@ -21,10 +21,11 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, logging, process
+from common import distributed, logging
 from common.buffers import Batch
 from common.data.loader import PromptLoader
 from common.data.processor import Processor
+from common.ground import process
 from common.model import packs, vlm
 from common.reports import accuracy
 from common.reports.records import record_card
@@ -1079,7 +1080,7 @@ def test_a_judges_checkpoint_is_no_policys(one_rank, qwen25, picture_rows, tmp_p
 def test_the_toy_brings_judgements(tmp_path):
     """Answers and pictures of the boards: right is right, every answer has its opposite, no row of
     eval is one of train."""
-    import toy
+    from launch import toy
 
     out = tmp_path / "toy"
     toy.main(words("--out", out, "--warm_start_steps 0 --train 128 --eval 64 --mixed"))

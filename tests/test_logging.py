@@ -18,8 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tqdm import tqdm
 
 import ranks
-from common import distributed, files, logging, process
-from common.cards import (
+from common import distributed, logging
+from common.flags import CheckpointArgs, RunArgs
+from common.ground import files, process
+from common.ground.cards import (
     BLUE,
     CHARACTERS,
     GREEN,
@@ -27,7 +29,6 @@ from common.cards import (
     sample_card,
     wrap,
 )
-from common.flags import CheckpointArgs, RunArgs
 from common.logging import (
     Largest,
     Mean,
@@ -182,7 +183,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def die(*_):
         raise KeyboardInterrupt  # as a kill would, between the first byte and the last
 
-    monkeypatch.setattr("common.files.os.fsync", die)
+    monkeypatch.setattr("common.ground.files.os.fsync", die)
     for name in ("eval/a.json", "eval/b.json"):
         with pytest.raises(KeyboardInterrupt):
             log.json(name, "new")

@@ -15,7 +15,7 @@ from PIL import Image
 
 import train_ppo_vl as ppo
 from common.data.loader import load_pixels
-from common.model import image_changes
+from common.looks import image_changes
 from common.rewards import sources
 from conftest import (
     ROUNDING,

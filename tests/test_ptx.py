@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import train_ppo_vl as ppo
+from common.looks.further_losses import PtxLoss
 from common.model import packs, vlm
-from common.model.further_losses import PtxLoss
 from conftest import (
     ROUNDING,
     Tensors,

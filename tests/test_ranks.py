@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ranks
-from common import process
+from common.ground import process
 from conftest import ROOT
 
 

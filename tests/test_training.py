@@ -23,12 +23,13 @@ from transformers import AutoModelForImageTextToText
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, logging, losses, process
+from common import distributed, logging, losses
 from common import flags as common_flags
-from common.cards import sample_card
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.distributed import gather_objects, raise_on_all_ranks
+from common.ground import process
+from common.ground.cards import sample_card
 from common.model import fsdp, vlm
 from common.model import weights as vlm_weights
 from common.model.packs import exchange_features
@@ -1262,9 +1263,7 @@ def checkpoints(qwen25, task, tmp_path_factory) -> dict[str, Path]:
     (task / "recipe.json").write_text(
         json.dumps({"*": [[f"grm:{task / 'judge'}", 1], ["exact", 0.5]]})
     )
-    write_json(
-        task / "rivals.json", {"open": [[f"grm:{task / 'judge'}", 1]], "*": [["exact", 1]]}
-    )
+    write_json(task / "rivals.json", {"open": [[f"grm:{task / 'judge'}", 1]], "*": [["exact", 1]]})
     write_rows(
         task / "open.jsonl",
         [

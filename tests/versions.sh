@@ -12,7 +12,7 @@ newest=(torch "$(grep '^transformers' requirements.txt)")
 others=($(grep -v '^#\|^torch\|^transformers' requirements.txt) pytest pytest-xdist)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false CUDA_VISIBLE_DEVICES=
 for package in torch transformers; do
-    sed -n "s/^ *\"$package\": .*\"\([0-9.]*\)\"),$/tried last: $package \1 (common\/__init__.py)/p" common/__init__.py
+    sed -n "s/^TRIED = .*\"$package\": (\"[0-9.]*\", \"\([0-9.]*\)\").*/tried last: $package \1 (common\/ground\/versions.py)/p" common/ground/versions.py
 done
 failed=0
 for which in oldest newest; do
@@ -24,7 +24,7 @@ for which in oldest newest; do
     "$place/venv/bin/python" -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
     pytest=("$place/venv/bin/python" -m pytest -q -p no:cacheprovider -n 2 --dist loadscope --no-loadscope-reorder)
     PATH="$place/venv/bin:$PATH" "${pytest[@]}" tests -m "not slow" --ignore tests/benchmarks || failed=1
-    PATH="$place/venv/bin:$PATH" "${pytest[@]}" tests/model/test_{checkpoint,weights,traces}.py tests/test_fused.py -m slow || failed=1
+    PATH="$place/venv/bin:$PATH" "${pytest[@]}" tests/test_checkpoint.py tests/model/test_{weights,traces}.py tests/test_fused.py -m slow || failed=1
     rm -rf "$place"
 done
 exit $failed

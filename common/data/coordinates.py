@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.files import check_form
+from common.ground.files import check_form
 
 Box = tuple[float, ...]  # left, top, right, bottom
 Point = tuple[float, ...]  # x, y

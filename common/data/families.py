@@ -30,8 +30,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_clip
 
 from common.data.images import sample_frames
-from common.files import check_form
 from common.flags import DataArgs
+from common.ground.files import check_form
 
 Grid = tuple  # see above
 Patches = tuple[Tensor, Grid]

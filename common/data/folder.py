@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
 
-from common.files import open_file, read_json
+from common.ground.files import open_file, read_json
 
 IMAGES_FORM = {"image_processor_type?": str}
 # The small files besides config.json and the tokenizer's, and the form of what is read of them here;

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from transformers.video_utils import Path as VideoPath
 from transformers.video_utils import load_video
 
-from common.files import open_file
+from common.ground.files import open_file
 
 # Pillow would also try formats that start other programs (EPS runs Ghostscript), which a data file must
 # not do.

@@ -26,7 +26,7 @@ from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.flags import DataArgs, parse_datasets
-from common.process import UserError
+from common.ground.process import UserError
 
 DECODERS = 2  # threads that decode images while the model works
 Pixels = tuple[Tensor, Tensor]  # patches of some images, and their grids

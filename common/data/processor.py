@@ -24,8 +24,8 @@ from torch import Tensor
 from common import distributed
 from common.data.families import Expansion, family_of, is_clip
 from common.data.folder import copy_files, read_model_config, read_settings, read_tokenizer
-from common.files import check_form, read_json
 from common.flags import DataArgs, parse_template_options
+from common.ground.files import check_form, read_json
 
 NFC_JOINS = 4  # characters that a normalizing tokenizer may merge into one
 

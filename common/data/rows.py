@@ -24,16 +24,16 @@ from common import distributed
 from common.data.coordinates import Place, Regions, read_regions
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor
-from common.files import number_as_text, parse_json, printable, read_bytes
 from common.flags import DataArgs
-from common.process import UserError
+from common.ground.files import number_as_text, parse_json, printable, read_bytes
+from common.ground.process import UserError
 
 MEDIA_MARKS = ("<image>", "<video>")  # in the strings of rows
 ROLES = ("system", "user", "assistant", "tool")
 # What --columns can rename.
 COLUMNS = {name: name for name in ("prompt", "images", "answer", "label")}
 # How files begin that are not JSONL, and what they are; after a colon, what to do if
-# launch/convert.py cannot read them.
+# launch/data/convert.py cannot read them.
 OTHER_FILES = {
     rb"PAR1": "a Parquet table",
     rb"\xff\xfe|\xfe\xff|.?\0": "text in UTF-16",
@@ -130,7 +130,7 @@ def load_prompts(
             is_needed = name == "prompt" or theirs != name
             if is_needed and theirs not in row and not (name == "images" and "videos" in row):
                 raise ValueError(
-                    f"no column {theirs!r} (see --columns; launch/convert.py reads rows of other "
+                    f"no column {theirs!r} (see --columns; launch/data/convert.py reads rows of other "
                     f"systems); {columns_of(row)}"
                 )
         return make_prompt(
@@ -151,7 +151,7 @@ def load_prompts(
     if worked:
         distributed.say_once(
             f"warning: {path}: answers seem to be worked solutions, which rules compare as a whole; "
-            "launch/convert.py takes the final answers out of them"
+            "launch/data/convert.py takes the final answers out of them"
         )
     return prompts
 
@@ -225,18 +225,20 @@ def read_jsonl(path: str) -> bytes:
     if os.path.isdir(path):
         raise ValueError(
             f"{path} is a folder; name its files, as in {path}/train.jsonl, or convert them: python "
-            f"launch/convert.py {path} --out NEW_FOLDER"
+            f"launch/data/convert.py {path} --out NEW_FOLDER"
         )
     if not os.path.isfile(path):
         raise ValueError(
             f"{path} is no file (data of the hub: hf download NAME --repo-type dataset --local-dir "
-            "FOLDER, then python launch/convert.py FOLDER --out NEW_FOLDER)"
+            "FOLDER, then python launch/data/convert.py FOLDER --out NEW_FOLDER)"
         )
     content = read_bytes(path)
     start = content.removeprefix(b"\xef\xbb\xbf")
     for beginning, what in OTHER_FILES.items():
         if re.match(beginning, start):
-            advice = "" if ":" in what else f": python launch/convert.py {path} --out NEW_FOLDER"
+            advice = (
+                "" if ":" in what else f": python launch/data/convert.py {path} --out NEW_FOLDER"
+            )
             raise ValueError(f"{path} is {what}; rows are JSONL, one JSON object per line{advice}")
     return content
 
@@ -244,7 +246,7 @@ def read_jsonl(path: str) -> bytes:
 def describe_column(column: str, value: Any) -> str:
     """The name of a column that is not read, with a hint if perhaps it should be."""
     if re.search(IMAGES, f"{value!r:.2000}") or column in FOREIGN and value:
-        return f"{column!r} (images, or part of prompt or answer? see --columns, launch/convert.py)"
+        return f"{column!r} (images, or part of prompt or answer? see --columns, launch/data/convert.py)"
     return repr(column)
 
 
@@ -304,7 +306,7 @@ def _path(file: Any) -> str:
     if not isinstance(file, str) or re.match(NO_PATH, file):
         raise ValueError(
             "an image is the path of a file, a video that or a list of such paths, not "
-            f"{file!r:.80} (launch/convert.py writes images to files)"
+            f"{file!r:.80} (launch/data/convert.py writes images to files)"
         )
     return file
 
@@ -338,7 +340,7 @@ def _read_turn(turn: Any) -> dict:
             return {**turn, "content": []}  # the template writes the calls
     raise ValueError(
         'prompt must be a string or messages {"role": ..., "content": string or parts}, with '
-        f"roles {', '.join(ROLES)}, not {turn!r:.120} (launch/convert.py reads other forms)"
+        f"roles {', '.join(ROLES)}, not {turn!r:.120} (launch/data/convert.py reads other forms)"
     )
 
 
@@ -372,7 +374,7 @@ def _read_part(part: Any) -> dict:
     raise ValueError(
         'a part of a message must be {"type": "text", "text": ...}, {"type": "image"} or '
         '{"type": "video"}, the latter two with their file as "image" or "video", or in the '
-        f"columns, not {part!r:.80} (launch/convert.py reads other forms)"
+        f"columns, not {part!r:.80} (launch/data/convert.py reads other forms)"
     )
 
 

@@ -19,8 +19,8 @@ from common.buffers import ROLES, Conversation
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.envs.replies import encode_reply, read_parts
+from common.ground.process import UserError
 from common.ppo_flags import EnvArgs
-from common.process import UserError
 from common.sampling import Environment
 from common.user_code import OVERLAP, load_object, refuse_async
 

@@ -24,10 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from common.flags import OptimArgs
+from common.ground.process import UserError
 from common.model import vlm
 from common.model.teams import cut
 from common.model.weights import shard_of
-from common.process import UserError
 
 HOST = torch.device("cpu")
 MOST_SKIPPED = 3  # steps in a row that train a model but skip all its updates

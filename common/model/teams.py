@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from common.distributed import Team
+from common.ground.process import UserError
 from common.model.vlm import Model, decoder
-from common.process import UserError
 
 # What is cut: by module name, the dimension of each of its parameters. Everything else is complete on
 # every rank: norms, routers, linear attention.

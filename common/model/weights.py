@@ -35,7 +35,7 @@ from transformers.utils import logging
 from common import distributed
 from common.data.folder import SMALL_FILES, advice_on_missing, read_model_config
 from common.data.processor import Processor
-from common.files import follow_pointer, open_file, read_json, sync_folder, write_link
+from common.ground.files import follow_pointer, open_file, read_json, sync_folder, write_link
 from common.model.vlm import Model, Wrapper
 
 # Keys that nothing reads, and exports copy: multi-token prediction, sound, and what older versions of

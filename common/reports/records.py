@@ -11,7 +11,6 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import ENDINGS, Batch, Conversation
-from common.cards import draw_regions, sample_card
 from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import Prompt, user_text
@@ -22,6 +21,7 @@ from common.data.transcripts import (
     token_texts,
     turn_texts,
 )
+from common.ground.cards import draw_regions, sample_card
 from common.reports.accuracy import vote_rates
 from common.rewards.judge import JudgeSettings, group_of
 from common.rewards.regions import region_record

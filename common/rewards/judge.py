@@ -39,8 +39,8 @@ from common.data.rows import (
     text_column,
     user_text,
 )
-from common.files import check_form
 from common.flags import NUMBER, DataArgs
+from common.ground.files import check_form
 from common.rewards.rules import parse_verdict
 
 # --------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def kind_of_row(row: dict) -> str:
     known = "; ".join(f"{', '.join(sorted(columns))} ({kind})" for kind, columns in kinds.items())
     raise ValueError(
         f"a row needs the columns of one kind, besides its prompt: {known} "
-        f"(launch/convert.py reads rows of other systems); {columns_of(row)}"
+        f"(launch/data/convert.py reads rows of other systems); {columns_of(row)}"
     )
 
 

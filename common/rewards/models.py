@@ -24,12 +24,12 @@ from common.data.processor import Processor, answer_frame
 from common.data.responses import framed_answer
 from common.data.rows import MEDIA_MARKS, Prompt, check_media, make_prompt, measure, user_text
 from common.data.transcripts import finished_text, whole_texts
+from common.ground.process import UserError
 from common.model.build import build_reader
 from common.model.fsdp import on_device
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.vlm import Modules, compute_features, tower_parameters
 from common.ppo_flags import RewardArgs
-from common.process import UserError
 from common.rewards.judge import JudgeSettings, encode_verdicts, read_rubric
 from common.rewards.rules import parse_verdict
 from common.rewards.sources import RewardMix, Scores

@@ -11,9 +11,9 @@ from urllib.error import HTTPError
 from urllib.parse import urljoin
 
 from common.data.images import read_frames
-from common.files import parse_json, say
+from common.ground.files import parse_json, say
+from common.ground.process import UserError
 from common.ppo_flags import RewardArgs
-from common.process import UserError
 from common.rewards.rules import Columns
 
 URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:\d+)?(/[^\s#]*)?", re.ASCII | re.IGNORECASE)

@@ -12,8 +12,8 @@ r"""Rules that score a response by its text.
     rule_reward           a rule as a reward function
     check_reference       what no response can match is no answer
 
-For roots, units and expressions there is launch/reward_math.py. launch/judge_table.py and
-launch/convert.py read this file without the rest of common/, which needs torch.
+For roots, units and expressions there is launch/reward_math.py. launch/judges/judge_table.py and
+launch/data/convert.py read this file without the rest of common/, which needs torch.
 """
 
 import re

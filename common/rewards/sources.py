@@ -31,9 +31,9 @@ from common.buffers import Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.data.transcripts import finished_text, messages, turn_texts
-from common.files import check_form, parse_json, read_bytes
+from common.ground.files import check_form, parse_json, read_bytes
+from common.ground.process import UserError
 from common.ppo_flags import RewardArgs
-from common.process import UserError
 from common.rewards import regions
 from common.rewards.remote import Server
 from common.rewards.rules import RULES, Columns, check_reference, rule_reward

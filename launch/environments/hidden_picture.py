@@ -8,7 +8,7 @@
 
 from pathlib import Path
 
-from common.files import number_as_text
+from common.ground.files import number_as_text
 from common.rewards.rules import after_thought
 
 

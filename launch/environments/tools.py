@@ -9,7 +9,7 @@ import json
 import operator
 import re
 
-from common.files import number_as_text
+from common.ground.files import number_as_text
 from common.rewards.rules import after_thought
 
 MISTAKES = ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError

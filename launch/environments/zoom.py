@@ -12,7 +12,7 @@ from PIL import ImageOps
 
 from common.data.images import read_image
 from common.data.rows import media_list
-from common.files import number_as_text
+from common.ground.files import number_as_text
 from common.rewards.rules import after_thought
 
 THINNEST = 100  # times the shorter side; Qwen's processors take up to 200

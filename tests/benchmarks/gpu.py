@@ -35,22 +35,23 @@ from PIL import Image
 from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import reference_kernels
-import toy
 import train_ppo_vl as ppo
 from common import distributed
 from common.buffers import Batch, Pack
 from common.data.processor import Processor
 from common.flags import DataArgs
-from common.model import adapters, budget, build, layers, memory, vlm, weights
+from common.memory import budget, memory
+from common.memory.recompute import recompute
+from common.model import adapters, build, layers, vlm, weights
 from common.model.attention import BACKENDS, PackedAttention, SlotCache
 from common.model.fsdp import Trainable, unwrapped_forward
-from common.model.recompute import recompute
 from common.model.vlm import UpdateSetting
 from common.rollout import RolloutEngine, Sample
 from conftest import computing
+from launch import toy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
@@ -424,7 +425,7 @@ def scaled_and_summed(self: adapters.LoRALinear, x: torch.Tensor) -> torch.Tenso
 
 def lever_table(args, response: int) -> None:
     """An update with all layers recomputed, and variants of it. They are exact:
-    tests/model/test_recompute.py, tests/test_fused.py, tests/model/test_lora.py."""
+    tests/memory/test_recompute.py, tests/test_fused.py, tests/model/test_lora.py."""
     trained, batch = prepare_update(args, response)
     decoder = vlm.decoder(trained.module.model)
     theirs, count = sys.modules[type(decoder).__module__], len(decoder.layers)

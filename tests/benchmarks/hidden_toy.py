@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-import toy
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from launch import toy
 
 
 def hide(source: Path, target: Path) -> None:

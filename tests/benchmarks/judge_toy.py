@@ -1,4 +1,4 @@
-"""Pairs for launch/judge_loop.sh: which of two pictures of the toy shows more? Noise makes it hard
+"""Pairs for launch/judges/judge_loop.sh: which of two pictures of the toy shows more? Noise makes it hard
 to see.
 
     python tests/benchmarks/judge_toy.py TOY OUT       TOY: a folder of launch/toy.py
@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "launch"))
-import toy
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from launch import toy
 
 NOISE = 400  # standard deviation, where white is 255
 

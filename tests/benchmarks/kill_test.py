@@ -25,14 +25,14 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 from safetensors.torch import load_file  # noqa: E402
 
 import conftest  # noqa: E402  (puts the project on the path)
 import ranks  # noqa: E402
-import toy  # noqa: E402
 import train_ppo_vl as ppo  # noqa: E402
+from launch import toy  # noqa: E402
 from lives import (  # noqa: E402
     assert_bitwise,
     flags_of,

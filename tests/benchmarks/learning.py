@@ -55,11 +55,11 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # CPU seconds hold on one thread only
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
+sys.path[:0] = [str(ROOT)]
 
-import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
+from launch import toy
 from machine import machine
 
 GRPO = "--advantage grpo"

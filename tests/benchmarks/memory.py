@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from common import logprobs
-from common.toy import toy_file, write_toy
+from common.ground.toy import toy_file, write_toy
 
 
 def status(field: str) -> float:

@@ -24,16 +24,16 @@ import torch
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from transformers import AutoModelForImageTextToText
 
-import toy
 import train_ppo_vl as ppo
 from common import distributed
 from common.buffers import Batch
 from common.data.loader import load_pixels
 from common.rollout import RolloutEngine
+from launch import toy
 from machine import machine
 
 SAMPLES, LONGEST = 8, 128

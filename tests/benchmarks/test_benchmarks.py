@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import ranks
-import toy
 from conftest import ROOT
+from launch import toy
 
 pytestmark = pytest.mark.slow
 

@@ -28,16 +28,16 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ratios of CPU seconds hold 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from transformers import AutoModelForImageTextToText
 
-import toy
 import train_ppo_vl as ppo
 from common import buffers, distributed
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.model import packs, vlm
+from launch import toy
 from machine import machine
 
 SIZES = {"tiny": {"hidden_size": 64, "layers": 3}, "20m": {"hidden_size": 512, "layers": 8}}

@@ -735,8 +735,8 @@ def test_a_row_keeps_all_its_columns(load, tmp_path, capsys):
     assert (
         capsys.readouterr().out
         == f"{tmp_path / 'train.jsonl'}: columns that are kept, but not read: "
-        "'depth', 'extra', 'imgs' (images, or part of prompt or answer? see --columns, launch/convert.py), "
-        "'reward_model' (images, or part of prompt or answer? see --columns, launch/convert.py), 'tools'\n"
+        "'depth', 'extra', 'imgs' (images, or part of prompt or answer? see --columns, launch/data/convert.py), "
+        "'reward_model' (images, or part of prompt or answer? see --columns, launch/data/convert.py), 'tools'\n"
     )
     load([dict(prompt="Hi", answer="4", label="l", images=[], videos=[])])
     assert capsys.readouterr().out == ""
@@ -877,7 +877,7 @@ def test_a_named_column_is_in_every_row(load, columns, name):
         (b",prompt,answer\n0,x,y\n", "a table of text: JSONL is what pandas"),
         (b"prompt;answer\nx;y\n", "a table of text: JSONL is what pandas"),
         ("folder", "a folder; name its files, as in .*rows.json/train.jsonl, or convert them"),
-        (None, "no file .data of the hub: hf download .*python launch/convert.py FOLDER"),
+        (None, "no file .data of the hub: hf download .*python launch/data/convert.py FOLDER"),
     ],
 )
 def test_data_that_is_no_jsonl(tmp_path, processor, content, what):
@@ -887,7 +887,7 @@ def test_data_that_is_no_jsonl(tmp_path, processor, content, what):
         path.mkdir()
     elif content is not None:
         path.write_bytes(content)
-    command = "" if ":" in what else f".*: python launch/convert.py {path} --out"
+    command = "" if ":" in what else f".*: python launch/data/convert.py {path} --out"
     with value_error(f"^{path} is {what}{command}") as error:
         load_prompts(str(path), processor, DataArgs())
     assert "\n" not in str(error.value)

@@ -28,7 +28,6 @@ from transformers import (
     AutoTokenizer,
 )
 
-import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
@@ -38,10 +37,11 @@ from common.data.loader import PromptLoader, load_pixels
 from common.data.processor import Processor
 from common.data.rows import measure
 from common.envs.replies import read_parts
+from common.looks import further_losses, image_changes
+from common.looks.teacher import with_prompts
 from common.model import attention as vlm_attention
-from common.model import build, further_losses, image_changes, packs, vlm
+from common.model import build, packs, vlm
 from common.model import weights as vlm_weights
-from common.model.teacher import with_prompts
 from conftest import (
     ROUNDING,
     computing,
@@ -88,6 +88,7 @@ from families import (
     write_family,
 )
 from helpers import COMPUTE, assert_same_run, changed, launch, on_a_gpu, tensors, trainable
+from launch import toy
 
 
 def of_kinds(daily, more=()):

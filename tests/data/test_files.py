@@ -18,11 +18,11 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import files, process
 from common.data.folder import read_tokenizer
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.flags import DataArgs
+from common.ground import files, process
 from common.model.build import build_model
 from common.model.weights import open_weights, resolve_folder, weight_index
 from common.rewards.judge import KINDS, JudgeSettings

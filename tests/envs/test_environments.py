@@ -15,7 +15,6 @@ import pytest
 import torch
 from PIL import Image
 
-import toy
 import train_ppo_vl as ppo
 from common import losses
 from common.data.coordinates import Place
@@ -23,7 +22,8 @@ from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.data.transcripts import finished_text
 from common.envs import dialogue, environments
-from common.model import image_changes, packs
+from common.looks import image_changes
+from common.model import packs
 from common.ppo_flags import EnvArgs
 from common.rewards import sources
 from common.threads import LateError, Workers
@@ -47,6 +47,7 @@ from conftest import (
 )
 from families import DAILY, GEMMA4, TEXT_ONLY, write_family
 from helpers import cut_back, samples_of
+from launch import toy
 from talkers import PROGRAMS, Closing, Slow, expected_logprobs, talk, whole
 
 pytestmark = pytest.mark.usefixtures("write_samples")

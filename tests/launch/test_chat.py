@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import chat as program
-import check_model
 import train_ppo_vl as ppo
-from common.files import printable
+from common.ground.files import printable
 from conftest import read_json, save_weights, start, take, words, write_json
+from launch import chat as program
+from launch import check_model
 
 LENGTH = 12  # tokens, as in conftest's start
 

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-import check_kernels
 from common import logprobs
 from common.model import attention
 from common.model.attention import DecodeAttention, PackedAttention
 from conftest import words
+from launch import check_kernels
 from reference_kernels import attend
 
 

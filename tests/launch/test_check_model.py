@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-import check_model as program
 from common.model import build, layers
 from conftest import marked, words
 from families import PLAIN, TEXT_ONLY, write_family
+from launch import check_model as program
 
 DAILY = ("qwen3_5", "gemma3", "llama")
 FURTHER = ("qwen3_vl_moe", "gemma4_26b_a4b", "mistral3")

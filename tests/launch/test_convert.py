@@ -1,4 +1,4 @@
-"""launch/convert.py: converted rows load in the trainers, with the text and the pixels that were put in."""
+"""launch/data/convert.py: converted rows load in the trainers, with the text and pixels that were put in."""
 
 import base64
 import json
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import convert
 from common.data.images import read_image
 from common.data.processor import Processor
 from common.data.rows import load_prompts, text_column
@@ -20,6 +19,7 @@ from common.flags import DataArgs
 from common.rewards.judge import load_judgements
 from conftest import ROOT, judge_settings, marked, read_rows, value_error, words, write_json
 from helpers import PYTHONS_WORDS, base64_of, encode, noise, odd_value
+from launch.data import convert
 
 # ---- Numbers
 
@@ -54,9 +54,7 @@ def test_a_number_has_one_text_converted_or_not(number, text):
 
 
 def test_converting_needs_no_torch():
-    code = (
-        "import sys; sys.path.insert(0, 'launch'); import convert; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; from launch.data import convert; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 

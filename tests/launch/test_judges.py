@@ -17,16 +17,14 @@ from statistics import fmean
 
 import pytest
 
-import benchmarks
-import convert
-import judge_filter
-import judge_table
 from common.data.processor import Processor
 from common.flags import DataArgs
 from common.rewards.judge import answer_frame, encode_target, load_judgements, with_verdict
 from conftest import ROOT, judge_settings, read_rows, table, words, write_rows
 from helpers import base64_of, encode, noise
 from judging import MIRRORED, PAIRS, judge_by_a_policy, judged, whole_judgements
+from launch.data import benchmarks, convert
+from launch.judges import judge_filter, judge_table
 
 # ---- Benchmarks
 
@@ -563,7 +561,7 @@ def test_what_the_table_read_and_left_out(tmp_path, capsys):
 
 
 def test_the_table_needs_no_torch():
-    code = "import sys; sys.path.insert(0, 'launch'); import judge_table; sys.exit('torch' in sys.modules)"
+    code = "import sys; from launch.judges import judge_table; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 

@@ -20,16 +20,18 @@ from transformers import (
 )
 
 import families
-import plan
-from common import distributed, process
+from common import distributed
 from common.data import loader as data
 from common.flags import DataArgs
+from common.ground import process
+from common.memory import memory
+from common.memory.recompute import recompute
 from common.model import attention as vlm_attention
-from common.model import fsdp, layers, memory, vlm
-from common.model.recompute import recompute
+from common.model import fsdp, layers, vlm
 from common.model.vlm import UpdateSetting
 from conftest import published, start, take, user_error, words, write_checkpoint, write_json
 from helpers import NormOfAGPU, peak_of_an_update, planned, planned_peak, trainable
+from launch import plan
 
 ROLES = ("actor", "critic", "reference")
 GIB = 2**30

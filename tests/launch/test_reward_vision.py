@@ -11,12 +11,12 @@ from fractions import Fraction
 import pytest
 import torch
 
-import reward_vision
 from common.data.rows import Prompt
 from common.ppo_flags import RewardArgs
 from common.rewards.sources import RewardMix, load_source
 from conftest import ROOT, marked, table, user_error, value_error
 from helpers import reward_samples, score_samples
+from launch import reward_vision
 
 # which takes ten times what a grade does
 load = functools.cache(lambda name: load_source(f"{ROOT / 'launch' / 'reward_vision.py'}:{name}"))
@@ -338,7 +338,12 @@ def test_a_truth_without_separators_is_a_word():
 @pytest.mark.parametrize("name", ["items", "order"])
 def test_collapsed_lists_are_read_in_little_time(name):
     """4,000 items each: some take a tenth of a second, where every item alone took one."""
-    texts = ["red, " * 4000, ", ".join(map(str, range(4000))), "(A), **B**, " * 2000, "a cup\n" * 4000]
+    texts = [
+        "red, " * 4000,
+        ", ".join(map(str, range(4000))),
+        "(A), **B**, " * 2000,
+        "a cup\n" * 4000,
+    ]
     load(name)
     start = time.process_time()
     for text in texts:

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import check_model
-import smoke
 from conftest import ROOT, read_json, words
+from launch import check_model, smoke
 from ranks import TORCHRUN
 
 pytestmark = pytest.mark.slow

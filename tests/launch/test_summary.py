@@ -2,8 +2,8 @@
 
 import pytest
 
-import summary
 from conftest import write_rows
+from launch import summary
 
 METRICS = """\
 {"type": "header"}

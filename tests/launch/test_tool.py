@@ -9,14 +9,11 @@ import sys
 
 import pytest
 
-import chat
-import convert
-import judge_filter
-import judge_table
-import plan
-import summary
 from conftest import ROOT, user_error, words, write_rows
 from helpers import PYTHONS_WORDS
+from launch import chat, plan, summary
+from launch.data import convert
+from launch.judges import judge_filter, judge_table
 
 PROGRAMS = sorted(
     path
@@ -209,6 +206,6 @@ def test_a_chat_says_something(capsys, limit):
 
 
 def test_ctrl_c_ends_a_tool_without_a_traceback(tmp_path):
-    code = "import sys; sys.path.insert(0, 'launch'); import tool\nwith tool.one_message(): raise KeyboardInterrupt"
+    code = "from launch import tool\nwith tool.one_message(): raise KeyboardInterrupt"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60)
     assert (result.returncode, result.stderr) == (130, b"")

@@ -11,12 +11,12 @@ from PIL import Image, ImageColor
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-import toy
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.flags import DataArgs
 from common.rewards import sources
 from conftest import read_json, read_rows, words
+from launch import toy
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 

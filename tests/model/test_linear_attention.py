@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-import toy
 import train_ppo_vl as ppo
 from common.model import attention, build, fsdp, layers, linear_attention, packs, vlm
 from common.model.linear_attention import PackedDelta, SlotStates
@@ -40,6 +39,7 @@ from helpers import (
     score,
     tensors,
 )
+from launch import toy
 
 CPU = torch.device("cpu")
 # The signature of chunk_gated_delta_rule in fla-core 0.6.0, and that of the first with cu_seqlens.

@@ -16,7 +16,8 @@ import train_ppo_vl as ppo
 from common import distributed
 from common.data.loader import PromptLoader
 from common.envs import environments
-from common.model import attention, memory, teams, vlm
+from common.memory import memory
+from common.model import attention, teams, vlm
 from common.rollout import GRAPH_SIZES, RolloutEngine
 from conftest import ROUNDING, marked, start, user_error, write_checkpoint
 from families import write_family

@@ -11,11 +11,11 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-import toy
 from common.buffers import Batch, Conversation
 from common.data.transcripts import token_texts
 from common.reports import records
 from helpers import random_batch
+from launch import toy
 
 TEXTS = ["red circle, 2", "红色的圆 и 🙂🏽 مرحبا", " é\u0301\n\n\ttail \ufffd end", "🙂", ""]
 

@@ -127,7 +127,7 @@ def test_judgements_are_recorded_with_what_a_table_needs(qwen25, pairs, tmp_path
 
 
 def test_a_recorded_question_is_a_row_to_learn_from(qwen25, pairs, tmp_path):
-    """As launch/judge_filter.py writes it: the prompt is that of the judgement."""
+    """As launch/judges/judge_filter.py writes it: the prompt is that of the judgement."""
     judge = tmp_path / "judge"
     shutil.copytree(qwen25, judge)
     write_judge(judge, ("answers", "A"), system_instruction="Judge.")

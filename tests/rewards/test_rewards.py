@@ -13,8 +13,8 @@ import torch
 
 import train_ppo_vl as ppo
 from common.data.rows import Prompt
+from common.ground.process import UserError
 from common.ppo_flags import RewardArgs
-from common.process import UserError
 from common.reports.records import summarise_samples
 from common.rewards import sources
 from common.rewards.rules import (

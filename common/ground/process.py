@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from common.files import as_message, say, show_anything
+from common.ground.files import as_message, say, show_anything
 from common.threads import GIVEN_UP
 
 EXIT_USER_ERROR = 2

@@ -14,9 +14,9 @@ from common import distributed
 from common.buffers import Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt, columns_of, make_prompt
+from common.looks.image_changes import reread_images
 from common.model.adapters import without_adapters
 from common.model.fsdp import Trainable, copy_weights, on_device
-from common.model.image_changes import reread_images
 from common.model.policy import Policy
 from common.model.vlm import compute_features_unless_trained, tower_parameters
 from common.ppo_flags import TeacherArgs

@@ -1,6 +1,6 @@
 """Data of other systems as rows of the trainers: JSONL, and a file for every image.
 
-    python launch/convert.py rows.jsonl --out data/mine
+    python launch/data/convert.py rows.jsonl --out data/mine
 
 Parquet needs a package that the trainers do without, hence an environment of its own. Geometry3k,
 for example (https://huggingface.co/datasets/hiyouga/geometry3k: 2,101 / 300 / 601 rows):
@@ -8,7 +8,7 @@ for example (https://huggingface.co/datasets/hiyouga/geometry3k: 2,101 / 300 / 6
     python -m venv .venv-convert
     .venv-convert/bin/pip install pyarrow pillow huggingface_hub
     .venv-convert/bin/hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
-    .venv-convert/bin/python launch/convert.py geometry3k/data --label geo3k --out data/geo3k
+    .venv-convert/bin/python launch/data/convert.py geometry3k/data --label geo3k --out data/geo3k
 
 Sources are .parquet, .jsonl and .json files, or folders of the first two. JSON may be one list, objects
 over several lines, or in UTF-16. The shards train-00000-of-00002 and train-00001-of-00002 become
@@ -51,7 +51,7 @@ images), the row is a pair of pictures: images holds them, and there are no resp
 Boxes are in pixels of the file, unless --space says otherwise; ms-swift's norm1 is 0 to 1, its norm_1000 and
 Visual-RFT's Position 0 to 1000. VLM-R1's boxes of RefCOCO end at x + w + 1, and stay as they are.
 
-With --benchmark NAME the files are those of a benchmark of judges (launch/benchmarks.py). Its rows
+With --benchmark NAME the files are those of a benchmark of judges (launch/data/benchmarks.py). Its rows
 get "source" (the official group) and "pair" (what counts together, as in ACC+). Rows without their
 image, or of a kind that judges here cannot read, are counted and left out.
 
@@ -62,6 +62,16 @@ preference (rejected_2, score, is_correct) in a row that is not a pair, one of p
 in a pair, and choices (options, A and B, choice_a) that the prompt does not show, or of which the answer
 is the number."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the project's folder
+
+from common.ground import versions
+
+versions.require("PIL")
+
+
 import argparse
 import ast
 import base64
@@ -71,22 +81,18 @@ import json
 import os
 import re
 import shlex
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from PIL import Image
 
-import benchmarks
-import tool  # puts common/ on the path
-
-# isort: split
-from files import number_as_text, open_file, parse_json, read_bytes, say
-from rewards.rules import REGION, read_places, words_of
+from common.ground.files import number_as_text, open_file, parse_json, read_bytes, say
+from common.rewards.rules import REGION, read_places, words_of
+from launch import tool
+from launch.data import benchmarks
 
 PROMPTS = "prompt messages conversations conversation message query question problem input".split()
 LABELS = ("label", "source", "data_source", "query_source")

@@ -17,8 +17,8 @@ import train_ppo_vl as ppo
 from common.buffers import EMPTY
 from common.data.processor import Processor
 from common.data.rows import load_prompts
+from common.looks.teacher import with_hint
 from common.model import fsdp, packs
-from common.model.teacher import with_hint
 from conftest import (
     assert_same_records,
     hugging_face,

@@ -26,10 +26,9 @@ from safetensors.torch import load_file, save_file
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, losses, user_code
+from common import checkpoint, distributed, losses, user_code
 from common import flags as common_flags
 from common.data.loader import PromptLoader
-from common.model import checkpoint
 from common.model import weights as vlm_weights
 from conftest import read_json, table, user_error, words, write_rows
 from helpers import change_weight

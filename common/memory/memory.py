@@ -1,6 +1,6 @@
 """Bytes per GPU by role and stage, operations of an update, and how much of both a run used.
 
-The formulas read modules with parameters, which may be on the meta device; `common.model.budget` adds
+The formulas read modules with parameters, which may be on the meta device; `common.memory.budget` adds
 them up.
 """
 

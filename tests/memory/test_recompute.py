@@ -1,5 +1,5 @@
-"""common/model/recompute.py: layers that are computed again, and what they keep, change no bit of a gradient;
-as many bytes are alive as common/model/memory.py says."""
+"""common/memory/recompute.py: layers that are computed again, and what they keep, change no bit of a gradient;
+as many bytes are alive as common/memory/memory.py says."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -10,8 +10,9 @@ import torch.nn.attention.varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from common import process
-from common.model import layers, packs, recompute
+from common.ground import process
+from common.memory import recompute
+from common.model import layers, packs
 from common.model.vlm import UpdateSetting
 from conftest import marked, seeded, start, take, write_checkpoint, write_json
 from helpers import (

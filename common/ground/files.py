@@ -23,7 +23,7 @@ A form is one of these:
     {"name": form, "other?": form}     an object with such entries and any others; one that is marked by ?
                                        may be missing or null
 
-launch/convert.py reads this file without the rest of common/, which needs torch.
+launch/data/convert.py reads this file without the rest of common/, which needs torch.
 """
 
 import hashlib

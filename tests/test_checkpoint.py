@@ -25,9 +25,10 @@ from transformers import AutoConfig
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, files, logging, process
-from common.model import checkpoint, fsdp
-from common.model.memory import resident_bytes
+from common import checkpoint, distributed, logging
+from common.ground import files, process
+from common.memory.memory import resident_bytes
+from common.model import fsdp
 from conftest import (
     read_json,
     read_rows,

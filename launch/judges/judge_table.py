@@ -1,6 +1,6 @@
 """The accuracy of a judge, by every convention in which published tables differ.
 
-    python launch/judge_table.py RUN
+    python launch/judges/judge_table.py RUN
 
 RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K`, in which
 every pair was judged K times in each order; the newest of its evaluations is read. Rows with only one
@@ -14,19 +14,25 @@ verdict of a tie is wrong, or left out as in cal.py. The interval is that of the
 bootstrap over pairs, in which rows that count together stay together."""
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the project's folder
+
+from common.ground import versions
+
+versions.require("numpy")
+
+
 from collections import defaultdict
 from collections.abc import Collection
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 
-import tool  # puts common/ on the path
-from benchmarks import VL_ELSEWHERE, vl_group
-
-# isort: split
-from files import check_form, read_records, say
-from rewards.rules import vote
+from common.ground.files import check_form, read_records, say
+from common.rewards.rules import vote
+from launch import tool
+from launch.data.benchmarks import VL_ELSEWHERE, vl_group
 
 MIRRORED = {"A": "B", "B": "A"}
 INTERVAL = "95 % of the first accuracy"

@@ -5,7 +5,7 @@
     fit                       before weights are read: on a GPU, chooses, refuses what cannot fit and warns
                               of what may not; warns of sequences longer than a model was made for
 
-The formulas of each part are in `common.model.memory`; launch/plan.py prints a plan as a table.
+The formulas of each part are in `common.memory.memory`; launch/plan.py prints a plan as a table.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,11 +16,11 @@ import torch
 from common import distributed
 from common.data.rows import Example, Prompt
 from common.flags import ModelArgs
-from common.model import memory
+from common.ground.process import UserError
+from common.memory import memory
+from common.memory.recompute import can_keep, recompute
 from common.model.attention import most_slots
-from common.model.recompute import can_keep, recompute
 from common.model.vlm import Modules, UpdateSetting, decoder
-from common.process import UserError
 
 GIB = 2**30
 RESERVED = 2 * GIB  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use

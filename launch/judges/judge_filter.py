@@ -1,6 +1,6 @@
 """Judgements as rows to train on, between a cold start and RL.
 
-    python launch/judge_filter.py RUN --right sft.jsonl --wrong rl.jsonl
+    python launch/judges/judge_filter.py RUN --right sft.jsonl --wrong rl.jsonl
 
 RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K` over
 training rows (its --eval_data). For every question (a row in one order), the first right judgement
@@ -8,11 +8,16 @@ becomes a row of prompt and response: the question, and what the judge wrote. A 
 judgement, in either order, goes to RL unchanged; so does one with a judgement that was cut off, as it
 has no verdict. Paths become absolute."""
 
-import json
+import sys
 from pathlib import Path
 
-import tool
-from judge_table import JUDGEMENT, Orders, read_judgements
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the project's folder
+
+
+import json
+
+from launch import tool
+from launch.judges.judge_table import JUDGEMENT, Orders, read_judgements
 
 FORM = JUDGEMENT | {"messages": list, "images": list, "response": str, "truncated": bool}
 

@@ -1,4 +1,4 @@
-"""common/model/budget.py: whether a run fits, how updates then work, and what a start says on a GPU.
+"""common/memory/budget.py: whether a run fits, how updates then work, and what a start says on a GPU.
 
 A GPU is what torch reports: here its reports are replaced, so that all of it runs on a CPU.
 """
@@ -19,7 +19,8 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.data.processor import Processor
-from common.model import budget, build, memory, vlm
+from common.memory import budget, memory
+from common.model import build, vlm
 from common.model.vlm import UpdateSetting
 from common.rollout import RolloutEngine
 from conftest import read_json, read_rows, start, take, user_error, words, write_json

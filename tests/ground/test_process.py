@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import ranks
-from common import distributed, process
+from common import distributed
+from common.ground import process
 from conftest import ROOT, user_error
 
 SCRIPTS = ("train_ppo_vl.py", "train_grm_vl.py")
@@ -85,7 +86,7 @@ def test_help_and_refusals(script, flags, code, message):
     ],
 )
 def test_exit_code_0_means_done(program, code, message):
-    imports = "import os, signal, sys\nfrom common import process"
+    imports = "import os, signal, sys\nfrom common.ground import process"
     result = python(f"{imports}\ndef main():\n    {program}\nprocess.run_main(main)")
     assert result.returncode == code
     assert message in result.stderr
@@ -95,7 +96,7 @@ def test_exit_code_0_means_done(program, code, message):
 
 TYPO = """
 import time
-from common import process
+from common.ground import process
 def main():
     process.dist.is_initialized = lambda: True
     process.dist.destroy_process_group = lambda: time.sleep(99)  # as with NCCL, for the other ranks
@@ -106,7 +107,7 @@ process.run_main(main)
 
 POOL = """
 import multiprocessing, os, signal, time
-from common import process
+from common.ground import process
 def main():
     process.catch_signals()
     fork = multiprocessing.get_context("fork")
@@ -146,7 +147,7 @@ def test_what_a_terminal_cannot_show_ends_nothing(first):
     """A script's lines on an ASCII terminal, and a tool's: the toy's path, say."""
     ended = python(
         "import sys\n"
-        "from common import process\n"
+        "from common.ground import process\n"
         "sys.stdout.reconfigure(encoding='ascii', errors='strict')\n"
         "def say():\n    print('\u4e2d \ufffd')\n" + first
     )
@@ -156,7 +157,7 @@ def test_what_a_terminal_cannot_show_ends_nothing(first):
 def test_ranks_that_do_not_come_are_named():
     """One process that believes in two, without the other: no traceback, nothing of slow rewards."""
     ended = python(
-        "from common import distributed, process\n"
+        "from common import distributed\nfrom common.ground import process\n"
         "distributed.PATIENCE = 0.1\n"
         "process.run_main(lambda: distributed.start(2.0, 0))",
         WORLD_SIZE="2",
@@ -210,7 +211,8 @@ def test_an_error_waits_for_no_other_rank(variables):
 # Python itself must end, which no rank of tests/ranks.py does: one that imports, and forks.
 LATE = """
 import os, torch
-from common import process, threads
+from common.ground import process
+from common import threads
 ENDS = [
     "pass",
     "raise process.UserError('a disk')",
@@ -254,7 +256,7 @@ def test_a_call_that_was_given_up_does_not_end_the_process():
 STOPPED = "stopped by a signal with nothing to save; the same command starts again\n"
 BEFORE_THE_LOOP = """
 import ctypes, os, signal, threading, time
-from common import process
+from common.ground import process
 def main():
     threading.Timer(0.2, os.kill, (os.getpid(), signal.{name})).start()
     {wait}
@@ -284,7 +286,7 @@ def test_what_is_ignored_stays_ignored(name, code):
 
 LOOP = """
 import os, signal, time
-from common import process
+from common.ground import process
 def main():
     process.catch_signals()
     for step in range(3):
@@ -319,7 +321,7 @@ def test_a_second_ctrl_c_ends_a_process_that_waits_for_another():
     """In a collective, say: no signal handler of Python runs there, the kernel's own action does."""
     waiting = """
 import ctypes, os, signal, threading
-from common import process
+from common.ground import process
 process.catch_signals()
 os.kill(os.getpid(), signal.SIGINT)
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -389,7 +391,7 @@ worker.wait()
 """
 WORKER = """
 import os, time
-from common import process
+from common.ground import process
 process.run_main(lambda: (print(os.getpid(), flush=True), time.sleep(20)))
 """
 

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from common import ROOT
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.distributed import (
@@ -49,7 +50,8 @@ from common.distributed import (
     say_once,
     stop_requested,
 )
-from common.files import (
+from common.flags import MODEL_IDENTITY, Args, RunArgs, as_json, fields_of, map_parts
+from common.ground.files import (
     check_form,
     follow_pointer,
     read_json,
@@ -60,12 +62,11 @@ from common.files import (
     write_durably,
     write_link,
 )
-from common.flags import MODEL_IDENTITY, Args, RunArgs, as_json, fields_of, map_parts
+from common.ground.process import UserError
 from common.logging import Metrics, due, how_to_go_on
 from common.model import weights
 from common.model.fsdp import Trainable
 from common.model.vlm import Wrapper
-from common.process import UserError
 from common.threads import GIVEN_UP
 from common.user_code import files_of
 
@@ -92,14 +93,18 @@ def fingerprint_of(args: Any) -> dict:
         if field.metadata["paths"]:
             with raise_on_all_ranks(f"--{name}: "):
                 values[name] = digest_value(name, values[name])
-    root = Path(__file__).resolve().parents[2]
     values |= {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "project": weights.digest_files([*root.glob("train_*.py"), *root.glob("common/**/*.py")]),
+        "project": weights.digest_files(project_files()),
     }
     compare_ranks(values)
     return values
+
+
+def project_files() -> list[Path]:
+    """Both scripts, and what they import of this project."""
+    return [*ROOT.glob("train_*.py"), *ROOT.glob("common/**/*.py")]
 
 
 def compare_ranks(values: dict) -> None:

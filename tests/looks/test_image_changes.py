@@ -10,7 +10,8 @@ from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
 from common.data.processor import Processor
-from common.model import image_changes, vlm
+from common.looks import image_changes
+from common.model import vlm
 from conftest import (
     ROUNDING,
     hugging_face,

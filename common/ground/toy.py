@@ -6,7 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from common import ROOT
+
 # where launch/toy.py puts the toy of each task
 TOY_FOLDERS = {"questions": "toy", "describe": "toy_describe"}
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 import ranks
 import train_ppo_vl as ppo
 from common import losses
+from common.looks.teacher import follow_average
 from common.model import fsdp, packs
 from common.model import weights as vlm_weights
-from common.model.teacher import follow_average
 from conftest import (
     computing,
     rounding,

@@ -3,9 +3,9 @@
 # the right ones, RL on the pairs with a wrong one. The tables on held-out pairs, before and after each stage, are OUT/*.txt
 #
 #   export MODEL=Qwen/Qwen2.5-VL-7B-Instruct COLD=written.jsonl DATA=pairs.jsonl EVAL_DATA=benchmark.jsonl
-#   bash launch/judge_loop.sh                      further flags, such as --seed 1, go to every stage
+#   bash launch/judges/judge_loop.sh                      further flags, such as --seed 1, go to every stage
 #
-# COLD: pairs with a critique. DATA: pairs with only their verdicts. EVAL_DATA: pairs such as launch/convert.py --benchmark writes.
+# COLD: pairs with a critique. DATA: pairs with only their verdicts. EVAL_DATA: pairs such as launch/data/convert.py --benchmark writes.
 # OUT gets a folder per stage; LAUNCH is the command that starts a script; K (4) judgements are sampled per pair and order.
 # The same command continues an interrupted stage: each has its --out.
 #
@@ -49,13 +49,13 @@ judge_pairs() {  # name, model, pairs, how often in each order
 }
 table() {        # stage, model
     judge_pairs "$1-table" "$2" "$EVAL_DATA" 5
-    python launch/judge_table.py "$out/$1-table" | tee "$out/$1.txt"
+    python launch/judges/judge_table.py "$out/$1-table" | tee "$out/$1.txt"
 }
 table start "$MODEL"
 fine_tune cold "$MODEL" "$COLD" ${cold[@]+"${cold[@]}"}
 table cold "$out/cold/export/latest"
 judge_pairs judged "$out/cold/export/latest" "$DATA" "${K:-4}"
-python launch/judge_filter.py "$out/judged" --right "$out/right.jsonl" --wrong "$out/wrong.jsonl"
+python launch/judges/judge_filter.py "$out/judged" --right "$out/right.jsonl" --wrong "$out/wrong.jsonl"
 # a right judgement that contains a special token is not one to imitate
 fine_tune right "$out/cold/export/latest" "$out/right.jsonl" --on_bad_row skip ${right[@]+"${right[@]}"}
 table right "$out/right/export/latest"

@@ -1,0 +1,1 @@
+"""Whether a run fits a GPU, and how it then works."""
