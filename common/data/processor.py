@@ -13,6 +13,7 @@ what is wrong with the text.
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -158,12 +159,18 @@ class Processor:
             except Exception as error:
                 problems.append(f"the chat template cannot render this ({error!r})")
                 continue
-            lost = lost_text(text, messages)
-            if not lost:
+            lost, lost_call = lost_text(text, messages), lost_call_of(text, messages)
+            if not lost and not lost_call:
                 return text
-            problems.append(
-                f"the chat template leaves out what the {lost}, or writes it as Python does"
-            )
+            if lost:
+                problems.append(
+                    f"the chat template leaves out what the {lost}, or writes it as Python does"
+                )
+            if lost_call:
+                problems.append(
+                    f"the chat template leaves out a call of {lost_call!r:.80}: it knows no tool_calls "
+                    "(write them into the text as the model does)"
+                )
         where = "the checkpoint's chat_template.jinja or tokenizer_config.json"
         raise ValueError(f"{'; '.join(dict.fromkeys(problems))}; see {where}")
 
@@ -288,15 +295,38 @@ def lost_text(rendered: str, messages: list[dict]) -> str:
         for part in message["content"]:
             if part["type"] != "text":
                 continue
-            text, as_json = part["text"].strip(), json.dumps(part, ensure_ascii=False)
-            if role == "assistant":  # thoughts of earlier turns are left out of prompts
-                text = text.rpartition("</think>")[2].strip()
+            text, as_json = kept_text(role, part), json.dumps(part, ensure_ascii=False)
             is_there = text in rendered
             if role == "tool":  # Llama 3 writes it as JSON
                 is_there |= json.dumps(text, ensure_ascii=False)[1:-1] in rendered
             # a template for strings may write the whole part
             if not is_there or str(part) in rendered or as_json in rendered:
                 return f"{role} says: {text!r:.80}"
+    return ""
+
+
+def kept_text(role: str, part: dict) -> str:
+    """What a template keeps of a part, if it keeps its text: the thoughts of earlier turns are left out of
+    prompts."""
+    text = part.get("text", "")
+    return (text.rpartition("</think>")[2] if role == "assistant" else text).strip()
+
+
+def called_function(call: dict) -> dict:
+    """The name and arguments of an entry of tool_calls, which OpenAI keeps under "function"."""
+    return call.get("function") or call
+
+
+def lost_call_of(rendered: str, messages: list[dict]) -> str:
+    """The name of a function that a rendered prompt has no more often than its texts name it, although
+    messages call it; empty if all calls are there."""
+    calls, texts = Counter(), []
+    for message in messages:
+        calls.update(called_function(call)["name"] for call in message.get("tool_calls") or ())
+        texts += [kept_text(message["role"], part) for part in message["content"]]
+    for name, count in calls.items():
+        if rendered.count(name) < count + sum(text.count(name) for text in texts):
+            return name
     return ""
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from common import distributed
 from common.data.coordinates import Place, Regions, read_regions
 from common.data.images import clip_times, image_size
-from common.data.processor import Processor
+from common.data.processor import Processor, called_function
 from common.flags import DataArgs
-from common.ground.files import number_as_text, parse_json, printable, read_bytes
+from common.ground.files import check_form, number_as_text, parse_json, printable, read_bytes
 from common.ground.process import UserError
 
 MEDIA_MARKS = ("<image>", "<video>")  # in the strings of rows
@@ -334,14 +334,34 @@ def message_turns(prompt: str | list) -> list[dict]:
 
 def _read_turn(turn: Any) -> dict:
     match turn:
+        case {"role": "assistant", "tool_calls": [_, *_] as calls}:  # the template writes them
+            parts = message_parts(turn.get("content") or [])
+            return {**turn, "content": parts, "tool_calls": [_read_call(call) for call in calls]}
         case {"role": role, "content": str() | list() as content} if role in ROLES:
             return {**turn, "content": message_parts(content)}
-        case {"role": "assistant", "tool_calls": [_, *_]}:
-            return {**turn, "content": []}  # the template writes the calls
     raise ValueError(
         'prompt must be a string or messages {"role": ..., "content": string or parts}, with '
         f"roles {', '.join(ROLES)}, not {turn!r:.120} (launch/data/convert.py reads other forms)"
     )
+
+
+def _read_call(call: Any) -> dict:
+    """A call of a tool, with its arguments as an object. OpenAI has them as text, which templates would
+    quote once more, or cannot iterate."""
+    try:
+        check_form(call, {"function?": dict}, "the call")
+        function = called_function(call)
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = parse_json(arguments, "its arguments")
+        function = {**function, "arguments": arguments}
+        check_form(function, {"name": str, "arguments": dict}, "the call")
+    except ValueError as error:
+        raise ValueError(
+            'tool_calls must be a list of {"function": {"name": text, "arguments": object}}, '
+            f"not {call!r:.120} ({error})"
+        ) from error
+    return {**call, "function": function} if call.get("function") else function
 
 
 def message_parts(content: str | list) -> list[dict]:

@@ -2,7 +2,7 @@
 
     in_digits   a text with digits in the place of its number words
 
-launch/convert.py and launch/judge_table.py read this file without the rest of common/, which needs torch.
+launch/data/convert.py and launch/judges/judge_table.py read this file without torch.
 """
 
 import re

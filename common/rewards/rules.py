@@ -22,7 +22,7 @@ from collections.abc import Collection
 from fractions import Fraction
 from statistics import multimode
 
-from .numerals import in_digits
+from common.rewards.numerals import in_digits
 
 Columns = dict[str, list[float]]  # a number for each sample: "reward" and its components
 # not the possessive *+, which finds nothing here before Python 3.11.5

@@ -801,13 +801,78 @@ def test_rows_of_other_systems_that_need_no_conversion(
     assert "columns" not in capsys.readouterr().out
 
 
-def test_calls_of_tools_in_a_prompt(load):
-    row = """{"prompt": [{"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": null, "tool_calls":
-    [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]},
-    {"role": "tool", "content": "red"}]}"""
-    (prompt,) = load([json.loads(row)])
-    assert prompt.text == rendered(("user", "Hi"), ("assistant", ""), ("tool", "red"))
+def row_with_calls(content, *calls: dict) -> dict:
+    """A question that names the tool "look", calls, and an answer to them."""
+    chat = [{"role": "user", "content": "May you look?"}, {"role": "tool", "content": "red"}]
+    chat.insert(1, {"role": "assistant", "content": content, "tool_calls": [*calls]})
+    return {"prompt": chat}
+
+
+def call(name, arguments) -> dict:
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+CALLS_AS_JSON = (  # as Qwen3-VL's, which takes the calls with and without "function"
+    HEAD + "{{ m.content if m.content is string else '' }}{% for c in m.tool_calls or [] %}"
+    "{% set f = c.function or c %}({{ f.name }} {{ f.arguments | tojson }}){% endfor %}" + END
+)
+CALLS_BY_ITEM = (  # as Qwen3.5's and GLM-4.5V's
+    HEAD + "{{ m.content if m.content is string else '' }}{% for c in m.tool_calls or [] %}"
+    "({{ c.function.name }}{% for k, v in c.function.arguments | items %} {{ k }}={{ v }}{% endfor %})"
+    "{% endfor %}" + END
+)
+
+
+@pytest.mark.parametrize("content", [None, "", "So:", [{"type": "text", "text": "So:"}]])
+@pytest.mark.parametrize("arguments", [{"at": 3}, '{"at": 3}'])
+def test_calls_of_tools_reach_the_prompt(load, processor, monkeypatch, content, arguments):
+    """OpenAI has the arguments as text: quoted twice in a template for JSON, no mapping in the others."""
+    text = "So:" if content else ""
+    for template, written in ((CALLS_AS_JSON, '(look {"at": 3})'), (CALLS_BY_ITEM, "(look at=3)")):
+        monkeypatch.setattr(processor.tokenizer, "chat_template", template)
+        (prompt,) = load([row_with_calls(content, call("look", arguments))])
+        assert prompt.text == rendered(
+            ("user", "May you look?"), ("assistant", text + written), ("tool", "red")
+        )
+    monkeypatch.setattr(processor.tokenizer, "chat_template", CALLS_AS_JSON)
+    calls = {"name": "look", "arguments": ""}, {"name": "zoom", "arguments": None}
+    (prompt,) = load([row_with_calls(content, *calls)])
+    assert f"{text}(look {{}})(zoom {{}})<|im_end|>" in prompt.text
+
+
+def test_calls_that_a_template_leaves_out_are_an_error(load, processor, monkeypatch):
+    """As those of Qwen2.5-VL and the toy do; that a text names the tool is no call."""
+    leaves_out = (
+        "train.jsonl:1: .*the chat template leaves out a call of 'look': it knows no tool_calls"
+    )
+    with value_error(leaves_out):
+        load([row_with_calls(None, call("look", "{}"))])
+    first_only = CALLS_AS_JSON.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    monkeypatch.setattr(processor.tokenizer, "chat_template", first_only)
+    with value_error(leaves_out):
+        load([row_with_calls(None, call("look", {"at": 1}), call("look", {"at": 2}))])
+    thinks = row_with_calls("<think>I look.</think>So:", call("look", {}))
+    no_thoughts = CALLS_AS_JSON.replace("{{ m.content if", "{{ m.content.split('</think>')[-1] if")
+    monkeypatch.setattr(processor.tokenizer, "chat_template", no_thoughts)
+    (prompt,) = load([thinks])
+    assert "assistant\nSo:(look {})<|im_end|>" in prompt.text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "look",
+        {"id": "1"},
+        {"function": "look"},
+        call("look", "{at: 3}"),
+        call("look", "[3]"),
+        call("look", [3]),
+        call(None, {}),
+    ],
+)
+def test_calls_of_no_form_are_an_error(load, wrong):
+    with value_error(r"train.jsonl:1: tool_calls must be a list of \{"):
+        load([row_with_calls("", wrong)])
 
 
 @pytest.mark.parametrize(

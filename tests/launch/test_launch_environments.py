@@ -106,6 +106,58 @@ def test_tools_are_called_and_their_mistakes_are_told():
     tool.reset({"answer": 12.0})  # by pandas
     assert tool.step("12") == (None, 1.0, True)
     assert tool.step("13") == (None, 0.0, True)
+    for right in ("12.", "The answer is 12", r"So \boxed{12}", "<answer>twelve</answer>"):
+        assert tool.step(right) == (None, 1.0, True)
+
+
+FORMS = {  # of a call of calculate with 3, * and 4; one that is never closed ends with the turn
+    "Qwen2.5": '<tool_call>\n{"name": "calculate", "arguments": {"a": 3, "operator": "*", "b": 4}}\n</tool_call>',
+    "Qwen3.5": "<tool_call>\n<function=calculate>\n<parameter=a>\n3\n</parameter>\n<parameter=operator>\n*\n"
+    "</parameter>\n<parameter=b>\n4\n</parameter>\n</function>\n</tool_call>",
+    "GLM-4.5V": "<tool_call>calculate\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n<arg_key>operator"
+    "</arg_key>\n<arg_value>*</arg_value>\n<arg_key>b</arg_key>\n<arg_value>4</arg_value>\n</tool_call>",
+    "Ministral 3": '[TOOL_CALLS]calculate[ARGS]{"a": 3, "operator": "*", "b": 4}',
+    "Gemma 4": '<|tool_call>call:calculate{a:3,operator:<|"|>*<|"|>,b:4}<tool_call|>',
+}
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_calls_are_read_as_the_templates_of_families_teach_them(family):
+    tool = program("tools").Calculator()
+    tool.reset({"answer": "12"})
+    one = FORMS[family]
+    two = f"So: {one}\n{one.replace('4', '5')}"
+    assert tool.step(two) == ('{"result": 12}\n{"result": 15}', 0.0, False)
+    assert tool.step(f"<think>{one}</think>12") == (None, 1.0, True)
+    for cut in range(
+        len(one) // 2, len(one)
+    ):  # by a limit: a result or a mistake, and no traceback
+        reply, reward, done = tool.step(one[:cut])
+        assert (list(json.loads(reply)), reward, done) in (
+            (["error"], 0.0, False),
+            (["result"], 0.0, False),
+        )
+
+
+def test_texts_that_look_like_numbers_are_texts_to_a_tool_that_asks_for_them():
+    class Shout(program("tools").Tools):
+        def shout(self, text: str, times: int = 1, at: dict = {}) -> str:
+            return f"{text.upper()}{times}{at}"
+
+    tool = Shout()
+    for form in (
+        "<tool_call><function=shout><parameter=text>12</parameter><parameter=times>2</parameter>"
+        '<parameter=at>{"x": [1]}</parameter></function></tool_call>',
+        "<tool_call>shout<arg_key>text</arg_key><arg_value>12</arg_value><arg_key>times</arg_key>"
+        '<arg_value>2</arg_value><arg_key>at</arg_key><arg_value>{"x": [1]}</arg_value></tool_call>',
+        '[TOOL_CALLS]shout[ARGS]{"text": "12", "times": 2, "at": {"x": [1]}}',
+        '<|tool_call>call:shout{text:<|"|>12<|"|>,times:2,at:{x:[1]}}<tool_call|>',
+    ):
+        reply, *_ = tool.step(form)
+        assert json.loads(reply) == {"result": "122{'x': [1]}"}
+    reply, *_ = tool.step('<|tool_call>call:shout{text:<|"|>a, b: {"c"}<|"|>}<tool_call|>')
+    assert json.loads(reply) == {"result": 'A, B: {"C"}1{}'}
+    assert "error" in tool.step("<tool_call>step</tool_call>")[0]
 
 
 @pytest.mark.parametrize(
