@@ -11,6 +11,8 @@ an error.
 
 import json
 import math
+import os
+import shlex
 import subprocess
 import sys
 import time
@@ -341,6 +343,7 @@ class RunLogger:
             )
         else:
             self.line(f"done: all results are in {self.out}")
+            self.line(f"a page of curves and samples: {page_command(self.out)}")
         self.bar.close()
         if distributed.is_main():
             self._file.close()
@@ -386,6 +389,12 @@ def how_to_go_on(args: Any) -> str:
     """What to type after a run with CheckpointArgs and RunArgs has stopped."""
     again = " --resume auto" if args.resume == "never" else ""
     return f"the same command with --out {args.out}{again} goes on from there"
+
+
+def page_command(out: Path) -> str:
+    """What to type for a page of a run."""
+    tool = os.path.relpath(ROOT / "launch" / "page.py")
+    return shlex.join(["python", tool, str(out), "--out", str(out / "page.html")])
 
 
 def environment() -> dict:

@@ -16,7 +16,10 @@ torchrun --standalone --nproc_per_node 2 train_grm_vl.py --config toy/grm_args.j
 torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --config toy/args.json --out "$out" \
     --reward_recipe "{\"*\": [[\"grm:$judge/export/latest\", 1], [\"exact\", 0]]}" ${flags[@]+"${flags[@]}"}
 echo
+python launch/page.py "$judge" "$out" --out "$out/page.html"
+echo
+quoted="$(printf %q "$out")"
+echo "the page again:   $(command -v python) launch/page.py $judge $quoted --out $quoted/page.html"
 echo "judgements:       $judge/eval"
 echo "metrics:          $out/metrics.jsonl (eval/grm_reward_mean is what the judge says, eval/exact_reward_mean the truth)"
 echo "TensorBoard:      tensorboard --logdir runs"
-echo "samples:          $out/samples"

@@ -71,7 +71,9 @@ torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --model real/fashion/mo
     --prompts_per_step 16 --minibatches 2 --max_prompt_tokens 128 --max_new_tokens 6 --max_tokens_per_pack 2048 \
     --steps 16 --eval_every 16 --save_every 0 ${further[@]+"${further[@]}"} ${flags[@]+"${flags[@]}"}
 echo
-echo "held-out accuracy with its picture, with a grey one, with another row's, before and after:"
-python launch/summary.py "$out" eval/named/accuracy_reward_mean eval/grey_reward_mean eval/another_reward_mean
+echo "held-out accuracy with its picture (named), and with a grey one and another row's, before and after:"
+python launch/page.py "$out" --out "$out/page.html"
+quoted="$(printf %q "$out")"
+echo "the page again        $(command -v python) launch/page.py $quoted --out $quoted/page.html"
 echo "talk to it            $(command -v python) launch/chat.py $out/export/latest real/fashion/images/eval-00000.png" \
     "'Which is it: trousers, coat, pullover or boot? Answer with one word.'"

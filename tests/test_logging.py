@@ -41,7 +41,9 @@ from common.logging import (
     evaluation_due,
     read_records,
 )
-from conftest import read_json, user_error
+from conftest import ROOT, read_json, user_error
+
+PAGE = os.path.relpath(ROOT / "launch" / "page.py")
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,7 @@ def test_files_of_a_run(tmp_path, capsys):
         "step     1  reward 0.500",
         "hello",
         f"done: all results are in {tmp_path}",
+        f"a page of curves and samples: python {PAGE} {tmp_path} --out {tmp_path}/page.html",
     ]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {
@@ -281,7 +284,7 @@ def test_how_a_run_ended(tmp_path, capsys):
         in capsys.readouterr().out
     )
     open_log(tmp_path, first_step=6).close(6, 6)
-    assert capsys.readouterr().out.endswith(f"done: all results are in {tmp_path}\n")
+    assert f"done: all results are in {tmp_path}\n" in capsys.readouterr().out
 
 
 def test_a_run_that_was_not_to_resume_says_how_it_does(tmp_path):
@@ -313,6 +316,8 @@ def test_an_evaluation_alone_has_a_folder_of_its_own(tmp_path, capsys):
     assert not (tmp_path / "metrics.jsonl").exists()
     assert capsys.readouterr().out == (
         f"eval  step     4  accuracy 0.500\ndone: all results are in {tmp_path}/evaluation-step-4\n"
+        f"a page of curves and samples: python {PAGE} {tmp_path}/evaluation-step-4 "
+        f"--out {tmp_path}/evaluation-step-4/page.html\n"
     )
 
 
@@ -494,4 +499,7 @@ def test_no_text_reaches_the_terminal_raw(tmp_path, monkeypatch, capsys):
     assert lines[1].endswith(r"warning: 2 of 4 samples failed, the first: \x1b[2Jx")
     assert lines[2] == r"  error: all is well\r"
     assert lines[3].endswith(rf"done: all results are in {tmp_path}/\x1b[31mred")
+    assert lines[4].startswith(
+        rf"a page of curves and samples: python {PAGE} '{tmp_path}/\x1b[31mred' "
+    )
     assert "\x1b" not in out + err + "".join(bar)

@@ -11,7 +11,7 @@ import pytest
 
 from conftest import ROOT, user_error, words, write_rows
 from helpers import PYTHONS_WORDS
-from launch import chat, plan, summary
+from launch import chat, page, plan
 from launch.data import convert
 from launch.judges import judge_filter, judge_table
 
@@ -108,7 +108,7 @@ def ending(capsys, program, *line) -> int:
     return code
 
 
-@pytest.mark.parametrize("tool", [chat, convert, judge_filter, judge_table, summary])
+@pytest.mark.parametrize("tool", [chat, convert, judge_filter, judge_table, page])
 def test_help_is_the_docstring(capsys, tool):
     with pytest.raises(SystemExit) as ended:
         tool.main(["--help"])
@@ -119,14 +119,14 @@ def test_help_is_the_docstring(capsys, tool):
 @pytest.mark.parametrize("name", FILES)
 def test_files_of_any_kind(tmp_path, capsys, name):
     """As the metrics or the answers of a run, as its judgements, and as rows, under every suffix."""
-    run, answers = tmp_path / "run", tmp_path / "answers"
+    run, answers, out = tmp_path / "run", tmp_path / "answers", tmp_path / "page.html"
     place(run / "metrics.jsonl", FILES[name])
-    assert ending(capsys, summary.main, run) == 2
+    # of what cannot be read, a page says how much it was
+    no_run = name in ("missing", "folder")
+    assert ending(capsys, page.main, run, "--out", out) == (2 if no_run else 0)
     place(answers / "samples" / "eval-000001.jsonl", FILES[name])
     (answers / "metrics.jsonl").write_text('{"step": 1, "rollout/reward": 0.5}\n')
-    # what follows a NUL byte never reached the disk
-    nothing_was_written = name in ("missing", "half of UTF-16")
-    assert ending(capsys, summary.main, answers) == (0 if nothing_was_written else 2)
+    assert ending(capsys, page.main, answers, "--out", out) == 0
     assert ending(capsys, judge_table.main, answers) == 2
     assert (
         ending(
@@ -142,29 +142,16 @@ def test_files_of_any_kind(tmp_path, capsys, name):
         assert not (tmp_path / "out").exists()
 
 
-def test_metrics_of_any_shape(tmp_path, capsys):
-    answers = tmp_path / "samples" / "eval-000001.jsonl"
+def test_metrics_and_samples_of_any_shape(tmp_path, capsys):
+    samples, out = tmp_path / "samples" / "eval-000001.jsonl", tmp_path / "page.html"
+    samples.parent.mkdir()
+    record = {"question": "q", "response": "r", "sample": 0, "response_length": 1, "images": []}
     for value in ODD:
-        write_rows(tmp_path / "metrics.jsonl", [{"rollout/reward": value}])
-        code = ending(capsys, summary.main, tmp_path)
-        assert code == (0 if value in (True, -1, 2**80, 1.5) or is_nan(value) else 2), value
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "rollout/reward": 0.5}\n')
-    answers.parent.mkdir()
-    for value in ODD:
-        for field in ("question", "response", "reward", "reference"):
-            record = {"question": "q", "response": "r", "reward": 1.0, "reference": "a"} | {
-                field: value
-            }
-            write_rows(answers, [record])
-            fine = (True, -1, 2**80, 1.5) if field == "reward" else ("", "x", "\x1b[2J")
-            if field == "reference":
-                fine += (None,)
-            is_fine = value in fine or field == "reward" and is_nan(value)
-            assert ending(capsys, summary.main, tmp_path) == (0 if is_fine else 2), record
-
-
-def is_nan(value) -> bool:
-    return value != value
+        lines = [{"type": "header", "arguments": value}, {"step": value}, {"step": 1, "x/y": value}]
+        write_rows(tmp_path / "metrics.jsonl", lines)
+        fields = (*record, "reward", "reference", "conversation", "per_token", "regions", "source")
+        write_rows(samples, [record | {field: value} for field in fields])
+        assert ending(capsys, page.main, tmp_path, "--out", out) == 0, value
 
 
 @pytest.mark.parametrize(
