@@ -27,6 +27,7 @@ from common.rewards.rules import (
     plain_text,
     read_places,
     same_words,
+    with_brackets,
     with_opened_thought,
 )
 
@@ -64,7 +65,7 @@ def answer_text(response: str) -> str:
 def find_regions(response: str, place: Place) -> list[Found] | None:
     """The boxes and points of a response. None: it has none and does not say that there are none, or it
     takes one back."""
-    text = plain_text(answer_text(response))
+    text = with_brackets(plain_text(answer_text(response)))
     if re.search(f"{NOT}{REGION}", text):
         return None
     regions = [(region_in_file(numbers, place), name) for numbers, name in read_places(text)]

@@ -105,6 +105,12 @@ COORDINATE = rf"""\s*(?:["']?[xy][12]?["']?\s*[=:]\s*)?{DECIMAL}\s*"""
 PLACE = rf"{COORDINATE},{COORDINATE}(?:(?:,|\)\s*,\s*\(){COORDINATE},{COORDINATE})?"
 REGION = rf"[\[({{<]({PLACE})[\])}}>]"
 Y_FIRST = r"""["']box_2d["']\s*:\s*"""  # Gemini's
+# Inside tags of these names, numbers need neither brackets nor commas: <point>170 103</point>
+# <points x1="170" y1="103" x2="20" y2="30" alt="cups">   <box>10 20 30 40</box>
+TAG = re.compile(r"<(points?|b?box)\b([^<>]*)>([^<]*)")
+AXIS = re.compile(rf"""\b([xy])(\d*)\s*=\s*["']?({DECIMAL})(?![\d.])""")
+NAMED = re.compile(r"""\b(?:alt|label|name)\s*=\s*(?:"([^"{}]*)"|'([^'{}]*)')""")
+BARE = re.compile(rf"\s*{DECIMAL}(?:(?:\s*[,;]\s*|\s+){DECIMAL})*\s*")
 # {"bbox_2d": [1, 2, 3, 4], "label": "cup"}; <ref>cup</ref><box>[[1, 2, 3, 4]]; or a region alone
 ITEM = re.compile(
     rf"\{{[^{{}}]*\}}|<(?:ref|\|object_ref_start\|)>[^<]*<[^<]*<[^<]*|(?:{Y_FIRST})?{REGION}"
@@ -327,10 +333,43 @@ def read_numbers(text: str) -> set[Fraction]:
     return {value for value in map(_value, numbers) if value is not None}
 
 
+def with_brackets(text: str) -> str:
+    """A text in which the numbers of `TAG`s stand in brackets: those of their attributes or content."""
+    return TAG.sub(_in_brackets, text)
+
+
+def _in_brackets(tag: re.Match) -> str:
+    name, attributes, content = tag.groups()
+    numbers = _axis_numbers(NAMED.sub("", attributes))
+    are_attributes = bool(numbers)
+    if not are_attributes and BARE.fullmatch(content):
+        numbers = re.findall(DECIMAL, content)
+    is_point = name.startswith("point") or (len(numbers) == 2 and not are_attributes)
+    size = 2 if is_point else 4
+    if not numbers or len(numbers) % size:
+        return tag[0]
+    regions = [f"[{', '.join(numbers[k : k + size])}]" for k in range(0, len(numbers), size)]
+    label = NAMED.search(attributes)
+    if label:
+        word = next(filter(None, label.groups()), "").replace('"', "'")
+        regions = [f'{{{region} "label": "{word}"}}' for region in regions]
+    return " ".join(regions) + (content if are_attributes else "")
+
+
+def _axis_numbers(attributes: str) -> list[str]:
+    """The numbers of x1="170" y1="103" and the like, x before its y."""
+    axes = {f"{axis}{k}": value for axis, k, value in AXIS.findall(attributes)}
+    numbers = []
+    for axis, value in axes.items():
+        y_axis = axis.replace("x", "y")
+        if y_axis != axis and y_axis in axes:
+            numbers += [value, axes[y_axis]]
+    return numbers
+
+
 def read_places(text: str) -> list[tuple[list[float], str]]:
     """The two or four numbers, x first, of each point and box that a text writes, and its label or ""."""
-    if re.fullmatch(PLACE, text):
-        text = f"[{text}]"
+    text = f"[{text}]" if re.fullmatch(PLACE, text) else with_brackets(text)
     places = []
     for item in ITEM.finditer(text):
         label = LABEL.search(item[0])
