@@ -16,6 +16,7 @@ file. "source" is optional in every kind, "videos" in those with text to judge. 
 
     response   {"prompt": "what is this?", "images": ["x.png"], "response": "A cat."}
                {"messages": [...], "images": ["x.png"], "response": "Yes. <answer>yes</answer>"}
+               {"messages": [question, answer, question, answer], "images": ["x.png"]}
     pictures   {"prompt": "a red cross", "images": ["a.png", "b.png"], "preferred": "A",
                 "critique": "{A} is red."}
     videos     {"prompt": "a cross that turns", "videos": ["a.mp4", "b.mp4"], "preferred": "B"}
@@ -26,6 +27,10 @@ file. "source" is optional in every kind, "videos" in those with text to judge. 
     rubric     {"question": "what is this?", "images": ["x.png"], "response": "a cat",
                 "criterion": "names the animal", "correct": true}
     score      {"question": "what is this?", "images": ["x.png"], "response": "a cat", "score": 4}
+
+Of messages that end with the assistant's, every answer is learned, in one packed row, but for those
+with "loss": false or "weight": 0; a thought may stand in "reasoning_content". An evaluation generates
+the last answer.
 
 Pairs are shown in both orders (--orders); {A} and {B} in a critique become the names that the two
 sides have in that order. The template of its kind turns a row into a question (--templates). The
@@ -43,6 +48,7 @@ import itertools
 import math
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -63,7 +69,7 @@ from common import checkpoint, distributed, flags, logging
 from common.buffers import Batch
 from common.data import loader as data
 from common.data.processor import Processor
-from common.data.rows import Example, Prompt
+from common.data.rows import Example, Prompt, media_parts
 from common.flags import flag
 from common.ground import process
 from common.ground.files import parse_json, read_text
@@ -118,7 +124,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             # One step.
             logging.timer.reset()
             with logging.timer("data"):
-                batch = next_batch(loader)
+                batch = next_batch(loader, judge)
             with logging.timer("update"), explain_memory(trained.module.model):
                 metrics = update(trained, batch, state)
             advance(state, metrics, batch, rows, args)
@@ -285,6 +291,7 @@ def load_rows(args: Args) -> Rows:
         settings = judgements.JudgeSettings.to_train(processor, templates, args.system_instruction)
         loaded = load_examples(args.data, args, processor, settings)
         held_out = load_examples(args.eval_data, args, processor, settings)
+        held_out = [last_answers(examples) for examples in held_out]
         settings.note_training(example.prompt for examples in loaded for example in examples)
         settings.write_to(processor)
     train_sets = [group_by_prompt(examples) for examples in loaded]
@@ -305,11 +312,24 @@ def load_examples(
     ]
 
 
+def last_answers(examples: list[Example]) -> list[Example]:
+    """The examples, conversations with their last answer alone, which an evaluation generates."""
+    last = {}
+    for example in examples:
+        stream, prompt = example.stream, example.prompt
+        last[prompt.source, prompt.order] = stream.last if stream else example
+    return list(last.values())
+
+
 def group_by_prompt(examples: list[Example]) -> list[Question]:
-    """The examples grouped by their prompts, in the order of first occurrence."""
+    """The examples grouped by their prompts, in the order of first occurrence. A conversation that shows
+    images in later turns is alone, as its prompt brings them."""
     questions = {}
     for example in examples:
-        key = (example.prompt.text, example.prompt.images)
+        prompt = example.prompt
+        key = (prompt.text, prompt.images)
+        if len(prompt.grids) > len(media_parts(prompt.messages)):
+            key += (prompt.source,)
         questions.setdefault(key, Question(example.prompt, [])).examples.append(example)
     return list(questions.values())
 
@@ -322,11 +342,11 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoade
     return data.PromptLoader(rows.processor, args, batches)
 
 
-def next_batch(loader: data.PromptLoader) -> Batch:
+def next_batch(loader: data.PromptLoader, judge: Policy) -> Batch:
     """The prompts of a step with their targets; prompts whose images do not decode get none."""
-    batch = loader.take()
-    targets = [[example.target for example in question.examples] for question in loader.rows]
-    batch = batch.with_targets(targets)
+    prompts = loader.take()
+    examples = [question.examples for question in loader.rows]
+    batch = packs.with_examples(judge.model, prompts, examples)
     batch.truncated = torch.zeros(len(batch), dtype=torch.bool)
     return batch
 
@@ -658,7 +678,8 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     )
     if args.eval_only:
         return log
-    for line in [*data.repeated_rows(args, rows.train_sets), *uneven_prompts(rows.train)]:
+    notes = [*data.repeated_rows(args, rows.train_sets), *uneven_prompts(rows.train)]
+    for line in [*notes, *split_conversations(rows.train)]:
         log.line(line)
     warmup = args.warmup_steps
     if warmup >= steps:
@@ -676,6 +697,21 @@ def uneven_prompts(questions: list[Question]) -> list[str]:
     return [
         f"warning: {count} of {total} examples share one prompt ({largest.prompt.source}), and a step has "
         "whole prompts: put what distinguishes these rows into their prompts, or give them several prompts"
+    ]
+
+
+def split_conversations(questions: list[Question]) -> list[str]:
+    """A message on conversations that are several examples: the template writes earlier turns in another
+    way, or the family shows no images behind an answer."""
+    answers = [one.prompt for question in questions for one in question.examples]
+    responses = [prompt for prompt in answers if prompt.label == judgements.RESPONSE]
+    rows = Counter((prompt.folder, prompt.source) for prompt in responses)
+    split = [count for count in rows.values() if count > 1]
+    if not split:
+        return []
+    return [
+        f"{len(split)} conversations are {sum(split)} examples, each behind what the chat template makes of "
+        "the turns before: it changes them, so that no single row is what the model reads"
     ]
 
 

@@ -4,7 +4,9 @@ that its evaluation counts every judgement once and only what was said."""
 import gc
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 import signal
 from collections import Counter
@@ -23,8 +25,10 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, logging
 from common.buffers import Batch
+from common.data.images import read_image
 from common.data.loader import PromptLoader
 from common.data.processor import Processor
+from common.data.transcripts import turn_texts
 from common.ground import process
 from common.model import packs, vlm
 from common.reports import accuracy
@@ -563,6 +567,31 @@ BAD_ROWS = table("""
 {"prompt": "<image>", "images": ["0.png", "1.png"], "preferred": "A"} | hold 2 images for 3 places
 {"prompt": "a", "response": "b<|im_end|>"} | special token <|im_end|>
 {"prompt": "a", "response": "b\\ud800"}    | is half of a character
+{"messages": [{"role": "user", "content": "a"}]} | or messages that end with an answer
+{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "loss": false}]}
+    | no answer to learn
+{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]}
+    | true or false, 1 or 0, not [None, 0.5]
+{"messages": [{"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "weight": 1, "loss": false}]}
+    | true or false, 1 or 0, not [False, 1]
+{"messages": [{"role": "user", "content": "a", "loss": true}, {"role": "assistant", "content": "b"}]}
+    | only answers can be learned, not what the user says
+{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+    {"role": "assistant", "content": "c"}]}
+    | the last not by the assistant
+{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]} | must not be empty
+{"messages": [{"role": "user", "content": "a"},
+    {"role": "assistant", "content": "<image>"}], "images": ["0.png"]}
+    | an image in it
+{"messages": [{"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "reasoning_content": "c"}]}
+    | does not write the reasoning_content
+{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "critique": "c"}
+    | a critique beside
+{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "loss": true},
+    {"role": "user", "content": "c"}], "response": "d"} | teaches it alone
+{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "LONG"}]} | example too long
 {"prompt": "a", "response": "LONG"}        | example too long
 {"prompt": "a", "response": "LONGLONGLONGLONGLONGLONGLONGLONG"} | example too long: 4000000 characters
 {"prompt": "LONG", "response": "b"}        | prompt too long
@@ -1144,3 +1173,264 @@ def test_a_prompt_that_makes_one_step_larger_than_all_others_is_told():
     assert line.startswith("warning: 300 of 320 examples share one prompt (a:1)")
     for counts in ([1] * 300, [30] * 10, [320], [2, 1, 1]):
         assert grm.uneven_prompts(questions(*counts)) == []
+
+
+# ------------------------------------------------------------------------------------- conversations
+def turn(role: str, content: str | None, **more) -> dict:
+    return {"role": role, "content": content} | more
+
+
+# Two that begin alike, one of which leaves an answer out; one that shows its images turn by turn; one
+# that shares its prompt with a plain response.
+CONVERSATIONS = [
+    {
+        "messages": [
+            turn("user", "<image>what is it?"),
+            turn("assistant", "a ring"),
+            turn("user", "which colour?"),
+            turn("assistant", "it is red, I think"),
+            turn("user", "sure?"),
+            turn("assistant", "yes. <answer>red</answer>"),
+        ],
+        "images": ["0.png"],
+    },
+    {
+        "messages": [
+            turn("user", "<image>what is it?"),
+            turn("assistant", "a circle", loss=True),
+            turn("user", "say nothing"),
+            turn("assistant", "well", weight=0),
+            turn("user", "how many?"),
+            turn("assistant", "one", weight=1),
+        ],
+        "images": ["0.png"],
+    },
+    {
+        "messages": [
+            turn("system", "be brief"),
+            turn("user", "<image>what is it?"),
+            turn("assistant", "a star"),
+            turn("user", "and these? <image> <image>"),
+            turn("assistant", "two rings"),
+        ],
+        "images": ["1.png", "2.png", "0.png"],
+    },
+    {"messages": [turn("user", "count"), turn("assistant", "one"), turn("user", "go on")]
+     + [turn("assistant", "two three")]},
+    {"prompt": "count", "response": "one two"},
+]  # fmt: skip
+# the answers that are learned, row by row
+LEARNED = [
+    ["a ring", "it is red, I think", "yes. <answer>red</answer>"],
+    ["a circle", "one"],
+    ["a star", "two rings"],
+    ["one", "two three"],
+    ["one two"],
+]
+
+
+def masked(tokenizer, row: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids of a whole conversation as the template renders it, and its labels: -100 wherever no answer
+    that is learned stands, by its characters in the text."""
+    chat = row.get("messages") or [turn("user", row["prompt"]), turn("assistant", row["response"])]
+    chat = [
+        {**m, "content": [{"type": "image"} if part == "<image>" else {"type": "text", "text": part}
+         for part in re.split("(<image>)", m["content"]) if part]}
+        for m in chat
+    ]  # fmt: skip
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    answers = re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text, re.DOTALL)
+    weights = [m.get("weight", 1) for m in chat if m["role"] == "assistant"]
+    spans = [answer.span(1) for answer, weight in zip(answers, weights, strict=True) if weight]
+    ids, labels = encoded["input_ids"], []
+    for token, (start, end) in zip(ids, encoded["offset_mapping"]):
+        inside = any(first <= start and end <= last for first, last in spans)
+        labels.append(token if inside else -100)
+    return torch.tensor(ids), torch.tensor(labels)
+
+
+def hugging_faces_sum(oracle, env, row: dict, folder: Path) -> tuple[torch.Tensor, int]:
+    """The sum of Hugging Face's loss over the labels of a whole conversation, and how many these are."""
+    ids, labels = masked(env.processor.tokenizer, row)
+    image = env.processor.config.image_token_id
+    parts = [
+        env.processor.family.patches(read_image(str(folder / name)))
+        for name in row.get("images", [])
+    ]
+    counts = [math.prod(grid) // 4 for _, grid in parts]
+    repeats = torch.ones_like(ids)
+    repeats[ids == image] = torch.tensor(counts, dtype=torch.int64)
+    ids, labels = (x.repeat_interleave(repeats)[None] for x in (ids, labels))
+    inputs = {"input_ids": ids, "labels": labels, "mm_token_type_ids": (ids == image).int()}
+    if parts:
+        patches, grids = zip(*parts)
+        inputs |= {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
+    count = int((labels != -100).sum())
+    return oracle(**inputs, use_cache=False).loss * count, count
+
+
+@pytest.fixture
+def conversations(task, tmp_path) -> Path:
+    """A folder with these rows as rows.jsonl and eval.jsonl, beside their pictures."""
+    for name in ("0.png", "1.png", "2.png"):
+        shutil.copy(task / name, tmp_path)
+    for name in ("rows.jsonl", "eval.jsonl"):
+        write_rows(tmp_path / name, CONVERSATIONS)
+    return tmp_path
+
+
+def batch_of(env, questions: list) -> Batch:
+    examples = [question.examples for question in questions]
+    return packs.with_examples(env.judge.model, take(env, questions), examples)
+
+
+@pytest.mark.parametrize("flag", ["--seed 0", "--train_vision"])
+def test_every_answer_of_a_conversation_is_learned(qwen25, conversations, oracle, flag):
+    """Loss and gradient of one step are those of Hugging Face on whole conversations, with a mask over what
+    is no answer; every token of a conversation stands in a pack once."""
+    out = conversations / "run"
+    env = start(qwen25, conversations, out, "--prompts_per_step 5 --max_tokens_per_pack 4000", flag)
+    questions, caught = env.rows.train, Caught(env.judge, env.args)
+    assert [len(question.examples) for question in questions] == [2, 1, 2]
+    batch = batch_of(env, questions)
+    texts = turn_texts(batch, range(5), env.processor)
+    assert sorted(texts) == sorted(LEARNED)
+    (pack,) = packs.of_batch(env.judge.model, batch_of(env, questions))
+    assert pack.input_ids.shape[1] == batch.total_tokens
+    metrics = grm.update(caught, batch, grm.TrainState())
+    oracle.zero_grad(set_to_none=True)
+    sums = [hugging_faces_sum(oracle, env, row, conversations) for row in CONVERSATIONS]
+    total = sum(loss for loss, _ in sums) / sum(count for _, count in sums)
+    total.backward()
+    assert metrics["train/tokens"] == sum(count for _, count in sums)
+    assert metrics["train/loss"] == pytest.approx(float(total.detach()), rel=ROUNDING)
+    expected = {
+        f"model.{name}": p.grad
+        for name, p in oracle.named_parameters()
+        if flag == "--train_vision" or not name.startswith("model.visual")
+    }
+    assert distance(caught.gradients[0], expected) < ROUNDING
+
+
+def test_conversations_on_two_ranks_and_in_evaluations(qwen25, conversations):
+    """An evaluation generates the last answer behind the others; records of a step show all turns."""
+    line = "--prompts_per_step 3 --steps 1 --log_samples 5"
+    outs = [conversations / name for name in ("one", "two")]
+    grm.main(judge_flags(qwen25, conversations, outs[0], line))
+    ranks.run(grm.main, judge_flags(qwen25, conversations, outs[1], line), world=2)
+    one, two = map(records, outs)
+    for first, second in zip(one, two, strict=True):
+        bound = pytest.approx(reproducible(first), rel=2e-4, abs=ROUNDING)
+        assert reproducible(second) == bound
+    assert one[1]["train/examples"] == 5
+    evaluated = evaluation(outs[0], 1)["records"]
+    assert [record["response_text"] for record in evaluated] == [turns[-1] for turns in LEARNED]
+    assert evaluated[0]["info"]["question"] == "what is it?\nwhich colour?\nsure?"
+    logged = read_rows(outs[0] / "samples" / "step-000001.jsonl")
+    (whole,) = [one for one in logged if one["response"] == "two three"]
+    assert whole["conversation"] == [
+        turn("assistant", "one"),
+        turn("user", [{"type": "text", "text": "go on"}]),
+        turn("assistant", "two three"),
+    ]
+
+
+# As Qwen3's: thoughts stand behind the last user's message only. Tools are called as JSON.
+QWEN3 = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+    "{% endif %}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LOOK = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+THOUGHTS = [
+    {
+        "messages": [
+            turn("user", "what is it?"),
+            turn("assistant", "a ring", reasoning_content="it is round"),
+            turn("user", "which colour?"),
+            turn("assistant", None, reasoning_content="let me see", tool_calls=[LOOK]),
+            turn("tool", "red"),
+            turn("assistant", "red", reasoning_content="so it is"),
+        ]
+    },
+    {
+        "messages": [
+            turn("user", "count"),
+            turn("assistant", "one"),
+            turn("user", "go on"),
+            turn("assistant", "two", reasoning_content=None),
+        ]
+    },
+]
+# what is learned of them, behind which prompts
+WRITTEN = [
+    (1, ["<think>\nit is round\n</think>\n\na ring"]),
+    (
+        3,
+        [
+            '<think>\nlet me see\n</think>\n\n<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>',
+            "<think>\nso it is\n</think>\n\nred",
+        ],
+    ),
+    (1, ["<think>\n\n</think>\n\none"]),
+    (3, ["<think>\n\n</think>\n\ntwo"]),
+]
+
+
+def test_answers_stand_behind_what_the_model_reads_when_it_gives_them(
+    qwen25, tmp_path, oracle, capsys
+):
+    """A template that rewrites earlier turns: rows as many as it takes, in each what the template makes of
+    the messages up to its last answer; the turns of one task, between which nothing is rewritten, are one
+    row. The loss is Hugging Face's on these."""
+    folder = shutil.copytree(qwen25, tmp_path / "qwen3")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = QWEN3
+    tokenizer.save_pretrained(folder)
+    for name in ("rows.jsonl", "eval.jsonl"):
+        write_rows(tmp_path / name, THOUGHTS)
+    env = start(folder, tmp_path, tmp_path / "run", "--prompts_per_step 4")
+    batch = batch_of(env, env.rows.train)
+    assert turn_texts(batch, range(4), env.processor) == [texts for _, texts in WRITTEN]
+    total, count = 0.0, 0
+    for (first, texts), chat in zip(
+        WRITTEN, [row["messages"] for row in THOUGHTS for _ in range(2)]
+    ):
+        # the last answer of a row, and with it what the row has before
+        last = first + 2 * len(texts) - 1
+        chat = [m | {"content": m["content"] or ""} for m in chat]
+        prompt = tokenizer.apply_chat_template(
+            chat[:first], add_generation_prompt=True, tokenize=False
+        )
+        whole = tokenizer.apply_chat_template(chat[:last], tokenize=False)
+        assert whole.startswith(prompt)
+        ids = tokenizer(whole, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        labels, at = (
+            torch.full_like(ids, -100),
+            len(tokenizer.encode(prompt, add_special_tokens=False)),
+        )
+        for text in texts:
+            target = tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
+            at = next(
+                k for k in range(at, ids.shape[1]) if ids[0, k : k + len(target)].tolist() == target
+            )
+            labels[0, at : at + len(target)] = ids[0, at : at + len(target)]
+        number = int((labels != -100).sum())
+        inputs = {"input_ids": ids, "mm_token_type_ids": torch.zeros_like(ids)}
+        with torch.no_grad():
+            loss = oracle(**inputs, labels=labels, use_cache=False).loss
+        total += float(loss) * number
+        count += number
+    metrics = grm.update(Caught(env.judge, env.args), batch, grm.TrainState())
+    assert metrics["train/tokens"] == count
+    assert metrics["train/loss"] == pytest.approx(total / count, rel=ROUNDING)
+    assert [example.text for example in env.held_out] == [WRITTEN[1][1][-1], "two"]
+    (note,) = grm.split_conversations(env.rows.train)
+    assert "2 conversations are 4 examples" in note

@@ -35,13 +35,14 @@ ROWS = """\
 {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}, \
 {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this?"}]}], \
 "images": ["train-3-0.png"], "response": "it is blue"}
-{"prompt": "say yes", "images": [], "response": "yes"}
+{"messages": [{"role": "user", "content": "say yes"}, {"role": "assistant", "content": "yes"}, \
+{"role": "user", "content": "and no"}, {"role": "assistant", "content": "no"}]}
 """
 
 
 @pytest.fixture(scope="module")
 def rows(task) -> Path:
-    """ptx.jsonl beside the pictures of the task: 0, 1 and 2 images, a conversation."""
+    """ptx.jsonl beside the pictures of the task: 0, 1 and 2 images, conversations with one answer and two."""
     (task / "ptx.jsonl").write_text(ROWS)
     return task / "ptx.jsonl"
 
@@ -78,11 +79,17 @@ def text_gradient(env, args: ppo.Args, picks: list[int]) -> tuple[float, Tensors
 def labelled(env, pick: int, labels: str) -> dict:
     """Inputs of Hugging Face's own model for a row, unpacked, with its labels; -100 at what the
     policy may never say."""
-    prompt, target, _ = env.text.rows[pick]
+    row = env.text.rows[pick]
+    prompt, target, *_ = row.stream.last if row.stream else row
     inputs = inputs_of(prompt, target, env.processor)
     inputs["labels"] = inputs["input_ids"].clone()
     if labels == "responses":
-        inputs["labels"][:, : len(prompt.input_ids)] = -100
+        size = len(row.prompt.input_ids)
+        inputs["labels"][:, :size] = -100
+        if row.stream:  # "yes" and "no", each with its end, and what stands between
+            end = env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+            first = inputs["input_ids"][0, size:].tolist().index(end) + 1
+            inputs["labels"][:, size + first : -len(target)] = -100
     inputs["labels"][torch.isin(inputs["input_ids"], torch.tensor(env.processor.banned_ids))] = -100
     return inputs
 
@@ -120,7 +127,7 @@ def test_loss_and_gradient_are_hugging_faces(qwen25, picture_rows, rows, labels,
 
 def test_text_labels_are_all_text(env):
     """The system prompt, both turns and the template's own marks are labels, pictures are not."""
-    prompt, target, _ = env.text.rows[3]
+    prompt, target, *_ = env.text.rows[3]
     drawn = env.text.loader.collect(
         *env.text.loader.submit([p for p, *_ in env.text.rows[:4]], [0, 1, 2, 3])
     )

@@ -138,9 +138,14 @@ MARK = re.compile(r"<(box|point)>(?!\[)")
 def write_marks(response: str, regions: Regions | None) -> str:
     """A response to imitate, with each <box> and <point> replaced by the row's next one, in the model's
     coordinates. Raises ValueError: the numbers of marks and regions differ."""
-    marks = MARK.findall(response)
+    return write_all_marks([response], regions)[0]
+
+
+def write_all_marks(responses: list[str], regions: Regions | None) -> list[str]:
+    """The same of several responses to one row, which share its regions."""
+    marks = [kind for response in responses for kind in MARK.findall(response)]
     if not marks:
-        return response
+        return responses
     if regions is None:
         raise ValueError(f"<{marks[0]}> in the response, but no regions in the row")
     written = {}
@@ -149,7 +154,7 @@ def write_marks(response: str, regions: Regions | None) -> str:
         if count not in (0, len(known)):
             raise ValueError(f"{count} <{kind}> in the response for {len(known)} of the regions")
         written[kind] = [numerals(one, regions.place) for one in known]
-    return MARK.sub(lambda mark: written[mark[1]].pop(0), response)
+    return [MARK.sub(lambda mark: written[mark[1]].pop(0), response) for response in responses]
 
 
 def numerals(region: Box | Point, place: Place) -> str:

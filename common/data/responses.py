@@ -33,7 +33,12 @@ def response_of(row: dict) -> str:
 def encode_target(processor: Processor, frame: AnswerFrame, text: str) -> Tensor:
     """(n,) label tokens of an answer: its own, as generation would see them, and the end token.
     Raises ValueError: a special token in the text."""
-    ids = processor.ids_behind(frame.head, framed_answer(processor, frame, text))
+    return encode_framed(processor, frame, framed_answer(processor, frame, text))
+
+
+def encode_framed(processor: Processor, frame: AnswerFrame, framed: str) -> Tensor:
+    """(n,) label tokens of an answer after what the template writes before it."""
+    ids = processor.ids_behind(frame.head, framed)
     return torch.cat([ids, torch.tensor([frame.end])])
 
 
@@ -43,12 +48,17 @@ def bounded_target(
     """`encode_target` of a text of at most ``limit`` tokens together with its prompt. Raises ValueError."""
     processor.check_length("example", text, limit)
     target = encode_target(processor, frame, text)
+    check_size(prompt, target, limit)
+    return target
+
+
+def check_size(prompt: Prompt, target: Tensor, limit: int) -> None:
+    """Raises ValueError: prompt and target have more than ``limit`` tokens together."""
     size = len(prompt.input_ids) + len(target)
     if size > limit:
         raise ValueError(
             f"example too long: {size} tokens, {len(target)} of them target; the limit is {limit}"
         )
-    return target
 
 
 def framed_answer(processor: Processor, frame: AnswerFrame, text: str) -> str:

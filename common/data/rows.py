@@ -82,11 +82,29 @@ class Prompt:
 
 
 class Example(NamedTuple):
-    """A prompt and the response to imitate."""
+    """A prompt and the response to imitate, or the answers of a conversation (``stream``)."""
 
     prompt: Prompt  # a judge's: the label is the kind of question, the reference the right verdict
-    target: Tensor  # (n,) label tokens, the end token last; empty for rows that are not imitated
-    text: str  # the target as text
+    # (n,) label tokens, an end token after each answer; empty for rows that are not imitated
+    target: Tensor
+    text: str  # the target as text; of a conversation the last answer
+    stream: "Stream | None" = None  # if there are several answers
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        following = self.stream.input_ids if self.stream else self.target
+        return len(self.prompt.input_ids) + len(following)
+
+
+class Stream(NamedTuple):
+    """What follows the prompt of a conversation: R tokens, from its first answer to its last. The
+    images that it shows are the last of the prompt's."""
+
+    input_ids: Tensor  # (R,)
+    is_own: Tensor  # (R,) bool: label tokens
+    messages: list[list[dict]]  # between each answer and the next, not the labels' own
+    last: Example  # the last answer, behind all that comes before it
 
 
 # -------------------------------------------------------------------------------------------------
@@ -317,19 +335,25 @@ def _path(file: Any) -> str:
 
 
 def message_turns(prompt: str | list) -> list[dict]:
-    """The messages of a row, which may be JSON in a string, with content as parts. Raises ValueError:
-    neither a string nor messages that can be a prompt."""
+    """The messages of a prompt, as `read_messages` reads them. Raises ValueError: neither a string nor
+    messages that can be a prompt."""
+    messages = read_messages(prompt)
+    if not messages or messages[-1]["role"] == "assistant":
+        raise ValueError(
+            "prompt must be a string or messages (the last not by the assistant); it is "
+            f"{prompt!r:.120}"
+        )
+    return messages
+
+
+def read_messages(prompt: str | list) -> list[dict]:
+    """The messages of a row, which may be JSON in a string, with content as parts; empty if it holds
+    neither. Raises ValueError: something in them is no message."""
     turns = prompt
     if isinstance(prompt, str):
         is_json = re.match(MESSAGES, prompt)
         turns = parse_json(prompt, "prompt") if is_json else [{"role": "user", "content": prompt}]
-    messages = [_read_turn(turn) for turn in turns] if isinstance(turns, list) else []
-    if not messages or messages[-1]["role"] == "assistant":
-        raise ValueError(
-            "prompt must be a string or messages (the last not by the assistant); it is "
-            f"{turns!r:.120}"
-        )
-    return messages
+    return [_read_turn(turn) for turn in turns] if isinstance(turns, list) else []
 
 
 def _read_turn(turn: Any) -> dict:

@@ -87,7 +87,7 @@ class PtxLoss:
         """
         model = policy.model
         prompts = self.loader.collect(*pending)
-        batch = prompts.with_targets([[self.rows[k].target] for k in prompts.prompt_ids])
+        batch = packs.with_examples(model, prompts, [[self.rows[k]] for k in prompts.prompt_ids])
         vlm.compute_features_unless_trained(model, batch)
         load = count_experts(policy, batch) if aux_loss_coef else None
         count = self.count_labels(batch)
@@ -108,7 +108,8 @@ class PtxLoss:
         """Tokens that carry the loss, over all ranks."""
         if self.labels == "responses":
             return len(batch.tokens)
-        count = int((~self.banned[batch.tokens]).sum())
+        following, *_ = batch.in_pack(torch.arange(len(batch)))  # (R,)
+        count = int((~self.banned[following]).sum())
         # the first token of a text is no label: nothing predicts it
         for index in batch.prompt_index.tolist():
             count += int((~self.banned[batch.prompts[index].input_ids[1:]]).sum())

@@ -129,8 +129,7 @@ def longest_prompt(prompts: Iterable[Prompt]) -> int:
 
 def longest_example(examples: Iterable[Example]) -> int:
     """Tokens of the longest prompt with its target; 0 if there is none."""
-    lengths = (len(example.prompt.input_ids) + len(example.target) for example in examples)
-    return max(lengths, default=0)
+    return max((example.length for example in examples), default=0)
 
 
 def total(parts: Parts) -> float:

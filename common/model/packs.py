@@ -1,5 +1,6 @@
 """How a batch becomes packs on the device.
 
+    with_examples     prompts with what is to be imitated behind them
     of_batch          this rank's packs of some prompts, with image features from all ranks
     join              what was computed for each token of each pack, back on every rank
     run_forward       a forward pass over a batch, for every token
@@ -21,6 +22,7 @@ from common import distributed
 from common.buffers import (
     Batch,
     Block,
+    Conversation,
     Features,
     ImageKey,
     Pack,
@@ -30,10 +32,49 @@ from common.buffers import (
     make_blocks,
     ragged_index,
 )
+from common.data.conversations import stream_of
+from common.data.rows import Example, Stream
 from common.logging import progress
+from common.model import vlm
 from common.model.attention import PackedAttention, SlotCache
 from common.model.fsdp import reshard_root
 from common.model.vlm import Model, Wrapper, positions_of
+
+
+def with_examples(model: Model, prompts: Batch, examples: list[list[Example]]) -> Batch:
+    """The prompts with their ``examples`` as samples. Answers of a conversation are the policy's own tokens,
+    and what others say between them is a reply."""
+    batch = prompts.with_targets([[each.target for each in part] for part in examples])
+    samples = [
+        (g, each) for g, part in enumerate(examples) for each in part if g not in prompts.dropped
+    ]
+    if not any(each.stream for _, each in samples):
+        return batch
+    streams, positions = [], []
+    for index, each in samples:
+        stream = stream_of(each)
+        streams.append(stream)
+        before = vlm.prompt_positions(model, stream.last.prompt)  # (3, P), all but the last answer
+        after = before.max() + 1 + torch.arange(len(stream.last.target)).expand(3, -1)
+        of_all = torch.cat([before, after], dim=1)
+        size = len(each.prompt.input_ids)
+        batch.positions[index] = of_all[:, :size]
+        positions.append((of_all[:, size:] - of_all[:, :size].max() - 1).T)  # (R, 3)
+        batch.conversations.append(conversation_of(stream))
+    batch.stream_lengths = torch.tensor([len(stream.input_ids) for stream in streams])
+    batch.stream = torch.cat([stream.input_ids for stream in streams])
+    batch.is_own = torch.cat([stream.is_own for stream in streams])
+    batch.stream_positions = torch.cat(positions)
+    return batch
+
+
+def conversation_of(stream: Stream) -> Conversation:
+    """The turns of a stream, for records of it."""
+    begins = stream.is_own.diff(prepend=stream.is_own[:1]) & stream.is_own  # (R,) of a later answer
+    return Conversation(
+        replies=[[part for m in chat for part in m["content"]] for chat in stream.messages],
+        tokens_before=(stream.is_own.cumsum(0) - 1)[begins].tolist(),
+    )
 
 
 def of_batch(

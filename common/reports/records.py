@@ -71,11 +71,9 @@ def sample_record(batch: Batch, i: int, row: Prompt, turns: list[str]) -> dict:
             record["components"][name] = value
     if batch.conversations:
         conversation = batch.conversations[i]
-        record |= {
-            "ended": conversation.ended,
-            "turn_rewards": conversation.rewards,
-            "conversation": messages(conversation, turns),
-        }
+        record["conversation"] = messages(conversation, turns)
+        if conversation.ended:  # with an environment
+            record |= {"ended": conversation.ended, "turn_rewards": conversation.rewards}
         if conversation.error:
             record["env_error"] = conversation.error
     if any(batch.judgements):

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from common.buffers import EMPTY
+from common.data.conversations import ends_with_answer, join, pop_wish, read_answers
 from common.data.coordinates import write_marks
 from common.data.processor import AnswerFrame, Processor, answer_frame
 from common.data.responses import (
@@ -34,6 +35,7 @@ from common.data.rows import (
     make_prompt,
     media_list,
     message_turns,
+    read_messages,
     read_rows,
     tell_numbered_images,
     text_column,
@@ -331,8 +333,8 @@ def kind_of_row(row: dict) -> str:
             return kind
     known = "; ".join(f"{', '.join(sorted(columns))} ({kind})" for kind, columns in kinds.items())
     raise ValueError(
-        f"a row needs the columns of one kind, besides its prompt: {known} "
-        f"(launch/data/convert.py reads rows of other systems); {columns_of(row)}"
+        f"a row needs the columns of one kind, besides its prompt: {known}; or messages that end with an "
+        f"answer (launch/data/convert.py reads rows of other systems); {columns_of(row)}"
     )
 
 
@@ -341,6 +343,10 @@ def read_response(
 ) -> Judgement:
     """A response to imitate, whose verdict is its <answer>, if it has one. Raises ValueError."""
     text = response_of(row)
+    if any(pop_wish(message) for message in read_messages(prompt)):
+        raise ValueError(
+            "a row with a response teaches it alone: write it as the last message, to teach others, too"
+        )
     if row.get("critique"):
         raise ValueError("a critique beside a response to imitate, which contains it")
     instruction = settings.instruction(prompt)
@@ -417,6 +423,10 @@ def load_judgements(
     """
 
     def build(row: dict, fields: dict) -> list[Example]:
+        if is_conversation(row):
+            fields |= {"index": 2 * fields["index"], "label": RESPONSE, "order": ORDERS[0]}
+            answers = read_answers(row, fields, processor, args, frame, settings.instruction)
+            return join(list(map(with_verdict_of, answers)), processor.family.replies_show_images)
         examples = []
         for k, one in enumerate(read_judgement(row, settings, orders)):
             prompt = make_prompt(
@@ -440,6 +450,23 @@ def load_judgements(
     examples = list(itertools.chain(*read_rows(path, build, args, JUDGEMENT_COLUMNS)))
     tell_numbered_images(path, [example.prompt for example in examples])
     return examples
+
+
+def is_conversation(row: dict) -> bool:
+    """Whether a row's answers stand in its messages, the last of them at their end. Raises ValueError: it
+    has a critique, too."""
+    if any(row.get(name) is not None for name in TARGET_COLUMNS) or not ends_with_answer(row):
+        return False
+    check_form(row, {"source?": str}, "a row of messages")
+    if row.get("critique"):
+        raise ValueError("a critique beside the answers to imitate, which contain it")
+    return True
+
+
+def with_verdict_of(example: Example) -> Example:
+    """An answer whose reference is its <answer>, if it has one."""
+    reference = parse_verdict(example.text)
+    return example._replace(prompt=dataclasses.replace(example.prompt, reference=reference))
 
 
 def read_rubric(row: dict) -> list[tuple[str, float]]:

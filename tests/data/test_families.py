@@ -5,6 +5,7 @@ greedy rollouts = `generate`; of each layout, gradients, other images, and one P
 
 import copy
 import functools
+import itertools
 import random
 import re
 import shutil
@@ -34,14 +35,16 @@ from common import distributed
 from common.buffers import Batch
 from common.data.families import BOTH_WAYS, FAMILIES, IN_WINDOWS, family_of
 from common.data.loader import PromptLoader, load_pixels
-from common.data.processor import Processor
+from common.data.processor import Processor, answer_frame
 from common.data.rows import measure
 from common.envs.replies import read_parts
+from common.flags import DataArgs
 from common.looks import further_losses, image_changes
 from common.looks.teacher import with_prompts
 from common.model import attention as vlm_attention
 from common.model import build, packs, vlm
 from common.model import weights as vlm_weights
+from common.rewards import judge
 from conftest import (
     ROUNDING,
     computing,
@@ -486,6 +489,48 @@ def answered(family) -> list[dict]:
     """The rows of a family with a response."""
     rows = [{name: row[name] for name in ("prompt", "images")} for row in read_rows(family.data)]
     return [row | {"response": "a circle"} for row in rows]
+
+
+def test_every_answer_of_a_conversation_is_learned(family, tmp_path):
+    """Answers behind questions with pictures, in one packed row: their log-probs are those of one forward of
+    Hugging Face over the whole conversation. A family that shows no pictures behind an answer has two
+    rows, of which the first is a forward over what it has."""
+    pictured = [row for row in read_rows(family.data) if row["images"]]
+    images = [row["images"][0] for row in pictured[:2]]
+    texts, see = ["a circle", "two of them, blue", "no"], "<image>" if images else ""
+    talk = [f"{see}what is it?", texts[0], f"and {see}?", texts[1], "sure?", texts[2]]
+    roles = ["user", "assistant"] * 3
+    row = {"messages": [{"role": role, "content": text} for role, text in zip(roles, talk)]}
+    path = write_rows(tmp_path / "talk.jsonl", [row | {"images": images}])
+    env, model = family.env, family.env.actor.model
+    frame = answer_frame(env.processor)
+    settings = judge.JudgeSettings.to_train(env.processor)
+    args = DataArgs(max_prompt_tokens=4000)
+    examples = judge.load_judgements(path, env.processor, settings, args, frame=frame)
+    rows = len(examples)
+    assert rows == (1 if env.processor.family.replies_show_images or not images else 2)
+    with PromptLoader(env.processor, args) as loader:
+        prompts = [example.prompt for example in examples]
+        batch = loader.collect(*loader.submit(prompts, list(range(rows))))
+    batch = packs.with_examples(model, batch, [[example] for example in examples])
+    vlm.compute_features_unless_trained(model, batch)
+    ours = logprobs(env.actor, batch, None)
+    expected, rest = [], iter(texts)
+    for example in examples:
+        last = example.stream.last if example.stream else example
+        with torch.no_grad():
+            inputs = with_response(hf_inputs(family, last.prompt), last.target)
+            logits = family.oracle(**inputs, use_cache=False).logits[0].float()
+        ids, at = inputs["input_ids"][0].tolist(), len(example.prompt.input_ids)
+        for text in itertools.islice(rest, int((example.target == example.target[-1]).sum())):
+            answer = env.processor.token_ids(text + "<|im_end|>")
+            at = next(k for k in range(at, len(ids)) if ids[k : k + len(answer)] == answer)
+            before = logits[at - 1 : at - 1 + len(answer)]
+            expected.append(token_logprobs(before, torch.tensor(answer)))
+    assert len(expected) == 3
+    expected = torch.cat(expected)
+    bound = THROUGH_CHUNKS if "qwen3_5" in family.kind else ROUNDING
+    assert (ours - expected).abs().max() < bound * expected.abs().max()
 
 
 def test_unknown_families_are_refused_by_name(tmp_path):
