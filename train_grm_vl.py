@@ -144,10 +144,10 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 
 
 def check_text(text: str) -> None:
-    """Raises ValueError: the text looks like the name of a file that does not exist."""
+    """Raises UserError: the text looks like the name of a file that does not exist."""
     is_name = Path(text).suffix and len(text.split()) == 1 and "{" not in text
     if is_name and not os.path.isfile(text):
-        raise ValueError(f"{text}: no such file")
+        raise UserError(f"{text}: no such file")
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ def load_examples(
     processor: Processor,
     settings: judgements.JudgeSettings,
 ) -> list[list[Example]]:
-    """The examples of each file of --data or --eval_data. Raises ValueError with file and line."""
+    """The examples of each file of --data or --eval_data. Raises UserError with file and line."""
     frame = judgements.answer_frame(processor)
     return [
         judgements.load_judgements(path, processor, settings, args, args.orders, frame)

@@ -506,7 +506,7 @@ def load_rows(args: Args) -> Rows:
 def load_files(
     spec: str, args: Args, processor: Processor, settings: judgements.JudgeSettings
 ) -> list[list[Prompt]]:
-    """The rows of each file of --data or --eval_data, numbered across all files. Raises ValueError with
+    """The rows of each file of --data or --eval_data, numbered across all files. Raises UserError with
     file and line."""
     columns, system = parse_columns(args.columns), args.system_prompt
     sets, number = [], itertools.count()
@@ -568,7 +568,7 @@ def check_environment(
 
 def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
     """The next-token loss on --ptx_data, if any: responses to imitate, as train_grm_vl.py reads them. They
-    get no system prompt. Raises ValueError with file and line."""
+    get no system prompt. Raises UserError with file and line."""
     if not args.ptx_data:
         return None
     settings = judgements.JudgeSettings.to_train(processor)
@@ -577,11 +577,11 @@ def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
     try:
         frame = answer_frame(processor)
         rows = judgements.load_judgements(args.ptx_data, processor, settings, bounds, frame=frame)
-    except ValueError as error:
-        raise ValueError(f"--ptx_data {error}") from error
+    except UserError as error:
+        raise UserError(f"--ptx_data {error}") from error
     for row, *_ in rows:
         if row.label != judgements.RESPONSE:
-            raise ValueError(f"--ptx_data {row.source}: a judgement, not a response to imitate")
+            raise UserError(f"--ptx_data {row.source}: a judgement, not a response to imitate")
     return PtxLoss(
         rows=rows,
         loader=data.PromptLoader(processor, args),
@@ -782,7 +782,7 @@ def build_models(args: Args, processor: Processor, device: torch.device) -> Mode
         builder = build.Builder(args, device, args.longest)
         actor = Policy(builder.actor(), processor)
         if args.aux_loss_coef and not vlm.balances_by_loss(actor.model):
-            raise ValueError(
+            raise UserError(
                 f"--aux_loss_coef {args.aux_loss_coef}: {builder.folder} has no experts "
                 "to balance, or balances them by a bias"
             )

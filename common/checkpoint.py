@@ -62,7 +62,7 @@ from common.ground.files import (
     write_durably,
     write_link,
 )
-from common.ground.process import UserError
+from common.ground.process import UserError, keep_errors
 from common.logging import Metrics, due, how_to_go_on
 from common.model import weights
 from common.model.fsdp import Trainable
@@ -133,7 +133,7 @@ def compare_rows(rows: Iterable[Prompt]) -> None:
 
 
 def digest_value(flag: str, value: str) -> str:
-    """A flag's value with digests in place of paths. Raises ValueError: something cannot be read."""
+    """A flag's value with digests in place of paths. Raises UserError: something cannot be read."""
     if flag.endswith("model"):
         return value if value in ("", "self", "ema") else weights.digest_model(value)
     if flag == "reward_recipe" and os.path.isfile(value):
@@ -210,7 +210,7 @@ def mention_unfinished(folder: Path, fingerprint: dict) -> None:
     _, newest = checkpoints[0]
     try:
         saved = read_json(newest / "state.json", STATE_FORM)
-    except ValueError:  # of another version, say: it is not this run's
+    except UserError:  # of another version, say: it is not this run's
         return
     before, step = saved["fingerprint"], saved["step"]
     is_same = before.keys() == fingerprint.keys() and all(
@@ -243,21 +243,22 @@ def lock_folder(out: Path) -> TextIO | None:
         if is_main():
             out.mkdir(parents=True, exist_ok=True)
             file = take_lock(lock, mine)
-            # Left by a process that was killed during a save or an export.
-            for pattern in ("checkpoints/.tmp-*", "export*/.step-*"):
+            # Left by a process that was killed during a save or an export, and its tracebacks.
+            for pattern in ("checkpoints/.tmp-*", "export*/.step-*", "errors"):
                 for path in out.glob(pattern):
                     shutil.rmtree(path)
     with raise_on_all_ranks(f"--out {out}: "):
         if not is_main() and read_holder(lock) != mine:  # each node would keep its shards
-            raise ValueError(
+            raise UserError(
                 f"on {socket.gethostname()} this is not rank 0's folder: use a file system that "
                 "all nodes share"
             )
+    keep_errors(out)
     return file
 
 
 def take_lock(path: Path, mine: dict) -> TextIO:
-    """Hold the lock of a folder until the file is closed, or this process ends. Raises ValueError: a
+    """Hold the lock of a folder until the file is closed, or this process ends. Raises UserError: a
     live run has it; OSError.
 
     It is a lock of the process: its children do not hold it when it is killed. This process must not
@@ -271,7 +272,7 @@ def take_lock(path: Path, mine: dict) -> TextIO:
         is_this_job = mine["job"] and mine["job"] == holder.get("job")
         if not is_this_job or mine["restart"] == holder.get("restart"):
             who = holder.get("process", "of an earlier version")
-            raise ValueError(f"it is in use by a live run, {who}") from error
+            raise UserError(f"it is in use by a live run, {who}") from error
         path.unlink()  # of this job before it was requeued, on a machine that is gone
         return take_lock(path, mine)
     except OSError as error:  # Lustre, say, without its mount option
@@ -287,7 +288,7 @@ def read_holder(lock: Path) -> dict:
     """The run that has, or had, the lock of a folder, as `lock_folder` describes it; {}: none."""
     try:
         return read_json(lock)
-    except ValueError:
+    except UserError:
         return {}
 
 
@@ -342,12 +343,12 @@ def load_training_state(path: Path, roles: Roles) -> None:
 
 
 def read_state(path: Path, form: dict) -> dict:
-    """The scalars of a checkpoint. Raises ValueError: they cannot be read, or have another form."""
+    """The scalars of a checkpoint. Raises UserError: they cannot be read, or have another form."""
     file, form = path / "state.json", form | STATE_FORM
     saved = read_json(file)
     lacking = sorted(form.keys() - saved.keys())
     if lacking:
-        raise ValueError(
+        raise UserError(
             f"{path} was saved by the other script, or by an earlier version of this project: "
             f"{file.name} has no {', '.join(lacking[:3])}; to start from its weights, pass an export of "
             "its run as --model"
@@ -375,7 +376,7 @@ def step_folders(folder: Path) -> list[tuple[int, Path]]:
 
 def find_named(place: str) -> list[Path]:
     """The checkpoints of a run, or of its folder checkpoints, newest first; or a single one; or of a file
-    in these. Raises ValueError: there is none."""
+    in these. Raises UserError: there is none."""
     folder = follow_pointer(place).resolve()
     if folder.is_file():
         folder = folder.parent
@@ -387,7 +388,7 @@ def find_named(place: str) -> list[Path]:
     is_model = any((path / "config.json").exists() for path in (folder, *paths))
     if is_model or not paths:
         advice = ": this is a model, pass it as --model" if is_model else ""
-        raise ValueError(f"--resume {place}: no complete checkpoint there{advice}")
+        raise UserError(f"--resume {place}: no complete checkpoint there{advice}")
     return paths
 
 
@@ -403,7 +404,7 @@ def find_damage(path: Path) -> str:
         for file in path.glob("*.safetensors"):  # DCP reads all that are there
             if file.name not in committed:
                 problem = f"{file.name} is no file of this checkpoint: move it elsewhere"
-    except (OSError, ValueError) as error:
+    except (OSError, UserError) as error:
         problem = str(error)
     return max(gather_objects(problem))
 
@@ -545,14 +546,14 @@ class Checkpoints:
 
     def find_candidates(self) -> list[Path]:
         """The checkpoints that --resume means, newest first. With a PATH they are those of this --out
-        once it has some, as when a job is requeued. Raises ValueError, OSError."""
+        once it has some, as when a job is requeued. Raises UserError, OSError."""
         choice, out = self.args.resume, self.args.out
         ours = [path for _, path in step_folders(self.folder)]
         if choice == "auto":
             return ours
         if choice == "never":
             if ours or (out / "metrics.jsonl").exists():
-                raise ValueError(
+                raise UserError(
                     f"--resume never: {out} already holds a run; choose another --out, or go on with it "
                     "by --resume auto"
                 )
@@ -561,7 +562,7 @@ class Checkpoints:
             return find_named(choice)
         named = follow_pointer(choice).resolve()  # which may be gone by now
         if named.parent == self.folder.resolve() and named.name != ours[0].name:
-            raise ValueError(
+            raise UserError(
                 f"--resume {choice}: this is a checkpoint of this --out itself: leave out --resume to go "
                 "on from the newest one, or choose another --out to start from this one"
             )

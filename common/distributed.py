@@ -5,7 +5,7 @@
     to_device             a tensor goes to the GPU while the host goes on
     gather_objects        what every rank has, on every rank
     say_once              print what all ranks know
-    raise_on_all_ranks    one message from rank 0, raised on all ranks
+    raise_on_all_ranks    a user's mistake on any rank, raised on all of them
     stop_requested        a signal to one rank stops all of them after the step in progress
 
 CPU tensors travel over gloo, GPU tensors over NCCL. Every rank calls, with whatever it has.
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.ground.files import say
-from common.ground.process import EXIT_USER_ERROR, STOP_SIGNALS, Exit, UserError
+from common.ground.process import EXIT_USER_ERROR, STOP_SIGNALS, Exit, UserError, end_with_others
 
 # torch 2.13 renamed both
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -108,6 +108,7 @@ def start(timeout: float, hsdp: int, rollout_shards: int = 1) -> Ranks:
                 # the communicators of both back-ends, which not every version can.
                 device_id=device if gpu and not hsdp and rollout_shards == 1 else None,
             )
+        end_with_others()
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     return Ranks(world, device, mesh, join_team(rollout_shards, timeout))
 
@@ -252,17 +253,18 @@ def from_main(value: Any) -> Any:
 
 @contextmanager
 def raise_on_all_ranks(prefix: str = ""):
-    """A ValueError or OSError inside, on any rank, becomes a UserError on every rank, with
-    ``prefix`` before its message: one rank raising alone would leave the others waiting. Of several
-    ranks' mistakes the first is enough: they are mostly one, met with different samples."""
-    problem = None
+    """A UserError or OSError inside, on any rank, becomes a UserError on every rank, with ``prefix``
+    before its message: one rank raising alone would leave the others waiting. Of several ranks' mistakes
+    the first is enough: they are mostly one, met with different samples. Any other exception is a bug: it
+    leaves the block at once, and this rank's end ends the others."""
+    problem = cause = None
     try:
         yield
-    except (OSError, ValueError) as error:
-        problem = f"{prefix}{error}"
+    except (OSError, UserError) as error:
+        problem, cause = f"{prefix}{error}", error
     problems = [problem for problem in gather_objects(problem) if problem is not None]
     if problems:
-        raise UserError(problems[0])
+        raise UserError(problems[0]) from cause
 
 
 def stop_requested() -> bool:

@@ -71,7 +71,7 @@ def flag(
 
     Args:
         help: what it does, with the unit.
-        check: raises ValueError for a bad value.
+        check: raises UserError for a bad value.
         paths: paths in the value become absolute.
         bounds: of a number, see `Bounds`.
     """
@@ -266,7 +266,7 @@ def read_config(path: str | Path, parser: Parser) -> dict:
     """
     try:
         config = read_json(path)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"--config {error}") from error
     try:
         words = []
@@ -276,7 +276,7 @@ def read_config(path: str | Path, parser: Parser) -> dict:
             else:
                 words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
         return parser.read_flags(words)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
 
@@ -337,7 +337,7 @@ def check_value(refuse: Refusals, name: str, value: Any, rules: Mapping) -> None
     if rules["check"]:
         try:
             rules["check"](value)
-        except ValueError as error:
+        except UserError as error:
             refuse(True, f"--{name} {error}")
 
 
@@ -361,20 +361,20 @@ def check_shared(refuse: Refusals, args: Any) -> None:
 
 
 def check_folder(path: str) -> None:
-    """Raises ValueError: the folder does not exist."""
+    """Raises UserError: the folder does not exist."""
     if path and not os.path.isdir(path):
-        raise ValueError(f"{path}: no such folder")
+        raise UserError(f"{path}: no such folder")
 
 
 def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
     """a.jsonl:0.7,b.jsonl:0.3 -> [("a.jsonl", 0.7), ("b.jsonl", 0.3)]; without weights: None.
 
     Raises:
-        ValueError: no file, a path with a comma, a weight that is not above 0, or weights for some of
+        UserError: no file, a path with a comma, a weight that is not above 0, or weights for some of
             the files only.
     """
     if "," in spec and os.path.exists(spec):
-        raise ValueError(f"{spec}: a comma separates files, and is in this path; rename it")
+        raise UserError(f"{spec}: a comma separates files, and is in this path; rename it")
     sets = []
     for part in filter(None, map(str.strip, spec.split(","))):
         path, _, weight = part.rpartition(":")
@@ -384,7 +384,7 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
     weights = [weight for _, weight in sets if weight is not None]
     mixed = len(weights) not in (0, len(sets)) or not all(weight > 0 for weight in weights)
     if mixed or spec and not sets:
-        raise ValueError(
+        raise UserError(
             f"{spec}: expected files separated by commas, all of them or none with a weight above "
             "0, as in a.jsonl:0.7,b.jsonl:0.3"
         )
@@ -392,28 +392,28 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
 
 
 def check_eval_data(spec: str) -> None:
-    """Raises ValueError: see `parse_datasets`; every row is evaluated once."""
+    """Raises UserError: see `parse_datasets`; every row is evaluated once."""
     if any(weight is not None for _, weight in parse_datasets(spec)):
-        raise ValueError(f"{spec}: every row is evaluated once, so its files have no weights")
+        raise UserError(f"{spec}: every row is evaluated once, so its files have no weights")
 
 
 def parse_template_options(text: str) -> dict:
-    """The variables of --template_options. Raises ValueError: it is no JSON object, or has "false" as a
+    """The variables of --template_options. Raises UserError: it is no JSON object, or has "false" as a
     text, which templates take for true."""
     options = parse_json(text or "{}", text)
     if not isinstance(options, dict):
-        raise ValueError(f"{text}: expected an object of JSON, such as {{}}")
+        raise UserError(f"{text}: expected an object of JSON, such as {{}}")
     for name, value in options.items():
         if value in ("true", "false", "True", "False"):
-            raise ValueError(f"{text}: {name} is a text; true and false have no quotation marks")
+            raise UserError(f"{text}: {name} is a text; true and false have no quotation marks")
     return options
 
 
 def parse_stop_strings(text: str) -> list[str]:
-    """The strings of --stop_strings. Raises ValueError: it is no JSON list of non-empty strings."""
+    """The strings of --stop_strings. Raises UserError: it is no JSON list of non-empty strings."""
     strings = parse_json(text or "[]", text)
     if not isinstance(strings, list) or not all(part and isinstance(part, str) for part in strings):
-        raise ValueError(f"{text} is not a JSON list of non-empty strings")
+        raise UserError(f"{text} is not a JSON list of non-empty strings")
     return strings
 
 

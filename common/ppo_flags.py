@@ -5,22 +5,23 @@ import string
 from dataclasses import dataclass
 
 from common.flags import LONGEST_WAIT, flag
+from common.ground.files import UserError
 
 # of --teacher_prompt: text, in which a brace is written twice, and names of columns
 HINT = re.compile(r"(?:[^{}]|\{\{|\}\}|\{[^\W\d][^{}.\[\]:!]*\})*")
 
 
 def check_teacher_prompt(template: str) -> None:
-    """Raises ValueError: not a template of --teacher_prompt. That is a Python format string of plain
+    """Raises UserError: not a template of --teacher_prompt. That is a Python format string of plain
     names: a format specification could take gigabytes, and an attribute could read more than the row."""
     if not HINT.fullmatch(template):
-        raise ValueError(
+        raise UserError(
             f"{template}: braces hold the name of a column and nothing else, as in {{answer}} (a brace "
             "of the text is written twice)"
         )
     names = [name for _, name, *_ in string.Formatter().parse(template)]
     if template and not names.count("prompt") == template.count("{prompt}") == 1:
-        raise ValueError(f"{template} has no {{prompt}}, the place of the row's prompt, or several")
+        raise UserError(f"{template} has no {{prompt}}, the place of the row's prompt, or several")
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:
             try:
                 returned = function(*inputs)
             except BaseException as error:
-                raise ValueError(describe_error(error)) from error
+                raise UserError(describe_error(error)) from error
     return distributed.from_main(returned)
 
 

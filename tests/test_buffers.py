@@ -21,7 +21,7 @@ from common.buffers import (
 )
 from common.data.loader import data_order, draw_batches, mix
 from common.flags import parse_datasets
-from conftest import marked, value_error
+from conftest import marked, user_error
 from helpers import prompts_of, random_batch
 
 SEEDS = marked(range(20), daily=3)
@@ -258,7 +258,7 @@ def test_bad_datasets(spec, message):
 
 def test_a_comma_in_the_path_of_rows_is_told(tmp_path):
     (tmp_path / "a,b.jsonl").touch()
-    with value_error("a comma separates files, and is in this path"):
+    with user_error("a comma separates files, and is in this path"):
         parse_datasets(str(tmp_path / "a,b.jsonl"))
 
 

@@ -1453,8 +1453,10 @@ def check_exchange() -> None:
     assert gather_objects({"text": "ü" * rank}) == [{"text": "ü" * r} for r in range(world)]
     for text, message in (("alike", "what: alike"), (f"of {rank}", "what: of 0")):
         with pytest.raises(process.UserError) as error, raise_on_all_ranks("what: "):
-            raise ValueError(text)
+            raise process.UserError(text)
         assert str(error.value) == message
+    with pytest.raises(ValueError, match="a bug"), raise_on_all_ranks("what: "):
+        raise ValueError("a bug")  # reaches no other rank
     # all stop together, or none
     rows = [{"approx_kl": logging.Mean(torch.tensor(float(rank == 0)), 1)}]
     assert ppo.exceeds(rows, 0.9 / world)

@@ -37,6 +37,7 @@ from common.data.rows import (
     read_messages,
 )
 from common.flags import DataArgs
+from common.ground.files import UserError
 
 THOUGHT_KEY = "reasoning_content"
 
@@ -64,7 +65,7 @@ def read_answers(
         frame: None: no answer is learned, so the last one's prompt is all.
         instruct: messages before an answer -> system message, or "".
     Raises:
-        ValueError: no such answer, or one that cannot be written.
+        UserError: no such answer, or one that cannot be written.
     """
     messages = read_messages(prompt_of(row))
     learned = answers_to_learn(messages)
@@ -97,31 +98,31 @@ def read_answers(
 
 def answers_to_learn(messages: list[dict]) -> list[int]:
     """Which messages are to be learned: the assistant's, but for those that say otherwise. Raises
-    ValueError: none."""
+    UserError: none."""
     learned = []
     for k, message in enumerate(messages):
         wish = pop_wish(message)
         if message["role"] == "assistant" and wish is not False:
             learned.append(k)
     if not learned:
-        raise ValueError('the row has no answer to learn: each says "loss": false, or "weight": 0')
+        raise UserError('the row has no answer to learn: each says "loss": false, or "weight": 0')
     return learned
 
 
 def pop_wish(message: dict) -> bool | None:
     """Take out of a message whether it is to be learned, as ms-swift ("loss") or OpenAI ("weight") say it;
-    None: it does not say. Raises ValueError: not true or false, 1 or 0."""
+    None: it does not say. Raises UserError: not true or false, 1 or 0."""
     values = [message.pop("loss", None), message.pop("weight", None)]
     wishes = [value for value in values if value is not None]
     if any(wish not in (0, 1) or wish != wishes[0] for wish in wishes):
-        raise ValueError(f"loss and weight of a message are true or false, 1 or 0, not {values}")
+        raise UserError(f"loss and weight of a message are true or false, 1 or 0, not {values}")
     if any(wishes) and message["role"] != "assistant":
-        raise ValueError(f"only answers can be learned, not what the {message['role']} says")
+        raise UserError(f"only answers can be learned, not what the {message['role']} says")
     return bool(wishes[0]) if wishes else None
 
 
 def write_regions(messages: list[dict], regions: Regions | None) -> None:
-    """Replace <box> and <point> in answers by the row's regions. Raises ValueError: see `write_all_marks`."""
+    """Replace <box> and <point> in answers by the row's regions. Raises UserError: see `write_all_marks`."""
     answers = [message for message in messages if message["role"] == "assistant"]
     parts = [part for answer in answers for part in answer["content"] if part["type"] == "text"]
     texts = write_all_marks([part["text"] for part in parts], regions)
@@ -130,13 +131,13 @@ def write_regions(messages: list[dict], regions: Regions | None) -> None:
 
 
 def answer_text(message: dict) -> str:
-    """The text of an answer; it may be empty if it has a thought or calls tools. Raises ValueError: an
+    """The text of an answer; it may be empty if it has a thought or calls tools. Raises UserError: an
     image, or no text."""
     if media_parts([message]):
-        raise ValueError("an answer to learn is text; an image in it has no tokens to learn")
+        raise UserError("an answer to learn is text; an image in it has no tokens to learn")
     text = "".join(part["text"] for part in message["content"])
     if not text.strip() and not has_more(message):
-        raise ValueError("an answer to learn must not be empty")
+        raise UserError("an answer to learn must not be empty")
     return text
 
 
@@ -147,7 +148,7 @@ def has_more(message: dict) -> bool:
 
 def framed_turn(processor: Processor, frame: AnswerFrame, prompt: Prompt, message: dict) -> str:
     """An answer after what the template writes before it. A thought and calls of tools are written by the
-    template. Raises ValueError: it cannot write them, or a special token in the text."""
+    template. Raises UserError: it cannot write them, or a special token in the text."""
     if not has_more(message):
         return framed_answer(processor, frame, answer_text(message))
     whole = processor.render([*prompt.messages, message])
@@ -157,7 +158,7 @@ def framed_turn(processor: Processor, frame: AnswerFrame, prompt: Prompt, messag
     expected = [(message.get(THOUGHT_KEY) or "").strip()]
     expected += [called_function(call)["name"] for call in calls]
     if not (whole.startswith(prompt.text) and is_ended and all(x in written for x in expected)):
-        raise ValueError(
+        raise UserError(
             f"the chat template does not write the {THOUGHT_KEY} or the tool_calls of an answer where it "
             f"begins; a thought can stand in the text, as <think>...</think>: {message!r:.120}"
         )

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.ground.files import check_form
+from common.ground.files import UserError, check_form
 
 Box = tuple[float, ...]  # left, top, right, bottom
 Point = tuple[float, ...]  # x, y
@@ -49,15 +49,15 @@ class Place:
         return tuple(number * units / pixels for number, pixels, units in axes)
 
     def units(self) -> tuple[float, float]:
-        """The width and height of the image in units of the space. Raises ValueError: answers in this
+        """The width and height of the image in units of the space. Raises UserError: answers in this
         space cannot be placed in this image."""
         if self.space == "auto":
-            raise ValueError(
+            raise UserError(
                 "in which coordinates this model answers is not known: --coordinates SPACE"
             )
         if self.space == "seen":
             if self.seen is None:
-                raise ValueError("--coordinates seen: this model sees no image as a whole")
+                raise UserError("--coordinates seen: this model sees no image as a whole")
             return self.seen
         return self.file if self.space == "file" else (float(self.space), float(self.space))
 
@@ -78,7 +78,7 @@ def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None
     "points": [[x, y], ...], "labels": [...]}, in pixels of the file or in the "space" that it names, for
     the first image or the one with the number "image".
 
-    Raises ValueError: another form, a space that is not known, or a region that is not in the image.
+    Raises UserError: another form, a space that is not known, or a region that is not in the image.
     """
     if entry is None:
         return None
@@ -86,28 +86,28 @@ def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None
     known = {name: value for name, value in entry.items() if value is not None}
     entry = {"boxes": [], "points": [], "labels": [], "space": "file", "image": 0} | known
     if len(entry) > len(FORM):
-        raise ValueError(
+        raise UserError(
             f"regions has {', '.join(known)}; known are boxes, points, labels, space, image"
         )
     place = dict(enumerate(places)).get(entry["image"])
     if place is None:
-        raise ValueError(f"regions: the row has no image {entry['image']} (counted from 0)")
+        raise UserError(f"regions: the row has no image {entry['image']} (counted from 0)")
     place.units()  # raises where the answers to this row could not be read
     source = replace(place, space=entry["space"])
     boxes = tuple(row_region(box, 4, source) for box in entry["boxes"])
     points = tuple(row_region(point, 2, source) for point in entry["points"])
     labels = tuple(entry["labels"])
     if labels and len(labels) != len(boxes or points):
-        raise ValueError(f"regions: {len(labels)} labels for {len(boxes or points)} regions")
+        raise UserError(f"regions: {len(labels)} labels for {len(boxes or points)} regions")
     return Regions(boxes, points, labels, place, entry["image"])
 
 
 def row_region(numbers: list[float], size: int, source: Place) -> Box | Point:
     """A box (``size`` 4) or point (2) in pixels of the file. Up to a pixel beyond the image's edge may
-    be rounding, and is cut off. Raises ValueError: it is not in the image."""
+    be rounding, and is cut off. Raises UserError: it is not in the image."""
     # JSON may hold integers too large for a float
     if len(numbers) != size or not all(abs(number) < 1e100 for number in numbers):
-        raise ValueError(f"regions: {numbers} are not {size} finite numbers")
+        raise UserError(f"regions: {numbers} are not {size} finite numbers")
     region = source.to_file(*numbers)
     inside = clip(region, source.file)
     is_inside = max(abs(x - y) for x, y in zip(region, inside)) <= 1
@@ -118,7 +118,7 @@ def row_region(numbers: list[float], size: int, source: Place) -> Box | Point:
     if not is_inside:
         what = "box (x1, y1, x2, y2)" if size == 4 else "point (x, y)"
         width, height = source.file
-        raise ValueError(
+        raise UserError(
             f"regions: {numbers} is no {what} in an image of {width} x {height} pixels when upright; "
             'for other units than pixels of the file there is "space"'
         )
@@ -137,7 +137,7 @@ MARK = re.compile(r"<(box|point)>(?!\[)")
 
 def write_marks(response: str, regions: Regions | None) -> str:
     """A response to imitate, with each <box> and <point> replaced by the row's next one, in the model's
-    coordinates. Raises ValueError: the numbers of marks and regions differ."""
+    coordinates. Raises UserError: the numbers of marks and regions differ."""
     return write_all_marks([response], regions)[0]
 
 
@@ -147,12 +147,12 @@ def write_all_marks(responses: list[str], regions: Regions | None) -> list[str]:
     if not marks:
         return responses
     if regions is None:
-        raise ValueError(f"<{marks[0]}> in the response, but no regions in the row")
+        raise UserError(f"<{marks[0]}> in the response, but no regions in the row")
     written = {}
     for kind, known in (("box", regions.boxes), ("point", regions.points)):
         count = marks.count(kind)
         if count not in (0, len(known)):
-            raise ValueError(f"{count} <{kind}> in the response for {len(known)} of the regions")
+            raise UserError(f"{count} <{kind}> in the response for {len(known)} of the regions")
         written[kind] = [numerals(one, regions.place) for one in known]
     return [MARK.sub(lambda mark: written[mark[1]].pop(0), response) for response in responses]
 

@@ -17,7 +17,8 @@ import copy
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 
 from common.data.images import sample_frames
 from common.flags import DataArgs
-from common.ground.files import check_form
+from common.ground.files import UserError, check_form
 
 Grid = tuple  # see above
 Patches = tuple[Tensor, Grid]
@@ -47,6 +48,16 @@ BOTH_WAYS, IN_WINDOWS = 1, 2
 
 def is_clip(grid: Grid) -> bool:
     return len(grid) > 3
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Around calls of transformers alone, which raises anything for settings and images that it cannot
+    use: that becomes a UserError, which begins with ``what``. What a family's own code raises is a bug."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{what}: {error!r}") from error
 
 
 class Family:
@@ -111,41 +122,41 @@ class Family:
         return self
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
-        """Read from the files of a checkpoint how images are prepared. Raises ValueError: they are
+        """Read from the files of a checkpoint how images are prepared. Raises UserError: they are
         missing, or another family's."""
         self.tokenizer = tokenizer
         self.video_frames, self.video_fps = args.video_frames, args.video_fps
         self.placeholder = self.token(getattr(self.config, self.begins_image))
         settings = settings_of_images(files)
         if not settings:
-            raise ValueError("no preprocessor_config.json; take the base checkpoint's")
+            raise UserError("no preprocessor_config.json; take the base checkpoint's")
         kind = settings.get("image_processor_type", self.image_processors[0])
         name, _, _ = kind.partition("ImageProcessor")
         if name not in self.image_processors:
-            raise ValueError(
+            raise UserError(
                 f"preprocessor_config.json: image processor {name!r}; that of "
                 f"{self.config.model_type} is {' or '.join(self.image_processors)}"
             )
         settings = self.processor_settings(settings, args) | self.processor_options
-        try:
+        blank = Image.new("RGB", (64, 64))
+        with explained("preprocessor_config.json cannot be used"):
             maker = getattr(transformers, f"{name}ImageProcessorPil")
             self.image_processor = maker.from_dict(settings)
-            self.patches(Image.new("RGB", (64, 64)))
-        except Exception as error:  # settings of a wrong type may raise anything
-            raise ValueError(f"preprocessor_config.json cannot be used: {error!r}") from error
+            self.image_processor(images=[blank], return_tensors="pt")
+        self.patches(blank)
 
     def processor_settings(self, settings: dict, args: DataArgs) -> dict:
         """The settings of the image processor, with the changes that flags ask for."""
         if args.min_pixels or args.max_pixels:
             name = self.config.model_type
-            raise ValueError(f"--min_pixels and --max_pixels: {name} resizes by its own files")
+            raise UserError(f"--min_pixels and --max_pixels: {name} resizes by its own files")
         return settings
 
     def token(self, token_id: int) -> str:
         return self.tokenizer.convert_ids_to_tokens(token_id)
 
     def grid(self, width: int, height: int) -> Grid:
-        """The grid of an image of width x height pixels. Raises ValueError: one side is too
+        """The grid of an image of width x height pixels. Raises UserError: one side is too
         long for the other."""
         side = self.config.vision_config.image_size
         return side, side
@@ -164,7 +175,12 @@ class Family:
         return self.prepared(image)["pixel_values"], self.grid(*image.size)
 
     def prepared(self, image: Image.Image) -> Inputs:
-        return self.image_processor(images=[image], return_tensors="pt")
+        return self.processed([image])
+
+    def processed(self, images: list) -> Inputs:
+        """What transformers makes of images. Raises UserError: it cannot, as where one has an odd shape."""
+        with explained("the image processor cannot use this image"):
+            return self.image_processor(images=images, return_tensors="pt")
 
 
 def settings_of_images(files: Files) -> dict:
@@ -241,7 +257,8 @@ class Qwen(Family):
         token = self.side**2
         frames = self.bounded(settings, (0, 0), (128 * token, 768 * token))
         frames |= {"do_resize": False, "temporal_patch_size": 1}
-        self.frame_processor = transformers.Qwen2VLImageProcessorPil.from_dict(frames)
+        with explained("the settings of videos cannot be used"):
+            self.frame_processor = transformers.Qwen2VLImageProcessorPil.from_dict(frames)
 
     def processor_settings(self, settings: dict, args: DataArgs) -> dict:
         return self.bounded(settings, (args.min_pixels, args.max_pixels), self.usual_pixels)
@@ -254,9 +271,10 @@ class Qwen(Family):
         values = (settings.get("size") or {}) | {key: v for key, v in settings.items() if v}
         low = flags[0] or values.get("min_pixels") or values.get("shortest_edge") or defaults[0]
         high = flags[1] or values.get("max_pixels") or values.get("longest_edge") or defaults[1]
-        low, high = int(low), int(high)  # some files hold them as text
+        with explained("preprocessor_config.json cannot be used"):
+            low, high = int(low), int(high)  # some files hold them as text
         if low > high:
-            raise ValueError(f"min_pixels {low} is more than max_pixels {high}")
+            raise UserError(f"min_pixels {low} is more than max_pixels {high}")
         return settings | {
             "min_pixels": low,
             "max_pixels": high,
@@ -273,7 +291,8 @@ class Qwen(Family):
 
     def resized(self, height: int, width: int, low: int, high: int) -> tuple[int, int]:
         """(height, width) of an image once resized to whole tokens and ``low`` to ``high`` pixels."""
-        return smart_resize(height, width, self.side, low, high)
+        with explained("the image cannot be resized"):
+            return smart_resize(height, width, self.side, low, high)
 
     def seen_size(self, grid: Grid) -> tuple[int, int]:
         return grid[2] * self.patch_size, grid[1] * self.patch_size
@@ -295,7 +314,8 @@ class Qwen(Family):
         bounds = self.frame_processor.size
         low, high = bounds["shortest_edge"], bounds["longest_edge"]
         if self.is_third:
-            h, w = smart_resize_clip(count, height, width, self.depth, self.side, low, high)
+            with explained("the clip cannot be resized"):
+                h, w = smart_resize_clip(count, height, width, self.depth, self.side, low, high)
         else:
             h, w = self.resized(height, width, low, high)
         if 0 < self.max_frame_pixels < h * w:
@@ -399,7 +419,8 @@ class Glm(Qwen):
     def resized(self, height: int, width: int, low: int, high: int) -> tuple[int, int]:
         """GLM's bounds are for as many frames together as a patch is deep."""
         rule = sys.modules[type(self.image_processor).__module__].smart_resize
-        return rule(self.depth, height, width, self.depth, self.side, low, high)
+        with explained("the image cannot be resized"):
+            return rule(self.depth, height, width, self.depth, self.side, low, high)
 
 
 class Exaone(Qwen):
@@ -541,11 +562,10 @@ class Described(Family):
         theirs = type(self.processor, (getattr(transformers, self.processor),), unchecked)
         parts = {"image_processor": self.image_processor}
         parts["tokenizer"] = copy.deepcopy(tokenizer)  # some processors add tokens to it
-        try:
+        blank = self.described(self.grid(64, 64))
+        with explained("processor_config.json cannot be used"):
             self.writer = theirs.from_args_and_dict([], files["processor_config"], **parts)
-            self.expand(self.grid(64, 64))
-        except Exception as error:  # settings of a wrong type may raise anything
-            raise ValueError(f"processor_config.json cannot be used: {error!r}") from error
+            self.writer.replace_image_token(blank, 0)
         self.placeholder = self.writer.image_token
 
     def described(self, grid: Grid) -> dict[str, Any]:
@@ -665,7 +685,7 @@ class OneVision(LlavaNext):
 
     def prepared(self, image: Image.Image) -> Inputs:
         together = [image] * min(self.count, 2)  # in a prompt; more are treated like two
-        pixels = self.image_processor(images=[together], return_tensors="pt")["pixel_values"]
+        pixels = self.processed([together])["pixel_values"]
         return {"pixel_values": pixels[:1]}
 
 
@@ -689,9 +709,9 @@ FAMILIES = {model_type: family for family in CLASSES for model_type in family.mo
 
 
 def family_of(config) -> Family:
-    """The family of a model's config. Raises ValueError: it is not supported."""
+    """The family of a model's config. Raises UserError: it is not supported."""
     if config.model_type not in FAMILIES:
-        raise ValueError(
+        raise UserError(
             f"family {config.model_type!r} is not one of {', '.join(FAMILIES)}; to add it, begin with "
             f"the class {nearest(config).__name__} of common/data/families.py: see common/README.md"
         )

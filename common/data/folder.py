@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoTokenizer
 
-from common.ground.files import open_file, read_json
+from common.ground.files import UserError, open_file, read_json
 
 IMAGES_FORM = {"image_processor_type?": str}
 # The small files besides config.json and the tokenizer's, and the form of what is read of them here;
@@ -41,18 +41,18 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def read_model_config(folder: str | Path):
-    """The config of a checkpoint's model. Raises ValueError: no config.json, or one that
+    """The config of a checkpoint's model. Raises UserError: no config.json, or one that
     transformers cannot use."""
     path = Path(folder, "config.json")
     read_json(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each class of transformers has its own checks
-        raise ValueError(f"{path}: {without_advice(error)}") from error
+        raise UserError(f"{path}: {without_advice(error)}") from error
     for part in (config, config.get_text_config()):
         quantization = getattr(part, "quantization_config", None)
         if quantization:
-            raise ValueError(
+            raise UserError(
                 f"{path}: quantization_config {quantization!s:.80}: quantized checkpoints are not "
                 "supported; if the weights are floats, remove the entry"
             )
@@ -77,7 +77,7 @@ def without_advice(error: Exception) -> str:
 
 
 def read_settings(folder: str | Path) -> dict[str, dict]:
-    """The objects in SETTINGS_FILES, by name; empty where there is no file. Raises ValueError."""
+    """The objects in SETTINGS_FILES, by name; empty where there is no file. Raises UserError."""
     files = {}
     for name, form in SETTINGS_FILES.items():
         path = Path(folder, f"{name}.json")
@@ -86,19 +86,17 @@ def read_settings(folder: str | Path) -> dict[str, dict]:
 
 
 def read_tokenizer(folder: str | Path):
-    """The tokenizer of a checkpoint. Raises ValueError: its files are missing or damaged."""
+    """The tokenizer of a checkpoint. Raises UserError: its files are missing or damaged."""
     for file in Path(folder).glob("tokenizer*"):
         open_file(file).close()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         has_words = tokenizer.encode("a", add_special_tokens=False)
     except Exception as error:  # the library behind it raises bare exceptions
-        raise ValueError(
-            f"the tokenizer's files cannot be used: {without_advice(error)}"
-        ) from error
+        raise UserError(f"the tokenizer's files cannot be used: {without_advice(error)}") from error
     # Without files, transformers makes a tokenizer without words.
     if not has_words:
-        raise ValueError(
+        raise UserError(
             "no vocabulary: tokenizer.json, or the files in its place, are missing. "
             + advice_on_missing(folder, "Take the base checkpoint's.")
         )

@@ -2,7 +2,7 @@
 them.
 
 A clip is several images, one after the other, or one file (MP4, GIF, ...), for which a further package
-is needed. A user's mistake is a ValueError that names the file.
+is needed. A user's mistake is a UserError that names the file.
 """
 
 import functools
@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from transformers.video_utils import Path as VideoPath
 from transformers.video_utils import load_video
 
-from common.ground.files import open_file
+from common.ground.files import UserError, open_file
 
 # Pillow would also try formats that start other programs (EPS runs Ghostscript), which a data file must
 # not do.
@@ -40,16 +40,16 @@ def _open_image(path: str):
         with open_file(path) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
             yield image
     except FileNotFoundError as error:
-        raise ValueError(f"no such image: {path}") from error
+        raise UserError(f"no such image: {path}") from error
     # Damaged files raise anything (struct.error, zlib.error, SyntaxError, IndexError, ...).
     except Exception as error:
         formats = ", ".join(IMAGE_FORMATS)
-        raise ValueError(f"{path}: cannot be read as one of {formats}: {error!r}") from error
+        raise UserError(f"{path}: cannot be read as one of {formats}: {error!r}") from error
 
 
 def image_size(path: str) -> tuple[int, int]:
     """(width, height) in pixels as `read_image` will return it, from the header alone, so EXIF after
-    the body of a PNG is missed. Raises ValueError: see `read_image`."""
+    the body of a PNG is missed. Raises UserError: see `read_image`."""
     with _open_image(path) as image:
         if image.format == "TIFF":  # Pillow reports the turned size by itself
             return image.size
@@ -63,7 +63,7 @@ def read_image(path: str) -> Image.Image:
     """Decode an image file to RGB: upright by its EXIF, transparency laid on white, first frame of
     an animation.
 
-    16-bit grey is scaled, not clipped. Raises ValueError with path and reason: no such file, not an
+    16-bit grey is scaled, not clipped. Raises UserError with path and reason: no such file, not an
     image, too many pixels, truncated or damaged body, grey values of unknown range.
     """
     with _open_image(path) as image:
@@ -87,7 +87,7 @@ def _scaled_grey(image: Image.Image) -> Image.Image:
     values = np.asarray(image)  # (h, w)
     low, high = values.min(), values.max()
     if image.mode == "F" or low < 0 or high > 65535:
-        raise ValueError(f"mode {image.mode}, values {low} to {high}: not 16-bit grey")
+        raise UserError(f"mode {image.mode}, values {low} to {high}: not 16-bit grey")
     return Image.fromarray((values / 257).round().astype(np.uint8)).convert("RGB")
 
 
@@ -100,19 +100,19 @@ def clip_times(files: Sequence[str], fps: float) -> tuple[tuple[int, int], list[
     """(width, height) of a clip's frames, the second at which each is shown, and frames per second:
     those of the video file, or ``fps`` of a list of images.
 
-    Raises ValueError: no such file, not a clip, fewer than 2 frames, frames of different size, no
+    Raises UserError: no such file, not a clip, fewer than 2 frames, frames of different size, no
     decoder installed.
     """
     if len(files) > 1:
         sizes = {image_size(file): file for file in files}
         if len(sizes) > 1:
-            raise ValueError(f"the frames of a clip differ in size: {sizes}")
+            raise UserError(f"the frames of a clip differ in size: {sizes}")
         size, total = next(iter(sizes)), len(files)
     else:
         frames, header = _read_film(files[0], lambda total: [0])
         size, total, fps = frames[0].size, header.total_num_frames, header.fps
     if total < 2:
-        raise ValueError(
+        raise UserError(
             f"{files[0]}: a video has at least 2 frames, this has {total} (images are the frames of "
             "a video if they stand in a list of their own)"
         )
@@ -142,10 +142,10 @@ def _read_film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Imag
     """The frames ``choose(their number)`` of a video file, and its metadata by transformers (fps,
     total_num_frames)."""
     if not os.path.isfile(path):
-        raise ValueError(f"no such video: {path}")
+        raise UserError(f"no such video: {path}")
     package = next(filter(find_spec, VIDEO_DECODERS), None)
     if package is None:
-        raise ValueError(
+        raise UserError(
             f"{path}: to read videos, install one of {', '.join(VIDEO_DECODERS)}, or give their frames as a "
             "list of images"
         )
@@ -154,7 +154,7 @@ def _read_film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Imag
         if metadata.total_num_frames <= 0:
             metadata.total_num_frames = _count_frames(path)
         if not (metadata.total_num_frames and metadata.fps):
-            raise ValueError(f"{metadata.total_num_frames} frames, {metadata.fps} in a second")
+            raise UserError(f"{metadata.total_num_frames} frames, {metadata.fps} in a second")
         return choose(metadata.total_num_frames)
 
     try:
@@ -162,7 +162,7 @@ def _read_film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Imag
             VideoPath(path), backend=VIDEO_DECODERS[package], sample_indices_fn=pick
         )
     except Exception as error:  # decoders raise anything
-        raise ValueError(f"{path}: not a video that {package} can decode: {error!r}") from error
+        raise UserError(f"{path}: not a video that {package} can decode: {error!r}") from error
     if torch.is_tensor(frames):
         frames = frames.permute(0, 2, 3, 1).numpy()  # (F, h, w, 3)
     return [Image.fromarray(frame) for frame in frames], header

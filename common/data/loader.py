@@ -3,7 +3,7 @@
     rows  -> batches, drawn at random or in file order       draw_batches, batches_in_order
     batch -> images and clips decoded, one batch ahead       PromptLoader
 
-Shapes: P prompt tokens, I images. A user's mistake is a ValueError that names the file, the line
+Shapes: P prompt tokens, I images. A user's mistake is a UserError that names the file, the line
 and the numbers.
 """
 
@@ -184,8 +184,11 @@ class PromptLoader:
         for i, future in futures.items():
             try:
                 patches[i] = future.result()
-            except ValueError as error:
+            except UserError as error:
                 bad[i] = f"{prompts[i].source}: {error}"
+            except Exception as error:
+                error.add_note(f"in {prompts[i].source}")
+                raise
         problems = dict(ChainMap(*distributed.gather_objects(bad)))
         is_error = self.args.on_bad_row == "error"
         report_bad("images of a batch", list(problems.values()), len(prompts), is_error)
@@ -212,7 +215,7 @@ def load_pixels(
         change: (all Pillow images and frames of the prompt, the key of their noise) -> as many of the
             same sizes, to be used instead.
 
-    Raises ValueError: a body that cannot be decoded, or a file that changed since it was loaded.
+    Raises UserError: a body that cannot be decoded, or a file that changed since it was loaded.
     """
     if not prompt.images:
         return None
@@ -225,7 +228,7 @@ def load_pixels(
     # the grids of an environment's images may follow those of the prompt's own
     expected = tuple(grid[:3] for grid in prompt.grids[: len(grids)])
     if grids != expected:
-        raise ValueError(
+        raise UserError(
             f"{prompt.images}: patch grids {expected} by the headers, but {grids} decoded: changed "
             "since loaded, or a PNG has EXIF data after its body; restore the file"
         )

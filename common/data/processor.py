@@ -6,7 +6,7 @@
                -> token ids, placeholders expanded                             Processor.encode
     token ids  -> the text of a response                                       Processor.decode
 
-Shapes: P prompt tokens, V vocabulary. A user's mistake is a ValueError that names the folder or
+Shapes: P prompt tokens, V vocabulary. A user's mistake is a UserError that names the folder or
 what is wrong with the text.
 """
 
@@ -26,7 +26,7 @@ from common import distributed
 from common.data.families import Expansion, family_of, is_clip
 from common.data.folder import copy_files, read_model_config, read_settings, read_tokenizer
 from common.flags import DataArgs, parse_template_options
-from common.ground.files import check_form, read_json
+from common.ground.files import UserError, check_form, read_json
 
 NFC_JOINS = 4  # characters that a normalizing tokenizer may merge into one
 
@@ -44,7 +44,7 @@ class Processor:
         silent_ids: are left out of a response's text; template_options: variables of the template;
         token_characters: the most characters of a text that one token can stand for.
     Raises:
-        ValueError: files missing or unreadable, an unknown family, no chat template, contradictory
+        UserError: files missing or unreadable, an unknown family, no chat template, contradictory
             settings.
     """
 
@@ -70,7 +70,7 @@ class Processor:
             template = template or self.files["chat_template"].get("chat_template")
             self.tokenizer.chat_template = template or self.tokenizer.chat_template
             if not self.tokenizer.chat_template:
-                raise ValueError("no chat template; take that of the instruction-tuned checkpoint")
+                raise UserError("no chat template; take that of the instruction-tuned checkpoint")
             if args.template_options:
                 options = parse_template_options(args.template_options)
                 self.files["judge"]["template_options"] = options
@@ -78,8 +78,8 @@ class Processor:
             self.template_options = self.files["judge"].get("template_options") or {}
             self._set_tokens()
             self.family.prepare(self.files, self.tokenizer, args)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"checkpoint {folder}: {error}") from error
+        except (OSError, UserError) as error:
+            raise UserError(f"checkpoint {folder}: {error}") from error
 
     def _set_tokens(self) -> None:
         tokenizer, added = self.tokenizer, self.tokenizer.added_tokens_decoder
@@ -109,7 +109,7 @@ class Processor:
         ends = {tokenizer.eos_token_id, *(written if isinstance(written, list) else [written])}
         try:
             head, before, end, _ = answer_frame(self)
-        except ValueError:  # a template for prompts alone; training on answers would report it
+        except UserError:  # a template for prompts alone; training on answers would report it
             return ends
         headers = [token for token in tokenizer.all_special_tokens if token in before]
         if any(token in head for token in headers):
@@ -126,11 +126,11 @@ class Processor:
         return tuple(token for token in range(self.vocab_size) if token in ids)
 
     def check_options(self) -> None:
-        """Raises ValueError: the template does not use a variable of --template_options."""
+        """Raises UserError: the template does not use a variable of --template_options."""
         words = set(re.findall(r"\w+", str(self.tokenizer.chat_template)))
         for name in self.template_options:
             if name not in words:
-                raise ValueError(f"--template_options: the chat template knows no {name!r}")
+                raise UserError(f"--template_options: the chat template knows no {name!r}")
 
     def banned_mask(self) -> Tensor:
         """(V,) bool: the ids that are never sampled."""
@@ -147,7 +147,7 @@ class Processor:
     def render(self, messages: list[dict], **options) -> str:
         """Messages as the template's text, which must contain each of theirs.
 
-        Raises ValueError: a reserved token in a message, or a template that fails or loses a text.
+        Raises UserError: a reserved token in a message, or a template that fails or loses a text.
         """
         problems = []
         for chat in self.as_chats(messages):
@@ -172,28 +172,26 @@ class Processor:
                     "(write them into the text as the model does)"
                 )
         where = "the checkpoint's chat_template.jinja or tokenizer_config.json"
-        raise ValueError(f"{'; '.join(dict.fromkeys(problems))}; see {where}")
+        raise UserError(f"{'; '.join(dict.fromkeys(problems))}; see {where}")
 
     def check_length(self, what: str, text: str, limit: float) -> None:
-        """Raises ValueError: a text too long for ``limit`` tokens. The tokenizer would take sixty times
+        """Raises UserError: a text too long for ``limit`` tokens. The tokenizer would take sixty times
         its memory to find out."""
         if len(text) > limit * self.token_characters:
-            raise ValueError(
-                f"{what} too long: {len(text)} characters; the limit is {limit} tokens"
-            )
+            raise UserError(f"{what} too long: {len(text)} characters; the limit is {limit} tokens")
 
     def token_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text. Raises ValueError: an id that the model has no embedding for, or half of a
+        """The ids of a text. Raises UserError: an id that the model has no embedding for, or half of a
         surrogate pair, which JSON may hold and no tokenizer reads."""
         half = re.search("[\ud800-\udfff]", text)
         if half:
-            raise ValueError(f"{half[0]!r} is half of a character: JSON writes it as two escapes")
+            raise UserError(f"{half[0]!r} is half of a character: JSON writes it as two escapes")
         backend = self.tokenizer.backend_tokenizer
         ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
         largest = max(ids, default=-1)
         if largest >= self.vocab_size:
             token = self.tokenizer.convert_ids_to_tokens(largest)
-            raise ValueError(
+            raise UserError(
                 f"token {token!r} of the tokenizer has the id {largest}; config.json has a "
                 f"vocab_size of {self.vocab_size}"
             )
@@ -205,7 +203,7 @@ class Processor:
         """Chat messages as the template's text, as token ids (P,) int64, the placeholder of each
         image and clip expanded, and how many of these are image tokens.
 
-        Raises ValueError: a reserved token in a message, a template that fails, not one placeholder
+        Raises UserError: a reserved token in a message, a template that fails, not one placeholder
         per image or clip, or far more than ``limit`` tokens; the caller checks the exact limit.
         """
         text = self.render(messages, add_generation_prompt=True)
@@ -221,11 +219,11 @@ class Processor:
         self, text: str, counts: Sequence[int], add_special_tokens: bool = False
     ) -> Tensor:
         """(P,) int64 of a text with image tokens, each of which is repeated as often as ``counts``
-        says. Raises ValueError: see `encode`."""
+        says. Raises UserError: see `encode`."""
         ids = np.array(self.token_ids(text, add_special_tokens), dtype=np.int64)
         is_image = np.isin(ids, self.family.visual_token_ids())
         if is_image.sum() != len(counts):
-            raise ValueError(f"image-token mismatch: {is_image.sum()} tokens for {len(counts)}")
+            raise UserError(f"image-token mismatch: {is_image.sum()} tokens for {len(counts)}")
         repeats = np.ones_like(ids)
         repeats[is_image] = counts
         return torch.from_numpy(ids.repeat(repeats))
@@ -233,7 +231,7 @@ class Processor:
     def ids_behind(self, context: str, text: str, counts: Sequence[int] = ()) -> Tensor:
         """(n,) int64 ids of a text that follows another: some tokenizers put a space before the
         beginning of a text. Where the two share a token, the text is encoded alone. Raises
-        ValueError: see `encode`."""
+        UserError: see `encode`."""
         before = self.token_ids(context)
         ids = self.ids_with_images(context + text, counts)
         if ids[: len(before)].tolist() == before:
@@ -242,13 +240,13 @@ class Processor:
 
     def as_chats(self, messages: list[dict]) -> list[list[dict]]:
         """The forms of messages that a template may expect, in the order in which to try them: content
-        as parts, and as a string if it is only text. Raises ValueError: a reserved token in them."""
+        as parts, and as a string if it is only text. Raises UserError: a reserved token in them."""
         # As templates join the parts.
         texts = ["".join(part.get("text", "\n") for part in m["content"]) for m in messages]
         written = f"{messages} {texts}"
         for token in self.reserved_tokens:
             if token in written:
-                raise ValueError(
+                raise UserError(
                     f"special token {token} in the text: the model would take it for the "
                     "template's own"
                 )
@@ -266,7 +264,7 @@ class Processor:
         pieces = re.split(f"({pattern})", text) if pattern else [text]
         expected = [marks[is_clip(grid)] for grid in grids]
         if pieces[1::2] != expected:
-            raise ValueError(
+            raise UserError(
                 f"image-token mismatch: placeholders {pieces[1::2]} in the rendered prompt for "
                 f"{len(grids)} images and videos (a template for text only?)"
             )
@@ -340,7 +338,7 @@ class AnswerFrame(NamedTuple):
 
 
 def answer_frame(processor: Processor) -> AnswerFrame:
-    """Raises ValueError: the template leaves out the assistant's text."""
+    """Raises UserError: the template leaves out the assistant's text."""
     answer, tokenizer = "(the answer)", processor.tokenizer
     chat = [{"role": "user", "content": [{"type": "text", "text": "(a question)"}]}]
     head = processor.render(chat, add_generation_prompt=True)

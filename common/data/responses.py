@@ -9,30 +9,31 @@ from torch import Tensor
 
 from common.data.processor import AnswerFrame, Processor
 from common.data.rows import Prompt, columns_of, text_column
+from common.ground.files import UserError
 
 PROMPT_COLUMNS = ("prompt", "question", "messages")
 THOUGHT = "<think>"  # opens a thought in templates that close it with </think>
 
 
 def prompt_of(row: dict) -> str | list:
-    """The text or messages of a row. Raises ValueError: none, or several."""
+    """The text or messages of a row. Raises UserError: none, or several."""
     prompts = [row[name] for name in PROMPT_COLUMNS if row.get(name) is not None]
     if len(prompts) != 1:
-        raise ValueError(f"a row has one of {', '.join(PROMPT_COLUMNS)}; {columns_of(row)}")
+        raise UserError(f"a row has one of {', '.join(PROMPT_COLUMNS)}; {columns_of(row)}")
     return prompts[0]
 
 
 def response_of(row: dict) -> str:
-    """The response that a row holds. Raises ValueError: none."""
+    """The response that a row holds. Raises UserError: none."""
     text = text_column(row, "response") or ""
     if not text.strip():
-        raise ValueError("a response to imitate must not be empty")
+        raise UserError("a response to imitate must not be empty")
     return text
 
 
 def encode_target(processor: Processor, frame: AnswerFrame, text: str) -> Tensor:
     """(n,) label tokens of an answer: its own, as generation would see them, and the end token.
-    Raises ValueError: a special token in the text."""
+    Raises UserError: a special token in the text."""
     return encode_framed(processor, frame, framed_answer(processor, frame, text))
 
 
@@ -45,7 +46,7 @@ def encode_framed(processor: Processor, frame: AnswerFrame, framed: str) -> Tens
 def bounded_target(
     processor: Processor, frame: AnswerFrame, text: str, prompt: Prompt, limit: int
 ) -> Tensor:
-    """`encode_target` of a text of at most ``limit`` tokens together with its prompt. Raises ValueError."""
+    """`encode_target` of a text of at most ``limit`` tokens together with its prompt. Raises UserError."""
     processor.check_length("example", text, limit)
     target = encode_target(processor, frame, text)
     check_size(prompt, target, limit)
@@ -53,20 +54,20 @@ def bounded_target(
 
 
 def check_size(prompt: Prompt, target: Tensor, limit: int) -> None:
-    """Raises ValueError: prompt and target have more than ``limit`` tokens together."""
+    """Raises UserError: prompt and target have more than ``limit`` tokens together."""
     size = len(prompt.input_ids) + len(target)
     if size > limit:
-        raise ValueError(
+        raise UserError(
             f"example too long: {size} tokens, {len(target)} of them target; the limit is {limit}"
         )
 
 
 def framed_answer(processor: Processor, frame: AnswerFrame, text: str) -> str:
-    """An answer after what the template writes before it. Raises ValueError: a special token in the
+    """An answer after what the template writes before it. Raises UserError: a special token in the
     text."""
     typed = [token for token in processor.reserved_tokens if token in text]
     if typed:
-        raise ValueError(f"special token {typed[0]} in the target")
+        raise UserError(f"special token {typed[0]} in the target")
     before = frame.before
     if "</think>" in text:  # in place of the template's empty thought
         before = "" if "</think>" in before else before

@@ -5,7 +5,7 @@
            -> chat template -> token ids, placeholders expanded    make_prompt -> Prompt
 
 Of images and videos only the headers are read here; `loader.PromptLoader` decodes them when a step
-needs them. A user's mistake is a ValueError that names the file, the line and the numbers.
+needs them. A user's mistake is a UserError that names the file, the line and the numbers.
 """
 
 import math
@@ -46,7 +46,7 @@ OTHER_FILES = {
 # Columns that other systems read as part of the prompt or as the answer.
 FOREIGN = "conversations history input instruction objects reward_model system tools".split()
 # What is not a path: URLs, base64 of PNG, JPEG, GIF and WebP, and names that no file can have.
-NO_PATH = r"(?s)(https?|data|file):|iVBORw0KGgo|/9j/|R0lGOD|UklGR|.*\0|.{4097}|$"
+NO_PATH = r"(?s)(https?|data|file):|iVBORw0KGgo|/9j/|R0lGOD|UklGR|.*[\0\ud800-\udfff]|.{4097}|$"
 # How columns of images look when printed by Python.
 IMAGES = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp)'|'(data:image|iVBORw0KGgo|/9j/)"
 MESSAGES = r"""\s*(\[\s*\{\s*["'](content|value)|\[?\s*\{\s*["'](role|from))["']\s*:"""  # as text
@@ -118,7 +118,7 @@ def parse_columns(text: str) -> dict[str, str]:
     for pair in filter(None, text.split(",")):
         name, _, theirs = (part.strip() for part in pair.partition("="))
         if name not in COLUMNS or not theirs:
-            raise ValueError(
+            raise UserError(
                 f"--columns {text}: {pair!r} is not one of {', '.join(COLUMNS)}, = and the name of "
                 "a column"
             )
@@ -137,7 +137,7 @@ def load_prompts(
     """Read a JSONL file of prompts; the paths of images are relative to it, and only their headers
     are read. An environment (``env``) may read any column.
 
-    Raises ValueError: no rows, bad rows (the first five and their number), no row left after
+    Raises UserError: no rows, bad rows (the first five and their number), no row left after
     skipping.
     """
 
@@ -147,7 +147,7 @@ def load_prompts(
             # all images, or all answers.
             is_needed = name == "prompt" or theirs != name
             if is_needed and theirs not in row and not (name == "images" and "videos" in row):
-                raise ValueError(
+                raise UserError(
                     f"no column {theirs!r} (see --columns; launch/data/convert.py reads rows of other "
                     f"systems); {columns_of(row)}"
                 )
@@ -212,21 +212,24 @@ def read_rows(
         try:
             row = parse_json(line, "the row")
             if not isinstance(row, dict):
-                raise ValueError(f"a row must be a JSON object, not {row!r:.80}")
+                raise UserError(f"a row must be a JSON object, not {row!r:.80}")
             for column in row.keys() - known:
                 plural = f"{column}s"  # see `media_list`
                 if plural not in known or row.get(plural):
                     unread.add(describe_column(column, row[column]))
             fields = {"index": index, "source": source, "row": row, "folder": folder}
             return build(row, fields)
-        except ValueError as error:
+        except UserError as error:
             return BadRow(f"{source}: {error}")
+        except Exception as error:
+            error.add_note(f"in {source}")
+            raise
 
     # Bytes: JSON strings may contain other line separators, but only \n ends a row.
     lines = enumerate(read_jsonl(path).split(b"\n"), 1)
     lines = [(number, line) for number, line in lines if line.strip()]
     if not lines:
-        raise ValueError(f"{path}: empty file, no rows")
+        raise UserError(f"{path}: empty file, no rows")
     Image.init()  # or the threads would race to load the plugins
     with ThreadPoolExecutor(8) as pool:  # headers wait for the file system, not for the processor
         rows = list(pool.map(read_row, range(len(lines)), *zip(*lines)))
@@ -239,14 +242,14 @@ def read_rows(
 
 
 def read_jsonl(path: str) -> bytes:
-    """The bytes of a JSONL file. Raises ValueError: another kind of file, and what to do."""
+    """The bytes of a JSONL file. Raises UserError: another kind of file, and what to do."""
     if os.path.isdir(path):
-        raise ValueError(
+        raise UserError(
             f"{path} is a folder; name its files, as in {path}/train.jsonl, or convert them: python "
             f"launch/data/convert.py {path} --out NEW_FOLDER"
         )
     if not os.path.isfile(path):
-        raise ValueError(
+        raise UserError(
             f"{path} is no file (data of the hub: hf download NAME --repo-type dataset --local-dir "
             "FOLDER, then python launch/data/convert.py FOLDER --out NEW_FOLDER)"
         )
@@ -257,7 +260,7 @@ def read_jsonl(path: str) -> bytes:
             advice = (
                 "" if ":" in what else f": python launch/data/convert.py {path} --out NEW_FOLDER"
             )
-            raise ValueError(f"{path} is {what}; rows are JSONL, one JSON object per line{advice}")
+            raise UserError(f"{path} is {what}; rows are JSONL, one JSON object per line{advice}")
     return content
 
 
@@ -294,7 +297,7 @@ def text_column(row: dict, column: str) -> str | None:
     """A column of texts or numbers, as text."""
     text = number_as_text(row.get(column))
     if not isinstance(text, str | None):
-        raise ValueError(f"column {column!r} must be a string or a finite number, not {text!r:.80}")
+        raise UserError(f"column {column!r} must be a string or a finite number, not {text!r:.80}")
     return text
 
 
@@ -322,7 +325,7 @@ def _path(file: Any) -> str:
     if isinstance(file, str):
         file = file.removeprefix("file://")
     if not isinstance(file, str) or re.match(NO_PATH, file):
-        raise ValueError(
+        raise UserError(
             "an image is the path of a file, a video that or a list of such paths, not "
             f"{file!r:.80} (launch/data/convert.py writes images to files)"
         )
@@ -335,11 +338,11 @@ def _path(file: Any) -> str:
 
 
 def message_turns(prompt: str | list) -> list[dict]:
-    """The messages of a prompt, as `read_messages` reads them. Raises ValueError: neither a string nor
+    """The messages of a prompt, as `read_messages` reads them. Raises UserError: neither a string nor
     messages that can be a prompt."""
     messages = read_messages(prompt)
     if not messages or messages[-1]["role"] == "assistant":
-        raise ValueError(
+        raise UserError(
             "prompt must be a string or messages (the last not by the assistant); it is "
             f"{prompt!r:.120}"
         )
@@ -348,7 +351,7 @@ def message_turns(prompt: str | list) -> list[dict]:
 
 def read_messages(prompt: str | list) -> list[dict]:
     """The messages of a row, which may be JSON in a string, with content as parts; empty if it holds
-    neither. Raises ValueError: something in them is no message."""
+    neither. Raises UserError: something in them is no message."""
     turns = prompt
     if isinstance(prompt, str):
         is_json = re.match(MESSAGES, prompt)
@@ -363,7 +366,7 @@ def _read_turn(turn: Any) -> dict:
             return {**turn, "content": parts, "tool_calls": [_read_call(call) for call in calls]}
         case {"role": role, "content": str() | list() as content} if role in ROLES:
             return {**turn, "content": message_parts(content)}
-    raise ValueError(
+    raise UserError(
         'prompt must be a string or messages {"role": ..., "content": string or parts}, with '
         f"roles {', '.join(ROLES)}, not {turn!r:.120} (launch/data/convert.py reads other forms)"
     )
@@ -380,8 +383,8 @@ def _read_call(call: Any) -> dict:
             arguments = parse_json(arguments, "its arguments")
         function = {**function, "arguments": arguments}
         check_form(function, {"name": str, "arguments": dict}, "the call")
-    except ValueError as error:
-        raise ValueError(
+    except UserError as error:
+        raise UserError(
             'tool_calls must be a list of {"function": {"name": text, "arguments": object}}, '
             f"not {call!r:.120} ({error})"
         ) from error
@@ -415,7 +418,7 @@ def _read_part(part: Any) -> dict:
             return {"type": "video", "file": _clip_paths(clip)}
         case {"type": "image" | "video", **further} if not further:
             return entries
-    raise ValueError(
+    raise UserError(
         'a part of a message must be {"type": "text", "text": ...}, {"type": "image"} or '
         '{"type": "video"}, the latter two with their file as "image" or "video", or in the '
         f"columns, not {part!r:.80} (launch/data/convert.py reads other forms)"
@@ -424,7 +427,7 @@ def _read_part(part: Any) -> dict:
 
 def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
     """The images and clips of messages, in their order. A part that names its file loses the name here;
-    ``media`` are for the other parts, or repeat those files. Raises ValueError: the media do not fit
+    ``media`` are for the other parts, or repeat those files. Raises UserError: the media do not fit
     the parts."""
     marks = _find_media_marks(messages, media)
     for kind in ("image", "video"):
@@ -434,7 +437,7 @@ def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
             continue
         free = [part for part in parts if "file" not in part]
         if len(free) != len(items):
-            raise ValueError(
+            raise UserError(
                 f"the columns of the row hold {len(items)} {kind}s for {len(free)} places "
                 f"(<{kind}> in a string, which has no number, or parts without a file of their own)"
             )
@@ -502,7 +505,7 @@ def make_prompt(
     grids: tuple | None = None,
     **fields: Any,
 ) -> Prompt:
-    """Render and encode one row. Raises ValueError: the row is bad.
+    """Render and encode one row. Raises UserError: the row is bad.
 
     Args:
         prompt: text or messages.
@@ -516,7 +519,7 @@ def make_prompt(
     check_text(user_text(messages), items)
     if system_prompt:
         if any(message["role"] == "system" for message in messages):
-            raise ValueError(
+            raise UserError(
                 "a system message in the row, and a system prompt by flag or judge.json: drop one "
                 "of them"
             )
@@ -532,7 +535,7 @@ def make_prompt(
     limit = args.max_prompt_tokens if args else math.inf
     text, input_ids, image_tokens = processor.encode(messages, grids, limit)
     if len(input_ids) > limit:
-        raise ValueError(
+        raise UserError(
             f"prompt too long: {len(input_ids)} tokens, {image_tokens} of them of images; "
             f"the limit is {limit}"
         )
@@ -541,19 +544,19 @@ def make_prompt(
 
 
 def check_text(text: str, media: Sequence[Media]) -> None:
-    """Raises ValueError: there is neither text nor an image of the user's, or images are named in the
+    """Raises UserError: there is neither text nor an image of the user's, or images are named in the
     text, as in rows for Qwen-VL."""
     if not text.strip() and not media:
-        raise ValueError("empty prompt: no text of the user's, and no image")
+        raise UserError("empty prompt: no text of the user's, and no image")
     if re.search("<img>.+</img>", text):
-        raise ValueError(
+        raise UserError(
             "<img>path</img> in a text: give the path in images, and write <image> in its place"
         )
 
 
 def locate(item: Media, folder: str, root: str) -> Media:
     """The absolute path of an image, or those of a clip: relative to the folder or, if there is no such
-    file, to ``root``. Raises ValueError: with links resolved, it lies outside of ``root``, if given."""
+    file, to ``root``. Raises UserError: with links resolved, it lies outside of ``root``, if given."""
     if isinstance(item, tuple):
         return tuple(str(locate(path, folder, root)) for path in item)
     paths = [os.path.normpath(os.path.join(base, item)) for base in (folder, root)]
@@ -561,15 +564,15 @@ def locate(item: Media, folder: str, root: str) -> Media:
     if root:
         path = os.path.realpath(path)  # a link that changes later must not lead out of the folder
         if not Path(path).is_relative_to(Path(root).resolve()):
-            raise ValueError(f"{path} lies outside of --image_root {root}")
+            raise UserError(f"{path} lies outside of --image_root {root}")
     return path
 
 
 def check_media(processor: Processor, items: tuple[Media, ...]) -> None:
-    """Raises ValueError: images or clips that the processor's family does not take."""
+    """Raises UserError: images or clips that the processor's family does not take."""
     for kind in map(kind_of, items):
         if kind not in processor.family.media:
-            raise ValueError(f"{processor.config.model_type} takes no {kind}s")
+            raise UserError(f"{processor.config.model_type} takes no {kind}s")
 
 
 def measure(processor: Processor, item: Media, count: int) -> tuple[tuple, Place | None]:

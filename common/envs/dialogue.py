@@ -27,6 +27,7 @@ from common.data.rows import Prompt
 from common.envs import replies
 from common.envs.environments import Step, env_row, read_step
 from common.envs.replies import Reply
+from common.ground.files import UserError
 from common.model import vlm
 from common.model.policy import Policy
 from common.sampling import Environment, Sampling
@@ -202,13 +203,13 @@ class EnvRollout:
         self.episodes = dict(ChainMap(self.episodes, *self.team.gather_objects(copies)))
 
     def share_opening(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
-        """The prompt with the first observation that all its samples share. Raises ValueError: they have
+        """The prompt with the first observation that all its samples share. Raises UserError: they have
         different ones."""
         opening, prompt = next((each.reply, each.prompt) for each in episodes if each.reply)
         for episode in episodes:
             seen = episode.reply and (episode.reply.content, episode.reply.images)
             if not episode.conversation.error and seen != (opening.content, opening.images):
-                raise ValueError(
+                raise UserError(
                     f"{prompt.source}: reset shows the samples of a prompt different first observations; "
                     'draw from row["seed"], which they have in common, or show what differs in a reply'
                 )

@@ -22,6 +22,7 @@ from torch import Tensor
 from common.buffers import EMPTY, Content
 from common.data.images import read_image, upright_rgb
 from common.data.processor import Processor
+from common.ground.files import UserError
 
 TURN = "\x02turn\x03"  # occurs in nothing else, and no template changes it
 
@@ -55,14 +56,14 @@ def read_parts(parts: Any, processor: Processor, limit: int) -> Reply:
             reply.content.append({"type": "image", "width": image.width, "height": image.height})
             reply.images.append(image)
         else:
-            raise ValueError(
+            raise UserError(
                 "expected a text, a Pillow image, a pathlib.Path of an image, or a list of these;"
                 f" got {part!r:.80}"
             )
     if reply.images:
         if not family.replies_show_images:
             name = processor.config.model_type
-            raise ValueError(f"images in replies are not supported for {name}")
+            raise UserError(f"images in replies are not supported for {name}")
         patches, grids = zip(*map(family.patches, reply.images))
         reply.patches, reply.grids = torch.cat(patches), grids
     return reply

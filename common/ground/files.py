@@ -1,9 +1,10 @@
 """A user's files: JSON is read or is one message, and so is JSON that does not hold what it must.
 
+    UserError                what a user can mend
     open_file                a file as bytes, if Git LFS has fetched it
     read_bytes, read_text    all of a file
     sha256                   of a file
-    parse_json, read_json    every failure is a ValueError that says where it is
+    parse_json, read_json    every failure is a UserError that says where it is
     check_form               what a value of JSON must be
     number_as_text           a number of JSON as the text that rows hold of it
     read_records             the JSON objects that a run has written, line by line
@@ -42,35 +43,40 @@ LARGEST_WHOLE = 2**53  # above it, floats skip integers
 LFS = b"version https://git-lfs."  # how a pointer begins
 
 
+class UserError(ValueError):
+    """What a user can mend, in a file, a flag or on a machine: one message without a traceback, and
+    exit code 2. Every other exception is a bug, and keeps its traceback: see `process.run_main`."""
+
+
 def open_file(path: str | Path) -> BufferedReader:
-    """Open a file for reading. Raises OSError: it cannot be opened; ValueError: it only names what Git LFS
+    """Open a file for reading. Raises OSError: it cannot be opened; UserError: it only names what Git LFS
     has."""
     file = open(path, "rb")
     if file.peek().startswith(LFS):
         file.close()
-        raise ValueError(f"{path} is a pointer of git-lfs; `git lfs pull` fetches the file itself")
+        raise UserError(f"{path} is a pointer of git-lfs; `git lfs pull` fetches the file itself")
     return file
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """All of a file. Raises ValueError, with the file's name: it cannot be read."""
+    """All of a file. Raises UserError, with the file's name: it cannot be read."""
     try:
         with open_file(path) as file:
             return file.read()
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def read_text(path: str | Path) -> str:
-    """A file of UTF-8. Raises ValueError, with the file's name: it cannot be read."""
+    """A file of UTF-8. Raises UserError, with the file's name: it cannot be read."""
     try:
         return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+        raise UserError(f"{path} is no text in UTF-8: {error}") from error
 
 
 def sha256(path: str | Path) -> str:
-    """The digest of a file's content. Raises OSError, ValueError: see `open_file`."""
+    """The digest of a file's content. Raises OSError, UserError: see `open_file`."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -79,15 +85,15 @@ def parse_json(
     text: str | bytes, where: str | Path, numbers: Callable[[str], float | None] = float
 ) -> Any:
     """The value that ``text`` holds as JSON; ``numbers`` reads those that are no integers. Raises
-    ValueError, which begins with ``where``: it is no JSON."""
+    UserError, which begins with ``where``: it is no JSON."""
     try:
         return json.loads(text, parse_float=numbers, parse_constant=numbers)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
+        raise UserError(f"{where}: not JSON: {error}") from error
 
 
 def read_json(path: str | Path, form: Any = dict) -> Any:
-    """The JSON in a file. Raises ValueError, with the file's name: it cannot be read, or has another
+    """The JSON in a file. Raises UserError, with the file's name: it cannot be read, or has another
     form."""
     content = parse_json(read_bytes(path), path)
     check_form(content, form, f"{path}")
@@ -105,7 +111,7 @@ def read_records(
 
     Args:
         problems: if given, gets a message about each line that is left out, as it cannot be read or
-            has another form. Otherwise the first is raised as a ValueError, with file and line.
+            has another form. Otherwise the first is raised as a UserError, with file and line.
         numbers: what reads numbers that are no integers.
     """
     records = []
@@ -116,7 +122,7 @@ def read_records(
         try:
             record = parse_json(line, where, numbers)
             check_form(record, form, where)
-        except ValueError as error:
+        except UserError as error:
             if problems is None:
                 raise
             problems.append(str(error))
@@ -126,7 +132,7 @@ def read_records(
 
 
 def check_form(value: Any, form: Any, name: str) -> None:
-    """Raises ValueError, which begins with ``name``: the value has another form."""
+    """Raises UserError, which begins with ``name``: the value has another form."""
     kind = type(form) if isinstance(form, dict | list) else form
     wanted = getattr(kind, "__name__", kind)
     if isinstance(form, range):
@@ -138,7 +144,7 @@ def check_form(value: Any, form: Any, name: str) -> None:
     else:
         fits = isinstance(value, kind)
     if not fits:
-        raise ValueError(f"{name} must be {wanted}, not {value!r:.80}")
+        raise UserError(f"{name} must be {wanted}, not {value!r:.80}")
     if isinstance(form, list):
         for item in value:
             check_form(item, form[0], name)

@@ -1,6 +1,8 @@
 """How a process ends: by what its program raises, and by signals.
 
-run_main         what a script's main raises becomes one message and an exit code
+run_main         what a script's main raises becomes a message or a traceback, and an exit code
+keep_errors      from now on, tracebacks are also written to <out>/errors
+end_with_others  from now on, an bug on another rank ends this process
 catch_signals    from now on, a signal ends the run after the step in progress
 """
 
@@ -10,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -19,22 +22,24 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from common.ground.files import as_message, say, show_anything
+from common.ground.files import UserError, as_message, say, show_anything, write_durably
 from common.threads import GIVEN_UP
 
+EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
+LAST_SECONDS = 5.0  # of a rank after the bug of another one, which it may meet, too
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 CAUGHT = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+# The folder of tracebacks, once the run has one.
+ERRORS: list[Path] = []
+# The script's main has returned or raised.
+DONE = threading.Event()
 # Signals that arrived; all ranks look at them together between two steps.
 STOP_SIGNALS: list[int] = []
-
-
-class UserError(ValueError):
-    """A mistake of the user: rank 0 prints it once, without a traceback; all ranks exit with code
-    2."""
 
 
 class Exit(SystemExit):
@@ -162,20 +167,113 @@ TIMED_OUT = (
 )
 
 
-def tell_torchrun(message: str) -> None:
-    """Leave a message, without a traceback, for the summary that torchrun prints last."""
+def keep_errors(out: Path) -> None:
+    """From now on, tracebacks are also written to <out>/errors/rank-N.txt."""
+    ERRORS[:] = [out / "errors"]
+
+
+def this_rank() -> str:
+    return os.environ.get("RANK") or "0"
+
+
+def counter() -> str:
+    """The name in the store of torch of how many ranks have met a bug since torchrun has (re)started them."""
+    return f"bugs-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+
+
+def is_first() -> bool:
+    """Whether no other rank has met a bug before: the first one shows it, as what the others meet is
+    mostly the same, or follows from it."""
+    if not dist.is_initialized():
+        return True
+    try:
+        return _get_default_store().add(counter(), 1) == 1
+    except RuntimeError:  # rank 0, which kept the store, has ended
+        return False
+
+
+def end_with_others() -> None:
+    """From now on, end this process soon after another rank has met a bug. By itself it would notice at
+    the next collective, and on a GPU not even there. Only where torchrun keeps the store, as torch
+    complains at length when that of rank 0 is gone."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        threading.Thread(target=watch_others, args=(_get_default_store(),), daemon=True).start()
+
+
+def watch_others(store: dist.Store) -> None:
+    """In a thread: see `end_with_others`."""
+    while not store.check([counter()]):
+        if DONE.wait(1):
+            return
+    if not DONE.wait(LAST_SECONDS):
+        tell_later(f"rank {this_rank()} ends after another one")
+        leave(EXIT_BUG)
+
+
+def tell_later(line: str) -> None:
+    """Say that this rank ends because of another one; torchrun must not call it the root cause."""
+    tell_torchrun(line, later=1)
+    say(line, file=sys.stderr)
+
+
+def tell_torchrun(message: str, later: int = 0) -> None:
+    """Leave a message, without a traceback, for the summary that torchrun prints last. It calls the
+    earliest one the root cause; this one came so many seconds ``later``."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {
             "message": as_message(message),
-            "extraInfo": {"timestamp": str(int(time.time()))},
+            "extraInfo": {"timestamp": str(int(time.time()) + later)},
         }
         Path(path).write_text(json.dumps({"message": details}))
 
 
+def write_traceback(error: BaseException) -> Path | None:
+    """Write a traceback to <out>/errors/rank-N.txt, if the run has its folder; the file."""
+    if not ERRORS:
+        return None
+    path = ERRORS[0] / f"rank-{this_rank()}.txt"
+    text = "".join(traceback.format_exception(error))
+    try:
+        write_durably(path, as_message(f"{time.ctime()}\n{text}"))
+    except OSError as problem:  # the disk may be full, which may be the error itself
+        say(f"warning: no traceback in {path}: {problem}", file=sys.stderr)
+        return None
+    return path
+
+
+def report_input(error: UserError) -> None:
+    """Say what a user can mend: once, not by all ranks. What lies behind it, such as a library's error,
+    is in the file of tracebacks."""
+    tell_torchrun(f"error: {error}")
+    if this_rank() == "0":  # all ranks raise it
+        say(f"error: {error}", file=sys.stderr)
+    cause = error.__cause__
+    while isinstance(cause, UserError | OSError):
+        cause = cause.__cause__
+    if cause is not None:
+        write_traceback(error)
+
+
+def report_bug(error: BaseException) -> None:
+    """Show the traceback of an error, or one line if another rank has met one before."""
+    path = write_traceback(error)
+    if not is_first():
+        line, *_ = f"{type(error).__name__}: {error}".splitlines()
+        where = f"; its traceback is in {path}" if path else ""
+        tell_later(f"rank {this_rank()} ends after another one: {line:.300}{where}")
+        return
+    get_error_handler().record_exception(error)
+    say("".join(traceback.format_exception(error)).rstrip(), file=sys.stderr)
+    if isinstance(error, torch.OutOfMemoryError):
+        say(OUT_OF_MEMORY, file=sys.stderr)
+    elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():
+        say(TIMED_OUT, file=sys.stderr)
+
+
 def run_main(program: Callable[[], Any]) -> None:
-    """Run a script's main; what it raises becomes one message and an exit code, and is told to
-    torchrun, whose summary comes last."""
+    """Run a script's main. A UserError becomes one message and exit code 2; any other exception keeps its
+    traceback, and ends this process at once, with 1. Torchrun, whose summary comes last, is told."""
     die_with_torchrun()
     show_anything()
     handle_signals(end_now)
@@ -184,20 +282,14 @@ def run_main(program: Callable[[], Any]) -> None:
         try:
             program()
         except UserError as error:
-            tell_torchrun(f"error: {error}")
-            if (os.environ.get("RANK") or "0") == "0":  # all ranks raise it
-                say(f"error: {error}", file=sys.stderr)
+            report_input(error)
             code = EXIT_USER_ERROR
         except Exit as end:
             code = end.code
         except (Exception, SystemExit) as error:  # a SystemExit of user code is an error, too
-            get_error_handler().record_exception(error)
-            say(traceback.format_exc().rstrip(), file=sys.stderr)
-            if isinstance(error, torch.OutOfMemoryError):
-                say(OUT_OF_MEMORY, file=sys.stderr)
-            elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():
-                say(TIMED_OUT, file=sys.stderr)
-            leave(1)
+            report_bug(error)
+            leave(EXIT_BUG)
+    DONE.set()
     if dist.is_initialized() and not code:
         dist.destroy_process_group()
     # An ordinary exit would abort the process if one of the threads that were given up is inside

@@ -14,6 +14,7 @@ from common import distributed
 from common.buffers import Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt, columns_of, make_prompt
+from common.ground.files import UserError
 from common.looks.image_changes import reread_images
 from common.model.adapters import without_adapters
 from common.model.fsdp import Trainable, copy_weights, on_device
@@ -35,24 +36,24 @@ def with_prompts(batch: Batch, processor: Processor, template: str = "") -> Batc
 
 @functools.cache  # each row is read once in a run
 def read_prompt(prompt: Prompt, processor: Processor, template: str) -> Prompt:
-    """A row's prompt in the template, if there is one, as a processor reads it. Raises ValueError:
+    """A row's prompt in the template, if there is one, as a processor reads it. Raises UserError:
     a column that the row lacks, images that the family does not take, too many tokens."""
     try:
         messages = with_hint(prompt, template) if template else prompt.messages
         return make_prompt(processor, messages, prompt.images, processor.args)
-    except ValueError as error:
-        raise ValueError(f"{prompt.source}: {error}") from error
+    except UserError as error:
+        raise UserError(f"{prompt.source}: {error}") from error
 
 
 def with_hint(prompt: Prompt, template: str) -> list[dict]:
     """A prompt's messages, the last one wrapped in a template (see --teacher_prompt): {prompt} stands
-    for its text, other names for columns of the row. Raises ValueError: the row lacks one of them."""
+    for its text, other names for columns of the row. Raises UserError: the row lacks one of them."""
     columns = prompt.row | {"answer": prompt.reference}
     columns = {name: value for name, value in columns.items() if value is not None}
     try:
         before, after = (text.format_map(columns) for text in template.split("{prompt}"))
     except KeyError as error:
-        raise ValueError(f"--teacher_prompt: no {error}; {columns_of(prompt.row)}") from error
+        raise UserError(f"--teacher_prompt: no {error}; {columns_of(prompt.row)}") from error
     *earlier, last = prompt.messages
     content = last["content"]
     texts = [k for k, part in enumerate(content) if part["type"] == "text"]
@@ -113,13 +114,13 @@ class Teacher:
         lacking = tokens.items() - others.items()
         with distributed.raise_on_all_ranks(f"--teacher_model {self.args.teacher_model}: "):
             if lacking:
-                raise ValueError(
+                raise UserError(
                     f"another tokenizer, which lacks {len(lacking)} of the policy's {len(tokens)} "
                     f"tokens or has them under other ids, such as {min(lacking)}"
                 )
             same_media = processor.family.media == student.family.media
             if with_env and (self.own_tower or not same_media):
-                raise ValueError("with --env it must have the vision tower of the policy")
+                raise UserError("with --env it must have the vision tower of the policy")
             if template or processor is not student:
                 with ThreadPoolExecutor(8) as pool:  # image headers wait for the file system
                     list(pool.map(lambda row: read_prompt(row, processor, template), rows))

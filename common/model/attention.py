@@ -24,6 +24,7 @@ from transformers.modeling_utils import AttentionInterface
 from common import distributed
 from common.buffers import ragged_index
 from common.data.families import BOTH_WAYS, IN_WINDOWS
+from common.ground.files import UserError
 from common.model.linear_attention import PackedDelta, SlotStates, linear_layers, padded_tokens
 
 ATTENTION_NAME = "packs"  # registered for the language model
@@ -41,16 +42,16 @@ def choose_backend(
     is not flash_attn. With varlen, cuDNN's attention is switched off in this process.
 
     Raises:
-        ValueError: the requested back-end cannot run here.
+        UserError: the requested back-end cannot run here.
     """
     fits = device.type == "cuda" and dtype != torch.float32
     if requested == "sdpa" or (requested == "auto" and not fits):
         return "sdpa"
     if not fits:
-        raise ValueError(f"--attention {requested} computes in bfloat16 on a GPU; use auto")
+        raise UserError(f"--attention {requested} computes in bfloat16 on a GPU; use auto")
     problem = flash_attn_problem()
     if requested == "flash_attn" and problem:
-        raise ValueError(f"--attention {requested}: {problem}; use auto")
+        raise UserError(f"--attention {requested}: {problem}; use auto")
     if requested == "auto":
         requested = "varlen" if problem else "flash_attn"
     if requested == "varlen":

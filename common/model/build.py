@@ -22,6 +22,7 @@ from common.data.families import Family, family_of
 from common.data.folder import read_model_config
 from common.data.processor import Processor
 from common.flags import DataArgs, ModelArgs
+from common.ground.files import UserError
 from common.model.adapters import add_adapters, freeze
 from common.model.attention import (
     ATTENTION_NAME,
@@ -53,7 +54,7 @@ from common.model.weights import Tensors, resolve_folder, stored_tensors
 
 def choose_compute(args: ModelArgs, device: torch.device, longest: int) -> Compute:
     """What the flags mean on this device; the main rank prints it. On the meta device, where models
-    are only planned, they mean what they do on a GPU. Raises ValueError: an attention back-end that
+    are only planned, they mean what they do on a GPU. Raises UserError: an attention back-end that
     cannot run here.
     """
     small = device.type == "cpu"
@@ -108,7 +109,7 @@ class Builder:
         image features, but has a tower of its own where towers are trained.
 
         Raises:
-            ValueError: the checkpoint has another vocabulary, or another tower, so that its
+            UserError: the checkpoint has another vocabulary, or another tower, so that its
                 language model expects other features.
         """
         folder = self.folder
@@ -123,13 +124,13 @@ class Builder:
             part.get_text_config().vocab_size for part in (read_model_config(folder), config)
         )
         if size != tokens:
-            raise ValueError(
+            raise UserError(
                 f"{folder}: vocab_size {size}, the actor's is {tokens}: critic and reference read "
                 "its tokens"
             )
         same = self.args.train_vision or same_tower(family_of(config), self.folder, folder)
         if not same:
-            raise ValueError(
+            raise UserError(
                 f"{folder}: its vision tower differs from that of {self.folder}; critic and "
                 "reference work on the image features of the actor"
             )
@@ -166,7 +167,7 @@ def build_reader(
     has no vision tower if it can read the image features of the ``actor``, whose ``processor`` this
     is.
 
-    Raises ValueError: a folder that is no model, or of a family that is not supported.
+    Raises UserError: a folder that is no model, or of a family that is not supported.
     """
     setup = actor.setup
     folder = resolve_folder(name, weights=not setup.planned)
@@ -216,11 +217,11 @@ def build_model(
     of `materialize` as garbage had they been built there.
 
     Raises:
-        ValueError: something in the config is not supported.
+        UserError: something in the config is not supported.
     """
     family = family_of(config)
     if trains_vision and not family.media:
-        raise ValueError(f"--train_vision: {config.model_type} has no vision tower")
+        raise UserError(f"--train_vision: {config.model_type} has no vision tower")
     auto = AutoModelForImageTextToText if family.media else AutoModelForCausalLM
     config = copy.deepcopy(config)  # it is written into
     if has_own_head(config, folder):
@@ -231,7 +232,7 @@ def build_model(
         model.tie_weights()  # which was left out with the initial values
     except Exception as error:  # each class of transformers has its own checks, or none
         problem = f"transformers cannot build the model of config.json: {error!r}"
-        raise ValueError(problem) from error
+        raise UserError(problem) from error
     how = {part.name: getattr(compute, part.name) for part in fields(Compute)}
     model.setup = Setup(**how, family=family, folder=folder, trains_vision=trains_vision)
     for name in ("audio_tower", "embed_audio"):  # of models that hear
@@ -329,7 +330,7 @@ def vision_tensors(folder: Path, keys: tuple) -> Tensors:
 
 
 def use_ours(model: Model) -> None:
-    """Let a model of transformers work on packs. Raises ValueError: something of it cannot."""
+    """Let a model of transformers work on packs. Raises UserError: something of it cannot."""
     use_mixers(model)
     use_fewer_kernels(model)
     use_attention(model, model.setup.backend)
@@ -351,7 +352,7 @@ def use_mixers(model: Model) -> None:
     each kind, as the cache does.
 
     Raises:
-        ValueError: a layer mixes tokens in another way. It would silently ignore our arguments, and
+        UserError: a layer mixes tokens in another way. It would silently ignore our arguments, and
             each token would see the whole pack.
     """
     text = model.config.get_text_config()
@@ -365,7 +366,7 @@ def use_mixers(model: Model) -> None:
         mixers: list = [part for part in layer.children() if hasattr(part, "layer_idx")]
         if len(mixers) != 1 or not isinstance(mixers[0], DeltaNet) and not is_compared(mixers[0]):
             names = [type(part).__name__ for part in mixers or layer.children()]
-            raise ValueError(
+            raise UserError(
                 f"the text model {text.model_type} mixes tokens by {', '.join(names)}, which is "
                 "not supported"
             )
@@ -382,17 +383,17 @@ UNSUPPORTED = ("attn_logit_softcapping", "use_bidirectional_attention")
 
 
 def check_decoder(model: Model) -> None:
-    """Refuse kinds of attention and rotary positions that do not work in packs. Raises ValueError."""
+    """Refuse kinds of attention and rotary positions that do not work in packs. Raises UserError."""
     language, text = decoder(model), model.config.get_text_config()
     for name in UNSUPPORTED:
         value = getattr(text, name, None)
         if value and value != model.setup.family.sees_both_ways:
-            raise ValueError(f"the checkpoint's text model has {name}, which is not supported")
+            raise UserError(f"the checkpoint's text model has {name}, which is not supported")
     rope = language.rotary_emb.rope_type
     by_layer = isinstance(rope, dict)  # by the kind of layer, as Gemma's
     kinds = rope.values() if by_layer else [rope]
     if "longrope" in kinds or (by_layer and "dynamic" in kinds):
-        raise ValueError(
+        raise UserError(
             f"the checkpoint's text model {text.model_type} has rope_type longrope, or dynamic in some "
             "layers, which is not supported"
         )
@@ -401,7 +402,7 @@ def check_decoder(model: Model) -> None:
     # Dynamic positions change with a batch's longest sequence, but only beyond this limit.
     limit = text.max_position_embeddings
     if model.setup.longest > limit:
-        raise ValueError(
+        raise UserError(
             "the checkpoint's rope_type dynamic is supported up to its max_position_embeddings "
             f"{limit}; the flags allow sequences of {model.setup.longest} tokens"
         )

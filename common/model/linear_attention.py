@@ -30,6 +30,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
 
 from common import distributed
+from common.ground.files import UserError
 
 WIDTH = 4  # K of every Qwen3.5; other widths are refused, as they are not tested
 FLA_INSTALL = "pip install fla-core"
@@ -91,7 +92,7 @@ class DeltaNet(qwen3_5.Qwen3_5GatedDeltaNet):
     It takes over all that the layer has. Weights keep their names, but for the two in `Decay`.
 
     Raises:
-        ValueError: a convolution of another width, another activation.
+        UserError: a convolution of another width, another activation.
     """
 
     slot_layer: int  # its number in the cache
@@ -99,7 +100,7 @@ class DeltaNet(qwen3_5.Qwen3_5GatedDeltaNet):
     def __init__(self, theirs: Any):
         nn.Module.__init__(self)  # no weights of its own
         if theirs.conv_kernel_size != WIDTH or theirs.activation != "silu":
-            raise ValueError(
+            raise UserError(
                 f"linear attention with linear_conv_kernel_dim {theirs.conv_kernel_size} and "
                 f"hidden_act {theirs.activation} is not supported; Qwen3.5 has {WIDTH} and silu"
             )

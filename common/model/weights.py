@@ -3,7 +3,7 @@
     folder -> tensors in mapped memory, which rank 0 sends -> shards of all ranks        fill
     shards -> what was trained, in rank 0's host memory -> the folder's files            export
 
-A user's mistake is a ValueError that names the file. Models are of the type `vlm.Model`.
+A user's mistake is a UserError that names the file. Models are of the type `vlm.Model`.
 
 What stands in a checkpoint's files under which name is transformers' to know: it reads them, and its
 conversions, reversed, give the names that trained weights have there. An export has the files that came,
@@ -35,7 +35,14 @@ from transformers.utils import logging
 from common import distributed
 from common.data.folder import SMALL_FILES, advice_on_missing, read_model_config
 from common.data.processor import Processor
-from common.ground.files import follow_pointer, open_file, read_json, sync_folder, write_link
+from common.ground.files import (
+    UserError,
+    follow_pointer,
+    open_file,
+    read_json,
+    sync_folder,
+    write_link,
+)
 from common.model.vlm import Model, Wrapper
 
 # Keys that nothing reads, and exports copy: multi-token prediction, sound, and what older versions of
@@ -71,21 +78,21 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
     the downloaded snapshot of a hub name; without ``weights``, of its small files only.
 
     Raises:
-        ValueError: there is no such folder, and the hub has nothing of this name; or it is no model,
+        UserError: there is no such folder, and the hub has nothing of this name; or it is no model,
             but an adapter of one, say.
     """
     path = follow_pointer(name)
     if path.is_file():
         if path.name != "config.json":
-            raise ValueError(f"checkpoint {name}: this is a file; name the folder of the model")
+            raise UserError(f"checkpoint {name}: this is a file; name the folder of the model")
         path = path.parent
     folder = path if path.is_dir() else download(name, weights)
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
         base = read_json(adapter).get("base_model_name_or_path")
-        raise ValueError(f"checkpoint {name}: " + MERGE_ADAPTER.format(base=base, adapter=name))
+        raise UserError(f"checkpoint {name}: " + MERGE_ADAPTER.format(base=base, adapter=name))
     if not (folder / "config.json").is_file():
-        raise ValueError(
+        raise UserError(
             f"checkpoint {name}: no config.json, so this is no model in Hugging Face format; a "
             "run's models are <out>/export/step-N"
         )
@@ -93,20 +100,20 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
 
 
 def download(name: str, weights: bool) -> Path:
-    """The snapshot of a hub name. Raises ValueError: there is none."""
+    """The snapshot of a hub name. Raises UserError: there is none."""
     patterns = [*SMALL_FILES, *["*.safetensors"] * weights]
     try:
         # not Mistral's second copy of the weights
         folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns="consolidated*")
     except HFValidationError as error:  # it can only be a path
-        raise ValueError(f"checkpoint {name}: no such folder") from error
+        raise UserError(f"checkpoint {name}: no such folder") from error
     except LocalEntryNotFoundError as error:
-        raise ValueError(
+        raise UserError(
             f"checkpoint {name}: no such folder; and the hub, where a model might have this name, "
             "cannot be reached"
         ) from error
     except (OSError, ValueError) as error:  # whatever else the hub raises is one of them
-        raise ValueError(
+        raise UserError(
             f"checkpoint {name}: no such folder, and the hub says: {str(error).splitlines()[0]}"
         ) from error
     return Path(folder)
@@ -114,7 +121,7 @@ def download(name: str, weights: bool) -> Path:
 
 def weight_index(folder: Path) -> Path:
     """The weights of a checkpoint that `from_pretrained` reads, or the index of their files. Raises
-    ValueError: there is none."""
+    UserError: there is none."""
     names = ["model.safetensors", "model.safetensors.index.json"]
     if file := read_json(folder / "config.json").get("transformers_weights"):
         names = [file]
@@ -122,11 +129,11 @@ def weight_index(folder: Path) -> Path:
         if path.is_file():
             return path
     advice = CONVERT_BIN if any(folder.glob("*.bin")) else advice_on_missing(folder, CONVERT_BIN)
-    raise ValueError(f"{folder / names[0]} cannot be read as safetensors: No such file. {advice}")
+    raise UserError(f"{folder / names[0]} cannot be read as safetensors: No such file. {advice}")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint. Raises ValueError: there are none."""
+    """The safetensors files of a checkpoint. Raises UserError: there are none."""
     first = weight_index(folder)
     if first.suffix != ".json":
         return [first]
@@ -135,13 +142,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def open_weights(path: Path):
-    """A safetensors file. Raises ValueError: there is none, or only a part of one."""
+    """A safetensors file. Raises UserError: there is none, or only a part of one."""
     try:
         open_file(path).close()
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         advice = "" if path.exists() else advice_on_missing(path.parent)
-        raise ValueError(
+        raise UserError(
             f"{path} cannot be read as safetensors: {error}. {advice}".strip()
         ) from error
 
@@ -247,7 +254,7 @@ def read_weights(module: Wrapper, seed: int) -> Tensors:
     `fresh_weights`. The model notes what an export will need.
 
     Raises:
-        ValueError: no safetensors files, quantized weights, or weights that do not fit config.json.
+        UserError: no safetensors files, quantized weights, or weights that do not fit config.json.
     """
     setup, wanted = module.model.setup, named_weights(module)
     stored = stored_tensors(setup.folder)
@@ -268,12 +275,12 @@ def read_weights(module: Wrapper, seed: int) -> Tensors:
 
 def convert(model: Model, stored: Tensors) -> tuple[PreTrainedModel, dict]:
     """The model that transformers makes of a checkpoint's tensors, in mapped memory unless it converts
-    them, and its report of their keys. Raises ValueError: they are quantized, or cannot be read."""
+    them, and its report of their keys. Raises UserError: they are quantized, or cannot be read."""
     folder, kind = model.setup.folder, cast(type[PreTrainedModel], type(model))
     for key, value in stored.items():
         # those of four bits are packed into bytes, or have keys of their own
         if value.dtype.itemsize == 1 and value.dtype is not torch.bool:
-            raise ValueError(
+            raise UserError(
                 f"{folder}: {key} is of type {value.dtype}; quantized weights are not supported"
             )
     # One type that rounds nothing. What is float32 beside a smaller one is named by its last words.
@@ -290,7 +297,7 @@ def convert(model: Model, stored: Tensors) -> tuple[PreTrainedModel, dict]:
             config = read_model_config(folder)
             return reader.from_pretrained(None, config=config, state_dict=stored, **options)
     except Exception as error:  # transformers has its own
-        raise ValueError(
+        raise UserError(
             f"{folder}: transformers cannot read its weights, of which some may be missing or have another "
             f"shape: {error}"
         ) from error
@@ -324,7 +331,7 @@ def fresh_weights(wanted: Tensors, seed: int) -> Tensors:
 
 
 def check_weights(folder: Path, wanted: Tensors, weights: Tensors, unread: set[str]) -> None:
-    """Raises ValueError: not exactly what a module wants was read of its checkpoint."""
+    """Raises UserError: not exactly what a module wants was read of its checkpoint."""
     problems = []
     first: dict[Tensor, str] = {}  # names of parameters that may be tied
     for name, target in wanted.items():
@@ -344,7 +351,7 @@ def check_weights(folder: Path, wanted: Tensors, weights: Tensors, unread: set[s
         text = "; ".join(problems[:3])
         if "score.weight" in wanted:
             text += " (a value head is score.weight or value_head.weight, one row)"
-        raise ValueError(
+        raise UserError(
             f"{folder}: {len(problems)} weights do not fit config.json, the first: {text}"
         )
 
@@ -381,7 +388,7 @@ def export(module: Wrapper, processor: Processor, folder: Path) -> str | None:
                 shutil.rmtree(folder)
             aside.rename(folder)
             write_link(folder.parent / "latest", folder.name)
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, UserError, SafetensorError) as error:
             problem = str(error)
             shutil.rmtree(aside, ignore_errors=True)  # the disk may be full of it
     return distributed.from_main(problem)
@@ -402,12 +409,12 @@ def gather_trained(module: Wrapper) -> Tensors:
 
 def write_weights(folder: Path, model: Model, trained: Tensors) -> None:
     """The files of the model's checkpoint, with what was trained in its places; a value head that they
-    lack stands in the last. Raises ValueError: the files are no longer those that were read."""
+    lack stands in the last. Raises UserError: the files are no longer those that were read."""
     adapter = {name: value for name, value in trained.items() if ".lora_" in name}
     weights = {name: value for name, value in trained.items() if name not in adapter}
     source = model.setup.folder
     if digest_files(weight_files(source)) != model.setup.digest:
-        raise ValueError(f"{source} has other weights now than when the run started")
+        raise UserError(f"{source} has other weights now than when the run started")
     stored = stored_tensors(source)
     new = by_keys(model, weights, stored) | merged(model, adapter, stored)
     head = {"score.weight"} & new.keys() - stored.keys()
@@ -415,7 +422,7 @@ def write_weights(folder: Path, model: Model, trained: Tensors) -> None:
     for key in new.keys() - stored.keys() - head:
         # a tied weight may stand there by one of its names
         if not any(torch.equal(new[key], value) for value in replaced):
-            raise ValueError(f"{source} has no {key}, which was trained")
+            raise UserError(f"{source} has no {key}, which was trained")
     *_, last = paths = weight_files(source)
     for path in paths:
         with open_weights(path) as file:

@@ -42,7 +42,7 @@ from common.data.rows import (
     user_text,
 )
 from common.flags import NUMBER, DataArgs
-from common.ground.files import check_form
+from common.ground.files import UserError, check_form
 from common.rewards.rules import parse_verdict
 
 # --------------------------------------------------------------------------------------------------
@@ -137,12 +137,12 @@ class JudgeSettings:
 
     @staticmethod
     def of(processor: Processor) -> "JudgeSettings":
-        """Those of a checkpoint. Raises ValueError: judge.json holds what no judge can have."""
+        """Those of a checkpoint. Raises UserError: judge.json holds what no judge can have."""
         saved = dict(processor.files["judge"])
         saved.pop("template_options", None)  # the processor's
         unknown = saved.keys() - JudgeSettings.__annotations__
         if unknown:
-            raise ValueError(
+            raise UserError(
                 f"judge.json is of another version, with {', '.join(sorted(unknown))}: train the judge "
                 'again, or write its "templates" {kind: text} and "verdicts" {kind: [text]} into it'
             )
@@ -156,7 +156,7 @@ class JudgeSettings:
         processor: Processor, templates: dict[str, str] = {}, system_instruction: str = ""
     ) -> "JudgeSettings":
         """Those of a judge that is to be trained: what is given, else what the judge.json of its
-        checkpoint says, else built in. Raises ValueError: see `check`."""
+        checkpoint says, else built in. Raises UserError: see `check`."""
         check_form(templates, {str: str}, "--templates")
         settings = JudgeSettings.of(processor)
         built_in = {name: kind.template for name, kind in KINDS.items()}
@@ -166,18 +166,18 @@ class JudgeSettings:
         return settings
 
     def check(self, where: str) -> None:
-        """Raises ValueError, which begins with ``where``: an unknown kind, a template that lacks a column
+        """Raises UserError, which begins with ``where``: an unknown kind, a template that lacks a column
         of the built-in one, or other verdicts than a judge of a kind can learn."""
         for kind in {**self.templates, **self.verdicts}:
             if kind not in KINDS:
-                raise ValueError(
+                raise UserError(
                     f"{where}: {kind!r:.80} is no kind of judgement: {', '.join(KINDS)}"
                 )
             template = self.templates.get(kind, "")
             needed = columns_of_template(KINDS[kind].template)
             if not needed <= columns_of_template(template):
                 columns = ", ".join(f"{{{name}}}" for name in sorted(needed))
-                raise ValueError(f"{where}: {kind} must hold {columns}: {template!r:.200}")
+                raise UserError(f"{where}: {kind} must hold {columns}: {template!r:.200}")
             known = KINDS[kind].verdicts
             verdicts = self.verdicts.get(kind, known)
             fits = sorted(verdicts) == sorted(known)
@@ -185,17 +185,15 @@ class JudgeSettings:
                 fits = all(re.fullmatch(NUMBER, verdict) for verdict in verdicts)
             if not fits:
                 expected = known or "numbers"
-                raise ValueError(
-                    f"{where}: {kind} has the verdicts {verdicts}, expected {expected}"
-                )
+                raise UserError(f"{where}: {kind} has the verdicts {verdicts}, expected {expected}")
 
     def note_training(self, rows: Iterable[Prompt]) -> None:
         """Note what the judge is trained on: kinds and verdicts of these rows, besides what it learned
-        before. Raises ValueError: too many different scores."""
+        before. Raises UserError: too many different scores."""
         trained = {(row.label, row.reference or "") for row in rows if row.label in KINDS}
         scores = sorted({verdict for kind, verdict in trained if kind == "score"}, key=float)
         if len(scores) > MAX_SCORES:
-            raise ValueError(
+            raise UserError(
                 f"--data: {len(scores)} different scores; round them to at most {MAX_SCORES}"
             )
         kinds = sorted({kind for kind, _ in trained})
@@ -236,12 +234,12 @@ class JudgeSettings:
 
     def kind_to_ask(self, wanted: str) -> str:
         """The kind of question to ask about responses: the ``wanted`` one, or for auto the first that the
-        judge was trained on. Raises ValueError: it was not trained on it."""
+        judge was trained on. Raises UserError: it was not trained on it."""
         trained = [kind for kind in ABOUT_RESPONSES if kind in self.verdicts]
         if wanted == "auto" and trained:
             return trained[0]
         if wanted not in trained:
-            raise ValueError(
+            raise UserError(
                 f"--grm_question {wanted}: the judge was trained on {', '.join(self.verdicts) or 'nothing'}, "
                 f"says judge.json; {', '.join(ABOUT_RESPONSES)} can be asked about a response"
             )
@@ -283,7 +281,7 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[Judg
     Args:
         orders: both shows pairs as given and swapped; given does not.
     Raises:
-        ValueError: a row that is not a judgement.
+        UserError: a row that is not a judgement.
     """
     kind, images, prompt = kind_of_row(row), media_list(row), prompt_of(row)
     form = {} if kind == RESPONSE else KINDS[kind].form
@@ -291,13 +289,13 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[Judg
     if kind == RESPONSE:
         return [read_response(row, prompt, images, settings)]
     if not isinstance(prompt, str):
-        raise ValueError(f"a row of the kind {kind} has a text as prompt, not {prompt!r:.80}")
+        raise UserError(f"a row of the kind {kind} has a text as prompt, not {prompt!r:.80}")
     # Where the marks do not fit the images, `make_prompt` says what is wrong.
     if kind not in MEDIA_PAIRS and sum(map(prompt.count, MEDIA_MARKS)) == len(images):
         prompt = user_text(message_turns(prompt), len(images))
     both = kind in PAIRS and orders == "both"
     if both and FIXED_NAMES.search(row.get("critique") or ""):
-        raise ValueError(
+        raise UserError(
             "write {A} and {B} for the names, which change in the other order: "
             f"{row['critique']!r:.120}"
         )
@@ -307,7 +305,7 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[Judg
 def judgement_in(
     order: str, kind: str, row: dict, prompt: str, settings: JudgeSettings
 ) -> Judgement:
-    """The judgement of a row with its sides in this order. Raises ValueError: see `read_judgement`."""
+    """The judgement of a row with its sides in this order. Raises UserError: see `read_judgement`."""
     images, responses = media_list(row), judged_responses(row)
     critique, verdict = row.get("critique") or "", in_order(right_verdict(row), order)
     if kind in PAIRS:
@@ -323,7 +321,7 @@ def judgement_in(
 
 
 def kind_of_row(row: dict) -> str:
-    """The kind that a row's columns make it. Raises ValueError: those of none."""
+    """The kind that a row's columns make it. Raises UserError: those of none."""
     targets = {name for name in TARGET_COLUMNS if row.get(name) is not None}
     kinds = {RESPONSE: {RESPONSE}} | {name: set(kind.form) for name, kind in KINDS.items()}
     if targets == kinds["pictures"] and (row.get("videos") or row.get("video")):
@@ -332,7 +330,7 @@ def kind_of_row(row: dict) -> str:
         if targets == columns:
             return kind
     known = "; ".join(f"{', '.join(sorted(columns))} ({kind})" for kind, columns in kinds.items())
-    raise ValueError(
+    raise UserError(
         f"a row needs the columns of one kind, besides its prompt: {known}; or messages that end with an "
         f"answer (launch/data/convert.py reads rows of other systems); {columns_of(row)}"
     )
@@ -341,14 +339,14 @@ def kind_of_row(row: dict) -> str:
 def read_response(
     row: dict, prompt: str | list, images: list, settings: JudgeSettings
 ) -> Judgement:
-    """A response to imitate, whose verdict is its <answer>, if it has one. Raises ValueError."""
+    """A response to imitate, whose verdict is its <answer>, if it has one. Raises UserError."""
     text = response_of(row)
     if any(pop_wish(message) for message in read_messages(prompt)):
-        raise ValueError(
+        raise UserError(
             "a row with a response teaches it alone: write it as the last message, to teach others, too"
         )
     if row.get("critique"):
-        raise ValueError("a critique beside a response to imitate, which contains it")
+        raise UserError("a critique beside a response to imitate, which contains it")
     instruction = settings.instruction(prompt)
     return Judgement(RESPONSE, "given", instruction, prompt, images, text, parse_verdict(text))
 
@@ -362,22 +360,22 @@ def judged_responses(row: dict) -> list[str]:
 
 
 def check_sides(kind: str, sides: list) -> None:
-    """Raises ValueError: not two, or equal ones, which would be asked about alike in both orders."""
+    """Raises UserError: not two, or equal ones, which would be asked about alike in both orders."""
     if len(sides) != 2:
-        raise ValueError(f"a row of the kind {kind} compares two {kind}, not {len(sides)}")
+        raise UserError(f"a row of the kind {kind} compares two {kind}, not {len(sides)}")
     if sides[0] == sides[1]:
-        raise ValueError(f"the two {kind} of the row are equal: neither can be preferred")
+        raise UserError(f"the two {kind} of the row are equal: neither can be preferred")
 
 
 def right_verdict(row: dict) -> str:
-    """The right verdict on a row as given. Raises ValueError: a score that is no finite number."""
+    """The right verdict on a row as given. Raises UserError: a score that is no finite number."""
     if row.get("preferred"):
         return row["preferred"]
     if row.get("correct") is not None:
         return "yes" if row["correct"] else "no"
     score = row["score"]
     if isinstance(score, bool) or not abs(score) < 1e300:  # an integer may be beyond floats
-        raise ValueError(f"score must be a finite number, not {score!r:.80}")
+        raise UserError(f"score must be a finite number, not {score!r:.80}")
     return str(int(score)) if score == int(score) else f"{score:g}"
 
 
@@ -387,13 +385,13 @@ def in_order(verdict: str, order: str) -> str:
 
 
 def judgement_text(critique: str, verdict: str) -> str:
-    """A critique, and how a judgement ends. Raises ValueError: it has a verdict of its own, or ends inside
+    """A critique, and how a judgement ends. Raises UserError: it has a verdict of its own, or ends inside
     a thought."""
     if not critique:
         return with_verdict(verdict)
     text = f"{critique}\n{with_verdict(verdict)}"
     if "<answer>" in critique or parse_verdict(text) is None:
-        raise ValueError(
+        raise UserError(
             "a critique ends its thought, and has no <answer>, which is added to it: "
             f"{critique!r:.120}"
         )
@@ -419,7 +417,7 @@ def load_judgements(
         frame: of rows to imitate, which get the tokens of their targets; prompt and target have at
             most `--max_prompt_tokens` together.
     Raises:
-        ValueError: see `load_prompts`.
+        UserError: see `load_prompts`.
     """
 
     def build(row: dict, fields: dict) -> list[Example]:
@@ -453,13 +451,13 @@ def load_judgements(
 
 
 def is_conversation(row: dict) -> bool:
-    """Whether a row's answers stand in its messages, the last of them at their end. Raises ValueError: it
+    """Whether a row's answers stand in its messages, the last of them at their end. Raises UserError: it
     has a critique, too."""
     if any(row.get(name) is not None for name in TARGET_COLUMNS) or not ends_with_answer(row):
         return False
     check_form(row, {"source?": str}, "a row of messages")
     if row.get("critique"):
-        raise ValueError("a critique beside the answers to imitate, which contain it")
+        raise UserError("a critique beside the answers to imitate, which contain it")
     return True
 
 
@@ -470,17 +468,17 @@ def with_verdict_of(example: Example) -> Example:
 
 
 def read_rubric(row: dict) -> list[tuple[str, float]]:
-    """The criteria of a row and their weights. Raises ValueError."""
+    """The criteria of a row and their weights. Raises UserError."""
     criteria, listed = [], row.get("rubric")
     if not listed or not isinstance(listed, list):
-        raise ValueError(
+        raise UserError(
             'no "rubric": ["a criterion", {"text": "another", "weight": 2}], by which the judge is asked'
         )
     for item in listed:
         entry = {"weight": 1} | (item if isinstance(item, dict) else {"text": item})
         check_form(entry, {"text": str, "weight": int | float}, "rubric")
         if not 0 < entry["weight"] < 1e300:
-            raise ValueError(f"rubric: expected a weight above 0, not {item!r:.120}")
+            raise UserError(f"rubric: expected a weight above 0, not {item!r:.120}")
         criteria.append((entry["text"], float(entry["weight"])))
     return criteria
 

@@ -118,15 +118,15 @@ class RewardModel:
         return LOGIT_ERROR[self.module.model.setup.dtype]
 
     def check_rows(self, rows: list[Prompt]) -> None:
-        """Raises ValueError: rows about which the model cannot be asked."""
+        """Raises UserError: rows about which the model cannot be asked."""
         for row in rows:
             try:
                 self.check_row(row)
-            except ValueError as error:
-                raise ValueError(f"{row.source}: {error}") from error
+            except UserError as error:
+                raise UserError(f"{row.source}: {error}") from error
 
     def check_row(self, row: Prompt) -> None:
-        """Raises ValueError: images or clips that the model's family does not take."""
+        """Raises UserError: images or clips that the model's family does not take."""
         check_media(self.processor, row.images)
 
     def __call__(self, batch: Batch, used: list[int], policy: Processor) -> Scores:
@@ -212,7 +212,7 @@ class JudgeModel(RewardModel):
     module: Policy
 
     def __post_init__(self):
-        """Raises ValueError: the judge was not trained on the questions it is to be asked."""
+        """Raises UserError: the judge was not trained on the questions it is to be asked."""
         # headers are read once
         self.measure = functools.cache(functools.partial(measure, self.processor))
         self.settings = JudgeSettings.of(self.processor)
@@ -226,12 +226,12 @@ class JudgeModel(RewardModel):
         self.worth = torch.tensor(values, dtype=torch.float64)  # (V,)
 
     def check_row(self, row: Prompt) -> None:
-        """Raises ValueError: it also lacks the rubric, or the reference answer, of its questions."""
+        """Raises UserError: it also lacks the rubric, or the reference answer, of its questions."""
         super().check_row(row)
         if self.kind == "rubric":
             read_rubric(row.row)
         if self.kind == "answers" and row.reference is None and not self.opponents:
-            raise ValueError(
+            raise UserError(
                 "no reference answer, beside which the judge is shown a response (--grm_opponents shows it "
                 "the other responses instead)"
             )

@@ -118,7 +118,7 @@ def read_answer(answer: bytes) -> Columns:
     them; the lists themselves are not checked here. Raises UserError."""
     try:
         columns = parse_json(answer, "the server's answer")
-    except ValueError as error:
+    except UserError as error:
         begins = answer[:500].decode(errors="replace")
         raise UserError(f"{error}: {begins!r}") from error
     if not isinstance(columns, dict) or "rewards" not in columns or "reward" in columns:

@@ -9,7 +9,7 @@ from common.data.coordinates import Place, read_regions, write_marks
 from common.data.processor import Processor, answer_frame
 from common.flags import DataArgs
 from common.rewards.judge import JudgeSettings, load_judgements
-from conftest import marked, value_error, write_rows
+from conftest import marked, user_error, write_rows
 from helpers import write_processor
 
 BOX = [[100.2, 100, 500, 400]]
@@ -111,13 +111,13 @@ def test_bad_regions_are_bad_rows(regions, problem):
     if problem is None:
         regions_of(regions)
     else:
-        with value_error(f"regions.*{problem}"):
+        with user_error(f"regions.*{problem}"):
             regions_of(regions)
 
 
 @pytest.mark.parametrize("space", ["auto", "seen"])
 def test_an_unknown_space_needs_a_flag(space):
-    with value_error("--coordinates"):
+    with user_error("--coordinates"):
         regions_of({"boxes": BOX}, space, seen=None)
 
 
@@ -152,9 +152,9 @@ def test_marks_and_regions_are_as_many():
     )  # as InternVL writes them
     assert framed == "<ref>cups</ref><box>[[100, 167, 500, 667], [1, 3, 3, 7]]</box>"
     for text, problem in {"<box>": "1 <box> in the response for 2", "<point>": "1 <point>"}.items():
-        with value_error(problem):
+        with user_error(problem):
             write_marks(text, regions)
-    with value_error("<box> in the response, but no regions in the row"):
+    with user_error("<box> in the response, but no regions in the row"):
         write_marks("<box>", None)
 
 

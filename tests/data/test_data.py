@@ -23,6 +23,7 @@ from common.data.loader import load_pixels
 from common.data.processor import Processor, answer_frame
 from common.data.rows import load_prompts, parse_columns
 from common.flags import DataArgs
+from common.ground.files import UserError
 from common.model.build import build_model
 from common.model.weights import materialize, resolve_folder
 from common.rewards.judge import load_judgements, read_rubric
@@ -30,7 +31,7 @@ from conftest import (
     judge_settings,
     read_json,
     table,
-    value_error,
+    user_error,
     write_image,
     write_json,
     write_rows,
@@ -221,14 +222,14 @@ user\\n{{ question }}
 def test_a_template_that_loses_a_text_is_refused(load, processor, monkeypatch, template, message):
     monkeypatch.setattr(processor.tokenizer, "chat_template", template)
     images = ["a.png"] * ("render" in message)
-    with value_error(f"train.jsonl:1: the chat template {message}"):
+    with user_error(f"train.jsonl:1: the chat template {message}"):
         load([{"prompt": "What?", "images": images}], system_prompt="Brief.")
 
 
 def test_a_template_without_a_place_for_pictures_is_refused(load, processor, monkeypatch):
     template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     monkeypatch.setattr(processor.tokenizer, "chat_template", template)
-    with value_error("train.jsonl:1: image-token mismatch: placeholders .* for 1 images"):
+    with user_error("train.jsonl:1: image-token mismatch: placeholders .* for 1 images"):
         load([{"prompt": "x", "images": "a.png"}])
 
 
@@ -273,7 +274,7 @@ def test_options_reach_the_template(tmp_path):
             .encode(chat, ())[0]
             .endswith(ending)
         )
-    with value_error("--template_options: the chat template knows no 'enable_thinkin'"):
+    with user_error("--template_options: the chat template knows no 'enable_thinkin'"):
         Processor(folder, DataArgs(template_options='{"enable_thinkin": true}')).check_options()
 
 
@@ -486,7 +487,7 @@ def test_a_folder_is_saved_byte_for_byte(tmp_path, flags):
 
 def test_folders_that_are_no_model(tmp_path):
     """A run, its exports and its checkpoints are what people name in place of <out>/export/step-N."""
-    with value_error(f"{tmp_path}: no config.json.*<out>/export/step-N"):
+    with user_error(f"{tmp_path}: no config.json.*<out>/export/step-N"):
         resolve_folder(str(tmp_path))
 
 
@@ -594,7 +595,7 @@ def png_header(width, height):
 )
 def test_bombs_and_what_is_no_image_are_refused(tmp_path, read, content, message):
     (tmp_path / "x.png").write_bytes(content)
-    with value_error(f"x.png: cannot be read as one of JPEG, PNG.*{message}"):
+    with user_error(f"x.png: cannot be read as one of JPEG, PNG.*{message}"):
         read(str(tmp_path / "x.png"))
 
 
@@ -607,7 +608,7 @@ def test_bombs_and_what_is_no_image_are_refused(tmp_path, read, content, message
 )
 def test_grey_of_unknown_range_is_refused(tmp_path, values, message):
     Image.fromarray(values).save(tmp_path / "x.tiff")
-    with value_error(f"x.tiff.*{message}"):
+    with user_error(f"x.tiff.*{message}"):
         read_image(str(tmp_path / "x.tiff"))
 
 
@@ -711,7 +712,7 @@ def test_system_prompt_and_column_names(load):
     "columns", ["question", "prompt=", "=question", "prompt=q,question=prompt"]
 )
 def test_columns_that_cannot_be(columns):
-    with value_error(f"--columns {columns}: .* is not one of prompt, images, answer, label"):
+    with user_error(f"--columns {columns}: .* is not one of prompt, images, answer, label"):
         parse_columns(columns)
 
 
@@ -746,7 +747,7 @@ def test_a_named_images_column_is_in_every_row(load):
     """Of another name than the default, it is what the user says pictures are called."""
     rows = [{"prompt": "x", "pics": "a.png"}, {"prompt": "x", "pics": None}]
     assert [len(prompt.images) for prompt in load(rows, "images=pics")] == [1, 0]
-    with value_error("train.jsonl:2: no column 'pics' .*--columns.*the row has 'prompt', 'images'"):
+    with user_error("train.jsonl:2: no column 'pics' .*--columns.*the row has 'prompt', 'images'"):
         load([rows[0], {"prompt": "x", "images": "a.png"}], "images=pics")
 
 
@@ -845,11 +846,11 @@ def test_calls_that_a_template_leaves_out_are_an_error(load, processor, monkeypa
     leaves_out = (
         "train.jsonl:1: .*the chat template leaves out a call of 'look': it knows no tool_calls"
     )
-    with value_error(leaves_out):
+    with user_error(leaves_out):
         load([row_with_calls(None, call("look", "{}"))])
     first_only = CALLS_AS_JSON.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
     monkeypatch.setattr(processor.tokenizer, "chat_template", first_only)
-    with value_error(leaves_out):
+    with user_error(leaves_out):
         load([row_with_calls(None, call("look", {"at": 1}), call("look", {"at": 2}))])
     thinks = row_with_calls("<think>I look.</think>So:", call("look", {}))
     no_thoughts = CALLS_AS_JSON.replace("{{ m.content if", "{{ m.content.split('</think>')[-1] if")
@@ -871,7 +872,7 @@ def test_calls_that_a_template_leaves_out_are_an_error(load, processor, monkeypa
     ],
 )
 def test_calls_of_no_form_are_an_error(load, wrong):
-    with value_error(r"train.jsonl:1: tool_calls must be a list of \{"):
+    with user_error(r"train.jsonl:1: tool_calls must be a list of \{"):
         load([row_with_calls("", wrong)])
 
 
@@ -913,7 +914,7 @@ def test_worked_solutions_are_said(load, capsys, answer, is_worked):
     "columns, name", [("answer=TYPO", "TYPO"), ("label=task", "task"), ("prompt=q", "q")]
 )
 def test_a_named_column_is_in_every_row(load, columns, name):
-    with value_error(
+    with user_error(
         f"train.jsonl:2: no column '{name}' .*--columns.*the row has 'prompt', 'answer'"
     ):
         load([{"prompt": "x", name: "y"}, {"prompt": "x", "answer": "y"}], columns)
@@ -953,7 +954,7 @@ def test_data_that_is_no_jsonl(tmp_path, processor, content, what):
     elif content is not None:
         path.write_bytes(content)
     command = "" if ":" in what else f".*: python launch/data/convert.py {path} --out"
-    with value_error(f"^{path} is {what}{command}") as error:
+    with user_error(f"^{path} is {what}{command}") as error:
         load_prompts(str(path), processor, DataArgs())
     assert "\n" not in str(error.value)
 
@@ -1105,7 +1106,7 @@ def test_bad_row(load, tmp_path, case, row, message, capsys):
     # in which ÿ is no UTF-8
     data = f'{{"prompt": "first"}}\n\n{row}\n{{"prompt": "last"}}\n'.encode("latin-1")
     system_prompt = "S" if case == "two system prompts" else ""
-    with value_error(f"train.jsonl: 1 of 3 rows are bad\n  train.jsonl:3: .*{message}") as error:
+    with user_error(f"train.jsonl: 1 of 3 rows are bad\n  train.jsonl:3: .*{message}") as error:
         load(data, system_prompt=system_prompt)
     assert len(str(error.value)) < 1500
     prompts = load(data, on_bad_row="skip", system_prompt=system_prompt)
@@ -1128,7 +1129,7 @@ def test_a_text_of_megabytes_is_refused_before_it_is_tokenized(load, processor, 
         {"role": "user", "content": "x"},
     ]
     for prompt in ("x" * 5_000_000, turns):
-        with value_error(
+        with user_error(
             "train.jsonl:1: prompt too long: 5000... characters; the limit is 500 tokens"
         ):
             load([{"prompt": prompt}])
@@ -1161,7 +1162,7 @@ def test_odd_rows_are_refused_in_our_words(tmp_path, processor):
             else:
                 load_prompts(str(path), processor, args)
             read += 1
-        except ValueError as error:
+        except UserError as error:
             assert len(str(error)) < 2000
             # Pillow says why
             text = str(error).partition("cannot be read as")[0]
@@ -1170,7 +1171,7 @@ def test_odd_rows_are_refused_in_our_words(tmp_path, processor):
 
 
 def test_first_five_of_many(load):
-    with value_error("7 of 8 rows are bad") as error:
+    with user_error("7 of 8 rows are bad") as error:
         load([{"prompt": 1}, {"prompt": "ok"}] + [{"prompt": 1}] * 6)
     lines = str(error.value).split("\n")[1:]
     assert [line.split(": ")[0].strip() for line in lines] == [
@@ -1179,10 +1180,10 @@ def test_first_five_of_many(load):
 
 
 def test_nothing_left(load, tmp_path, processor):
-    with value_error("2 of 2 rows are bad"):
+    with user_error("2 of 2 rows are bad"):
         load([{"prompt": 1}, {"prompt": 2}], on_bad_row="skip")
     for empty in (b"", b"\n \r\n"):
-        with value_error("train.jsonl: empty file"):
+        with user_error("train.jsonl: empty file"):
             load(empty)
 
 
@@ -1193,19 +1194,19 @@ def test_damaged_body_is_found_at_first_use(load, processor, tmp_path, name):
     (tmp_path / name).write_bytes(data[: len(data) // 2])
     rows = [{"prompt": "fine", "images": "a.png"}, {"prompt": "x", "images": ["a.png", name]}]
     if name == "cut.webp":  # of WebP, Pillow opens whole files only
-        with value_error(f"train.jsonl:2: .*{name}: cannot be read as one of"):
+        with user_error(f"train.jsonl:2: .*{name}: cannot be read as one of"):
             load(rows)
         return
     prompts = load(rows)
-    with value_error(f"{name}: cannot be read as one of"):
+    with user_error(f"{name}: cannot be read as one of"):
         load_pixels(prompts[1], processor)
 
 
 def test_file_changed_since_load(load, processor, tmp_path):
     prompts = load([{"prompt": "x", "images": "a.png"}])
     Image.new("RGB", (200, 40)).save(tmp_path / "a.png")
-    with value_error("a.png.*: patch grids .* changed since loaded"):
+    with user_error("a.png.*: patch grids .* changed since loaded"):
         load_pixels(prompts[0], processor)
     (tmp_path / "a.png").unlink()
-    with value_error("no such image"):
+    with user_error("no such image"):
         load_pixels(prompts[0], processor)

@@ -60,7 +60,6 @@ from conftest import (
     start,
     token_logprobs,
     user_error,
-    value_error,
     with_flags,
     words,
     write_json,
@@ -537,13 +536,13 @@ def test_unknown_families_are_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mllama"}')
     (tmp_path / "preprocessor_config.json").write_text("{}")
     toy.make_tokenizer().save_pretrained(tmp_path)
-    with value_error("family 'mllama' is not one of " + ", ".join(FAMILIES)):
+    with user_error("family 'mllama' is not one of " + ", ".join(FAMILIES)):
         Processor(tmp_path)
     deep = SimpleNamespace(model_type="deep", temporal_patch_size=2)
     towers = {"Described": AutoConfig.for_model("mllama").vision_config, "Qwen": deep}
     towers |= {"Mistral3": AutoConfig.for_model("pixtral"), "TextOnly": None}
     for name, tower in towers.items():
-        with value_error(f"begin with the class {name} of common/data/families.py"):
+        with user_error(f"begin with the class {name} of common/data/families.py"):
             family_of(SimpleNamespace(model_type="new", vision_config=tower))
 
 
@@ -559,7 +558,7 @@ def test_onevision_treats_an_image_alone_in_another_way(tmp_path, picture_rows):
     assert family.expand(together)[1] == [17]  # 4 x 4 and a newline
     beside = replace(prompt, grids=(together, family.among(2).grid(30, 40)))
     assert len(load_pixels(beside, processor)[0]) == 1
-    with value_error("images in replies are not supported for llava_onevision"):
+    with user_error("images in replies are not supported for llava_onevision"):
         read_parts(Image.new("RGB", (30, 40)), processor, 100)
 
 
@@ -569,10 +568,10 @@ def test_a_processor_that_does_not_fit_its_model_is_named(tmp_path, picture_rows
     settings = read_json(file)
     write_json(file, settings | {"patch_size": 14})
     env = start(tmp_path, tmp_path / "rows.jsonl")
-    with value_error("image features for .* image tokens; processor_config.json"):
+    with user_error("image features for .* image tokens; processor_config.json"):
         responses_to(env, [1, 1, 1, 1], 64)
     write_json(file, settings | {"patch_size": "large"})
-    with value_error("processor_config.json cannot be used"):
+    with user_error("processor_config.json cannot be used"):
         Processor(tmp_path)
 
 
@@ -624,11 +623,11 @@ def test_what_our_attention_is_not_is_refused():
         original_max_position_embeddings=64,
     )
     text = dict(model_type="gpt_oss", num_local_experts=2, num_experts_per_tok=1, layer_types=None)
-    with value_error("llama has rope_type longrope, or dynamic in some layers"):
+    with user_error("llama has rope_type longrope, or dynamic in some layers"):
         build.build_model(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope), COMPUTE)
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
     config["text_config"] |= text
-    with value_error("text model gpt_oss mixes tokens by GptOssAttention, which is not supported"):
+    with user_error("text model gpt_oss mixes tokens by GptOssAttention, which is not supported"):
         build.build_model(AutoConfig.for_model(**config), COMPUTE)
 
 

@@ -32,7 +32,6 @@ from conftest import (
     start,
     table,
     user_error,
-    value_error,
     words,
     write_json,
     write_rows,
@@ -91,7 +90,7 @@ def test_damaged_checkpoint(tmp_path, names, change, message):
     """One message with the file, when it is opened: before any weight is read."""
     for path in list(write_processor(tmp_path).glob(names)):
         damage(path, change)
-    with value_error(f"(?s)^checkpoint {tmp_path}: .*{message}"):
+    with user_error(f"(?s)^checkpoint {tmp_path}: .*{message}"):
         Processor(tmp_path)
 
 
@@ -103,7 +102,7 @@ def test_a_token_beyond_the_models_vocabulary_is_a_bad_row(tmp_path):
     tokenizer.add_tokens(["<surplus>"])
     tokenizer.save_pretrained(folder)
     (folder / "rows.jsonl").write_text('{"prompt": "x"}\n{"prompt": "a <surplus>"}\n')
-    with value_error("rows.jsonl:2: token '<surplus>' .* has the id 264; .* vocab_size of 264"):
+    with user_error("rows.jsonl:2: token '<surplus>' .* has the id 264; .* vocab_size of 264"):
         load_prompts(str(folder / "rows.jsonl"), Processor(folder), DataArgs())
 
 
@@ -134,7 +133,7 @@ def test_what_json_must_be(tmp_path, form, value, problem):
     if not problem:
         assert files.read_json(tmp_path / "f.json", form) == value
         return
-    with value_error(re.escape(f"{tmp_path}/{problem}") + "$"):
+    with user_error(re.escape(f"{tmp_path}/{problem}") + "$"):
         files.read_json(tmp_path / "f.json", form)
 
 
@@ -150,7 +149,7 @@ def test_what_json_must_be(tmp_path, form, value, problem):
 )
 def test_what_is_no_json_is_one_message(tmp_path, text, problem):
     (tmp_path / "f.json").write_text(text, errors="surrogateescape")
-    with value_error(f"^{tmp_path}/f.json: .*{problem}"):
+    with user_error(f"^{tmp_path}/f.json: .*{problem}"):
         files.read_json(tmp_path / "f.json", int | list)
     assert files.parse_json("[" * 99 + "1" + "]" * 99, "")[0]
 
@@ -185,7 +184,7 @@ def test_an_edited_judge_json_is_refused(path, value, problem):
     judge = copy.deepcopy(JUDGE)
     *outer, last = path.split(".")
     functools.reduce(dict.get, outer, judge)[last] = json.loads(value)
-    with value_error(f"judge.json.*{problem}"):
+    with user_error(f"judge.json.*{problem}"):
         JudgeSettings.of(SimpleNamespace(files={"judge": judge}))
     saved = SimpleNamespace(files={"judge": JUDGE | {"template_options": {"a": 1}}})
     assert vars(JudgeSettings.of(saved)) == JUDGE
@@ -199,7 +198,7 @@ def test_a_judge_json_of_an_earlier_version_is_one_message():
         "template_options": {},
         "held_out": None,
     }
-    with value_error("judge.json is of another version, with held_out, kinds, trained_on: train"):
+    with user_error("judge.json is of another version, with held_out, kinds, trained_on: train"):
         JudgeSettings.of(SimpleNamespace(files={"judge": earlier}))
 
 
@@ -218,7 +217,7 @@ vision_config | {"num_heads": 0}
 def test_a_config_with_sizes_that_no_model_has(tmp_path, part, changes):
     """Transformers says which."""
     edit_part(write_processor(tmp_path), part, **json.loads(changes))
-    with value_error("config.json: "):
+    with user_error("config.json: "):
         build_model(Processor(tmp_path).config, COMPUTE)
 
 
@@ -226,7 +225,7 @@ def test_index_of_weights(qwen25, tmp_path):
     index = {"weight_map": {"a": "b.safetensors"}}
     write_json(tmp_path / "model.safetensors.index.json", index)
     shutil.copy(qwen25 / "config.json", tmp_path)
-    with value_error(f"{tmp_path}/b.safetensors cannot be read as safetensors: .*No such file"):
+    with user_error(f"{tmp_path}/b.safetensors cannot be read as safetensors: .*No such file"):
         load_weights(build_model(Processor(str(qwen25)).config, COMPUTE), tmp_path)
 
 
@@ -271,12 +270,12 @@ def test_weights_are_those_that_from_pretrained_reads(qwen25, tmp_path, named, e
     ],
 )
 def test_a_mistyped_folder_is_called_that(tmp_path, name, message):
-    with value_error(message):
+    with user_error(message):
         resolve_folder(name.replace("FOLDER", str(tmp_path)))
 
 
 def test_a_file_is_no_model_but_a_config_means_its_folder(qwen25):
-    with value_error("model.safetensors: this is a file; name the folder of the model"):
+    with user_error("model.safetensors: this is a file; name the folder of the model"):
         resolve_folder(f"{qwen25}/model.safetensors")
     assert resolve_folder(f"{qwen25}/config.json") == qwen25
 
@@ -287,7 +286,7 @@ def test_an_adapter_is_refused_with_the_program_that_merges_it(tmp_path, has_con
     write_json(tmp_path / "adapter_config.json", adapter)
     if has_config:
         (tmp_path / "config.json").write_text("{}")
-    with value_error(f"checkpoint {tmp_path}: this is an adapter") as error:
+    with user_error(f"checkpoint {tmp_path}: this is an adapter") as error:
         resolve_folder(str(tmp_path))
     program = str(error.value).splitlines()[1:-1]
     ast.parse("\n".join(program))
@@ -328,17 +327,17 @@ def test_a_part_of_a_snapshot_of_the_hub_is_to_be_downloaded(qwen25, tmp_path):
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123"
     shutil.copytree(qwen25, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
     advice = r"\. The cache of the hub does not have all of it: hf download org/name$"
-    with value_error(f"No such file{advice}"):
+    with user_error(f"No such file{advice}"):
         weight_index(snapshot)
-    with value_error(f"part.safetensors cannot be read as safetensors: .*{advice}"):
+    with user_error(f"part.safetensors cannot be read as safetensors: .*{advice}"):
         open_weights(snapshot / "part.safetensors")
     only_config = tmp_path / "models--org--name" / "snapshots" / "4567"
     only_config.mkdir()
     shutil.copy(snapshot / "config.json", only_config)
-    with value_error(f"no vocabulary: .* are missing{advice}"):
+    with user_error(f"no vocabulary: .* are missing{advice}"):
         read_tokenizer(only_config)
     (snapshot / "pytorch_model.bin").write_bytes(b"")
-    with value_error(r"No such file. If it has pytorch_model\*.bin, run these two lines"):
+    with user_error(r"No such file. If it has pytorch_model\*.bin, run these two lines"):
         weight_index(snapshot)
 
 
@@ -350,7 +349,7 @@ FORGED = "a.png\nerror: everything is fine \x1b[2J\u202e"
 @pytest.mark.parametrize(
     "row, message",
     [
-        ('{"prompt": "x", "images": "a\\ud800.png"}', "surrogates not allowed"),
+        ('{"prompt": "x", "images": "a\\ud800.png"}', "an image is the path of a file"),
         (
             json.dumps({"prompt": "x", "images": FORGED}),
             r"a.png\\nerror: everything is fine \\x1b\[2J\\u202e",
@@ -360,7 +359,7 @@ FORGED = "a.png\nerror: everything is fine \x1b[2J\u202e"
 def test_rows_that_forge_messages(load, capsys, row, message):
     """Each is one line with its place, and the lines of the message are ours."""
     data = b'{"prompt": "fine"}\n' + row.encode() + b"\n"
-    with value_error(f"(?m)^  train.jsonl:2: .*{message}") as error:
+    with user_error(f"(?m)^  train.jsonl:2: .*{message}") as error:
         load(data)
     assert len(str(error.value).split("\n")) == 2
     str(error.value).encode("utf-8")
@@ -420,7 +419,7 @@ def test_pictures_outside_of_the_root_are_refused(load, tmp_path):
         )
         assert prompt.images == (str(inside / "a.png"),) * 2
         for row in OUTSIDE.replace("OUT", str(outside)).splitlines():
-            with value_error("train.jsonl:1: .* lies outside of --image_root"):
+            with user_error("train.jsonl:1: .* lies outside of --image_root"):
                 load([{"prompt": "x"} | json.loads(row)], image_root=root)
     assert load([{"prompt": "x", "images": "rows/bad.png"}])[0].images == (str(inside / "bad.png"),)
 
@@ -441,5 +440,5 @@ def test_both_scripts_know_the_root(tmp_path, qwen25, picture_rows):
             script.parse_args([*common, "none"])
     ptx = words("--ptx_data", tmp_path / "rows.jsonl", "--ptx_coef 0.1 --image_root", tmp_path)
     args = ppo.parse_args(words("--model", qwen25, "--data", picture_rows, *ptx))
-    with value_error("(?s)--ptx_data .*lies outside of --image_root"):
+    with user_error("(?s)--ptx_data .*lies outside of --image_root"):
         ppo.load_ptx(args, Processor(str(qwen25)))

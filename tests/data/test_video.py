@@ -47,7 +47,7 @@ from conftest import (
     table,
     take,
     token_logprobs,
-    value_error,
+    user_error,
     words,
     write_checkpoint,
     write_json,
@@ -298,7 +298,7 @@ def test_a_pair_of_clips_is_asked_about_in_both_orders(rows, tmp_path):
         assert a.count("<|video_pad|>") == b.count("<|video_pad|>") > 0
         assert example.text == f"<answer>{verdict}</answer>"
     alone = pair | {"videos": [LONG]}
-    with value_error("a row of the kind videos compares two videos, not 1"):
+    with user_error("a row of the kind videos compares two videos, not 1"):
         judgements.read_judgement(alone, settings, "both")
 
 
@@ -503,7 +503,7 @@ part with an option | {"prompt": [{"role": "user", "content": [{"type": "video",
 def test_bad_clip(load, tmp_path, case, row, message):
     Image.new("RGB", (56, 28)).save(tmp_path / "a.png")
     Image.new("RGB", (28, 56)).save(tmp_path / "b.png")
-    with value_error(f"rows.jsonl:1: .*{message}"):
+    with user_error(f"rows.jsonl:1: .*{message}"):
         load({"prompt": "x"} | json.loads(row))
 
 
@@ -511,7 +511,7 @@ def test_a_clip_that_changed_since_load(load, tmp_path):
     names = save_clip(tmp_path, 3)
     processor, prompt = load({"prompt": "x", "videos": [names]})
     save_clip(tmp_path, 3, (84, 56))
-    with value_error("0.png.*: patch grids .* changed since loaded"):
+    with user_error("0.png.*: patch grids .* changed since loaded"):
         load_pixels(prompt, processor)
 
 
@@ -523,7 +523,7 @@ def test_other_families_refuse_videos_by_name(tmp_path, kind):
     if kind == "llava":
         make_image_processor(kind).save_pretrained(tmp_path)
     clip = tuple(save_clip(tmp_path, 3))
-    with value_error(f"{kind} takes no videos"):
+    with user_error(f"{kind} takes no videos"):
         make_prompt(Processor(tmp_path), "what?", [clip], folder=str(tmp_path))
 
 
@@ -571,7 +571,7 @@ def test_films(pyav, load, tmp_path, monkeypatch, package, name, codec):
         assert np.abs(np.asarray(frame).mean((0, 1)) - frames[k][0, 0]).max() < 6
     load_pixels(prompt, processor)
     (tmp_path / name).write_bytes(b"\0" * 999)
-    with value_error(f"{name}: not a video that {package} can decode"):
+    with user_error(f"{name}: not a video that {package} can decode"):
         load({"prompt": "x", "videos": [name]})
 
 
@@ -588,7 +588,7 @@ def test_a_film_of_unknown_rate_or_length_is_refused(load, tmp_path, monkeypatch
     )
     monkeypatch.setattr(vlm_images, "_count_frames", lambda path: 0)
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
-    with value_error(f"rows.jsonl:1: .*a.mp4: not a video .*{total} frames, {rate} in a second"):
+    with user_error(f"rows.jsonl:1: .*a.mp4: not a video .*{total} frames, {rate} in a second"):
         load({"prompt": "x", "videos": ["a.mp4"]})
 
 
@@ -599,5 +599,5 @@ def test_films_without_a_decoder_are_refused_with_the_packages_that_could(
     monkeypatch.setitem(sys.modules, "av", None)
     monkeypatch.setitem(sys.modules, "cv2", None)
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
-    with value_error("a.mp4: to read videos, install one of torchcodec, av, cv2"):
+    with user_error("a.mp4: to read videos, install one of torchcodec, av, cv2"):
         load({"prompt": "x", "videos": ["a.mp4"]})

@@ -17,7 +17,7 @@ from common.data.processor import Processor
 from common.data.rows import load_prompts, text_column
 from common.flags import DataArgs
 from common.rewards.judge import load_judgements
-from conftest import ROOT, judge_settings, marked, read_rows, value_error, words, write_json
+from conftest import ROOT, judge_settings, marked, read_rows, user_error, words, write_json
 from helpers import PYTHONS_WORDS, base64_of, encode, noise, odd_value
 from launch.data import convert
 
@@ -47,7 +47,7 @@ def test_a_number_has_one_text_converted_or_not(number, text):
     )
     for read in readers:
         if text is None:
-            with value_error("must be .* finite number, not"):
+            with user_error("must be .* finite number, not"):
                 read()
         else:
             assert read() == text

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from common.data.processor import Processor
 from common.model import attention, build, layers, vlm
 from common.model import weights as vlm_weights
-from conftest import read_json, save_weights, start, user_error, value_error, write_json
+from conftest import read_json, save_weights, start, user_error, write_json
 from families import TEXT, VISION, make_config, make_tokenizer, write_family
 from helpers import COMPUTE
 
@@ -67,7 +67,7 @@ def test_decoders_that_were_not_compared_are_refused(kind):
     config = AutoConfig.for_model(
         "llava", text_config=TEXT | {"model_type": kind, "vocab_size": 50}, vision_config=VISION
     )
-    with value_error(f"the text model {kind} mixes tokens by .*, which is not supported"):
+    with user_error(f"the text model {kind} mixes tokens by .*, which is not supported"):
         build.build_model(config, COMPUTE)
 
 
@@ -82,13 +82,13 @@ def test_a_mask_or_an_argument_that_attention_would_ignore_is_an_error():
     layer, call = SimpleNamespace(slot_layer=0), attention.language_attention
     options = {"scaling": 1.0, "attention": attend, "dropout": 0.1, "softcap": None}
     call(layer, q, q, q, None, **options)
-    with value_error("gives its attention a mask of its own"):
+    with user_error("gives its attention a mask of its own"):
         call(layer, q, q, q, torch.ones(3, 3), **options)
-    with value_error("gives its attention block_indices, softcap, which"):
+    with user_error("gives its attention block_indices, softcap, which"):
         call(layer, q, q, q, None, **options | {"softcap": 30.0, "block_indices": q})
     assert len(seen) == 1
     options.pop("attention")  # as StableLM's layers do
-    with value_error("SimpleNamespace is not told by its layer what a pack holds"):
+    with user_error("SimpleNamespace is not told by its layer what a pack holds"):
         call(layer, q, q, q, None, **options)
 
 
@@ -97,7 +97,7 @@ def test_decoders_that_see_ahead_in_text_are_refused(kind, value):
     config = make_config(kind, make_tokenizer(kind))
     build.build_model(config, COMPUTE)
     config.text_config.use_bidirectional_attention = value
-    with value_error("text model has use_bidirectional_attention, which is not supported"):
+    with user_error("text model has use_bidirectional_attention, which is not supported"):
         build.build_model(config, COMPUTE)
 
 
@@ -223,7 +223,7 @@ def test_rotary_positions_that_change_in_some_layers_are_refused(which, rope):
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 2.0}
     factors["original_max_position_embeddings"] = 64
     config.text_config.rope_parameters[which] |= factors | {"rope_type": rope}
-    with value_error("gemma3_text has rope_type longrope, or dynamic in some layers"):
+    with user_error("gemma3_text has rope_type longrope, or dynamic in some layers"):
         build.build_model(config, COMPUTE)
 
 
@@ -232,7 +232,7 @@ def test_a_quantized_part_is_refused(tmp_path, picture_rows):
     config = read_json(tmp_path / "config.json")
     config["text_config"]["quantization_config"] = {"quant_method": "fp8"}
     write_json(tmp_path / "config.json", config)
-    with value_error("quantized checkpoints are not supported"):
+    with user_error("quantized checkpoints are not supported"):
         Processor(tmp_path)
 
 

@@ -25,7 +25,7 @@ from conftest import (
     seeded,
     start,
     take,
-    value_error,
+    user_error,
     write_checkpoint,
     write_json,
 )
@@ -336,7 +336,7 @@ FOREIGN = {
 def test_other_ways_to_mix_tokens_are_refused(kind):
     """Left as they are, each would take our arguments without a word, and mix all samples of a pack."""
     changes, message = FOREIGN[kind]
-    with value_error(message):
+    with user_error(message):
         text_model(kind, **changes)
 
 

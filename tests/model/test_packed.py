@@ -24,7 +24,7 @@ from common.model.vlm import image_features
 from common.model.weights import resolve_folder
 from conftest import (
     start,
-    value_error,
+    user_error,
 )
 from helpers import CUDA, load_model, load_weights, random_responses
 
@@ -53,10 +53,10 @@ def test_files_that_are_no_weights_are_told(qwen25, tmp_path):
         ),
     ):
         (tmp_path / "model.safetensors").write_bytes(data)
-        with value_error(f"model.safetensors {message}"):
+        with user_error(f"model.safetensors {message}"):
             load_weights(model, tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with value_error("model.safetensors cannot be read as safetensors: No such file"):
+    with user_error("model.safetensors cannot be read as safetensors: No such file"):
         load_weights(model, tmp_path)
 
 

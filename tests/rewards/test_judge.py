@@ -45,7 +45,6 @@ from conftest import (
     start,
     take,
     user_error,
-    value_error,
     words,
     write_json,
     write_rows,
@@ -762,7 +761,7 @@ def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges
         judge = judgements.JudgeSettings(verdicts=dict.fromkeys(trained, []))
         assert judge.kind_to_ask("auto") == asked
     for trained, asked in (("score", "answers"), ("pictures", "auto")):
-        with value_error(f"--grm_question {asked}: the judge was trained on {trained}, says"):
+        with user_error(f"--grm_question {asked}: the judge was trained on {trained}, says"):
             judgements.JudgeSettings(verdicts={trained: []}).kind_to_ask(asked)
 
 

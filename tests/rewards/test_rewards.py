@@ -27,7 +27,7 @@ from common.rewards.rules import (
     same_words,
 )
 from common.rewards.sources import Source, load_source
-from conftest import ROOT, readme_reward, table, user_error, value_error, words
+from conftest import ROOT, readme_reward, table, user_error, words
 from helpers import reward_samples, score_samples
 
 
@@ -598,10 +598,10 @@ def test_an_empty_reference_is_refused(rule):
     """No response could match it. The door is that of a function's attribute `check`."""
     check = load_source(rule).check
     for empty in ("", " ", "\u3000"):
-        with value_error("an empty answer"):
+        with user_error("an empty answer"):
             check(empty)
     if rule != "exact":
-        with value_error("an empty answer"):
+        with user_error("an empty answer"):
             check("$$")
     for reference in ("0", "{}", "x" * 600):
         check(reference)
@@ -675,10 +675,10 @@ def test_load_user_function(tmp_path):
         "def another(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
     )
     assert score(load_source(f"{path}:length").function) == ([10.0] * 4, {})
-    with value_error(r"must take \(prompts, .*, images\), and .*: too many positional arguments"):
+    with user_error(r"must take \(prompts, .*, images\), and .*: too many positional arguments"):
         # before a model is loaded
         load_source(f"{path}:another")
-    with value_error("missing a required argument: 'other'"):
+    with user_error("missing a required argument: 'other'"):
         (path := tmp_path / "of_six.py").write_text(
             "def six(prompts, responses, references, labels, images, other):\n    return []\n"
         )
@@ -691,7 +691,7 @@ def test_load_user_function(tmp_path):
         "import functools\npart = functools.partial(waits)\n"
     )
     for name in ("waits", "yields", "called", "part"):
-        with value_error("is async, and nothing awaits it: use def"):
+        with user_error("is async, and nothing awaits it: use def"):
             load_source(f"{path}:{name}")
     for spec in (
         f"{path}:nothing",
@@ -705,7 +705,7 @@ def test_load_user_function(tmp_path):
         "rm:",
         f"{tmp_path}/text.txt:f",
     ):
-        with value_error("--reward"):
+        with user_error("--reward"):
             load_source(spec)
     for source, message in (  # what has failed is read again
         ("import no_such_module", "ModuleNotFoundError: No"),
@@ -714,7 +714,7 @@ def test_load_user_function(tmp_path):
         ("import sys\nsys.exit(0)", r"SystemExit: .*\(broken.py:2\b"),
     ):
         (tmp_path / "broken.py").write_text(source)
-        with value_error(f"broken.py raised {message}") as info:
+        with user_error(f"broken.py raised {message}") as info:
             load_source(f"{tmp_path}/broken.py:f")
         assert info.value.__cause__ is not None
 
