@@ -1,5 +1,6 @@
 """The small files of a checkpoint folder: config.json, the tokenizer's, and further settings."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -90,7 +91,11 @@ def read_tokenizer(folder: str | Path):
     for file in Path(folder).glob("tokenizer*"):
         open_file(file).close()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        # The files of Mistral Small 3.1 and its relatives cut words otherwise than Mistral does. The option
+        # mends that, and spares folders with a tekken.json the tokenizer of mistral-common.
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, fix_mistral_regex=True
+        )
         has_words = tokenizer.encode("a", add_special_tokens=False)
     except Exception as error:  # the library behind it raises bare exceptions
         raise UserError(f"the tokenizer's files cannot be used: {without_advice(error)}") from error
@@ -103,3 +108,16 @@ def read_tokenizer(folder: str | Path):
     tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json can ask for it: a silent cut
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
+
+
+def write_word_pattern(tokenizer, folder: Path) -> None:
+    """Write into the tokenizer.json of a folder how the tokenizer cuts words, if `read_tokenizer` has mended
+    that: nobody mends what a newer transformers has written."""
+    backend, path = tokenizer.backend_tokenizer, folder / "tokenizer.json"
+    if not getattr(backend, "fix_mistral_regex", False) or not path.exists():
+        return
+    content = read_json(path)
+    mended = json.loads(backend.to_str())["pre_tokenizer"]
+    if content["pre_tokenizer"] != mended:
+        content["pre_tokenizer"] = mended
+        path.write_text(json.dumps(content, ensure_ascii=False), "utf-8")

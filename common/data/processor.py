@@ -24,7 +24,13 @@ from torch import Tensor
 
 from common import distributed
 from common.data.families import Expansion, family_of, is_clip
-from common.data.folder import copy_files, read_model_config, read_settings, read_tokenizer
+from common.data.folder import (
+    copy_files,
+    read_model_config,
+    read_settings,
+    read_tokenizer,
+    write_word_pattern,
+)
 from common.flags import DataArgs, parse_template_options
 from common.ground.files import UserError, check_form, read_json
 
@@ -276,8 +282,10 @@ class Processor:
 
     def save(self, folder: str | Path) -> None:
         """Write the files of the checkpoint besides its weights and config.json into a folder: byte for
-        byte as they were, except settings that flags, the template or training have changed."""
+        byte as they were, except settings that flags, the template or training have changed, and a
+        tokenizer's pattern that was mended."""
         copy_files(Path(self.folder), Path(folder))
+        write_word_pattern(self.tokenizer, Path(folder))
         for name, settings in self.files.items():
             path = Path(folder, f"{name}.json")
             is_new = settings != (read_json(path) if path.exists() else {})

@@ -16,8 +16,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.auto import tokenization_auto
 
+from common.data.folder import copy_files, read_tokenizer, write_word_pattern
 from common.data.images import image_size, read_image
 from common.data.loader import load_pixels
 from common.data.processor import Processor, answer_frame
@@ -800,6 +803,47 @@ def test_rows_of_other_systems_that_need_no_conversion(
     assert prompt.images == (str(tmp_path / "a.png"),)
     assert prompt.row == row
     assert "columns" not in capsys.readouterr().out
+
+
+OLD_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def test_words_of_mistral_are_cut_as_its_own_tokenizer_does(tmp_path, monkeypatch, caplog):
+    """Not by the pattern in the published tokenizer.json, which keeps HelloWorld together; an export has the
+    right one, for programs that mend nothing. With mistral-common, which vLLM brings, transformers would
+    take that for a folder with a tekken.json, and fail."""
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = dict(zip([*bytes_, *(f"<{k}>" for k in range(100_000))], range(200_000)))
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(OLD_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    folder, export = tmp_path / "model", tmp_path / "export"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"})
+    config = {"model_type": "mistral3", "vision_config": {"model_type": "pixtral"}}
+    write_json(folder / "config.json", config | {"transformers_version": "4.50.0"})
+    write_json(folder / "tekken.json", {})
+    monkeypatch.setitem(
+        tokenization_auto.TOKENIZER_MAPPING_NAMES, "mistral3", "MistralCommonBackend"
+    )
+    monkeypatch.setattr(
+        tokenization_auto, "_use_mistral_format", lambda *_, **__: True, raising=False
+    )
+    mended = read_tokenizer(folder)
+    copy_files(folder, export)
+    write_word_pattern(mended, export)
+    write_json(export / "config.json", config | {"transformers_version": "5.24.0"})
+    for read in (mended, read_tokenizer(export)):
+        words = read.backend_tokenizer.pre_tokenizer.pre_tokenize_str("HelloWorld 12")
+        assert [word for word, _ in words] == ["Hello", "World", "Ġ", "1", "2"]
+    assert "regex" not in caplog.text
+    before, after = (read_json(path / "tokenizer.json") for path in (folder, export))
+    assert before | {"pre_tokenizer": None} == after | {"pre_tokenizer": None}
 
 
 def row_with_calls(content, *calls: dict) -> dict:
