@@ -88,6 +88,7 @@ from common.sampling import Sampling
 def main(argv: list[str] | None = None) -> logging.Metrics:
     """Train, or only evaluate (--eval_only). Returns the last metrics."""
     args = parse_args(argv)
+    checkpoint.leave_if_stopped(args.out)
     ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
     rows = load_rows(args)
     fingerprint = checkpoint.fingerprint_of(args)  # equal on all ranks
@@ -116,6 +117,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             due = logging.evaluation_due(step, last, state.pass_ended, args)
             if due and rows.held_out and not log.has_evaluation(step):
                 evaluate(judge, rows, state, log, args)
+            checkpoints.save_if_best(step, log.best_evaluation(args.keep_best))
             checkpoints.export_if_due(step, last, {"export": trained}, rows.processor)
             # a signal may have come meanwhile
             if step == last or args.eval_only or checkpoints.saved_to_stop(step, last):
@@ -215,8 +217,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
     args = flags.parse(Args, __doc__, argv, toy=("questions", "grm_args.json"))
-    if args.steps:
-        args = replace(args, max_epochs=0)
     refuse = flags.Refusals()
     flags.check_shared(refuse, args)
     refuse.raise_any()
@@ -241,7 +241,7 @@ def count_steps(args: Args, rows: int, saved: dict, fingerprint: dict) -> Args:
     if saved and saved["fingerprint"]["data"] == fingerprint["data"]:
         left -= saved["rows_drawn"]
     steps = saved.get("step", 0) + math.ceil(left / args.prompts_per_step)
-    return replace(args, steps=steps, max_epochs=0)
+    return replace(args, steps=steps, derived=(*args.derived, "steps"))
 
 
 # The flags that identify a run: if one has changed, --resume auto refuses the checkpoint.
@@ -369,7 +369,7 @@ class TrainState:
         """Restore what was saved; passes over other data begin anew."""
         vars(self).update(saved)
         if "data" in changed:
-            self.rows_drawn = 0
+            self.rows_drawn, self.pass_ended = 0, False
 
 
 def advance(
@@ -667,7 +667,7 @@ def weigh_verdicts(
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record, and print what the run will do."""
-    log = logging.RunLogger(args, flags.as_json(args), args.steps, first_step)
+    log = logging.RunLogger(args, args.steps, first_step)
     if any(question.prompt.regions for question in rows.train):
         log.line(f"boxes and points of responses are in the coordinates {rows.processor.space!r}")
     prompts, count, steps = args.prompts_per_step, len(rows.train), args.steps

@@ -58,10 +58,11 @@ from common import checkpoint, distributed, flags, logging, losses, ppo_flags
 from common.buffers import EMPTY, Batch, Pack
 from common.data import loader as data
 from common.data.processor import Processor, answer_frame
-from common.data.rows import Prompt, load_prompts, parse_columns
+from common.data.rows import Prompt, load_prompts, name_tasks, parse_columns
 from common.envs import environments
 from common.flags import flag
 from common.ground import process
+from common.ground.files import check_form
 from common.ground.process import UserError
 from common.looks import further_losses, image_changes
 from common.looks.further_losses import PtxLoss
@@ -86,6 +87,7 @@ TRAIN, EVAL, JUDGE = 0, 1, 2
 def main(argv: list[str] | None = None) -> logging.Metrics:
     """Train, or only evaluate (--eval_only). Returns the last metrics."""
     args = parse_args(argv)
+    checkpoint.leave_if_stopped(args.out)
     reward, environment, weigh = load_programs(args)  # runs the user's code before a GPU is touched
     ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
     rows = load_rows(args)
@@ -124,6 +126,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
                 metrics, records = evaluate(trainables, reward, rows, sampling, state, args)
                 metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, state, args)
                 report_evaluation(log, metrics, records, state)
+            checkpoints.save_if_best(step, log.best_evaluation(args.keep_best))
             checkpoints.export_if_due(step, last, exports, rows.processor)
             # a signal may have come meanwhile
             if step == last or args.eval_only or checkpoints.saved_to_stop(step, last):
@@ -254,14 +257,15 @@ class AlgorithmArgs:
     """algorithm"""
 
     advantage: str = flag(
-        "gae",
-        "advantage estimator. gae and bi_level_gae (over turns, then over their tokens) train a critic; "
+        "auto",
+        "advantage estimator. auto: gae, or none with --reward none. gae and bi_level_gae (over turns, "
+        "then over their tokens) train a critic; "
         "grpo (alias group_norm), turn_grpo (turn by turn), gdpo, dr_grpo, rloo, opo, "
         "gpg and reinforce_baseline compare the samples of a prompt, at least 2; remax adds one greedy "
         "sample. gdpo compares each source of rewards separately; with a single source, each of its "
         "components except reward and parsed (env: the reward). none: rewards are only measured, "
-        "and learning is from a teacher; --reward none implies it",
-        choices=tuple(ESTIMATORS),
+        "and learning is from a teacher",
+        choices=("auto", *ESTIMATORS),
     )
     gamma: float = flag(
         1.0, "discount per token (gae, bi_level_gae, reinforce, reinforce++, remax)", high=1
@@ -432,12 +436,12 @@ class Args(
         return self.kl_in_loss and self.kl_estimator == "full"
 
     def automatic(self) -> dict:
-        only_teacher = self.reward == "none"
-        estimator = ESTIMATORS["none" if only_teacher else self.advantage]
+        advantage = "none" if self.reward == "none" else "gae"
+        estimator = ESTIMATORS[advantage if self.advantage == "auto" else self.advantage]
         policy_loss = POLICY_LOSSES[self.policy_loss]
         clip_low, clip_high = policy_loss.clip
         return {
-            "advantage": "none" if only_teacher else "gae",
+            "advantage": advantage,
             "advantages_norm": "on" if estimator.whiten else "off",
             "gae_lambda_policy": self.gae_lambda,
             "loss_aggregation": policy_loss.aggregation,
@@ -510,7 +514,8 @@ def load_files(
     file and line."""
     columns, system = parse_columns(args.columns), args.system_prompt
     sets, number = [], itertools.count()
-    for path, _ in flags.parse_datasets(spec):
+    paths = [path for path, _ in flags.parse_datasets(spec)]
+    for path in paths:
         if args.row_kind == "prompts":
             rows = load_prompts(path, processor, args, columns, system, args.env)
         else:
@@ -518,7 +523,7 @@ def load_files(
                 each.prompt for each in judgements.load_judgements(path, processor, settings, args)
             ]
         sets.append([replace(row, index=next(number)) for row in rows])
-    return sets
+    return name_tasks(sets, paths)
 
 
 def check_rows(
@@ -653,13 +658,18 @@ class TrainState:
         return vars(self) | {"moments": vars(self.moments), "history": history}
 
     def load_state_dict(self, saved: dict, changed: set[str]) -> None:
-        """Restore what was saved, except what DEPENDS_ON flags that have ``changed``."""
+        """Restore what was saved, except what DEPENDS_ON flags that have ``changed``. Raises UserError:
+        it is not what `state_dict` makes."""
         saved["moments"] = losses.RunningMoments(**saved["moments"])
-        history = bytearray.fromhex(saved["history"])
+        try:
+            history = bytearray.fromhex(saved["history"])
+        except ValueError as error:
+            raise UserError(f"history: {error}") from error
         if len(history) == self.history.nbytes > 0:
             saved["history"] = torch.frombuffer(history, dtype=torch.float32).view(2, -1)
+            check_form(saved["ahead"], [range(self.history.shape[1])], "ahead")
         else:  # other rows are bad now, or there are none
-            changed = changed | {"data"}
+            del saved["history"], saved["ahead"]
         for name, value in saved.items():
             if changed.isdisjoint(DEPENDS_ON.get(name, ())):
                 setattr(self, name, value)
@@ -718,6 +728,9 @@ DEPENDS_ON = {
     "moments": OF_REWARDS,
     "history": (*OF_REWARDS, "data"),
     "ahead": ("curriculum", "prompts_per_step", "rollouts_per_step", "data"),
+    "rows_drawn": ("data",),
+    "passes": ("data",),
+    "pass_ended": ("data",),
     "ptx_rows": ("ptx_data",),
 }
 
@@ -1253,9 +1266,14 @@ def batch_metrics(batch: Batch) -> logging.Metrics:
         "train/advantages_min": batch.advantages.min(),
         "train/advantages_max": batch.advantages.max(),
     }
-    for name, values in batch.components.items():
+    components = {
+        reports.component_metric(name, "_reward"): values
+        for name, values in batch.components.items()
+    }
+    for name, values in components.items():
         if not values.isnan().all():
-            metrics[f"rollout/{reports.component_metric(name, '_reward')}"] = values.nanmean()
+            metrics[f"rollout/{name}"] = values.nanmean()
+    metrics |= reports.task_metrics(batch, {"reward": batch.rewards} | components)
     if len(batch.kl):
         metrics["train/kl"] = batch.kl.mean()
     if len(batch.teacher_logprobs):
@@ -1676,7 +1694,7 @@ def report_evaluation(
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record, and print what the run will do."""
-    log = logging.RunLogger(args, flags.as_json(args), args.steps, first_step)
+    log = logging.RunLogger(args, args.steps, first_step)
     if any(row.regions for row in rows.all):
         log.line(
             f"boxes and points of answers are read in the coordinates {rows.processor.space!r}"
@@ -1725,7 +1743,7 @@ def report(
     records: list[dict] = []
     if log.shows_samples(step, args.steps):
         records = report_samples(log, batch, step, actor, args)
-    columns = reports.accuracy_columns(metrics) | STEP_COLUMNS
+    columns = reports.accuracy_columns(metrics, batch.prompts) | STEP_COLUMNS
     log.step(step, metrics | checkpoints.metrics(), columns)
     if records:
         first = records[0]

@@ -13,6 +13,7 @@
 Nothing is read with pickle.
 """
 
+import ast
 import fcntl
 import hashlib
 import json
@@ -24,6 +25,7 @@ import socket
 import time
 from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -50,10 +52,20 @@ from common.distributed import (
     say_once,
     stop_requested,
 )
-from common.flags import MODEL_IDENTITY, Args, RunArgs, as_json, fields_of, map_parts
+from common.flags import (
+    MODEL_IDENTITY,
+    Args,
+    RunArgs,
+    as_json,
+    fields_of,
+    map_parts,
+    parse_datasets,
+)
 from common.ground.files import (
     check_form,
     follow_pointer,
+    open_file,
+    plain_json,
     read_json,
     read_text,
     say,
@@ -62,8 +74,8 @@ from common.ground.files import (
     write_durably,
     write_link,
 )
-from common.ground.process import UserError, keep_errors
-from common.logging import Metrics, due, how_to_go_on
+from common.ground.process import EXIT_PREEMPTED, Exit, UserError, keep_errors
+from common.logging import Metrics, due, how_to_go_on, script_of
 from common.model import weights
 from common.model.fsdp import Trainable
 from common.model.vlm import Wrapper
@@ -79,27 +91,42 @@ MOST_FAILURES = 3  # failed saves in a row that end a run
 # What makes a run the same run
 # -------------------------------------------------------------------------------------------------
 
-VERSIONS = ("torch", "transformers", "project")  # stand beside the flags; a change is a warning
+# What stands beside the flags, and is a warning if it has changed: versions, the script that runs, and
+# files that programs name.
+VERSIONS = ("torch", "transformers", "project", "script", "tables")
+ROWS = ("data", "eval_data", "ptx_data")  # flags that name files of rows
+ADDRESS = re.compile(r"(https?)://[^/\",\s]+")  # of a server
 
 
 def fingerprint_of(args: Any) -> dict:
-    """The value of every flag, with digests in place of the paths of what it names; and versions.
+    """The value of every flag, with digests in place of the paths of what it names, which stand under
+    "named"; and versions.
 
     All ranks must call. Raises UserError on every rank: what a flag names cannot be read, or two ranks
     have different flags, or different files behind them.
     """
-    values = as_json(args)
-    for name, field in fields_of(type(args)).items():
-        if field.metadata["paths"]:
-            with raise_on_all_ranks(f"--{name}: "):
-                values[name] = digest_value(name, values[name])
-    values |= {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "project": weights.digest_files(project_files()),
-    }
+    values, named = as_json(args), paths_of(args)
+    for name, value in named.items():
+        with raise_on_all_ranks(f"--{name}: "):
+            values[name] = digest_value(name, value, named["image_root"])
+    with raise_on_all_ranks():
+        sources = named.get("reward", "") + recipe_text(named.get("reward_recipe", ""))
+        values |= {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "project": weights.digest_files(project_files()),
+            "script": sha256(script_of(args))[:12],
+            "tables": digest_tables(named.values()),
+            "servers": ", ".join(sorted({match[0] for match in ADDRESS.finditer(sources)})),
+        }
     compare_ranks(values)
-    return values
+    return values | {"named": named}
+
+
+def paths_of(args: Any) -> dict[str, str]:
+    """The flags whose values have paths in them."""
+    fields = fields_of(type(args)).items()
+    return {name: getattr(args, name) for name, field in fields if field.metadata["paths"]}
 
 
 def project_files() -> list[Path]:
@@ -132,25 +159,122 @@ def compare_rows(rows: Iterable[Prompt]) -> None:
     )
 
 
-def digest_value(flag: str, value: str) -> str:
+def digest_value(flag: str, value: str, image_root: str) -> str:
     """A flag's value with digests in place of paths. Raises UserError: something cannot be read."""
     if flag.endswith("model"):
         return value if value in ("", "self", "ema") else weights.digest_model(value)
-    if flag == "reward_recipe" and os.path.isfile(value):
-        value = read_text(value)
-    return digest_parts(value)
+    if flag in ROWS:
+        return digest_rows(value, image_root)
+    return digest_parts(recipe_text(value) if flag == "reward_recipe" else value)
+
+
+def recipe_text(value: str) -> str:
+    """A recipe of rewards, or the file of one, as JSON that is always written alike."""
+    text = read_text(value) if os.path.isfile(value) else value
+    return plain_json(text.encode()).decode()
+
+
+def digest_rows(spec: str, image_root: str) -> str:
+    """The value of a flag that names files of rows, by what is read of them: the rows as JSON, without empty
+    lines, and the sizes of the files that they name. Raises UserError."""
+    digests = []
+    for path, weight in parse_datasets(spec):
+        digest = hashlib.sha256()
+        with open_file(path) as file:
+            for line in filter(bytes.strip, file):
+                digest.update(plain_json(line))
+                sizes = sizes_of(line, os.path.dirname(os.path.abspath(path)), image_root)
+                digest.update(str(sizes).encode())
+        digests.append(digest.hexdigest()[:12] + ("" if weight is None else f":{weight:g}"))
+    return ",".join(digests)
+
+
+def sizes_of(line: bytes, folder: str, image_root: str) -> list[int]:
+    """The sizes of the files, such as pictures and videos, that a row names."""
+    sizes = []
+    for name in re.findall(rb'"((?:[^"\\\n]|\\.){1,400}\.\w{2,5})"', line):
+        for base in (folder, image_root):
+            with suppress(OSError, ValueError):
+                path = json.loads(b'"' + name + b'"').removeprefix("file://")
+                sizes.append(os.stat(os.path.join(base, path)).st_size)
+                break
+    return sizes
 
 
 def digest_parts(text: str) -> str:
-    """A text with digests in place of the files, programs with what they import from their folders, and
-    judges that it names: see `map_parts`."""
-    if os.path.isfile(text):
-        digests = sorted(map(sha256, files_of(Path(text).resolve())))
+    """A text with digests in place of the programs, with what they import from their folders, and judges
+    that it names: see `map_parts`. The address of a server is a way to it: its path stays."""
+    if "." in text and os.path.isfile(text):  # a word is a rule, even where a file has its name
+        digests = sorted(map(sha256, program_files(text)))
         return hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
     judge = re.fullmatch(r'(grm|rm):([^",]+)', text)
     if judge:
         return f"{judge[1]}:{weights.digest_model(judge[2])}"
+    if "://" in text and not re.search('[",]', text):
+        return ADDRESS.sub(r"\1:", text)
     return map_parts(text, digest_parts)
+
+
+def program_files(path: str) -> set[Path]:
+    """See `files_of`. Raises UserError: one of them is no Python."""
+    try:
+        return files_of(Path(path).resolve())
+    except SyntaxError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def digest_tables(values: Iterable[str]) -> str:
+    """The files, such as tables, that programs of these flags name in their texts: their names and
+    digests. Raises UserError."""
+    programs = {path for value in values for path in re.findall(r'[^",:]+\.py', value)}
+    tables = {}
+    for program in filter(os.path.isfile, programs):
+        for file in program_files(program):
+            for table in files_named_in(file):
+                tables[table.name] = sha256(table)[:12]
+    return ", ".join(f"{name} {digest}" for name, digest in sorted(tables.items()))
+
+
+def files_named_in(program: Path) -> set[Path]:
+    """The files that texts of a program name, in its folder, in the folders that it names, and in the
+    working folder."""
+    texts = {
+        node.value
+        for node in ast.walk(ast.parse(program.read_bytes()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 400
+    }
+    texts = {text for text in texts if text.isprintable() and text.strip("./")}
+    bases = {program.parent, Path.cwd(), *(program.parent / text for text in texts)}
+    files = {base / text for base in bases if base.is_dir() for text in texts if "." in text}
+    return {file.resolve() for file in files if file.suffix != ".py" and file.is_file()}
+
+
+# What versions before "named" compared: all bytes of files.
+
+
+def fingerprint_by_bytes(args: Any) -> dict[str, str]:
+    """The flags that name files as in a fingerprint of an earlier version. All ranks must call. Raises
+    UserError."""
+    values = {}
+    with raise_on_all_ranks():
+        for name, value in paths_of(args).items():
+            if name.endswith("model") and value not in ("", "self", "ema"):
+                values[name] = weights.digest_model(value, as_read=False)
+            elif not name.endswith("model"):
+                is_recipe = name == "reward_recipe" and os.path.isfile(value)
+                values[name] = parts_by_bytes(read_text(value) if is_recipe else value)
+    return values
+
+
+def parts_by_bytes(text: str) -> str:
+    """As `digest_parts`."""
+    if os.path.isfile(text):
+        digests = sorted(map(sha256, program_files(text)))
+        return hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
+    judge = re.fullmatch(r'(grm|rm):([^",]+)', text)
+    if judge:
+        return f"{judge[1]}:{weights.digest_model(judge[2], as_read=False)}"
+    return map_parts(text, parts_by_bytes)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -228,9 +352,20 @@ def launcher() -> str:
     return f"{socket.gethostname()} {os.getppid()} {os.environ.get('TORCHELASTIC_RUN_ID')}"
 
 
-def lock_folder(out: Path) -> TextIO | None:
+def leave_if_stopped(out: Path) -> None:
+    """End a worker that torchrun has started anew because its predecessor was stopped by a signal, which
+    --max_restarts takes for a crash. A new torchrun goes on. Raises Exit."""
+    if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        return
+    is_unnamed = out.name == RunArgs.out.name
+    for lock in out.parent.glob("*/.lock") if is_unnamed else [follow_pointer(out) / ".lock"]:
+        if launcher() in read_holder(lock).get("stopped", []):
+            raise Exit(EXIT_PREEMPTED)
+
+
+def lock_folder(out: Path, advice: str = "") -> TextIO | None:
     """Make this the only live run of a folder, which all ranks must see: rank 0 returns its lock. All
-    must call. Raises UserError."""
+    must call. Raises UserError, with ``advice``: a live run has it."""
     mine = {
         "process": f"process {os.getpid()} on {socket.gethostname()}",
         "launcher": launcher(),
@@ -242,7 +377,7 @@ def lock_folder(out: Path) -> TextIO | None:
     with raise_on_all_ranks(f"--out {out}: "):
         if is_main():
             out.mkdir(parents=True, exist_ok=True)
-            file = take_lock(lock, mine)
+            file = take_lock(lock, mine, advice)
             # Left by a process that was killed during a save or an export, and its tracebacks.
             for pattern in ("checkpoints/.tmp-*", "export*/.step-*", "errors"):
                 for path in out.glob(pattern):
@@ -257,7 +392,7 @@ def lock_folder(out: Path) -> TextIO | None:
     return file
 
 
-def take_lock(path: Path, mine: dict) -> TextIO:
+def take_lock(path: Path, mine: dict, advice: str = "") -> TextIO:
     """Hold the lock of a folder until the file is closed, or this process ends. Raises UserError: a
     live run has it; OSError.
 
@@ -265,23 +400,28 @@ def take_lock(path: Path, mine: dict) -> TextIO:
     open the file a second time, as closing that would drop the lock.
     """
     holder = read_holder(path)
-    lock = open(path, "a")
+    lock = open(path, "a+")  # which can be read without opening it again
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         is_this_job = mine["job"] and mine["job"] == holder.get("job")
         if not is_this_job or mine["restart"] == holder.get("restart"):
             who = holder.get("process", "of an earlier version")
-            raise UserError(f"it is in use by a live run, {who}") from error
+            raise UserError(f"it is in use by a live run, {who}{advice}") from error
         path.unlink()  # of this job before it was requeued, on a machine that is gone
-        return take_lock(path, mine)
+        return take_lock(path, mine, advice)
     except OSError as error:  # Lustre, say, without its mount option
         say(f"warning: a second run in {path.parent} would not be refused: {error}")
+    write_holder(lock, mine)
+    return lock
+
+
+def write_holder(lock: TextIO, holder: dict) -> None:
+    """Write into a lock who has it."""
     lock.truncate(0)
-    lock.write(json.dumps(mine))
+    lock.write(json.dumps(holder))
     lock.flush()
     os.fsync(lock.fileno())
-    return lock
 
 
 def read_holder(lock: Path) -> dict:
@@ -296,7 +436,11 @@ def read_holder(lock: Path) -> dict:
 # What is in a checkpoint
 # -------------------------------------------------------------------------------------------------
 
-STATE_FORM = {"step": range(2**53), "fingerprint": {"steps": range(2**53)}}
+LARGEST_COUNT = 2**40  # of what a run may have counted
+STATE_FORM = {
+    "step": range(LARGEST_COUNT),
+    "fingerprint": {"steps": range(LARGEST_COUNT), "named?": {str: str}},
+}
 
 
 def training_state(roles: Roles) -> dict[str, Tensor]:
@@ -322,7 +466,8 @@ def load_training_state(path: Path, roles: Roles) -> None:
     have written it. Averages that it lacks begin at the weights. Raises UserError: it lacks others, has
     them in other shapes, or has weights of a model that does not train them here."""
     state, reader = training_state(roles), HuggingFaceStorageReader(str(path))
-    saved = reader.read_metadata().state_dict_metadata.keys()
+    with raise_on_all_ranks(f"{path}: "):
+        saved = saved_names(path)
     wanted = {name: state[name] for name in state if name in saved or not name.endswith(".ema")}
     of_roles = tuple(f"{role}.model." for role in roles)
     lost = [name for name in saved - state.keys() if name.startswith(of_roles)]
@@ -340,6 +485,16 @@ def load_training_state(path: Path, roles: Roles) -> None:
     for name in state.keys() - wanted:
         weight = name.replace(".optimizer.state.", ".model.", 1).removesuffix(".ema")
         weights.shard_of(state[name]).copy_(weights.shard_of(state[weight]))
+
+
+def saved_names(path: Path) -> set[str]:
+    """The names of a checkpoint's tensors. Raises UserError: a file is no safetensors file, though it is
+    what was written."""
+    names: set[str] = set()
+    for file in sorted(path.glob("*.safetensors")):
+        with weights.open_weights(file) as tensors:
+            names |= {*tensors.keys()}
+    return names
 
 
 def read_state(path: Path, form: dict) -> dict:
@@ -363,6 +518,8 @@ def form_of(value: Any) -> Any:
         return {name: form_of(part) for name, part in value.items()}
     if value is None:  # a mean that has no value yet
         return int | float | None
+    if type(value) is int:
+        return range(LARGEST_COUNT)
     return int | float if isinstance(value, float) else type(value)
 
 
@@ -390,6 +547,31 @@ def find_named(place: str) -> list[Path]:
         advice = ": this is a model, pass it as --model" if is_model else ""
         raise UserError(f"--resume {place}: no complete checkpoint there{advice}")
     return paths
+
+
+def described(value: Any, name: str | None) -> str:
+    """A value of a fingerprint, with the name of that whose digest it is."""
+    return f"{value!r} ({name})" if name not in (None, value) else repr(value)
+
+
+def ways_to_evaluate(run: Path, model: str) -> str:
+    """What to type to evaluate a run, or the model that it began with."""
+    ways = []
+    if step_folders(run / "checkpoints"):
+        ways.append(f"its newest checkpoint: --resume {run} --out NEW")
+    if (run / "export" / "latest").exists():
+        ways.append(f"its export: --model {run}/export/latest --out NEW")
+    if not ways:
+        ways.append("it has no checkpoint and no export yet")
+    return "; ".join([*ways, f"that model itself: --model {model} --out NEW"])
+
+
+def describe_model(args: Any) -> str:
+    """The model of an evaluation that has no checkpoint, in words."""
+    folder = follow_pointer(args.model)
+    if re.fullmatch(r"export\w*/step-\d+", f"{folder.parent.name}/{folder.name}"):
+        return f"the export {folder}"
+    return f"the model {args.model} as it is: no checkpoint in {args.out}/checkpoints"
 
 
 def find_damage(path: Path) -> str:
@@ -490,6 +672,8 @@ class Checkpoints:
         """
         self.args, self.state, self.fingerprint = args, state, fingerprint
         self.folder = args.out / "checkpoints"
+        self.best: int | None = None  # the step of the best evaluation, with --keep_best
+        self.damaged: set[Path] = set()  # checkpoints that were found so
         self.roles: Roles = {}  # what is saved: `resume` is told
         self.saved_step = 0  # the newest that is committed
         self.pending: tuple[int, Writer, Future] | None = None  # the save in flight, of which step
@@ -498,12 +682,16 @@ class Checkpoints:
         self.waited = 0.0  # seconds that training waited for saves since they were last recorded
         self.stager = make_stager()
         self.group = self.new_group()
-        self.lock = lock_folder(args.out)
+        newest = f"--resume {args.out} --out NEW evaluates its newest checkpoint"
+        self.lock = lock_folder(args.out, f"; {newest}" if args.eval_only else "")
         self.path = self.find_newest()  # from which to resume; None: from step 0
+        if args.eval_only and not self.path:
+            self.require_untrained()
         self.saved: dict = {}  # its state.json
         if self.path:
             with raise_on_all_ranks():
                 self.saved = read_state(self.path, form_of(state.state_dict()))
+            self.renew_fingerprint()
 
     def new_group(self) -> Any:
         """For the collectives of the thread that saves."""
@@ -536,6 +724,7 @@ class Checkpoints:
             problem = find_damage(path)
             if not problem:
                 return path
+            self.damaged.add(path)
             say_once(f"warning: not resumed from: {path}: {problem}")
         if problem:  # which does not mean to start over
             raise UserError(
@@ -568,6 +757,19 @@ class Checkpoints:
             )
         return ours
 
+    def require_untrained(self) -> None:
+        """Raises UserError: an evaluation without a checkpoint would take the initial weights of a run for
+        those that it has trained."""
+        with raise_on_all_ranks("--eval_only: "):
+            run = self.args.recorded_run
+            if (self.args.out / "metrics.jsonl").exists():
+                run = self.args.out
+            if is_main() and run:
+                raise UserError(
+                    f"no checkpoint in {self.folder}, and --model {self.args.model} is what the run "
+                    f"{run} began with; {ways_to_evaluate(run, self.args.model)}"
+                )
+
     def resume(self, roles: Roles, steps: int, identity: Container[str]) -> None:
         """Load the checkpoint that --resume asks for, if there is one.
 
@@ -582,32 +784,48 @@ class Checkpoints:
         self.roles = roles
         self.fingerprint["steps"] = steps
         if self.path is None:
-            say_once(f"starting from step 0: no complete checkpoint in {self.folder}")
+            start = f"starting from step 0: no complete checkpoint in {self.folder}"
+            say_once(f"evaluating {describe_model(self.args)}" if self.args.eval_only else start)
             return
+        changed = self.compare(self.path, self.saved.pop("fingerprint"), identity)
         if self.saved["step"] > steps and not self.args.eval_only:
             raise UserError(
                 f"{self.path} is already beyond --steps {steps}; raise --steps, or start another --out "
                 "from an earlier checkpoint"
             )
-        changed = self.compare(self.path, self.saved.pop("fingerprint"), identity)
         # A critic, say, that --critic_model has replaced is not the one that was saved.
         stay = {role: part for role, part in roles.items() if f"{role}_model" not in changed}
         load_training_state(self.path, stay)
-        self.state.load_state_dict(self.saved, set(changed))
+        with raise_on_all_ranks(f"{self.path}/state.json: "):
+            # an evaluation begins nothing anew
+            self.state.load_state_dict(self.saved, set() if self.args.eval_only else set(changed))
         self.saved_step = self.state.step
         changes = f"; changed: {'; '.join(changed.values())}" if changed else ""
-        say_once(f"resuming from {self.path}{changes}")
+        does = f"evaluating step {self.saved_step}:" if self.args.eval_only else "resuming from"
+        say_once(f"{does} {self.path}{changes}")
+
+    def renew_fingerprint(self) -> None:
+        """What the flags name may be as it was for a checkpoint of an earlier version, which compared all
+        bytes of files: then it is the same here."""
+        before = self.saved["fingerprint"]
+        if "named" not in before:
+            for name, old in fingerprint_by_bytes(self.args).items():
+                if before.get(name) == old:
+                    before[name] = self.fingerprint[name]
 
     def compare(self, path: Path, before: dict, identity: Container[str]) -> dict[str, str]:
         """How flags, or what they name, have changed since ``path`` was saved, by name. Raises UserError:
         it is another run, in this --out, and --resume did not name it."""
         changed = {}
+        named, named_before = self.fingerprint["named"], before.pop("named", {})
         for name, old in before.items():
             new = self.fingerprint.get(name, old)
             if new != old and name in VERSIONS:
                 say_once(f"warning: {path} was saved with {name} {old}; this is {new}")
             elif new != old:
-                changed[name] = f"--{name} {old!r} -> {new!r}"
+                flag = f"--{name}" if name in fields_of(type(self.args)) else name
+                texts = (described(old, named_before.get(name)), described(new, named.get(name)))
+                changed[name] = f"{flag} {' -> '.join(texts)}"
         if self.args.eval_only:  # it changes nothing: only the model has to be the same
             identity = MODEL_IDENTITY
         others = [text for name, text in changed.items() if name in identity]
@@ -632,6 +850,21 @@ class Checkpoints:
         if step > self.saved_step and due(step, self.args.save_every, last):
             self.save(step)
 
+    def save_if_best(self, step: int, best: int | None) -> None:
+        """Save after ``step`` steps if their evaluation is the ``best`` so far, and have
+        checkpoints/best name it; `export_if_due` does the same with its exports."""
+        self.best = best
+        if step != best or self.args.eval_only or not self.args.save_every:
+            return
+        if self.pending and self.pending[0] == step:
+            return  # `commit` names it
+        with raise_on_all_ranks(f"{self.folder}/best: "):
+            is_saved = from_main((self.folder / f"step-{step}").exists())
+            if is_saved and is_main():
+                write_link(self.folder / "best", f"step-{step}")
+        if not is_saved:
+            self.save(step)
+
     def saved_to_stop(self, step: int, last: int) -> bool:
         """Whether a signal has asked to stop after ``step`` steps, before the ``last``; if so, they
         are saved. The same on every rank."""
@@ -641,6 +874,11 @@ class Checkpoints:
         if step > self.saved_step:
             self.save(step)
             self.finish()
+        launchers = gather_objects(launcher())
+        if self.lock:
+            self.lock.seek(0)
+            holder = json.loads(self.lock.read())
+            write_holder(self.lock, holder | {"stopped": sorted(set(launchers))})
         return True
 
     def save(self, step: int) -> None:
@@ -735,13 +973,18 @@ class Checkpoints:
         folder.rename(final)
         sync_folder(self.folder)
         write_link(self.folder / "latest", final.name)
+        self.damaged.discard(final)
+        if step == self.best:
+            write_link(self.folder / "best", final.name)
         self.delete_old(step)
 
     def delete_old(self, step: int) -> None:
-        """Delete checkpoints beyond --keep_last and --keep_gb, but not that of this ``step``."""
+        """Delete checkpoints beyond --keep_last and --keep_gb, but not that of this ``step`` nor the best.
+        One that is damaged takes no place of a good one: it is neither counted nor deleted."""
         size, limit = 0, self.args.keep_gb * 1e9 or math.inf
+        spared = {*self.damaged, follow_pointer(self.folder / "best")}
         written = [path for number, path in step_folders(self.folder) if number <= step]
-        for count, path in enumerate(written):
+        for count, path in enumerate(path for path in written if path not in spared):
             size += sum(file.stat().st_size for file in path.iterdir())
             if count and (count >= self.args.keep_last or size > limit):
                 shutil.rmtree(path, ignore_errors=True)  # what is left is deleted the next time
@@ -759,22 +1002,39 @@ class Checkpoints:
     def export_if_due(
         self, step: int, last: int, exports: dict[str, Trainable], processor: Processor
     ) -> None:
-        """Write models to <out>/NAME/step-N if --export_every says so, by their names there, and
-        averages of their weights to <out>/NAME_ema/step-N. Raises UserError if the last export
-        fails; earlier ones only warn."""
-        if self.args.eval_only or not due(step, self.args.export_every, last):
+        """Write models to <out>/NAME/step-N if --export_every says so, or if they are the best so far, by
+        their names there, and averages of their weights to <out>/NAME_ema/step-N. Raises UserError if
+        the last export fails; earlier ones only warn."""
+        is_due = due(step, self.args.export_every, last)
+        if self.args.eval_only or not (is_due or step == self.best):
             return
         for name, trained in exports.items():
             folder = self.args.out / name / f"step-{step}"
             problem = weights.export(trained.module, processor, folder)
             if trained.ema_beta and not problem:
+                self.name_best(folder, last)
                 folder = self.args.out / f"{name}_ema" / f"step-{step}"
                 with trained.averaged():
                     problem = weights.export(trained.module, processor, folder)
             if not problem:
+                self.name_best(folder, last)
                 continue
             message = f"the weights were not exported to {folder}: {problem}"
             if step == last:
                 how = how_to_go_on(self.args)
                 raise UserError(f"{message}. Once that is fixed, {how} and exports them")
             say_once(f"warning: {message}")
+
+    def name_best(self, folder: Path, last: int) -> None:
+        """Have `best` name this export if its step is the best so far, and delete the one that it has
+        named unless --export_every asks for it."""
+        if folder.name != f"step-{self.best}":
+            return
+        with raise_on_all_ranks(f"{folder.parent}/best: "):
+            if is_main():
+                before = follow_pointer(folder.parent / "best")
+                write_link(folder.parent / "best", folder.name)
+                number = before.name.removeprefix("step-")  # "best" if there was none
+                if before != folder and number != "best":
+                    if not due(int(number), self.args.export_every, last):
+                        shutil.rmtree(before, ignore_errors=True)

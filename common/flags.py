@@ -5,7 +5,8 @@ flag           declares a flag: its default, its help and what values it may hav
 parse          command line, --config and defaults -> a script's Args
 override       an Args with other values of some flags
 Refusals       collects flags that cannot be used, or not together
-as_json        the values by flag, for args.json
+as_json        the values by flag
+as_typed       the same as they were chosen, for args.json
 """
 
 import argparse
@@ -43,6 +44,8 @@ save_every resume out seed eval_every eval_only
 """.split()
 # Flags that replace each other: one on the command line overrides all of its set in --config.
 ALTERNATIVES = ({"reward", "reward_recipe"}, {"steps", "max_epochs"})
+# The flags that tell a run's args.json from a --config that somebody has written, who leaves these out.
+RECORDED = {"out", "seed", "eval_every", "eval_only", "log_samples", "timeout"}
 
 # -------------------------------------------------------------------------------------------------
 # Declaring flags
@@ -87,13 +90,20 @@ def groups_of(args_class: type) -> dict[str, type]:
 
 
 def fields_of(args_class: type) -> dict[str, Any]:
-    """The fields of an argument class by flag. Their types are classes, not the names of classes."""
-    return {field.name: field for field in dataclasses.fields(args_class)}
+    """The fields of an argument class that are flags, by name. Their types are classes, not the names of
+    classes."""
+    return {field.name: field for field in dataclasses.fields(args_class) if field.metadata}
 
 
 def as_json(args: Any) -> dict:
-    """The values of a script's Args by flag: what --config reads back."""
-    return vars(args) | {"out": str(args.out)}
+    """The values of a script's Args by flag."""
+    values = {name: getattr(args, name) for name in fields_of(type(args))}
+    return values | {"out": str(args.out)}
+
+
+def as_typed(args: Any) -> dict:
+    """The same as they were chosen: what --config reads back, and derives again from other flags."""
+    return as_json(args) | {name: getattr(type(args), name) for name in args.derived}
 
 
 def absolute_paths(text: str) -> str:
@@ -148,25 +158,55 @@ def parse(
                 "no --model given, and launch/toy.py did not write the embedded toy, for the "
                 "reason above"
             )
-    recorded = read_config(config, parser) if config else {}
-    args = override(args_class(**recorded), typed)
+    args = args_class()
+    if config:
+        recorded = read_config(config, parser)
+        args = args_class(**recorded)
+        if RECORDED <= recorded.keys():
+            args = read_record(args, recorded, Path(config), typed)
+    args = override(args, typed)
     return dataclasses.replace(args, out=args.out.absolute())
+
+
+def read_record(args: Args, recorded: dict, path: Path, typed: dict) -> Args:
+    """The flags of an args.json that a run has written."""
+    changes: dict[str, Any] = {}
+    if "keep_best" not in recorded:
+        # A version before this flag recorded what `auto`, -1 and 0 stood for. What equals that was
+        # probably not chosen.
+        for name, value in args.automatic().items():
+            if value == recorded.get(name):
+                changes[name] = getattr(type(args), name)
+    out = run_of(path) if path.name == "args.json" else args.out
+    if typed.get("eval_only") and not args.eval_only:
+        changes["resume"] = CheckpointArgs.resume  # what the run began from is not what it is now
+    was_trained = not args.eval_only or (out / "metrics.jsonl").exists()
+    if was_trained and "model" not in typed:
+        changes["recorded_run"] = out
+    return dataclasses.replace(args, **changes, out=out)
+
+
+def run_of(record: Path) -> Path:
+    """The run that has written this args.json, with whose folder it may have been moved."""
+    folder = record.absolute().parent
+    is_evaluation = re.match(r"evaluation-step-\d", folder.name)
+    return folder.parent if is_evaluation else folder
 
 
 def override(args: Args, values: dict) -> Args:
     """The flags with other ``values`` of some. What follows from other flags (`RunArgs.automatic`) is
     derived again; what was chosen stays, except alternatives to the new values."""
-    followed = args.automatic()
-    chosen = {name: value for name, value in vars(args).items() if followed.get(name) != value}
+    unchosen = set(args.derived)
     for names in ALTERNATIVES:
         if names & values.keys():
-            chosen = {name: value for name, value in chosen.items() if name not in names}
-    args = type(args)(**chosen | values)
+            unchosen |= names
+    back = {name: getattr(type(args), name) for name in unchosen & fields_of(type(args)).keys()}
+    args = dataclasses.replace(args, **back | values)
     follows = {}
     for name, value in args.automatic().items():
         if getattr(args, name) == getattr(type(args), name):  # its default
             follows[name] = value
-    return dataclasses.replace(args, **follows)
+    return dataclasses.replace(args, **follows, derived=tuple(follows))
 
 
 def build_parser(args_class: type, description: str | None, listed: str = "all") -> "Parser":
@@ -349,6 +389,10 @@ def check_shared(refuse: Refusals, args: Any) -> None:
         "its own rows",
     )
     refuse(args.eval_only and not args.eval_data, "--eval_only needs --eval_data")
+    refuse(
+        args.keep_best and not (args.eval_data and args.eval_every),
+        f"--keep_best {args.keep_best} needs evaluations: --eval_data, and an --eval_every other than 0",
+    )
     refuse(
         args.train_vision and args.lora_rank,
         f"--train_vision excludes --lora_rank {args.lora_rank}: adapters are of the language model",
@@ -568,6 +612,12 @@ class CheckpointArgs:
         "disk space of complete checkpoints, 10^9 bytes: beyond it the oldest are deleted, never "
         "the newest; 0: no limit",
     )
+    keep_best: str = flag(
+        "",
+        "metric of evaluations, as eval/accuracy_reward_mean, or min:eval/loss where less is better: "
+        "export/best and a checkpoint beside those of --keep_last are of the best evaluation so far; "
+        "empty: none",
+    )
     save_strategy: str = flag(
         "unrestricted",
         "who writes at the same time: all ranks, those of one node, or one rank",
@@ -621,6 +671,11 @@ class RunArgs:
         "ranks that share one copy of weights and optimizer, such as the GPUs of a node; only "
         "gradients travel between the copies (HSDP). 0: all ranks share one",
     )
+
+    # Not flags: those that were not chosen and follow from others, and the run that began with --model,
+    # if that is known from its args.json alone.
+    derived: tuple[str, ...] = ()
+    recorded_run: Path | None = dataclasses.field(default=None, compare=False)
 
     def automatic(self) -> dict[str, Any]:
         """What flags stand for at their defaults (auto, -1, 0), where that depends on other flags."""

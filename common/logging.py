@@ -9,6 +9,7 @@ Metric names carry their TensorBoard section: rollout/, train/, eval/, perf/. JS
 an error.
 """
 
+import inspect
 import json
 import math
 import os
@@ -30,13 +31,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import ROOT, distributed
-from common.flags import RunArgs
+from common.flags import RunArgs, as_json, as_typed
 from common.ground.cards import contact_sheet
 from common.ground.files import (
     as_message,
     printable,
     read_records,
     replace_durably,
+    sha256,
     write_durably,
 )
 from common.ground.process import EXIT_PREEMPTED, Exit, UserError
@@ -204,9 +206,9 @@ class RunLogger:
     training stay as they are.
     """
 
-    def __init__(self, run: RunArgs, recorded: dict, total_steps: int, first_step: int):
-        """Open the files; ``recorded`` (all flags) goes into args.json and the first record of this
-        process.
+    def __init__(self, run: RunArgs, total_steps: int, first_step: int):
+        """Open the files. args.json has all flags as they were chosen, and the first record of this process
+        what they stand for.
 
         Raises:
             UserError: on every rank alike: files that cannot be read or written.
@@ -218,7 +220,7 @@ class RunLogger:
         self.first_step = first_step
         self.console = sys.stdout  # user code may replace it for a while
         self._warned: dict[str, bool] = {}  # name -> whether its condition held last time
-        evaluated = set()
+        evaluations: dict[int, Metrics] = {}  # by step
         self.bar = tqdm(
             total=total_steps,
             initial=first_step,
@@ -235,17 +237,18 @@ class RunLogger:
                         self.out.with_name(f"{self.out.name}.old-{time.time_ns()}")
                     )
                     self.line(f"the evaluation that was in {self.out} is now in {old}")
-                replace_durably(self.out / "args.json", json.dumps(recorded, indent=2) + "\n")
+                typed = json.dumps(as_typed(run), indent=2)
+                replace_durably(self.out / "args.json", typed + "\n")
                 # the checkpoint may be another run's; what lies here is then of an attempt before
                 goes_on = first_step > 0 and any(self.out.glob("checkpoints/step-*"))
-                evaluated = self._open_records(recorded, goes_on)
+                evaluations = self._open_records(goes_on)
                 purge = first_step + 1 if goes_on else 0
                 self._writer = SummaryWriter(self.out / "tensorboard", purge_step=purge)
-        self._evaluated = distributed.from_main(evaluated)
+        self._evaluations = distributed.from_main(evaluations)
 
-    def _open_records(self, recorded: dict, goes_on: bool) -> set[int]:
-        """Open metrics.jsonl, with the records up to the first step if the run ``goes_on``; the steps
-        of its evaluations."""
+    def _open_records(self, goes_on: bool) -> dict[int, Metrics]:
+        """Open metrics.jsonl, with the records up to the first step if the run ``goes_on``; its
+        evaluations by step."""
         path, records = self.out / "metrics.jsonl", []
         if path.exists() and not goes_on:
             old = path.with_name(f"metrics.old-{time.time_ns()}.jsonl")
@@ -255,11 +258,17 @@ class RunLogger:
             for record in read_records(path, {"step?": int}):
                 if (record.get("step") or 0) <= self.first_step:  # headers have none
                     records.append(record)
-        header = {"type": "header", "first_step": self.first_step, "environment": environment()}
-        replace_durably(path, as_lines([*records, header | {"arguments": recorded}]))
+        script = str(script_of(self.run))
+        header = {
+            "type": "header",
+            "first_step": self.first_step,
+            "script": {"file": script, "sha256": sha256(script)},
+            "environment": environment(),
+        }
+        replace_durably(path, as_lines([*records, header | {"arguments": as_json(self.run)}]))
         self._file = open(path, "a", encoding="utf-8", buffering=1)
         return {
-            record.get("step")
+            record["step"]: record
             for record in records
             if any(name.startswith("eval/") for name in record)
         }
@@ -276,11 +285,27 @@ class RunLogger:
     def evaluation(self, step: int, metrics: Metrics, columns: dict[str, str]) -> None:
         """Record an evaluation after ``step`` steps. Raises UserError: see `_record`."""
         self._record(f"eval  step {step:5d}", step, metrics, columns)
+        self._evaluations[step] = metrics
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether an earlier process has recorded an evaluation after ``step`` steps: the same on
-        every rank."""
-        return step in self._evaluated
+        """Whether an evaluation after ``step`` steps is recorded, perhaps by an earlier process: the same
+        on every rank."""
+        return step in self._evaluations
+
+    def best_evaluation(self, metric: str) -> int | None:
+        """The step of the best evaluation so far by a metric of --keep_best, the first of equal ones; None:
+        there is none since training began. Raises UserError: evaluations have no such metric."""
+        name = metric.removeprefix("min:")
+        sign = -1 if name != metric else 1
+        for evaluation in self._evaluations.values() if metric else ():
+            if name not in evaluation:
+                names = [known for known in evaluation if known.startswith("eval/")]
+                raise UserError(
+                    f"--keep_best {metric}: evaluations have {', '.join(sorted(names))}"
+                )
+        # the model as it came, before the first step, is no result of the run
+        steps = [step for step in sorted(self._evaluations) if step and metric]
+        return max(steps, key=lambda step: sign * self._evaluations[step][name], default=None)
 
     def shows_samples(self, step: int, last: int) -> bool:
         """Whether samples are written after ``step`` steps."""
@@ -337,10 +362,8 @@ class RunLogger:
         """
         stopped = step < last and not self.eval_only
         if stopped:
-            self.line(
-                f"stopped by a signal after step {step}; {how_to_go_on(self.run)}, and with --steps "
-                f"{step} exports the weights of this step"
-            )
+            exports = f", and with --steps {step} exports the weights of this step" if step else ""
+            self.line(f"stopped by a signal after step {step}; {how_to_go_on(self.run)}{exports}")
         else:
             self.line(f"done: all results are in {self.out}")
             self.line(f"a page of curves and samples: {page_command(self.out)}")
@@ -383,6 +406,11 @@ class RunLogger:
             texts[printable(word)] = f"{value:.3f}" if abs(value) < 1000 else f"{value:.0f}"
         self.line("  ".join([title, *(f"{word} {text}" for word, text in texts.items())]))
         return texts
+
+
+def script_of(args: RunArgs) -> Path:
+    """The file of the script whose flags these are, such as a fork that git does not know."""
+    return Path(inspect.getfile(type(args))).resolve()
 
 
 def how_to_go_on(args: Any) -> str:

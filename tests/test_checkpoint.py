@@ -652,7 +652,9 @@ def test_keep_last(tmp_path, keep_last, keep_gb, remaining):
         folder.mkdir(parents=True)
         (folder / "COMMITTED.json").write_text("1")
     owner = SimpleNamespace(
-        folder=tmp_path / "checkpoints", args=SimpleNamespace(keep_last=keep_last, keep_gb=keep_gb)
+        folder=tmp_path / "checkpoints",
+        args=SimpleNamespace(keep_last=keep_last, keep_gb=keep_gb),
+        damaged=set(),
     )
     checkpoint.Checkpoints.delete_old(owner, 4)
     assert steps(tmp_path) == [5, *remaining]

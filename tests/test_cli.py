@@ -1,7 +1,6 @@
 """The command line: every flag is read and documented, what cannot work is refused at once, and
 real launches."""
 
-import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -30,7 +29,11 @@ from conftest import read_json, read_rows, table, user_error, words
 SCRIPT = Path(ppo.__file__)
 ROOT = SCRIPT.parent
 GROUPS = common_flags.groups_of(ppo.Args)  # by stage
-FIELDS = [(group, field) for group, kind in GROUPS.items() for field in dataclasses.fields(kind)]
+FIELDS = [
+    (group, field)
+    for group, kind in GROUPS.items()
+    for field in common_flags.fields_of(kind).values()
+]
 NEEDED = words("--model m --data d.jsonl")  # parse_args looks at neither
 
 
@@ -105,9 +108,7 @@ def test_help_shows_what_most_runs_touch_and_the_rest_by_stage(capsys):
     assert 30 <= len(shown(text)) <= 35
     assert GROUPS["perception"].__doc__ not in text
     by_stage = [shown(help_of(capsys, stage)) for stage in GROUPS]
-    assert by_stage == [
-        {field.name for field in dataclasses.fields(kind)} for kind in GROUPS.values()
-    ]
+    assert by_stage == [common_flags.fields_of(kind).keys() for kind in GROUPS.values()]
     known = common_flags.fields_of(ppo.Args) | common_flags.fields_of(grm.Args)
     assert set(common_flags.OFTEN) <= known.keys()
     with user_error("invalid choice: 'nonsense'"):
@@ -297,7 +298,7 @@ def test_the_losses_of_the_flag_are_those_of_the_formulas():
     """The flag is declared before torch, and with it the formulas, is imported."""
     choices = {field.name: field.metadata["choices"] for _, field in FIELDS}
     assert choices["policy_loss"] == tuple(ppo.POLICY_LOSSES)
-    assert choices["advantage"] == tuple(ppo.ESTIMATORS)
+    assert choices["advantage"] == ("auto", *ppo.ESTIMATORS)
     for mode in choices["loss_aggregation"][1:]:
         assert losses.token_weights(torch.tensor([3, 1]), mode, 8).shape == (2,)
 
@@ -486,16 +487,22 @@ def test_flags_override_config_override_defaults(tmp_path):
     assert ppo.parse_args(words("--config", config, "--out there")).out == Path.cwd() / "there"
 
 
-def test_what_follows_from_other_flags_is_recorded_and_follows_them_again(tmp_path):
-    """args.json has the values in force; with another estimator or loss from the command line, those that
-    follow from it are not of the recorded one, and what was chosen stays."""
-    names = "advantages_norm loss_aggregation clip_low clip_high kl_estimator critic_epochs".split()
-    names += ["gae_lambda_policy", "advantage"]
+FOLLOWING = "advantages_norm loss_aggregation clip_low clip_high kl_estimator critic_epochs".split()
+FOLLOWING += ["gae_lambda_policy", "advantage"]
+
+
+@pytest.mark.parametrize("record", [common_flags.as_typed, common_flags.as_json])
+def test_what_follows_from_other_flags_is_recorded_and_follows_them_again(tmp_path, record):
+    """With another estimator or loss from the command line, those that follow from it are not of the
+    recorded one, and what was chosen stays. Earlier versions recorded the values in force."""
 
     def parsed(*line: str) -> list:
         args = ppo.parse_args(words(*line))
-        (tmp_path / "args.json").write_text(json.dumps(common_flags.as_json(args)))
-        return [getattr(args, name) for name in names]
+        recorded = record(args)
+        if record is common_flags.as_json:
+            del recorded["keep_best"]  # which they did not know
+        (tmp_path / "args.json").write_text(json.dumps(recorded))
+        return [getattr(args, name) for name in FOLLOWING]
 
     again = ("--config", tmp_path / "args.json")
     first = parsed(*NEEDED, "--epochs 2 --gae_lambda 0.9 --clip_low 0.1")
@@ -509,6 +516,73 @@ def test_what_follows_from_other_flags_is_recorded_and_follows_them_again(tmp_pa
     alone = parsed(*NEEDED, "--reward none --teacher_model m")
     assert (alone[-1], alone[0]) == ("none", "off")
     assert parsed(*again, "--reward exact")[-1] == "gae"
+
+
+def test_a_choice_that_is_todays_default_stays(tmp_path):
+    """Of a recorded run, and of a file that somebody has written."""
+    chosen = {
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "advantages_norm": "on",
+        "critic_epochs": 2,
+        "kl_estimator": "k1+",
+    }
+    line = words(*NEEDED, "--epochs 2 --kl_estimator k1+ --critic_epochs 2 --advantages_norm on")
+    args = ppo.parse_args([*line, *words("--clip_low 0.2 --clip_high 0.2")])
+    path = tmp_path / "args.json"
+    for recorded in (common_flags.as_typed(args), chosen | {"model": "m", "data": "d.jsonl"}):
+        path.write_text(json.dumps(recorded))
+        other = "--policy_loss gspo --advantage grpo --epochs 3"
+        again = ppo.parse_args(words("--config", path, other))
+        assert {name: getattr(again, name) for name in chosen} == chosen
+        assert again.loss_aggregation == "seq-mean-token-mean"
+    with user_error("--reward none excludes --advantage gae"):
+        ppo.parse_args(words(*NEEDED, "--advantage gae --reward none --teacher_model m"))
+
+
+def typed_values(script, folder: Path) -> dict[str, list]:
+    """Values for every flag: one that is not its default, and what it stands for if it is not chosen."""
+    special = {
+        "image_root": str(folder),
+        "template_options": '{"a": 1}',
+        "stop_strings": '["x"]',
+        "teacher_prompt": "{prompt} b",
+        "columns": "prompt=a",
+        "dual_clip": 2.5,
+        "keep_best": "eval/loss",
+        "out": folder / "other",
+    }
+    follows, values = script.Args().automatic(), {}
+    for name, field in common_flags.fields_of(script.Args).items():
+        value = {str: "m", float: 0.75}.get(field.type)
+        if field.type is int:
+            value = max(field.default, 1) + 1
+        elif field.type is bool:
+            value = not field.default
+        value = next((c for c in field.metadata["choices"] if c != field.default), value)
+        values[name] = [special.get(name, value)]
+        if name in follows:
+            values[name].append(follows[name])
+    return values
+
+
+@pytest.mark.parametrize("script", [ppo, grm])
+def test_every_flag_is_read_back_as_it_was_typed(script, tmp_path):
+    """Alone, and with any other flag changed: as if both had been typed together."""
+    start = {"model": "m", "data": "d.jsonl", "out": tmp_path}
+    first = common_flags.override(script.Args(), start)
+    values, path = typed_values(script, tmp_path), tmp_path / "args.json"
+    for name, of_flag in values.items():
+        for value in of_flag:
+            typed = common_flags.override(first, {name: value})
+            path.write_text(json.dumps(common_flags.as_typed(typed)))
+            again = common_flags.parse(script.Args, "", ["--config", str(path)], ("", ""))
+            assert again == typed, name
+            alternatives = [pair for pair in common_flags.ALTERNATIVES if name in pair]
+            for other in values.keys() - {name}.union(*alternatives):
+                change = {other: values[other][0]}
+                together = common_flags.override(first, {name: value} | change)
+                assert common_flags.override(again, change) == together, (name, other)
 
 
 def test_one_of_two_flags_that_stand_for_each_other_replaces_the_other_of_a_config(tmp_path):
@@ -528,7 +602,7 @@ def test_one_of_two_flags_that_stand_for_each_other_replaces_the_other_of_a_conf
     assert length("--config", config, "--max_epochs 3") == (0, 3)
     assert length(*NEEDED) == (0, 2)
     assert length(*NEEDED, "--steps 5") == (5, 0)
-    assert length(*NEEDED, "--max_epochs 2 --steps 5") == (5, 0)
+    assert length(*NEEDED, "--max_epochs 2 --steps 5") == (5, 2)  # which are not asked
 
 
 # ------------------------------------------------------------------------------------------------
@@ -727,6 +801,8 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
 
     recorded = read_json(tmp_path / "out" / "args.json")
     assert recorded.keys() == {field.name for _, field in FIELDS}
-    assert lines[0]["arguments"] == recorded
+    assert recorded["clip_low"] == -1 and lines[0]["arguments"]["clip_low"] == 0.2
+    stood_for = {name for name in recorded if lines[0]["arguments"][name] != recorded[name]}
+    assert stood_for == {*FOLLOWING} - {"advantage"}
     again = ppo.parse_args(words("--config", tmp_path / "out" / "args.json"))
     assert again == ppo.parse_args(flags)

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tqdm import tqdm
 
 import ranks
-from common import distributed, logging
+from common import distributed, flags, logging
 from common.flags import CheckpointArgs, RunArgs
 from common.ground import files, process
 from common.ground.cards import (
@@ -55,7 +55,7 @@ def open_log(out, first_step: int = 0, **flags) -> RunLogger:
     """The log of a run of 6 steps in a folder, which has the checkpoint that it resumes from."""
     if first_step:
         (out / "checkpoints" / f"step-{first_step}").mkdir(parents=True, exist_ok=True)
-    return RunLogger(LogArgs(out=out, **flags), {"lr": 1e-3}, total_steps=6, first_step=first_step)
+    return RunLogger(LogArgs(out=out, **flags), total_steps=6, first_step=first_step)
 
 
 def steps(out):
@@ -214,9 +214,9 @@ def test_files_of_a_run(tmp_path, capsys):
     log.close(6, 6)
     first, *others = read_records(tmp_path / "metrics.jsonl")
     assert first["type"] == "header"
-    assert first["arguments"] == {"lr": 1e-3}
+    assert first["arguments"] == flags.as_json(LogArgs(out=tmp_path))
     assert first["environment"]["torch"]
-    assert read_json(tmp_path / "args.json") == {"lr": 1e-3}
+    assert read_json(tmp_path / "args.json") == first["arguments"]  # nothing follows from others
     assert others == [
         {"step": 0, "eval/accuracy": 0.25},
         {"step": 1, "rollout/reward": 0.5, "train/count": 3, "train/loss": 2.0},
@@ -300,7 +300,7 @@ def test_a_start_from_another_runs_checkpoint_has_its_own_records(tmp_path):
     log.step(1, {"x": 1.0}, {})
     log.evaluation(1, {"eval/accuracy": 0.5}, {})
     log.close(6, 6)
-    log = RunLogger(LogArgs(out=tmp_path), {}, total_steps=6, first_step=1)
+    log = RunLogger(LogArgs(out=tmp_path), total_steps=6, first_step=1)
     assert steps(tmp_path) == [] and not log.has_evaluation(1)
     (old,) = tmp_path.glob("metrics.old-*.jsonl")
     assert len(read_records(old)) == 3
@@ -390,7 +390,7 @@ def test_a_bar_inside_a_step(monkeypatch, capsys):
 
 @pytest.mark.parametrize("first_step, earlier", [(3, [0, 1, 2, 3]), (0, [])])
 def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, earlier):
-    log = RunLogger(RunArgs(out=tmp_path), {"text": "a\u2028b"}, total_steps=6, first_step=0)
+    log = RunLogger(LogArgs(out=tmp_path, resume="a\u2028b"), total_steps=6, first_step=0)
     for step in range(6):
         log.step(step, {"x": float(step)}, {})
     log.close(6, 6)

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 import ranks
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import checkpoint, distributed, losses, user_code
+from common import checkpoint, distributed, logging, losses, user_code
 from common import flags as common_flags
 from common.data.loader import PromptLoader
 from common.model import weights as vlm_weights
@@ -51,7 +51,7 @@ NODE = "/proc/self/cwd"  # each process has another folder under this path
 # ----------------------------------------------------------------------------- every flag has its row
 WAY = """
 adam_beta2 attention coordinates dtype eval_data eval_every export_every gradient_checkpointing hsdp
-image_root keep_gb keep_last log_samples lr_schedule max_grad_norm max_pixels max_prompt_tokens
+image_root keep_best keep_gb keep_last log_samples lr_schedule max_grad_norm max_pixels max_prompt_tokens
 max_tokens_per_pack min_lr_ratio min_pixels on_bad_row out prompts_per_step resume rollout_shards
 save_blocking save_every save_strategy timeout video_fps video_frames warmup_steps weight_decay
 eval_only
@@ -69,7 +69,7 @@ LENGTH = {"steps", "max_epochs"}
 @pytest.mark.parametrize("script, more", [(ppo, WAY_OF_PPO), (grm, WAY_OF_GRM)])
 def test_every_flag_is_of_the_run_its_length_or_its_way(script, more):
     """A new flag is put into one of the rows by hand: here if a resumed run takes it as it is now."""
-    names = {field.name for field in dataclasses.fields(script.Args)}
+    names = {*common_flags.fields_of(script.Args)}
     length = names & LENGTH
     assert script.IDENTITY <= names and not script.IDENTITY & length
     assert names - script.IDENTITY - length == {*WAY, *more}
@@ -83,7 +83,7 @@ def test_flags_that_name_files_are_known():
     """By ``paths`` in their declaration; an image's bytes are not read for it."""
     naming = {line.split()[0][2:] for line in NAMED} | {"image_root"}
     for script in (ppo, grm):
-        fields = dataclasses.fields(script.Args)
+        fields = common_flags.fields_of(script.Args).values()
         assert {field.name for field in fields if field.metadata["paths"]} <= naming
         for field in fields:
             if re.search(NAMES_FILES, field.metadata["help"]):
@@ -94,7 +94,7 @@ def test_what_belongs_to_flags_is_state():
     state = ppo.TrainState(0.1)
     assert ppo.DEPENDS_ON.keys() <= vars(state).keys()
     of_it = {name for names in ppo.DEPENDS_ON.values() for name in names}
-    assert of_it <= {field.name for field in dataclasses.fields(ppo.Args)}
+    assert of_it <= common_flags.fields_of(ppo.Args).keys()
 
 
 # ----------------------------------------------------------------------------- the fingerprint
@@ -146,10 +146,130 @@ def test_what_a_flag_names_counts_by_its_content(
     monkeypatch.chdir(ones)
     before = checkpoint.fingerprint_of(args_of(line))
     assert before == elsewhere
-    with open(NAMED[line], "ab") as file:
-        file.write(b" ")
+    change_content(Path(NAMED[line]))
     after = checkpoint.fingerprint_of(args_of(line))
     assert {name for name in before if before[name] != after[name]} == {line.split()[0][2:]}
+
+
+def change_content(path: Path) -> None:
+    """Change something that is read: of JSON an entry, of rows the last, of other files a byte."""
+    more = {".json": ', "note": 1}', ".jsonl": ', "note": 1}'}.get(path.suffix, " ")
+    content = path.read_bytes()
+    if path.suffix in (".json", ".jsonl"):
+        content = content.rstrip().removesuffix(b"}")
+    path.write_bytes(content + more.encode())
+
+
+def test_what_is_not_read_does_not_count(ones, life_task):
+    """Spaces, empty lines and the order of names in JSON; files of a trainer beside a model; a file that is
+    called as a rule; the address of a server. Each of them counted before "named"."""
+    distributed.start(60.0, 0)
+    recipe = '{"*": [["grm:model", 0.5], ["exact", 0.5]]}'
+    values = {
+        "model": "model",
+        "data": "rows.jsonl:0.5,eval.jsonl:0.5",
+        "reward_recipe": recipe,
+        "reward": "exact,http://node-1:8000/score",
+    }
+    os.chdir(ones)
+    args = dataclasses.replace(ppo.Args(), **values)
+    before, by_bytes = checkpoint.fingerprint_of(args), checkpoint.fingerprint_by_bytes(args)
+    for name in ("rows.jsonl", "eval.jsonl"):
+        rows = [json.loads(line) for line in (ones / name).read_text().splitlines()]
+        lines = [json.dumps(dict(reversed(row.items())), indent=None) for row in rows]
+        (ones / name).write_text("\n \n".join(lines) + "\n\n")
+    config = read_json(ones / "model" / "config.json")
+    (ones / "model" / "config.json").write_text(json.dumps(config, indent=7) + "\n")
+    (ones / "model" / "notes.txt").write_text("mine")
+    (ones / "model" / "trainer_state.json").write_text("{}")
+    (ones / "exact").write_text("")
+    moved = {
+        "reward_recipe": json.dumps(json.loads(recipe), indent=1),
+        "reward": "exact,http://node-2:9000/score",
+    }
+    args = dataclasses.replace(args, **moved)
+    after = checkpoint.fingerprint_of(args)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"servers", "named"}
+    assert (before["servers"], after["servers"]) == ("http://node-1:8000", "http://node-2:9000")
+    then = checkpoint.fingerprint_by_bytes(args)
+    assert {name for name in then if by_bytes[name] != then[name]} == values.keys()
+    args = dataclasses.replace(args, reward="exact,http://node-2:9000/other")
+    assert checkpoint.fingerprint_of(args)["reward"] != before["reward"]
+
+
+def test_pictures_of_rows_count_by_their_sizes(ones):
+    """In whatever column; also below --image_root."""
+    os.chdir(ones)
+    before = checkpoint.digest_rows("rows.jsonl", "")
+    (ones / "1.png").write_bytes((ones / "1.png").read_bytes() + b"0")
+    after = checkpoint.digest_rows("rows.jsonl", "")
+    assert before != after
+    for name in ("sub", "root/sub"):
+        (ones / name).mkdir(parents=True)
+    write_rows(
+        ones / "sub" / "rows.jsonl", [{"messages": [{"content": [{"image": "file://sub/a.png"}]}]}]
+    )
+    first = checkpoint.digest_rows("sub/rows.jsonl", str(ones / "root"))
+    (ones / "root" / "sub" / "a.png").write_bytes(b"0")
+    assert checkpoint.digest_rows("sub/rows.jsonl", str(ones / "root")) != first
+
+
+def test_the_script_and_tables_of_programs_are_told(ones, save, start, capfd, monkeypatch):
+    """A fork that git does not know, and a table that the reward names in a text."""
+    program = ones / "tabled.py"
+    program.write_text(
+        "import pathlib\nHERE = pathlib.Path(__file__).parent\n"
+        "TABLE = (HERE / 'tables' / 'words.csv').read_text()\n"
+        "def score(prompts, responses, references, labels):\n    return [0.0] * len(prompts)\n"
+    )
+    (ones / "tables").mkdir()
+    (ones / "tables" / "words.csv").write_text("a")
+    more = f"--reward {program}:score"
+    path = save(1, more)
+    (ones / "tables" / "words.csv").write_text("b")
+    fork = ones / "my_ppo.py"
+    fork.write_text("# mine")
+    monkeypatch.setattr(checkpoint, "script_of", lambda args: fork)
+    capfd.readouterr()
+    assert resume(start(more)).step == 1
+    told = capfd.readouterr().out
+    assert (
+        f"warning: {path} was saved with tables words.csv ca978112ca1b; this is words.csv 3e23e8160039"
+        in told
+    )
+    assert f"warning: {path} was saved with script " in told
+    assert logging.script_of(ppo.Args()) == Path(ppo.__file__).resolve()
+
+
+def test_a_checkpoint_of_before_named_is_compared_by_bytes(
+    save, start, life_task, qwen25, tmp_path
+):
+    """As its version did it: the same files are the same run, and others are not."""
+    folder = write_named(tmp_path / "old", life_task, qwen25)
+    more = f"--data {folder}/rows.jsonl --model {folder}/model --reward {folder}/reward.py:letters"
+    path = save(1, more)
+    saved = read_json(path / "state.json")
+    fingerprint = saved["fingerprint"]
+    for name in ("named", "servers", "tables", "script"):
+        del fingerprint[name]
+    rows = hashlib.sha256((folder / "rows.jsonl").read_bytes()).hexdigest()
+    fingerprint["data"] = hashlib.sha256(rows.encode()).hexdigest()[:12]
+    fingerprint["model"] = vlm_weights.digest_files(
+        file
+        for file in (folder / "model").iterdir()
+        if file.suffix in (".json", ".jinja", ".safetensors")
+    )
+    fingerprint["eval_data"] = checkpoint.parts_by_bytes(str(life_task / "eval.jsonl"))
+    (path / "state.json").write_text(json.dumps(saved))
+    commit(path)
+    begun = start(more)
+    assert resume(begun).step == 1
+    change_content(folder / "rows.jsonl")
+    with user_error(
+        rf"is of another run: --data '{fingerprint['data']}' -> '\w+' \({folder}/rows.jsonl\)"
+    ):
+        resume(start(more))
 
 
 def test_a_program_counts_with_what_it_imports_from_its_folder(tmp_path, monkeypatch):
@@ -209,8 +329,7 @@ def test_two_nodes_with_other_files_under_one_path_are_refused(ones, life_task, 
     for line in lines:
         assert told.count(f"{line}: equal") == ("org/name" not in line), told
     for path in {*NAMED.values()}:
-        with open(others / path, "ab") as file:
-            file.write(b" ")
+        change_content(others / path)
     told = ranks.run(compare_members, lines, [str(ones), str(others)], world=2)
     host = re.escape(checkpoint.socket.gethostname())
     for line in lines:
@@ -260,7 +379,7 @@ def test_nodes_with_other_pictures_train_nothing(life_task, qwen25, tmp_path, sc
         told = ranks.run(
             script.main, argv, world=2, patches=[(other_node, str(tmp_path))], codes=[2, 2]
         )
-        assert told.count("error: --data, as rows and sizes of their images, is ") == 1
+        assert told.count("error: --data is ") == 1
         shutil.copy(node / "0.png", node / "1.png")
     assert not (tmp_path / "out").exists()
 
@@ -363,7 +482,7 @@ def test_other_contents_are_another_run(save, start, life_task, tmp_path, qwen25
         ("model/chat_template.jinja", "model"),
     ):
         text = (folder / name).read_text()
-        (folder / name).write_text(text + "\n")
+        change_content(folder / name)
         with user_error(f"step-1 is of another run: --{flag} '"):
             resume(start(more))
         (folder / name).write_text(text)
@@ -397,6 +516,9 @@ def test_steps_below_what_is_saved(save, start, tmp_path):
     for more, folder in (("", None), (f" --resume {path}", tmp_path / "new")):
         with user_error("step-2 is already beyond --steps 1; raise --steps"):
             resume(start(f"--steps 1{more}", *filter(None, [folder])))
+    # which would not help another model
+    with user_error("step-2 is of another run: --lora_rank 0 -> 2"):
+        resume(start("--steps 1 --lora_rank 2"))
     # its export
     assert resume(start(f"--steps 2 --resume {path}", tmp_path / "exported")).step == 2
 
@@ -407,6 +529,7 @@ def test_what_belongs_to_a_changed_flag_begins_anew():
     def loaded(*changed: str, rows: int = 4) -> ppo.TrainState:
         before = ppo.TrainState(0.3, losses.RunningMoments(7), history=torch.ones(2, 4))
         before.step, before.ptx_rows, before.ahead = 5, 6, [1, 2]
+        before.rows_drawn, before.passes, before.pass_ended = 20, 5.0, True
         state = ppo.TrainState(0.1, history=torch.zeros(2, rows))
         state.load_state_dict(json.loads(json.dumps(before.state_dict())), {*changed})
         assert state.step == 5
@@ -420,12 +543,17 @@ def test_what_belongs_to_a_changed_flag_begins_anew():
         state = loaded(flag)
         assert (state.moments.count, state.history.sum(), state.ahead) == (0, 0, [1, 2])
     assert loaded("data").ahead == [] and loaded("data").moments.count == 7
+    of_rows = loaded("data")
+    assert (of_rows.rows_drawn, of_rows.passes, of_rows.pass_ended) == (0, 0, False)
     assert loaded("curriculum").ahead == [] and loaded("curriculum").history.sum() == 8
     assert loaded("prompts_per_step").ahead == [] and loaded("prompts_per_step").history.sum() == 8
     assert loaded("ptx_data").ptx_rows == 0
     # other rows are too long now
     fewer = loaded(rows=3)
-    assert fewer.history.shape == (2, 3) and fewer.ahead == []
+    assert fewer.history.shape == (2, 3) and fewer.ahead == [] and fewer.rows_drawn == 20
+    judge = grm.TrainState()
+    judge.load_state_dict({"step": 5, "rows_drawn": 20, "pass_ended": True}, {"data"})
+    assert (judge.step, judge.rows_drawn, judge.pass_ended) == (5, 0, False)
 
 
 @pytest.mark.slow
@@ -531,6 +659,10 @@ def test_what_was_saved_before_is_one_message(save, start):
     [
         ("step", "x", "step must be an integer from 0 to .*, not 'x'"),
         ("step", -1, "step must be an integer"),
+        ("rows_drawn", -4, "rows_drawn must be an integer from 0 to 1099511627775, not -4"),
+        ("rows_drawn", 10**15, "rows_drawn must be an integer from 0 to "),
+        ("history", "nonsense", "non-hexadecimal number"),
+        ("ahead", [0, 4], "ahead must be an integer from 0 to 3, not 4"),
         ("moments", None, "moments must be dict, not None"),
         ("moments", {"count": 1}, "moments: mean must be"),
         ("kl_coef", "0.1", "kl_coef must be int . float, not '0.1'"),
@@ -554,6 +686,110 @@ def test_a_state_of_wrong_types_of_the_judge(save, tmp_path):
     path = save(2, loss_mean="x")
     with pytest.raises(ValueError, match="loss_mean must be .*, not 'x'"):
         checkpoint.read_state(path, form)
+
+
+# ----------------------------------------------------------------------------- what is evaluated
+def recorded_run(start: Callable, out: Path) -> Path:
+    """The folder of a run that has taken no step yet."""
+    args = start().args
+    (out / "args.json").write_text(json.dumps(common_flags.as_typed(args)))
+    (out / "metrics.jsonl").write_text("")
+    return out
+
+
+def begin(*line: object) -> checkpoint.Checkpoints:
+    """The same command line up to where models would be built, with nothing added."""
+    args = ppo.parse_args(words(*line))
+    state = ppo.TrainState(args.kl_coef, history=torch.zeros(2, 4))
+    return checkpoint.Checkpoints(args, state, checkpoint.fingerprint_of(args))
+
+
+def test_an_evaluation_never_takes_the_initial_weights_for_the_runs(
+    start, save, out, qwen25, capfd
+):
+    """Before the first checkpoint, and once all are gone: the commands that work are named, and work."""
+    run, new = recorded_run(start, out), out.with_name("new")
+    by_config = words("--eval_only --config", run / "args.json")
+    commands = [[*by_config, "--out", str(new)], by_config, [*by_config, "--out", str(run)]]
+    typed = words("--model", qwen25, *by_config, "--out", run)
+    itself = f"that model itself: --model {qwen25} --out NEW"
+    for argv in (*commands, typed):
+        with user_error(
+            f"what the run {run} began with; it has no checkpoint and no export yet; {itself}"
+        ):
+            begin(*argv)
+    export = run / "export" / "step-7"
+    shutil.copytree(qwen25, export)
+    checkpoint.write_link(export.parent / "latest", export.name)
+    for argv in commands:
+        with user_error(f"its export: --model {run}/export/latest --out NEW; {itself}"):
+            begin(*argv)
+    path = save(1)
+    with user_error(f"its newest checkpoint: --resume {run} --out NEW; its export: "):
+        begin(*commands[0])
+    told = {
+        f"evaluating step 1: {path}": ["--resume", str(run), "--out", str(new)],
+        f"evaluating the export {export}": ["--model", f"{run}/export/latest", "--out", str(new)],
+        f"evaluating the model {qwen25} as it is: no": words("--model", qwen25, "--out", new),
+        f"evaluating step 1: {path}; changed: --eval_only": ["--out", str(run)],
+    }
+    for text, more in told.items():
+        capfd.readouterr()
+        resume(begin(*by_config, *more))
+        assert text in capfd.readouterr().out
+
+
+def test_what_a_run_began_from_is_not_what_it_is(start, save, out, tmp_path):
+    """Its args.json has the --resume with which it was started, and its checkpoints are its own."""
+    first, new = save(1), tmp_path / "new"
+    args = start(f"--resume {first}", new).args
+    newest = save(2, f"--resume {first}", new)
+    (new / "args.json").write_text(json.dumps(common_flags.as_typed(args)))
+    by_config = words("--eval_only --config", new / "args.json")
+    assert begin(*by_config, "--out", str(new)).path == newest
+    assert begin(*by_config, "--resume", str(first)).path == first
+
+
+def test_a_live_run_is_evaluated_in_another_folder(start, held, out):
+    with user_error(f"in use by a live run.*; --resume {out} --out NEW evaluates its newest"):
+        start("--eval_only")
+
+
+# ----------------------------------------------------------------------------- the best evaluation
+def evaluate_as(values: dict[int, float]) -> None:
+    """Evaluations by step, without a model."""
+    ppo.evaluate = lambda *arguments: ({"eval/x": values[arguments[4].step]}, [])
+
+
+@pytest.mark.parametrize("metric, sign", [("eval/x", 1), ("min:eval/x", -1)])
+def test_the_best_evaluation_is_kept(flags, out, metric, sign):
+    """Its checkpoint beside the last ones, its export beside the last; a second life knows it. The model as
+    it came is none."""
+    values = {0: 9.0, 1: 1.0, 2: 5.0, 3: 2.0, 4: 5.0, 5: 4.0}
+    values = {step: sign * value for step, value in values.items()}
+    more = f"--advantage grpo --eval_every 1 --keep_last 1 --save_every -1 --keep_best {metric} --steps"
+    for last in (3, 5):
+        live(flags(out, f"{more} {last}"), 2, [(evaluate_as, values)])
+        assert os.readlink(out / "checkpoints" / "best") == "step-2"
+        assert steps(out) == [last, 2]
+        exports = out / "export"
+        assert os.readlink(exports / "best") == "step-2"
+        assert os.readlink(exports / "latest") == f"step-{last}"
+    assert {path.name for path in exports.iterdir()} == {
+        "best",
+        "latest",
+        "step-2",
+        "step-3",
+        "step-5",
+    }
+    assert checkpoint.find_named(str(out / "checkpoints" / "best")) == [
+        out / "checkpoints" / "step-2"
+    ]
+    told = live(flags(out, f"{more} 6 --keep_best eval/y"), 1, [(evaluate_as, values)], codes=[2])
+    assert (
+        "--keep_best eval/y: evaluations have eval/episode, eval/index, eval/train_step, eval/x"
+        in told
+    )
 
 
 # ----------------------------------------------------------------------------- damaged checkpoints
@@ -597,6 +833,20 @@ def test_the_newest_undamaged_one_is_taken(save, start, capfd):
     assert sorted(path.name for path in begun.folder.iterdir()) == ["step-1", "step-2", "step-3"]
 
 
+def test_a_damaged_one_takes_no_place_of_a_good_one(save, start):
+    """Else a second damage would leave nothing to go on from. Written again, it counts again."""
+    paths = {step: save(step) for step in (1, 2)}
+    flip(paths[2] / "state.json", -3)
+    begun = start("--keep_last 2")
+    assert begun.path == paths[1]
+    save(3)
+    begun.delete_old(3)
+    assert [step for step, _ in checkpoint.step_folders(begun.folder)] == [3, 2, 1]
+    begun.damaged.clear()
+    begun.delete_old(3)
+    assert [step for step, _ in checkpoint.step_folders(begun.folder)] == [3, 2]
+
+
 def test_what_cannot_be_read_is_no_reason_to_start_over(save, start, out, tmp_path):
     """One message, and everything is left as it was."""
     paths = [save(1), save(2)]
@@ -633,6 +883,53 @@ def test_no_pickle_on_load(flags, copy, monkeypatch):
         monkeypatch.setattr(name, unpickled)
     ppo.main(flags(copy, "--steps 3 --export_every 0"))
     assert records(copy)[-1]["step"] == 3
+
+
+def test_a_broken_shard_that_was_written_so(flags, copy, tmp_path):
+    """Its sha256 is right: a message, once, from both ranks."""
+    path = copy / "checkpoints" / "step-2"
+    for file in path.glob("*.safetensors"):
+        file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
+    commit(path)
+    told = live(flags(copy, "--steps 3"), 2, codes=[2, 2])
+    assert told.count("error: ") == 1 and "cannot be read as safetensors" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("script", ["ppo", "grm"])
+def test_other_rows_begin_at_their_first(tmp_path, qwen25, script):
+    """With --resume PATH; the step and the weights stay."""
+    argv = small_task(tmp_path, qwen25, script)
+    SCRIPTS[script].main(words(*argv, "--steps 2"))
+    files = {"ppo": "rows.jsonl", "grm": "judged.jsonl"}
+    rows = (tmp_path / files[script]).read_text().splitlines()
+    (tmp_path / "other.jsonl").write_text("\n".join(rows[:12]) + "\n")
+    new = [
+        "--out",
+        tmp_path / "new",
+        "--resume",
+        tmp_path / script,
+        "--data",
+        tmp_path / "other.jsonl",
+    ]
+    SCRIPTS[script].main(words(*argv, *new, "--steps 3"))
+    state = read_json(tmp_path / "new" / "checkpoints" / "step-3" / "state.json")
+    assert (state["step"], state["rows_drawn"]) == (3, 4)
+
+
+def test_a_stop_is_no_crash_to_start_again_from(flags, out):
+    """For the torchrun whose run was stopped; another one goes on."""
+    argv = flags(out, "--steps 3 --export_every 0")
+    stop = (stop_at, "update_actor", 1, 1, signal.SIGUSR1)
+    same = {"TORCHELASTIC_RUN_ID": "a", "world": 2}
+    live(argv, patches=[stop], codes=[75, 75], **same)
+    assert steps(out) == [1]
+    live(argv, codes=[75, 75], TORCHELASTIC_RESTART_COUNT="1", **same)
+    assert steps(out) == [1]
+    live(argv, patches=[(stop_at, "update_actor", 2, 1, signal.SIGKILL)], codes=[1, -9], **same)
+    assert "stopped" not in read_json(out / ".lock")
+    live(argv, TORCHELASTIC_RESTART_COUNT="1", **same)
+    assert steps(out) == [3, 2, 1]
 
 
 # ----------------------------------------------------------------------------- one run per folder

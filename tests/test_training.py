@@ -43,6 +43,7 @@ from conftest import (
     logits_of,
     marked,
     read_json,
+    read_rows,
     records,
     reproducible,
     responses_of,
@@ -948,6 +949,18 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
     assert samples == samples_of_steps(tmp_path / "parts")
     files = [sample["source"].partition(":")[0] for sample in samples if sample["sample"] == 0]
     assert all(files[k : k + 4].count("eval.jsonl") == 1 for k in range(0, 16, 4))
+    (first,) = [
+        record
+        for record in read_rows(whole / "metrics.jsonl")
+        if record.get("rollout/global_step") == 1
+    ]
+    for name in ("train", "eval"):
+        of_file = [
+            sample["reward"]
+            for sample in samples_of(whole, "step-000001")
+            if sample["source"].startswith(name)
+        ]
+        assert first[f"rollout/{name}/reward"] == pytest.approx(np.mean(of_file))
     drawn = {sample["source"] for sample in samples}
     assert len([source for source in drawn if source.startswith("train")]) == 8
     assert len(drawn) == 12

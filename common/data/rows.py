@@ -8,12 +8,13 @@ Of images and videos only the headers are read here; `loader.PromptLoader` decod
 needs them. A user's mistake is a UserError that names the file, the line and the numbers.
 """
 
+import itertools
 import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,6 +32,7 @@ from common.ground.process import UserError
 MEDIA_MARKS = ("<image>", "<video>")  # in the strings of rows
 ROLES = ("system", "user", "assistant", "tool")
 # What --columns can rename.
+MOST_TASKS = 50  # that have metrics of their own
 COLUMNS = {name: name for name in ("prompt", "images", "answer", "label")}
 # How files begin that are not JSONL, and what they are; after a colon, what to do if
 # launch/data/convert.py cannot read them.
@@ -72,6 +74,7 @@ class Prompt:
     source: str = ""  # "train.jsonl:12", for messages
     reference: str | None = None
     label: str | None = None
+    task: str = ""  # its label or file, where there are several: see `name_tasks`
     order: str = ""  # of the sides of a judgement: given or swapped; "": no judgement
     # All columns as the file has them, for reward functions, and the folder of the file.
     row: dict = field(default_factory=dict)
@@ -172,6 +175,26 @@ def load_prompts(
             "launch/data/convert.py takes the final answers out of them"
         )
     return prompts
+
+
+def name_tasks(sets: list[list[Prompt]], paths: Sequence[str]) -> list[list[Prompt]]:
+    """The rows of files with the names of their tasks, for metrics of each: their labels and, where these
+    do not tell rows apart, their files. Rows of a single task get none."""
+    files = [Path(path).stem for path in paths]
+    if len(set(files)) < len(files):
+        files = [f"{Path(path).absolute().parent.name}/{name}" for path, name in zip(paths, files)]
+    by_label = [[row.label or name for row in rows] for rows, name in zip(sets, files)]
+    count = len(set(itertools.chain(*by_label)))
+    if count > MOST_TASKS:
+        distributed.say_once(f"{count} labels in {', '.join(paths)}: no metrics of each of them")
+    if count == 1 < len(files) or count > MOST_TASKS:
+        by_label = [[name] * len(rows) for rows, name in zip(sets, files)]
+    if len(set(itertools.chain(*by_label))) < 2:
+        return sets
+    return [
+        [replace(row, task=task) for row, task in zip(rows, tasks)]
+        for rows, tasks in zip(sets, by_label)
+    ]
 
 
 def tell_numbered_images(path: str, prompts: Iterable[Prompt]) -> None:

@@ -5,6 +5,7 @@
     read_bytes, read_text    all of a file
     sha256                   of a file
     parse_json, read_json    every failure is a UserError that says where it is
+    plain_json               JSON as it is always written alike, to be compared
     check_form               what a value of JSON must be
     number_as_text           a number of JSON as the text that rows hold of it
     read_records             the JSON objects that a run has written, line by line
@@ -90,6 +91,14 @@ def parse_json(
         return json.loads(text, parse_float=numbers, parse_constant=numbers)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON: {error}") from error
+
+
+def plain_json(content: bytes) -> bytes:
+    """JSON without what does not matter: spaces and the order of names. What is no JSON stays."""
+    try:
+        return json.dumps(json.loads(content), sort_keys=True).encode()
+    except (ValueError, RecursionError):
+        return content
 
 
 def read_json(path: str | Path, form: Any = dict) -> Any:
@@ -192,9 +201,9 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 def follow_pointer(name: str | Path) -> Path:
-    """The folder that a `latest` of a run names now; any other path as it is."""
+    """The folder that a `latest` or `best` of a run names now; any other path as it is."""
     path = Path(name)
-    if path.name != "latest":
+    if path.name not in ("latest", "best"):
         return path
     if path.is_symlink():
         return path.parent / path.readlink()

@@ -39,6 +39,8 @@ from common.ground.files import (
     UserError,
     follow_pointer,
     open_file,
+    plain_json,
+    read_bytes,
     read_json,
     sync_folder,
     write_link,
@@ -63,8 +65,13 @@ CONVERT_BIN = """If it has pytorch_model*.bin, run these two lines of Python in 
 import glob, torch, safetensors.torch as st; parts = map(torch.load, glob.glob("pytorch_model*.bin"))
 st.save_file({k: v.contiguous().clone() for p in parts for k, v in p.items()}, "model.safetensors")"""
 Tensors = dict[str, Tensor]  # by name
-# The files of a model that are read; a folder may hold others.
-READ = re.compile(r"(?!consolidated).*\.(json|txt|jinja|model|safetensors)")
+# The files of a model that are read beside its weights; a folder may hold others.
+READ = re.compile(
+    r"(config|generation_config|judge|special_tokens_map|added_tokens|(|pre|video_pre)processor_config"
+    r"|.*tokenizer.*|.*vocab.*|chat_template|merges)\.(json|txt|jinja)|.*\.(model|model\.v\d+|tiktoken)"
+)
+# ... and those that versions before compared
+READ_BEFORE = re.compile(r"(?!consolidated).*\.(json|txt|jinja|model|safetensors)")
 MIB = 2**20
 
 
@@ -153,17 +160,23 @@ def open_weights(path: Path):
         ) from error
 
 
-def digest_model(name: str) -> str:
-    """Of a model's folder or hub name."""
+def digest_model(name: str, as_read: bool = True) -> str:
+    """Of a model's folder or hub name: of what is read of it, or as versions before did it."""
     folder = resolve_folder(name)
-    return digest_files(path for path in folder.iterdir() if READ.fullmatch(path.name))
+    if not as_read:
+        return digest_files(path for path in folder.iterdir() if READ_BEFORE.fullmatch(path.name))
+    small = [path for path in folder.iterdir() if READ.fullmatch(path.name)]
+    return digest_files([*small, *weight_files(folder)], plain=True)
 
 
-def digest_files(paths: Iterable[Path]) -> str:
-    """Of names and contents; of weights the size, and a megabyte at the start, in the middle and at the
-    end of each file."""
+def digest_files(paths: Iterable[Path], plain: bool = False) -> str:
+    """Of names and contents, of JSON perhaps in its ``plain`` form; of weights the size, and a megabyte at
+    the start, in the middle and at the end of each file."""
     digest = hashlib.sha256()
     for path in sorted(paths):
+        if plain and path.suffix == ".json":
+            digest.update(f"{path.name} ".encode() + plain_json(read_bytes(path)))
+            continue
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with open_file(path) as file:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 import torch
@@ -63,6 +63,8 @@ def sample_record(batch: Batch, i: int, row: Prompt, turns: list[str]) -> dict:
         "response_length": int(batch.own_lengths[i]),
         "truncated": bool(batch.truncated[i]),
     }
+    if row.task:
+        record["task"] = row.task
     if len(batch.rewards):
         record |= {"reward": float(batch.rewards[i]), "components": {}}
     for name, values in batch.components.items():
@@ -197,31 +199,52 @@ def spoken_text(record: dict) -> str:
 
 
 def summarise_samples(records: list[dict], count: int) -> dict[str, float]:
-    """Means over all samples; with several samples per prompt (``count``) also the share of prompts
-    that one of them solves, by components named accuracy, and the votes of judgements. Every rank
-    has all records, so nothing is reduced."""
+    """Means over all samples and, as eval/TASK/..., over those of each task; with several samples per
+    prompt (``count``) also the votes of judgements. Every rank has all records, so nothing is
+    reduced."""
+    metrics = {f"eval/{name}": value for name, value in sample_means(records, count).items()}
+    for task in sorted({record.get("task", "") for record in records} - {""}):
+        part = [record for record in records if record.get("task") == task]
+        for name, value in sample_means(part, count).items():
+            metrics[f"eval/{task}/{name}"] = value
+    if count == 1:
+        return metrics
+    if not any("pass@" in name for name in metrics):
+        distributed.say_once(
+            f"no pass@{count}, which needs to know right answers: a reward function says which are by "
+            '{"reward": [...], "accuracy": [...]}, where a right one has 1'
+        )
+    return metrics | {f"eval/votes@{k}": rate for k, rate in vote_rates(records).items()}
+
+
+def sample_means(records: list[dict], count: int) -> dict[str, float]:
+    """Means of rewards, their components, lengths and truncations; with several samples per prompt
+    (``count``) also the share of prompts that one of them solves, by components named accuracy."""
     columns = {}
     for record in records:
         for name in ("reward", "response_length", "truncated"):
             columns.setdefault(f"{name}_mean", []).append(float(record[name]))
         for name, value in record["components"].items():
             columns.setdefault(component_metric(name, "_reward_mean"), []).append(value)
-    metrics = {
-        f"eval/{name}": sum(column) / len(column) for name, column in sorted(columns.items())
-    }
-    if count == 1:
-        return metrics
+    means = {name: sum(column) / len(column) for name, column in sorted(columns.items())}
     components = {name for record in records for name in record["components"]}
-    solvable = [name for name in components if name.rpartition("/")[2] == "accuracy"]
-    for name in solvable:
-        source = name.removesuffix("accuracy")
-        metrics[f"eval/{source}pass@{count}"] = solved_share(records, name)
-    if not solvable:
-        distributed.say_once(
-            f"no pass@{count}, which needs to know right answers: a reward function says which are by "
-            '{"reward": [...], "accuracy": [...]}, where a right one has 1'
-        )
-    return metrics | {f"eval/votes@{k}": rate for k, rate in vote_rates(records).items()}
+    for name in sorted(components):
+        if count > 1 and name.rpartition("/")[2] == "accuracy":
+            source = name.removesuffix("accuracy")
+            means[f"{source}pass@{count}"] = solved_share(records, name)
+    return means
+
+
+def task_metrics(batch: Batch, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """rollout/TASK/NAME: the mean of each column, (S,), over the samples of each task; NaN is no value."""
+    tasks = [batch.prompts[k].task for k in batch.prompt_index]
+    metrics = {}
+    for task in sorted({*tasks} - {""}):
+        of_task = torch.tensor([other == task for other in tasks])  # (S,)
+        for name, values in columns.items():
+            if not values[of_task].isnan().all():
+                metrics[f"rollout/{task}/{name}"] = values[of_task].nanmean()
+    return metrics
 
 
 def component_metric(name: str, ending: str) -> str:
@@ -230,15 +253,17 @@ def component_metric(name: str, ending: str) -> str:
     return name if name.endswith("box_iou") else name + ending
 
 
-def accuracy_columns(metrics: dict[str, float]) -> dict[str, str]:
+def accuracy_columns(metrics: dict[str, float], drawn: Iterable[Prompt] = ()) -> dict[str, str]:
     """word -> metric, for each reward component named accuracy; the word is "source/accuracy" if
-    there are several sources."""
+    there are several sources, and begins with the task in metrics of a task. Those of the tasks of
+    rows that were ``drawn`` are left out: the line of a step has no room for all of them."""
     columns = {}
     for name in metrics:
         if name.endswith(("accuracy_reward", "accuracy_reward_mean")):
             word = name.partition("/")[2].rpartition("_reward")[0]
             columns[word] = name
-    return columns
+    of_tasks = tuple({f"{row.task}/" for row in drawn if row.task})
+    return {word: name for word, name in columns.items() if not word.startswith(of_tasks)}
 
 
 def solved_share(records: list[dict], component: str) -> float:

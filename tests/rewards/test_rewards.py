@@ -1,5 +1,6 @@
 """Rule rewards, user reward functions and their failures."""
 
+import math
 import random
 import threading
 import time
@@ -12,10 +13,10 @@ import pytest
 import torch
 
 import train_ppo_vl as ppo
-from common.data.rows import Prompt
+from common.data.rows import Prompt, name_tasks
 from common.ground.process import UserError
 from common.ppo_flags import RewardArgs
-from common.reports.records import summarise_samples
+from common.reports.records import accuracy_columns, summarise_samples, task_metrics
 from common.rewards import sources
 from common.rewards.rules import (
     answers_equal,
@@ -1010,6 +1011,70 @@ def test_where_nobody_says_what_is_right_a_line_says_how(capsys, components, rat
     assert ('{"reward": [...], "accuracy": [...]}' in text) == (rate is None)
     summarise_samples(records, 1)
     assert capsys.readouterr().out == ""
+
+
+def test_metrics_of_each_task():
+    """By hand: a task has its own means and its own pass@k, beside those of all."""
+    values = {"charts": [[1, 0], [0, 0]], "maps": [[1, 1]]}
+    records = []
+    for task, prompts in values.items():
+        for rewards in prompts:
+            index = len(records) // 2
+            records += [
+                {
+                    "index": index,
+                    "task": task,
+                    "reward": reward + 0.5,
+                    "response_length": 4,
+                    "truncated": False,
+                    "components": {"accuracy": float(reward)},
+                }
+                for reward in rewards
+            ]
+    metrics = summarise_samples(records, 2)
+    expected = {"": (0.5, 1.0, 2 / 3), "charts/": (0.25, 0.75, 0.5), "maps/": (1.0, 1.5, 1.0)}
+    for task, means in expected.items():
+        names = ("accuracy_reward_mean", "reward_mean", "pass@2")
+        assert tuple(metrics[f"eval/{task}{name}"] for name in names) == pytest.approx(means)
+    words = accuracy_columns(metrics)
+    assert words.keys() == {"accuracy", "charts/accuracy", "maps/accuracy"}
+    rows = [SimpleNamespace(task=task) for task in ("charts", "maps", "")]
+    assert accuracy_columns(metrics, rows).keys() == {"accuracy"}
+
+
+@pytest.mark.parametrize(
+    "labels, tasks",
+    [
+        ([["a", "b"], ["a"]], [["a", "b"], ["a"]]),  # labels tell it
+        ([["a", "a"], ["a"]], [["x", "x"], ["y"]]),  # files do
+        ([[None, None], ["a"]], [["x", "x"], ["a"]]),  # both
+        ([["a", "a"]], [["", ""]]),  # nothing does
+        ([[f"{k}" for k in range(51)]], [[""] * 51]),  # each row is its own
+    ],
+)
+def test_tasks_are_told_apart_by_labels_or_files(labels, tasks):
+    sets = [[replace(row_of("1"), label=label) for label in part] for part in labels]
+    named = name_tasks(sets, ["d/x.jsonl", "d/y.jsonl"][: len(sets)])
+    assert [[row.task for row in part] for part in named] == tasks
+    if len(sets) == 2 and labels[0][0] == labels[1][0]:
+        named = name_tasks(sets, ["d/x.jsonl", "e/x.jsonl"])
+        assert {row.task for part in named for row in part} in ({"d/x", "e/x"}, {"a", "b"})
+
+
+def test_metrics_of_a_steps_tasks():
+    """NaN where a sample's source has no such component."""
+    prompts = [SimpleNamespace(task=task) for task in ("a", "b")]
+    batch = SimpleNamespace(prompts=prompts, prompt_index=torch.tensor([0, 0, 1, 1]))
+    columns = {
+        "reward": torch.tensor([1.0, 0, 1, 1]),
+        "x_reward": torch.tensor([0.5, 1] + [math.nan] * 2),
+    }
+    metrics = task_metrics(batch, columns)
+    assert {name: float(value) for name, value in metrics.items()} == {
+        "rollout/a/reward": 0.5,
+        "rollout/a/x_reward": 0.75,
+        "rollout/b/reward": 1.0,
+    }
 
 
 # ------------------------------------------------------------------------------------------------ truths
