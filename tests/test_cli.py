@@ -540,6 +540,26 @@ def test_a_choice_that_is_todays_default_stays(tmp_path):
         ppo.parse_args(words(*NEEDED, "--advantage gae --reward none --teacher_model m"))
 
 
+def test_a_moved_run_writes_into_its_own_folder(tmp_path):
+    """Also where the folder in which it began is still there; a file of another name says where."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    recorded = common_flags.as_typed(ppo.parse_args([*NEEDED, "--out", str(old)]))
+    for path in (old, new / "evaluation-step-3"):
+        path.mkdir(parents=True)
+    for path in (
+        new / "args.json",
+        new / "evaluation-step-3" / "args.json",
+        tmp_path / "mine.json",
+    ):
+        path.write_text(json.dumps(recorded))
+        wanted = old if path.name == "mine.json" else new
+        assert ppo.parse_args(words("--config", path)).out == wanted
+        assert ppo.parse_args(words("--config", path, "--out", old)).out == old
+    config = new / "args.json"  # which somebody has written
+    config.write_text(json.dumps({"model": "m", "data": "d.jsonl", "out": str(old)}))
+    assert ppo.parse_args(words("--config", config)).out == old
+
+
 def typed_values(script, folder: Path) -> dict[str, list]:
     """Values for every flag: one that is not its default, and what it stands for if it is not chosen."""
     special = {

@@ -864,8 +864,19 @@ def test_short_responses_are_compared_word_by_word():
 def one_rank(qwen25, task, tmp_path_factory) -> Path:
     """A run of four steps with an evaluation at start, after step 2 and at the end."""
     out = tmp_path_factory.mktemp("one") / "run"
-    grm.main(judge_flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2"))
+    more = "--steps 4 --eval_every 2 --save_every 2 --keep_best min:eval/loss"
+    grm.main(judge_flags(qwen25, task, out, more))
     return out
+
+
+def test_the_best_evaluation_of_a_judge_is_kept(one_rank):
+    """Not that before the first step."""
+    losses = {
+        entry["step"]: entry["eval/loss"] for entry in records(one_rank) if "eval/loss" in entry
+    }
+    best = min((2, 4), key=losses.get)
+    for folder in ("checkpoints", "export"):
+        assert os.readlink(one_rank / folder / "best") == f"step-{best}"
 
 
 def test_evaluation_has_every_example_once(one_rank, env):
@@ -1056,7 +1067,8 @@ def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path)
     ]
     assert len(files) > 20
     assert all((out / name).read_bytes() == (one_rank / name).read_bytes() for name in files)
-    assert sorted(path.name for path in (out / "export").iterdir()) == ["latest", "step-4"]
+    exports = {path.name for path in (out / "export").iterdir()}
+    assert exports == {"latest", "best", "step-4", os.readlink(out / "export" / "best")}
 
 
 def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):

@@ -29,6 +29,7 @@ from common.ground.cards import (
     sample_card,
     wrap,
 )
+from common.ground.files import sha256
 from common.logging import (
     Largest,
     Mean,
@@ -216,6 +217,7 @@ def test_files_of_a_run(tmp_path, capsys):
     assert first["type"] == "header"
     assert first["arguments"] == flags.as_json(LogArgs(out=tmp_path))
     assert first["environment"]["torch"]
+    assert first["script"] == {"file": __file__, "sha256": sha256(__file__)}
     assert read_json(tmp_path / "args.json") == first["arguments"]  # nothing follows from others
     assert others == [
         {"step": 0, "eval/accuracy": 0.25},
@@ -292,6 +294,15 @@ def test_a_run_that_was_not_to_resume_says_how_it_does(tmp_path):
     args = LogArgs(out=tmp_path, resume="never")
     how = f"the same command with --out {tmp_path} --resume auto goes on from there"
     assert logging.how_to_go_on(args) == how
+
+
+def test_a_stop_before_the_first_step_promises_no_export(tmp_path, capsys):
+    """--steps 0 is refused."""
+    for step in (0, 1):
+        log = open_log(tmp_path / f"{step}")
+        with pytest.raises(process.Exit):
+            log.close(step, 6)
+        assert (f"with --steps {step} exports" in capsys.readouterr().out) == (step > 0)
 
 
 def test_a_start_from_another_runs_checkpoint_has_its_own_records(tmp_path):
