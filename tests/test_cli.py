@@ -591,7 +591,8 @@ def test_every_flag_is_read_back_as_it_was_typed(script, tmp_path):
     """Alone, and with any other flag changed: as if both had been typed together."""
     start = {"model": "m", "data": "d.jsonl", "out": tmp_path}
     first = common_flags.override(script.Args(), start)
-    values, path = typed_values(script, tmp_path), tmp_path / "args.json"
+    # of another name, as args.json says where it lies
+    values, path = typed_values(script, tmp_path), tmp_path / "mine.json"
     for name, of_flag in values.items():
         for value in of_flag:
             typed = common_flags.override(first, {name: value})
