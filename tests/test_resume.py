@@ -661,7 +661,7 @@ def test_what_was_saved_before_is_one_message(save, start):
         ("step", -1, "step must be an integer"),
         ("rows_drawn", -4, "rows_drawn must be an integer from 0 to 1099511627775, not -4"),
         ("rows_drawn", 10**15, "rows_drawn must be an integer from 0 to "),
-        ("history", "nonsense", "non-hexadecimal number"),
+        ("history", "nonsense", "history: non-hexadecimal number"),
         ("ahead", [0, 4], "ahead must be an integer from 0 to 3, not 4"),
         ("moments", None, "moments must be dict, not None"),
         ("moments", {"count": 1}, "moments: mean must be"),
