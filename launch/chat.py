@@ -31,7 +31,7 @@ from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import make_prompt
 from common.flags import DataArgs
-from common.ground.files import printable
+from common.ground.files import UserError, printable
 from common.model.weights import resolve_folder
 from launch import tool
 
@@ -40,7 +40,7 @@ class Chat:
     """A model and the conversation so far."""
 
     def __init__(self, folder: str, device: torch.device, system_prompt: str = ""):
-        """Raises ValueError: no such checkpoint, one of an unknown family, or one whose weights have
+        """Raises UserError: no such checkpoint, one of an unknown family, or one whose weights have
         names that transformers does not know."""
         path = resolve_folder(folder)
         self.processor = Processor(path, DataArgs())
@@ -52,12 +52,12 @@ class Chat:
         try:
             model, report = kind.from_pretrained(path, dtype=dtype, output_loading_info=True)
         except Exception as error:  # damaged files raise anything
-            raise ValueError(
+            raise UserError(
                 f"checkpoint {folder}: transformers cannot load it: {error!r}"
             ) from error
         missing, unread = (sorted(report[f"{what}_keys"]) for what in ("missing", "unexpected"))
         if missing:  # tied weights are not
-            raise ValueError(
+            raise UserError(
                 f"checkpoint {folder}: transformers finds no {', '.join(missing[:3])} in the files, "
                 f"{len(missing)} weights, and would draw them at random; not read of the files: "
                 f"{unread[:3]}. Rename these, or try a newer transformers"
@@ -73,7 +73,7 @@ class Chat:
     def ask(self, question: str, pictures: list[str], max_new_tokens: int) -> str:
         """The answer to a question about new pictures and everything said before.
 
-        Raises ValueError: a picture that cannot be read, or a family without pictures.
+        Raises UserError: a picture that cannot be read, or a family without pictures.
         """
         content = [*[{"type": "image"}] * len(pictures), {"type": "text", "text": question}]
         turns = [*self.messages, {"role": "user", "content": content}]

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project's folder
 
 from common.ground import versions
+from common.ground.files import UserError
 
 versions.check()
 
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> list[str]:
     for backend in args.attention:
         try:
             choose_backend(backend, device, dtype)
-        except ValueError as error:
+        except UserError as error:
             print(f"without {backend}: {error}")
             continue
         print(f"{backend} on {device}, {args.dtype}: error, and what rounding explains at most")

@@ -38,7 +38,7 @@ from common import distributed
 from common.buffers import Batch, Pack
 from common.data.loader import load_pixels
 from common.data.rows import Prompt, load_prompts, make_prompt
-from common.ground.files import say
+from common.ground.files import UserError, say
 from common.model import fsdp, packs, vlm, weights
 from common.model.policy import logprobs_of
 from launch import tool
@@ -97,7 +97,7 @@ def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, 
 
     problem = weights.export(actor, processor, scratch / "export")
     if problem:
-        raise ValueError(problem)
+        raise UserError(problem)
     again = Chat(str(scratch / "export"), chat.model.device).model.state_dict()
     same = map(torch.equal, again.values(), chat.model.state_dict().values())
     yield "weights of an export", len(again) - sum(same), 0.0

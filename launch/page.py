@@ -28,7 +28,7 @@ from urllib.parse import quote
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the project's folder
 
-from common.ground.files import follow_pointer, read_records, say
+from common.ground.files import UserError, follow_pointer, read_records, say
 from launch import tool
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -170,12 +170,12 @@ class Run:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """A run, and the evaluations without training in its folder. Raises ValueError: there is none."""
+    """A run, and the evaluations without training in its folder. Raises UserError: there is none."""
     run = follow_pointer(folder)
     folders = [run, *sorted(run.glob("evaluation-step-*"))]
     found_runs = [path for path in folders if (path / "metrics.jsonl").exists()]
     if not found_runs:
-        raise ValueError(f"{run} has no metrics.jsonl: not the folder of a run")
+        raise UserError(f"{run} has no metrics.jsonl: not the folder of a run")
     return found_runs
 
 
@@ -259,7 +259,7 @@ class Samples:
         run = self.runs[file.run]
         try:
             records = read_records(file.path, SAMPLE, run.problems, finite)
-        except ValueError as error:  # it cannot be read at all
+        except UserError as error:  # it cannot be read at all
             run.problems.append(str(error))
             return
         blocks: list[dict] = []

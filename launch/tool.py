@@ -5,17 +5,18 @@ from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormat
 from collections.abc import Callable
 from contextlib import contextmanager
 
-from common.ground.files import say, show_anything
+from common.ground.files import UserError, say, show_anything
 
 show_anything()
 
 
 @contextmanager
 def one_message():
-    """Around a main: what is wrong with files or flags becomes one message and exit code 2."""
+    """Around a main: what is wrong with files or flags becomes one message and exit code 2; any
+    other exception is a bug, and keeps its traceback."""
     try:
         yield
-    except (OSError, ValueError, OverflowError) as error:  # an integer of JSON may have any size
+    except (OSError, UserError) as error:
         say(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -22,6 +22,7 @@ from collections.abc import Collection
 from fractions import Fraction
 from statistics import multimode
 
+from common.ground.files import UserError
 from common.rewards.numerals import in_digits
 
 Columns = dict[str, list[float]]  # a number for each sample: "reward" and its components
@@ -411,10 +412,10 @@ def _equal(a: str, b: str) -> bool:
 
 
 def check_reference(rule: str, reference: str) -> None:
-    """Raises ValueError: no response can match a reference, not even its own text."""
+    """Raises UserError: no response can match a reference, not even its own text."""
     matches = words_of(reference) if rule == "exact" else answers_equal(reference, reference)
     if not matches:
-        raise ValueError(f"an empty answer, {reference!r:.80}")
+        raise UserError(f"an empty answer, {reference!r:.80}")
 
 
 def rule_reward(rule: str, prompts, responses, references, labels, images) -> Columns:

@@ -10,6 +10,8 @@ genai_bench              {prompt, left_image, right_image, vote_type}
 
 import re
 
+from common.ground.files import UserError
+
 COLUMNS = {
     "vl_rewardbench": "id",
     "mm_rlhf": "id prompt chosen rejected",
@@ -55,19 +57,19 @@ def rows_of(benchmark: str, row: dict) -> Rows:
     """The rows for `convert` from a published row: pairs with "benchmark", "source" (the official
     group) and, if several pairs count together, "pair".
 
-    Raises LeftOut, FileNotFoundError (no image), and ValueError: a row without an answer, or of
+    Raises LeftOut, FileNotFoundError (no image), and UserError: a row without an answer, or of
     another benchmark."""
     require(row, COLUMNS[benchmark])
     return [pair | {"benchmark": benchmark} for pair in READERS[benchmark](dict(row))]
 
 
 def require(row: dict, columns: str) -> None:
-    """Raises ValueError: one of the columns is missing or empty, or an entry of its list is
+    """Raises UserError: one of the columns is missing or empty, or an entry of its list is
     missing. A model may have answered nothing, which is an answer."""
     for column in columns.split():
         value = row.get(column)
         if value in (None, "", []) or isinstance(value, list) and None in value:
-            raise ValueError(
+            raise UserError(
                 f"no {column} in a row with {', '.join(row)}: a pair without an answer, or a file of another benchmark "
                 "or version"
             )
@@ -82,7 +84,7 @@ def vl_group(name: str, script: str = "") -> str:
     """The group of an id of VL-RewardBench, officially or in another script."""
     prefix = re.split("[_-]", name)[0].lower()
     if prefix not in VL_GROUPS:
-        raise ValueError(f"no id of VL-RewardBench begins as {name!r:.60} does")
+        raise UserError(f"no id of VL-RewardBench begins as {name!r:.60} does")
     return "general" if prefix in VL_ELSEWHERE.get(script, "").split() else VL_GROUPS[prefix]
 
 
@@ -94,7 +96,7 @@ def mm_rlhf(row: dict) -> Rows:
         # the last one: folders further up are the user's
         named = [folder for folder in path.split("/") if folder in MM_RLHF_GROUPS]
         if not named:
-            raise ValueError(f"{path:.60} is in none of the folders {', '.join(MM_RLHF_GROUPS)}")
+            raise UserError(f"{path:.60} is in none of the folders {', '.join(MM_RLHF_GROUPS)}")
         group = named[-1]
     return [row | {column: path, "source": group, "pair": row["id"]}]
 
@@ -119,7 +121,7 @@ def rewardbench2(row: dict) -> Rows:
     if row["subset"] == "Ties":
         raise LeftOut("subset Ties")  # its metric needs scores
     if isinstance(row["chosen"], str):
-        raise ValueError("one answer as chosen: the first RewardBench?")
+        raise UserError("one answer as chosen: the first RewardBench?")
     group = {"source": row["subset"], "pair": row["id"]}
     return [
         row | group | {"chosen": row["chosen"][0], "rejected": answer} for answer in row["rejected"]

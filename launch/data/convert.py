@@ -82,6 +82,7 @@ import os
 import re
 import shlex
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ from typing import Any, BinaryIO
 
 from PIL import Image
 
-from common.ground.files import number_as_text, open_file, parse_json, read_bytes, say
+from common.ground.files import UserError, number_as_text, open_file, parse_json, read_bytes, say
 from common.rewards.rules import REGION, read_places, words_of
 from launch import tool
 from launch.data import benchmarks
@@ -158,7 +159,7 @@ def convert(
     """One row of the trainers from one of another system.
 
     label: for rows that have none. boxes, space, keep: see --help.
-    Raises one of BAD_ROW; a plain ValueError or FileNotFoundError has a message for the user.
+    Raises one of BAD_ROW; a UserError or FileNotFoundError has a message for the user.
     """
     rest = {column: value for column, value in row.items() if value is not None}
     entries = read_literal(rest.get("text"))
@@ -174,7 +175,7 @@ def convert(
         del rest[column]
     for column in rest:
         if re.fullmatch(IMAGE_OF_SEVERAL, column):
-            raise ValueError(
+            raise UserError(
                 f"a column for each image ({column}): make one list of them, images, with <image> in its "
                 "places"
             )
@@ -190,7 +191,7 @@ def convert(
         fill_marks(converted)
     texts = f"{converted.get('prompt')}{converted.get('response')}"
     if "objects" in row and re.search("<(bbox|ref-object)>", texts):
-        raise ValueError("<bbox> in a prompt, where models differ, or more marks than objects has")
+        raise UserError("<bbox> in a prompt, where models differ, or more marks than objects has")
     value = take(rest, *LABELS)
     value = label if value is None else as_text(value)
     if value:
@@ -200,7 +201,7 @@ def convert(
     if is_pair:  # pictures of one side alone
         lost = [column for column in lost if re.search("(?i)image|video", column)]
     if lost:
-        raise ValueError(
+        raise UserError(
             f"{', '.join(lost)}: a preference that would be lost. Name both sides by --columns "
             "chosen=NAME,rejected=NAME, or what is none by --keep"
         )
@@ -221,7 +222,7 @@ def is_preference(column: str, value: Any) -> bool:
 
 
 def check_choices(rest: dict, converted: dict) -> None:
-    """Raises ValueError: the prompt does not show the choices in other columns, or the answer is the
+    """Raises UserError: the prompt does not show the choices in other columns, or the answer is the
     number of one of them."""
     columns = [column for column in rest if re.fullmatch(CHOICES, column)]
     each = [column for column in rest if re.fullmatch(EACH_CHOICE, column)]
@@ -233,13 +234,13 @@ def check_choices(rest: dict, converted: dict) -> None:
     names, prompt = ", ".join(columns), words_of(as_one_text(converted["prompt"]))
     texts = [re.sub(r"^\(?[a-z][.:)] *", "", choice) for choice in choices]
     if not all(text in prompt for text in texts if not re.fullmatch("[a-z]", text)):
-        raise ValueError(
+        raise UserError(
             f"{names}: choices that the prompt does not show. Write prompts with them, or name a column that "
             "has both by --columns prompt=NAME"
         )
     answer = converted.get("answer", "")
     if choices and re.fullmatch(r"\d{1,2}", answer) and answer not in choices + texts:
-        raise ValueError(
+        raise UserError(
             f"the answer {answer} is the number of one of {names}, from 0 or from 1: write its letter"
         )
 
@@ -274,14 +275,14 @@ def convert_pair(rest: dict, images: "Images") -> dict:
         prompt = take_prompt(rest, images)
         responses, ranks = rest.pop("response"), rest.pop("human_ranking")
         if not len(responses) == len(ranks) == 2:
-            raise ValueError("a pair has two responses")
+            raise UserError("a pair has two responses")
         preferred = "tie" if ranks[0] == ranks[1] else "A" if ranks[0] < ranks[1] else "B"
     else:
         prompt, responses = take_chosen(rest, images)
     converted, prompt = take_media(rest, images), as_one_text(prompt)
     if images.embedded:
         if converted["images"]:
-            raise ValueError("images of a pair come with its messages or in a column, not both")
+            raise UserError("images of a pair come with its messages or in a column, not both")
         converted["images"] = images.embedded
     pictures = [find_picture(response) for response in responses]
     if any(pictures):
@@ -304,7 +305,7 @@ def take_chosen(rest: dict, images: "Images") -> tuple[str | list, list]:
     chosen, rejected = (side if is_picture(side) else read_messages(side) for side in sides)
     if not set(PROMPTS) & rest.keys() and isinstance(chosen, list):
         if isinstance(rejected, list) and chosen[:-1] != rejected[:-1]:
-            raise ValueError(
+            raise UserError(
                 "without a prompt, 'chosen' and 'rejected' must begin with the same messages"
             )
         rest["prompt"] = chosen[:-1]
@@ -320,7 +321,7 @@ def is_picture(side: Any) -> bool:
 
 def find_picture(response: Any) -> Any:
     """The picture that is a response: <image> if it is in a column, None if the response is text. Raises
-    ValueError: it is both."""
+    UserError: it is both."""
     if is_picture(response):
         return response
     content = response if isinstance(response, str) else response[-1]["content"]
@@ -330,18 +331,18 @@ def find_picture(response: Any) -> Any:
     if all(part["type"] == "text" for part in parts):
         return None
     if len(parts) > 1 or parts[0]["type"] not in ("image", "image_url"):
-        raise ValueError(f"a response of a pair is a text or one picture, not {content!r:.80}")
+        raise UserError(f"a response of a pair is a text or one picture, not {content!r:.80}")
     return parts[0] if any(parts[0].get(key) for key in IMAGE_KEYS) else "<image>"
 
 
 def write_sides(pictures: list, prompt: str, converted: dict, images: "Images") -> list[str]:
-    """The paths of both pictures of a pair. Raises ValueError: there are not two, or more."""
+    """The paths of both pictures of a pair. Raises UserError: there are not two, or more."""
     if not all(pictures):
-        raise ValueError("one response of the pair is a picture, the other a text")
+        raise UserError("one response of the pair is a picture, the other a text")
     written = [images.write(picture) for picture in pictures if picture != "<image>"]
     sides = written + converted["images"]
     if len(sides) != 2 or len(written) == 1 or "<image>" in prompt or converted.get("videos"):
-        raise ValueError("a pair of pictures has two images, and none in its question")
+        raise UserError("a pair of pictures has two images, and none in its question")
     return sides
 
 
@@ -352,11 +353,11 @@ def take_prompt(rest: dict, images: "Images") -> str | list:
         rest["prompt"] = f"{rest.pop('instruction')}\n{rest.pop('input', '')}".strip()
     prompt = read_messages(take(rest, *PROMPTS))
     if prompt is None:
-        raise ValueError(f"no column {', '.join(PROMPTS)}; the row has {columns:.400}")
+        raise UserError(f"no column {', '.join(PROMPTS)}; the row has {columns:.400}")
     if isinstance(read_literal(prompt), dict):
-        raise ValueError(f"a prompt that is an object of JSON: make columns of it: {prompt!r:.120}")
+        raise UserError(f"a prompt that is an object of JSON: make columns of it: {prompt!r:.120}")
     if re.search("<img>.+</img>", f"{prompt}"):
-        raise ValueError(
+        raise UserError(
             "<img>path</img> in a text: give the path in images, and write <image> in its place"
         )
     turns = [("system", rest.pop("system", ""))]
@@ -386,11 +387,11 @@ def read_messages(value: Any) -> Any:
         message = turn.copy()
         role, content = take(message, "role", "from"), take(message, "content", "value")
         if role is None:
-            raise ValueError(
+            raise UserError(
                 f"a message has role and content, or from and value, unlike {turn!r:.80}"
             )
         if role not in ROLES:
-            raise ValueError(f"role {role!r:.80} is not one of {', '.join(ROLES)}")
+            raise UserError(f"role {role!r:.80} is not one of {', '.join(ROLES)}")
         messages.append({"role": ROLES[role], "content": content or ""} | message)
     return messages
 
@@ -424,7 +425,7 @@ def read_regions(value: Any, boxes: str, space: str) -> dict | None:
         return None
     places = list(filter(None, listed))  # an empty list: no object
     if any(key in ("image", "image_id") and any(as_list(part)) for key, part in parts):
-        raise ValueError("objects of another image than the first (image, image_id)")
+        raise UserError("objects of another image than the first (image, image_id)")
     for key, part in parts:
         space = SPACES.get(key) or SPACES.get(str(part)) or space
     if boxes == "sizes":
@@ -487,7 +488,7 @@ def final_answer(solution: str) -> str:
 def take_media(rest: dict, images: "Images") -> dict:
     """The columns of images and videos: files, absolute paths, lists of frames."""
     if "image" in rest and "images" in rest:
-        raise ValueError(
+        raise UserError(
             "columns 'image' and 'images': choose one by --columns images=image or image=images"
         )
     pictures = as_list(take(rest, "image", "images", "image_urls"))
@@ -510,7 +511,7 @@ def as_list(value: Any) -> list:
 def as_text(value: Any) -> str:
     text = number_as_text(value)
     if not isinstance(text, str):
-        raise ValueError(f"answer and label must be a string or a finite number, not {value!r:.80}")
+        raise UserError(f"answer and label must be a string or a finite number, not {value!r:.80}")
     return text
 
 
@@ -528,7 +529,7 @@ def last_text(value: str | list) -> str:
     if isinstance(value, str):
         return value
     if value[-1]["role"] != "assistant":
-        raise ValueError("the last message of a response must be the assistant's")
+        raise UserError("the last message of a response must be the assistant's")
     return text_of(value[-1])
 
 
@@ -575,7 +576,8 @@ class Images:
             with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as picture:
                 picture.load()  # finds a damaged body now, not in the middle of training
         except Exception as error:  # damaged files raise anything, by plugin
-            raise ValueError(f"an image that cannot be decoded: {image!r:.80}") from error
+            problem = f"an image that cannot be decoded: {image!r:.80} ({error!s:.200})"
+            raise UserError(problem) from error
         path = self.folder / f"{self.name}-{self.count}.{picture.format.lower()}"
         path.write_bytes(data)
         self.count += 1
@@ -594,7 +596,7 @@ class Images:
         if part["type"] == "video":
             return part | {"video": self.find_clip(part["video"])} if part.get("video") else part
         if part["type"] not in ("image", "image_url"):
-            raise ValueError(
+            raise UserError(
                 f"a part of a message is text, image, image_url or video, not {part!r:.80}"
             )
         if not any(part.get(key) for key in IMAGE_KEYS):
@@ -622,13 +624,13 @@ class Images:
             raise FileNotFoundError(message) from error
 
     def locate(self, path: str) -> Path:
-        """A file or folder that a row names. Raises ValueError: it lies outside of --image_root."""
+        """A file or folder that a row names. Raises UserError: it lies outside of --image_root."""
         path, root = path.removeprefix("file://"), self.root
         file = self.beside / path
         if root and not os.path.exists(file):
             file = root / path
         if root and os.path.exists(file) and not file.resolve().is_relative_to(root.resolve()):
-            raise ValueError(f"{file} lies outside of --image_root {root}")
+            raise UserError(f"{file} lies outside of --image_root {root}")
         return file
 
     def find_clip(self, clip: Any) -> str | list[str]:
@@ -649,10 +651,10 @@ class Images:
 
 
 def check_reading(part: dict) -> None:
-    """Raises ValueError: a part has settings for how its own image or video is to be read."""
+    """Raises UserError: a part has settings for how its own image or video is to be read."""
     named = [key for key in READING.split() if part.get(key) is not None]
     if named:
-        raise ValueError(
+        raise UserError(
             f"{', '.join(named)} of one picture or film: the trainers read all alike, as --min_pixels, "
             "--max_pixels and --video_fps say; resize its file, and remove the entry"
         )
@@ -676,11 +678,11 @@ def read_rows(path: Path) -> Iterator[str | bytes | dict]:
 
 
 def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
-    """The rows of a table. Raises ValueError: it is damaged."""
+    """The rows of a table. Raises UserError: it is damaged."""
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: parquet needs pyarrow, here in an environment of its own:\n"
             "python -m venv .venv-convert && .venv-convert/bin/pip install pyarrow pillow\n"
             f".venv-convert/bin/python {shlex.join(sys.argv)}"
@@ -689,7 +691,7 @@ def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(100):
             yield from batch.to_pylist()
     except Exception as error:  # damaged files raise anything
-        raise ValueError(f"{path} cannot be read as parquet: {error!s:.1000}") from error
+        raise UserError(f"{path} cannot be read as parquet: {error!s:.1000}") from error
 
 
 def read_json(data: bytes) -> list:
@@ -709,7 +711,7 @@ def write_split(
     split: str, paths: list[Path], folder: Path, args: argparse.Namespace, known: dict[bytes, str]
 ) -> None:
     """Write <folder>/<split>.jsonl and its images, but for those that are ``known``, to which they are
-    added. Raises ValueError with file and row."""
+    added. Raises UserError with file and row."""
     total, written, unread, left_out, numbered = 0, 0, set(), Counter(), ""
     skipped = (benchmarks.LeftOut, FileNotFoundError) if args.benchmark else ()
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
@@ -731,7 +733,7 @@ def write_split(
             except skipped as error:
                 left_out["image missing" if isinstance(error, OSError) else f"{error}"] += 1
             except BAD_ROW as error:
-                raise ValueError(f"{path}, row {number}: {describe(error, row)}") from error
+                raise UserError(f"{path}, row {number}: {describe(error, row)}") from error
     say(f"{split}.jsonl: {total} rows, {written} images")
     if unread:
         names = ", ".join(sorted(unread))
@@ -745,7 +747,7 @@ def write_split(
     for reason, count in left_out.items():
         say(f"left out: {count} rows, {reason}")
     if left_out and not total:
-        raise ValueError(f"{split}: no row is left (images are looked for in --image_root)")
+        raise UserError(f"{split}: no row is left (images are looked for in --image_root)")
 
 
 def numbered_image(converted: dict) -> str:
@@ -763,13 +765,13 @@ def numbered_rows(paths: list[Path]) -> Iterator[tuple[Path, int, str | bytes | 
 
 
 def rename(row: dict, columns: dict[str, str]) -> None:
-    """Give columns our names; one that is named as its images replaces the other. Raises ValueError:
+    """Give columns our names; one that is named as its images replaces the other. Raises UserError:
     there is no such column."""
     renamed = {}
     for ours, theirs in columns.items():
         if theirs not in row:
             names = ", ".join(row)
-            raise ValueError(f"no column {theirs!r} (see --columns); the row has {names:.400}")
+            raise UserError(f"no column {theirs!r} (see --columns); the row has {names:.400}")
         renamed[ours] = row.pop(theirs)
     if renamed.keys() & {"image", "images"}:
         for column in ("image", "images"):
@@ -784,9 +786,11 @@ def plain(value: Any) -> str | None:
 
 def describe(error: Exception, row: Any) -> str:
     """What is wrong with a row, as a message for the user."""
-    if type(error) in (ValueError, FileNotFoundError):
+    if isinstance(error, UserError | OSError):
         return f"{error!s:.1000}"
-    return f"no row as in the tables of --help: {row!r:.120}"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    line = f"{Path(place.filename).name}:{place.lineno}"
+    return f"no row as in the tables of --help: {row!r:.120} ({line})"
 
 
 def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
@@ -794,7 +798,7 @@ def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
     splits = {}
     for source in sources:
         if not source.exists():
-            raise ValueError(f"{source}: no such file or folder")
+            raise UserError(f"{source}: no such file or folder")
         for path in sorted(source.iterdir()) if source.is_dir() else [source]:
             if path.suffix in (".parquet", ".jsonl") or path == source and path.suffix == ".json":
                 split = re.sub(r"-\d+-of-\d+$", "", path.stem)
@@ -806,7 +810,7 @@ def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
         )
         if below:
             advice = f"name {', '.join(sorted(below))}"
-        raise ValueError(f"no .parquet or .jsonl files in {', '.join(map(str, sources))}; {advice}")
+        raise UserError(f"no .parquet or .jsonl files in {', '.join(map(str, sources))}; {advice}")
     return splits
 
 
@@ -872,7 +876,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if args.out.exists():
-        raise ValueError(f"--out {args.out} exists: remove it or name another")
+        raise UserError(f"--out {args.out} exists: remove it or name another")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     # Written beside it and renamed, so that <out> is complete as soon as it exists.
     with tempfile.TemporaryDirectory(prefix=f"{args.out.name}.", dir=args.out.parent) as scratch:

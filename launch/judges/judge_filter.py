@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the project's fo
 
 import json
 
+from common.ground.files import UserError
 from launch import tool
 from launch.judges.judge_table import JUDGEMENT, Orders, read_judgements
 
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     right, wrong = filter_rows(read_judgements(args.run, FORM))
     print(len(right), "right judgements,", len(wrong), "rows with a wrong one", flush=True)
     if not right or not wrong:
-        raise ValueError("one of the two files would be empty")
+        raise UserError("one of the two files would be empty")
     for path, rows in ((args.right, right), (args.wrong, wrong)):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

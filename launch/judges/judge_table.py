@@ -29,7 +29,7 @@ from itertools import chain
 
 import numpy as np
 
-from common.ground.files import check_form, read_records, say
+from common.ground.files import UserError, check_form, read_records, say
 from common.rewards.rules import vote
 from launch import tool
 from launch.data.benchmarks import VL_ELSEWHERE, vl_group
@@ -54,7 +54,7 @@ Column = dict[str, str]  # line -> cell
 
 
 def read_judgements(run: Path, form: dict = JUDGEMENT) -> list[Orders]:
-    """The rows of a run's newest evaluation, whose file it prints. Raises ValueError: nothing was
+    """The rows of a run's newest evaluation, whose file it prints. Raises UserError: nothing was
     judged, or a record has another form."""
     records = []
     paths = run.rglob("samples/eval-*.jsonl")
@@ -62,7 +62,7 @@ def read_judgements(run: Path, form: dict = JUDGEMENT) -> list[Orders]:
         say(f"{path}", file=sys.stderr)
         records = read_records(path)
     if not records or "verdict" not in records[0]:
-        raise ValueError(
+        raise UserError(
             f"{run} has no judgements: make them by train_ppo_vl.py --eval_only --row_kind judgements"
         )
     check_form(records, [form], f"{path}")
@@ -128,12 +128,12 @@ class Unit:
 
 
 def read_units(run: Path) -> list[Unit]:
-    """The units of a run; prints how many rows count. Raises ValueError: none does."""
+    """The units of a run; prints how many rows count. Raises UserError: none does."""
     rows = read_judgements(run)
     pairs = [orders for orders in rows if len(orders) == 2]
     print(len(pairs), "of", len(rows), "rows were judged in two orders and count", file=sys.stderr)
     if not pairs:
-        raise ValueError(f"{run}: nothing was judged in two orders")
+        raise UserError(f"{run}: nothing was judged in two orders")
     units, odd = {}, benchmarks_with_odd_ties(pairs)
     for orders in pairs:
         first = orders["given"][0]
