@@ -41,7 +41,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from common import ROOT
+from common import ROOT, VERSION
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.distributed import (
@@ -503,8 +503,10 @@ def read_state(path: Path, form: dict) -> dict:
     saved = read_json(file)
     lacking = sorted(form.keys() - saved.keys())
     if lacking:
+        committed = read_json(path / "COMMITTED.json", {"version?": str})
+        version = committed.get("version", "before 0.2.0")
         raise UserError(
-            f"{path} was saved by the other script, or by an earlier version of this project: "
+            f"{path} was saved by the other script, or by another version of this project ({version}): "
             f"{file.name} has no {', '.join(lacking[:3])}; to start from its weights, pass an export of "
             "its run as --model"
         )
@@ -964,7 +966,7 @@ class Checkpoints:
         """
         sync_folder(self.args.out / "metrics.jsonl")  # which the checkpoint needs after a power cut
         digests = {name: part[name] for part in parts for name in part}
-        committed = json.dumps({"step": step, "sha256": digests}, indent=1)
+        committed = json.dumps({"step": step, "version": VERSION, "sha256": digests}, indent=1)
         write_durably(folder / "COMMITTED.json", committed)
         sync_folder(folder)
         final = self.folder / f"step-{step}"

@@ -404,6 +404,16 @@ def check_shared(refuse: Refusals, args: Any) -> None:
     )
 
 
+def steps_between(text: str) -> tuple[int, int] | None:
+    """The first and the last step of "A-B"; None for "". Raises UserError: it is something else."""
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(f"{text!r} must be the first and the last step, such as 5-6")
+    return int(match[1]), int(match[2])
+
+
 def check_folder(path: str) -> None:
     """Raises UserError: the folder does not exist."""
     if path and not os.path.isdir(path):
@@ -665,6 +675,11 @@ class RunArgs:
         "longest wait of a rank for the others, seconds",
         low=1e-6,
         high=LONGEST_WAIT,
+    )
+    profile_steps: str = flag(
+        "",
+        "A-B: torch.profiler records steps A to B on rank 0, with their memory, into the run's tensorboard/",
+        check=steps_between,
     )
     hsdp: int = flag(
         0,

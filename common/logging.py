@@ -30,8 +30,8 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from common import ROOT, distributed
-from common.flags import RunArgs, as_json, as_typed
+from common import ROOT, VERSION, distributed
+from common.flags import RunArgs, as_json, as_typed, steps_between
 from common.ground.cards import contact_sheet
 from common.ground.files import (
     as_message,
@@ -245,6 +245,8 @@ class RunLogger:
                 purge = first_step + 1 if goes_on else 0
                 self._writer = SummaryWriter(self.out / "tensorboard", purge_step=purge)
         self._evaluations = distributed.from_main(evaluations)
+        self._profiler = Profiler(steps_between(run.profile_steps), self.out / "tensorboard")
+        self._profiler.after(first_step)
 
     def _open_records(self, goes_on: bool) -> dict[int, Metrics]:
         """Open metrics.jsonl, with the records up to the first step if the run ``goes_on``; its
@@ -281,6 +283,7 @@ class RunLogger:
         values = self._record(f"step {step:5d}", step, metrics, columns)
         self.bar.set_postfix(values, refresh=False)
         self.bar.update(step - self.bar.n)
+        self._profiler.after(step)
 
     def evaluation(self, step: int, metrics: Metrics, columns: dict[str, str]) -> None:
         """Record an evaluation after ``step`` steps. Raises UserError: see `_record`."""
@@ -368,6 +371,7 @@ class RunLogger:
             self.line(f"done: all results are in {self.out}")
             self.line(f"a page of curves and samples: {page_command(self.out)}")
         self.bar.close()
+        self._profiler.stop()
         if distributed.is_main():
             self._file.close()
             self._writer.close()
@@ -413,6 +417,35 @@ def script_of(args: RunArgs) -> Path:
     return Path(inspect.getfile(type(args))).resolve()
 
 
+class Profiler:
+    """torch.profiler around some steps, and what lies between them, on rank 0: a trace with the memory of
+    tensors, which TensorBoard's profiler and Perfetto read."""
+
+    def __init__(self, steps: tuple[int, int] | None, folder: Path):
+        self.steps, self.folder = steps if distributed.is_main() else None, folder
+        self.profile: torch.profiler.profile | None = None
+
+    def after(self, step: int) -> None:
+        """Begin or end when so many steps are finished."""
+        if self.steps is None:
+            return
+        first, last = self.steps
+        if step >= last:
+            self.stop()
+        elif step >= first - 1 and self.profile is None:
+            self.profile = torch.profiler.profile(
+                profile_memory=True,
+                on_trace_ready=torch.profiler.tensorboard_trace_handler(str(self.folder)),
+            )
+            self.profile.start()
+
+    def stop(self) -> None:
+        """Write what was recorded, if anything is."""
+        if self.profile is not None:
+            self.profile.stop()
+            self.profile = None
+
+
 def how_to_go_on(args: Any) -> str:
     """What to type after a run with CheckpointArgs and RunArgs has stopped."""
     again = " --resume auto" if args.resume == "never" else ""
@@ -435,6 +468,7 @@ def environment() -> dict:
     except OSError:  # git is not installed
         commit = ""
     return {
+        "project": VERSION,
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),  # to import it takes seconds
         "python": sys.version.split()[0],

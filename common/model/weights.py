@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from common import distributed
+from common import VERSION, distributed
 from common.data.folder import SMALL_FILES, advice_on_missing, read_model_config
 from common.data.processor import Processor
 from common.ground.files import (
@@ -391,6 +391,7 @@ def export(module: Wrapper, processor: Processor, folder: Path) -> str | None:
             aside.mkdir(parents=True)
             write_weights(aside, module.model, trained)
             processor.save(aside)
+            (aside / "export.json").write_text(json.dumps({"version": VERSION}) + "\n")
             came = module.model.setup.folder / "config.json"
             config = shutil.copyfile(came, aside / "config.json")
             for path in aside.rglob("*.safetensors"):  # which are written for their owner alone

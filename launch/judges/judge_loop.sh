@@ -15,7 +15,7 @@
 # judgements are those of UnifiedReward-Think (github.com/CodeGoat24/UnifiedReward), as are 8 samples and 1e-6 in RL; its KL is
 # 0.04, LightRFT's and R1-Reward's 1e-3.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 out="${OUT:-runs/judge_loop}" flags=("$@")
 mkdir -p "$out"
 if [ -z "${MODEL:-}" ]; then

@@ -22,7 +22,9 @@ from conftest import ROOT, read_rows, words
 from helpers import noise
 
 RECIPES = sorted(
-    path.name for path in (ROOT / "launch").glob("*.s*") if path.suffix in (".sh", ".slurm")
+    path.relative_to(ROOT / "launch").as_posix()
+    for path in (ROOT / "launch").rglob("*.s*")
+    if path.suffix in (".sh", ".slurm")
 )
 ABILITIES = (
     "chart_ocr knowledge_recognition spatial_action counting_grounding_search stem visual_alignment"
@@ -42,7 +44,7 @@ def launch(tmp_path):
     space in its name, and return what it called, as lists of words. Job scripts start where they
     are submitted; the others, from anywhere, in their project."""
     project = tmp_path / "a project"
-    for folder in "bin launch toy toy_describe real/smollm2 real/fashion".split():
+    for folder in "bin launch/judges toy toy_describe real/smollm2 real/fashion".split():
         (project / folder).mkdir(parents=True)
     for program in ("torchrun", "srun", "sbatch", "scontrol"):
         (project / "bin" / program).write_text(NOTE)
@@ -103,7 +105,7 @@ def parsed(call: list[str], monkeypatch, folder: Path):
     [
         name
         for name in RECIPES
-        if name.endswith(".sh") and name not in ("setup.sh", "smoke.sh", "judge_loop.sh")
+        if name.endswith(".sh") and name not in ("setup.sh", "smoke.sh", "judges/judge_loop.sh")
     ],
 )
 def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatch, tmp_path, name):
@@ -181,7 +183,7 @@ def test_the_stages_of_a_judge_fit_together(launch, monkeypatch, tmp_path, model
     )
     calls = [
         parsed(call, monkeypatch, tmp_path / "a project")
-        for call in launch("judge_loop.sh", "--seed 7", OUT="o", **environment)
+        for call in launch("judges/judge_loop.sh", "--seed 7", OUT="o", **environment)
     ]
     start, cold_data, data, held = (
         ["a model", "c.jsonl", "d.jsonl", "e.jsonl"]
@@ -220,7 +222,7 @@ def test_the_stages_of_a_judge_fit_together(launch, monkeypatch, tmp_path, model
     ]
     if model:
         with pytest.raises(AssertionError, match="EVAL_DATA: held-out pairs"):
-            launch("judge_loop.sh", MODEL="m", COLD="c", DATA="d")
+            launch("judges/judge_loop.sh", MODEL="m", COLD="c", DATA="d")
 
 
 @pytest.mark.parametrize(
