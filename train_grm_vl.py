@@ -68,6 +68,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from common import checkpoint, distributed, flags, logging
 from common.buffers import Batch
 from common.data import loader as data
+from common.data.overlap import tell_shared_rows
 from common.data.processor import Processor
 from common.data.rows import Example, Prompt, media_parts
 from common.flags import flag
@@ -291,11 +292,15 @@ def load_rows(args: Args) -> Rows:
         settings = judgements.JudgeSettings.to_train(processor, templates, args.system_instruction)
         loaded = load_examples(args.data, args, processor, settings)
         held_out = load_examples(args.eval_data, args, processor, settings)
-        held_out = [last_answers(examples) for examples in held_out]
         settings.note_training(example.prompt for examples in loaded for example in examples)
         settings.write_to(processor)
+        train, held_out = (
+            list(itertools.chain(*map(last_answers, sets))) for sets in (loaded, held_out)
+        )
+        asked = ([(answer.prompt, answer.text) for answer in part] for part in (train, held_out))
+        tell_shared_rows(*asked)
     train_sets = [group_by_prompt(examples) for examples in loaded]
-    return Rows(processor, settings, train_sets, list(itertools.chain(*held_out)))
+    return Rows(processor, settings, train_sets, held_out)
 
 
 def load_examples(

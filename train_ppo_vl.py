@@ -57,6 +57,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from common import checkpoint, distributed, flags, logging, losses, ppo_flags
 from common.buffers import EMPTY, Batch, Pack
 from common.data import loader as data
+from common.data.overlap import tell_shared_rows
 from common.data.processor import Processor, answer_frame
 from common.data.rows import Prompt, load_prompts, name_tasks, parse_columns
 from common.envs import environments
@@ -504,7 +505,11 @@ def load_rows(args: Args) -> Rows:
             settings.note_training(row for rows in train_sets for row in rows)
             settings.write_to(processor)
         ptx = load_ptx(args, processor)
-    return Rows(processor, train_sets, list(itertools.chain(*held_out)), ptx)
+        rows = Rows(processor, train_sets, list(itertools.chain(*held_out)), ptx)
+        if not args.env:  # which may read any column
+            asked = [[(row, row.reference) for row in part] for part in (rows.train, rows.held_out)]
+            tell_shared_rows(*asked)
+    return rows
 
 
 def load_files(

@@ -24,7 +24,7 @@ from common import distributed
 from common.buffers import Batch
 from common.data.images import read_frames
 from common.data.processor import Processor
-from common.data.rows import Prompt, report_bad
+from common.data.rows import LEAVE_OUT, Prompt, report_bad
 from common.flags import DataArgs, parse_datasets
 from common.ground.process import UserError
 
@@ -191,7 +191,7 @@ class PromptLoader:
                 raise
         problems = dict(ChainMap(*distributed.gather_objects(bad)))
         is_error = self.args.on_bad_row == "error"
-        report_bad("images of a batch", list(problems.values()), len(prompts), is_error)
+        report_bad("images of a batch", list(problems.values()), len(prompts), is_error, LEAVE_OUT)
         owners = self.owners(len(prompts))
         return Batch(prompts, draws, owners, dropped=sorted(problems), patches=patches)
 

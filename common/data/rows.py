@@ -45,6 +45,13 @@ OTHER_FILES = {
     rb"ARROW1|\xff{4}": "an Arrow table: convert.py reads what Dataset.to_parquet makes of it",
     rb'[,;\t]?"?\w[\w ]*"?[,;\t]': "a table of text: JSONL is what pandas' to_json makes of it",
 }
+# How other systems call our columns, for the advice of `check_columns`; the first that a row has.
+NAMES_ELSEWHERE = {
+    "prompt": "question problem query message instruction conversations input".split(),
+    "images": "image_urls image_paths image_path img pictures picture".split(),
+    "answer": "solution ground_truth final_answer target gold".split(),
+}
+LEAVE_OUT = "(--on_bad_row skip leaves such rows out)"
 # Columns that other systems read as part of the prompt or as the answer.
 FOREIGN = "conversations history input instruction objects reward_model system tools".split()
 # What is not a path: URLs, base64 of PNG, JPEG, GIF and WebP, and names that no file can have.
@@ -166,7 +173,11 @@ def load_prompts(
         )
 
     known = {*columns.values(), "videos", "rubric", "regions"}
-    prompts = read_rows(path, build, args, known, all_read=bool(env))
+
+    def check(rows: list[dict]) -> None:
+        check_columns(path, rows, columns)
+
+    prompts = read_rows(path, build, args, known, all_read=bool(env), check=check)
     tell_numbered_images(path, prompts)
     worked = any(re.search(WORKED_SOLUTION, prompt.reference or "") for prompt in prompts)
     if worked:
@@ -197,6 +208,35 @@ def name_tasks(sets: list[list[Prompt]], paths: Sequence[str]) -> list[list[Prom
     ]
 
 
+def check_columns(path: str, rows: list[dict], columns: dict[str, str]) -> None:
+    """Raises UserError, once for all rows: none of them has a prompt, and how --columns names what they
+    have in its place. Rows with a prompt and no answer are told of."""
+    lacking = {
+        name
+        for name in NAMES_ELSEWHERE
+        if columns[name] == name and not any(row.get(name) or row.get(name[:-1]) for row in rows)
+    }
+    found_as = {name: name_elsewhere(name, rows, columns) for name in lacking}
+    named = {name: theirs for name, theirs in columns.items() if theirs != name}
+    named |= {name: theirs for name, theirs in found_as.items() if theirs}
+    advice = ",".join(f"{name}={named[name]}" for name in columns if name in named)
+    if found_as.get("prompt"):
+        raise UserError(
+            f"{path}: no row has a column 'prompt': --columns {advice} reads what they have, and python "
+            f"launch/data/convert.py {path} --out NEW_FOLDER rows of other systems; {columns_of(rows[0])}"
+        )
+    if "prompt" not in lacking and found_as.get("answer"):
+        distributed.say_once(f"{path}: no row has a column 'answer': --columns {advice} reads one")
+
+
+def name_elsewhere(name: str, rows: list[dict], columns: dict[str, str]) -> str:
+    """The column in which every row seems to have what we call ``name``; "" if there is none."""
+    for theirs in NAMES_ELSEWHERE[name]:
+        if theirs not in columns.values() and all(theirs in row for row in rows):
+            return theirs
+    return ""
+
+
 def tell_numbered_images(path: str, prompts: Iterable[Prompt]) -> None:
     """Print that texts name images as other systems do."""
     if any(row.images and re.search(NUMBERED_IMAGE, row.text) for row in prompts):
@@ -219,6 +259,7 @@ def read_rows(
     args: DataArgs,
     known: Collection[str],
     all_read: bool = False,
+    check: Callable[[list[dict]], None] | None = None,
 ) -> list[Row]:
     """``build(row, fields)`` of every row of a JSONL file, in file order; blank lines are no rows.
     ``fields`` are those of `Prompt` about the origin of a row: index, source, row and folder.
@@ -226,16 +267,16 @@ def read_rows(
 
     Columns that are not ``known`` are allowed, but rank 0 prints their names, as one may be
     misspelled or contain what other systems read; not so if all are read elsewhere (``all_read``).
+    ``check`` sees all of them first, and raises a UserError about what they have in common.
     """
     folder, name = os.path.split(os.path.abspath(path))
     unread = set()
 
-    def read_row(index: int, number: int, line: bytes) -> Row | BadRow:
+    def read_row(index: int, number: int, row: dict | BadRow) -> Row | BadRow:
         source = f"{name}:{number}"
+        if isinstance(row, BadRow):
+            return row
         try:
-            row = parse_json(line, "the row")
-            if not isinstance(row, dict):
-                raise UserError(f"a row must be a JSON object, not {row!r:.80}")
             for column in row.keys() - known:
                 plural = f"{column}s"  # see `media_list`
                 if plural not in known or row.get(plural):
@@ -248,20 +289,39 @@ def read_rows(
             error.add_note(f"in {source}")
             raise
 
-    # Bytes: JSON strings may contain other line separators, but only \n ends a row.
-    lines = enumerate(read_jsonl(path).split(b"\n"), 1)
-    lines = [(number, line) for number, line in lines if line.strip()]
-    if not lines:
-        raise UserError(f"{path}: empty file, no rows")
+    parsed = parse_rows(path)
+    objects = [row for _, row in parsed if isinstance(row, dict)]
+    if check and objects:
+        check(objects)
     Image.init()  # or the threads would race to load the plugins
     with ThreadPoolExecutor(8) as pool:  # headers wait for the file system, not for the processor
-        rows = list(pool.map(read_row, range(len(lines)), *zip(*lines)))
+        rows = list(pool.map(read_row, range(len(parsed)), *zip(*parsed)))
     bad = [row for row in rows if isinstance(row, BadRow)]
-    report_bad(path, bad, len(rows), args.on_bad_row == "error" or len(bad) == len(rows))
+    is_error = args.on_bad_row == "error" or len(bad) == len(rows)
+    report_bad(path, bad, len(rows), is_error, LEAVE_OUT)
     if unread and not all_read:
         names = ", ".join(sorted(unread))
         distributed.say_once(f"{path}: columns that are kept, but not read: {names:.400}")
     return [row for row in rows if not isinstance(row, BadRow)]
+
+
+def parse_rows(path: str) -> list[tuple[int, dict | BadRow]]:
+    """The number and object of every line but blank ones, or what is wrong with it."""
+    parsed, name = [], os.path.basename(path)
+    # Bytes: JSON strings may contain other line separators, but only \n ends a row.
+    for number, line in enumerate(read_jsonl(path).split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line, "the row")
+            if not isinstance(row, dict):
+                raise UserError(f"a row must be a JSON object, not {row!r:.80}")
+        except UserError as error:
+            row = BadRow(f"{name}:{number}: {error}")
+        parsed.append((number, row))
+    if not parsed:
+        raise UserError(f"{path}: empty file, no rows")
+    return parsed
 
 
 def read_jsonl(path: str) -> bytes:
@@ -294,12 +354,16 @@ def describe_column(column: str, value: Any) -> str:
     return repr(column)
 
 
-def report_bad(where: str, problems: Sequence[str], rows: int, is_error: bool) -> None:
+def report_bad(
+    where: str, problems: Sequence[str], rows: int, is_error: bool, advice: str = ""
+) -> None:
     """Print how many of ``rows`` are bad, and what is wrong with the first five. Raises UserError
-    if this ends the run."""
+    if this ends the run, with advice on how the others go on."""
     if not problems:
         return
     first = [printable(problem[:1000]) for problem in problems[:5]]
+    if is_error and advice and len(problems) < rows:
+        first.append(advice)
     summary = "\n  ".join([f"{where}: {len(problems)} of {rows} rows are bad", *first])
     if is_error:
         raise UserError(summary)
@@ -364,10 +428,12 @@ def message_turns(prompt: str | list) -> list[dict]:
     """The messages of a prompt, as `read_messages` reads them. Raises UserError: neither a string nor
     messages that can be a prompt."""
     messages = read_messages(prompt)
-    if not messages or messages[-1]["role"] == "assistant":
+    if not messages:
+        raise UserError(f"prompt must be a string or messages; it is {prompt!r:.120}")
+    if messages[-1]["role"] == "assistant":
         raise UserError(
-            "prompt must be a string or messages (the last not by the assistant); it is "
-            f"{prompt!r:.120}"
+            "the messages end with the assistant, and a prompt does not: python launch/data/convert.py FILE "
+            f"--out NEW_FOLDER makes the last one the response; they are {prompt!r:.120}"
         )
     return messages
 

@@ -10,25 +10,35 @@ for example (https://huggingface.co/datasets/hiyouga/geometry3k: 2,101 / 300 / 6
     .venv-convert/bin/hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     .venv-convert/bin/python launch/data/convert.py geometry3k/data --label geo3k --out data/geo3k
 
-Sources are .parquet, .jsonl and .json files, or folders of the first two. JSON may be one list, objects
-over several lines, or in UTF-16. The shards train-00000-of-00002 and train-00001-of-00002 become
-train.jsonl. Images are written unchanged, as images/<split>-<row>-<place>.jpeg and so on; one that
-several rows show is written once. Paths in the source are relative to its file or, if there is no such
-file, to --image_root, outside of which nothing is read.
+Sources are .parquet, .jsonl and .json files, or folders of the first two. JSON may be one list, or
+objects over several lines. The shards train-00000-of-00002 and train-00001-of-00002 become train.jsonl,
+and so does default/train/0000.parquet. Images are written unchanged, as images/<split>-<row>-<place>.jpeg
+and so on; one that several rows show is written once. Paths in the source are relative to its file or, if
+there is no such file, to --image_root, outside of which nothing is read.
 
     our column   taken from (the first that is there)
     prompt       prompt, messages, conversations, conversation, message, query, question, problem, input: text, messages,
                  or messages as JSON text; before it columns system and history
-    images       images, image or image_urls, and parts of messages that bring an image: bytes, base64, data URL, path
+    images       images, image or image_urls, and parts of messages that bring an image: bytes, base64, data URL, path;
+                 file_name in a metadata.jsonl
     videos       videos or video: paths, which become absolute, or lists of frames
-    answer       answer, verl's reward_model.ground_truth, TRL's solution, ground_truth, or else the response; of a
-                 worked solution the last <answer> or \\boxed{}, or what follows #### in the last line
+    answer       answer, verl's reward_model.ground_truth, final_answer, TRL's solution, ground_truth, the most common of
+                 answers, or else the response; of a worked solution the <answer> or \\boxed{}, or what follows
+                 #### in the last line; a list of one is that one
     response     completion, output or response, or a last message by the assistant
     label        label, source, data_source, query_source, or else --label; in pairs it is called source
     regions      objects or, with --boxes, boxes, bbox, gt_bbox or solution; or an answer of objects with bbox_2d, point_2d, ...
     responses    chosen and rejected, as text or conversations, or the two of response (VL-RewardBench); ms-swift's
-                 rejected_response or rejected_messages beside the chosen one
+                 rejected_response or rejected_messages beside the chosen one; a pair for each of several rejected ones
     preferred    A or B, the response that was chosen; with human_ranking also a tie
+
+--columns gives columns our names. Several that a plus joins become a list of those that are not null:
+
+    --columns images=image_1+image_2,prompt=Text
+    --columns responses=response1+response2,preferred=overall_preference --preferred_is sign
+
+What is preferred may be a text (A, model_a, A>B, tie, the column of the better response) or a number, of
+which --preferred_is says what it means. Nothing is guessed: any other value is an error.
 
 Where both responses are pictures (bytes, a path, a message of one image, or <image> for the two of
 images), the row is a pair of pictures: images holds them, and there are no responses.
@@ -36,31 +46,32 @@ images), the row is a pair of pictures: images holds them, and there are no resp
     form                  system                             read as
     role, content         verl, TRL, OpenAI, ms-swift        messages
     from, value           LLaVA, Qwen-VL, InternVL, VLM-R1   messages: human is the user, gpt the assistant
+    texts                 FineVision, The Cauldron           messages
     instruction, input    alpaca, LLaMA-Factory              the prompt, joined by a newline
     <img>path</img>       Qwen-VL                            not read: put the path into images, and <image> in its place
-    image_1, image_2      MMMU                               not read: make one column of them, images, and write <image>
-                                                             for <image 1>
     objects               ms-swift                           regions; <ref-object> becomes the name, <bbox> in a response <box>
     bbox_2d; Position     Vero; Visual-RFT                   regions
+    x, y                  PixMo                              regions: --columns boxes=points --space 100
     [x1, y1, x2, y2]      VLM-R1, GUI-R1, ScreenSpot-Pro     regions, with --boxes corners
     [x, y, w, h]          COCO, RefCOCO, ScreenSpot          regions, with --boxes sizes
     (x, y); <box>[[...    UGround; InternVL                  regions, with --boxes corners
     extra_info            Vero                               its reward_type is the label; its tolerance
-    text                  RLHF-V                             columns, if it is an object of JSON
 
 Boxes are in pixels of the file, unless --space says otherwise; ms-swift's norm1 is 0 to 1, its norm_1000 and
 Visual-RFT's Position 0 to 1000. VLM-R1's boxes of RefCOCO end at x + w + 1, and stay as they are.
+
+What no form reads, --map my_rows.py:row does: a function of a row (images as bytes, or paths that are
+relative to its file) that returns one of the above, or None to leave the row out.
 
 With --benchmark NAME the files are those of a benchmark of judges (launch/data/benchmarks.py). Its rows
 get "source" (the official group) and "pair" (what counts together, as in ACC+). Rows without their
 image, or of a kind that judges here cannot read, are counted and left out.
 
-Every other column is kept under its name. In a pair, a name that would change how the row is read,
-such as score, becomes original_score. A hash of the texts decides which response of a pair comes
-first. Unless --keep names it, a column ends the conversion that would be lost: one named like a
-preference (rejected_2, score, is_correct) in a row that is not a pair, one of pictures (rejected_images)
-in a pair, and choices (options, A and B, choice_a) that the prompt does not show, or of which the answer
-is the number."""
+Every other column, and every other key of a message, stands in a table at the end. Ids, URLs, dates and
+what is the same in every row are listed there, and stay in the rows. What could change what is learned (a
+list, a number, true and false, a label, a text, a key of a message) ends the conversion, until --keep or
+--drop names it. A name that would change how the row is read, such as score, becomes original_score. A
+hash of the texts decides which response of a pair comes first."""
 
 import sys
 from pathlib import Path
@@ -73,591 +84,36 @@ versions.require("PIL")
 
 
 import argparse
-import ast
-import base64
 import hashlib
-import io
 import json
-import os
 import re
 import shlex
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from PIL import Image
-
-from common.ground.files import UserError, number_as_text, open_file, parse_json, read_bytes, say
-from common.rewards.rules import REGION, read_places, words_of
+from common.ground.files import UserError, open_file, parse_json, say
 from launch import tool
-from launch.data import benchmarks
+from launch.data import accounts, benchmarks
+from launch.data.foreign_answers import CHOICES, EACH_CHOICE
+from launch.data.foreign_messages import PROMPTS, Options
+from launch.data.foreign_rows import JUDGED, LABELS, convert
+from launch.data.pictures import Images
 
-PROMPTS = "prompt messages conversations conversation message query question problem input".split()
-LABELS = ("label", "source", "data_source", "query_source")
-# What --columns can rename.
-COLUMNS = "image images videos answer response chosen rejected preferred boxes".split()
-EXTRA = {"label": "reward_type", "tolerance": "tolerance"}  # of Vero's extra_info
-BOX_COLUMNS = ("objects", "boxes", "bbox", "gt_bbox", "solution")
-# Keys of a region and of its name. With --boxes, a region needs no key.
-KEYS = ("bbox_2d", "bbox", "box", "Position", "point_2d", "point", "corners", "sizes")
-NAMES = ("label", "ref", "caption", "name", "category")
-# Spaces by ms-swift's bbox_type, old and new, and by a key.
-SPACES = {"norm_1": "1", "norm1": "1", "norm_1000": "1000", "Position": "1000"}
-IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "value")
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # that the trainers read
-
-# Settings of a part for how its image or video is to be read.
-READING = "resized_height resized_width min_pixels max_pixels total_pixels fps nframes min_frames "
-READING += "max_frames sample_fps video_start video_end"
-
-# How columns of images, videos or bytes look when printed by Python.
-IMAGE_COLUMN = r"(?i)\.(bmp|gif|jpe?g|png|tiff?|webp|avi|mkv|mov|mp4|webm)'|(^|[ \[(])b'"
-IMAGE_COLUMN += "|'(data:image|iVBORw0KGgo|/9j/|https?://)"
-PICTURE = r"(?is)data:image/.*|\S+\.(bmp|gif|jpe?g|png|tiff?|webp)"  # a response that is one
-MESSAGES = r'\s*\[\s*\{\s*"(role|content|from|value)"'  # as text
-ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
-ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "developer": "system"}
-ROLES |= {"function_call": "assistant", "observation": "tool"}
-BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # with up to two pairs in each other inside
-FINAL_ANSWERS = (
-    r"(?s)<answer>(.*?)</answer>",
-    r"(?m)^####(.*)\s*\Z",
-    rf"\\f?box(?:ed)?\s*\{{((?:[^{{}}]|{BRACES})*)\}}",
-    r"\\boxed +([^\s{}$]+)\$",  # MATH has a few
+# What --columns can rename, besides prompts and labels.
+COLUMNS = (
+    "image images videos answer answers response responses chosen rejected preferred boxes choices"
 )
-
-# What a row of an unknown form may raise.
-BAD_ROW = (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError, RecursionError)
-
-# Columns that would make a pair another kind of judgement.
-NOT_IN_PAIRS = ("question", "messages", "response", "critique", "correct", "score", "criterion")
-# Columns that say which of several responses is better, or how good one is.
-PREFERENCE = "(?i)reject|chosen|prefer|rank|score|winner|loser|better|worse|best|worst|helpful|vote"
-PREFERENCE += "|accepted|positive|negative|is_correct|correctness|^y_[wl]$|(^|_)(rating|reward)s?$"
-# Columns of choices: one of all, or one for each.
-CHOICES = r"(?i)options?|choice|((answer|multiple)_)?choices|candidates"
-EACH_CHOICE = r"(?i:option|choice)[ _]?[A-Ja-j\d]|[A-J]|a\d"
-IMAGE_OF_SEVERAL = r"(?i)(image|img|jpg|path)_?\d|(left|right)_image"
 # How other systems write the place of one of several images.
 NUMBERED_IMAGE = r"(?i)<\|?(image|img)[ _-]?\d+\|?>"
-
-
-# ---- One row. Each function removes what it reads from `rest`, the columns that are left.
-
-
-def convert(
-    row: dict,
-    images: "Images",
-    label: str = "",
-    boxes: str = "",
-    space: str = "file",
-    keep: Collection[str] = (),
-) -> dict:
-    """One row of the trainers from one of another system.
-
-    label: for rows that have none. boxes, space, keep: see --help.
-    Raises one of BAD_ROW; a UserError or FileNotFoundError has a message for the user.
-    """
-    rest = {column: value for column, value in row.items() if value is not None}
-    entries = read_literal(rest.get("text"))
-    if isinstance(entries, dict):
-        rest = entries | {column: value for column, value in rest.items() if column != "text"}
-    extra = rest.get("extra_info")
-    if isinstance(extra, dict):
-        further = {ours: extra.get(theirs) for ours, theirs in EXTRA.items()}
-        rest = {name: value for name, value in further.items() if value not in (None, "")} | rest
-    column = next((name for name in BOX_COLUMNS if name in rest), "")
-    regions = read_regions(rest.get(column), boxes, space)
-    if regions:
-        del rest[column]
-    for column in rest:
-        if re.fullmatch(IMAGE_OF_SEVERAL, column):
-            raise UserError(
-                f"a column for each image ({column}): make one list of them, images, with <image> in its "
-                "places"
-            )
-    for column in {"rejected_response", "rejected_messages"} & rest.keys():  # ms-swift
-        rest |= {"rejected": rest.pop(column), "chosen": take(rest, "response", "messages")}
-    is_pair = (
-        bool(rest.keys() & {"human_ranking", "preferred"}) or {"chosen", "rejected"} <= rest.keys()
-    )
-    converted = convert_pair(rest, images) if is_pair else convert_prompt(rest, images)
-    regions = regions or read_regions(converted.get("answer"), boxes, space)
-    if regions:
-        converted["regions"] = regions
-        fill_marks(converted)
-    texts = f"{converted.get('prompt')}{converted.get('response')}"
-    if "objects" in row and re.search("<(bbox|ref-object)>", texts):
-        raise UserError("<bbox> in a prompt, where models differ, or more marks than objects has")
-    value = take(rest, *LABELS)
-    value = label if value is None else as_text(value)
-    if value:
-        converted["source" if is_pair else "label"] = value
-    unread = {column: value for column, value in rest.items() if column not in keep}
-    lost = [column for column, value in unread.items() if is_preference(column, value)]
-    if is_pair:  # pictures of one side alone
-        lost = [column for column in lost if re.search("(?i)image|video", column)]
-    if lost:
-        raise UserError(
-            f"{', '.join(lost)}: a preference that would be lost. Name both sides by --columns "
-            "chosen=NAME,rejected=NAME, or what is none by --keep"
-        )
-    check_choices(unread, converted)
-    for column, value in rest.items():
-        if re.search(IMAGE_COLUMN, f"{value!r:.2000}"):
-            images.unread.add(column)
-        if is_pair and column in NOT_IN_PAIRS:
-            column = f"original_{column}"
-        converted[column] = value
-    return converted
-
-
-def is_preference(column: str, value: Any) -> bool:
-    """Whether a column, or what it holds, is named like a preference."""
-    names = [column, *(key for key, _ in parts_of(value, column))]
-    return any(re.search(PREFERENCE, name) for name in names)
-
-
-def check_choices(rest: dict, converted: dict) -> None:
-    """Raises UserError: the prompt does not show the choices in other columns, or the answer is the
-    number of one of them."""
-    columns = [column for column in rest if re.fullmatch(CHOICES, column)]
-    each = [column for column in rest if re.fullmatch(EACH_CHOICE, column)]
-    columns += each if len(each) > 1 else []
-    values = [read_literal(value) or value for value in map(rest.get, columns)]
-    choices = []
-    for _, part in parts_of(values):
-        choices += [words_of(str(number_as_text(choice))) for choice in as_list(part)]
-    names, prompt = ", ".join(columns), words_of(as_one_text(converted["prompt"]))
-    texts = [re.sub(r"^\(?[a-z][.:)] *", "", choice) for choice in choices]
-    if not all(text in prompt for text in texts if not re.fullmatch("[a-z]", text)):
-        raise UserError(
-            f"{names}: choices that the prompt does not show. Write prompts with them, or name a column that "
-            "has both by --columns prompt=NAME"
-        )
-    answer = converted.get("answer", "")
-    if choices and re.fullmatch(r"\d{1,2}", answer) and answer not in choices + texts:
-        raise UserError(
-            f"the answer {answer} is the number of one of {names}, from 0 or from 1: write its letter"
-        )
-
-
-def convert_prompt(rest: dict, images: "Images") -> dict:
-    """The prompt, images, videos, answer and response of a row."""
-    prompt = take_prompt(rest, images)
-    response = take(rest, "completion", "output", "response")
-    if response is not None:
-        response = last_text(read_messages(response))
-    elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        response = last_text(prompt)
-        prompt = prompt[:-1]
-    media, answer = take_media(rest, images), take_answer(rest)
-    if answer is None and response is not None:
-        answer = final_answer(response)
-    texts = {"answer": answer, "response": response}
-    return (
-        {"prompt": prompt}
-        | media
-        | {name: text for name, text in texts.items() if text is not None}
-    )
-
-
-def convert_pair(rest: dict, images: "Images") -> dict:
-    """The prompt, images, videos, responses and verdict of a pair; of a pair of pictures, no
-    responses."""
-    if "preferred" in rest:  # a pair of images, or one in our form
-        return {"prompt": as_one_text(take_prompt(rest, images))} | take_media(rest, images)
-    preferred = "A"
-    if "human_ranking" in rest:
-        prompt = take_prompt(rest, images)
-        responses, ranks = rest.pop("response"), rest.pop("human_ranking")
-        if not len(responses) == len(ranks) == 2:
-            raise UserError("a pair has two responses")
-        preferred = "tie" if ranks[0] == ranks[1] else "A" if ranks[0] < ranks[1] else "B"
-    else:
-        prompt, responses = take_chosen(rest, images)
-    converted, prompt = take_media(rest, images), as_one_text(prompt)
-    if images.embedded:
-        if converted["images"]:
-            raise UserError("images of a pair come with its messages or in a column, not both")
-        converted["images"] = images.embedded
-    pictures = [find_picture(response) for response in responses]
-    if any(pictures):
-        sides = write_sides(pictures, prompt, converted, images)
-        key = [images.digest(side) for side in sides]
-    else:
-        key = sides = [last_text(response) for response in responses]
-    text = json.dumps([prompt, *key])
-    if hashlib.sha256(text.encode()).digest()[0] % 2:  # of half of all pairs, in any file
-        sides = sides[::-1]
-        preferred = {"A": "B", "B": "A", "tie": "tie"}[preferred]
-    column = "images" if any(pictures) else "responses"
-    return converted | {"prompt": prompt, column: sides, "preferred": preferred}
-
-
-def take_chosen(rest: dict, images: "Images") -> tuple[str | list, list]:
-    """The prompt, and the chosen and the rejected response, each a text, messages or a picture.
-    Without a column for the prompt, it is what both conversations begin with."""
-    sides = [rest.pop("chosen"), rest.pop("rejected")]
-    chosen, rejected = (side if is_picture(side) else read_messages(side) for side in sides)
-    if not set(PROMPTS) & rest.keys() and isinstance(chosen, list):
-        if isinstance(rejected, list) and chosen[:-1] != rejected[:-1]:
-            raise UserError(
-                "without a prompt, 'chosen' and 'rejected' must begin with the same messages"
-            )
-        rest["prompt"] = chosen[:-1]
-    return take_prompt(rest, images), [chosen, rejected]
-
-
-def is_picture(side: Any) -> bool:
-    """Whether a response is the path or the content of an image."""
-    if isinstance(side, dict):
-        return bool(set(IMAGE_KEYS) & side.keys()) and not {"role", "from"} & side.keys()
-    return isinstance(side, bytes) or isinstance(side, str) and bool(re.fullmatch(PICTURE, side))
-
-
-def find_picture(response: Any) -> Any:
-    """The picture that is a response: <image> if it is in a column, None if the response is text. Raises
-    UserError: it is both."""
-    if is_picture(response):
-        return response
-    content = response if isinstance(response, str) else response[-1]["content"]
-    if isinstance(content, str):
-        return "<image>" if content.strip() == "<image>" else None
-    parts = [part for part in content if part["type"] != "text" or part["text"].strip()]
-    if all(part["type"] == "text" for part in parts):
-        return None
-    if len(parts) > 1 or parts[0]["type"] not in ("image", "image_url"):
-        raise UserError(f"a response of a pair is a text or one picture, not {content!r:.80}")
-    return parts[0] if any(parts[0].get(key) for key in IMAGE_KEYS) else "<image>"
-
-
-def write_sides(pictures: list, prompt: str, converted: dict, images: "Images") -> list[str]:
-    """The paths of both pictures of a pair. Raises UserError: there are not two, or more."""
-    if not all(pictures):
-        raise UserError("one response of the pair is a picture, the other a text")
-    written = [images.write(picture) for picture in pictures if picture != "<image>"]
-    sides = written + converted["images"]
-    if len(sides) != 2 or len(written) == 1 or "<image>" in prompt or converted.get("videos"):
-        raise UserError("a pair of pictures has two images, and none in its question")
-    return sides
-
-
-def take_prompt(rest: dict, images: "Images") -> str | list:
-    """The prompt as text, or as messages whose images are written."""
-    columns = ", ".join(rest)
-    if "instruction" in rest:
-        rest["prompt"] = f"{rest.pop('instruction')}\n{rest.pop('input', '')}".strip()
-    prompt = read_messages(take(rest, *PROMPTS))
-    if prompt is None:
-        raise UserError(f"no column {', '.join(PROMPTS)}; the row has {columns:.400}")
-    if isinstance(read_literal(prompt), dict):
-        raise UserError(f"a prompt that is an object of JSON: make columns of it: {prompt!r:.120}")
-    if re.search("<img>.+</img>", f"{prompt}"):
-        raise UserError(
-            "<img>path</img> in a text: give the path in images, and write <image> in its place"
-        )
-    turns = [("system", rest.pop("system", ""))]
-    for pair in rest.pop("history") if isinstance(rest.get("history"), list) else []:
-        turns += [("user", pair[0]), ("assistant", pair[1])]
-    messages = [{"role": role, "content": text} for role, text in turns if text]
-    if isinstance(prompt, str):
-        if not messages:
-            return prompt
-        prompt = [{"role": "user", "content": prompt}]
-    for message in prompt:
-        content = message["content"]
-        if not isinstance(content, str):
-            content = [images.write_part(part) for part in content]
-        messages.append(message | {"content": content})
-    return messages
-
-
-def read_messages(value: Any) -> Any:
-    """A message, a list or JSON of them, as messages with role and content; anything else as it is."""
-    if isinstance(value, str) and re.match(MESSAGES, value):
-        value = parse_json(value, "messages")
-    if not isinstance(value, dict | list):
-        return value
-    messages = []
-    for turn in value if isinstance(value, list) else [value]:
-        message = turn.copy()
-        role, content = take(message, "role", "from"), take(message, "content", "value")
-        if role is None:
-            raise UserError(
-                f"a message has role and content, or from and value, unlike {turn!r:.80}"
-            )
-        if role not in ROLES:
-            raise UserError(f"role {role!r:.80} is not one of {', '.join(ROLES)}")
-        messages.append({"role": ROLES[role], "content": content or ""} | message)
-    return messages
-
-
-def take_answer(rest: dict) -> str | None:
-    """The reference answer as text, without the working of a solution. Solutions, and verl's column,
-    stay in the row."""
-    verl = rest.get("reward_model")
-    answers = [
-        rest.pop("answer", None),
-        verl.get("ground_truth") if isinstance(verl, dict) else None,
-    ]
-    for answer in (*answers, rest.get("solution"), rest.pop("ground_truth", None)):
-        if answer is not None:
-            text = as_text(answer)
-            if text != final_answer(text):
-                rest.setdefault("solution", text)
-            return final_answer(text)
-    return None
-
-
-def read_regions(value: Any, boxes: str, space: str) -> dict | None:
-    """Our column of this name from regions of another system or their text; None from anything else."""
-    value = read_literal(value) or value
-    if isinstance(value, str):  # without a place it is no list of none
-        places = read_places(value) if boxes else []
-        value = [{"label": name, boxes: numbers} for numbers, name in places] or value
-    parts = list(parts_of(value))
-    listed = [part for key, part in parts if isinstance(part, list) and (key or boxes) in KEYS]
-    if not listed:
-        return None
-    places = list(filter(None, listed))  # an empty list: no object
-    if any(key in ("image", "image_id") and any(as_list(part)) for key, part in parts):
-        raise UserError("objects of another image than the first (image, image_id)")
-    for key, part in parts:
-        space = SPACES.get(key) or SPACES.get(str(part)) or space
-    if boxes == "sizes":
-        # a point has no size
-        places = [[*place[:2], *map(sum, zip(place, place[2:]))] for place in places]
-    kind = "points" if places and len(places[0]) == 2 else "boxes"
-    regions = {kind: places, "space": space}
-    names = [part for key, part in parts if part and key in NAMES]
-    return regions | {"labels": names} if len(names) == len(places) > 0 else regions
-
-
-def read_literal(text: Any) -> Any:
-    """A list or object that is a text in JSON or, as in Visual-RFT, in Python; None: it is none."""
-    if not isinstance(text, str):
-        return None
-    text = re.sub(r"\A\s*```\w*\n|\n```\s*\Z", "", text)
-    if text[:1] not in ("[", "{"):
-        return None
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return read(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            continue
-    return None
-
-
-def parts_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The texts and lists of numbers in a value, each with its innermost key."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from parts_of(part, key)
-    elif isinstance(value, list) and not all(isinstance(item, int | float) for item in value):
-        for part in value:
-            yield from parts_of(part, key)
-    else:
-        yield key, value
-
-
-def fill_marks(converted: dict) -> None:
-    """Replace numbers in the response, and ms-swift's <bbox>, by our marks, as models differ in their
-    coordinates; and its <ref-object> by the names of objects."""
-    texts = {name: converted[name] for name in ("prompt", "response") if name in converted}
-    if "response" in texts:
-        mark = "<point>" if "points" in converted["regions"] else "<box>"
-        # a call stays as it is: click(x=10, y=20)
-        texts["response"] = re.sub(rf"<bbox>|(?<!\w){REGION}", mark, texts["response"])
-    names = (json.dumps(name)[1:-1] for name in converted["regions"].get("labels", []))
-    written = re.sub("<ref-object>", lambda mark: next(names, mark[0]), json.dumps(texts))
-    converted |= json.loads(written)
-
-
-def final_answer(solution: str) -> str:
-    """The last answer that a text marks as such; without a mark the text."""
-    for pattern in FINAL_ANSWERS:
-        for answer in re.findall(pattern, solution)[-1:]:
-            return answer.strip()
-    return solution
-
-
-def take_media(rest: dict, images: "Images") -> dict:
-    """The columns of images and videos: files, absolute paths, lists of frames."""
-    if "image" in rest and "images" in rest:
-        raise UserError(
-            "columns 'image' and 'images': choose one by --columns images=image or image=images"
-        )
-    pictures = as_list(take(rest, "image", "images", "image_urls"))
-    converted = {"images": [images.write(image) for image in pictures]}
-    clips = as_list(take(rest, "video", "videos"))
-    if clips:
-        converted["videos"] = [images.find_clip(clip) for clip in clips]
-    return converted
-
-
-def take(rest: dict, *columns: str) -> Any:
-    """Take out the first of these columns that is there; None if there is none."""
-    return next((rest.pop(column) for column in columns if column in rest), None)
-
-
-def as_list(value: Any) -> list:
-    return value if isinstance(value, list) else [value] if value else []
-
-
-def as_text(value: Any) -> str:
-    text = number_as_text(value)
-    if not isinstance(text, str):
-        raise UserError(f"answer and label must be a string or a finite number, not {value!r:.80}")
-    return text
-
-
-def as_one_text(prompt: str | list) -> str:
-    """A prompt as one string with <image> for each image, as the prompt of a pair must be."""
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1:
-        return text_of(prompt[0])
-    return "\n\n".join(f"{message['role']}: {text_of(message)}" for message in prompt)
-
-
-def last_text(value: str | list) -> str:
-    """A response given as text, or as the last message of a conversation."""
-    if isinstance(value, str):
-        return value
-    if value[-1]["role"] != "assistant":
-        raise UserError("the last message of a response must be the assistant's")
-    return text_of(value[-1])
-
-
-def text_of(message: dict) -> str:
-    """The text of a message, with <image> and <video> where its parts have them."""
-    content = message["content"]
-    if isinstance(content, str):
-        return content
-    pieces = []
-    for part in content:
-        if part["type"] == "text":
-            # of a part, it is only text
-            pieces.append(re.sub("<(image|video)>", " ", part["text"]))
-        else:
-            pieces.append(f"<{part['type']}>")
-    return "".join(pieces)
-
-
-# ---- Images
-
-
-@dataclass
-class Images:
-    """Writes the images of one row as <folder>/<name>-<place>.<format>."""
-
-    folder: Path
-    name: str  # of the row: <split>-<number>
-    # paths in the row are relative to this folder or, where they are not there,
-    beside: Path
-    root: Path | None = None  # to this one, outside of which none is read
-    # of all rows: digest of an image -> its path in rows
-    written: dict[bytes, str] = field(default_factory=dict)
-    count: int = 0  # images of this row that no earlier row has
-    embedded: list[str] = field(default_factory=list)  # written from messages
-    unread: set[str] = field(default_factory=set)  # columns that seem to hold images or videos
-
-    def write(self, image: Any) -> str:
-        """Write an image; returns its path beside the JSONL file. Raises one of BAD_ROW."""
-        data = self.read(image)
-        digest = hashlib.sha256(data).digest()
-        if digest in self.written:
-            return self.written[digest]
-        try:
-            with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as picture:
-                picture.load()  # finds a damaged body now, not in the middle of training
-        except Exception as error:  # damaged files raise anything, by plugin
-            problem = f"an image that cannot be decoded: {image!r:.80} ({error!s:.200})"
-            raise UserError(problem) from error
-        path = self.folder / f"{self.name}-{self.count}.{picture.format.lower()}"
-        path.write_bytes(data)
-        self.count += 1
-        self.written[digest] = f"{self.folder.name}/{path.name}"
-        return self.written[digest]
-
-    def digest(self, path: str) -> str:
-        """The digest of an image's content."""
-        return hashlib.sha256(self.folder.parent.joinpath(path).read_bytes()).hexdigest()
-
-    def write_part(self, part: dict) -> dict:
-        """A part of a message, with the path of its image if it brings one."""
-        check_reading(part)
-        if part["type"] == "text":
-            return {"type": "text", "text": part.get("text") or part.get("value", "")}
-        if part["type"] == "video":
-            return part | {"video": self.find_clip(part["video"])} if part.get("video") else part
-        if part["type"] not in ("image", "image_url"):
-            raise UserError(
-                f"a part of a message is text, image, image_url or video, not {part!r:.80}"
-            )
-        if not any(part.get(key) for key in IMAGE_KEYS):
-            return {"type": "image"}
-        self.embedded.append(self.write(part))
-        return {"type": "image", "image": self.embedded[-1]}
-
-    def read(self, image: Any) -> bytes:
-        """An encoded image, given as bytes, base64, data URL or path, or as an object with one of these."""
-        if isinstance(image, dict):
-            check_reading(image)
-            return self.read(next((image[key] for key in IMAGE_KEYS if image.get(key)), None))
-        if isinstance(image, bytes):
-            return image
-        if not image:
-            raise FileNotFoundError("an image without bytes or path")
-        file = self.locate(image)
-        if os.path.isfile(file):
-            return read_bytes(file)
-        encoded = re.sub("^data:[^,]*;base64,", "", image)
-        try:
-            return base64.b64decode("".join(encoded.split()), validate=True)
-        except ValueError as error:
-            message = f"{image!r:.80} is neither a file in {self.root or self.beside} nor an image in base64"
-            raise FileNotFoundError(message) from error
-
-    def locate(self, path: str) -> Path:
-        """A file or folder that a row names. Raises UserError: it lies outside of --image_root."""
-        path, root = path.removeprefix("file://"), self.root
-        file = self.beside / path
-        if root and not os.path.exists(file):
-            file = root / path
-        if root and os.path.exists(file) and not file.resolve().is_relative_to(root.resolve()):
-            raise UserError(f"{file} lies outside of --image_root {root}")
-        return file
-
-    def find_clip(self, clip: Any) -> str | list[str]:
-        """A video file as its absolute path; a list or folder of frames as the list of its images."""
-        if isinstance(clip, list):
-            return [self.write(frame) for frame in clip]
-        if isinstance(clip, dict):
-            check_reading(clip)
-        path = clip["video"] if isinstance(clip, dict) else clip
-        path = self.locate(path)
-        if not path.exists():
-            raise FileNotFoundError(f"no such video: {clip!r:.80}")
-        if path.is_dir():
-            # frame-2 before frame-10
-            frames = sorted(path.iterdir(), key=lambda frame: (len(frame.name), frame))
-            return [self.write(str(frame.absolute())) for frame in frames]
-        return str(path.resolve())
-
-
-def check_reading(part: dict) -> None:
-    """Raises UserError: a part has settings for how its own image or video is to be read."""
-    named = [key for key in READING.split() if part.get(key) is not None]
-    if named:
-        raise UserError(
-            f"{', '.join(named)} of one picture or film: the trainers read all alike, as --min_pixels, "
-            "--max_pixels and --video_fps say; resize its file, and remove the entry"
-        )
+# What a row of an unknown form may raise.
+BAD_ROW = (ValueError, KeyError, IndexError, TypeError, AttributeError, OSError, RecursionError)
+SHARD = r"(-\d+-of-\d+)?$"
+# Two columns of responses: response1 and response2, model_a and model_b.
+SIDE = r"(?i)(.*?)[ _]?([012ab]|left|right)"
 
 
 # ---- Files
@@ -674,7 +130,7 @@ def read_rows(path: Path) -> Iterator[str | bytes | dict]:
             yield first
             yield from file
         else:
-            yield from read_json(first + file.read())
+            yield from read_json(first + file.read(), path)
 
 
 def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
@@ -688,16 +144,47 @@ def read_parquet(file: BinaryIO, path: Path) -> Iterator[dict]:
             f".venv-convert/bin/python {shlex.join(sys.argv)}"
         ) from error
     try:
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(100):
-            yield from batch.to_pylist()
+        table = pyarrow.parquet.ParquetFile(file)
+        features = features_of(table.schema_arrow.metadata or {})
+        for batch in table.iter_batches(100):
+            for row in batch.to_pylist():
+                yield {name: named(part, features.get(name)) for name, part in row.items()}
     except Exception as error:  # damaged files raise anything
         raise UserError(f"{path} cannot be read as parquet: {error!s:.1000}") from error
 
 
-def read_json(data: bytes) -> list:
-    """The elements of a list, or objects over several lines; else it must be JSONL, perhaps in UTF-16,
-    or with blank lines first."""
-    text = data.decode(json.detect_encoding(data), "backslashreplace")
+def features_of(metadata: dict[bytes, bytes]) -> dict:
+    """What the package datasets says of the columns of a table that it wrote."""
+    saved = metadata.get(b"huggingface")
+    return parse_json(saved, "its metadata")["info"]["features"] if saved else {}
+
+
+def named(value: Any, feature: Any) -> Any:
+    """A value of a table: classes by their names in place of their numbers, and objects without the nulls
+    that a table writes for keys that a row lacks."""
+    if isinstance(value, dict):
+        inner = feature if isinstance(feature, dict) else {}
+        parts = {key: named(part, inner.get(key)) for key, part in value.items()}
+        return {key: part for key, part in parts.items() if part is not None}
+    if isinstance(feature, list):  # older versions write [feature] for a list
+        feature = {"feature": feature[0]}
+    if not isinstance(feature, dict):
+        feature = {}
+    if isinstance(value, list):
+        return [named(part, feature.get("feature")) for part in value]
+    if feature.get("_type") == "ClassLabel" and isinstance(value, int):
+        return feature["names"][value] if value >= 0 else None  # -1: not known
+    return value
+
+
+def read_json(data: bytes, path: Path) -> list:
+    """The elements of a list, or objects over several lines; else it must be JSONL, perhaps with blank
+    lines first. Raises UserError: it is in UTF-16."""
+    if not json.detect_encoding(data).startswith("utf-8"):
+        raise UserError(
+            f"{path} is text in UTF-16: iconv -f UTF-16 -t UTF-8 {path} > NEW_FILE.json"
+        )
+    text = data.decode("utf-8-sig", "backslashreplace")
     try:
         # no string of JSON holds the end of a line
         objects = re.sub(r"\}\s*\n\s*\{", "},{", text)
@@ -707,52 +194,224 @@ def read_json(data: bytes) -> list:
     return rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
 
 
-def write_split(
-    split: str, paths: list[Path], folder: Path, args: argparse.Namespace, known: dict[bytes, str]
-) -> None:
-    """Write <folder>/<split>.jsonl and its images, but for those that are ``known``, to which they are
-    added. Raises UserError with file and row."""
-    total, written, unread, left_out, numbered = 0, 0, set(), Counter(), ""
-    skipped = (benchmarks.LeftOut, FileNotFoundError) if args.benchmark else ()
-    with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
-        for path, number, text in numbered_rows(paths):
-            row = text
-            try:
-                row = parse_json(text, "the row") if isinstance(text, str | bytes) else text
-                rename(row, args.columns)
-                parts = benchmarks.rows_of(args.benchmark, row) if args.benchmark else [row]
-                for part in parts:
-                    name = f"{split}-{total:05d}"
-                    images = Images(folder / "images", name, path.parent, args.image_root, known)
-                    how = args.label, args.boxes, args.space, args.keep
-                    converted = convert(part, images, *how)
-                    file.write(json.dumps(converted, default=plain) + "\n")
-                    total, written = total + 1, written + images.count
-                    unread |= images.unread
-                    numbered = numbered or numbered_image(converted)
-            except skipped as error:
-                left_out["image missing" if isinstance(error, OSError) else f"{error}"] += 1
-            except BAD_ROW as error:
-                raise UserError(f"{path}, row {number}: {describe(error, row)}") from error
-    say(f"{split}.jsonl: {total} rows, {written} images")
-    if unread:
-        names = ", ".join(sorted(unread))
-        say(
-            f"not read, but perhaps images or videos (--columns images=NAME,videos=NAME): {names:.400}"
+def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
+    """The files by split."""
+    splits = {}
+    for source in sources:
+        if not source.exists():
+            raise UserError(f"{source}: no such file or folder")
+        for path in sorted(source.iterdir()) if source.is_dir() else [source]:
+            if path.suffix in (".parquet", ".jsonl") or path == source and path.suffix == ".json":
+                splits.setdefault(split_of(path), []).append(path)
+    if not splits:
+        files = [file for source in sources for file in source.rglob("*")]
+        below = {f"{file.parent}" for file in files if file.suffix in (".parquet", ".jsonl")}
+        advice = (
+            "name a .json file itself; make Parquet of Arrow (to_parquet), JSONL of a text table"
         )
-    if numbered:
-        say(
-            f"{numbered} in a text stands for no image: write <image> for it, in the order of images"
+        if below:
+            advice = f"name {', '.join(sorted(below))}"
+        raise UserError(f"no .parquet or .jsonl files in {', '.join(map(str, sources))}; {advice}")
+    return splits
+
+
+def split_of(path: Path) -> str:
+    """The name of a file without suffix and without the number of the shard; that of its folder if it is
+    only a number, as on the hub, or metadata of an image folder."""
+    name = re.sub(SHARD, "", path.stem)
+    is_named_by_folder = name.isdigit() or name == "metadata"
+    return path.resolve().parent.name if is_named_by_folder else name
+
+
+# ---- Conversion
+
+
+@dataclass
+class Conversion:
+    """A conversion into a folder, and what all its splits share."""
+
+    args: argparse.Namespace
+    folder: Path
+    how: Options
+    account: accounts.Account = field(default_factory=accounts.Account)
+    mapped: Callable[[Any], Any] | None = None  # by --map
+    written: dict[bytes, str] = field(default_factory=dict)  # images: see `Images`
+    left_out: Counter[str] = field(default_factory=Counter)  # rows, by reason
+
+    def write_split(self, split: str, paths: list[Path]) -> None:
+        """Write <folder>/<split>.jsonl and its images. Raises UserError with file and row."""
+        total, pictures, numbered, keys = 0, 0, "", []
+        skipped = (benchmarks.LeftOut, FileNotFoundError) if self.args.benchmark else ()
+        with open(self.folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
+            for path, number, text in numbered_rows(paths):
+                row = text
+                try:
+                    row = parse_json(text, "the row") if isinstance(text, str | bytes) else text
+                    for part in self.parts_of(row, path):
+                        name = f"{split}-{total:05d}"
+                        images = Images(
+                            self.folder / "images",
+                            name,
+                            path.parent,
+                            self.args.image_root,
+                            self.written,
+                        )
+                        for converted in convert(part, images, self.how, self.account, split):
+                            file.write(json.dumps(converted, default=plain) + "\n")
+                            keys.append(key_of(converted))
+                            total += 1
+                            numbered = numbered or numbered_image(converted)
+                        pictures += images.count
+                except skipped as error:
+                    reason = "image missing" if isinstance(error, OSError) else f"{error}"
+                    self.left_out[reason] += 1
+                except BAD_ROW as error:
+                    raise UserError(f"{path}, row {number}: {describe(error, row)}") from error
+                if self.account.rows.total() == accounts.ENOUGH:
+                    self.check_account()
+        say(f"{split}.jsonl: {total} rows, {pictures} images")
+        if numbered:
+            say(
+                f"{numbered} in a text stands for no image: write <image> for it, in the order of images"
+            )
+        if self.left_out and not total:
+            raise UserError(f"{split}: no row is left (images are looked for in --image_root)")
+        if self.args.hold_out:
+            hold_out(self.folder, split, keys, self.args.hold_out)
+
+    def parts_of(self, row: Any, path: Path) -> list[dict]:
+        """The rows that a row of a file stands for, with columns under the names of --columns."""
+        if self.mapped:
+            row = self.mapped(row)
+            if row is None:
+                self.left_out["as --map says"] += 1
+                return []
+            if not isinstance(row, dict):
+                raise UserError(f"--map must return a row or None, not {row!r:.80}")
+        rename(row, self.how.columns)
+        if (
+            path.name == "metadata.jsonl"
+            and "file_name" in row
+            and not {"image", "images"} & row.keys()
+        ):
+            row["image"] = row.pop("file_name")
+        return benchmarks.rows_of(self.args.benchmark, row) if self.args.benchmark else [row]
+
+    def check_account(self) -> None:
+        """Raises UserError: what is not read could change what is learned, and no flag names it."""
+        unnamed = self.account.unnamed(self.how.keep)
+        if unnamed and not self.args.benchmark:  # whose reader knows its columns
+            raise UserError(advice(self.account, unnamed, self.how.columns))
+
+    def tell(self) -> None:
+        """Print what was not read, and what else is to be said."""
+        for reason, count in self.left_out.items():
+            say(f"left out: {count} rows, {reason}")
+        for note, count in self.account.notes.items():
+            say(f"{count} {note}")
+        if self.account.entries:
+            say("not read, and kept in the rows:\n" + self.account.table(self.account.entries))
+
+
+def load_map(spec: str) -> Callable[[Any], Any]:
+    """The function of --map, which runs in a process of its own. Raises UserError: there is none."""
+    from common.user_code import load_function  # only those who use it wait for it
+
+    function, *_ = load_function("--map", spec, "row")
+
+    def mapped(row: Any) -> Any:
+        try:
+            return function(row)
+        except Exception as error:  # whatever a program raises
+            raise UserError(f"--map {spec}: {error!r:.400}") from error
+
+    return mapped
+
+
+def advice(account: accounts.Account, unnamed: list[str], columns: dict[str, str]) -> str:
+    """What is not read, and the flags to paste. A preference is never to be kept unread."""
+    lines = ["not read, and it could change what is learned:", account.table(unnamed)]
+    sides = sides_of([*account.entries, *columns.values()])
+    preferences = [name for name in unnamed if account.entries[name].is_preference]
+    if sides and preferences:
+        lines.append(advice_on_preferences(account, preferences, sides))
+        unnamed = [name for name in unnamed if name not in (*preferences, *sides)]
+    if any(re.fullmatch(f"{CHOICES}|{EACH_CHOICE}", name) for name in unnamed):
+        lines.append(
+            "choices that the prompt does not show: --choices letters (letters0, letters1)"
         )
-    for reason, count in left_out.items():
-        say(f"left out: {count} rows, {reason}")
-    if left_out and not total:
-        raise UserError(f"{split}: no row is left (images are looked for in --image_root)")
+    pictures = [name for name in unnamed if account.entries[name].is_picture]
+    if pictures:
+        lines.append(f"pictures: --columns images={'+'.join(pictures)}")
+    if any(name.startswith("messages.") for name in unnamed):
+        lines.append("keys of messages: --turns all keeps messages whole, for train_grm_vl.py")
+    if unnamed:
+        names = ",".join(unnamed)
+        lines.append(f"unread, they may stay in the rows: --keep {names}")
+        lines.append(f"or be left out: --drop {names}")
+    lines.append("--columns OURS=NAME and --map FILE.py:FUNCTION have them read (--help)")
+    return "\n".join(lines)
+
+
+def advice_on_preferences(
+    account: accounts.Account, preferences: list[str], sides: list[str]
+) -> str:
+    """How columns are read that may say which of two responses is better."""
+    name = preferences[0] if len(preferences) == 1 else "NAME"
+    advice = f"{' or '.join(preferences)} may say which response is better: --columns responses="
+    advice += f"{'+'.join(sides)},preferred={name}"
+    if any(account.entries[each].is_negative for each in preferences):
+        advice += (
+            f" --preferred_is sign (below 0: {sides[0]}; if it is the other, change the two names)"
+        )
+    return advice
+
+
+def sides_of(columns: list[str]) -> list[str]:
+    """Two columns whose names differ in their number, letter or side alone; [] if there are none."""
+    stems = {}
+    for name in columns:
+        match = re.fullmatch(SIDE, name)
+        if match and match[1]:
+            stems.setdefault(match[1], set()).add(name)
+    return next((sorted(names) for names in stems.values() if len(names) == 2), [])
+
+
+def key_of(converted: dict) -> bytes:
+    """What rows share that ask the same about the same pictures."""
+    question = converted.get("prompt", converted.get("messages"))
+    asked = [question, converted["images"], converted.get("videos")]
+    return hashlib.sha256(json.dumps(asked, default=plain).encode()).digest()
+
+
+def hold_out(folder: Path, split: str, keys: list[bytes], count: int) -> None:
+    """Move ``count`` rows of a split, or a few less, into held_out.jsonl: rows that share a prompt and its
+    pictures stay together, and a hash decides which. Raises UserError: there are too few."""
+    sizes = Counter(keys)
+    chosen, size = set(), 0
+    for key in sorted(sizes):
+        if size + sizes[key] <= count:
+            chosen.add(key)
+            size += sizes[key]
+    if not chosen or len(chosen) == len(sizes):
+        raise UserError(
+            f"--hold_out {count}: {split} has {len(keys)} rows, of {len(sizes)} questions"
+        )
+    path, rest = folder / f"{split}.jsonl", folder / "rest"
+    with (
+        open(path, "rb") as rows,
+        open(rest, "wb") as train,
+        open(folder / "held_out.jsonl", "wb") as held,
+    ):
+        for key, line in zip(keys, rows, strict=True):
+            (held if key in chosen else train).write(line)
+    rest.replace(path)
+    say(f"held_out.jsonl: {size} of them")
 
 
 def numbered_image(converted: dict) -> str:
     """What the prompt of a row with images has in place of <image>; "" if nothing."""
-    mark = re.search(NUMBERED_IMAGE, f"{converted['prompt']}")
+    mark = re.search(NUMBERED_IMAGE, f"{converted.get('prompt')}")
     return mark[0] if mark and converted["images"] else ""
 
 
@@ -765,17 +424,23 @@ def numbered_rows(paths: list[Path]) -> Iterator[tuple[Path, int, str | bytes | 
 
 
 def rename(row: dict, columns: dict[str, str]) -> None:
-    """Give columns our names; one that is named as its images replaces the other. Raises UserError:
-    there is no such column."""
+    """Give columns our names; what had such a name becomes original_NAME. Raises UserError: there is no
+    such column."""
     renamed = {}
     for ours, theirs in columns.items():
-        if theirs not in row:
-            names = ", ".join(row)
-            raise UserError(f"no column {theirs!r} (see --columns); the row has {names:.400}")
-        renamed[ours] = row.pop(theirs)
-    if renamed.keys() & {"image", "images"}:
-        for column in ("image", "images"):
-            row.pop(column, None)
+        names = theirs.split("+")
+        if not set(names) & row.keys():
+            has = ", ".join(row)
+            raise UserError(f"no column {theirs!r} (see --columns); the row has {has:.400}")
+        values = [row.pop(name, None) for name in names]
+        renamed[ours] = (
+            values[0] if len(names) == 1 else [part for part in values if part is not None]
+        )
+    replaced = set(renamed)
+    if replaced & {"image", "images"}:
+        replaced |= {"image", "images"}
+    for name in replaced & row.keys():
+        row[f"original_{name}"] = row.pop(name)
     row |= renamed
 
 
@@ -793,34 +458,20 @@ def describe(error: Exception, row: Any) -> str:
     return f"no row as in the tables of --help: {row!r:.120} ({line})"
 
 
-def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
-    """The files by split: the name without suffix and without the number of the shard."""
-    splits = {}
-    for source in sources:
-        if not source.exists():
-            raise UserError(f"{source}: no such file or folder")
-        for path in sorted(source.iterdir()) if source.is_dir() else [source]:
-            if path.suffix in (".parquet", ".jsonl") or path == source and path.suffix == ".json":
-                split = re.sub(r"-\d+-of-\d+$", "", path.stem)
-                splits.setdefault(split, []).append(path)
-    if not splits:
-        below = {f"{file.parent}" for source in sources for file in source.rglob("*.parquet")}
-        advice = (
-            "name a .json file itself; make Parquet of Arrow (to_parquet), JSONL of a text table"
-        )
-        if below:
-            advice = f"name {', '.join(sorted(below))}"
-        raise UserError(f"no .parquet or .jsonl files in {', '.join(map(str, sources))}; {advice}")
-    return splits
+# ---- Command line
 
 
 def parse_columns(text: str) -> dict[str, str]:
     columns = dict(item.partition("=")[::2] for item in text.split(","))
-    unknown = columns.keys() - {*PROMPTS, *LABELS, *COLUMNS}
+    unknown = columns.keys() - {*PROMPTS, *LABELS, *COLUMNS.split(), *JUDGED}
     if unknown:
-        names = ", ".join(COLUMNS)
+        names = ", ".join((*COLUMNS.split(), *JUDGED))
         raise argparse.ArgumentTypeError(f"{min(unknown)!r} is not one of prompt, label, {names}")
     return columns
+
+
+def parse_names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -840,9 +491,51 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         type=parse_columns,
         default={},
         metavar="OURS=THEIRS,...",
-        help="columns under other names: prompt=Text,images=Image",
+        help="columns under other names: prompt=Text,images=Image, or several as a list: images=a+b",
+    )
+    parser.add_argument(
+        "--map",
+        default="",
+        metavar="FILE.py:FUNCTION",
+        help="a function of a row as the file has it, which returns one that can be read, or None to leave it "
+        "out",
     )
     parser.add_argument("--label", default="", help="label of rows that have none")
+    add_meanings(parser)
+    parser.add_argument(
+        "--keep",
+        type=parse_names,
+        default=[],
+        metavar="NAME,...",
+        help="columns to keep although nothing reads them; column.key of one that holds an object, and "
+        "messages.key of messages",
+    )
+    parser.add_argument(
+        "--drop",
+        type=parse_names,
+        default=[],
+        metavar="NAME,...",
+        help="columns and keys, named alike, to leave out",
+    )
+    parser.add_argument(
+        "--hold_out",
+        type=tool.between(1, 10**9),
+        default=0,
+        metavar="N",
+        help="write so many rows of the only split to held_out.jsonl; those with one prompt and the same "
+        "pictures stay together",
+    )
+    parser.add_argument(
+        "--image_root",
+        type=Path,
+        help="folder of images and videos: paths are relative to the rows' file, or to this folder; "
+        "none outside of it is read",
+    )
+    return parser.parse_args(argv)
+
+
+def add_meanings(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what values mean."""
     parser.add_argument(
         "--boxes",
         choices=("corners", "sizes"),
@@ -857,19 +550,26 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="pixels of the file, or 0 to this number on both axes",
     )
     parser.add_argument(
-        "--keep",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="NAME,...",
-        help="columns to keep although they are named like preferences, or hold choices",
+        "--preferred_is",
+        choices=("sign", "number"),
+        default="",
+        help="what a number in the column preferred means: below 0 the first of responses is better, above 0 "
+        "the second, 0 is a tie; or the number at the end of the better one's column",
     )
     parser.add_argument(
-        "--image_root",
-        type=Path,
-        help="folder of images and videos: paths are relative to the rows' file, or to this folder; "
-        "none outside of it is read",
+        "--choices",
+        choices=("letters", "letters0", "letters1"),
+        default="",
+        help='append choices that the prompt does not show, as lines "A. ...", and make an answer that is one\'s '
+        "text its letter; letters0 and letters1 also one that is its number, from 0 or from 1",
     )
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--turns",
+        choices=("last", "all"),
+        default="last",
+        help="which answers of the assistant are learned: the last one, as response, or all, in messages, "
+        "which train_grm_vl.py reads",
+    )
 
 
 @tool.one_message()
@@ -877,15 +577,24 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if args.out.exists():
         raise UserError(f"--out {args.out} exists: remove it or name another")
+    splits = find_splits(args.sources)
+    if args.hold_out and len(splits) > 1:
+        raise UserError(f"--hold_out splits one file: name that of one of {', '.join(splits)}")
+    names = "columns label boxes space choices turns preferred_is keep drop".split()
+    how = Options(**{name: getattr(args, name) for name in names})
     args.out.parent.mkdir(parents=True, exist_ok=True)
     # Written beside it and renamed, so that <out> is complete as soon as it exists.
     with tempfile.TemporaryDirectory(prefix=f"{args.out.name}.", dir=args.out.parent) as scratch:
         folder = Path(scratch) / "whole"
         (folder / "images").mkdir(parents=True)
-        known = {}
-        for split, paths in find_splits(args.sources).items():
-            write_split(split, paths, folder, args, known)
+        conversion = Conversion(args, folder, how)
+        if args.map:
+            conversion.mapped = load_map(args.map)
+        for split, paths in splits.items():
+            conversion.write_split(split, paths)
+        conversion.check_account()
         folder.rename(args.out)
+    conversion.tell()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ here."""
 import json
 import random
 import re
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers.models.auto import tokenization_auto
 from common.data.folder import copy_files, read_tokenizer, write_word_pattern
 from common.data.images import image_size, read_image
 from common.data.loader import load_pixels
+from common.data.overlap import tell_shared_rows
 from common.data.processor import Processor, answer_frame
 from common.data.rows import load_prompts, parse_columns
 from common.flags import DataArgs
@@ -1078,7 +1080,7 @@ invalid UTF-8             | {"prompt": "ÿ"} | not JSON
 no object                 | ["prompt"] | a row must be a JSON object, not \\['prompt'\\]
 no prompt column | {"question": "x", "answer": "y"}
     | no column 'prompt' .*; the row has 'question', 'answer'
-prompt of wrong type      | {"prompt": 5} | prompt must be a string or messages .* it is 5
+prompt of wrong type      | {"prompt": 5} | prompt must be a string or messages; it is 5
 empty prompt              | {"prompt": " "} | empty prompt
 no messages               | {"prompt": []} | prompt must be a string or messages
 message without content   | {"prompt": [{"role": "user"}]} | prompt must be .* not {'role': 'user'}
@@ -1096,7 +1098,7 @@ no part                   | USER [5]}]} | a part of a message must be .* not 5
 unknown role | {"prompt": [{"role": "robot", "content": "x"}]}
     | roles system, user, assistant, tool.*robot
 assistant last | {"prompt": [{"role": "assistant", "content": "x"}]}
-    | the last not by the assistant
+    | the messages end with the assistant, .*: python launch/data/convert.py FILE
 unknown part              | USER [{"type": "audio"}]}]} | a part of a message must be .*audio
 part of wrong type        | USER [{"type": "text", "text": 3}]}]} | a part of a message must be
 part with bytes | USER [{"type": "image", "bytes": "iVBOR"}]}]}
@@ -1217,10 +1219,65 @@ def test_odd_rows_are_refused_in_our_words(tmp_path, processor):
 def test_first_five_of_many(load):
     with user_error("7 of 8 rows are bad") as error:
         load([{"prompt": 1}, {"prompt": "ok"}] + [{"prompt": 1}] * 6)
-    lines = str(error.value).split("\n")[1:]
+    *lines, last = str(error.value).split("\n")[1:]
+    assert last == "  (--on_bad_row skip leaves such rows out)"
     assert [line.split(": ")[0].strip() for line in lines] == [
         f"train.jsonl:{i}" for i in (1, 3, 4, 5, 6)
     ]
+
+
+@pytest.mark.parametrize(
+    "row, columns, advised",
+    [
+        ({"question": "x", "solution": "y"}, "", "prompt=question,answer=solution"),
+        ({"problem": "x", "image_urls": [], "answer": "y"}, "", "prompt=problem,images=image_urls"),
+        (
+            {"query": "x", "gold": "y", "task": "z"},
+            "label=task",
+            "prompt=query,answer=gold,label=task",
+        ),
+    ],
+)
+def test_columns_that_every_row_lacks_are_named_once(load, row, columns, advised):
+    with value_error(
+        f"train.jsonl: no row has a column 'prompt': --columns {advised} reads"
+    ) as error:
+        load([row] * 7, columns)
+    assert "\n" not in str(error.value)
+
+
+def test_an_answer_of_another_name_is_told(load, capsys):
+    load([{"prompt": "x", "solution": "y"}] * 2)
+    assert (
+        "no row has a column 'answer': --columns answer=solution reads one"
+        in capsys.readouterr().out
+    )
+    load([{"prompt": "x", "solution": "y"}] * 2, "answer=solution")
+    assert "no row has" not in capsys.readouterr().out
+
+
+def test_held_out_rows_that_are_training_rows_are_told(load, tmp_path, capsys):
+    """By the same prompt, answer and content of images, wherever the files lie."""
+    shutil.copyfile(tmp_path / "a.png", tmp_path / "copy.png")
+    train = [
+        {"prompt": "x", "images": "a.png", "answer": "1"},
+        {"prompt": "x", "images": "b.jpg", "answer": "1"},
+        {"prompt": "x", "answer": "1"},
+    ]
+    held_out = [
+        {"prompt": "x", "images": "copy.png", "answer": "1"},
+        {"prompt": "x", "images": "copy.png", "answer": "2"},
+        {"prompt": "y", "answer": "1"},
+        {"prompt": "x", "answer": "1"},
+    ]
+    asked = [[(row, row.reference) for row in load(rows)] for rows in (train, held_out)]
+    capsys.readouterr()
+    tell_shared_rows(*asked)
+    warning = capsys.readouterr().out
+    assert warning.startswith("warning: 2 of 4 held-out rows are training rows, too")
+    assert warning.endswith("as in train.jsonl:1 and train.jsonl:1\n")
+    tell_shared_rows(asked[0], asked[1][1:3])
+    assert capsys.readouterr().out == ""
 
 
 def test_nothing_left(load, tmp_path, processor):

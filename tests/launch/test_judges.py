@@ -225,7 +225,8 @@ def test_a_benchmark_becomes_judgements(tmp_path, published, qwen25, capsys, ben
             tmp_path / "out",
         )
     )
-    assert capsys.readouterr().out.partition("\n")[2] == LEFT_OUT[benchmark]
+    told = capsys.readouterr().out.partition("\n")[2]
+    assert told.partition("not read, and kept")[0] == LEFT_OUT[benchmark]
     rows = read_rows(tmp_path / "out" / "rows.jsonl")
     assert [row["source"] for row in rows] == GROUPS[benchmark]
     assert {row["benchmark"] for row in rows} == {benchmark}

@@ -1,0 +1,167 @@
+"""Reference answers of other systems, and the choices of which they name one."""
+
+import re
+from collections import Counter
+from string import ascii_uppercase
+from typing import Any
+
+from common.ground.files import UserError, number_as_text
+from common.rewards.rules import words_of
+from launch.data.foreign_messages import Reading, as_text, read_json_text
+
+BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # with up to two pairs in each other inside
+FINAL_ANSWERS = (
+    r"(?s)<answer>(.*?)</answer>",
+    r"(?m)^####(.*)\s*\Z",
+    rf"\\f?box(?:ed)?\s*\{{((?:[^{{}}]|{BRACES})*)\}}",
+    r"\\boxed +([^\s{}$]+)\$",  # MATH has a few
+)
+# Columns of choices: one of all, or one for each.
+CHOICES = r"(?i:options?|choice|((answer|multiple)_)?choices|candidates)"
+EACH_CHOICE = r"(?i:option|choice)[ _]?[A-Ja-j\d]|[A-J]|a\d"
+OWN_LETTER = r"^\(?([A-Ja-j])[.:)] *"  # before a choice
+
+
+# ---- Answers
+
+
+def take_answer(reading: Reading) -> str | None:
+    """The reference answer as text, without the working of a solution. Solutions, verl's column and the
+    list answers, which rewards read, stay in the row."""
+    rest = reading.rest
+    verl = rest.get("reward_model")
+    verl = verl if isinstance(verl, dict) else {}
+    if rest.get("answer") is not None:
+        answer = rest.pop("answer")
+    elif verl.get("ground_truth") is not None:
+        answer = verl["ground_truth"]
+        further = {key: value for key, value in verl.items() if key != "ground_truth"}
+        reading.known["reward_model"] = verl
+        rest["reward_model"] = further
+    else:
+        names = ("final_answer", "solution", "ground_truth", "answers")
+        name = next((name for name in names if name in rest), None)
+        if name is None:
+            return None
+        answer = rest.pop(name)
+        if name in ("solution", "answers"):
+            reading.known[name] = answer
+        if name == "answers":
+            answer = most_common(answer)
+    text = one_truth(answer, reading)
+    final = final_answer(text)
+    if text != final and not {"solution"} & (rest.keys() | reading.known.keys()):
+        reading.known["solution"] = text
+    solution = rest.get("solution")
+    if isinstance(solution, str) and final_answers(solution) == [final]:
+        reading.known["solution"] = rest.pop("solution")
+    return final
+
+
+def most_common(answers: Any) -> Any:
+    """The truth among several, any of which is right; anything else than texts as it is."""
+    if not isinstance(answers, list) or not all(isinstance(text, str) for text in answers):
+        return answers
+    return Counter(answers).most_common(1)[0][0] if answers else answers
+
+
+def one_truth(answer: Any, reading: Reading) -> str:
+    """An answer, or a list of one, as text; several parts as "A, C"."""
+    if not isinstance(answer, list):
+        return as_text(answer)
+    truths = list(dict.fromkeys(map(as_text, answer)))
+    if not truths:
+        raise UserError("an answer that is an empty list")
+    if len(truths) > 1:
+        reading.account.notes[
+            'rows have a list as answer, now in one text: "A, C". If each element alone is right, name the '
+            "column by --columns answers=NAME"
+        ] += 1
+    return ", ".join(truths)
+
+
+def final_answers(text: str) -> list[str]:
+    """The different answers that a text marks as final."""
+    for pattern in FINAL_ANSWERS:
+        answers = [answer.strip() for answer in re.findall(pattern, text)]
+        if answers:
+            return list(dict.fromkeys(answers))
+    return []
+
+
+def final_answer(solution: str) -> str:
+    """The answer that a text marks as final; without a mark the text. Raises UserError: it marks several."""
+    answers = final_answers(solution)
+    if len(answers) > 1:
+        raise UserError(
+            f"several final answers in one solution, {', '.join(map(repr, answers)):.200}: name a column that "
+            "has the answer alone by --columns answer=NAME, or write it by --map"
+        )
+    return answers[0] if answers else solution
+
+
+# ---- Choices
+
+
+def find_choices(rest: dict) -> tuple[list[str], list[str]]:
+    """The columns of a row that hold its choices, and the choices; none if they are not texts."""
+    columns = [name for name in rest if name == "choices" or re.fullmatch(CHOICES, name)]
+    each = [name for name in rest if re.fullmatch(EACH_CHOICE, name)]
+    columns = sorted(columns, key=lambda name: name != "choices")[:1] or (
+        each if len(each) > 1 else []
+    )
+    values = [rest[name] for name in columns]
+    if len(values) == 1:
+        values = read_json_text(values[0]) or values[0]
+    if isinstance(values, dict):
+        values = list(values.values())
+    texts = [number_as_text(value) for value in values] if isinstance(values, list) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        return [], []
+    return (columns, texts) if texts else ([], [])
+
+
+def take_choices(reading: Reading, prompt: str, answer: str | None) -> tuple[list[str], str | None]:
+    """The lines of choices to append to a prompt, and the answer, whose number becomes its letter.
+    Columns of choices that the prompt shows, or will show, count as read. Raises UserError: see
+    `letter_of`."""
+    columns, choices = find_choices(reading.rest)
+    if set(columns) & set(reading.how.keep):
+        return [], answer
+    plain = [re.sub(OWN_LETTER, "", choice) for choice in choices]
+    is_shown = all(
+        words_of(text) in words_of(prompt) for text in plain if not re.fullmatch("[A-J]", text)
+    )
+    if not choices or not is_shown and not reading.how.choices:
+        return [], answer
+    for name in columns:
+        reading.known[name] = reading.rest.pop(name)
+    letters = ascii_uppercase[: len(choices)]
+    if answer is not None:
+        answer = letter_of(answer, plain, reading.how.choices)
+    if is_shown:
+        return [], answer
+    return [f"{letter}. {text}" for letter, text in zip(letters, plain)], answer
+
+
+def letter_of(answer: str, choices: list[str], how: str) -> str:
+    """The letter of the choice that an answer is, by its number or by its text; other answers as they are.
+
+    how: --choices. Raises UserError: a number, and nothing says where numbers begin.
+    """
+    texts = [words_of(choice) for choice in choices]
+    begins = re.search(r"\d", how)
+    is_number = bool(re.fullmatch(r"\d{1,2}", answer))
+    if is_number and begins:
+        place = int(answer) - int(begins[0])
+        if not 0 <= place < len(choices):
+            raise UserError(f"the answer {answer} is the number of none of {len(choices)} choices")
+        return ascii_uppercase[place]
+    if is_number and (how or words_of(answer) not in texts):
+        raise UserError(
+            f"the answer {answer} is the number of one of {len(choices)} choices: --choices letters0 if the "
+            "first has number 0, --choices letters1 if it has number 1"
+        )
+    if how and texts.count(words_of(answer)) == 1:
+        return ascii_uppercase[texts.index(words_of(answer))]
+    return answer
