@@ -563,10 +563,22 @@ class Described(Family):
         parts = {"image_processor": self.image_processor}
         parts["tokenizer"] = copy.deepcopy(tokenizer)  # some processors add tokens to it
         blank = self.described(self.grid(64, 64))
+        settings = {k: v for k, v in files["processor_config"].items() if v is not None}
         with explained("processor_config.json cannot be used"):
-            self.writer = theirs.from_args_and_dict([], files["processor_config"], **parts)
+            settings = self.settings_of_config() | settings
+            self.writer = theirs.from_args_and_dict([], settings, **parts)
             self.writer.replace_image_token(blank, 0)
         self.placeholder = self.writer.image_token
+
+    def settings_of_config(self) -> dict[str, Any]:
+        """What processor_config.json repeats of the model's config, for checkpoints without that file."""
+        return {}
+
+    def patches_of_side(self) -> int:
+        """Patches along a side of the squares that the tower takes."""
+        tower = self.config.vision_config
+        side, patch = (np.ravel(size)[0] for size in (tower.image_size, tower.patch_size))
+        return int(side // patch)
 
     def described(self, grid: Grid) -> dict[str, Any]:
         """What the image processor returns for an image of this grid, as far as the text needs it."""
@@ -594,6 +606,10 @@ class InternVL(Described):
     unnamed_tokens = r"</?img>|<video>|<IMG_CONTEXT>"
     processor_options = {"crop_to_patches": True}  # as its processor does, whatever the file says
 
+    def settings_of_config(self) -> dict[str, Any]:
+        side = int(self.patches_of_side() * self.config.downsample_ratio)
+        return {"image_seq_length": side**2}
+
     def grid(self, width: int, height: int) -> Grid:
         return (self.image_processor.get_number_of_image_patches(height, width),)
 
@@ -608,6 +624,11 @@ class Aya(InternVL):
     processor = "AyaVisionProcessor"
     unnamed_tokens = r"<image>|<\|(START_OF_IMG|END_OF_IMG|IMG_PATCH|IMG_LINE_BREAK)\|>|TILE\w*"
 
+    def settings_of_config(self) -> dict[str, Any]:
+        tower = self.config.vision_config
+        settings = {"patch_size": tower.patch_size, "img_size": tower.image_size}
+        return settings | {"downsample_factor": self.config.downsample_factor}
+
 
 class SmolVLM(Described):
     """Idefics3 and SmolVLM: tiles and the whole image. A grid is (rows, columns) of tiles, or (0, 0)
@@ -619,6 +640,9 @@ class SmolVLM(Described):
     processor = "Idefics3Processor"  # SmolVLM's writes the same, but needs a video package
     unnamed_tokens = r"<fake_token_around_image>|<global-img>|<image>|<row_\d_col_\d>"
     processor_options = {"return_row_col_info": True}
+
+    def settings_of_config(self) -> dict[str, Any]:
+        return {"image_seq_len": (self.patches_of_side() // self.config.scale_factor) ** 2}
 
     def vision_inputs(self, patches: Tensor, grids: Tensor) -> Inputs:
         return {"pixel_values": patches[None]}
@@ -642,6 +666,15 @@ class LlavaNext(Described):
     image_processors = ("LlavaNext",)
     processor = "LlavaNextProcessor"
 
+    def settings_of_config(self) -> dict[str, Any]:
+        tower = self.config.vision_config
+        return {
+            "patch_size": tower.patch_size,
+            "vision_feature_select_strategy": self.config.vision_feature_select_strategy,
+            # CLIP puts one class token before the patches
+            "num_additional_image_tokens": int(tower.model_type == "clip_vision_model"),
+        }
+
     def vision_inputs(self, patches: Tensor, grids: Tensor) -> Inputs:
         return {"pixel_values": patches, "image_sizes": grids[:, :2]}
 
@@ -664,6 +697,13 @@ class OneVision(LlavaNext):
     image_processors = ("LlavaOnevision",)
     processor = "LlavaOnevisionProcessor"
     count = 1  # images in the prompt
+
+    def settings_of_config(self) -> dict[str, Any]:
+        return {
+            "num_image_tokens": self.patches_of_side() ** 2,
+            "vision_feature_select_strategy": self.config.vision_feature_select_strategy,
+            "vision_aspect_ratio": self.config.vision_aspect_ratio,
+        }
 
     def among(self, count: int) -> Family:
         family = copy.copy(self)

@@ -27,6 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from common.buffers import Batch, Pack, fill_packs
 from common.data.families import Family
 from common.distributed import ALONE, Team
+from common.ground.process import UserError
 from common.model.linear_attention import Decay
 
 # -------------------------------------------------------------------------------------------------
@@ -279,7 +280,7 @@ def compute_features(model: Model, batch: Batch) -> None:
         features = image_features(model, torch.cat(pixels), torch.cat(grids)).cpu()  # (K, M, H)
         counts = [batch.prompts[index].image_tokens for index in part]
         if sum(counts) != features.shape[1]:
-            raise ValueError(
+            raise UserError(
                 f"{model.setup.folder}: {features.shape[1]} image features for {sum(counts)} image "
                 "tokens; processor_config.json or preprocessor_config.json do not fit config.json"
             )

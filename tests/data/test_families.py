@@ -562,6 +562,26 @@ def test_onevision_treats_an_image_alone_in_another_way(tmp_path, picture_rows):
         read_parts(Image.new("RGB", (30, 40)), processor, 100)
 
 
+@pytest.mark.parametrize(
+    "kind", ["llava_next", "llava_onevision", "internvl", "smolvlm", "aya_vision"]
+)
+def test_a_checkpoint_without_processor_config_has_what_its_config_says(
+    kind, tmp_path, picture_rows
+):
+    """As several of LLaVA 1.6 and OneVision are published; also a file whose entries are null."""
+    write_family(kind, tmp_path, picture_rows)
+    file = tmp_path / "processor_config.json"
+    written = read_json(file)
+    texts = []
+    for settings in (written, {}, dict.fromkeys(written)):
+        write_json(file, settings)
+        family = Processor(tmp_path).family
+        texts.append(
+            [family.expand(family.grid(*size)) for size in ((64, 64), (30, 90), (200, 50))]
+        )
+    assert texts[0] == texts[1] == texts[2]
+
+
 def test_a_processor_that_does_not_fit_its_model_is_named(tmp_path, picture_rows):
     write_family("llava_next", tmp_path, picture_rows)
     file = tmp_path / "processor_config.json"
