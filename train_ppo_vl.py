@@ -78,7 +78,7 @@ from common.rewards import models as reward_models
 from common.rewards import sources
 from common.rollout import prompts_together, rollout
 from common.sampling import Environment, Sampling
-from common.user_code import load_function, run_on_main
+from common.user_code import load_function, with_table
 
 Trainables = dict[str, fsdp.Trainable]  # by role
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
@@ -627,15 +627,15 @@ def draw_by_history(
     """Endless batches of rows, by the weights of --curriculum. Each is drawn while the step before it
     runs; ``state.ahead`` keeps it, so that a resumed run begins with the same one. Raises UserError."""
     size = args.prompts_per_rollout
+    weigh = with_table(weigh, [row.row for row in rows])
 
     def draw(start: int) -> list[int]:
-        columns = [dict(row.row) for row in rows]  # the function may change what it gets
-        weights = weigh(columns, *state.history.numpy().copy())
+        weights = weigh(*state.history.numpy().copy())
         return data.draw_by_weights(weights, len(rows), size, (args.seed, start))
 
     for start in itertools.count(state.rows_drawn, size):
         if not state.ahead:
-            state.ahead = run_on_main(f"--curriculum {args.curriculum}", draw, start)
+            state.ahead = distributed.run_on_main(f"--curriculum {args.curriculum}", draw, start)
         yield [rows[k] for k in state.ahead], list(range(start, start + size))
         state.ahead = []
 
@@ -1869,7 +1869,7 @@ def load_programs(args: Args) -> tuple[sources.RewardMix, Environment | None, Ca
     reward, weigh = sources.load_rewards(args), None
     environment = environments.load_environment(args, args.max_prompt_tokens)
     if args.curriculum:
-        weigh, _ = load_function("--curriculum", args.curriculum, "rows, samples, rewards")
+        weigh, *_ = load_function("--curriculum", args.curriculum, "rows, samples, rewards")
     return reward, environment, weigh
 
 

@@ -74,12 +74,11 @@ from common.ground.files import (
     write_durably,
     write_link,
 )
-from common.ground.process import EXIT_PREEMPTED, Exit, UserError, keep_errors
+from common.ground.process import EXIT_PREEMPTED, GIVEN_UP, Exit, UserError, keep_errors
 from common.logging import Metrics, due, how_to_go_on, script_of
 from common.model import weights
 from common.model.fsdp import Trainable
 from common.model.vlm import Wrapper
-from common.threads import GIVEN_UP
 from common.user_code import files_of
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.

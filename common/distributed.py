@@ -14,7 +14,7 @@ CPU tensors travel over gloo, GPU tensors over NCCL. Every rank calls, with what
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -265,6 +265,16 @@ def raise_on_all_ranks(prefix: str = ""):
     problems = [problem for problem in gather_objects(problem) if problem is not None]
     if problems:
         raise UserError(problems[0]) from cause
+
+
+def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:
+    """Call a function that runs code of the user on rank 0 only, and return its result on every rank: it
+    may depend on chance or on a clock. Raises UserError on every rank, which names the ``flag``."""
+    returned = None
+    with raise_on_all_ranks(f"{flag}: "):
+        if is_main():
+            returned = function(*inputs)
+    return from_main(returned)
 
 
 def stop_requested() -> bool:

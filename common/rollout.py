@@ -78,7 +78,8 @@ def rollout(
     if envs:
         envs.fill(local, keys)
     batch = local.gathered()
-    environments.check_failures(batch.conversations)
+    if sampling.environment:
+        environments.check_failures(sampling.environment, batch.conversations)
     return batch
 
 
@@ -261,6 +262,8 @@ class RolloutEngine:
             for slot, number in samples:
                 started.append((slot, batch.prompt_ids[index], number))
                 self.slots[slot] = Sample((index, number))
+                if self.envs:
+                    self.envs.begin((index, number))
             slots, ids = [slot for slot, _ in samples], batch.prompts[index].input_ids
             parts.append(packs.Prefill(slots, 0, ids, vlm.positions_of(self.model, batch, index)))
         slots, prompt_ids, numbers = torch.tensor(started, device=self.setup.device).T  # (b,) each

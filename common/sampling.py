@@ -1,6 +1,6 @@
 """How responses are drawn: the same settings for the rollout, for scoring and for training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,13 @@ class Environment:
     """The class of --env, its attributes, and the limits of its conversations."""
 
     spec: str  # as in --env
-    make: Callable[[], Any]
+    of: Any  # user_code.Class
     role: str  # of its messages
     shows_images: bool  # whether its replies may contain images
     max_turns: int
     max_reply_tokens: int  # of all replies in a sample
     timeout: float  # of a call, seconds
-    workers: int  # threads; 0: one call after the other
+    workers: int  # calls at a time; 0: one, for which decoding waits
     max_prompt_tokens: int  # with a first observation
     sees_cut_turns: bool = False  # whether `step` is called for a turn that a token limit has cut
 

@@ -1,183 +1,366 @@
 """Programs of the user, such as rewards and environments, which a flag names as ``path.py:name``.
 
-load_object      the object that the flag names
-load_function    a function, whose calls are guarded
-guard            around every call: puts back what a program changes in the process
-run_on_main      a call on rank 0, for all ranks
+Each file runs in a process of its own, beside every rank; `common/child.py` is what runs there. A request is
+the name of a function of that file with its arguments, an answer is plain data or a text.
+
+    load_function    a function of a program, to call it
+    load_class       a class of a program, to make objects of it
+    in_thread        a call of what is ours, beside other work
+
+A program dies alone, with a message. When a rank ends, however it does, its guardian ends what is left.
 """
 
-import ast
-import functools
-import importlib.util
-import inspect
+import atexit
+import itertools
 import os
+import pickle
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from importlib.machinery import PathFinder
+import traceback
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
-import torch
+from common import answers, child
+from common.ground.files import UserError, say
+from common.ground.signals import CAUGHT
 
-from common import distributed
-from common.ground.process import UserError
-from common.threads import describe_error
-
-# What a program shares with all threads of the trainer: how it is read and put back.
-SHARED: dict[str, tuple[Callable, Callable]] = {
-    "sys.stdout": (lambda: sys.stdout, lambda stream: setattr(sys, "stdout", stream)),
-    "sys.stderr": (lambda: sys.stderr, lambda stream: setattr(sys, "stderr", stream)),
-    "the working folder": (os.getcwd, os.chdir),
-    "torch's default type": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's float32 precision": (
-        lambda: torch.backends.cuda.matmul.fp32_precision == "tf32",
-        lambda is_low: torch.set_float32_matmul_precision("high" if is_low else "highest"),
-    ),
-    "torch's deterministic mode": (
-        torch.get_deterministic_debug_mode,
-        torch.set_deterministic_debug_mode,
-    ),
-    "the default time limit of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
-}
-# What torchrun and CUDA have told this process, which it reads after the programs are loaded.
-OF_START = (
-    "CUDA_VISIBLE_DEVICES",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-OVERLAP = "is changed while another call runs"
-lock = threading.Lock()
-running: list[str] = []  # the programs that are being called
-before: dict[str, Any] = {}  # the values of SHARED when no program was running
-programs: set[Path] = set()  # all that were loaded
+programs: dict[Path, "Program"] = {}  # all that were loaded
+remotes: "WeakSet[Remote]" = WeakSet()  # their processes, and those of objects
 
 
-@functools.wraps(signal.signal)
-def set_handler(number: int, handler: Any, in_main: Callable = signal.signal) -> Any:
-    """`signal.signal`, which raises in a thread. A program may catch that and take the answer for wrong,
-    as rewards around math-verify do."""
-    if running and threading.current_thread() is not threading.main_thread():
-        tell_of_signals(", ".join(sorted(set(running))))
-    return in_main(number, handler)
+class RaisedError(UserError):
+    """What a user's code raised, and where."""
 
 
-@functools.cache
-def tell_of_signals(program: str) -> None:
-    """Print once that time limits of a program fail."""
-    distributed.say_once(
-        f"warning: {program}: signals, by which math-verify limits time, fail in calls, which run in "
-        "threads: pass parsing_timeout=None and timeout_seconds=None to math-verify, or grade in a "
-        "subprocess, as launch/reward_math.py does"
+class LateError(UserError):
+    """A call took too long: its process is ended."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Processes
+# --------------------------------------------------------------------------------------------------
+
+
+class Guardian:
+    """A process that ends those of user code when this one has ended, even by SIGKILL: see `child.guard`."""
+
+    def __init__(self):
+        self.owner = os.getpid()
+        theirs, self.pipe = os.pipe()
+        fork(lambda: child.guard(theirs))
+        os.close(theirs)
+        atexit.register(end_processes, self.owner)
+
+    def tell(self, number: int) -> None:
+        """A group of processes has begun, or has ended."""
+        with suppress(BrokenPipeError):  # someone has ended the guardian
+            os.write(self.pipe, f"{number}\n".encode())
+
+
+guardians: list[
+    Guardian
+] = []  # the last one is that of this process, or of the one that has forked it
+
+
+def guardian() -> Guardian:
+    """That of this process."""
+    if not guardians or guardians[-1].owner != os.getpid():
+        guardians.append(Guardian())
+    return guardians[-1]
+
+
+def fork(life: Callable[[], None]) -> int:
+    """A process like this one with a ``life`` of its own. Returns its number. There, signals wait until
+    `child.begin`."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or both processes would write what waits
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT)
+    number = os.fork()
+    if number:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return number
+    try:
+        life()
+    except BaseException:
+        say(traceback.format_exc(), file=sys.stderr)
+    os._exit(1)
+
+
+def end_processes(owner: int) -> None:
+    """End all that belong to the process ``owner``, if this is it."""
+    if os.getpid() == owner:
+        for remote in list(remotes):
+            remote.end()
+
+
+class Remote:
+    """A process of the user's code, which answers one request after another."""
+
+    def __init__(self, connection: Connection, number: int):
+        self.connection, self.number = connection, number
+        self.lock, self.lock_of_end = threading.Lock(), threading.Lock()
+        self.ended = ""  # how
+        self.is_debugged = False  # at a terminal
+        guardian().tell(number)
+        remotes.add(self)
+
+    def ask(self, *request: Any, limit: float | None = None) -> Any:
+        """What the process answers. Raises UserError: it refuses, or has ended; RaisedError: its code
+        has raised; LateError: it took longer than ``limit`` seconds."""
+        content = pickle.dumps((request[0], request[1:]))
+        with self.lock:
+            self.refuse_if_ended()
+            try:
+                self.connection.send_bytes(content)
+                content = self.receive(limit)
+            except (EOFError, OSError) as error:
+                self.note_end()
+                raise UserError(f"its process {self.ended}") from error
+        answer = answers.decode(content)
+        if "refused" in answer:
+            raise UserError(answer["refused"])
+        if "raised" in answer:
+            raise RaisedError(answer["raised"])
+        return answer["result"]
+
+    def receive(self, limit: float | None) -> bytes:
+        while self.connection.poll(limit):
+            content = self.connection.recv_bytes()
+            if content != child.DEBUGGING:
+                return content
+            self.is_debugged, limit = True, None
+        self.end(f"was ended, as a call took longer than {limit:g} s")
+        raise LateError(f"took longer than {limit:g} s")
+
+    def refuse_if_ended(self) -> None:
+        """Raises UserError: how."""
+        if self.ended:
+            raise UserError(f"its process {self.ended}")
+
+    def note_end(self) -> None:
+        """The process has ended by itself: remember how, and end what it has started."""
+        if not self.ended:
+            self.end(self.find_end())
+
+    def find_end(self) -> str:
+        return child.end_of(self.number)
+
+    def end(self, how: str = "was ended") -> None:
+        """End the process, and what it has started."""
+        with self.lock_of_end:
+            if not self.ended:
+                self.ended = how
+                child.end_group(self.number)
+                self.reap()
+                guardian().tell(self.number)
+
+    def reap(self) -> None:
+        os.waitpid(self.number, 0)
+
+
+class Program(Remote):
+    """The process that has loaded a file."""
+
+    files: set[Path]  # which a resumed run needs unchanged
+
+    def __init__(self):
+        ours, theirs = Pipe()
+        has_terminal = os.environ.get("WORLD_SIZE") in (None, "", "1") and os.isatty(0)
+        pipe = guardian().pipe
+
+        def life() -> None:
+            # What is the trainer's, or another program's, would outlive it here.
+            os.close(pipe)
+            ours.close()
+            for remote in remotes:
+                remote.connection.close()
+            atexit.unregister(end_processes)
+            os.environ.update(own_gpu())
+            child.serve(theirs, has_terminal)
+
+        if child.uses_cuda():
+            say(
+                "CUDA is initialised here, so a program of yours starts in a new interpreter, slowly"
+            )
+            number = start_interpreter(theirs, has_terminal)
+        else:
+            number = fork(life)
+        theirs.close()
+        super().__init__(ours, number)
+        self.forgotten: list[int] = []  # processes of objects that have ended
+
+    def fork(self) -> "Object":
+        """A process like this one, for one object. Raises UserError: there can be none."""
+        ours, theirs = Pipe()
+        with self.lock:
+            self.refuse_if_ended()
+            forgotten, self.forgotten = self.forgotten, []
+            try:
+                self.connection.send_bytes(pickle.dumps(("fork", (forgotten,))))
+                send_handle(self.connection, theirs.fileno(), self.number)
+                theirs.close()
+                answer = answers.decode(ours.recv_bytes())
+            except (EOFError, OSError) as error:
+                self.note_end()
+                raise UserError(f"its process {self.ended}") from error
+        if "refused" in answer:
+            raise UserError(answer["refused"])
+        return Object(ours, answer["result"], self)
+
+
+class Object(Remote):
+    """The process of an object, forked by that of its program."""
+
+    def __init__(self, connection: Connection, number: int, program: Program):
+        super().__init__(connection, number)
+        self.program = program
+
+    def find_end(self) -> str:
+        try:
+            return self.program.ask("end_of", self.number)
+        except UserError:
+            return "ended with that of its program"
+
+    def reap(self) -> None:
+        self.program.forgotten.append(self.number)
+        self.connection.close()
+
+
+def start_interpreter(connection: Connection, has_terminal: bool) -> int:
+    """A process that answers by the connection, though this one cannot be forked. Returns its number."""
+    os.set_inheritable(connection.fileno(), True)
+    run = f"child.serve_alone({connection.fileno()}, {has_terminal})"
+    code = f"import sys; sys.path[:] = {sys.path!r}; from common import child; {run}"
+    variables = {**os.environ, **own_gpu()}
+    return os.posix_spawn(
+        sys.executable, [sys.executable, "-c", code], variables, setsigmask=CAUGHT
     )
 
 
-signal.signal = set_handler
+def own_gpu() -> dict[str, str]:
+    """Variables with which a process sees this rank's GPU alone, as the first one."""
+    local = int(os.environ.get("LOCAL_RANK") or 0)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    listed = visible.split(",") if visible is not None else [*map(str, range(local + 1))]
+    return {"CUDA_VISIBLE_DEVICES": "".join(listed[local : local + 1]), "LOCAL_RANK": "0"}
 
 
-@contextmanager
-def guard(program: str) -> Iterator[None]:
-    """Around a call of a user's program: afterwards, what it changed of the process is as before.
-
-    Raises UserError: calls overlap while one of them has changed what both share.
-    """
-    with lock:
-        if running:
-            refuse_overlap(program)
-        else:
-            before.update({name: read() for name, (read, _) in SHARED.items()})
-        running.append(program)
-    has_gradients = torch.is_grad_enabled()
-    casts = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
-    if torch.cuda.is_initialized():  # in a new thread, "cuda" is the first GPU, for all ranks
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    try:
-        yield
-    finally:
-        # each thread has its own; the trainer sets no default device
-        torch.set_grad_enabled(has_gradients)
-        torch.set_default_device(None)
-        for kind, is_on in casts.items():
-            torch.set_autocast_enabled(kind, is_on)
-        with lock:
-            running.remove(program)
-            if running:
-                refuse_overlap(program)
-            else:
-                for name, (_, write) in SHARED.items():
-                    write(before[name])
+# --------------------------------------------------------------------------------------------------
+# Functions and classes
+# --------------------------------------------------------------------------------------------------
 
 
-def refuse_overlap(program: str) -> None:
-    """Raises UserError: something of SHARED is not what it was before the calls that run now."""
-    for name, (read, _) in SHARED.items():
-        if read() != before[name]:
-            raise UserError(
-                f"{program}: {name} {OVERLAP} ({', '.join(sorted({program, *running}))}), and they share it; "
-                "change it at the top of the file (as where a model is loaded) or in a subprocess, or run an "
-                "environment with --env_workers 0"
-            )
+class Function:
+    """A function of a program. A call that raised is made once more."""
+
+    def __init__(self, spec: str, program: Program, name: str):
+        self.spec, self.program, self.name = spec, program, name
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.ask("call", self.name, arguments, named)
+
+    def each(self, values: list) -> list:
+        """Its results for these values, by one request."""
+        return self.ask("call_each", self.name, values)
+
+    def check(self, references: list[str], rows: list[dict]) -> list[str]:
+        """What its check says of each reference answer; "" if nothing."""
+        return self.program.ask("check", self.name, references, rows)
+
+    def ask(self, *request: Any) -> Any:
+        try:
+            return self.program.ask(*request)
+        except RaisedError as error:
+            say(f"warning: {self.spec} raised {error}; it is called once more")
+            return self.program.ask(*request)
 
 
-def guarded(program: str, function: Callable) -> Callable:
-    """The function, with `guard` around each call."""
+def with_table(function: Callable, rows: list[dict]) -> Callable:
+    """The function with these rows before its other arguments. It may change what it gets. A program gets
+    them once, at the first call."""
+    numbers: list[int] = []
 
-    @functools.wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
-        with guard(program):
-            return function(*args, **named)
+    def call(*arguments: Any) -> Any:
+        if not isinstance(function, Function):
+            return function([dict(row) for row in rows], *arguments)
+        if not numbers:
+            numbers.append(function.program.ask("keep", rows))
+        return function.ask("call_with", function.name, numbers[0], arguments)
 
     return call
 
 
-def load_object(flag_name: str, spec: str, expected: str) -> Any:
-    """The object that ``path.py:name`` names in a program of the user. Raises UserError: there is no
-    such file, and what was ``expected``; or what the program raised; or it has no such name, or hides
-    GPUs from the trainer."""
+class Class:
+    """A class of a program: an object of it is a process of its own, or one of several in the program's if
+    the class says ``shared = True``."""
+
+    def __init__(self, program: Program, name: str, says: dict[str, Any]):
+        self.program, self.name, self.says = program, name, says
+        self.numbers = itertools.count(1)
+
+    def make(self) -> "UserObject":
+        """Raises UserError: there can be none."""
+        if self.says["shared"]:
+            return UserObject(self, self.program, next(self.numbers))
+        return UserObject(self, self.program.fork(), 0)
+
+
+class UserObject:
+    """An object of a class of the user, once `reset` has made it."""
+
+    def __init__(self, of: Class, process: Remote, number: int):
+        self.of, self.process, self.number = of, process, number
+
+    def reset(self, row: dict, limit: float) -> Any:
+        request = "make", self.number, self.of.name, row, not self.number
+        return self.process.ask(*request, limit=limit)
+
+    def step(self, text: str, limit: float) -> Any:
+        return self.process.ask("step", self.number, text, limit=limit)
+
+    def close(self, limit: float) -> None:
+        """Close it, unless its process has ended, and end that."""
+        try:
+            if not self.process.ended:
+                self.process.ask("close", self.number, limit=limit)
+        finally:
+            if isinstance(self.process, Object):
+                self.process.end()
+
+
+def load_program(flag_name: str, spec: str, expected: str) -> tuple[Program, str]:
+    """The process of the file that ``path.py:name`` names, one however many flags name it, and the name.
+    Raises UserError: there is no such file, and what was ``expected``; or what the program raised."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if file.suffix != ".py" or not file.is_file():
         raise UserError(f"{flag_name} {spec}: expected {expected}")
-    told = [*map(os.environ.get, OF_START)]
-    try:
-        with guard(spec):
-            module = run_program(file)
-    except UserError:
-        raise
-    except BaseException as error:
-        raise UserError(f"{flag_name} {spec}: {path} raised {describe_error(error)}") from error
-    changed = [name for name, value in zip(OF_START, told) if os.environ.get(name) != value]
-    if changed:
-        raise UserError(
-            f"{flag_name} {spec}: {path} sets {', '.join(changed)}, by which the trainer finds its GPU and "
-            "ranks: set it in a subprocess, or before the trainer starts"
-        )
-    if not hasattr(module, name):
-        # not what it imports
-        defined = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and value.__module__ == module.__name__
-        ]
-        has = f"it has {', '.join(defined)}" if defined else "it defines no function or class"
-        raise UserError(f"{flag_name} {spec}: {path} has no {name!r}; {has}")
-    return getattr(module, name)
-
-
-def refuse_async(flag_name: str, spec: str, function: Any) -> None:
-    """Raises UserError: the function is async, so calls of it would return before they have begun."""
-    for called in (function, getattr(function, "__call__", None)):
-        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-            raise UserError(
-                f"{flag_name} {spec} is async, and nothing awaits it: use def, and asyncio.run inside"
+    if file not in programs:
+        program = programs[file] = Program()
+        try:
+            program.files = set(
+                map(Path, ask_for(flag_name, spec, program, "load", str(file), path))
             )
+        except UserError:
+            programs.pop(file).end()
+            raise
+    return programs[file], name
+
+
+def ask_for(flag_name: str, spec: str, program: Program, *request: Any) -> Any:
+    """What a program answers at the start. Raises UserError, which names the flag."""
+    try:
+        return program.ask(*request)
+    except UserError as error:
+        raise UserError(f"{flag_name} {spec}: {error}") from error
 
 
 def load_function(
@@ -186,104 +369,37 @@ def load_function(
     takes: str,
     offered: Iterable[str] = (),
     expected: str = "an existing path.py:function",
-) -> tuple[Callable, list[str]]:
-    """The function that ``path.py:function`` names, which is called with what it ``takes``, and the
-    names among those ``offered`` that it has parameters for. Its calls are guarded. Raises UserError:
-    there is no such function, and what was ``expected``; or it has other parameters."""
-    function = load_object(flag_name, spec, expected)
-    refuse_async(flag_name, spec, function)
-    try:
-        signature = inspect.signature(function)
-        keywords = [name for name in offered if name in signature.parameters]
-        names = takes.split(", ")
-        gets = signature.bind(*names, **dict.fromkeys(keywords)).arguments
-        for name in names:  # they are passed by position
-            if gets.get(name, name) != name:
-                raise ValueError(f"in this order, {name} would get {gets[name]}")
-    except (TypeError, ValueError) as error:  # no function, or a builtin
-        may_ask = f", and may ask for {', '.join(offered)}" if offered else ""
-        raise UserError(f"{flag_name} {spec}: must take ({takes}){may_ask}: {error}") from error
-    return guarded(spec, function), keywords
+) -> tuple[Function, list[str], bool]:
+    """The function that ``path.py:function`` names, which is called with what it ``takes``; the names
+    among those ``offered`` that it has parameters for; and whether it has a check. Raises UserError: there
+    is no such function, and what was ``expected``; or it has other parameters."""
+    program, name = load_program(flag_name, spec, expected)
+    request = "of_function", name, takes, tuple(offered)
+    keywords, has_check = ask_for(flag_name, spec, program, *request)
+    return Function(spec, program, name), keywords, has_check
 
 
-def run_on_main(flag: str, function: Callable, *inputs: Any) -> Any:
-    """Call a function that runs code of the user on rank 0 only, and return its result on every rank: it
-    may depend on chance or on a clock. Raises UserError on every rank: what it raised."""
-    returned = None
-    with distributed.raise_on_all_ranks(f"{flag}: "):
-        if distributed.is_main():
-            try:
-                returned = function(*inputs)
-            except BaseException as error:
-                raise UserError(describe_error(error)) from error
-    return distributed.from_main(returned)
+def load_class(flag_name: str, spec: str) -> Class:
+    """The class that ``path.py:Class`` names. Raises UserError: there is none, or it cannot serve as an
+    environment."""
+    program, name = load_program(flag_name, spec, "an existing path.py:Class")
+    return Class(program, name, ask_for(flag_name, spec, program, "of_class", name))
 
 
-def run_program(file: Path) -> ModuleType:
-    """Import a file of the user as the module of its name, once, however many flags name it: so processes
-    that it spawns can import it, too. It can import what lies beside it, after everything that is
-    installed. Raises UserError: what it imports lies beside another program."""
-    programs.add(file)
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    name = file.stem
-    spec: Any = None if "." in name or name == "__main__" else importlib.util.find_spec(name)
-    if spec is None or spec.origin != str(file):
-        # No process that it spawns can import this; what Python says of that is what to do.
-        name = f"{name} (another module is called so: rename {file})".replace(".", ":")
-        spec = importlib.util.spec_from_file_location(name, file)
-    if name not in sys.modules:
-        sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+def files_of(file: Path) -> set[Path]:
+    """The file; of a program that was loaded, also those that it imports from its folder."""
+    return programs[file].files if file in programs else {file}
+
+
+def in_thread(function: Callable, *arguments: Any) -> Future:
+    """Call a function of ours beside other work. The end of the process waits for no such thread."""
+    call: Future = Future()
+
+    def run() -> None:
         try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]  # it is incomplete
-            raise
-    refuse_taken_neighbours(file)
-    return sys.modules[name]
+            call.set_result(function(*arguments))
+        except BaseException as error:  # raised by whoever waits
+            call.set_exception(error)
 
-
-def refuse_taken_neighbours(program: Path) -> None:
-    """Raises UserError: a program, or what it has imported from its folder, imports something that lies
-    there, now or in a call, and gets what lies beside another program: Python has only one module of a
-    name."""
-    folder = program.parent
-    others = {file.parent for file in programs} - {folder}
-    for name in {name for file in files_of(program) for name in imported_names(file)}:
-        place = place_of(name)
-        if place in others and PathFinder.find_spec(name, [str(folder)]):
-            raise UserError(f"{name} is in {place} and in {folder}: rename one of them")
-
-
-def files_of(program: Path) -> set[Path]:
-    """The file of a program that was loaded, and those that it imports from its folder, one by another;
-    of a package, those that were loaded."""
-    files, waiting = set(), {program}
-    while waiting:
-        files |= waiting
-        names = {name for file in waiting for name in imported_names(file)} - {"common"}
-        beside = {name for name in names if place_of(name) == program.parent}
-        modules = [sys.modules[key] for key in list(sys.modules) if key.split(".")[0] in beside]
-        waiting = {Path(getattr(module, "__file__", None) or "") for module in modules}
-        for name in beside:  # also what only a call imports
-            spec = PathFinder.find_spec(name, [str(program.parent)])
-            waiting.add(Path(spec and spec.origin or ""))
-        waiting -= files | {Path()}
-    return files
-
-
-def imported_names(file: Path) -> Iterator[str]:
-    """The first words of what a file of Python imports, anywhere in it."""
-    for node in ast.walk(ast.parse(file.read_bytes() if file.suffix == ".py" else "")):
-        if isinstance(node, ast.Import):
-            yield from (each.name.partition(".")[0] for each in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
-
-
-def place_of(name: str) -> Path | None:
-    """The folder where a module of one word, or the folder of a package, lies or would be found."""
-    spec = getattr(sys.modules.get(name), "__spec__", None) or PathFinder.find_spec(name)
-    if spec is None:
-        return None
-    return Path(next(iter(spec.submodule_search_locations or [spec.origin or ""]))).parent
+    threading.Thread(target=run, daemon=True).start()
+    return call

@@ -65,20 +65,12 @@ def signal_handlers():
 
 @pytest.fixture(autouse=True)
 def programs_of_other_tests(monkeypatch):
-    """A call that was given up may run on, while the test process has other streams. A program that was
-    loaded is no module of the next test."""
+    """Each test starts those that it names, and none of them outlives it."""
     from common import user_code
 
-    monkeypatch.setattr(user_code, "running", [])
-    monkeypatch.setattr(user_code, "before", {})
-    monkeypatch.setattr(user_code, "programs", set())
-    path, known = [*sys.path], set(sys.modules)
+    monkeypatch.setattr(user_code, "programs", {})
     yield
-    sys.path[:] = path
-    files = {str(file) for file in user_code.programs}
-    for name in sys.modules.keys() - known:
-        if getattr(sys.modules[name], "__file__", None) in files:
-            del sys.modules[name]
+    user_code.end_processes(os.getpid())
 
 
 def write_checkpoint(

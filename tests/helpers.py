@@ -35,7 +35,7 @@ from common.model.build import build_model
 from common.model.vlm import Compute, UpdateSetting, Wrapper
 from common.model.weights import materialize, read_weights, shard_of
 from common.rewards import sources
-from common.threads import Workers
+from common.user_code import in_thread
 from conftest import (
     Tensors,
     assert_same_records,
@@ -809,9 +809,7 @@ def score_samples(source, samples, args) -> dict[str, list]:
     """What a source says of samples, by its calls in threads."""
     from common.rewards.sources import CallOfSource, RewardMix, call_source
 
-    workers = Workers(1)
-    call = CallOfSource(source, [], samples, workers.submit(call_source, source, samples))
-    workers.close()
+    call = CallOfSource(source, [], samples, in_thread(call_source, source, samples))
     return RewardMix([source], {}, args).finish([call], None, None)[source.name].columns
 
 

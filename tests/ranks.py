@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,27 @@ def in_turn(*runs: tuple) -> None:
     ``ranks.run(ranks.in_turn, (ppo.main, argv), (grm.main, other), world=2)``."""
     for function, *arguments in runs:
         function(*arguments)
+
+
+def python(code: str, **environment: str) -> SimpleNamespace:
+    """A program that may import the project, in a process of its own: its exit code, and what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+        (code,) = start(execute, code, outputs, **environment).wait(60)
+        return SimpleNamespace(returncode=code, **{path.name: path.read_text() for path in outputs})
+
+
+def execute(code: str, outputs: list[Path]) -> None:
+    heed_interrupts()
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    exec(code, {"__name__": "__main__"})
+
+
+def heed_interrupts() -> None:
+    """A test suite in the background of a shell ignores Ctrl-C or SIGHUP, and so would its children."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def as_program(path: Path, flags: list[str]) -> None:

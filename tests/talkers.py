@@ -1,9 +1,10 @@
 """Environments for tests: the samples of some prompts see something first, by the seed; replies have
 no, one or two pictures, by the seed and the number."""
 
+import ctypes
 import dataclasses
+import os
 import random
-import threading
 import time
 
 import torch
@@ -117,25 +118,72 @@ class GradingCutTurns(Grading):
     cut_turns = True
 
 
-class Slow(Talk):
-    running = most = 0
-    lock = threading.Lock()
+def note(*words):
+    """In a file that all processes of a test append to, if there is one."""
+    if "TALKERS_LOG" in os.environ:
+        with open(os.environ["TALKERS_LOG"], "a") as file:
+            print(*words, file=file)
 
+
+class Slow(Talk):
     def step(self, text):
-        with Slow.lock:
-            Slow.running += 1
-            Slow.most = max(Slow.most, Slow.running)
+        began = time.monotonic()
         time.sleep(0.02 * self.rng.random())
-        with Slow.lock:
-            Slow.running -= 1
+        note("step", os.getpid(), began, time.monotonic())
         return super().step(text)
 
 
 class Closing(Words):
-    closed = []
+    def reset(self, row):
+        note("reset", row["number"], os.getpid())
+        return super().reset(row)
 
     def close(self):
-        Closing.closed.append(self.turn)
+        note("close", self.turn, os.getpid())
+
+
+class Stuck(Words):
+    """Sample 1 cannot be made, sample 2 cannot be closed: both hang."""
+
+    def reset(self, row):
+        self.number = row["number"]
+        if self.number == 1:
+            time.sleep(60)
+        return super().reset(row)
+
+    def close(self):
+        note("close", self.number)
+        if self.number == 2:
+            time.sleep(60)
+
+
+class Shared(Words):
+    """A class whose objects live together."""
+
+    shared = True
+    made = 0
+
+    def reset(self, row):
+        Shared.made += 1
+        note("shared", Shared.made, os.getpid())
+        return super().reset(row)
+
+
+class Dying(Words):
+    """Sample 1 ends its process."""
+
+    def step(self, text):
+        if self.row["number"] == 1:
+            ctypes.string_at(0)
+        return super().step(text)
+
+
+class Chance(Words):
+    """Draws from what all of Python draws from."""
+
+    def step(self, text):
+        note(random.random(), float(torch.rand(())))
+        return super().step(text)
 
 
 class Absent(Same):

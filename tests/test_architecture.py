@@ -20,13 +20,14 @@ BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.compre
 # circle.
 TABLE = """\
 losses
-threads
-ground       threads
+ground
 logprobs     ground
 distributed  ground
-user_code    ground threads distributed
+answers      ground
+child        ground answers
+user_code    ground answers child
 flags        ground
-ppo_flags    flags
+ppo_flags    ground flags
 sampling
 buffers      ground distributed sampling
 logging      ground distributed flags
@@ -34,11 +35,11 @@ data         ground distributed flags buffers
 model        ground losses logprobs distributed flags sampling buffers logging data
 memory       ground logprobs distributed flags sampling buffers logging data model
 looks        ground losses logprobs distributed flags ppo_flags buffers logging data model
-rewards      ground losses distributed threads user_code flags ppo_flags buffers data model
+rewards      ground losses distributed child user_code flags ppo_flags buffers data model
 reports      ground distributed buffers data rewards
-envs         ground distributed threads user_code flags ppo_flags sampling buffers data model
+envs         ground distributed child user_code flags ppo_flags sampling buffers data model
 rollout      ground logprobs distributed sampling buffers logging data model memory envs
-checkpoint   ground distributed threads user_code flags logging data model
+checkpoint   ground distributed user_code flags logging data model
 """
 PACKAGES = {package: set(imports) for package, *imports in map(str.split, TABLE.splitlines())}
 

@@ -275,7 +275,7 @@ def test_a_checkpoint_of_before_named_is_compared_by_bytes(
 def test_a_program_counts_with_what_it_imports_from_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "modules", {**sys.modules})
-    monkeypatch.setattr(user_code, "programs", set())
+    monkeypatch.setattr(user_code, "programs", {})
     (tmp_path / "bits_of_it.py").write_text("N = 1\n")
     (tmp_path / "late_bits.py").write_text("import bits_of_it\n")
     (tmp_path / "scored.py").write_text("def score(rewards):\n    import late_bits\n")

@@ -94,12 +94,16 @@ def data_order(rows: int, seed: int, start: int = 0) -> Iterator[int]:
 def draw_by_weights(
     weights: Sequence[float], count: int, size: int, seed: tuple[int, ...]
 ) -> list[int]:
-    """``size`` of ``count`` rows, each at most once, by their weights. Raises ValueError or TypeError:
-    these are not ``count`` numbers of at least 0, ``size`` of them above 0."""
-    chances = np.array(weights, np.float64)
-    if chances.shape != (count,) or chances.min() < 0 or not 0 < chances.sum() < np.inf:
-        raise ValueError(f"expected {count} weights of 0 or more, got {chances!s:.200}")
-    return np.random.default_rng(seed).choice(count, size, False, chances / chances.sum()).tolist()
+    """``size`` of ``count`` rows, each at most once, by their weights. Raises UserError: these are not
+    ``count`` numbers of at least 0, ``size`` of them above 0."""
+    try:
+        chances = np.array(weights, np.float64)
+        if chances.shape != (count,) or chances.min() < 0 or not 0 < chances.sum() < np.inf:
+            raise ValueError(f"expected {count} weights of 0 or more, got {chances!s:.200}")
+        noise = np.random.default_rng(seed)
+        return noise.choice(count, size, False, chances / chances.sum()).tolist()
+    except (TypeError, ValueError) as error:  # numbers of another kind, or too few above 0
+        raise UserError(f"{type(error).__name__}: {error}") from error
 
 
 def shares_of(spec: str, sets: list[list]) -> list[float]:

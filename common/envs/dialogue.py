@@ -1,16 +1,22 @@
 """The conversations of a rollout: one episode with an environment for each sample.
 
     open         resets the environments, and adds their first observations to the prompts
-    on_turn_end  a turn of the policy has ended: calls its environment in a thread
+    begin        a sample has a slot, and so may have a process
+    on_turn_end  a turn of the policy has ended: asks its environment in a thread
     poll         returns the episodes whose environments have answered
     fill         adds the conversations to the batch
 
 Meanwhile the rollout engine decodes the other samples. It marks the slot of a waiting sample as done.
 Such a slot still decodes, but nothing that it writes survives the reply: its tokens and states of
 linear attention do not change, and its cache entries are overwritten.
+
+There are never more processes of environments than slots. Those of samples beyond them are reset for their
+first observations alone, and again once they have a slot.
 """
 
 import itertools
+import threading
+import time
 from collections import ChainMap
 from collections.abc import Callable
 from concurrent import futures
@@ -22,17 +28,17 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import EMPTY, Batch, Conversation
+from common.child import describe_error
 from common.data.loader import Pixels, join_pixels
 from common.data.rows import Prompt
 from common.envs import replies
 from common.envs.environments import Step, env_row, read_step
 from common.envs.replies import Reply
 from common.ground.files import UserError
-from common.model import vlm
+from common.model import attention, vlm
 from common.model.policy import Policy
 from common.sampling import Environment, Sampling
-from common.threads import Call, LateError, Workers, describe_error
-from common.user_code import guard, guarded
+from common.user_code import LateError, UserObject
 
 Key = tuple[int, int]  # (index of the prompt, sample number)
 
@@ -52,8 +58,10 @@ class Episode:
     key: Key
     prompt: Prompt  # with the first observation, if there is one
     conversation: Conversation
-    env: Any = None  # the user's object, once it is made; None for a teammate's sample
-    call: Call = field(init=False)  # the latest
+    row: dict | None = None  # what its environment is reset with; None for a teammate's sample
+    env: UserObject | None = None  # while the sample has a slot
+    ready: futures.Future | None = None  # the reset of this object
+    call: futures.Future = field(init=False)  # the latest of all calls
     response: Response = Response(EMPTY, EMPTY, False)  # the own tokens of all finished turns
     reply: Reply | None = None  # what the policy reads next
     reply_tokens: int = 0  # of all replies, first observation not included
@@ -106,19 +114,29 @@ class EnvRollout:
     def __post_init__(self):
         self.model, self.processor = self.policy.model, self.policy.processor
         self.team = self.model.setup.team
-        threads = max(1, self.environment.workers)
-        self.workers = Workers(threads, self.environment.timeout, "--env_timeout")
+        self.workers = futures.ThreadPoolExecutor(max(1, self.environment.workers))
+        self.slots = self.sampling.slots or attention.most_slots(self.team.size)
+        self.places = threading.Semaphore(self.slots)  # for processes
         self.episodes: dict[Key, Episode] = {}
         self.waiting: dict[Key, Episode] = {}  # for environments that run on this rank
         self.closing: list[Episode] = []
         self.shared_pixels: dict[int, Pixels] = {}  # by prompt, its own first
 
-    def submit(self, episode: Episode, function: Callable, *args: Any) -> None:
-        """Call user code in a thread; with --env_workers 0 wait for it, so that calls never
-        overlap."""
-        episode.call = self.workers.submit(function, *args)
+    def submit(self, episode: Episode, function: Callable, *args: Any) -> futures.Future:
+        """Wait for user code in a thread; with --env_workers 0 here, so that nothing depends on which of
+        several is the first to answer."""
+        episode.call = self.workers.submit(self.timed, episode, function, *args)
         if self.environment.workers == 0:
-            self.workers.wait_for_any([episode.call])
+            futures.wait([episode.call])
+        return episode.call
+
+    def timed(self, episode: Episode, function: Callable, *args: Any) -> Any:
+        """In a thread: call a method of this class about an episode."""
+        began = time.monotonic()
+        try:
+            return function(episode, *args)
+        finally:
+            episode.conversation.seconds += time.monotonic() - began
 
     def reply_features(self, all_replies: list[Reply]) -> list[Tensor]:
         """Image features (K, M, H) of each reply that shows images, by one call of the vision
@@ -162,30 +180,39 @@ class EnvRollout:
         for index in indices:
             row = batch.prompts[index]
             for number in range(count):
-                episode = Episode((index, number), row, Conversation(self.environment.role))
-                self.episodes[episode.key] = episode
                 seed = self.sampling.seed, self.sampling.stream, batch.prompt_ids[index]
                 columns = env_row(row, seed, number)
-                self.submit(episode, self.reset, episode, columns)
-        for episode in self.episodes.values():
-            first = self.wait_for(episode)
-            if first is not None:
-                opening, episode.prompt = first
+                conversation = Conversation(self.environment.role)
+                episode = Episode((index, number), row, conversation, columns)
+                self.episodes[episode.key] = episode
+        episodes = [*self.episodes.values()]
+        first, later = episodes[: self.slots], episodes[self.slots :]
+        # before the others, whose processes stay
+        futures.wait([self.submit(episode, self.look_first) for episode in later])
+        for episode in first:
+            episode.ready = self.submit(episode, self.reset)
+        for episode in episodes:
+            seen = self.wait_for(episode)
+            if seen is not None:
+                opening, episode.prompt = seen
                 episode.reply = opening
                 episode.conversation.opening = opening.content
                 episode.conversation.images += opening.images
 
-    def reset(self, episode: Episode, row: dict) -> tuple[Reply, Prompt] | None:
+    def look_first(self, episode: Episode) -> tuple[Reply, Prompt] | None:
+        """In a thread: `reset` for the first observation alone."""
+        try:
+            return self.reset(episode)
+        finally:
+            self.close(episode)
+
+    def reset(self, episode: Episode) -> tuple[Reply, Prompt] | None:
         """In a thread: make and reset an environment. Returns its first observation, and the prompt
         with the observation appended to its last message."""
-        prompt = episode.prompt
-        with guard(f"--env {self.environment.spec}"):
-            episode.env = self.environment.make()
-            observation = episode.env.reset(row)
-        if observation is None:
+        opening, prompt = self.observe(episode), episode.prompt
+        if opening is None:
             return None
         limit = self.environment.max_prompt_tokens
-        opening = replies.read_parts(observation, self.processor, limit)
         *before, last = prompt.messages
         messages = [*before, {**last, "content": last["content"] + opening.content}]
         grids = prompt.grids + opening.grids
@@ -197,9 +224,38 @@ class EnvRollout:
         encoded = replace(prompt, text=text, input_ids=ids, image_tokens=image_tokens, grids=grids)
         return opening, encoded
 
+    def observe(self, episode: Episode) -> Reply | None:
+        """In a thread: make and reset an environment. Returns its first observation."""
+        self.places.acquire()  # the sample that had the slot before may still be closing
+        try:
+            episode.env = self.environment.of.make()
+        except BaseException:
+            self.places.release()
+            raise
+        observation = episode.env.reset(episode.row, self.environment.timeout)
+        if observation is None:
+            return None
+        return replies.read_parts(observation, self.processor, self.environment.max_prompt_tokens)
+
+    def begin(self, key: Key) -> None:
+        """A sample has a slot: make its environment, if it has none yet and can have one."""
+        episode = self.episodes[key]
+        if episode.row is not None and episode.env is None and not episode.conversation.error:
+            episode.ready = self.submit(episode, self.reset_again)
+
+    def reset_again(self, episode: Episode) -> None:
+        """In a thread: `reset`, when the prompt shows its first observation already. Raises ValueError: it
+        is another one now."""
+        opening, conversation = self.observe(episode), episode.conversation
+        seen = (opening.content, opening.images) if opening else ([], [])
+        if seen != (conversation.opening, conversation.images):
+            raise ValueError(
+                'reset shows another first observation when it is called again: draw from row["seed"]'
+            )
+
     def copy_teammates(self) -> None:
         """Add the episodes of the team's other ranks, which decode the same samples."""
-        copies = {key: replace(each, env=None) for key, each in self.episodes.items()}
+        copies = {key: replace(each, env=None, row=None) for key, each in self.episodes.items()}
         self.episodes = dict(ChainMap(self.episodes, *self.team.gather_objects(copies)))
 
     def share_opening(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
@@ -239,16 +295,17 @@ class EnvRollout:
             self.end(episode, "error" if episode.conversation.error else "token_limit")
             return False
         (text,) = self.processor.decode([response.tokens[episode.own_tokens :]])
-        if episode.env is not None:
-            self.submit(episode, self.step, episode, text, by_string)
+        if episode.row is not None:
+            self.submit(episode, self.step, text, by_string)
             self.waiting[key] = episode
         return True
 
     def step(self, episode: Episode, text: str, by_string: bool) -> tuple[Step, Reply | None]:
         """In a thread: what an environment returns for a turn, and its reply as the policy reads it."""
-        with guard(f"--env {self.environment.spec}"):
-            returned = episode.env.step(text)
-        step = read_step(returned)
+        assert episode.ready is not None
+        episode.ready.result()
+        assert episode.env is not None
+        step = read_step(episode.env.step(text, self.environment.timeout))
         if step.done:
             return step, None
         reply = replies.read_parts(step.reply, self.processor, self.environment.max_reply_tokens)
@@ -264,7 +321,6 @@ class EnvRollout:
         calls = {episode.call: key for key, episode in self.waiting.items()}
         if wait:
             futures.wait(calls, 0.1, futures.FIRST_COMPLETED)
-        self.workers.give_up_late()
         results = []
         for call, key in calls.items():
             if call.done():
@@ -308,25 +364,37 @@ class EnvRollout:
     def wait_for(self, episode: Episode) -> Any:
         """Wait for an environment's call. Returns its result; None if it failed, which is recorded."""
         call, conversation = episode.call, episode.conversation
-        self.workers.wait_for_any([call])
-        conversation.seconds += call.seconds
         error = call.exception()
         if error is None:
             return call.result()
-        problem = str(error) if isinstance(error, LateError) else describe_error(error)
+        problem = str(error) if isinstance(error, UserError) else describe_error(error)
+        if isinstance(error, LateError):
+            problem += " (--env_timeout)"
         conversation.error = f"{self.environment.spec}: {episode.prompt.source}: {problem}"
         conversation.rewards = [0.0] * len(conversation.rewards)
         conversation.accuracy = None
         return None
 
     def end(self, episode: Episode, ended: str) -> None:
-        """End a sample, and close its environment unless it is still busy with a late call."""
+        """End a sample, and its environment."""
         episode.conversation.ended = ended
         episode.response = episode.response._replace(truncated=ended.endswith("_limit"))
-        can_close = callable(getattr(episode.env, "close", None))
-        if can_close and not isinstance(episode.call.exception(), LateError):
-            self.submit(episode, guarded(f"--env {self.environment.spec}", episode.env.close))
+        if episode.row is not None:
+            self.submit(episode, self.close)
             self.closing.append(episode)
+
+    def close(self, episode: Episode) -> None:
+        """In a thread: close an environment, and end its process."""
+        try:
+            if episode.ready is not None:
+                episode.ready.result()
+        finally:
+            env, episode.env = episode.env, None
+            if env is not None:
+                try:
+                    env.close(self.environment.timeout)
+                finally:
+                    self.places.release()
 
     def finish(self) -> None:
         """Wait until all environments are closed."""
@@ -334,7 +402,7 @@ class EnvRollout:
             self.wait_for(episode)
             if episode.conversation.error:
                 episode.conversation.ended = "error"
-        self.workers.close()
+        self.workers.shutdown(wait=False)
 
     # Conversations
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from common import distributed
 from common.buffers import ROLES, Conversation
 from common.data.processor import Processor
 from common.data.rows import Prompt
@@ -22,7 +23,7 @@ from common.envs.replies import encode_reply, read_parts
 from common.ground.process import UserError
 from common.ppo_flags import EnvArgs
 from common.sampling import Environment
-from common.user_code import OVERLAP, load_object, refuse_async
+from common.user_code import load_class
 
 
 class Step(NamedTuple):
@@ -39,26 +40,21 @@ def load_environment(args: EnvArgs, max_prompt_tokens: int) -> Environment | Non
     it cannot serve as an environment."""
     if not args.env:
         return None
-    made = load_object("--env", args.env, "an existing path.py:Class")
-    for name in ("reset", "step", "close"):
-        method = getattr(made, name, None)
-        if not callable(method) and name != "close":
-            raise UserError(f"--env {args.env}: no method {name!r}; see launch/README.md")
-        refuse_async("--env", f"{args.env}.{name}", method)
-    role = getattr(made, "role", "user")
+    of = load_class("--env", args.env)
+    role = of.says["role"]
     if role not in ROLES:
         raise UserError(f"--env {args.env}: role is {role!r}, not one of {', '.join(ROLES)}")
     return Environment(
         args.env,
-        made,
+        of,
         role,
-        shows_images=bool(getattr(made, "pictures", True)),
+        shows_images=bool(of.says["pictures"]),
         max_turns=args.max_turns,
         max_reply_tokens=args.max_reply_tokens,
         timeout=args.env_timeout,
         workers=args.env_workers,
         max_prompt_tokens=max_prompt_tokens,
-        sees_cut_turns=bool(getattr(made, "cut_turns", False)),
+        sees_cut_turns=bool(of.says["cut_turns"]),
     )
 
 
@@ -86,7 +82,7 @@ def env_row(row: Prompt, seed: tuple[int, ...], number: int) -> dict:
 
 def read_step(returned: Any) -> Step:
     """Read what `step` returned. Raises ValueError or TypeError: it is malformed."""
-    if not isinstance(returned, tuple) or len(returned) != 3:
+    if not isinstance(returned, list | tuple) or len(returned) != 3:
         raise ValueError(f"step must return (reply or None, reward, done), not {returned!r:.200}")
     reply, reward, done = returned
     entries = reward if isinstance(reward, dict) else {"reward": reward}
@@ -110,12 +106,13 @@ def describe_failures(conversations: list[Conversation]) -> str:
     return f"--env: {len(errors)} of {len(conversations)} samples failed, the first: {errors[0]}"
 
 
-def check_failures(conversations: list[Conversation]) -> None:
-    """Raises UserError: the environment failed in every sample, so there is nothing to learn from; or its
-    calls have changed state that they share, so that a sample may have the output of another."""
+def check_failures(environment: Environment, conversations: list[Conversation]) -> None:
+    """Raises UserError on every rank: the environment failed in every sample, so there is nothing to learn
+    from; or the process of its program has ended on a rank, so that there will be no more objects."""
     errors = [conversation.error for conversation in conversations]
-    overlaps = [error for error in errors if OVERLAP in error]
-    if overlaps:
-        raise UserError(overlaps[0])
     if errors and all(errors):
         raise UserError(describe_failures(conversations))
+    with distributed.raise_on_all_ranks():
+        ended = environment.of.program.ended
+        if ended:
+            raise UserError(f"{describe_failures(conversations)}; the program's process {ended}")

@@ -8,7 +8,6 @@ catch_signals    from now on, a signal ends the run after the step in progress
 
 import ctypes
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,20 +26,20 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.ground.files import UserError, as_message, say, show_anything, write_durably
-from common.threads import GIVEN_UP
+from common.ground.signals import CAUGHT
 
 EXIT_BUG = 1
 EXIT_USER_ERROR = 2
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
 LAST_SECONDS = 5.0  # of a rank after the bug of another one, which it may meet, too
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
-CAUGHT = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 # The folder of tracebacks, once the run has one.
 ERRORS: list[Path] = []
 # The script's main has returned or raised.
 DONE = threading.Event()
 # Signals that arrived; all ranks look at them together between two steps.
 STOP_SIGNALS: list[int] = []
+GIVEN_UP: list[Future] = []  # what is ours, in threads that may still be running
 
 
 class Exit(SystemExit):
@@ -81,10 +81,8 @@ def catch_signals() -> None:
 
 
 def leave(code: int) -> None:
-    """End this process without an ordinary exit, which may wait for other ranks, and with it the processes
-    that user code has started, which would keep its output open."""
-    for child in multiprocessing.active_children():
-        child.kill()
+    """End this process without an ordinary exit, which may wait for other ranks. The guardian ends the
+    programs of the user (`common.user_code`)."""
     os._exit(code)
 
 
@@ -115,24 +113,6 @@ def request_stop(number: int, _frame: Any) -> None:
     tell_now(
         "\nCtrl-C: saving after the step in progress; a second Ctrl-C stops at once without saving"
     )
-
-
-def forget_signals() -> None:
-    """In a process that user code has forked: SIGTERM ends it, as `multiprocessing.Pool` ends its workers.
-    The other signals of a stop are not for it: the step in progress may need it."""
-    for number in CAUGHT:
-        if signal.getsignal(number) in (end_now, request_stop):
-            end = number == signal.SIGTERM
-            signal.signal(number, signal.SIG_DFL if end else signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
-
-
-# A signal that comes meanwhile waits: Python would forget it in the child.
-os.register_at_fork(
-    before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, CAUGHT),
-    after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT),
-    after_in_child=forget_signals,
-)
 
 
 class Output:

@@ -12,13 +12,12 @@ Only the response is scored: a prompt that shows an answer as an example must no
 
 import copy
 import functools
-import inspect
 import math
 import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,17 +27,16 @@ from torch import Tensor
 
 from common import distributed, losses
 from common.buffers import Batch
+from common.child import describe_error, problems_of
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.data.transcripts import finished_text, messages, turn_texts
-from common.ground.files import check_form, parse_json, read_bytes
-from common.ground.process import UserError
+from common.ground.files import UserError, check_form, parse_json, read_bytes
 from common.ppo_flags import RewardArgs
 from common.rewards import regions
 from common.rewards.remote import Server
 from common.rewards.rules import RULES, Columns, check_reference, rule_reward
-from common.threads import Call, Workers, describe_error
-from common.user_code import guarded, load_function, run_on_main
+from common.user_code import Function, Program, RaisedError, in_thread, load_function
 
 MEASURED = "parsed"  # a component that is no part of a reward
 # Of each sample: where a span ends, in characters, and what it earns.
@@ -68,13 +66,15 @@ class Source:
     spec: str  # as given: boxed, file.py:function, grm:FOLDER, rm:FOLDER, http://...
     name: str  # in metrics and records
     kind: str  # none, rule, regions, function, remote, env, grm or rm
+    # A function of a program is called in its process; any other, of a fork say, in a thread of the trainer,
+    # whose models and process group it sees.
     function: Callable | None = None
     keywords: list[str] = field(default_factory=list)  # what it gets by name, of OFFERED
     # Of no function: scores these samples of the batch. `models.build` sets that of a model.
     score: Callable[[Batch, list[int], Processor], Scores] | None = None
-    # Raises ValueError: nothing can match a reference answer (and its row, if it has a parameter of this
-    # name). None: any may be right.
-    check: Callable[..., None] | None = None
+    # Why nothing can match each of these reference answers, of these rows; "" if something can. None: any
+    # may be right.
+    check: Callable[[list[str], list[dict]], list[str]] | None = None
 
 
 def load_rewards(args: RewardArgs) -> "RewardMix":
@@ -96,7 +96,7 @@ def load_rewards(args: RewardArgs) -> "RewardMix":
     name_apart(sources)
     combiner = None
     if args.reward_combiner:
-        combiner, _ = load_function("--reward_combiner", args.reward_combiner, "rewards")
+        combiner, *_ = load_function("--reward_combiner", args.reward_combiner, "rewards")
     return RewardMix(sources, recipe, args, combiner)
 
 
@@ -129,9 +129,9 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     "spans" holds a list of (end, reward) for each sample: what the text up to that character earns
     besides, at the token that ends there. `images` holds absolute paths, in the order of their places
     in the prompt (of a clip a tuple); the policy sees them as `read_image` gives them. Parameters of
-    the names in `OFFERED` get what these say. All are copies. An attribute `check` of the function is
-    called with every reference answer before the first step, and raises ValueError for a bad one; a
-    parameter `row` of it gets the columns.
+    the names in `OFFERED` get what these say. It may change all of them. An attribute `check` of the
+    function is called with every reference answer before the first step, and raises ValueError for a bad
+    one; a parameter `row` of it gets the columns.
     """
     kind, _, rest = spec.partition(":")
     if spec == "none":
@@ -140,7 +140,7 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
         return Source(spec, spec, "env", score=score_turns)
     if spec in RULES:
         rule, check = functools.partial(rule_reward, spec), functools.partial(check_reference, spec)
-        return Source(spec, spec, "rule", rule, check=check)
+        return Source(spec, spec, "rule", rule, check=functools.partial(problems_of, check))
     if spec in regions.RULES:
         rule = functools.partial(regions.region_reward, spec)
         return Source(spec, spec, "regions", rule, ["regions"])
@@ -148,7 +148,7 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
         return Source(spec, kind, kind)
     if kind in ("http", "https"):
         return Source(spec, "remote", "remote", Server(spec, args), ["groups", "places"])
-    function, keywords = load_function(
+    function, keywords, has_check = load_function(
         "--reward",
         spec,
         "prompts, responses, references, labels, images",
@@ -156,11 +156,8 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
         f"one of {', '.join((*RULES, *regions.RULES))}, env, grm:FOLDER, rm:FOLDER, "
         "http://host:port/path, or an existing path.py:function",
     )
-    has_check = inspect.unwrap(function, stop=lambda layer: hasattr(layer, "check"))
-    check = getattr(has_check, "check", None)  # an object may have it by its class
-    if check is not None:
-        check = guarded(spec, check)
-    return Source(spec, spec.rpartition(":")[2], "function", function, keywords, check=check)
+    check = function.check if has_check else None
+    return Source(spec, function.name, "function", function, keywords, check=check)
 
 
 def no_reward(prompts, responses, references, labels, images) -> list[float]:
@@ -212,7 +209,7 @@ class CallOfSource(NamedTuple):
     source: Source
     picks: list[int]  # the samples by their numbers in the batch
     samples: Samples
-    result: Call  # of `call_source`
+    result: Future  # of `call_source`
 
 
 def read_samples(
@@ -257,14 +254,14 @@ def copy_rows(batch: Batch, picks: list[int], turns: list[list[str]]) -> list[di
 def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
     """What the function of a source says of the samples. Raises UserError: it raises, or returns other
     than finite numbers."""
-    inputs = [list(column) for column in samples[:5]]  # the function may empty its lists
-    by_name = {name: copy.copy(getattr(samples, name)) for name in source.keywords}
+    by_name = {name: getattr(samples, name) for name in source.keywords}
     assert source.function is not None
     try:
-        returned = source.function(*inputs, **by_name)
-    except BaseException as error:  # also what would end Python, and time limits of func_timeout
-        of_server = isinstance(error, UserError)
-        problem = str(error) if of_server else f"it raised {describe_error(error)}"
+        returned = source.function(*samples[:5], **by_name)
+    except Exception as error:
+        problem = str(error) if isinstance(error, UserError) else describe_error(error)
+        if isinstance(error, RaisedError) or not isinstance(error, UserError):
+            problem = f"it raised {problem}"
         # a row without an answer is what most functions cannot take
         i = samples.references.index(None) if None in samples.references else 0
         raise failure(source, samples, problem, i) from error
@@ -371,8 +368,8 @@ class RewardMix:
         report_bad("--reward", bad, len(rows), is_error=True)
         for source in self.sources:
             scored = self.rows_of(source, rows)
-            for row in scored:
-                if lack := lack_of(source, row):
+            for row, lack in zip(scored, lacks_of(source, scored)):
+                if lack:
                     bad.append(f"{row.source}: {lack}, which {source.name} compares with")
             count = sum(row.reference is None for row in scored)
             if count and source.kind == "function":
@@ -408,14 +405,13 @@ class RewardMix:
         """The calls of functions, rules and servers about this rank's samples, each in a thread of its
         own; `score` waits for them."""
         is_own = torch.tensor(batch.owners)[batch.prompt_index] == dist.get_rank()  # (S,)
-        calls, workers = [], Workers(len(self.sources))
+        calls = []
         for source, weights in zip(self.sources, self.weights_of(batch).unbind(1)):
             picks = (is_own & ~weights.isnan()).nonzero()[:, 0].tolist()
             if source.function and picks:  # a rank may have no samples
                 samples = read_samples(source, batch, picks, processor, step)
-                result = workers.submit(call_source, source, samples)
+                result = in_thread(call_source, source, samples)
                 calls.append(CallOfSource(source, picks, samples, result))
-        workers.close()
         return calls
 
     def score(
@@ -476,7 +472,11 @@ class RewardMix:
         rank: what one has raised, or else that one is late."""
         scores, limit = {}, self.args.reward_timeout
         with distributed.raise_on_all_ranks():
-            _, late = wait([call.result for call in calls], limit, FIRST_EXCEPTION)
+            results = [call.result for call in calls]
+            _, late = wait(results, limit, FIRST_EXCEPTION)
+            programs = [program for call in calls if (program := program_of(call.source))]
+            if any(program.is_debugged for program in programs):
+                _, late = wait(results, None, FIRST_EXCEPTION)
             for call in calls:
                 if call.result not in late:
                     columns, spans = call.result.result()
@@ -484,6 +484,8 @@ class RewardMix:
                     scores[call.source.name] = Scores(call.picks, columns, at_tokens)
             for call in calls:
                 if call.result in late:
+                    for program in programs:
+                        program.end("was ended, as a call took too long")
                     problem = f"took longer than {limit:g} s (--reward_timeout)"
                     raise failure(call.source, call.samples, problem)
         return scores
@@ -503,29 +505,44 @@ class RewardMix:
         """(S,) what --reward_combiner makes of the sources' rewards. Raises UserError on every rank."""
         lists = {name: column.tolist() for name, column in rewards.items()}
         flag = f"--reward_combiner {self.args.reward_combiner}"
-        values = run_on_main(flag, lambda: [float(value) for value in combiner(lists)])
+        values = distributed.run_on_main(flag, lambda: read_floats(combiner(lists)))
         count = len(next(iter(rewards.values())))
         if len(values) != count:
             raise UserError(f"{flag}: {len(values)} values for {count} samples")
         return torch.tensor(values, dtype=torch.float64)
 
 
-def lack_of(source: Source, row: Prompt) -> str:
-    """What a row lacks for a source that compares, or what is wrong with its reference answer; "" if
-    nothing."""
-    if source.kind == "regions":
-        return regions.problem_of(source.spec, row.regions)
-    if row.reference is None:  # a function may read another column
-        return "no reference answer" if source.kind == "rule" else ""
+def program_of(source: Source) -> Program | None:
+    """The process that answers the calls of a source."""
+    return source.function.program if isinstance(source.function, Function) else None
+
+
+def read_floats(values: Any) -> list[float]:
+    """Raises UserError: these are no numbers."""
     try:
-        if source.check:
-            takes_row = "row" in inspect.signature(source.check).parameters
-            source.check(row.reference, **({"row": copy.deepcopy(row.row)} if takes_row else {}))
-    except ValueError as error:
-        return str(error)
-    except BaseException as error:
-        return f"the answer {row.reference!r:.80} raises {describe_error(error)}"
-    return ""
+        return [float(value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{type(error).__name__}: {error}") from error
+
+
+def lacks_of(source: Source, rows: list[Prompt]) -> list[str]:
+    """What each row lacks for a source that compares, or what is wrong with its reference answer; "" if
+    nothing. Raises UserError: the process of the check has ended."""
+    if source.kind == "regions":
+        return [regions.problem_of(source.spec, row.regions) for row in rows]
+    # a function may read another column
+    lacks = ["no reference answer" if source.kind == "rule" else ""] * len(rows)
+    answered = [k for k, row in enumerate(rows) if row.reference is not None]
+    problems = [""] * len(answered)
+    if source.check and answered:
+        references = [str(rows[k].reference) for k in answered]
+        try:
+            problems = source.check(references, [rows[k].row for k in answered])
+        except UserError as error:
+            raise UserError(f"--reward {source.spec}: its check: {error}") from error
+    for k, problem in zip(answered, problems):
+        lacks[k] = problem
+    return lacks
 
 
 def score_turns(batch: Batch, used: list[int], processor: Processor) -> Scores:

@@ -375,7 +375,7 @@ def test_a_message_has_one_first_line(monkeypatch, capsys):
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(process.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(process, "GIVEN_UP", [])
     with pytest.raises(SystemExit):
         process.run_main(program)

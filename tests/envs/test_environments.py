@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import torch
 from PIL import Image
 
 import train_ppo_vl as ppo
-from common import losses
+from common import losses, user_code
 from common.data.coordinates import Place
 from common.data.processor import Processor
 from common.data.rows import Prompt
@@ -26,7 +25,6 @@ from common.looks import image_changes
 from common.model import packs
 from common.ppo_flags import EnvArgs
 from common.rewards import sources
-from common.threads import LateError, Workers
 from conftest import (
     ROUNDING,
     computing,
@@ -48,7 +46,7 @@ from conftest import (
 from families import DAILY, GEMMA4, TEXT_ONLY, write_family
 from helpers import cut_back, samples_of
 from launch import toy
-from talkers import PROGRAMS, Closing, Slow, expected_logprobs, talk, whole
+from talkers import PROGRAMS, expected_logprobs, talk, whole
 
 pytestmark = pytest.mark.usefixtures("write_samples")
 
@@ -276,17 +274,81 @@ def test_what_a_waiting_slot_must_hold(hybrid):
     assert (ppo.logprobs_of(hybrid.actor, batch) - batch.logprobs).abs().max() < ROUNDING
 
 
-def test_environments_run_side_by_side(qwen25, picture_rows, monkeypatch):
+def test_environments_run_side_by_side(qwen25, picture_rows, monkeypatch, tmp_path):
     env = start(qwen25, picture_rows, '--max_new_tokens 24 --stop_strings ["a","e","r"]')
-    monkeypatch.setattr(Slow, "most", 0)
-    talk(env, "Slow", 3, env_workers=5)
-    assert 1 < Slow.most <= 5
-    Slow.most = 0
-    talk(env, "Slow", 3)
-    assert Slow.most == 1
-    monkeypatch.setattr(Closing, "closed", [])
-    batch = talk(env, "Closing", 3, env_workers=2)
-    assert len(Closing.closed) == len(batch) == 12
+    for workers in (5, 0):
+        log = tmp_path / f"{workers}.txt"
+        monkeypatch.setenv("TALKERS_LOG", str(log))
+        monkeypatch.setattr(user_code, "programs", {})  # a process that knows the variable
+        talk(env, "Slow", 3, env_workers=workers)
+        steps = [tuple(map(float, line.split()[2:])) for line in log.read_text().splitlines()]
+        most = max(sum(start <= began < end for start, end in steps) for began, _ in steps)
+        assert 1 < most <= 5 if workers else most == 1
+
+
+def test_a_sample_has_a_process_while_it_has_a_slot(qwen25, picture_rows, monkeypatch, tmp_path):
+    """Each its own, of which no more live than there are slots. Samples beyond them are reset twice: before
+    decoding for the observation in their prompt, and when they have a slot."""
+    env = start(qwen25, picture_rows, '--max_new_tokens 24 --stop_strings ["a","e","r"]')
+    for slots in (12, 3):
+        log = tmp_path / f"{slots}.txt"
+        monkeypatch.setenv("TALKERS_LOG", str(log))
+        monkeypatch.setattr(user_code, "programs", {})
+        batch = talk(env, "Closing", 3, slots=slots, env_workers=4)
+        assert len(batch) == 12
+        alive, most = set(), 0
+        lines = [line.split() for line in log.read_text().splitlines()]
+        for what, _, process in lines:
+            alive = alive | {process} if what == "reset" else alive - {process}
+            most = max(most, len(alive))
+        assert most <= slots
+        assert not alive
+        twice = 12 - slots
+        assert len({process for *_, process in lines}) == 12 + twice
+        closed = sorted(int(turn) for what, turn, _ in lines if what == "close")
+        turns = sorted(len(conversation.ends) for conversation in batch.conversations)
+        assert closed == [0] * twice + turns
+
+
+def test_an_object_that_dies_or_hangs_fails_alone(qwen25, picture_rows, monkeypatch, tmp_path):
+    env = start(qwen25, picture_rows, '--max_new_tokens 24 --stop_strings ["a","e","r"]')
+    monkeypatch.setenv("TALKERS_LOG", str(tmp_path / "log.txt"))
+    prompts = take(env).select_prompts([0])
+    batch = talk(env, "Dying", 3, batch=prompts, env_workers=2)
+    errors = [conversation.error for conversation in batch.conversations]
+    assert "its process ended by SIGSEGV" in errors[1]
+    assert "rows.jsonl:1" in errors[1]
+    assert errors[0] == errors[2] == ""
+    batch = talk(env, "Stuck", 4, batch=prompts, env_workers=4, env_timeout=1.0)
+    errors = [conversation.error for conversation in batch.conversations]
+    assert ["took longer than 1 s (--env_timeout)" in error for error in errors] == [0, 1, 1, 0]
+    closed = (tmp_path / "log.txt").read_text().split()[1::2]
+    assert sorted(closed) == ["0", "2", "3"]  # what is late in reset is ended, not closed
+
+
+def test_objects_of_a_shared_class_live_together(qwen25, picture_rows, monkeypatch, tmp_path):
+    env = start(qwen25, picture_rows, '--max_new_tokens 24 --stop_strings ["a","e","r"]')
+    monkeypatch.setenv("TALKERS_LOG", str(tmp_path / "log.txt"))
+    batch = talk(env, "Shared", 3, env_workers=4)
+    same(batch, talk(env, "Words", 3))
+    lines = [line.split() for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert sorted(int(count) for _, count, _ in lines) == [*range(1, 13)]
+    assert len({process for *_, process in lines}) == 1
+
+
+def test_samples_draw_different_noise_that_a_run_repeats(
+    qwen25, picture_rows, monkeypatch, tmp_path
+):
+    """Copies of one process would all draw the same."""
+    env = start(qwen25, picture_rows, '--max_new_tokens 24 --stop_strings ["a","e","r"]')
+    drawn = []
+    for name in ("first.txt", "again.txt"):
+        monkeypatch.setenv("TALKERS_LOG", str(tmp_path / name))
+        monkeypatch.setattr(user_code, "programs", {})
+        talk(env, "Chance", 2)
+        drawn.append((tmp_path / name).read_text().splitlines())
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == len(drawn[0]) >= 8
 
 
 def test_limits_of_turns_tokens_and_replies(qwen25, picture_rows):
@@ -394,60 +456,6 @@ def test_an_environment_may_ask_for_turns_that_are_cut(qwen25, picture_rows):
         assert other.ends[-1] == len(tokens)
         cut += len(turns) > rewarded
     assert 0 < cut < len(batch)
-
-
-def test_a_late_call_gives_its_place_to_another_thread():
-    """Also one that nobody waits for, such as a `close` that hangs; and what it returns later is ignored."""
-    workers, release = Workers(2, 0.2, "--limit"), threading.Event()
-    late = [workers.submit(release.wait) for _ in range(2)]
-    quick = [workers.submit(int, k) for k in range(5)]
-    workers.wait_for_any(quick[-1:])
-    assert [call.result() for call in quick] == list(range(5))
-    for call in late:  # the second may have begun later
-        workers.wait_for_any([call])
-    assert all("took longer than 0.2 s (--limit)" in str(call.exception()) for call in late)
-    release.set()
-    time.sleep(0.05)
-    assert all(isinstance(call.exception(), LateError) and 0.2 < call.seconds < 5 for call in late)
-    workers.close()
-
-
-def test_an_environment_that_is_late_is_not_closed(qwen25, picture_rows):
-    """Even if its constructor was late: then it is still in `reset`."""
-    log = []
-
-    class Hangs:
-        pictures = False
-
-        def __init__(self):
-            time.sleep(0.6)
-
-        def reset(self, row):
-            log.append("reset begins")
-            time.sleep(0.6)
-            log.append("reset ends")
-
-        def close(self):
-            log.append("close")
-
-    env = start(qwen25, picture_rows, "--max_new_tokens 4")
-    answering = ppo.Environment(
-        "late",
-        Hangs,
-        "user",
-        shows_images=False,
-        max_turns=8,
-        max_reply_tokens=1024,
-        timeout=0.2,
-        workers=8,
-        max_prompt_tokens=512,
-    )
-    sampling = dataclasses.replace(env.sampling, environment=answering)
-    with user_error("--env: 4 of 4 samples failed, .*took longer than 0.2 s .--env_timeout"):
-        ppo.rollout(env.actor, take(env), sampling, 1)
-    time.sleep(1.5)
-    assert log.count("reset ends") == 4
-    assert "close" not in log
 
 
 def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, picture_rows):

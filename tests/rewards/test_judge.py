@@ -661,7 +661,7 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
         ("broken", "ZeroDivisionError"),
         ("nan", "must be finite"),
     ):
-        reward.combiner, _ = load_function(
+        reward.combiner, *_ = load_function(
             "--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards"
         )
         with user_error(message):
