@@ -89,8 +89,9 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     """Train, or only evaluate (--eval_only). Returns the last metrics."""
     args = parse_args(argv)
     checkpoint.leave_if_stopped(args.out)
-    reward, environment, weigh = load_programs(args)  # runs the user's code before a GPU is touched
-    ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards)
+    programs, problem = distributed.attempt(load_programs, args)  # before a GPU is touched
+    ranks = distributed.start(args.timeout, args.hsdp, args.rollout_shards, problem)
+    reward, environment, weigh = programs
     rows = load_rows(args)
     fingerprint = checkpoint.fingerprint_of(args)  # equal on all ranks
     checkpoint.compare_rows(rows.all)
@@ -109,8 +110,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     exports = exported_models(args, trainables)
     checkpoints.resume(saved_roles(args, trainables, models), args.steps, IDENTITY)
     log = open_log(args, rows, state.step)
-    sampling = sampling_of(args, rows.processor, ranks.device, models.teacher)
-    sampling = replace(sampling, environment=environment)
+    sampling = sampling_of(args, rows.processor, ranks.device, models.teacher, environment)
     if not args.eval_only:  # an evaluation has nothing to save
         process.catch_signals()
 
@@ -746,7 +746,11 @@ DEPENDS_ON = {
 
 
 def sampling_of(
-    args: Args, processor: Processor, device: torch.device, teacher: Teacher | None = None
+    args: Args,
+    processor: Processor,
+    device: torch.device,
+    teacher: Teacher | None = None,
+    environment: Environment | None = None,
 ) -> Sampling:
     """Sampling as the flags say. Ids that the teacher lacks are banned."""
     banned = processor.banned_mask()  # (V,)
@@ -763,6 +767,7 @@ def sampling_of(
         stop_strings=flags.parse_stop_strings(args.stop_strings),
         seed=args.seed,
         stream=TRAIN,
+        environment=environment,
         slots=args.slots,
         cuda_graphs=args.cuda_graphs,
     )

@@ -74,16 +74,28 @@ class Ranks:
     team: Team
 
 
-def start(timeout: float, hsdp: int, rollout_shards: int = 1) -> Ranks:
+def attempt(function: Callable, *arguments: Any) -> tuple[Any, UserError | None]:
+    """What a function returns before `start`, or its UserError, which `start` raises: ranks that wait
+    there for this one would not hear of it."""
+    try:
+        return function(*arguments), None
+    except UserError as error:
+        return None, error
+
+
+def start(
+    timeout: float, hsdp: int, rollout_shards: int = 1, problem: UserError | None = None
+) -> Ranks:
     """Join the process group; without torchrun this process is the only rank.
 
     Args:
         timeout: longest wait of a rank for the others, seconds.
         hsdp: ranks that share one copy of weights and optimizer; 0: all of them.
         rollout_shards: ranks of a team.
+        problem: of this rank, see `attempt`.
     Raises:
-        UserError: more processes on this machine than GPUs, or ranks that hsdp or the team does not
-            divide.
+        UserError: the problem of any rank, on all of them; more processes on this machine than GPUs,
+            or ranks that hsdp or the team does not divide.
         Exit: not all ranks came in time, or this process is none of them.
     """
     world = expected_ranks()
@@ -109,6 +121,9 @@ def start(timeout: float, hsdp: int, rollout_shards: int = 1) -> Ranks:
                 device_id=device if gpu and not hsdp and rollout_shards == 1 else None,
             )
         end_with_others()
+    with raise_on_all_ranks():
+        if problem:
+            raise problem
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     return Ranks(world, device, mesh, join_team(rollout_shards, timeout))
 

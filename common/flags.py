@@ -11,6 +11,7 @@ as_typed       the same as they were chosen, for args.json
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -89,7 +90,8 @@ def groups_of(args_class: type) -> dict[str, type]:
     return {str(group.__doc__).split()[0].strip(",:"): group for group in groups}
 
 
-def fields_of(args_class: type) -> dict[str, Any]:
+@functools.cache
+def fields_of(args_class: type) -> Mapping[str, Any]:
     """The fields of an argument class that are flags, by name. Their types are classes, not the names of
     classes."""
     return {field.name: field for field in dataclasses.fields(args_class) if field.metadata}

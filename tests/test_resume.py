@@ -384,6 +384,16 @@ def test_nodes_with_other_pictures_train_nothing(life_task, qwen25, tmp_path, sc
     assert not (tmp_path / "out").exists()
 
 
+def test_a_program_that_does_not_compile_on_one_node(flags, life_task, tmp_path):
+    """Nobody waits for its rank: one message on all, from the one that has met it."""
+    shutil.copytree(life_task, tmp_path / "task")
+    shutil.copytree(life_task, tmp_path / "node-1" / "task")
+    (tmp_path / "node-1" / "task" / "reward.py").write_text("def letters(:\n")
+    argv = words(*flags(tmp_path / "run"), "--reward", f"{NODE}/task/reward.py:letters")
+    told = live(argv, 2, [(other_node, str(tmp_path))], codes=[2, 2])
+    assert told.count("error: --reward ") == 1 and "SyntaxError" in told
+
+
 def live_apart(argv: list[str], more: list[str]) -> None:
     """The run, which one rank was started for with further flags."""
     ppo.main([*argv, *more] if os.environ["RANK"] == "1" else argv)
