@@ -21,6 +21,8 @@ LONG_LINES = 2  # of a test file, longer than LINE
 FLAG_LINES = 400  # between main and the first stage of train_ppo_vl.py
 # whose signatures follow papers and kernels
 FORMULAS = ("losses", "logprobs", "attention", "linear_attention")
+# whose ValueErrors are bugs, or are read where a user's program is called
+THEIR_VALUE_ERRORS = "losses rollout model.attention data.loader user_code envs.environments envs.dialogue rewards.sources"
 # of a variable, they do not tell what it holds
 NAMES = {"found", "own", "said", "kept", "shown", "given"}
 TOP = {*SCRIPTS, "common", "launch", "tests", "requirements.txt", "README.md"}
@@ -110,6 +112,15 @@ def prints(modules: dict[str, ast.Module]) -> Problems:
             call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if call in ("print", "tqdm.write", "traceback.print_exc") and call != doors.get(module):
                 yield f"{module}:{node.lineno}: {call}, not common.ground.files.say or RunLogger.line"
+
+
+def owners(modules: dict[str, ast.Module]) -> Problems:
+    """A ValueError is shown as a bug: what a user can mend is a UserError."""
+    for module, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and "raise ValueError" in ast.unparse(node):
+                if module.removeprefix("common.") not in THEIR_VALUE_ERRORS.split():
+                    yield f"{module}:{node.lineno}: a ValueError, which a user cannot mend; or UserError?"
 
 
 def lines() -> Problems:
@@ -232,6 +243,7 @@ if __name__ == "__main__":
         *functions(modules),
         *packages(modules),
         *prints(modules),
+        *owners(modules),
         *lines(),
         *long_lines_of_tests(),
         *first_stage(modules),

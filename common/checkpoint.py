@@ -470,17 +470,18 @@ def load_training_state(path: Path, roles: Roles) -> None:
     wanted = {name: state[name] for name in state if name in saved or not name.endswith(".ema")}
     of_roles = tuple(f"{role}.model." for role in roles)
     lost = [name for name in saved - state.keys() if name.startswith(of_roles)]
-    problem = f"{min(lost)} is not trained here" if lost else ""
+    problem, cause = f"{min(lost)} is not trained here" if lost else "", None
     try:
         dcp.load(wanted, storage_reader=reader)
     except CheckpointException as error:
+        cause = error
         problem, _ = next(iter(error.failures.values()))
     if problem:
         raise UserError(
             f"{path} cannot be loaded into the models of this run: {problem}; --config "
             "<out>/args.json has the flags of its run; to start from its weights alone, pass an export "
             "of its run as --model"
-        )
+        ) from cause
     for name in state.keys() - wanted:
         weight = name.replace(".optimizer.state.", ".model.", 1).removesuffix(".ema")
         weights.shard_of(state[name]).copy_(weights.shard_of(state[weight]))
@@ -949,6 +950,8 @@ class Checkpoints:
         except CheckpointException as error:
             if dist.get_rank() in error.failures:
                 cause, _ = error.failures[dist.get_rank()]
+                if not isinstance(cause, OSError | RuntimeError | MemoryError):
+                    raise cause from error  # a bug
                 raise OSError(str(cause)) from error
         except RuntimeError as error:  # a collective that a rank has left, or where it was late
             if writer.digests is None:

@@ -2,7 +2,7 @@
 
 run_main         what a script's main raises becomes a message or a traceback, and an exit code
 keep_errors      from now on, tracebacks are also written to <out>/errors
-end_with_others  from now on, an bug on another rank ends this process
+end_with_others  from now on, a bug on another rank ends this process
 catch_signals    from now on, a signal ends the run after the step in progress
 """
 

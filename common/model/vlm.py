@@ -26,8 +26,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.buffers import Batch, Pack, fill_packs
 from common.data.families import Family
-from common.distributed import ALONE, Team
-from common.ground.process import UserError
+from common.distributed import ALONE, Team, raise_on_all_ranks
+from common.ground.files import UserError
 from common.model.linear_attention import Decay
 
 # -------------------------------------------------------------------------------------------------
@@ -270,8 +270,10 @@ def image_features(model: Model, patches: Tensor, grids: Tensor) -> Tensor:
 def compute_features(model: Model, batch: Batch) -> None:
     """Fill the image features of this rank's prompts, once per prompt, several images per call of
     the vision tower. (If the tower is trained, these features serve only the rollout: the forward
-    pass of an update computes its own.)
+    pass of an update computes its own.) Raises UserError on every rank: one has other numbers of features
+    than image tokens.
     """
+    problem = ""
     waiting = sorted(batch.patches.keys() - batch.features.keys())
     # roughly the number of patches, even if images are split into tiles
     sizes = [batch.patches[index][0].numel() // 1024 for index in waiting]
@@ -280,14 +282,18 @@ def compute_features(model: Model, batch: Batch) -> None:
         features = image_features(model, torch.cat(pixels), torch.cat(grids)).cpu()  # (K, M, H)
         counts = [batch.prompts[index].image_tokens for index in part]
         if sum(counts) != features.shape[1]:
-            raise UserError(
-                f"{model.setup.folder}: {features.shape[1]} image features for {sum(counts)} image "
-                "tokens; processor_config.json or preprocessor_config.json do not fit config.json"
-            )
+            problem = f"{features.shape[1]} image features for {sum(counts)} image tokens"
+            break
         batch.features.update(zip(part, features.split(counts, dim=1)))
         if not model.setup.trains_vision:
             for index in part:
                 del batch.patches[index]
+    with raise_on_all_ranks():
+        if problem:
+            raise UserError(
+                f"{model.setup.folder}: {problem}; processor_config.json or preprocessor_config.json do not "
+                "fit config.json"
+            )
 
 
 def compute_features_unless_trained(model: Model, batch: Batch) -> None:
