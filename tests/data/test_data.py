@@ -1239,7 +1239,7 @@ def test_first_five_of_many(load):
     ],
 )
 def test_columns_that_every_row_lacks_are_named_once(load, row, columns, advised):
-    with value_error(
+    with user_error(
         f"train.jsonl: no row has a column 'prompt': --columns {advised} reads"
     ) as error:
         load([row] * 7, columns)
