@@ -52,6 +52,7 @@ from common.model.vlm import Model, Wrapper
 COPIED_KEY = re.compile(
     r"(^|\.)(mtp|audio_tower|embed_audio)\.|\.(inv_freq|position_ids|masked_bias)$"
 )
+EXPERT = re.compile(r"\.experts\.\d+\.")  # in the key of a weight of one expert
 # the value head in files, by the name of AutoModelForSequenceClassification, or ours
 VALUE_HEAD = re.compile(r"(score|value_head)\.(weight|bias)")
 # What to do about checkpoints that are not read as they are.
@@ -302,6 +303,9 @@ def convert(model: Model, stored: Tensors) -> tuple[PreTrainedModel, dict]:
     dtype = small.pop() if len(small) == 1 else torch.float32
     full = [key.split(".")[-2:] for key, value in stored.items() if value.dtype == torch.float32]
     strict = {re.escape(".".join(words)) + "$" for words in full}
+    # experts that are stored one by one get another name, as one tensor
+    are_full = (value.dtype == torch.float32 for key, value in stored.items() if EXPERT.search(key))
+    strict |= {r"\.experts\."} if any(are_full) else set()
     changes = {"_keep_in_fp32_modules_strict": strict, "__module__": kind.__module__}
     reader: Any = type(kind.__name__, (kind,), changes)
     options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}

@@ -2,6 +2,7 @@
 trained has its new values, rounded once, and nothing else has."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -165,6 +166,25 @@ def test_what_the_files_say_decides_on_types_and_not_the_config(tmp_path, pictur
     assert not torch.equal(before[key], before[key].bfloat16().float())
     assert torch.equal(ours, before[key])
     assert_same(exported(env, tmp_path / "export"), before)
+
+
+@pytest.mark.parametrize("kind", marked(("internvl_moe", "glm4v_moe"), ("internvl_moe",)))
+def test_experts_in_float32_beside_bfloat16_are_not_rounded(kind, tmp_path, picture_rows):
+    """All experts of a layer, or one of them: they are stored one by one, and trained as one tensor."""
+    written(kind, tmp_path, picture_rows)
+    wide = load_file(tmp_path / "model.safetensors")
+    in_bfloat16(tmp_path)
+    narrow = load_file(tmp_path / "model.safetensors")
+    last = max(
+        re.search(r"layers\.(\d+)\..*\.experts\.\d", key)[1] for key in narrow if ".experts." in key
+    )
+    for part in (rf"layers\.{last}\..*\.experts\.\d+\.", rf"layers\.{last}\..*\.experts\.0\."):
+        full = {key: wide[key] for key in narrow if re.search(part, key)}
+        assert full and not any(torch.equal(w, w.bfloat16().float()) for w in full.values())
+        save_weights(tmp_path, narrow | full)
+        before = tensors(tmp_path)
+        env = start(tmp_path, tmp_path / "rows.jsonl", "--advantage grpo")
+        assert_same(exported(env, tmp_path / "export"), before)
 
 
 def test_files_that_are_gone_or_others_are_a_message(tmp_path, picture_rows):
