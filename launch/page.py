@@ -35,7 +35,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 MARK = "<!-- data -->"  # in the template
 SIDE = 320  # pixels of an embedded picture, at most
 FRAMES = 16  # of a clip, at most
-BLOCK = 2**20  # characters of JSON, about, that a browser unpacks at once
+BLOCK = 2**18  # characters of JSON, about, that a browser unpacks at once
 TOLD = 12  # metrics of a run that are printed, at most
 
 LARGEST = sys.float_info.max
