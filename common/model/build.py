@@ -116,7 +116,7 @@ class Builder:
         if name:
             folder = resolve_folder(name, weights=not self.compute.planned)
             self.check_role(folder)
-        return self.build(folder, self.args.train_vision, head, frozen)
+        return self.build(folder, self.args.train_vision, head, frozen, base=name)
 
     def check_role(self, folder: Path) -> None:
         config = read_model_config(self.folder)
@@ -135,8 +135,11 @@ class Builder:
                 "reference work on the image features of the actor"
             )
 
-    def build(self, folder: Path, vision: bool, head: bool = True, frozen: bool = False) -> Model:
-        """With adapters and gradient checkpointing, as the flags say."""
+    def build(
+        self, folder: Path, vision: bool, head: bool = True, frozen: bool = False, base: str = ""
+    ) -> Model:
+        """With adapters and gradient checkpointing, as the flags say. ``base``: the checkpoint as a flag
+        names it, if it is not the actor's."""
         args = self.args
         model = build_model(
             read_model_config(folder),  # each its own: same shapes do not make the same model
@@ -149,7 +152,7 @@ class Builder:
         if frozen:
             return model.requires_grad_(False)
         if args.lora_rank:
-            add_adapters(model, args.model, args.lora_rank, args.lora_alpha)
+            add_adapters(model, base or args.model, args.lora_rank, args.lora_alpha)
         by_default = args.gradient_checkpointing == "auto" and self.compute.device.type == "cuda"
         if by_default or args.gradient_checkpointing == "on":
             recompute_layers(model)

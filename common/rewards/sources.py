@@ -579,6 +579,8 @@ def place_spans(
 
 def token_that_ends(processor: Processor, tokens: Tensor, end: int) -> int:
     """The token that completes the first ``end`` characters."""
+    places = [k for k, token in enumerate(tokens.tolist()) if token not in processor.silent_ids]
+    tokens = tokens[places]
     (text,) = processor.decode([tokens])
 
     def are_whole(count: int) -> bool:
@@ -589,7 +591,7 @@ def token_that_ends(processor: Processor, tokens: Tensor, end: int) -> int:
         is_mark = start[end - 1 : end] == "\ufffd"
         return start[:end] == text[:end] and not (is_mark and len(longer) == end)
 
-    return bisect_left(range(1, len(tokens)), True, key=are_whole)
+    return places[bisect_left(range(1, len(tokens)), True, key=are_whole)]
 
 
 def join_columns(scores: list[Scores], count: int) -> dict[str, Tensor]:

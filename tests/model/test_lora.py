@@ -1,6 +1,7 @@
 """LoRA adapters: the layer is W + (alpha / r) B A, the reference is the model without them, nothing
 else is trained, saved or moved, and what is exported loads without us."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -244,6 +245,16 @@ def test_export_is_merged_and_the_adapter_stands_beside_it(env, qwen25, tmp_path
     ).abs().max() < ROUNDING
     # again, over the first
     vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
+
+
+def test_the_adapter_of_a_critic_names_its_own_base(qwen25, picture_rows, tmp_path):
+    """Not the actor's, to which PEFT would add it without a word."""
+    other = shutil.copytree(qwen25, tmp_path / "other")
+    env = start(qwen25, picture_rows, LORA, "--critic_model", other)
+    for module, base in ((env.actor, qwen25), (env.critic, other)):
+        vlm_weights.export(module, env.processor, tmp_path / "hf")
+        config = read_json(tmp_path / "hf" / "adapter" / "adapter_config.json")
+        assert config["base_model_name_or_path"] == str(base)
 
 
 # ------------------------------------------------------------------------------------------------ whole runs

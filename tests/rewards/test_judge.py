@@ -582,7 +582,9 @@ def test_a_span_ends_with_the_last_token_of_its_last_character(each_is_replaced)
         return whole + "\ufffd" * (left if each_is_replaced else left > 0)
 
     text = "a😀bé"
-    processor = SimpleNamespace(decode=lambda parts: [shown(bytes(p.tolist())) for p in parts])
+    processor = SimpleNamespace(
+        silent_ids=set(), decode=lambda parts: [shown(bytes(p.tolist())) for p in parts]
+    )
     tokens = torch.tensor(list(text.encode()))
     ends = [sources.token_that_ends(processor, tokens, end) for end in (1, 2, 3, 4)]
     assert ends == [0, 4, 5, 7]
@@ -591,12 +593,36 @@ def test_a_span_ends_with_the_last_token_of_its_last_character(each_is_replaced)
 def test_a_span_may_end_with_a_replacement_mark():
     """Of the response itself (three bytes, each a token), or of bytes that are no character."""
     processor = SimpleNamespace(
-        decode=lambda parts: [bytes(p.tolist()).decode(errors="replace") for p in parts]
+        silent_ids=set(),
+        decode=lambda parts: [bytes(p.tolist()).decode(errors="replace") for p in parts],
     )
     tokens = torch.tensor(list(b"a\xef\xbf\xbd\xff\xffb"))
     assert processor.decode([tokens]) == ["a\ufffd\ufffd\ufffdb"]
     ends = [sources.token_that_ends(processor, tokens, end) for end in range(1, 6)]
     assert ends == [0, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "written, ends",
+    [
+        (b"a\xe4\0", [0, 1]),
+        (b"\xe4\0b\0", [0, 2]),
+        (b"\xe4\0\xbd\xa0", [3]),
+        (b"\0a\xff\xff\0", [1, 2, 3]),
+    ],
+)
+def test_a_token_that_is_not_shown_ends_no_span(written, ends):
+    """As the end of a turn, here a zero, behind bytes that are no character."""
+    processor = SimpleNamespace(
+        silent_ids={0},
+        decode=lambda parts: [
+            bytes(p.tolist()).replace(b"\0", b"").decode(errors="replace") for p in parts
+        ],
+    )
+    tokens = torch.tensor(list(written))
+    (text,) = processor.decode([tokens])
+    places = [sources.token_that_ends(processor, tokens, end) for end in range(1, len(text) + 1)]
+    assert places == ends
 
 
 def test_rollouts_with_and_without_spans_are_one_batch(qwen25, picture_rows, tmp_path):
