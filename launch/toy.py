@@ -52,7 +52,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image, ImageDraw
@@ -131,7 +131,7 @@ SHAPES = dict(circle="circles", square="squares", triangle="triangles", cross="c
 COUNTS = ("1", "2", "3", "4")
 ANSWERS = {"colour": list(COLOURS), "shape": list(SHAPES), "count": list(COUNTS)}  # by label
 CELLS = tuple(itertools.product((0, 1), repeat=2))  # (row, column) on the board
-Objects = dict[tuple[int, int], tuple[str, str]]  # {cell: (colour, shape)}
+Objects = dict[tuple[int, ...], tuple[str, str]]  # {cell: (colour, shape)}
 Rows = list[dict]
 CAPTION_PROMPT = "describe the picture in three words."
 LIST_PROMPT = "list all objects, then say how many."  # --task describe
@@ -433,10 +433,10 @@ def make_tokenizer(task: str = "questions") -> Qwen2Tokenizer:
     model = json.loads(backend.to_str())["model"]
     tokenizer = Qwen2Tokenizer(
         vocab=model["vocab"],
-        merges=[tuple(pair) for pair in model["merges"]],
+        merges=[tuple(pair) for pair in model["merges"]],  # type: ignore[arg-type]  # both forms are read
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        unk_token=None,
+        unk_token=None,  # type: ignore[arg-type]  # there is none
         model_max_length=4096,
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS)})
@@ -473,7 +473,7 @@ def make_model(
         dtype="float32",
         rope_parameters=rope,
     )
-    vision = dict(
+    vision: dict[str, Any] = dict(
         depth=2,
         hidden_size=64,
         intermediate_size=128,
@@ -563,7 +563,8 @@ def next_token_loss(
         labels.append(torch.tensor(sum(targets, [])))
     # Padding follows the response, where the tokens of a causal model cannot see it: no mask is needed.
     pad = torch.nn.utils.rnn.pad_sequence
-    inputs = model_inputs(model, pad(sequences, True, tokenizer.pad_token_id), pixel_values)
+    ids = pad(sequences, True, model.generation_config.pad_token_id)
+    inputs = model_inputs(model, ids, pixel_values)
     return model(**inputs, labels=pad(labels, True, -100), use_cache=False).loss
 
 

@@ -92,7 +92,8 @@ def read_call(text: str) -> tuple[str, dict]:
         for part in text.split(begin)[1:]:
             name, _, value = part.partition(end)[0].partition(middle)
             arguments[name.strip()] = value.strip().removeprefix("<arg_value>").strip()
-    return re.match(r"(?:<function=)?\s*([^\s<>]*)", text)[1], arguments
+    name = re.match(r"(?:<function=)?\s*([^\s<>]*)", text)
+    return name[1] if name else "", arguments
 
 
 def gemma_as_json(text: str) -> str:

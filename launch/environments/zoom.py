@@ -25,7 +25,7 @@ class Zoom:
     def reset(self, row: dict) -> None:
         self.row = row
         first = media_list(row)[0]
-        self.picture = read_image(str(Path(row["folder"], first)))  # as the model sees it
+        self.picture = read_image(str(Path(row["folder"], str(first))))  # as the model sees it
 
     def step(self, text: str) -> tuple:
         answer = after_thought(text)

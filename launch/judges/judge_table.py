@@ -26,6 +26,7 @@ versions.require("numpy")
 from collections import defaultdict
 from collections.abc import Collection
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -183,7 +184,9 @@ def by_group(units: list[Unit], script: str = "") -> dict[str, list[Unit]]:
 
 def column(groups: Collection[list[Unit]]) -> Column:
     """The mean over groups, for every line that all groups have."""
-    shares, sizes, bootstrap, rng = 0, [], 0, np.random.default_rng(0)
+    shares: Any = 0  # (lines,)
+    bootstrap: Any = 0  # (BOOTSTRAPS,)
+    sizes, rng = [], np.random.default_rng(0)
     for units in groups:
         counts = np.array([list(unit.counts.values()) for unit in units])  # (units, lines, 2)
         parts, wholes = counts.sum(axis=0).T  # (lines,)
