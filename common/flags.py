@@ -487,8 +487,9 @@ class ModelArgs:
     )
     attention: str = flag(
         "auto",
-        "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU",
-        choices=("auto", "flash_attn", "varlen", "sdpa"),
+        "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU. fa4 and fa3: "
+        "varlen with kernels of FlashAttention 4 or 3, in all but rollouts (Hopper; fa4 also Blackwell)",
+        choices=("auto", "flash_attn", "varlen", "fa4", "fa3", "sdpa"),
     )
     gradient_checkpointing: str = flag(
         "auto",

@@ -57,7 +57,7 @@ def rollout(
     if sampling.environment:
         envs = dialogue.EnvRollout(sampling.environment, policy, sampling)
         batch = envs.open(batch, own_prompts, samples_per_prompt)
-    with torch.no_grad(), fsdp.unsharded(policy):
+    with torch.no_grad(), attention.own_kernels(), fsdp.unsharded(policy):
         vlm.compute_features(policy.model, batch)
         indices = batch.own_prompts(policy.model.setup.team.size)  # of its team
         shared = packs.share_features(policy.model, batch, indices)

@@ -37,10 +37,12 @@ from common.logprobs import linear_logprobs
 from common.model import attention
 from common.model.attention import (
     BACKENDS,
+    REPLACEMENTS,
     DecodeAttention,
     PackedAttention,
     SlotCache,
     choose_backend,
+    own_kernels,
 )
 from common.model.linear_attention import PackedDelta
 from launch import tool
@@ -79,7 +81,8 @@ def main(argv: list[str] | None = None) -> list[str]:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16" if on_gpu else "float32"
     )
-    parser.add_argument("--attention", choices=BACKENDS, nargs="*", default=BACKENDS)
+    names = (*BACKENDS, *REPLACEMENTS)
+    parser.add_argument("--attention", choices=names, nargs="*", default=names)
     for name, value in (("heads", 28), ("kv_heads", 4), ("head_dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument(
@@ -90,12 +93,12 @@ def main(argv: list[str] | None = None) -> list[str]:
     failing = []
     for backend in args.attention:
         try:
-            choose_backend(backend, device, dtype)
+            chosen = choose_backend(backend, device, dtype)
         except UserError as error:
             print(f"without {backend}: {error}")
             continue
         print(f"{backend} on {device}, {args.dtype}: error, and what rounding explains at most")
-        for name, part in Check(args, backend, device, dtype).parts().items():
+        for name, part in Check(args, chosen, device, dtype).parts().items():
             if not passes(name, part):
                 failing.append(
                     f"{backend} fails in: {name}; what avoids it: {remedy(backend, name)}"
@@ -223,7 +226,8 @@ class Check:
 
     def decoding(self, slot: int) -> Part:
         def computed(*qkv: Tensor) -> Tensor:
-            return self.decode(*qkv)[:, slot]
+            with own_kernels():  # as in rollouts
+                return self.decode(*qkv)[:, slot]
 
         def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return naive_attention(q, k, v, self.scale, visible(None))[:, DECODED[slot]]
@@ -277,7 +281,8 @@ class Check:
         """States that fade slowly, against plain torch in float32 on the CPU. Decoding is plain
         torch itself."""
         shape = TOKENS, DELTA_HEADS
-        inputs = {name: self.random(*shape, DELTA_DIM) for name in "qkv"}
+        keys = {name: self.random(TOKENS, DELTA_HEADS // 2, DELTA_DIM) for name in "qk"}
+        inputs = keys | {"v": self.random(*shape, DELTA_DIM)}
         inputs["decay"] = self.random(*shape).float().exp() * -0.05
         inputs["strength"] = self.random(*shape).sigmoid()
 

@@ -33,7 +33,7 @@ from common.checkpoint import step_folders
 from common.ground.files import read_records
 from common.ground.process import UserError
 from common.logging import environment
-from common.model.attention import choose_backend
+from common.model.attention import REPLACEMENTS, choose_backend
 from launch import check_kernels, tool, toy
 
 LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a correct sampler
@@ -108,11 +108,12 @@ def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict]:
 
 
 def plan_runs(gpus: int) -> list[tuple[str, str]]:
-    """(name, flags) of the runs on one rank: on GPUs varlen and flash-attn, with graphs and without."""
+    """(name, flags) of the runs on one rank: on GPUs with all attention kernels that there are, with graphs
+    and without."""
     if not gpus:
         return [("sdpa", "--steps 2")]
     runs = []
-    for backend in ("varlen", "flash_attn"):
+    for backend in ("varlen", "flash_attn", *REPLACEMENTS):
         try:
             choose_backend(backend, torch.device("cuda"))
         except UserError:  # the check of kernels has printed the reason

@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.attention._registry as torch_registry
 import torch.nn.attention.varlen as torch_varlen
 
-from common.model import build
+from common.model import attention, build
 from common.model.attention import DecodeAttention, PackedAttention, SlotCache, choose_backend
 from launch import check_kernels
 
@@ -134,7 +135,9 @@ class Kernels:
             {"scale": scale, "window_size": window_size, **more},
         )
         assert q.shape[1] == k.shape[1] or not self.grouped or more["enable_gqa"]
-        assert window_size[1] in (max_k, 0)  # -1: torch 2.14 may leave the backward to cuDNN
+        # -1: torch 2.14 may leave the backward to cuDNN. Other kernels would take max_k for a window
+        both_ways = -1 if torch.nn.attention.current_flash_attention_impl() else max_k
+        assert window_size[1] in (both_ways, 0)
         return attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size[1] == 0, window_size[0])
 
     def operator(self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, **named):
@@ -143,6 +146,7 @@ class Kernels:
         assert used is None or (used.dtype == torch.int32 and len(used) == len(cu_k) - 1)
         assert dropout == 0.0
         assert not debug
+        assert not torch.nn.attention.current_flash_attention_impl()  # rollouts have torch's own
         assert named.get("alibi_slopes") is None
         out = attend(
             q,
@@ -193,6 +197,21 @@ class Kernels:
             used,
         )
         return out[:, None]
+
+
+class Handle:
+    """What torch keeps of kernels that are under its operators."""
+
+    def remove(self) -> None:
+        pass
+
+
+def offer_flash_attention_4(monkeypatch, capability: tuple[int, int] = (9, 0)) -> None:
+    """As on a GPU with the package, whose kernels stay torch's; they are tried on the CPU."""
+    monkeypatch.setitem(torch_registry._FLASH_ATTENTION_IMPLS, "FA4", Handle)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    tried = attention.try_kernels
+    monkeypatch.setattr(attention, "try_kernels", lambda device: tried(CPU))
 
 
 def replace_kernels(monkeypatch) -> Iterator[Kernels]:

@@ -12,11 +12,14 @@ head, B slots.
 
 import functools
 import importlib
+import importlib.metadata
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
@@ -31,6 +34,21 @@ ATTENTION_NAME = "packs"  # registered for the language model
 # The back-end is appended. transformers passes cu_seqlens only to names that contain "flash".
 VISION_ATTENTION_NAME = "packed_flash_"
 BACKENDS = ("flash_attn", "varlen", "sdpa")
+
+
+class Replacement(NamedTuple):
+    """Kernels that torch can put under the operators of varlen, in the whole process."""
+
+    name: str  # of torch's register
+    cards: tuple[int, ...]  # the major compute capabilities that they are made for
+    install: str
+
+
+REPLACEMENTS = {
+    "fa3": Replacement("FA3", (9,), "build the folder hopper/ of the project flash-attention"),
+    # Later ones return more than torch 2.13 takes; the start of a run tries the kernels once.
+    "fa4": Replacement("FA4", (9, 10), "pip install flash-attn-4==4.0.0b18"),
+}
 LARGEST_HEAD = 256  # numbers of a head, for the first two; sdpa takes any
 FLASH_ATTN_INSTALL = "pip install flash-attn --no-build-isolation"
 
@@ -39,11 +57,13 @@ def choose_backend(
     requested: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> str:
     """Resolve ``--attention auto`` to a back-end that runs here; `flash_attn_problem` says why that
-    is not flash_attn. With varlen, cuDNN's attention is switched off in this process.
+    is not flash_attn. With varlen, cuDNN's attention is switched off in this process; fa3 and fa4 are
+    varlen with other kernels.
 
     Raises:
         UserError: the requested back-end cannot run here.
     """
+    restore_kernels()
     fits = device.type == "cuda" and dtype != torch.float32
     if requested == "sdpa" or (requested == "auto" and not fits):
         return "sdpa"
@@ -54,6 +74,12 @@ def choose_backend(
         raise UserError(f"--attention {requested}: {problem}; use auto")
     if requested == "auto":
         requested = "varlen" if problem else "flash_attn"
+    replacement = REPLACEMENTS.get(requested)
+    if replacement:
+        problem = replacement_problem(replacement, device)
+        if problem:
+            raise UserError(f"--attention {requested}: {problem}; use auto")
+        requested = "varlen"
     if requested == "varlen":
         # varlen_attn of torch 2.15 gives calls that are not causal to cuDNN, which plans for
         # 40 ms and more whenever the lengths are new.
@@ -69,6 +95,62 @@ def flash_attn_problem() -> str:
     except (ImportError, OSError, AttributeError) as error:
         return f"flash-attn cannot be used: {error}; to build it: {FLASH_ATTN_INSTALL}"
     return ""
+
+
+def replacement_problem(replacement: Replacement, device: torch.device) -> str:
+    """Put other kernels under the operators of varlen, and try them once: versions of torch and of the
+    package do not always fit. Returns why they cannot be used; "" if they now are."""
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        return f"torch {torch.__version__} cannot replace its kernels"
+    names = (each.metadata["Name"] or "" for each in importlib.metadata.distributions())
+    packages = {name.replace("_", "-") for name in names}
+    if {"flash-attn", "flash-attn-4"} <= packages:
+        return "flash-attn and flash-attn-4 write into one folder; pip uninstall flash-attn flash-attn-4"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in replacement.cards:
+        return (
+            f"made for compute capabilities {replacement.cards}, and this GPU has {major}.{minor}"
+        )
+    try:
+        torch.nn.attention.activate_flash_attention_impl(replacement.name)
+        try_kernels(device)
+    except Exception as error:  # a package may raise anything when it is imported or compiles
+        restore_kernels()
+        return f"{type(error).__name__}: {error}; to install it: {replacement.install}"
+    return ""
+
+
+def try_kernels(device: torch.device) -> None:
+    """A forward and a backward of varlen, in both directions and causal."""
+    bounds = torch.tensor([0, 16, 24], dtype=torch.int32, device=device)
+    for causal in (True, False):
+        q, k, v = torch.zeros(3, 24, 2, 64, dtype=torch.bfloat16, device=device).requires_grad_()
+        call = VarlenCall(bounds, bounds, 16, 16, causal)
+        varlen_attention(q, k, v, call, 0.125, "varlen").sum().backward()
+
+
+def replaced_kernels() -> str | None:
+    """The name of the kernels that are under the operators of varlen now; None: torch's own."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return current() if current else None
+
+
+def restore_kernels() -> None:
+    if replaced_kernels():
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+@contextmanager
+def own_kernels():
+    """Inside, torch's own kernels are under the operators of varlen: FlashAttention 4 splits no keys on
+    Hopper, so that its decoding would leave most of a GPU idle."""
+    name = replaced_kernels()
+    restore_kernels()
+    try:
+        yield
+    finally:
+        if name:
+            torch.nn.attention.activate_flash_attention_impl(name)
 
 
 def backend_of(backend: str, dim: int) -> str:
@@ -214,8 +296,10 @@ def varlen_attention(
 
     attend: Any = varlen_attn  # could also return logsumexp, hence the type
     # Not -1, with which torch 2.14 leaves a backward without grouped heads to cuDNN, whatever computed
-    # the forward. No key is further away than max_k, so max_k limits nothing.
-    right = 0 if causal else call.max_k
+    # the forward. No key is further away than max_k, so max_k limits nothing. Other kernels would take it
+    # for a window.
+    both_ways = -1 if replaced_kernels() else call.max_k
+    right = 0 if causal else both_ways
     options = {}
     # torch 2.11 has no such flag, and does not compare the heads
     if "enable_gqa" in attend.__kwdefaults__:

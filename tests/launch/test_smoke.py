@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.ground.files import UserError
 from conftest import ROOT, read_json, words
 from launch import check_model, smoke
 from ranks import TORCHRUN
@@ -127,11 +128,11 @@ def test_every_back_end_of_a_gpu_is_run(monkeypatch):
     """Those that are there, with graphs and without."""
 
     def choose(requested, device):
-        if requested == "flash_attn" and not installed:
-            raise ValueError("the package is not installed")
+        if requested != "varlen" and requested not in installed:
+            raise UserError("the package is not installed")
 
     monkeypatch.setattr(smoke, "choose_backend", choose)
-    for installed, count in ((True, 4), (False, 2)):
+    for installed, count in ((("flash_attn", "fa3", "fa4"), 8), (("fa4",), 4), ((), 2)):
         runs = smoke.plan_runs(8)
         assert len(runs) == count
         assert all(name.split()[-1] == flags.split()[-1] for name, flags in runs)

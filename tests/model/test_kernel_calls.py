@@ -2,11 +2,14 @@
 reference kernels with FlashAttention's argument rules (tests/reference_kernels.py), and every call
 bound to the signatures of torch 2.11 and newer and of flash-attn."""
 
+import importlib.metadata
 import inspect
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.attention._fa4 as torch_fa4
 import torch.nn.attention.varlen as torch_varlen
 
 import train_ppo_vl as ppo
@@ -15,16 +18,17 @@ from conftest import (
     responses_by_prompt,
     start,
     take,
+    user_error,
     write_checkpoint,
 )
 from families import write_family
 from helpers import score, trainable
-from reference_kernels import OPERATOR, Call, replace_kernels
+from reference_kernels import OPERATOR, Call, offer_flash_attention_4, replace_kernels
 
 pytestmark = pytest.mark.slow  # a GPU has run them
 BACKENDS = ("varlen", "flash_attn")
-DECODING = {"varlen": OPERATOR, "flash_attn": "flash_attn_with_kvcache"}
-PACKED = {"varlen": "varlen_attn", "flash_attn": "flash_attn_varlen_func"}
+DECODING = {"varlen": OPERATOR, "fa4": OPERATOR, "flash_attn": "flash_attn_with_kvcache"}
+PACKED = {"varlen": "varlen_attn", "fa4": "varlen_attn", "flash_attn": "flash_attn_varlen_func"}
 # family -> flags; gemma3 has sliding windows and pictures whose tokens see each other, gemma4 only in
 # windows, and every second layer has heads that the kernels do not take
 CASES = {"qwen2_5_vl trained": ("--train_vision",), "gemma3": (), "gemma4_31b": ()}
@@ -68,18 +72,24 @@ def logprobs_by_sdpa(folders, case: str, batch) -> torch.Tensor:
 # what flash_attn is called with beyond varlen: windows, two-way pictures, and smaller heads
 @pytest.mark.parametrize(
     "case, backend",
-    [(case, "varlen") for case in CASES] + [("gemma3", "flash_attn"), ("gemma4_31b", "flash_attn")],
+    [(case, "varlen") for case in CASES]
+    + [(case, kernels) for case in ("gemma3", "gemma4_31b") for kernels in ("flash_attn", "fa4")],
 )
 def test_a_step_through_the_kernels(folders, kernels, case, backend, monkeypatch):
     """Sampled, scored and trained by the same calls; the log-probs are those of the reference back-end."""
     monkeypatch.setattr(attention, "LARGEST_HEAD", 8 if case.startswith("gemma4") else 256)
+    if backend == "fa4":
+        offer_flash_attention_4(monkeypatch)
     env = env_of(folders, case, backend)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 3)
     assert DECODING[backend] in kernels.names()
     assert PACKED[backend] in kernels.names()
     scored = score(env.actor, batch)
     assert (scored - batch.logprobs).abs().mean() < 0.01
+    assert attention.replaced_kernels() == ("FA4" if backend == "fa4" else None)
     assert (scored - logprobs_by_sdpa(folders, case, batch)).abs().mean() < 0.02
+    if backend == "fa4":  # the reference back-end has put torch's own back
+        attention.choose_backend("fa4", torch.device("cuda"))
     batch.old_logprobs, batch.advantages = batch.logprobs, torch.randn(len(batch.tokens))
     batch.in_policy_loss = torch.ones(len(batch.tokens), dtype=torch.bool)
     kernels.calls.clear()
@@ -89,6 +99,115 @@ def test_a_step_through_the_kernels(folders, kernels, case, backend, monkeypatch
     assert metrics["train/actor_grad_norm"] > 0
     assert kernels.names() == {PACKED[backend]}
     assert metrics["train/sampler_gap"] < 0.01
+    attention.restore_kernels()
+
+
+REFUSED = {
+    "card": (
+        "fa4",
+        (8, 0),
+        set(),
+        r"made for compute capabilities \(9, 10\), and this GPU has 8.0",
+    ),
+    "two packages": (
+        "fa4",
+        (9, 0),
+        {"flash_attn", "flash-attn-4"},
+        "write into one folder; pip uninstall flash-attn flash-attn-4",
+    ),
+    "no package": ("fa3", (9, 0), set(), "flash_attn_interface.*; to install it: build the folder"),
+    "two versions": ("fa4", (9, 0), {"torch"}, "too many values to unpack.*flash-attn-4==4.0.0b18"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_kernels_that_cannot_be_used_are_refused(monkeypatch, case):
+    """With the reason, and torch's own in their place."""
+    name, capability, packages, message = REFUSED[case]
+    offer_flash_attention_4(monkeypatch, capability)
+    if packages:
+        installed = [SimpleNamespace(metadata={"Name": package}) for package in packages]
+        monkeypatch.setattr(importlib.metadata, "distributions", lambda: installed)
+
+    def of_another_version(device):
+        raise ValueError("too many values to unpack (expected 2)")
+
+    monkeypatch.setattr(attention, "try_kernels", of_another_version)
+    with user_error(f"--attention {name}: .*{message}.*; use auto"):
+        attention.choose_backend(name, torch.device("cuda"))
+    assert attention.replaced_kernels() is None
+
+
+def test_other_kernels_are_under_the_operators_until_another_backend_is_chosen(monkeypatch):
+    """But not in rollouts."""
+    offer_flash_attention_4(monkeypatch)
+    monkeypatch.setattr(attention, "try_kernels", lambda device: None)
+    assert attention.choose_backend("fa4", torch.device("cuda")) == "varlen"
+    assert attention.replaced_kernels() == "FA4"
+    with attention.own_kernels():
+        assert attention.replaced_kernels() is None
+    assert attention.replaced_kernels() == "FA4"
+    assert attention.choose_backend("varlen", torch.device("cuda")) == "varlen"
+    assert attention.replaced_kernels() is None
+    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
+    with user_error(f"torch {re.escape(torch.__version__)} cannot replace its kernels"):
+        attention.choose_backend("fa4", torch.device("cuda"))
+
+
+# of flash-attn-4 4.0.0b18
+FLASH_ATTN_4 = {
+    "forward": "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+    "max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, "
+    "causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None, "
+    "tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None, "
+    "_arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, "
+    "lse=None, aux_tensors=None, aux_scalars=None, q_descale=None, k_descale=None, v_descale=None, "
+    "gather_kv_indices=None",
+    "backward": "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, "
+    "window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, "
+    "pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, "
+    "dQ_swapAB=False, AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, "
+    "cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, "
+    "max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None, "
+    "score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, "
+    "dlse=None",
+}
+# how varlen gives each form to the operator -> what the kernels are to see
+FORMS = {
+    "causal": ((True, -1, 0), (True, None, 0)),
+    "window": ((False, 23, 0), (False, 23, 0)),
+    "both ways": ((False, -1, -1), (False, None, None)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_torchs_calls_are_those_of_flash_attn_4(monkeypatch, form):
+    """Forward and backward, as torch hands them on; a call that sees both ways is no window."""
+    (causal, left, right), expected = FORMS[form]
+    seen = []
+
+    def forward(*positional, **named):
+        seen.append(signature(FLASH_ATTN_4["forward"]).bind(*positional, **named).arguments)
+        return positional[0], torch.zeros(2, 24)
+
+    def backward(*positional, **named):
+        seen.append(signature(FLASH_ATTN_4["backward"]).bind(*positional, **named).arguments)
+        return positional[:3]
+
+    module = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    monkeypatch.setattr(torch_fa4, "_fa4_import_module", lambda path: module)
+    monkeypatch.setattr(torch_fa4, "_FA4_MODULE_PATH", "flash_attn.cute.interface")
+    q, bounds = torch.zeros(24, 2, 64), torch.tensor([0, 24], dtype=torch.int32)
+    out, logsumexp = torch_fa4._fa4_run_forward(
+        q, q, q, bounds, bounds, 24, 24, 0.125, causal, left, right, None
+    )
+    torch_fa4._fa4_run_backward(
+        out, q, q, q, out, logsumexp, bounds, bounds, 0.125, causal, left, right
+    )
+    for arguments in seen:
+        sides = arguments["window_size_left"], arguments["window_size_right"]
+        assert (arguments["causal"], *sides) == expected
+    assert len(seen) == 2
 
 
 # ----------------------------------------------------------------------------- signatures
