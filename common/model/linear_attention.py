@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
@@ -60,7 +61,8 @@ def activation_bytes(text_config, itemsize: int) -> int:
     each token with those of its chunk of 64; five copies of the output around the gated norm, three
     of them in float32. `padded_rule` keeps more."""
     heads, values = text_config.linear_num_value_heads, text_config.linear_value_head_dim
-    rule = heads * (2 * text_config.linear_key_head_dim + 64)
+    keys = text_config.linear_num_key_heads * text_config.linear_key_head_dim
+    rule = 2 * keys + 64 * heads
     around = (12 + 2 * itemsize) * heads * values
     return (4 + 2 * itemsize) * channels(text_config) + itemsize * rule + around
 
@@ -114,9 +116,7 @@ class DeltaNet(qwen3_5.Qwen3_5GatedDeltaNet):
         taps = self.conv1d.weight[:, 0].T  # (K, C)
         mixed = attention.linear.convolve(self.slot_layer, self.in_proj_qkv(x), taps)
         q, k, v = F.silu(mixed).split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-        repeats = self.num_v_heads // self.num_k_heads
         q, k = (y.unflatten(-1, (-1, self.head_k_dim)) for y in (q, k))  # (N, Hk, Dk)
-        q, k = (y.repeat_interleave(repeats, dim=1) for y in (q, k))  # (N, Hv, Dk)
         v = v.unflatten(-1, (-1, self.head_v_dim))  # (N, Hv, Dv)
         decay, strength = self.decay(self.in_proj_a(x)), self.in_proj_b(x).sigmoid()  # (N, Hv)
         out = attention.linear.recur(self.slot_layer, q, k, v, decay, strength)  # (N, Hv, Dv)
@@ -241,7 +241,7 @@ class PackedDelta:
     def recur(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor
     ) -> Tensor:
-        """The delta rule: q, k (N, Hv, Dk), v (N, Hv, Dv), logarithm of the decay and strength of
+        """The delta rule: q, k (N, Hk, Dk), v (N, Hv, Dv), logarithm of the decay and strength of
         the update (N, Hv) -> (N, Hv, Dv)."""
         inputs = q, k, v, decay, strength
         rule = choose_rule(q.device.type, q.dtype)
@@ -300,6 +300,18 @@ def load_fla() -> Callable:
     return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
 
+@functools.cache
+def fla_shares_keys() -> bool:
+    """Whether the kernel takes fewer heads of keys than of values, as it does since version 0.5."""
+    return Version(importlib.import_module("fla").__version__) >= Version("0.5")
+
+
+def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k (..., Hk, Dk), each head as often as values (..., Hv, Dv) have heads for it."""
+    repeats = v.shape[-2] // k.shape[-2]
+    return q.repeat_interleave(repeats, dim=-2), k.repeat_interleave(repeats, dim=-2)
+
+
 def fla_rule(
     call: DeltaCall, inputs: tuple[Tensor, ...], state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -309,6 +321,8 @@ def fla_rule(
     if len(call.tokens):
         inputs = tuple(x.index_select(0, call.tokens) for x in inputs)
     q, k, v, decay, strength = (x[None] for x in inputs)
+    if not fla_shares_keys():
+        q, k = repeat_heads(q, k, v)
     out, final = load_fla()(
         q,
         k,
@@ -330,14 +344,14 @@ def padded_rule(
     neither lets a state decay nor writes into it."""
     shape = call.padded.shape
     batch = [x.index_select(0, call.padded.flatten()).unflatten(0, shape) for x in inputs]
-    q, k, v = batch[:3]  # (segments, longest, Hv, D)
+    q, k = repeat_heads(*batch[:3])  # (segments, longest, Hv, Dk)
     decay, strength = (x.masked_fill(call.is_padding, 0) for x in batch[3:])
     # Unwrapped: with flash-linear-attention installed, the name would call its kernel.
     function = inspect.unwrap(qwen3_5.torch_chunk_gated_delta_rule)
     out, final = function(
         q,
         k,
-        v,
+        batch[2],
         g=decay,
         beta=strength,
         chunk_size=min(64, shape[1]),
@@ -388,7 +402,7 @@ class SlotStates:
     def recur(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor
     ) -> Tensor:
-        """q, k (B, Hv, Dk), v (B, Hv, Dv), logarithm of the decay and strength of the update (B,
+        """q, k (B, Hk, Dk), v (B, Hv, Dv), logarithm of the decay and strength of the update (B,
         Hv) -> (B, Hv, Dv).
 
         S' = decay S + k d with d = strength (v - k decay S), and out = q S', where the old state is
@@ -400,6 +414,7 @@ class SlotStates:
             strength = strength.masked_fill(done, 0)
         state = self.states[layer, : len(q)]  # (B, Hv, Dk, Dv)
         scale, dtype = q.shape[-1] ** -0.5, v.dtype
+        q, k = repeat_heads(q, k, v)
         q, k, v, strength = (x.float() for x in (q, k, v, strength))
         q, k = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (q, k))
         q, decay = q * scale, decay.exp()[..., None]  # (B, Hv, 1)

@@ -3,17 +3,25 @@ per sample and `generate`; every part without which a response would not continu
 taken away, and the checks notice."""
 
 import dataclasses
+import importlib.util
 import inspect
+import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+import extra_packages
+import fla_interpreter
 import train_ppo_vl as ppo
-from common.model import attention, build, fsdp, layers, linear_attention, packs, vlm
+from common.model import attention, build, fsdp, layers, linear_attention, packs, vlm, weights
 from common.model.linear_attention import PackedDelta, SlotStates
 from common.rollout import RolloutEngine
 from conftest import (
@@ -48,7 +56,7 @@ use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigva
 state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs)"""
 OLD_FLA = """(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
 use_qk_l2norm_in_kernel=False, cu_seqlens=None, head_first=False)"""
-HEADS, DK, DV = 4, 6, 10
+KEY_HEADS, HEADS, DK, DV = 2, 4, 6, 10
 CHANNELS = 12
 
 
@@ -80,7 +88,14 @@ def random_inputs(size: int) -> list[torch.Tensor]:
     generator = seeded(size)
     x, q, k, v, decay, strength = (
         torch.randn(size, *shape, generator=generator)
-        for shape in ((CHANNELS,), (HEADS, DK), (HEADS, DK), (HEADS, DV), (HEADS,), (HEADS,))
+        for shape in (
+            (CHANNELS,),
+            (KEY_HEADS, DK),
+            (KEY_HEADS, DK),
+            (HEADS, DV),
+            (HEADS,),
+            (HEADS,),
+        )
     )
     taps = torch.randn(4, CHANNELS, generator=generator)
     return [x.requires_grad_() for x in (x, taps, q, k, v, -0.05 * decay.exp(), strength.sigmoid())]
@@ -89,6 +104,7 @@ def random_inputs(size: int) -> list[torch.Tensor]:
 def one_by_one(segments, x, taps, q, k, v, decay, strength):
     """Convolution and delta rule of every segment behind its prefix, token by token, in float64."""
     x, taps, q, k, v, decay, strength = (y.double() for y in (x, taps, q, k, v, decay, strength))
+    q, k = (y[:, [head // (HEADS // KEY_HEADS) for head in range(HEADS)]] for y in (q, k))
     convolved, mixed = [], []
     for start, end, p_start, p_end in segments:
         seen = [*range(p_start, p_end), *range(start, end)]
@@ -124,6 +140,9 @@ def emulated_fla(signature: str):
         outputs, states = [], []
         for i, (start, end) in enumerate(zip(bounds, bounds[1:])):
             part = [y[:, start:end] for y in (call.q, call.k, call.v)]
+            repeats = call.v.shape[2] // call.k.shape[2]
+            assert (repeats == 1) == (signature is OLD_FLA)
+            part[:2] = (y.repeat_interleave(repeats, dim=2) for y in part[:2])
             state = None if call.initial_state is None else call.initial_state[i : i + 1]
             out, state = inspect.unwrap(linear_attention.qwen3_5.torch_recurrent_gated_delta_rule)(
                 *part,
@@ -144,6 +163,7 @@ def emulated_fla(signature: str):
 def rule(request, monkeypatch):
     if request.param != "torch":
         monkeypatch.setattr(linear_attention, "load_fla", lambda: emulated_fla(request.param))
+        monkeypatch.setattr(linear_attention, "fla_shares_keys", lambda: request.param is FLA)
         monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: linear_attention.fla_rule)
 
 
@@ -173,6 +193,32 @@ def layer_errors(segments) -> dict[str, float]:
         "convolution": relative(actual[0], expected[0]),
         "delta rule": relative(actual[1], expected[1]),
     }
+
+
+@pytest.mark.slow
+def test_flas_own_kernels_mix_a_pack_as_plain_torch_does(tmp_path):
+    """Forward and backward, on a CPU: in Triton's interpreter, which needs no GPU. What is left for one are
+    compilation and bfloat16."""
+    packages = tmp_path / "packages"
+    with (
+        extra_packages.installed("triton", "triton", packages),
+        extra_packages.installed("fla-core", "fla", packages),
+    ):
+        package = Path(importlib.util.find_spec("fla").origin).parent
+        fla_interpreter.prepare(package, tmp_path / "changed")
+        paths = os.pathsep.join([str(tmp_path / "changed"), *filter(None, sys.path)])
+    told = subprocess.run(
+        [sys.executable, fla_interpreter.__file__],
+        env=os.environ
+        | {"TRITON_INTERPRET": "1", "FLA_DISABLE_BACKEND_DISPATCH": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert told.returncode == 0, told.stderr[-3000:]
+    errors = json.loads(told.stdout.splitlines()[-1])
+    assert set(errors) == {"output", "q", "k", "v", "decay", "strength"}
+    assert max(errors.values()) < ROUNDING, errors
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -282,7 +328,8 @@ def test_decays_stay_float32_where_everything_else_is_bfloat16(official, picture
     assert len(exact) == 2 * 2
     model = env.actor.model
     before = tensors(official)["model.language_model.layers.0.linear_attn.A_log"]
-    assert torch.equal(vlm.decoder(model).layers[0].linear_attn.decay.A_log.full_tensor(), before)
+    decay = vlm.decoder(model).layers[0].linear_attn.decay
+    assert torch.equal(weights.whole(decay.A_log), before)
     assert before.bfloat16().float().ne(before).any()
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     # bfloat16 on both sides
@@ -366,7 +413,7 @@ class KeepsWhatTheKernelKeeps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, decay, strength):
         ctx.save_for_backward(
-            q.clone(), k.clone(), v, decay, strength, q.new_zeros(*q.shape[:2], 64)
+            q.clone(), k.clone(), v, decay, strength, q.new_zeros(*v.shape[:2], 64)
         )
         return torch.zeros_like(v)
 
