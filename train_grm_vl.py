@@ -445,8 +445,8 @@ def load_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Policy:
 
 
 def shard(module: vlm.Wrapper, mesh: DeviceMesh) -> None:
-    """ZeRO-3: every decoder layer, then the root. A frozen vision tower is replicated, outside of
-    FSDP."""
+    """ZeRO-3: every decoder layer, then the root. A frozen vision tower stays outside of FSDP, and on one
+    rank all that is frozen."""
     model = module.model
     dtype = model.setup.dtype
     full = dtype == torch.float32  # then nothing is cast: tests compute in float64
@@ -457,12 +457,12 @@ def shard(module: vlm.Wrapper, mesh: DeviceMesh) -> None:
         # recomputing
         cast_forward_inputs=False,
     )
+    whole = vlm.whole_parameters(module, shards=mesh.shape[-1])
     for part in vlm.float32_parts(model):  # before the layers, which would take them along
-        fully_shard(part, mesh=mesh)
+        fully_shard(part, mesh=mesh, ignored_params=whole)
     for layer in vlm.layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=mixed)
-    replicated = set() if model.setup.trains_vision else set(vlm.tower_parameters(model))
-    fully_shard(module, mesh=mesh, mp_policy=mixed, ignored_params=replicated)
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, ignored_params=whole)
+    fully_shard(module, mesh=mesh, mp_policy=mixed, ignored_params=whole)
 
 
 def adamw(module: nn.Module, lr: float, args: flags.OptimArgs) -> torch.optim.Optimizer:

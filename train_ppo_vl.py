@@ -343,8 +343,8 @@ class AlgorithmArgs:
     )
     loss_aggregation: str = flag(
         "auto",
-        "how token losses are averaged. auto: seq-mean-token-mean for gspo, gmpo and "
-        "sapo, which are losses per sequence, token-mean for the others",
+        "how token losses are averaged, or summed (token-sum: not divided). auto: seq-mean-token-mean for "
+        "gspo, gmpo and sapo, which are losses per sequence, token-mean for the others",
         choices=("auto", *losses.AGGREGATIONS),
     )
     policy_loss: str = flag(
@@ -941,8 +941,8 @@ def exported_models(args: Args, trainables: Trainables) -> Trainables:
 
 
 def shard(module: vlm.Wrapper, mesh: DeviceMesh) -> None:
-    """ZeRO-3: every decoder layer, then the root. A frozen vision tower is replicated, outside of
-    FSDP; a value head is always float32."""
+    """ZeRO-3: every decoder layer, then the root. A frozen vision tower stays outside of FSDP, and on one
+    rank all that is frozen; a value head is always float32."""
     model = module.model
     dtype = model.setup.dtype
     full = dtype == torch.float32  # then nothing is cast: tests compute in float64
@@ -953,14 +953,14 @@ def shard(module: vlm.Wrapper, mesh: DeviceMesh) -> None:
         # recomputing
         cast_forward_inputs=False,
     )
+    whole = vlm.whole_parameters(module, shards=mesh.shape[-1])
     for part in vlm.float32_parts(model):  # before the layers, which would take them along
-        fully_shard(part, mesh=mesh)
+        fully_shard(part, mesh=mesh, ignored_params=whole)
     for layer in vlm.layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=mixed)
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, ignored_params=whole)
     if isinstance(module, Critic):
-        fully_shard(module.value_head, mesh=mesh)
-    replicated = set() if model.setup.trains_vision else set(vlm.tower_parameters(model))
-    fully_shard(module, mesh=mesh, mp_policy=mixed, ignored_params=replicated)
+        fully_shard(module.value_head, mesh=mesh, ignored_params=whole)
+    fully_shard(module, mesh=mesh, mp_policy=mixed, ignored_params=whole)
 
 
 def adamw(module: nn.Module, lr: float, args: flags.OptimArgs) -> torch.optim.Optimizer:

@@ -407,6 +407,7 @@ AGGREGATIONS = (
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
+    "token-sum",
 )
 
 
@@ -425,6 +426,7 @@ def token_weights(lengths: Tensor, mode: str, max_new_tokens: int) -> Tensor:
         "seq-mean-token-sum": n_seqs,
         "seq-mean-token-mean": n_seqs * lengths,
         "seq-mean-token-sum-norm": n_seqs * max_new_tokens,
+        "token-sum": torch.ones_like(n_seqs),
     }
     return (lengths > 0) / divisors[mode].clamp(min=1)
 

@@ -581,7 +581,7 @@ def peak_of_an_update(env, module, batch: Batch) -> tuple[int, Pack]:
 
 def planned_peak(module, setting: UpdateSetting, keys: float = 1.0) -> float:
     """What a plan says of `peak_of_an_update`, on one rank."""
-    root, layer, _ = memory.gathered_bytes(module)
+    root, layer, _ = memory.gathered_bytes(module, 1)
     return root + layer + sum(memory.backward_bytes(module, setting, keys).values())
 
 

@@ -11,7 +11,7 @@ from common import logprobs, losses
 from conftest import ROUNDING, rounding, seeded
 from helpers import LiveBytes, loss_oracle
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = losses.AGGREGATIONS
 LENGTHS = torch.tensor([3, 2])
 VALUES = torch.tensor([0.1, 0.5, 0.2, 0.3, 0.1])
 # packed: sequences of 3 and 2 tokens
@@ -415,7 +415,9 @@ def test_token_weights_table():
         "seq-mean-token-sum": [1 / 2, 0, 1 / 2],
         "seq-mean-token-mean": [1 / 6, 0, 1 / 4],
         "seq-mean-token-sum-norm": [1 / 20, 0, 1 / 20],
+        "token-sum": [1, 0, 1],
     }
+    assert expected.keys() == set(MODES)
     for mode in MODES:
         close(losses.token_weights(lengths, mode, 10), expected[mode])
         assert not losses.token_weights(torch.zeros(2, dtype=torch.int64), mode, 10).any()

@@ -85,14 +85,14 @@ class MemoryPlan:
         """Bytes of an update. Two layers are gathered, one of them ahead of its use; a single rank gathers
         none ahead."""
         module = self.models[role]
-        root, layer, _ = memory.gathered_bytes(module)
+        root, layer, _ = memory.gathered_bytes(module, self.shards)
         parts = {
             "gathered weights": root + min(2, self.shards) * layer,
             "gradient shards": self.held[role, "Adam"] / 2,
         }
         parts |= memory.backward_bytes(module, setting, self.keys)
         for other in self.in_use:  # with adapters, the reference is this module
-            root, _, _ = memory.gathered_bytes(self.models.get(other, module))
+            root, _, _ = memory.gathered_bytes(self.models.get(other, module), self.shards)
             logits = memory.logits_bytes(module, module.model.setup.head_chunk)
             parts[f"KL to the {other}"] = root + logits
         return self.resident(role, *self.in_use) | parts
@@ -101,7 +101,7 @@ class MemoryPlan:
         """Bytes of scoring by a frozen model. One in training needs less to score, even with masked or
         blank images, than to update."""
         module = self.models[role]
-        root, layer, _ = memory.gathered_bytes(module)
+        root, layer, _ = memory.gathered_bytes(module, self.shards)
         forward = memory.forward_bytes(module, module.model.setup.head_chunk)
         return self.resident(role) | {"gathered weights": root + 2 * layer, "forward": forward}
 
@@ -110,7 +110,7 @@ class MemoryPlan:
         ``slots`` of ``length`` tokens."""
         module, ranks = self.models[role], self.args.rollout_shards
         return self.resident(*busy) | {
-            "gathered weights": memory.decoding_bytes(module, ranks),
+            "gathered weights": memory.decoding_bytes(module, self.shards, ranks),
             "KV cache": slots * memory.slot_bytes(module, length, ranks),
             "forward": memory.forward_bytes(module, slots),
         }
@@ -236,8 +236,8 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
         distributed.say_once(warning)
     if ranks.device.type != "cuda":
         return
-    layer = max(memory.gathered_bytes(module)[1] for module in plan.models.values())
-    distributed.warm_up(ranks, layer)
+    layers = (memory.gathered_bytes(module, plan.shards)[1] for module in plan.models.values())
+    distributed.warm_up(ranks, max(layers))
     torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache
     free, _ = torch.cuda.mem_get_info()
     least = min(distributed.gather_objects(free)) / GIB

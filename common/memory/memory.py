@@ -25,6 +25,7 @@ from common.model.vlm import (
     experts_per_token,
     routers,
     tower_parameters,
+    whole_parameters,
 )
 
 MARGIN = 2 * 2**30  # least bytes of a GPU that a rollout leaves free
@@ -86,9 +87,9 @@ def count(parameters: Iterable[Tensor]) -> int:
 
 def resident_bytes(module: Wrapper, shards: int) -> dict[str, int]:
     """What a role keeps on a GPU between stages: its weights, and Adam's two moments of those that are
-    trained. FSDP2 cuts them along the first dimension into ``shards``, of which the largest counts; a
-    frozen vision tower is whole on every rank."""
-    whole = {p for p in tower_parameters(module.model) if not p.requires_grad}
+    trained. FSDP2 cuts them along the first dimension into ``shards``, of which the largest counts, but
+    for `whole_parameters`."""
+    whole = whole_parameters(module, shards)
     weights = trained = 0
     for p in module.parameters():
         rows = len(p) if p in whole else -(-len(p) // shards)
@@ -101,20 +102,24 @@ def resident_bytes(module: Wrapper, shards: int) -> dict[str, int]:
     }
 
 
-def gathered_bytes(module: Wrapper) -> tuple[int, int, int]:
+def gathered_bytes(module: Wrapper, shards: int) -> tuple[int, int, int]:
     """Bytes of the gathered weights of the root group (embeddings, head, norm), of the largest layer,
-    and of all layers."""
-    width = module.model.setup.dtype.itemsize
-    layers = [count(layer.parameters()) for layer in decoder(module.model).layers]
-    tower = count(tower_parameters(module.model))
-    root = count(module.parameters()) - tower - sum(layers)
-    return width * root, width * max(layers), width * sum(layers)
+    and of all layers, if ``shards`` ranks share them."""
+    width, whole = module.model.setup.dtype.itemsize, whole_parameters(module, shards)
+
+    def gathered(parameters: Iterable[nn.Parameter]) -> int:
+        return width * count(set(parameters) - whole)
+
+    layers = [gathered(layer.parameters()) for layer in decoder(module.model).layers]
+    tower = gathered(tower_parameters(module.model))
+    root = gathered(module.parameters()) - tower - sum(layers)
+    return root, max(layers), sum(layers)
 
 
-def decoding_bytes(module: Wrapper, ranks: int) -> int:
-    """Bytes of the gathered weights in a rollout: all; or where ``ranks`` share the layers, the root, the
-    pieces of one rank, and the last layer, which is whole until it is cut."""
-    root, layer, layers = gathered_bytes(module)
+def decoding_bytes(module: Wrapper, shards: int, ranks: int) -> int:
+    """Bytes of the gathered weights in a rollout: all; or where a team of ``ranks`` shares the layers, the
+    root, the pieces of one rank, and the last layer, which is whole until it is cut."""
+    root, layer, layers = gathered_bytes(module, shards)
     if ranks == 1:
         return root + layers
     return root + layer + piece_bytes(module.model, ranks)

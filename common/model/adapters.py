@@ -12,11 +12,19 @@ from common.model.vlm import Model, decoder, float32_parts, routers
 
 
 def freeze(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Freeze parameters and keep them in the compute type: a replicated tower is outside of FSDP's
-    precision policy, and others it would cast in every forward. Buffers stay float32."""
+    """Freeze parameters and keep them in the compute type: those that each rank holds whole are outside of
+    FSDP's precision policy, and others it would cast in every forward. Buffers stay float32."""
     for parameter in parameters:
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype)
+
+
+def freeze_model(model: Model) -> Model:
+    """Freeze all parameters of a model on meta; those that compute in float32 in any type stay float32."""
+    freeze(model.parameters(), model.setup.dtype)
+    for part in float32_parts(model):
+        freeze(part.parameters(), torch.float32)
+    return model
 
 
 class LoRALinear(nn.Linear):
@@ -47,9 +55,7 @@ def add_adapters(model: Model, base: str, rank: int, alpha: int) -> None:
     which are stacked in single parameters, no linear layers. ``base``: the checkpoint that the adapters
     belong to.
     """
-    freeze(model.parameters(), model.setup.dtype)
-    for part in float32_parts(model):
-        freeze(part.parameters(), torch.float32)
+    freeze_model(model)
     inside = set(decoder(model).layers.modules()) - set(routers(model))
     layers = {
         name: layer

@@ -23,7 +23,7 @@ from common.data.folder import read_model_config
 from common.data.processor import Processor
 from common.flags import DataArgs, ModelArgs
 from common.ground.files import UserError
-from common.model.adapters import add_adapters, freeze
+from common.model.adapters import add_adapters, freeze, freeze_model
 from common.model.attention import (
     ATTENTION_NAME,
     LARGEST_HEAD,
@@ -31,6 +31,7 @@ from common.model.attention import (
     choose_backend,
     flash_attn_problem,
     largest_head,
+    replaced_kernels,
 )
 from common.model.layers import is_compared, use_fewer_kernels
 from common.model.linear_attention import HF_LAYERS, DeltaNet, choose_rule
@@ -65,11 +66,12 @@ def choose_compute(args: ModelArgs, device: torch.device, longest: int) -> Compu
     backend = "sdpa"
     if device.type != "meta":
         backend = choose_backend(args.attention, device, dtype)
-        install = ""
-        if backend == "varlen" and flash_attn_problem():
-            install = f" ({flash_attn_problem()})"
+        kernels = ""
+        if backend == "varlen":
+            kernels = replaced_kernels() or flash_attn_problem()
         ranks = f"{distributed.world_size()} x {device.type}"
-        distributed.say_once(f"{ranks}, attention: {backend}{install}, compute: {name}")
+        note = f" ({kernels})" if kernels else ""
+        distributed.say_once(f"{ranks}, attention: {backend}{note}, compute: {name}")
     # Every chunk costs a pass over the gradient of the head's weight: on a GPU this is expensive, on
     # a CPU it is not, and memory decides. Plans count on it: a pack may have fewer tokens.
     head_chunk = min(256 if small else 4096, args.max_tokens_per_pack)
@@ -150,7 +152,7 @@ class Builder:
             trains_vision=args.train_vision,
         )
         if frozen:
-            return model.requires_grad_(False)
+            return freeze_model(model)
         if args.lora_rank:
             add_adapters(model, base or args.model, args.lora_rank, args.lora_alpha)
         by_default = args.gradient_checkpointing == "auto" and self.compute.device.type == "cuda"
@@ -185,7 +187,7 @@ def build_reader(
         and same_tower(setup.family, setup.folder, folder)
     )
     model = build_model(reader.config, setup, folder, vision=not shares, head=head)
-    return model.requires_grad_(False), reader
+    return freeze_model(model), reader
 
 
 # -------------------------------------------------------------------------------------------------

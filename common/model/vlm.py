@@ -172,6 +172,15 @@ def tower_parameters(model: Model) -> list[nn.Parameter]:
     return parameters
 
 
+def whole_parameters(module: Wrapper, shards: int) -> set[nn.Parameter]:
+    """What stays outside of FSDP: each rank holds it whole, in the type in which it computes. That is a
+    frozen vision tower; and where one rank holds all ``shards``, everything frozen, of which FSDP would
+    gather a copy."""
+    if shards == 1:
+        return {parameter for parameter in module.parameters() if not parameter.requires_grad}
+    return set() if module.model.setup.trains_vision else set(tower_parameters(module.model))
+
+
 def trained_parts(model: Model) -> list[Part]:
     """The decoder, and the vision tower if it is trained."""
     parts: list = [decoder(model)]

@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     Qwen2_5_VLConfig,
+    Qwen3_5Config,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -24,7 +25,7 @@ from common import distributed
 from common.data import loader as data
 from common.flags import DataArgs
 from common.ground import process
-from common.memory import memory
+from common.memory import budget, memory
 from common.memory.recompute import recompute
 from common.model import attention as vlm_attention
 from common.model import fsdp, layers, vlm
@@ -61,12 +62,17 @@ def test_bytes_of_shards_and_optimizer(qwen25, picture_rows):
             assert resident["Adam"] / 2 == local_bytes(
                 p.grad for p in module.parameters() if p.grad is not None
             )
-        root, largest, layers = memory.gathered_bytes(dry.models[role])
+        root, largest, layers = memory.gathered_bytes(dry.models[role], 1)
+        frozen = vlm.whole_parameters(module, 1)
+        assert frozen == {p for p in module.parameters() if not p.requires_grad}
+        layer = set(vlm.decoder(module.model).layers[0].parameters())
         with fsdp.unsharded(module):
-            assert root + layers == local_bytes(
-                p for p in module.parameters() if id(p) not in tower
-            )
-            assert largest == local_bytes(vlm.decoder(module.model).layers[0].parameters())
+            assert root + layers == local_bytes(set(module.parameters()) - frozen)
+            assert largest == local_bytes(layer - frozen)
+        # frozen weights are sharded, and gathered, where ranks share them
+        gathered = sum(p.numel() for p in module.parameters() if id(p) not in tower) * 4
+        root, _, layers = memory.gathered_bytes(dry.models[role], 2)
+        assert root + layers == gathered
 
 
 def test_what_is_offloaded_is_planned_where_it_is_needed(qwen25, picture_rows):
@@ -405,6 +411,55 @@ def test_teams_of_large_models(
     cache = 2 * LARGE[name]["num_hidden_layers"] * heads * 128 * 2 * 3072 * 128
     parts = cells(text)["KV cache"]
     assert sum(parts) == pytest.approx(cache / GIB, abs=0.011)
+
+
+EIGHT_B = dict(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+)
+TWENTY_SEVEN_B = dict(  # of Qwen3.5, 3.6 and 3.8
+    vocab_size=248320,
+    hidden_size=5120,
+    intermediate_size=17408,
+    num_hidden_layers=64,
+    num_attention_heads=24,
+    num_key_value_heads=4,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=48,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, text, rollout, update",
+    [(Qwen3VLConfig, EIGHT_B, 21.6, 29.1), (Qwen3_5Config, TWENTY_SEVEN_B, 60.8, 74.0)],
+)
+def test_one_gpu_holds_frozen_weights_once(kind, text, rollout, update, tmp_path):
+    """launch/README.md has these figures: adapters on one GPU, whose weights nothing gathers; with a KL, as
+    the reference is the model without them."""
+    tower = dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16)
+    tower["out_hidden_size"] = text["hidden_size"]
+    tied = {"tie_word_embeddings": False}
+    kind(text_config=text | tied, vision_config=tower, **tied).save_pretrained(tmp_path)
+    line = f"--model {tmp_path / 'config.json'} --advantage grpo --lora_rank 64 --kl_coef 0.01 "
+    line += "--max_prompt_tokens 2048 --max_new_tokens 1024 --max_tokens_per_pack 4096"
+    needed = plan.plan_ppo(plan.with_data(words(line, "--gradient_checkpointing on")), 1)
+    phases = needed.phases(UpdateSetting(4096, text["num_hidden_layers"]))
+    assert budget.total(phases["rollout"]) / GIB == pytest.approx(rollout, abs=0.06)
+    assert budget.total(phases["update actor"]) / GIB == pytest.approx(update, abs=0.06)
+    numbers = sum(p.numel() for p in needed.models["actor"].parameters() if not p.requires_grad)
+    # in bfloat16, and the adapters with their gathered copy
+    held = phases["rollout"]["actor weights"] + phases["rollout"]["gathered weights"]
+    adapters = sum(p.numel() for p in needed.models["actor"].parameters() if p.requires_grad)
+    assert held == pytest.approx(2 * numbers + 6 * adapters, rel=1e-3)
 
 
 def test_a_plan_has_logits_of_no_more_tokens_than_a_pack(qwen25, picture_rows):

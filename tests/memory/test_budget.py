@@ -107,7 +107,7 @@ def test_a_start_says_what_it_chose_before_it_reads_weights(
     dry = planned(seven_b, picture_rows, *words(LINE))
     sizes = reported(monkeypatch, 79.0)
     fit(dry, "auto")
-    assert sizes == [memory.gathered_bytes(dry.models["actor"])[1]]
+    assert sizes == [memory.gathered_bytes(dry.models["actor"], 8)[1]]
     match = re.fullmatch(
         r"memory per GPU: (\d\d\.\d) of 79.0 GiB, in update actor; packs of ([\d,]+) tokens, (.*)\n",
         capsys.readouterr().out,

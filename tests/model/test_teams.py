@@ -45,7 +45,8 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
     the weights."""
     env = start(folder, rows, *flags)
     setup, results, held = env.actor.model.setup, [], []
-    planned = memory.decoding_bytes(env.actor, 1)
+    world = torch.distributed.get_world_size()
+    planned = memory.decoding_bytes(env.actor, world, 1)
     if talker:
         args = dataclasses.replace(
             env.args,
@@ -78,7 +79,7 @@ def sample_alike(folder, rows, size: int, *flags: str, talker: str = "") -> None
         assert spoken[0] == spoken[1]
     (whole, heads), (pieces, fewer) = held
     assert whole == planned
-    root, _, layers = memory.gathered_bytes(env.actor)
+    root, _, layers = memory.gathered_bytes(env.actor, world)
     pieces -= root
     assert pieces == teams.piece_bytes(env.actor.model, size) < layers
     text = env.actor.model.config.get_text_config()

@@ -246,7 +246,7 @@ def test_a_judge_whose_logprobs_are_not_finite(qwen25, picture_rows, judges):
     flags = words("--reward", f"grm:{judges['near']}", "--grm_question score")
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags)
     judge = reward.sources[0].score
-    judge.module.model.model.language_model.norm.weight.data.to_local()[0] = torch.nan
+    judge.module.model.model.language_model.norm.weight.data[0] = torch.nan
     for mode in ("probability", "critique"):
         judge.args = replace(judge.args, grm_mode=mode)
         with user_error("the judge's log-probs are not finite"):
