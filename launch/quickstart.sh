@@ -15,15 +15,16 @@ done
 torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --config toy_describe/args.json --out "$out" ${flags[@]+"${flags[@]}"}
 echo
 python launch/page.py "$out" --out "$out/page.html"
-quoted="$(printf %q "$out")"
+# as the shell reads them: a folder may have a space in its name
+python="$(printf %q "$(command -v python)")" torchrun="$(printf %q "$(command -v torchrun)")" quoted="$(printf %q "$out")"
 cat <<END
 
 Next:
   look at it    open $out/page.html in a browser; to write it again:
-                $(command -v python) launch/page.py $quoted --out $quoted/page.html
-  talk to it    $(command -v python) launch/chat.py $out/export/latest toy_describe/images/eval-00000.png "list all objects, then say how many."
-  your data     $(command -v torchrun) --nproc_per_node 2 train_ppo_vl.py --model FOLDER --data rows.jsonl --reward my_reward.py:score
+                $python launch/page.py $quoted --out $quoted/page.html
+  talk to it    $python launch/chat.py $quoted/export/latest toy_describe/images/eval-00000.png "list all objects, then say how many."
+  your data     $torchrun --nproc_per_node 2 train_ppo_vl.py --model FOLDER --data rows.jsonl --reward my_reward.py:score
                 (rows and rewards: README.md, "Your task in ten minutes")
-  a fork        git apply tests/experiments/loss_term.diff && $(command -v torchrun) --nproc_per_node 2 train_ppo_vl.py --imitation_coef 0.1
+  a fork        git apply tests/experiments/loss_term.diff && $torchrun --nproc_per_node 2 train_ppo_vl.py --imitation_coef 0.1
   the judge     bash launch/quickstart_grm.sh
 END

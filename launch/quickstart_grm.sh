@@ -12,14 +12,17 @@ export CUDA_VISIBLE_DEVICES=    # even if there are GPUs, of which there may be 
 [ -f toy/grm_args.json ] || python launch/toy.py --out toy
 stamp="$(date +%Y%m%d-%H%M%S)"
 judge="runs/judge-$stamp" out="runs/judged-$stamp"
+for ((i = 0; i < ${#flags[@]}; i++)); do
+    [ "${flags[i]}" != --out ] || out="${flags[i + 1]}"
+done
 torchrun --standalone --nproc_per_node 2 train_grm_vl.py --config toy/grm_args.json --out "$judge"
 torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --config toy/args.json --out "$out" \
     --reward_recipe "{\"*\": [[\"grm:$judge/export/latest\", 1], [\"exact\", 0]]}" ${flags[@]+"${flags[@]}"}
 echo
 python launch/page.py "$judge" "$out" --out "$out/page.html"
 echo
-quoted="$(printf %q "$out")"
-echo "the page again:   $(command -v python) launch/page.py $judge $quoted --out $quoted/page.html"
+python="$(printf %q "$(command -v python)")" quoted="$(printf %q "$out")"
+echo "the page again:   $python launch/page.py $judge $quoted --out $quoted/page.html"
 echo "judgements:       $judge/eval"
 echo "metrics:          $out/metrics.jsonl (eval/grm_reward_mean is what the judge says, eval/exact_reward_mean the truth)"
 echo "TensorBoard:      tensorboard --logdir runs"

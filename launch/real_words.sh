@@ -73,7 +73,7 @@ torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --model real/fashion/mo
 echo
 echo "held-out accuracy with its picture (named), and with a grey one and another row's, before and after:"
 python launch/page.py "$out" --out "$out/page.html"
-quoted="$(printf %q "$out")"
-echo "the page again        $(command -v python) launch/page.py $quoted --out $quoted/page.html"
-echo "talk to it            $(command -v python) launch/chat.py $out/export/latest real/fashion/images/eval-00000.png" \
+python="$(printf %q "$(command -v python)")" quoted="$(printf %q "$out")"
+echo "the page again        $python launch/page.py $quoted --out $quoted/page.html"
+echo "talk to it            $python launch/chat.py $quoted/export/latest real/fashion/images/eval-00000.png" \
     "'Which is it: trousers, coat, pullover or boot? Answer with one word.'"

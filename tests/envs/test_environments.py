@@ -751,6 +751,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(qwen25, labelled, tmp_
         assert sum(row["turn_rewards"]) == pytest.approx(row["reward"], abs=rounding(16))
         assert turns_of(row)[-1] == row["response"]
     assert {"eval/turns", "eval/ended_answered"} <= evaluated.keys()
+    assert list(tmp_path.glob("whole/samples/eval-000002/*.png"))
 
 
 def test_what_cannot_speak_is_refused_at_load(qwen25, labelled, tmp_path):

@@ -6,6 +6,7 @@ Every script is run by bash with a torchrun, srun and sbatch that only note thei
 import importlib.metadata
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,7 @@ def launch(tmp_path):
             timeout=60,
         )
         assert result.returncode == 0, result.stderr
+        launch.printed = result.stdout
         return [json.loads(line) for line in noted.read_text().splitlines()]
 
     return launch
@@ -98,6 +100,23 @@ def parsed(call: list[str], monkeypatch, folder: Path):
     monkeypatch.chdir(folder)
     script = {"train_ppo_vl.py": ppo, "train_grm_vl.py": grm}[call[place]]
     return script, script.parse_args(call[place + 1 :])
+
+
+@pytest.mark.parametrize("name", ["quickstart.sh", "quickstart_grm.sh", "real_words.sh"])
+def test_commands_that_a_recipe_prints_work_as_printed(launch, tmp_path, name):
+    """Though the project, or the run, lies in a folder with a space in its name."""
+    launch(name, "--out", "two words")
+    python = str(tmp_path / "a project" / "bin" / "python")
+    commands = []
+    for line in launch.printed.splitlines():
+        if "launch/page.py" in line or "launch/chat.py" in line:
+            read = shlex.split(line)
+            commands.append(read[read.index(python) + 1 :])
+    page = next(command for command in commands if command[0] == "launch/page.py")
+    assert page[-3:] == ["two words", "--out", "two words/page.html"]
+    for command in commands:
+        assert (ROOT / command[0]).is_file()
+        assert command[0] != "launch/chat.py" or command[1] == "two words/export/latest"
 
 
 @pytest.mark.parametrize(
