@@ -204,7 +204,7 @@ def digest_parts(text: str) -> str:
     """A text with digests in place of the programs, with what they import from their folders, and judges
     that it names: see `map_parts`. The address of a server is a way to it: its path stays."""
     if "." in text and os.path.isfile(text):  # a word is a rule, even where a file has its name
-        digests = sorted(map(sha256, program_files(text)))
+        digests = sorted(map(sha256, files_of(Path(text).resolve())))
         return hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
     judge = re.fullmatch(r'(grm|rm):([^",]+)', text)
     if judge:
@@ -214,21 +214,13 @@ def digest_parts(text: str) -> str:
     return map_parts(text, digest_parts)
 
 
-def program_files(path: str) -> set[Path]:
-    """See `files_of`. Raises UserError: one of them is no Python."""
-    try:
-        return files_of(Path(path).resolve())
-    except SyntaxError as error:
-        raise UserError(f"{path}: {error}") from error
-
-
 def digest_tables(values: Iterable[str]) -> str:
     """The files, such as tables, that programs of these flags name in their texts: their names and
     digests. Raises UserError."""
     programs = {path for value in values for path in re.findall(r'[^",:]+\.py', value)}
     tables = {}
     for program in filter(os.path.isfile, programs):
-        for file in program_files(program):
+        for file in files_of(Path(program).resolve()):
             for table in files_named_in(file):
                 tables[table.name] = sha256(table)[:12]
     return ", ".join(f"{name} {digest}" for name, digest in sorted(tables.items()))
@@ -236,10 +228,14 @@ def digest_tables(values: Iterable[str]) -> str:
 
 def files_named_in(program: Path) -> set[Path]:
     """The files that texts of a program name, in its folder, in the folders that it names, and in the
-    working folder."""
+    working folder. Raises UserError: it is no Python."""
+    try:
+        tree = ast.parse(program.read_bytes() if program.suffix == ".py" else "")
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{program}: {error}") from error
     texts = {
         node.value
-        for node in ast.walk(ast.parse(program.read_bytes()))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 400
     }
     texts = {text for text in texts if text.isprintable() and text.strip("./")}
@@ -268,7 +264,7 @@ def fingerprint_by_bytes(args: Any) -> dict[str, str]:
 def parts_by_bytes(text: str) -> str:
     """As `digest_parts`."""
     if os.path.isfile(text):
-        digests = sorted(map(sha256, program_files(text)))
+        digests = sorted(map(sha256, files_of(Path(text).resolve())))
         return hashlib.sha256("".join(digests).encode()).hexdigest()[:12]
     judge = re.fullmatch(r'(grm|rm):([^",]+)', text)
     if judge:
