@@ -3,7 +3,7 @@
     encode    in the program's process
     decode    in the trainer
 
-Beside the values of JSON travel arrays and tensors of numbers as their bytes, Pillow images as PNG, and
+Beside the values of JSON travel bytes, arrays and tensors of numbers as theirs, Pillow images as PNG, and
 pathlib.Paths. Tuples become lists. Of anything else only its type and its text arrive, for a message.
 """
 
@@ -48,6 +48,8 @@ def describe(value: Any) -> Any:
     pictures = sys.modules.get("PIL.Image")
     if pictures and isinstance(value, pictures.Image):
         return {KIND: "image", "png": in_text(png_of(value))}
+    if isinstance(value, bytes | bytearray):
+        return {KIND: "bytes", "content": in_text(value)}
     if isinstance(value, Path):
         return {KIND: "path", "path": str(value)}
     array = numbers_of(value)
@@ -57,7 +59,7 @@ def describe(value: Any) -> Any:
     if array is not None:
         known = {"type": array.dtype.str, "shape": array.shape, "tensor": is_tensor}
         return {KIND: "array", "numbers": in_text(array.tobytes())} | known
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+    if isinstance(value, Sequence):
         return list(value)
     return {KIND: "other", "type": type(value).__name__, "text": f"{value!r:.200}"}
 
@@ -90,7 +92,7 @@ def numbers_of(value: Any) -> Any:
     return array if array.dtype.kind in "biuf" else None
 
 
-def in_text(content: bytes) -> str:
+def in_text(content: bytes | bytearray) -> str:
     return base64.b64encode(content).decode()
 
 
@@ -108,6 +110,8 @@ def restore(entry: dict) -> Any:
         image = Image.open(io.BytesIO(base64.b64decode(entry["png"])), formats=["PNG"])
         image.load()
         return image
+    if kind == "bytes":
+        return base64.b64decode(entry["content"])
     if kind == "path":
         return Path(entry["path"])
     if kind == "array":

@@ -446,10 +446,10 @@ def test_answers_are_plain_data():
     assert (array.dtype, array.tolist()) == (np.uint8, [[0, 2], [3, 5]])
     assert torch.equal(returned(torch.tensor([[True], [False]])), torch.tensor([[True], [False]]))
     assert returned(Path("a/b")) == Path("a/b")
+    assert returned([b"\0\xff", bytearray(b"ab")]) == [b"\0\xff", b"ab"]
     for value, name in (
         (Text, "type"),
         (np.array([None]), "ndarray"),
-        (b"ab", "bytes"),
         ({1}, "set"),
     ):
         other = returned(value)

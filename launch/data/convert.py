@@ -322,8 +322,8 @@ def load_map(spec: str) -> Callable[[Any], Any]:
     def mapped(row: Any) -> Any:
         try:
             return function(row)
-        except Exception as error:  # whatever a program raises
-            raise UserError(f"--map {spec}: {error!r:.400}") from error
+        except UserError as error:
+            raise UserError(f"--map {spec}: {error}") from error
 
     return mapped
 
@@ -333,8 +333,9 @@ def advice(account: accounts.Account, unnamed: list[str], columns: dict[str, str
     lines = ["not read, and it could change what is learned:", account.table(unnamed)]
     sides = sides_of([*account.entries, *columns.values()])
     preferences = [name for name in unnamed if account.entries[name].is_preference]
+    preferences = [name for name in preferences if name not in sides]
     if sides and preferences:
-        lines.append(advice_on_preferences(account, preferences, sides))
+        lines.append(advice_on_preferences(account, preferences, sides, columns))
         unnamed = [name for name in unnamed if name not in (*preferences, *sides)]
     if any(re.fullmatch(f"{CHOICES}|{EACH_CHOICE}", name) for name in unnamed):
         lines.append(
@@ -354,17 +355,18 @@ def advice(account: accounts.Account, unnamed: list[str], columns: dict[str, str
 
 
 def advice_on_preferences(
-    account: accounts.Account, preferences: list[str], sides: list[str]
+    account: accounts.Account, preferences: list[str], sides: list[str], columns: dict[str, str]
 ) -> str:
     """How columns are read that may say which of two responses is better."""
-    name = preferences[0] if len(preferences) == 1 else "NAME"
-    advice = f"{' or '.join(preferences)} may say which response is better: --columns responses="
-    advice += f"{'+'.join(sides)},preferred={name}"
+    others = {ours: name for ours, name in columns.items() if ours not in ("chosen", "rejected")}
+    others["responses"] = "+".join(sides)
+    others["preferred"] = preferences[0] if len(preferences) == 1 else "NAME"
+    flags = "--columns " + ",".join(f"{ours}={name}" for ours, name in others.items())
     if any(account.entries[each].is_negative for each in preferences):
-        advice += (
+        flags += (
             f" --preferred_is sign (below 0: {sides[0]}; if it is the other, change the two names)"
         )
-    return advice
+    return f"{' or '.join(preferences)} may say which response is better: {flags}"
 
 
 def sides_of(columns: list[str]) -> list[str]:

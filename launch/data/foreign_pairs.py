@@ -52,13 +52,13 @@ def convert_pair(reading: Reading) -> dict:
         return convert_named(reading)
     preferred = "A"
     if "human_ranking" in rest:
-        prompt = take_prompt(reading)
-        responses, ranks = rest.pop("response"), rest.pop("human_ranking")
+        prompt, responses = take_sides(reading, rest.pop("response"))
+        ranks = rest.pop("human_ranking")
         if not len(responses) == len(ranks) == 2:
             raise UserError("a pair has two responses")
         preferred = "tie" if ranks[0] == ranks[1] else "A" if ranks[0] < ranks[1] else "B"
     else:
-        prompt, responses = take_chosen(reading)
+        prompt, responses = take_sides(reading, [rest.pop("chosen"), rest.pop("rejected")])
     converted, prompt = take_media(reading), as_one_text(prompt)
     if images.embedded:
         if converted["images"]:
@@ -80,11 +80,14 @@ def convert_pair(reading: Reading) -> dict:
 
 def convert_named(reading: Reading) -> dict:
     """A pair whose column preferred names the better one of responses or, without these, of two images."""
-    preferred = preferred_side(reading)
-    converted = {"prompt": as_one_text(take_prompt(reading))} | take_media(reading)
+    preferred, responses = preferred_side(reading), []
     if "responses" in reading.rest:
-        sides = [read_messages(side, reading.how.drop) for side in reading.rest.pop("responses")]
-        converted["responses"] = [side_text(side) for side in sides]
+        prompt, responses = take_sides(reading, reading.rest.pop("responses"))
+    else:
+        prompt = take_prompt(reading)
+    converted = {"prompt": as_one_text(prompt)} | take_media(reading)
+    if responses:
+        converted["responses"] = [side_text(side) for side in responses]
     sides = converted.get("responses", converted["images"])
     if len(sides) != 2:
         raise UserError(
@@ -135,17 +138,15 @@ def side_of_number(value: float, names: list[str], how: str) -> str:
     )
 
 
-def take_chosen(reading: Reading) -> tuple[str | list, list]:
-    """The prompt, and the chosen and the rejected response, each a text, messages or a picture. What both
-    conversations begin with belongs to the prompt, or is it."""
-    sides = []
-    for name in ("chosen", "rejected"):
-        side = reading.rest.pop(name)
-        sides.append(side if is_picture(side) else read_messages(side, reading.how.drop))
+def take_sides(reading: Reading, sides: list) -> tuple[str | list, list]:
+    """The prompt, and two responses, each a text, messages or a picture. What both conversations begin with
+    belongs to the prompt, or is it. Raises UserError: they part before their last message."""
+    drop = reading.how.drop
+    sides = [side if is_picture(side) else read_messages(side, drop) for side in sides]
     beginnings = [side[:-1] for side in sides if isinstance(side, list)]
     if len(beginnings) == 2 and beginnings[0] != beginnings[1]:
         raise UserError(
-            "chosen and rejected must begin with the same messages, and differ in the last one alone"
+            "both sides of a pair must begin with the same messages, and differ in the last one alone"
         )
     beginning = beginnings[0] if beginnings else []
     if not set(PROMPTS) & reading.rest.keys() and "instruction" not in reading.rest:

@@ -75,27 +75,32 @@ class Images:
         return {"type": "image", "image": self.embedded[-1]}
 
     def read(self, image: Any) -> bytes:
-        """An encoded image, given as bytes, base64, data URL or path, or as an object with one of these."""
+        """An encoded image, given as bytes, base64, data URL or path, or as an object with one of these, or
+        one of Pillow, which becomes a PNG."""
         if isinstance(image, dict):
             check_reading(image)
             return self.read(next((image[key] for key in IMAGE_KEYS if image.get(key)), None))
         if isinstance(image, bytes):
             return image
+        if isinstance(image, Image.Image):  # of --map
+            file = io.BytesIO()
+            image.save(file, "PNG")
+            return file.getvalue()
         if not image:
             raise FileNotFoundError("an image without bytes or path")
         file = self.locate(image)
         if os.path.isfile(file):
             return read_bytes(file)
-        encoded = re.sub("^data:[^,]*;base64,", "", image)
+        encoded = re.sub("^data:[^,]*;base64,", "", str(image))
         try:
             return base64.b64decode("".join(encoded.split()), validate=True)
         except ValueError as error:
             message = f"{image!r:.80} is neither a file in {self.root or self.beside} nor an image in base64"
             raise FileNotFoundError(message) from error
 
-    def locate(self, path: str) -> Path:
+    def locate(self, path: str | Path) -> Path:
         """A file or folder that a row names. Raises UserError: it lies outside of --image_root."""
-        path, root = path.removeprefix("file://"), self.root
+        path, root = str(path).removeprefix("file://"), self.root
         file = self.beside / path
         if root and not os.path.exists(file):
             file = root / path

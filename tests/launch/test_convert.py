@@ -60,7 +60,8 @@ def test_a_number_has_one_text_converted_or_not(number, text):
 
 
 def test_converting_needs_no_torch():
-    code = "import sys; from launch.data import convert; sys.exit('torch' in sys.modules)"
+    code = "import sys; from launch.data import convert; from common import user_code; "
+    code += "sys.exit('torch' in sys.modules)"  # with --map, too
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
@@ -894,13 +895,14 @@ def preferred_texts(rows: list[dict]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("flags", ["", "--columns chosen=response1,rejected=response2"])
-def test_advice_on_a_preference_is_right_for_every_row(tmp_path, capsys, flags):
+@pytest.mark.parametrize("named", ["", ",chosen=response1,rejected=response2"])
+def test_advice_on_a_preference_is_right_for_every_row(tmp_path, capsys, named):
     """HelpSteer3: below 0 the first response is better. What is advised may be pasted."""
-    problem = stopped(tmp_path, capsys, HELPSTEER, *([flags] if flags else []))
-    advised = re.search(r"(--columns responses=\S+( --preferred_is sign)?)", problem)[1]
+    rows = [{"asked" if name == "prompt" else name: row[name] for name in row} for row in HELPSTEER]
+    problem = stopped(tmp_path, capsys, rows, f"--columns prompt=asked{named}")
+    advised = re.search(r"(--columns prompt=asked\S+( --preferred_is sign)?)", problem)[1]
     assert "--keep" not in problem  # it would have the first response win every row
-    rows = run(tmp_path, HELPSTEER, advised)
+    rows = run(tmp_path, rows, advised)
     assert preferred_texts(rows) == ["first", "first", "tie", "second", "second"]
 
 
@@ -963,6 +965,16 @@ def test_a_preference_that_remains_in_a_pair_ends_the_conversion(tmp_path, capsy
         assert f"\n  {column}  2 of 2 rows" in stopped(
             tmp_path, capsys, [row | {column: value}] * 2
         )
+
+
+def test_conversations_of_an_arena_keep_their_beginning(tmp_path):
+    turns = [plain_turn("a cat"), {"role": "user", "content": "Sure?"}]
+    asked_first = {"role": "user", "content": "what?"}
+    row = {f"conversation_{side}": [asked_first, *turns, plain_turn(side)] for side in "ab"}
+    columns = "--columns responses=conversation_a+conversation_b,preferred=winner"
+    (converted,) = run(tmp_path, [row | {"winner": "model_b"}], columns)
+    assert converted["prompt"] == "user: what?\n\nassistant: a cat\n\nuser: Sure?"
+    assert (converted["responses"], converted["preferred"]) == (["a", "b"], "B")
 
 
 @pytest.mark.parametrize("rejected", [["b", "c"], [{"role": "assistant", "content": "b"}]])
@@ -1162,7 +1174,7 @@ def test_what_leaves_the_converter_gets_a_function_to_paste(tmp_path, capsys, ro
 def test_a_function_of_a_row_reads_what_no_form_does(tmp_path, capsys):
     """RLHF-V's text and Visual-RFT's boxes, by the functions that their errors print; images as bytes."""
     (tmp_path / "my_rows.py").write_text(
-        "import ast, base64, json\n"
+        "import ast, base64, io, json\n"
         "def row(row):\n"
         "    return json.loads(row.pop('text')) | row\n"
         "def boxes(row):\n"
@@ -1170,6 +1182,10 @@ def test_a_function_of_a_row_reads_what_no_form_does(tmp_path, capsys):
         "def red(row):\n"
         "    picture = base64.b64decode(row['picture'])\n"
         "    return {'prompt': 'x', 'images': [picture]} if row['colour'] == 'red' else None\n"
+        "def cut(row):\n"
+        "    from PIL import Image\n"
+        "    picture = Image.open(io.BytesIO(base64.b64decode(row['picture'])))\n"
+        "    return {'prompt': 'x', 'images': [picture.crop((0, 0, 9, 5))]}\n"
     )
     text = json.dumps({"question": "which?", "chosen": "good", "rejected": "bad"})
     (row,) = run(tmp_path, [{"text": text}], "--map", f"{tmp_path}/my_rows.py:row")
@@ -1183,9 +1199,11 @@ def test_a_function_of_a_row_reads_what_no_form_does(tmp_path, capsys):
         base64_of(noise(1))
     )
     assert "left out: 1 rows, as --map says" in capsys.readouterr().out
+    (row,) = run(tmp_path, rows[1:], "--map", f"{tmp_path}/my_rows.py:cut")
+    assert read_image(str(tmp_path / "out" / row["images"][0])).size == (9, 5)
     problem = stopped(tmp_path, capsys, [{"colour": 1}], "--map", f"{tmp_path}/my_rows.py:red")
     assert "row 1: --map " in problem
-    assert "KeyError" in problem
+    assert "KeyError: 'picture' (my_rows.py:7" in problem
 
 
 def test_a_box_column_without_a_region_is_an_error(tmp_path, capsys):
@@ -1377,7 +1395,7 @@ def embedded(row):
              {"role": "assistant", "content": [{"type": "text", "text": "a"}]}],
   "rejected": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "y"}]},
                {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]},
- "chosen and rejected must begin with the same messages"],
+ "both sides of a pair must begin with the same messages"],
 [{"prompt": "Picture 1: <img>a.png</img>what?"}, "<img>path</img> in a text: give the path in images"],
 [{"messages": [{"role": "user",
                 "content": [{"type": "image"}, {"type": "text", "text": "Find <ref-object>"}]},
