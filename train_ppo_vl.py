@@ -59,7 +59,7 @@ from common.buffers import EMPTY, Batch, Pack
 from common.data import loader as data
 from common.data.overlap import tell_shared_rows
 from common.data.processor import Processor, answer_frame
-from common.data.rows import Prompt, load_prompts, name_tasks, parse_columns
+from common.data.rows import Prompt, count_rows, load_prompts, name_tasks, parse_columns
 from common.envs import environments
 from common.flags import flag
 from common.ground import process
@@ -505,6 +505,9 @@ def load_rows(args: Args) -> Rows:
             settings.note_training(row for rows in train_sets for row in rows)
             settings.write_to(processor)
         ptx = load_ptx(args, processor)
+        position = itertools.count()
+        for part in train_sets:
+            part[:] = [replace(row, position=next(position)) for row in part]
         rows = Rows(processor, train_sets, list(itertools.chain(*held_out)), ptx)
         if not args.env:  # which may read any column
             asked = [[(row, row.reference) for row in part] for part in (rows.train, rows.held_out)]
@@ -518,16 +521,18 @@ def load_files(
     """The rows of each file of --data or --eval_data, numbered across all files. Raises UserError with
     file and line."""
     columns, system = parse_columns(args.columns), args.system_prompt
-    sets, number = [], itertools.count()
+    sets, before = [], 0
     paths = [path for path, _ in flags.parse_datasets(spec)]
     for path in paths:
         if args.row_kind == "prompts":
             rows = load_prompts(path, processor, args, columns, system, args.env)
+            sets.append([replace(row, index=before + row.index) for row in rows])
+            before += count_rows(path)
         else:
-            rows = [
-                each.prompt for each in judgements.load_judgements(path, processor, settings, args)
-            ]
-        sets.append([replace(row, index=next(number)) for row in rows])
+            questions = judgements.load_judgements(path, processor, settings, args)
+            # both orders of a row are questions of their own
+            sets.append([replace(each.prompt, index=k) for k, each in enumerate(questions, before)])
+            before += len(questions)
     return name_tasks(sets, paths)
 
 
@@ -1052,7 +1057,7 @@ def note_rewards(batch: Batch, state: TrainState, args: Args) -> None:
     """Fill the batch's history, then add its rewards to what the state knows of earlier ones."""
     if args.reward_norm:
         state.moments.update(batch.rewards)
-    rows = torch.tensor([prompt.index for prompt in batch.prompts])[batch.prompt_index]  # (S,)
+    rows = torch.tensor([prompt.position for prompt in batch.prompts])[batch.prompt_index]  # (S,)
     batch.history = state.history[:, rows].T
     state.history.index_add_(1, rows, torch.stack([torch.ones_like(batch.rewards), batch.rewards]))
 

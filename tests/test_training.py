@@ -1505,3 +1505,22 @@ def test_boxes_are_rewarded_in_the_models_coordinates(qwen25, tmp_path, capsys):
             "--data",
             write_rows(tmp_path / "no.jsonl", [{"prompt": "p"}]),
         )
+
+
+def test_a_skipped_row_does_not_change_the_samples_of_later_ones(qwen25, task, tmp_path):
+    """Noise is seeded by the number of a row in its files; a bad row, in the first file or the second, takes
+    one, too."""
+    rows = read_rows(task / "eval.jsonl")
+    bad = {"prompt": "never read", "images": ["is-missing.png"]}
+    sampled = "--eval_samples 2 --on_bad_row skip --temperature 1"
+    texts = []
+    for name, first in (("whole", rows[:3]), ("skipped", [rows[0], bad, rows[2]])):
+        files = [task / f"{name}-{k}.jsonl" for k in (1, 2)]
+        for file, part in zip(files, (first, rows[3:5])):
+            write_rows(file, part)
+        evaluate_only(qwen25, task, tmp_path / name, f"--eval_data {files[0]},{files[1]}", sampled)
+        samples = samples_of(tmp_path / name / "evaluation-step-0", "eval-000000")
+        texts.append({(s["index"], s["sample"]): s["response"] for s in samples})
+    whole, skipped = texts
+    assert skipped.keys() == {(k, n) for k in (0, 2, 3, 4) for n in (0, 1)}
+    assert all(skipped[key] == whole[key] for key in skipped)

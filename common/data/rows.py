@@ -75,9 +75,10 @@ class Prompt:
     grids: tuple[tuple, ...]  # `Family.grid` of each image, `clip_grid` of each clip
     input_ids: Tensor  # (P,) int64, placeholders expanded as `Family.expand` says
     image_tokens: int  # M, those of input_ids that stand for image features
-    # Number of rows before it in the file, bad ones included: it seeds the sampling noise, so a
+    # Number of rows before it in the files, bad ones included: it seeds the sampling noise, so a
     # skipped row must not shift it.
     index: int = 0
+    position: int = 0  # among the rows that are trained on: where a run keeps its history
     source: str = ""  # "train.jsonl:12", for messages
     reference: str | None = None
     label: str | None = None
@@ -303,6 +304,11 @@ def read_rows(
         names = ", ".join(sorted(unread))
         distributed.say_once(f"{path}: columns that are kept, but not read: {names:.400}")
     return [row for row in rows if not isinstance(row, BadRow)]
+
+
+def count_rows(path: str) -> int:
+    """The rows of a JSONL file, bad ones included."""
+    return sum(bool(line.strip()) for line in read_jsonl(path).split(b"\n"))
 
 
 def parse_rows(path: str) -> list[tuple[int, dict | BadRow]]:
