@@ -28,7 +28,6 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import EMPTY, Batch, Conversation
-from common.child import describe_error
 from common.data.loader import Pixels, join_pixels
 from common.data.rows import Prompt
 from common.envs import replies
@@ -218,7 +217,7 @@ class EnvRollout:
         grids = prompt.grids + opening.grids
         text, ids, image_tokens = self.processor.encode(messages, grids)
         if len(ids) > limit:
-            raise ValueError(
+            raise UserError(
                 f"prompt too long with the first observation: {len(ids)} tokens; the limit is {limit}"
             )
         encoded = replace(prompt, text=text, input_ids=ids, image_tokens=image_tokens, grids=grids)
@@ -244,12 +243,12 @@ class EnvRollout:
             episode.ready = self.submit(episode, self.reset_again)
 
     def reset_again(self, episode: Episode) -> None:
-        """In a thread: `reset`, when the prompt shows its first observation already. Raises ValueError: it
+        """In a thread: `reset`, when the prompt shows its first observation already. Raises UserError: it
         is another one now."""
         opening, conversation = self.observe(episode), episode.conversation
         seen = (opening.content, opening.images) if opening else ([], [])
         if seen != (conversation.opening, conversation.images):
-            raise ValueError(
+            raise UserError(
                 'reset shows another first observation when it is called again: draw from row["seed"]'
             )
 
@@ -362,12 +361,16 @@ class EnvRollout:
             episode.reply = reply
 
     def wait_for(self, episode: Episode) -> Any:
-        """Wait for an environment's call. Returns its result; None if it failed, which is recorded."""
+        """Wait for an environment's call. Returns its result; None if it failed, which is recorded. What
+        is no UserError is a mistake of ours, or of a fork, and is raised."""
         call, conversation = episode.call, episode.conversation
         error = call.exception()
         if error is None:
             return call.result()
-        problem = str(error) if isinstance(error, UserError) else describe_error(error)
+        if not isinstance(error, UserError):
+            error.add_note(f"in {episode.prompt.source}")
+            raise error
+        problem = str(error)
         if isinstance(error, LateError):
             problem += " (--env_timeout)"
         conversation.error = f"{self.environment.spec}: {episode.prompt.source}: {problem}"

@@ -64,7 +64,7 @@ def check_model(env: Environment, processor: Processor) -> None:
     try:
         reply = read_parts(parts, processor, env.max_reply_tokens)
         encode_reply(processor, reply, env.role, by_string=False)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(
             f"--env {env.spec} does not work with this model: {error} (a class that never "
             "shows images says pictures = False)"
@@ -81,20 +81,23 @@ def env_row(row: Prompt, seed: tuple[int, ...], number: int) -> dict:
 
 
 def read_step(returned: Any) -> Step:
-    """Read what `step` returned. Raises ValueError or TypeError: it is malformed."""
+    """Read what `step` returned. Raises UserError: it is malformed."""
     if not isinstance(returned, list | tuple) or len(returned) != 3:
-        raise ValueError(f"step must return (reply or None, reward, done), not {returned!r:.200}")
+        raise UserError(f"step must return (reply or None, reward, done), not {returned!r:.200}")
     reply, reward, done = returned
     entries = reward if isinstance(reward, dict) else {"reward": reward}
-    numbers = {name: float(value) for name, value in entries.items()}
+    try:
+        numbers = {name: float(value) for name, value in entries.items()}
+    except (TypeError, ValueError, OverflowError):  # of another kind
+        numbers = {}
     is_known = "reward" in numbers and numbers.keys() <= {"reward", "accuracy"}
     if not is_known or not all(map(math.isfinite, numbers.values())):
-        raise ValueError(
+        raise UserError(
             'the reward of a step must be a finite number, or {"reward": number, "accuracy": '
             f"number}}, not {reward!r:.200}"
         )
     if reply is None and not done:
-        raise ValueError("step returned no reply, and is not done")
+        raise UserError("step returned no reply, and is not done")
     return Step(reply, numbers["reward"], numbers.get("accuracy"), bool(done))
 
 

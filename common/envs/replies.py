@@ -5,7 +5,7 @@
 
 The chat template itself writes a reply: it renders a conversation of a user, an assistant and the
 reply, of which the part after the assistant's words is taken. Only that part is tokenized, never again
-what the policy has sampled. A ValueError says what is wrong with a reply.
+what the policy has sampled. A UserError says what is wrong with a reply.
 
 Shapes: E tokens of a reply.
 """

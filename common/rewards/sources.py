@@ -27,7 +27,7 @@ from torch import Tensor
 
 from common import distributed, losses
 from common.buffers import Batch
-from common.child import describe_error, problems_of
+from common.child import problems_of
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.data.transcripts import finished_text, messages, turn_texts
@@ -252,19 +252,20 @@ def copy_rows(batch: Batch, picks: list[int], turns: list[list[str]]) -> list[di
 
 
 def call_source(source: Source, samples: Samples) -> tuple[Columns, Spans]:
-    """What the function of a source says of the samples. Raises UserError: it raises, or returns other
-    than finite numbers."""
+    """What the function of a source says of the samples. Raises UserError: a user's function raises, or
+    returns other than finite numbers. What one of ours, or of a fork, raises gets the sample as a note."""
     by_name = {name: getattr(samples, name) for name in source.keywords}
     assert source.function is not None
+    # a row without an answer is what most functions cannot take
+    i = samples.references.index(None) if None in samples.references else 0
     try:
         returned = source.function(*samples[:5], **by_name)
-    except Exception as error:
-        problem = str(error) if isinstance(error, UserError) else describe_error(error)
-        if isinstance(error, RaisedError) or not isinstance(error, UserError):
-            problem = f"it raised {problem}"
-        # a row without an answer is what most functions cannot take
-        i = samples.references.index(None) if None in samples.references else 0
+    except UserError as error:
+        problem = f"it raised {error}" if isinstance(error, RaisedError) else f"{error}"
         raise failure(source, samples, problem, i) from error
+    except Exception as error:
+        error.add_note(f"{failure(source, samples, 'it raised this', i)}")
+        raise
     return read_returned(source, samples, returned)
 
 
