@@ -217,8 +217,35 @@ def of_function(name: str, takes: str, offered: tuple[str, ...]) -> tuple[list[s
                 raise ValueError(f"in this order, {each} would get {gets[each]}")
     except (TypeError, ValueError) as error:  # no function, or a builtin
         may_ask = f", and may ask for {', '.join(offered)}" if offered else ""
-        raise UserError(f"must take ({takes}){may_ask}: {error}") from error
+        hint = wrapper_of(function, name) if "responses" in takes else ""
+        raise UserError(f"must take ({takes}){may_ask}: {error}{hint}") from error
     return keywords, hasattr(function, "check")
+
+
+def wrapper_of(function: Any, name: str) -> str:
+    """How to call a reward function that was written for TRL or verl, by its parameters; "" of any other."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return ""
+    for system, parameter, body in (
+        ("TRL", "completions", CALL_OF_TRL),
+        ("verl", "solution_str", CALL_OF_VERL),
+    ):
+        if parameter in parameters:
+            lines = "\n".join((f"def {name}_here(*samples, rows):", *body)).replace("NAME", name)
+            return f"\nIt is written for {system}; in {path}, add and name\n{lines}"
+    return ""
+
+
+CALL_OF_TRL = (
+    "    columns = {key: [row.get(key) for row in rows] for key in rows[0]}",
+    "    return NAME(**columns | dict(prompts=samples[0], completions=samples[1]))",
+)
+CALL_OF_VERL = (
+    "    _, responses, references, labels, _ = samples",
+    "    return list(map(NAME, labels, responses, references, rows))",
+)
 
 
 def call(name: str, arguments: tuple, named: dict[str, Any]) -> Any:
@@ -241,12 +268,14 @@ def call_with(name: str, table: int, arguments: tuple) -> Any:
     return getattr(module, name)([dict(row) for row in tables[table]], *arguments)
 
 
-def check(name: str, references: list[str], rows: list[dict]) -> list[str]:
+def check(name: str, references: list[str | None], rows: list[dict]) -> list[str]:
     """What the check of a function says of each reference answer; "" if nothing."""
     return problems_of(getattr(module, name).check, references, rows)
 
 
-def problems_of(check: Callable[..., None], references: list[str], rows: list[dict]) -> list[str]:
+def problems_of(
+    check: Callable[..., None], references: list[str | None], rows: list[dict]
+) -> list[str]:
     """What a check says of each reference answer; "" if nothing."""
     takes_row = "row" in inspect.signature(check).parameters
     problems = []
@@ -257,7 +286,12 @@ def problems_of(check: Callable[..., None], references: list[str], rows: list[di
         except ValueError as error:
             problems.append(str(error))
         except BaseException as error:
-            problems.append(f"the answer {reference!r:.80} raises {describe_error(error)}")
+            what = (
+                "no reference answer: None"
+                if reference is None
+                else f"the answer {reference!r:.80}"
+            )
+            problems.append(f"{what} raises {describe_error(error)}")
     return problems
 
 

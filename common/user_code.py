@@ -271,8 +271,8 @@ class Function:
         """Its results for these values, by one request."""
         return self.ask("call_each", self.name, values)
 
-    def check(self, references: list[str], rows: list[dict]) -> list[str]:
-        """What its check says of each reference answer; "" if nothing."""
+    def check(self, references: list[str | None], rows: list[dict]) -> list[str]:
+        """What its check says of each reference answer, None of a row without one; "" if nothing."""
         return self.program.ask("check", self.name, references, rows)
 
     def ask(self, *request: Any) -> Any:
@@ -341,6 +341,8 @@ def load_program(flag_name: str, spec: str, expected: str) -> tuple[Program, str
     Raises UserError: there is no such file, and what was ``expected``; or what the program raised."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
+    if file.suffix == ".py" and not file.exists():
+        raise UserError(f"{flag_name} {spec}: the file {file} is missing")
     if file.suffix != ".py" or not file.is_file():
         raise UserError(f"{flag_name} {spec}: expected {expected}")
     if file not in programs:

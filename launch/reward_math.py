@@ -57,6 +57,8 @@ def score(prompts, responses, references, labels, images):
 def check(reference):
     from common.rewards import rules
 
+    if reference is None:
+        raise ValueError("no answer")
     rules.check_reference("boxed", reference)
 
 

@@ -67,7 +67,9 @@ def per_sample(grade):
         return {"reward": grades, "accuracy": [float(share == 1) for share in grades]}
 
     def check(truth, row={}):
-        if not truth.strip():
+        if truth is None and not row.get("answers"):
+            raise ValueError("no answer")
+        if truth is not None and not truth.strip():
             raise ValueError(f"an empty answer, {truth!r:.80}")
         grade("?", truth, row)
 

@@ -197,7 +197,7 @@ def test_weights_that_cannot_be_drawn_by(qwen25, task, tmp_path, curriculum, nam
     ("spec", "problem"),
     [
         ("curriculum.py:absent", ":absent: .*curriculum.py has no .absent."),
-        ("absent.py:solved", "absent.py:solved: expected an existing path.py:function"),
+        ("absent.py:solved", "absent.py:solved: the file /.*/absent.py is missing"),
         ("curriculum.py", "expected an existing path.py:function"),
         ("curriculum.py:two", r":two: must take \(rows, samples, rewards\): too many positional"),
         ("curriculum.py:np", r":np: must take \(rows, samples, rewards\): .*not a callable"),

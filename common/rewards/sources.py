@@ -130,8 +130,9 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     besides, at the token that ends there. `images` holds absolute paths, in the order of their places
     in the prompt (of a clip a tuple); the policy sees them as `read_image` gives them. Parameters of
     the names in `OFFERED` get what these say. It may change all of them. An attribute `check` of the
-    function is called with every reference answer before the first step, and raises ValueError for a bad
-    one; a parameter `row` of it gets the columns.
+    function is called with every reference answer before the first step, None of a row without one, and
+    raises ValueError for a bad one; a parameter `row` of it gets the columns. A component is None or NaN
+    where it does not apply to a sample.
     """
     kind, _, rest = spec.partition(":")
     if spec == "none":
@@ -281,14 +282,21 @@ def read_returned(source: Source, samples: Samples, returned: Any) -> tuple[Colu
         columns["spans"] = [sum((earned for _, earned in ends), 0.0) for ends in spans]
     columns = {name: read_column(source, samples, name, columns[name]) for name in columns}
     parts = ["reward", "spans"] if "reward" in columns else columns
-    earned = zip(*(columns[name] for name in parts if name in columns))
-    return columns | {"reward": [sum(values, 0.0) for values in earned]}, spans
+    rewards = []
+    for i, values in enumerate(zip(*(columns[name] for name in parts if name in columns))):
+        earned = [value for value in values if not math.isnan(value)]
+        if not earned:
+            raise failure(source, samples, "no component applies, so there is no reward", i)
+        rewards.append(sum(earned, 0.0))
+    return columns | {"reward": rewards}, spans
 
 
 def read_column(source: Source, samples: Samples, name: str, values: Any) -> list[float]:
-    """The numbers of a column, also of numpy or torch. Raises UserError: there are more or fewer than
-    samples, or some are not finite."""
-    count = len(samples.responses)
+    """The numbers of a column, also of numpy or torch; NaN where a component does not apply to a sample.
+    Raises UserError: there are more or fewer than samples, some are infinite, or a reward is none."""
+    count, may_lack = len(samples.responses), name not in ("reward", "spans")
+    if may_lack and isinstance(values, list):
+        values = [math.nan if value is None else value for value in values]
     try:
         numbers = torch.as_tensor(values, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -297,7 +305,7 @@ def read_column(source: Source, samples: Samples, name: str, values: Any) -> lis
         problem = f"{name} must be a list of {count} numbers, got {describe_shape(values)}"
         raise failure(source, samples, problem)
     for i, number in enumerate(numbers.tolist()):
-        if not math.isfinite(number):
+        if not math.isfinite(number) and not (may_lack and math.isnan(number)):
             raise failure(source, samples, f"{name} is {number:g}, not a finite number", i)
     return numbers.tolist()
 
@@ -533,10 +541,12 @@ def lacks_of(source: Source, rows: list[Prompt]) -> list[str]:
         return [regions.problem_of(source.spec, row.regions) for row in rows]
     # a function may read another column
     lacks = ["no reference answer" if source.kind == "rule" else ""] * len(rows)
-    answered = [k for k, row in enumerate(rows) if row.reference is not None]
+    answered = [
+        k for k, row in enumerate(rows) if row.reference is not None or source.kind == "function"
+    ]
     problems = [""] * len(answered)
     if source.check and answered:
-        references = [str(rows[k].reference) for k in answered]
+        references = [rows[k].reference for k in answered]
         try:
             problems = source.check(references, [rows[k].row for k in answered])
         except UserError as error:

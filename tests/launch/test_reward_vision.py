@@ -1,6 +1,5 @@
 """launch/reward_vision.py: every reward's values, written by hand, and what guessing earns."""
 
-import functools
 import json
 import random
 import re
@@ -13,24 +12,33 @@ import torch
 
 from common.data.rows import Prompt
 from common.ppo_flags import RewardArgs
-from common.rewards.sources import RewardMix, load_source
+from common.rewards.sources import RewardMix, Source, load_source
 from conftest import ROOT, marked, table, user_error, value_error
 from helpers import reward_samples, score_samples
 from launch import reward_vision
 
-# which takes ten times what a grade does
-load = functools.cache(lambda name: load_source(f"{ROOT / 'launch' / 'reward_vision.py'}:{name}"))
 ANIMALS = {"options": ["cat", "dog", "fox"]}
 THOUGHT = "<think>7 B red</think>"
 
 
+def load(name: str) -> Source:
+    """As the trainer does, in a process of its own."""
+    return load_source(f"{ROOT / 'launch' / 'reward_vision.py'}:{name}")
+
+
 def grade(name: str, response: str, truth, row: dict, prompt: str = "") -> float:
-    """As the trainer calls it."""
-    source = load(name)
+    """By the function, in this process."""
+    source = Source(name, name, "function", getattr(reward_vision, name), ["rows"])
     samples = reward_samples([response], [truth], [prompt], rows=[row])
     columns = score_samples(source, samples, RewardArgs())
     assert columns["accuracy"] == [float(columns["reward"][0] == 1)]
     return columns["reward"][0]
+
+
+def graded_here(name: str, response: str, truth, row: dict) -> float:
+    """In this process, whose time is measured."""
+    function = getattr(reward_vision, name)
+    return function([""], [response], [truth], [None], [[]], rows=[row])["reward"][0]
 
 
 VALUES = table(
@@ -264,7 +272,7 @@ def test_hostile_answers_take_no_time(name):
         texts += [piece * (100_000 // len(piece)), f"{piece} " * (100_000 // len(f"{piece} "))]
     for text in texts:
         start = time.process_time()
-        assert 0 <= grade(name, text, truth, row) <= 1, text[:20]
+        assert 0 <= graded_here(name, text, truth, row) <= 1, text[:20]
         assert time.process_time() - start < 20, text[:20]
 
 
@@ -292,7 +300,7 @@ def test_guessing_everything_pays_no_more_than_one_guess(name):
 @pytest.mark.parametrize("name", RIGHT)
 def test_truths_are_checked_before_a_run(name):
     """By the reader that grades answers."""
-    check = load(name).check
+    check = getattr(reward_vision, name).check
     check(RIGHT[name][0])
     with value_error("an empty answer|no number"):
         check(" ")
@@ -301,6 +309,22 @@ def test_truths_are_checked_before_a_run(name):
             check(truth)
         with value_error("the answer 'several', no number"):
             check("several")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_row_without_an_answer_is_told_before_a_run(name):
+    """And not at the step that draws it; the answers of some are in a column of their own."""
+    source = load(name)
+    mix = RewardMix([source], {"*": {source.spec: 1.0}}, RewardArgs())
+    truth, row = RIGHT[name]
+    rows = [
+        Prompt([], "", (), (), torch.empty(0), 0, reference=answer, row=row, source=f"x.jsonl:{k}")
+        for k, answer in enumerate([truth, None])
+    ]
+    with user_error(rf"1 of 2 rows are bad\n  x.jsonl:1: no answer, which {name} compares with"):
+        mix.check_rows(rows)
+    if name in ("words", "anls"):
+        mix.check_rows([rows[0], replace(rows[1], row={"answers": ["red"]})])
 
 
 @pytest.mark.parametrize(
@@ -323,6 +347,8 @@ def test_a_row_that_cannot_be_graded_is_told_before_a_run(name, truth, row, mess
     nulls = dict.fromkeys(("options", "answers", "tolerance"))  # as tables have them
     mix.check_rows([replace(prompt, reference=RIGHT[name][0], row=nulls)])
     assert grade(name, RIGHT[name][0], RIGHT[name][0], nulls) == 1
+    samples = reward_samples([RIGHT[name][0]], [RIGHT[name][0]], rows=[nulls])
+    assert score_samples(source, samples, RewardArgs())["reward"] == [1]
 
 
 def test_a_truth_that_is_no_choice_is_named():
@@ -344,10 +370,9 @@ def test_collapsed_lists_are_read_in_little_time(name):
         "(A), **B**, " * 2000,
         "a cup\n" * 4000,
     ]
-    load(name)
     start = time.process_time()
     for text in texts:
-        grade(name, text, "red, blue", {})
+        graded_here(name, text, "red, blue", {})
     assert time.process_time() - start < 0.5
 
 

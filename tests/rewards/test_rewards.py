@@ -675,6 +675,8 @@ def test_load_user_function(tmp_path):
     with user_error(r"must take \(prompts, .*, images\), and .*: too many positional arguments"):
         # before a model is loaded
         load_source(f"{path}:another")
+    with user_error(r"no.py:f: the file /.*/no.py is missing"):
+        load_source(f"{tmp_path}/no.py:f")
     with user_error("missing a required argument: 'other'"):
         (path := tmp_path / "of_six.py").write_text(
             "def six(prompts, responses, references, labels, images, other):\n    return []\n"
@@ -714,6 +716,29 @@ def test_load_user_function(tmp_path):
         with user_error(f"broken.py raised {message}") as info:
             load_source(f"{tmp_path}/broken.py:f")
         assert info.value.__cause__ is not None
+
+
+THEIRS = {
+    "TRL": "def ours(completions, prompts, answer, **_):\n"
+    "    return [float(a == b) + len(p) for p, a, b in zip(prompts, completions, answer)]\n",
+    "verl": "def ours(data_source, solution_str, ground_truth, extra_info=None):\n"
+    "    return float(solution_str == ground_truth) + len(data_source) + extra_info['more']\n",
+}
+
+
+@pytest.mark.parametrize("system, earned", [("TRL", [3.0, 2.0]), ("verl", [11.0, 10.0])])
+def test_a_function_for_another_system_gets_three_lines_that_call_it(tmp_path, system, earned):
+    (file := tmp_path / "theirs.py").write_text(THEIRS[system])
+    with user_error(f"too many positional arguments\nIt is written for {system}; in ") as info:
+        load_source(f"{file}:ours")
+    hint = str(info.value).partition(" add and name\n")[2]
+    assert len(hint.splitlines()) == 3
+    (wrapped := tmp_path / "wrapped.py").write_text(f"{THEIRS[system]}\n{hint}\n")
+    samples = reward_samples(
+        ["a", "b"], ["a", "a"], ["??", "??"], ["l"] * 2, rows=[{"answer": "a", "more": 9}] * 2
+    )
+    columns = score_samples(load_source(f"{wrapped}:ours_here"), samples, RewardArgs())
+    assert columns["reward"] == earned
 
 
 def test_the_lines_of_a_failing_function_are_told(tmp_path):
@@ -851,6 +876,21 @@ def test_order_and_components():
         [5.0] * 4,
         {"a": [1.0] * 4, "2": [0.0] * 4},
     )
+
+
+@pytest.mark.parametrize("nothing", [None, float("nan")])
+def test_a_component_that_does_not_apply_to_a_sample_is_left_out(nothing):
+    """Of its mean and of the sum; with a reward of its own, it changes nothing."""
+    boxes, words = [1.0, nothing, 0.5, nothing], [2.0, 3.0, nothing, 4.0]
+    rewards, components = score(lambda *_: {"box": boxes, "words": words})
+    assert rewards == [3.0, 3.0, 0.5, 4.0]
+    assert components["box"] == pytest.approx([1.0, math.nan, 0.5, math.nan], nan_ok=True)
+    rewards, _ = score(lambda *_: {"reward": [1.0] * 4, "box": np.array(boxes, dtype=float)})
+    assert rewards == [1.0] * 4
+    with user_error("(?s)no component applies, so there is no reward.*response 1"):
+        score(lambda *_: {"box": boxes})
+    with user_error("(?s)box is inf, not a finite number.*response 0"):
+        score(lambda *_: {"reward": [1.0] * 4, "box": [math.inf] * 4})
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
@@ -1164,3 +1204,14 @@ def test_a_default_reward_is_said(capsys):
         args = ppo.parse_args(words(f"--model m --data d.jsonl {flags}"))
         ppo.check_rows(args, rows, sources.load_rewards(args), None)
         assert ("--reward boxed (the default)" in capsys.readouterr().out) == is_told
+
+
+def test_a_check_that_cannot_take_none_names_the_rows_without_an_answer(tmp_path):
+    (path := tmp_path / "mine.py").write_text(
+        "def score(prompts, responses, references, *_):\n    return [float(r) for r in references]\n"
+        "score.check = float\n"
+    )
+    reward = sources.load_rewards(RewardArgs(reward=f"{path}:score"))
+    reward.check_rows([row_of("7"), row_of("8")])
+    with user_error("1 of 2 rows are bad\n  .*: no reference answer: None raises TypeError: float"):
+        reward.check_rows([row_of("7"), row_of(None)])
