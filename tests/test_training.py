@@ -983,7 +983,9 @@ def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tm
     folder and prints a line that fits a terminal."""
     metrics = evaluate_only(qwen25, task, tmp_path / "run", "--data= --eval_every 0")
     assert metrics["eval/num_samples"] == 7
-    (printed,) = (text for text in capsys.readouterr().out.splitlines() if text.startswith("eval"))
+    (printed,) = (
+        text for text in capsys.readouterr().out.splitlines() if text.startswith("eval  ")
+    )
     assert len(printed) <= 120
     assert f"  reward {metrics['eval/reward_mean']:.3f}" in printed
     assert "train_step" not in printed
