@@ -47,11 +47,14 @@ ranks affect only rounding; data order is a function of (seed, counters).
 import itertools
 import math
 import os
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # also with PYTHONSAFEPATH
 
 from common.ground import standins, versions
 

@@ -35,11 +35,15 @@ Invariants, each with a test:
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # also with PYTHONSAFEPATH
 
 from common.ground import standins, versions
 
@@ -1697,11 +1701,11 @@ def report_evaluation(
             never_right,
             f"no held-out answer is right ({name} is 0); see {log.out}/samples",
         )
-    gap = abs(metrics.get("eval/vision_gap_logprob", math.inf))
+    gap = metrics.get("eval/vision_gap_logprob", math.inf)
     if gap < BLIND:
         log.line(
-            "warning: the model does not use what it sees: with blank images its answers are just as "
-            f"likely; log-probs differ by {gap:.1e} nats (eval/vision_gap_logprob)"
+            "warning: the model does not use what it sees: with blank images its answers are at least "
+            f"as likely; log-probs differ by {gap:.1e} nats (eval/vision_gap_logprob)"
         )
     # written last: if this record is missing, a resumed run evaluates again
     log.evaluation(state.step, metrics, accuracies | EVALUATION_COLUMNS)

@@ -395,7 +395,8 @@ def take_lock(path: Path, mine: dict, advice: str = "") -> TextIO:
     open the file a second time, as closing that would drop the lock.
     """
     holder = read_holder(path)
-    lock = open(path, "a+")  # which can be read without opening it again
+    # which can be read without opening it again; never the file behind a link
+    lock = open(path, "a+", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW, 0o666))
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

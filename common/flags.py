@@ -251,6 +251,8 @@ def add_flag(section: Any, field: Any, is_listed: bool) -> None:
     text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
     choices: Any = field.metadata["choices"]
     options: dict = {"type": absolute_paths if field.metadata["paths"] else field.type}
+    if field.type is Path:
+        options["type"] = lambda text: Path(text).expanduser()  # "~" in quotes
     if field.type is bool:
         options = {"action": argparse.BooleanOptionalAction}
     elif choices:

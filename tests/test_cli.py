@@ -827,3 +827,14 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
     assert stood_for == {*FOLLOWING} - {"advantage"}
     again = ppo.parse_args(words("--config", tmp_path / "out" / "args.json"))
     assert again == ppo.parse_args(flags)
+
+
+def test_the_folder_of_a_run_may_begin_with_a_quoted_tilde():
+    args = ppo.parse_args(["--out", "~/runs/mine", "--model", "m", "--data", "d.jsonl"])
+    assert args.out == Path.home() / "runs" / "mine"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train_ppo_vl.py", "train_grm_vl.py"])
+def test_a_script_finds_its_modules_where_python_adds_no_folder(script):
+    assert run([str(ROOT / script), "--help"], PYTHONSAFEPATH="1").returncode == 0

@@ -1208,3 +1208,15 @@ def test_passes_over_other_data_begin_anew(qwen25, tmp_path):
     metrics = grm.main([*argv, str(tmp_path / "grm"), "--out", str(tmp_path / "on")])
     assert metrics["train/epoch"] == 36 / 17
     assert records(tmp_path / "on")[-1]["step"] == 4 + 9
+
+
+def test_a_lock_that_is_a_link_is_not_written_through(start, out):
+    """Who can write into the folder of a run must not choose which file of its user is emptied."""
+    precious = out.parent / "precious"
+    precious.write_text("kept")
+    out.mkdir(exist_ok=True)
+    (out / ".lock").unlink(missing_ok=True)
+    (out / ".lock").symlink_to(precious)
+    with user_error("symbolic links"):
+        start()
+    assert precious.read_text() == "kept"
