@@ -442,3 +442,27 @@ def test_both_scripts_know_the_root(tmp_path, qwen25, picture_rows):
     args = ppo.parse_args(words("--model", qwen25, "--data", picture_rows, *ptx))
     with user_error("(?s)--ptx_data .*lies outside of --image_root"):
         ppo.load_ptx(args, Processor(str(qwen25)))
+
+
+def test_both_scripts_tell_of_held_out_rows_that_are_training_rows(tmp_path, qwen25, capsys):
+    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"))]
+    rows = [
+        {"prompt": "x", "response": "y"},
+        {
+            "messages": [
+                *turns,
+                {"role": "user", "content": "c"},
+                {"role": "assistant", "content": "d"},
+            ]
+        },
+    ]
+    write_rows(tmp_path / "train.jsonl", rows)
+    write_rows(tmp_path / "held.jsonl", [{"prompt": "x", "response": "z"}, rows[1]])
+    files = words("--model", qwen25, "--data", tmp_path / "train.jsonl", "--eval_data")
+    grm.load_rows(grm.parse_args([*files, str(tmp_path / "held.jsonl")]))
+    told = "1 of 2 held-out rows are training rows, too: the same prompt, images and answer, as in held.jsonl:2"
+    assert f"{told} and train.jsonl:2" in capsys.readouterr().out
+    write_rows(tmp_path / "train.jsonl", [{"prompt": "x", "answer": "y"}])
+    write_rows(tmp_path / "held.jsonl", [{"prompt": "x", "answer": answer} for answer in "zy"])
+    ppo.load_rows(ppo.parse_args([*files, str(tmp_path / "held.jsonl")]))
+    assert f"{told} and train.jsonl:1" in capsys.readouterr().out
