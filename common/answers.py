@@ -65,12 +65,12 @@ def describe(value: Any) -> Any:
 
 
 def png_of(image: Any) -> bytes:
-    """A Pillow image as a PNG file. Raises ValueError: grey values of unknown range."""
+    """A Pillow image as a PNG file. Raises UserError: grey values of unknown range."""
     exif, mode = image.getexif(), image.mode
     if mode in ("I", "F"):
         low, high = image.getextrema()
         if mode == "F" or low < 0 or high > 65535:
-            raise ValueError(f"mode {mode}, values {low} to {high}: not 16-bit grey")
+            raise UserError(f"mode {mode}, values {low} to {high}: not 16-bit grey")
         image = image.convert("I;16")
     elif mode not in PNG_MODES:
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")

@@ -214,7 +214,7 @@ def of_function(name: str, takes: str, offered: tuple[str, ...]) -> tuple[list[s
         gets = signature.bind(*names, **dict.fromkeys(keywords)).arguments
         for each in names:  # they are passed by position
             if gets.get(each, each) != each:
-                raise ValueError(f"in this order, {each} would get {gets[each]}")
+                raise UserError(f"in this order, {each} would get {gets[each]}")
     except (TypeError, ValueError) as error:  # no function, or a builtin
         may_ask = f", and may ask for {', '.join(offered)}" if offered else ""
         hint = wrapper_of(function, name) if "responses" in takes else ""

@@ -203,7 +203,7 @@ class EnvArgs:
     )
     env_workers: int = flag(
         8,
-        "threads per rank that run environments while other samples go on; 0: one after the other, "
+        "environments of a rank that compute at a time while other samples go on; 0: one after the other, "
         "so that runs repeat bit for bit",
     )
 

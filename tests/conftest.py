@@ -65,12 +65,14 @@ def signal_handlers():
 
 @pytest.fixture(autouse=True)
 def programs_of_other_tests(monkeypatch):
-    """Each test starts those that it names, and none of them outlives it."""
+    """Each test starts those that it names, and none of them outlives it but those of a whole file."""
     from common import user_code
 
     monkeypatch.setattr(user_code, "programs", {})
+    before = set(user_code.remotes)
     yield
-    user_code.end_processes(os.getpid())
+    for remote in set(user_code.remotes) - before:
+        remote.end()
 
 
 def write_checkpoint(

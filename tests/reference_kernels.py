@@ -37,6 +37,7 @@ ONLY_ON_A_GPU = {
     "test_ranks_that_share_a_gpu_are_killed_and_resumed": "several ranks of NCCL",
     "test_a_rank_that_fails_ends_those_it_shares_a_gpu_with": "several ranks of NCCL",
     "test_judges_that_share_a_gpu": "several ranks of NCCL",
+    "test_programs_compute_on_the_gpu_of_their_rank": "forks before CUDA is initialised",
     "test_a_gpu_is_relieved": "measures the memory of a GPU",
     "test_a_copy_of_a_gpu_is_exact_and_pinned": "copies on a stream into pinned memory",
 }

@@ -35,7 +35,7 @@ from conftest import (
 )
 from helpers import needs_compiler, score
 from launch import check_kernels, toy
-from ranks import as_program, clean_environment
+from ranks import as_program, clean_environment, python
 from ranks import run as run_ranks
 from reference_kernels import (
     CPU,
@@ -485,3 +485,31 @@ def test_the_gpu_benchmark_runs():
     ):
         assert cell in told, told
     assert told.count("| 2056 | shared |") == 2  # of all weights, and of adapters
+
+
+ON_GPU = """
+import torch
+def uuid():
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+top = {top}
+def score(prompts):
+    return float(torch.ones(3, device="cuda").sum()), uuid()
+"""
+RANK = """
+import torch
+from common.user_code import load_function
+score, *_ = load_function("--reward", "{path}:score", "prompts")
+before = torch.cuda.is_initialized()
+own = torch.cuda.get_device_properties({rank}).uuid
+print(before, score([]) == [3.0, str(own)])
+"""
+
+
+@pytest.mark.parametrize("top", ["torch.ones(1, device='cuda')", "None"])
+def test_programs_compute_on_the_gpu_of_their_rank(gpu, tmp_path, top):
+    """At the top of a file and in a call, forked from ranks that have not touched a GPU."""
+    (tmp_path / "mine.py").write_text(ON_GPU.format(top=top))
+    for rank in range(min(2, torch.cuda.device_count())):
+        code = RANK.format(path=tmp_path / "mine.py", rank=rank)
+        ended = python(code, LOCAL_RANK=str(rank), WORLD_SIZE="2")
+        assert (ended.returncode, ended.stdout) == (0, "False True\n"), ended.stderr

@@ -239,7 +239,7 @@ def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
     layers = (memory.gathered_bytes(module, plan.shards)[1] for module in plan.models.values())
     distributed.warm_up(ranks, max(layers))
     torch.cuda.empty_cache()  # NCCL and the libraries cannot use torch's cache
-    free, _ = torch.cuda.mem_get_info()
+    free, _ = torch.cuda.mem_get_info()  # what programs of the user hold is not free, either
     least = min(distributed.gather_objects(free)) / GIB
     # of the main rank: functions may compile there alone, which the plan depends on
     setting = distributed.from_main(choose(plan, least))
