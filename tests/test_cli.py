@@ -824,7 +824,7 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
     assert recorded.keys() == {field.name for _, field in FIELDS}
     assert recorded["clip_low"] == -1 and lines[0]["arguments"]["clip_low"] == 0.2
     stood_for = {name for name in recorded if lines[0]["arguments"][name] != recorded[name]}
-    assert stood_for == {*FOLLOWING} - {"advantage"}
+    assert stood_for == {*FOLLOWING}
     again = ppo.parse_args(words("--config", tmp_path / "out" / "args.json"))
     assert again == ppo.parse_args(flags)
 
