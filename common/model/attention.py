@@ -179,6 +179,18 @@ def largest_head(text_config) -> int:
     return max(map(head_dim, layer_configs(text_config)))
 
 
+def check_heads(text_config, device: torch.device) -> None:
+    """Raises UserError: FlashAttention 4 takes fewer sizes of heads on Blackwell than on Hopper."""
+    if replaced_kernels() != "FA4" or torch.cuda.get_device_capability(device)[0] == 9:
+        return
+    for dim in map(head_dim, layer_configs(text_config)):
+        if 128 < dim < LARGEST_HEAD:
+            raise UserError(
+                f"--attention fa4: on this GPU it takes heads of at most 128 numbers, or of {LARGEST_HEAD}, "
+                f"and this model has heads of {dim}; use auto"
+            )
+
+
 def cached_heads(text_config) -> list[tuple[int, int]]:
     """(Hkv, D) of each layer that stores keys and values: not those with linear attention, nor the
     last ones that read what earlier layers store."""

@@ -28,6 +28,7 @@ from common.model.attention import (
     ATTENTION_NAME,
     LARGEST_HEAD,
     VISION_ATTENTION_NAME,
+    check_heads,
     choose_backend,
     flash_attn_problem,
     largest_head,
@@ -93,7 +94,9 @@ class Builder:
         """The model to train, with its vision tower. The main rank says what adapters leave out, and
         which layers have another attention."""
         model = self.build(self.folder, vision=True)
-        largest = largest_head(model.config.get_text_config())
+        text = model.config.get_text_config()
+        check_heads(text, self.compute.device)
+        largest = largest_head(text)
         if largest > LARGEST_HEAD:
             distributed.say_once(
                 f"attention of layers with heads of {largest}: sdpa, as others end at {LARGEST_HEAD}"

@@ -154,6 +154,22 @@ def test_other_kernels_are_under_the_operators_until_another_backend_is_chosen(m
         attention.choose_backend("fa4", torch.device("cuda"))
 
 
+@pytest.mark.parametrize("major, dim", [(9, 192), (10, 128), (10, 192), (10, 256), (10, 512)])
+def test_heads_that_blackwell_lacks_are_refused(monkeypatch, major, dim):
+    """Above 256 they are for sdpa anyway."""
+    offer_flash_attention_4(monkeypatch, (major, 0))
+    monkeypatch.setattr(attention, "try_kernels", lambda device: None)
+    attention.choose_backend("fa4", torch.device("cuda"))
+    text = SimpleNamespace(num_hidden_layers=1, head_dim=dim)
+    if (major, dim) == (10, 192):
+        with user_error("at most 128 numbers, or of 256, and this model has heads of 192"):
+            attention.check_heads(text, torch.device("cuda"))
+    else:
+        attention.check_heads(text, torch.device("cuda"))
+    attention.restore_kernels()
+    attention.check_heads(text, torch.device("cuda"))
+
+
 # of flash-attn-4 4.0.0b18
 FLASH_ATTN_4 = {
     "forward": "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
