@@ -334,7 +334,7 @@ class RunLogger:
         process is killed. Raises UserError: see `writing`."""
         with self.writing(name):
             if distributed.is_main():
-                replace_durably(self.out / name, json.dumps(value, indent=1, allow_nan=False))
+                replace_durably(self.out / name, in_json(value, indent=1))
 
     @contextmanager
     def writing(self, what: str):
@@ -500,8 +500,14 @@ class ImageFiles:
 
 def as_lines(records: list[dict], default: Callable[[Any], Any] | None = None) -> str:
     """JSONL; ``default`` turns what JSON does not know into what it knows."""
-    lines = [
-        json.dumps(record, ensure_ascii=False, allow_nan=False, default=default)
-        for record in records
-    ]
+    lines = [in_json(record, ensure_ascii=False, default=default) for record in records]
     return "".join(line + "\n" for line in lines)
+
+
+def in_json(value: object, **options: Any) -> str:
+    """A value as JSON. Raises UserError: a number in it is not finite, which only one of a row or of a
+    program of the user can be."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError as error:
+        raise UserError(f"{error}") from error

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from common.data.processor import Processor
 from common.model import attention, build, layers, vlm
 from common.model import weights as vlm_weights
-from conftest import read_json, save_weights, start, user_error, write_json
+from conftest import read_json, save_weights, start, user_error, value_error, write_json
 from families import TEXT, VISION, make_config, make_tokenizer, write_family
 from helpers import COMPUTE
 
@@ -82,13 +82,13 @@ def test_a_mask_or_an_argument_that_attention_would_ignore_is_an_error():
     layer, call = SimpleNamespace(slot_layer=0), attention.language_attention
     options = {"scaling": 1.0, "attention": attend, "dropout": 0.1, "softcap": None}
     call(layer, q, q, q, None, **options)
-    with user_error("gives its attention a mask of its own"):
+    with value_error("gives its attention a mask of its own"):
         call(layer, q, q, q, torch.ones(3, 3), **options)
-    with user_error("gives its attention block_indices, softcap, which"):
+    with value_error("gives its attention block_indices, softcap, which"):
         call(layer, q, q, q, None, **options | {"softcap": 30.0, "block_indices": q})
     assert len(seen) == 1
     options.pop("attention")  # as StableLM's layers do
-    with user_error("SimpleNamespace is not told by its layer what a pack holds"):
+    with value_error("SimpleNamespace is not told by its layer what a pack holds"):
         call(layer, q, q, q, None, **options)
 
 
