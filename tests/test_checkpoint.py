@@ -407,9 +407,7 @@ def test_weights_that_cannot_be_exported(flags, out, capfd):
 def test_a_metric_that_is_not_finite_costs_no_checkpoint(flags, out, monkeypatch):
     """The save that is on its way when the evaluation of its step turns out so is committed."""
     values = iter((1.0, float("nan")))
-    monkeypatch.setattr(
-        ppo, "evaluate", lambda *arguments: ({"eval/reward_mean": next(values)}, [], [])
-    )
+    monkeypatch.setattr(ppo, "evaluate", lambda *_: ({"eval/reward_mean": next(values)}, []))
     refused(flags(out, "--eval_every 2"), "metric eval/reward_mean is nan at step 2")
     assert steps(out) == [2, 1]
     assert recorded(out) == [0, 1, 2]
