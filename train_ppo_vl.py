@@ -74,7 +74,7 @@ from common.looks.further_losses import PtxLoss
 from common.looks.teacher import Teacher, follow_average
 from common.memory import budget, memory
 from common.memory.recompute import explain_memory
-from common.model import adapters, build, fsdp, packs, vlm, weights
+from common.model import adapters, build, experts, fsdp, packs, vlm, weights
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.reports import records as reports
 from common.rewards import judge as judgements
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     args = checkpoint.choose_folder(args, fingerprint)
     state = TrainState(args.kl_coef, history=torch.zeros(2, len(rows.train)))
     checkpoints = checkpoint.Checkpoints(args, state, fingerprint)
-    models = build_models(args, rows.processor, ranks.device)
+    models = build_models(begun_before_replay(args, checkpoints), rows.processor, ranks.device)
     modules = models.by_role()  # on meta: no weights are read yet
     modules |= reward_modules(args, reward, rows, models.actor)
     check_teacher_rows(args, rows, models.teacher)
@@ -254,6 +254,11 @@ class RolloutArgs:
         "samples per held-out prompt; 1: greedy; more: drawn at --temperature, for mean rewards "
         "and pass@k",
         low=1,
+    )
+    replay_experts: bool = flag(
+        True,
+        "mixtures: updates choose the experts that were recorded while sampling, so that the model that is "
+        "trained is the one that sampled; the router still learns",
     )
 
 
@@ -766,6 +771,7 @@ def sampling_of(
     if teacher:
         banned[teacher.policy.processor.vocab_size :] = True
     return Sampling(
+        keeps_experts=args.replay_experts,
         banned=banned.to(device),
         stop_ids=torch.tensor(processor.stop_ids, device=device),
         max_new_tokens=args.max_new_tokens,
@@ -818,6 +824,7 @@ def build_models(args: Args, processor: Processor, device: torch.device) -> Mode
                 f"--aux_loss_coef {args.aux_loss_coef}: {builder.folder} has no experts "
                 "to balance, or balances them by a bias"
             )
+        listen_to_experts(args, actor, device)
         critic = None
         if ESTIMATORS[args.advantage].has_critic:
             critic = Critic(builder.role(args.critic_model, head=False))
@@ -826,6 +833,28 @@ def build_models(args: Args, processor: Processor, device: torch.device) -> Mode
             body = builder.role(args.reference_model, frozen=True)
             reference = Policy(body, processor).eval()
         return Models(actor, critic, reference, build_teacher(args, builder, actor))
+
+
+def listen_to_experts(args: Args, actor: Policy, device: torch.device) -> None:
+    """Let the actor replay its experts if the flags say so; the main rank prints why not."""
+    if not args.replay_experts or not vlm.routers(actor.model):
+        return
+    if device.type != "cpu" and args.cuda_graphs != "off":
+        distributed.say_once(
+            "--replay_experts: updates choose their own experts, as recording them in CUDA graphs has not "
+            "been tried on a GPU; --cuda_graphs off replays them"
+        )
+        return
+    experts.listen(actor.model)
+
+
+def begun_before_replay(args: Args, checkpoints: checkpoint.Checkpoints) -> Args:
+    """The arguments of a run that began before there was --replay_experts: it goes on without it."""
+    saved = checkpoints.saved
+    if not saved or "replay_experts" in saved["fingerprint"]:
+        return args
+    checkpoints.fingerprint["replay_experts"] = False
+    return replace(args, replay_experts=False)
 
 
 def build_teacher(args: Args, builder: build.Builder, actor: Policy) -> Teacher | None:
@@ -1127,7 +1156,10 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
     batch.old_logprobs = batch.logprobs
     if args.importance_cap or args.high_entropy_ratio < 1 or batch.foreign.any():
         logp, batch.entropy = packs.run_forward(
-            actor, batch, lambda pack: torch.stack(actor(pack, batch.sampling, entropy=True)[:2])
+            actor,
+            batch,
+            lambda pack: torch.stack(actor(pack, batch.sampling, entropy=True)[:2]),
+            replay=True,
         )
         batch.logprobs = torch.where(batch.foreign, logp, batch.logprobs)
         batch.old_logprobs = logp if args.importance_cap else batch.logprobs
@@ -1154,6 +1186,7 @@ def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator:
             lambda pack: actor(
                 pack, batch.sampling, references=[reference_outputs(reference, pack)]
             )[2][0],
+            replay=True,
         )
         fsdp.reshard_root(reference)
         return
@@ -1166,7 +1199,7 @@ def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator:
 def reference_outputs(reference: Policy, pack: Pack) -> tuple[Tensor, Tensor, float | None]:
     """A frozen model's hidden states (T, H), LM head (V, H), which is still unsharded after the
     forward, and softcap."""
-    with adapters.without_adapters(reference.model):
+    with adapters.without_adapters(reference.model), experts.own_choice(pack):
         hidden = reference(pack, None, hidden_only=True)
     fsdp.clear_forward_order(reference)
     return hidden, reference.model.lm_head.weight, vlm.softcap(reference.model)
@@ -1331,15 +1364,18 @@ class Minibatch(NamedTuple):
 
 
 def minibatches_of(
-    module: vlm.Wrapper, batch: Batch, step: int, epochs: int, args: Args
+    module: vlm.Wrapper, batch: Batch, step: int, epochs: int, args: Args, replay: bool = False
 ) -> Iterator[Minibatch]:
-    """The minibatches of ``epochs`` passes over the samples of ``step``, counted from 1."""
+    """The minibatches of ``epochs`` passes over the samples of ``step``, counted from 1. ``replay``: see
+    `packs.of_batch`."""
     all_tokens = torch.ones_like(batch.in_policy_loss)
     balanced = args.aux_loss_coef > 0
     for epoch in range(epochs):
         seed = (args.seed, step, epoch)
         for indices in batch.minibatches(args.minibatches, seed):
-            load = further_losses.count_experts(module, batch, indices) if balanced else None
+            load = None
+            if balanced:
+                load = further_losses.count_experts(module, batch, indices, replay)
             yield Minibatch(
                 indices,
                 weights=minibatch_weights(batch, indices, all_tokens, args),
@@ -1431,14 +1467,15 @@ def update_actor(
     actor.train()
     with fsdp.on_device(args.offload, trained, *frozen):
         view = teacher and (teacher.policy.model, teacher.view(batch))
-        minibatches = minibatches_of(actor, batch, step, args.epochs, args)
+        minibatches = minibatches_of(actor, batch, step, args.epochs, args, replay=True)
         for number, minibatch in enumerate(minibatches):
             if not minibatch.teaches(args):
                 continue
             if ptx:
                 pending_text = ptx.start(number)  # its images decode in the background
             stats = []
-            for pack in packs.of_batch(actor.model, batch, minibatch.indices, view):
+            parts = packs.of_batch(actor.model, batch, minibatch.indices, view, replay=True)
+            for pack in parts:
                 loss, pack_stats = actor_loss(actor, models, pack, batch, minibatch, args)
                 backward(loss)
                 stats.append(pack_stats)
@@ -1590,7 +1627,7 @@ def evaluate(
     actor = trainables["actor"].module
     started = time.perf_counter()
     count = args.eval_samples
-    sampling = replace(sampling, stream=EVAL, greedy=count == 1)
+    sampling = replace(sampling, stream=EVAL, greedy=count == 1, keeps_experts=False)
     together = prompts_together(args.slots, args.rollout_shards, count)
     batches = data.batches_in_order(rows.held_out, together)
     records, conversations, dropped = [], [], 0

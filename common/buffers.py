@@ -120,6 +120,8 @@ class Batch:
     prompts: PerPrompt  # rows of the data
     prompt_ids: PerPrompt  # number of the draw in the run: a key of the sampling noise
     owners: PerPrompt  # rank that samples the responses
+    # ids (P, layers, K) of the experts that prompts chose, those of this rank's own, on the CPU
+    prompt_experts: OfPrompts[Tensor] = field(default_factory=dict)
     # indices of prompts without samples, as an image does not decode
     dropped: OfBatch[list[int]] = field(default_factory=list)
     # images of own prompts, until their features exist
@@ -139,6 +141,9 @@ class Batch:
     logprobs: PerToken = EMPTY
     # bool: not drawn by the policy from this prompt, such as a demonstration or an earlier sample
     foreign: PerToken = EMPTY
+    # (S,) ids (R, layers, K) of the experts that the tokens of a sample's stream chose; empty for samples
+    # that another rank has drawn
+    experts: Annotated[list[Tensor], "sample"] = field(default_factory=list)
     sampling: OfBatch[Sampling | None] = None  # how they were drawn; training uses the same
 
     # Conversations, if there is an environment.
@@ -283,7 +288,14 @@ class Batch:
         sample number). It is the same at any number of ranks."""
         ranks = distributed.gather_objects(tensor_fields(self))
         samples = {name: torch.cat([part[name] for part in ranks]) for name in ranks[0]}
-        whole = replace(self, **samples, conversations=gather_conversations(self.conversations))
+        conversations = gather_conversations(self.conversations)
+        whole = replace(self, **samples, conversations=conversations)
+        if self.sampling and self.sampling.keeps_experts:
+            counts = [len(part["own_lengths"]) for part in ranks]
+            first = sum(counts[: dist.get_rank()])
+            whole.experts = [EMPTY] * len(whole)
+            if self.experts:
+                whole.experts[first : first + len(self)] = self.experts
         return whole.select(whole.prompt_index.argsort(stable=True))
 
     def select(self, order: Tensor) -> "Batch":

@@ -676,12 +676,12 @@ def kl_penalty(kind: str, logp: Tensor, ref: Tensor) -> Tensor:
     raise ValueError(f"unknown KL estimator {kind!r}")
 
 
-def expert_load(logits: list[Tensor], weights: Tensor, top_k: int) -> Tensor:
-    """(E,) how often each expert is chosen, from the logits (L, E) of every layer and the weights
-    (L,) of the tokens of a pack."""
-    probs = torch.stack(logits).float().softmax(dim=-1)  # (layers, L, E)
-    chosen = torch.zeros_like(probs).scatter(-1, probs.topk(top_k, dim=-1).indices, 1.0)
-    return (chosen * weights[:, None]).sum(dim=(0, 1))
+def expert_load(chosen: list[Tensor], weights: Tensor, experts: int) -> Tensor:
+    """(E,) how often each of E ``experts`` is chosen, from the ids (L, K) that every layer uses and the
+    weights (L,) of the tokens of a pack."""
+    ids = torch.stack(chosen)  # (layers, L, K)
+    times = weights[:, None].expand(ids.shape)
+    return torch.bincount(ids.flatten(), times.flatten(), minlength=experts).to(weights.dtype)
 
 
 def balance_loss(logits: list[Tensor], weights: Tensor, load: Tensor, top_k: int) -> Tensor:

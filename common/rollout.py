@@ -16,7 +16,7 @@ from common import distributed, logging, logprobs
 from common.buffers import EMPTY, Batch, Pack, fill_packs
 from common.envs import dialogue, environments
 from common.memory import memory
-from common.model import attention, fsdp, graphs, packs, vlm
+from common.model import attention, experts, fsdp, graphs, packs, vlm
 from common.model.policy import Policy
 from common.sampling import Sampling
 
@@ -102,6 +102,12 @@ def with_samples(batch: Batch, results: dict[dialogue.Key, dialogue.Response]) -
     batch = batch.with_targets(responses)
     batch.logprobs = torch.cat([torch.zeros(0), *(each.logprobs for each in results.values())])
     batch.truncated = torch.tensor([each.truncated for each in results.values()]).bool()
+    batch.prompt_experts = {}
+    for (index, _), response in results.items():
+        if len(response.experts):
+            of_prompt = batch.prompt_lengths[index]
+            batch.prompt_experts.setdefault(index, response.experts[:of_prompt])
+            batch.experts.append(response.experts[of_prompt:])
     return batch
 
 
@@ -164,6 +170,8 @@ class RolloutEngine:
             self.setup.backend,
             self.setup.team.size,
         )
+        if sampling.keeps_experts and self.setup.hears_experts and not sampling.greedy:
+            self.cache.experts = experts.buffer_of(self.model, slots, capacity, device)
         self.make_slots(slots)
         if envs and self.cache.linear:
             self.cache.linear.done = self.done
@@ -335,12 +343,15 @@ class RolloutEngine:
     def decode_on_device(self, size: int, longest: int) -> None:
         """The device's part of `decode`; the host reads nothing back. No slot has more than
         ``longest`` cached tokens, the new one included."""
+        attend = attention.DecodeAttention(
+            self.cache, self.length[:size], longest, self.setup.backend
+        )
+        if self.cache.experts is not None:
+            attend.experts = experts.Recorder(self.cache.experts, attend.slots, attend.lengths)
         pack = Pack(
             input_ids=self.last[None, :size],
             positions=self.rope[:size].expand(3, 1, -1),
-            attention=attention.DecodeAttention(
-                self.cache, self.length[:size], longest, self.setup.backend
-            ),
+            attention=attend,
         )
         hidden = vlm.hidden_states(self.model, pack)  # (B, H)
         self.counters[:2, :size] += ~self.done[:size]
@@ -408,9 +419,24 @@ class RolloutEngine:
 
     def release(self, slot: int, response: dialogue.Response) -> None:
         """Take a finished sample out of its slot."""
+        response = response._replace(experts=self.experts_of(slot, response))
         self.results[self.slots.pop(slot).key] = response
         # a free slot still decodes; with length 0 it does not read its old sequence
         self.length[slot] = 0
+
+    def experts_of(self, slot: int, response: dialogue.Response) -> Tensor:
+        """(P + R, layers, K) ids of the experts that the tokens of a finished sample chose, if they are
+        kept."""
+        if self.cache.experts is None:
+            return EMPTY
+        key = self.slots[slot].key
+        size = self.batch.prompt_lengths[key[0]] + len(response.tokens)
+        if self.envs:
+            size += self.envs.episodes[key].reply_tokens
+        # a copy, on a CPU too: the slot is used again
+        ids = self.cache.experts[:, slot, :size].transpose(0, 1).to("cpu", copy=True)
+        ids[-1] = experts.NONE  # a last token is not decoded
+        return ids
 
     def collect_replies(self, envs: dialogue.EnvRollout) -> None:
         """Continue the samples whose environments have answered, and release those whose

@@ -31,6 +31,9 @@ class Sampling:
     banned: Tensor  # (V,) bool: ids that are never drawn, such as image tokens
     stop_ids: Tensor  # (k,) ids that end a response
     max_new_tokens: int
+    keeps_experts: bool = (
+        False  # whether a batch of samples, unless greedy, gets the experts that its tokens chose
+    )
     min_new_tokens: int = 0  # before that, stop ids are banned
     temperature: float = 1.0
     top_k: int = 0  # 0: off

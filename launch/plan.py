@@ -31,7 +31,7 @@ import train_ppo_vl as ppo
 from common.data.rows import Example, Prompt
 from common.flags import DataArgs, Parser
 from common.ground.process import UserError, run_main
-from common.memory import budget
+from common.memory import budget, memory
 from common.rewards import sources
 from launch.tool import between
 
@@ -67,6 +67,10 @@ def main(argv: list[str] | None = None) -> None:
     print(budget.require_fit(plan, setting, options.gib, most=1.0))
     if options.script == "ppo":
         print(f"room for {plan.slots(options.gib)} samples that decode together", flush=True)
+        size = memory.experts_bytes(plan.models["actor"])
+        if size:
+            where = "beside its key and value, and in host memory until the update"
+            print(f"{size} bytes per token for the ids of its experts: {where}", flush=True)
 
 
 def memory_table(phases: dict[str, budget.Parts]) -> list[str]:

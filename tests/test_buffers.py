@@ -77,7 +77,10 @@ def pieces(samples: Batch, flat: torch.Tensor) -> list[list]:
 
 
 # ------------------------------------------------------------------------------------------------ Batch
-OF_PROMPTS = ("prompts", "prompt_ids", "owners", "dropped", "patches", "features", "positions")
+OF_PROMPTS = (
+    *("prompts", "prompt_ids", "owners", "dropped"),
+    *("patches", "features", "positions", "prompt_experts"),
+)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -123,6 +126,7 @@ def test_targets_take_the_place_of_samples():
 def test_select_takes_every_field_along(seed):
     rng = np.random.default_rng(seed)
     samples = with_replies(random_batch(rng), rng)
+    samples.experts = [torch.tensor([i]) for i in range(len(samples))]
     # repeats and gaps
     order = rng.integers(0, len(samples), rng.integers(0, 2 * len(samples))).tolist()
     ends = samples.stream_lengths.cumsum(0).tolist()
@@ -132,7 +136,7 @@ def test_select_takes_every_field_along(seed):
         old, new = getattr(samples, name), getattr(chosen, name)
         if name in (*OF_PROMPTS, "sampling", "kl_coef", "compared"):
             assert new is old
-        elif name in ("judgements", "conversations"):
+        elif name in ("judgements", "conversations", "experts"):
             assert new == [old[i] for i in order]
         elif name in ("stream", "is_own", "stream_positions"):
             assert new.tolist() == [

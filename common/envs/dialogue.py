@@ -48,6 +48,8 @@ class Response(NamedTuple):
     tokens: Tensor  # (n,)
     logprobs: Tensor  # (n,)
     truncated: bool  # ended by a limit
+    # (P + R, layers, K) ids of the experts that prompt and stream chose, if they are kept
+    experts: Tensor = EMPTY
 
 
 @dataclass(eq=False)

@@ -19,25 +19,23 @@ from common.buffers import Batch, Pack
 from common.data.loader import PromptLoader, data_order
 from common.data.rows import Example
 from common.logging import Mean, Share
-from common.model import fsdp, packs, vlm
+from common.model import experts, fsdp, packs, vlm
 from common.model.policy import Policy
 
 
 @torch.no_grad()
 def count_experts(
-    module: vlm.Wrapper, batch: Batch, indices: Iterable[int] | None = None
+    module: vlm.Wrapper, batch: Batch, indices: Iterable[int] | None = None, replay: bool = False
 ) -> Tensor:
     """(E,) how often each expert is chosen in the minibatch of the prompts ``indices`` (None: all),
-    over all ranks."""
+    over all ranks. ``replay``: see `packs.of_batch`."""
     model = module.model
     text = model.config.get_text_config()
     load = torch.zeros(text.num_experts, device=model.setup.device)
-    for pack in packs.of_batch(model, batch, indices):
-        with vlm.router_logits(model) as routed:
+    for pack in packs.of_batch(model, batch, indices, replay=replay):
+        with experts.choices(model) as chosen:
             module(pack)
-        load += losses.expert_load(
-            routed, pack.copies.to(load.device), vlm.experts_per_token(model)
-        )
+        load += losses.expert_load(chosen, pack.copies.to(load.device), len(load))
     fsdp.clear_forward_order(module)
     dist.all_reduce(load)
     return load

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from common import distributed
 from common.logging import Metrics
 from common.logprobs import can_fuse
+from common.model import experts
 from common.model.attention import LARGEST_HEAD, SlotCache, head_dim, layer_configs
 from common.model.layers import RMSNorm, RMSNormPlusOne, SwiGLU
 from common.model.linear_attention import DeltaNet, activation_bytes
@@ -197,7 +198,16 @@ def slot_bytes(module: Wrapper, length: int, ranks: int) -> int:
     its heads, counted on meta."""
     text, setup = module.model.config.get_text_config(), module.model.setup
     meta = torch.device("meta")
-    return SlotCache(text, 1, length, setup.dtype, meta, setup.backend, ranks).nbytes
+    cache = SlotCache(text, 1, length, setup.dtype, meta, setup.backend, ranks)
+    return cache.nbytes + length * experts_bytes(module)
+
+
+def experts_bytes(module: Wrapper) -> int:
+    """Bytes per token of the ids of the experts that a rollout records, in its slots and then in host
+    memory; 0 where it records none."""
+    if not module.model.setup.hears_experts:
+        return 0
+    return experts.buffer_of(module.model, 1, 1, torch.device("meta")).nbytes
 
 
 def fitting_slots(policy: Wrapper, length: int, most: int, free: float, ranks: int) -> int:

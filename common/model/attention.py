@@ -234,6 +234,8 @@ class SlotCache:
         self.slots, self.capacity, self.device = slots, capacity, device
         # whether a layer uses sdpa, which also reads the keys that it masks
         self.reads_masked = backend_of(backend, largest_head(text_config)) == "sdpa"
+        # (layers, slots, capacity, K) ids of the experts that each token chose, if they are recorded
+        self.experts: Tensor | None = None
         self.linear = None
         if linear_layers(text_config):
             self.linear = SlotStates(text_config, slots, dtype, device)
@@ -248,7 +250,9 @@ class SlotCache:
         lists), layer by layer, as a copy of half the cache would not fit into memory."""
         sources = torch.tensor(source, device=self.device)
         targets = torch.tensor(target, device=self.device)
-        for cache in (*self.keys, *self.values):  # (slots, capacity, Hkv, D)
+        experts = () if self.experts is None else self.experts
+        # (slots, capacity, Hkv, D), and of experts (slots, capacity, K)
+        for cache in (*self.keys, *self.values, *experts):
             cache[targets, :longest] = cache[sources, :longest]
         if self.linear is not None:
             self.linear.move(sources, targets)
@@ -350,6 +354,8 @@ class PackedAttention:
         earlier: tuple[Tensor, ...] = (),
     ):
         self.backend, self.device, self.segments = backend, device, segments
+        # tells routers which experts to choose, or keeps which they chose: see `experts`
+        self.experts: Any = None
         self.cache, self.plan, self.earlier = cache, plan, earlier
         # (S, 5)
         table = np.asarray([(*segment, False)[:5] for segment in segments], dtype=np.int64)
@@ -571,6 +577,7 @@ class DecodeAttention:
 
     def __init__(self, cache: SlotCache, lengths: Tensor, longest: int, backend: str):
         self.cache, self.lengths, self.longest, self.backend = cache, lengths, longest, backend
+        self.experts: Any = None  # as in `PackedAttention`
         self.linear = cache.linear
         # What all layers share is computed here, once: on a GPU each line launches a kernel.
         self.slots = torch.arange(len(lengths), device=lengths.device)

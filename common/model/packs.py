@@ -37,6 +37,7 @@ from common.data.rows import Example, Stream
 from common.logging import progress
 from common.model import vlm
 from common.model.attention import PackedAttention, SlotCache
+from common.model.experts import NONE, Recorder, Replay
 from common.model.fsdp import reshard_root
 from common.model.vlm import Model, Wrapper, positions_of
 
@@ -82,6 +83,7 @@ def of_batch(
     batch: Batch,
     indices: Iterable[int] | None = None,
     teacher: tuple[Model, Batch] | None = None,
+    replay: bool = False,
 ) -> Iterator[Pack]:
     """This rank's packs of the given prompts (all by default), on the device, one after the other.
 
@@ -91,16 +93,13 @@ def of_batch(
     Args:
         teacher: another model, and the same samples as that model sees them. The ``teacher`` of
             each pack is then the pack of the same blocks for the other model.
+        replay: whether ``model`` chooses the experts that were recorded when it sampled.
     """
     setup = model.setup
     hidden_size = model.config.get_text_config().hidden_size
     # of a masked score, in units of tokens
     score_cost = 1 / (6 * hidden_size) if setup.backend == "sdpa" else 0.0
-    sized = batch
-    if teacher is not None:
-        pairs = zip(batch.prompts, teacher[1].prompts)
-        longer = [max(pair, key=lambda prompt: len(prompt.input_ids)) for pair in pairs]
-        sized = replace(batch, prompts=longer)
+    sized = batch if teacher is None else with_longer_prompts(batch, teacher[1])
     most = setup.max_tokens_per_pack
     if setup.updates and torch.is_grad_enabled():  # a backward needs room for activations
         most = setup.updates.tokens
@@ -118,10 +117,21 @@ def of_batch(
         features = exchange_features(images, [keys | spare for keys in needed], dtype)
         return (make_pack(model, batch, blocks, features, spare) for blocks in mine)
 
+    student = packs_of(model, batch, mine)
+    if replay:
+        ids = exchange_experts(model, batch, needed)
+        student = tell_experts(student, batch, assigned[dist.get_rank()], ids)
     if teacher is None:
-        return packs_of(model, batch, mine)
-    pairs = zip(packs_of(model, batch, mine), packs_of(*teacher, assigned[dist.get_rank()]))
+        return student
+    pairs = zip(student, packs_of(*teacher, assigned[dist.get_rank()]))
     return (replace(pack, teacher=other) for pack, other in pairs)
+
+
+def with_longer_prompts(batch: Batch, other: Batch) -> Batch:
+    """The batch with the longer of both prompts of each sample, for sizes alone."""
+    pairs = zip(batch.prompts, other.prompts)
+    longer = [max(pair, key=lambda prompt: len(prompt.input_ids)) for pair in pairs]
+    return replace(batch, prompts=longer)
 
 
 def join(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
@@ -181,6 +191,38 @@ def image_grids(batch: Batch, keys: Iterable[ImageKey]) -> list[tuple]:
         elif batch.conversations:
             grids += batch.conversations[i].grids
     return [grid[:3] for grid in grids]
+
+
+def exchange_experts(model: Model, batch: Batch, needed: list[set[ImageKey]]) -> Features:
+    """The ids of experts that prompts and samples chose, from the ranks that drew them to the ranks whose
+    packs hold them: (n, layers, K) by the keys of their images. Empty if none are kept."""
+    if not (model.setup.hears_experts and batch.experts):  # the same on all ranks
+        return {}
+    local: Features = {("prompt", index): ids for index, ids in batch.prompt_experts.items()}
+    local |= {("reply", i): ids for i, ids in enumerate(batch.experts) if len(ids)}
+    # as bytes: not every back-end of torch.distributed sends 16 bits
+    as_bytes = {key: ids.contiguous().view(torch.uint8) for key, ids in local.items()}
+    exchanged = exchange_features(as_bytes, needed, torch.uint8)
+    return {key: ids.view(torch.int16) for key, ids in exchanged.items()}
+
+
+def tell_experts(
+    packs: Iterator[Pack], batch: Batch, blocks: list[list[Block]], ids: Features
+) -> Iterator[Pack]:
+    """The packs, whose tokens are to choose the experts ``ids``. A pack holds each prompt and then its
+    samples, as `build_pack` lays them out."""
+    for pack, part in zip(packs, blocks):
+        rows = []
+        for index, members in part:
+            rows.append(ids.get(("prompt", index), batch.prompt_lengths[index]))
+            rows += [ids.get(("reply", i), int(batch.pack_lengths[i])) for i in members]
+        known = next(iter(ids.values()), None)
+        if rows and known is not None:
+            unknown = known.new_full((1, *known.shape[1:]), NONE)
+            rows = [unknown.expand(x, -1, -1) if isinstance(x, int) else x for x in rows]
+            device = pack.input_ids.device
+            pack.attention.experts = Replay(distributed.to_device(torch.cat(rows), device))
+        yield pack
 
 
 def spare_image(batch: Batch) -> set[ImageKey]:
@@ -273,6 +315,9 @@ def prefill_pack(
     attention = PackedAttention(
         segments, setup.backend, device, cache, plan, earlier if cached.any() else ()
     )
+    if cache.experts is not None:
+        rows, *cells = plan
+        attention.experts = Recorder(cache.experts, *cells, rows=rows)
     pack = Pack(
         input_ids=ids[None],
         positions=positions[:, None],
@@ -285,10 +330,13 @@ def prefill_pack(
 
 
 @torch.no_grad()
-def run_forward(module: Wrapper, batch: Batch, forward: Callable[[Pack], Tensor]) -> Tensor:
+def run_forward(
+    module: Wrapper, batch: Batch, forward: Callable[[Pack], Tensor], replay: bool = False
+) -> Tensor:
     """(N,) what ``forward`` (a pack -> (T,)) computes for every response token, on every rank; (k, N)
-    if it returns (k, T)."""
+    if it returns (k, T). ``replay``: see `of_batch`."""
     module.eval()
-    done = [(pack.flat, forward(pack)) for pack in of_batch(module.model, batch)]
+    packs = of_batch(module.model, batch, replay=replay)
+    done = [(pack.flat, forward(pack)) for pack in packs]
     reshard_root(module)
     return join(done, len(batch.tokens))
