@@ -570,6 +570,7 @@ def typed_values(script, folder: Path) -> dict[str, list]:
         "columns": "prompt=a",
         "dual_clip": 2.5,
         "keep_best": "eval/loss",
+        "profile_steps": "2-3",
         "out": folder / "other",
     }
     follows, values = script.Args().automatic(), {}

@@ -52,14 +52,14 @@ NODE = "/proc/self/cwd"  # each process has another folder under this path
 WAY = """
 adam_beta2 attention coordinates dtype eval_data eval_every export_every gradient_checkpointing hsdp
 image_root keep_best keep_gb keep_last log_samples lr_schedule max_grad_norm max_pixels max_prompt_tokens
-max_tokens_per_pack min_lr_ratio min_pixels on_bad_row out prompts_per_step resume rollout_shards
+max_tokens_per_pack min_lr_ratio min_pixels on_bad_row out profile_steps prompts_per_step resume rollout_shards
 save_blocking save_every save_strategy timeout video_fps video_frames warmup_steps weight_decay
 eval_only
 """.split()
 WAY_OF_PPO = """
 actor_lr aux_loss_coef critic_epochs critic_lr critic_warmup_steps cuda_graphs ema_beta env_timeout
 env_workers epochs eval_samples export_critic grm_max_new_tokens max_new_tokens max_reply_tokens
-max_turns min_new_tokens minibatches offload reward_timeout rollouts_per_step sampler_gap_limit
+max_turns min_new_tokens minibatches offload replay_experts reward_timeout rollouts_per_step sampler_gap_limit
 samples_per_prompt slots stop_strings target_kl temperature top_k top_p
 """.split()
 WAY_OF_GRM = ["cuda_graphs", "eval_max_new_tokens", "lr", "slots"]
