@@ -659,7 +659,7 @@ def test_what_was_saved_before_is_one_message(save, start):
     saved |= {"flags": saved.pop("fingerprint"), "contents": {}}
     (path / "state.json").write_text(json.dumps(saved))
     commit(path)
-    message = f"{path} was saved by the other script, or by an earlier version of this project"
+    message = f"{path} was saved by the other script, or by another version of this project .before 0.2.0."
     with user_error(f"^{message}: state.json has no fingerprint; to start from its weights"):
         resume(start())
 
@@ -1194,7 +1194,7 @@ def test_passes_are_counted_in_rows_that_are_left(epochs, last):
     args = grm.parse_args(words("--model m --data d --prompts_per_step 2 --max_epochs", epochs))
     saved = {"step": 2, "rows_drawn": 8, "fingerprint": {"data": "d"}}
     counted = grm.count_steps(args, 16, saved, {"data": "d"})
-    assert (counted.steps, counted.max_epochs) == (last, 0)
+    assert (counted.steps, counted.max_epochs) == (last, epochs)
 
 
 def test_passes_over_other_data_begin_anew(qwen25, tmp_path):
