@@ -74,7 +74,7 @@ def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, 
         k: load_pixels(prompt, processor) for k, prompt in enumerate(prompts) if prompt.grids
     }
     count = len(prompts)
-    batch = Batch(prompts, [*range(count)], [0] * count, patches=pixels)
+    batch = Batch(prompts, [*range(count)], [0] * count, patches=dict(pixels))
     sampling = replace(ppo.sampling_of(args, processor, ranks.device), greedy=True)
     samples = ppo.rollout(actor, batch, sampling, 2)  # two of a prompt share it in a pack
     chat.model.setup = actor.model.setup

@@ -621,7 +621,7 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
 
     again = load_judgements(str(right), processor, judge_settings(), DataArgs(), "both", frame)
     assert len(again) == 3
-    for (prompt, *_), (copy, label, _) in zip(questions, again):
+    for (prompt, *_), (copy, label, *_) in zip(questions, again):
         assert copy.input_ids.tolist() == prompt.input_ids.tolist()
         assert copy.images == prompt.images
         assert label.tolist() == encode_target(processor, frame, texts[prompt.index, "r"]).tolist()
