@@ -83,8 +83,9 @@ def serve(connection: Connection, has_terminal: bool) -> None:
     )
     begin()
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(write_through=True)  # the end of this process comes unannounced
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure:
+            reconfigure(write_through=True)  # the end of this process comes unannounced
     if has_terminal:
         sys.addaudithook(tell_of_debugger)
     answering = connection
@@ -360,7 +361,7 @@ def close(number: int) -> None:
         function()
 
 
-REQUESTS = {
+REQUESTS: dict[str, Callable] = {
     function.__name__: function
     for function in (load, of_function, call, call_each, keep, call_with, check)
     + (of_class, make, step, close)

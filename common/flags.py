@@ -269,7 +269,7 @@ def add_flag(section: Any, field: Any, is_listed: bool) -> None:
 class Parser(argparse.ArgumentParser):
     """A parser that raises UserError for a mistake, and suggests a flag."""
 
-    fields: dict[str, Any]  # by flag, for `read_flags`
+    fields: Mapping[str, Any]  # by flag, for `read_flags`
 
     def error(self, message: str):
         raise UserError(message)

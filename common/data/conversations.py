@@ -13,6 +13,7 @@ Shapes: n label tokens of an answer, R tokens of a stream.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -74,7 +75,7 @@ def read_answers(
     def prompt_before(k: int, columns: dict) -> Prompt:
         chat = messages[:k]
         files = media[: len(media_parts(chat))]
-        origin = fields | {"row": columns}
+        origin: dict[str, Any] = fields | {"row": columns}
         return make_prompt(processor, chat, files, args, instruct(chat), **origin)
 
     regions = None

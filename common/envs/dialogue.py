@@ -229,11 +229,11 @@ class EnvRollout:
         """In a thread: make and reset an environment. Returns its first observation."""
         self.places.acquire()  # the sample that had the slot before may still be closing
         try:
-            episode.env = self.environment.of.make()
+            episode.env = env = self.environment.of.make()
         except BaseException:
             self.places.release()
             raise
-        observation = episode.env.reset(episode.row, self.environment.timeout)
+        observation = env.reset(episode.row or {}, self.environment.timeout)
         if observation is None:
             return None
         return replies.read_parts(observation, self.processor, self.environment.max_prompt_tokens)

@@ -25,7 +25,7 @@ from common.model.vlm import Model, decoder, experts_per_token
 NONE = -1  # the token's choice was not recorded: the router chooses
 
 
-def choosers(model: Model) -> list[tuple[nn.Module, nn.Module]]:
+def choosers(model: Model) -> list[tuple[nn.Module, Any]]:
     """Each layer with experts, and the module in it that returns scores (L, E), weights (L, K) and ids
     (L, K) of the experts of each token."""
     pairs = []

@@ -12,7 +12,7 @@ tokens, N response tokens of all samples, H hidden size.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -221,7 +221,8 @@ def tell_experts(
             unknown = known.new_full((1, *known.shape[1:]), NONE)
             rows = [unknown.expand(x, -1, -1) if isinstance(x, int) else x for x in rows]
             device = pack.input_ids.device
-            pack.attention.experts = Replay(distributed.to_device(torch.cat(rows), device))
+            attention = cast(PackedAttention, pack.attention)
+            attention.experts = Replay(distributed.to_device(torch.cat(rows), device))
         yield pack
 
 

@@ -74,7 +74,7 @@ class Source:
     score: Callable[[Batch, list[int], Processor], Scores] | None = None
     # Why nothing can match each of these reference answers, of these rows; "" if something can. None: any
     # may be right.
-    check: Callable[[list[str], list[dict]], list[str]] | None = None
+    check: Callable[[list, list[dict]], list[str]] | None = None
 
 
 def load_rewards(args: RewardArgs) -> "RewardMix":

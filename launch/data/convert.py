@@ -464,7 +464,8 @@ def describe(error: Exception, row: Any) -> str:
 
 
 def parse_columns(text: str) -> dict[str, str]:
-    columns = dict(item.partition("=")[::2] for item in text.split(","))
+    parts = [item.partition("=") for item in text.split(",")]
+    columns = {ours: theirs for ours, _, theirs in parts}
     unknown = columns.keys() - {*PROMPTS, *LABELS, *COLUMNS.split(), *JUDGED}
     if unknown:
         names = ", ".join((*COLUMNS.split(), *JUDGED))

@@ -115,10 +115,11 @@ def find_choices(rest: dict) -> tuple[list[str], list[str]]:
         values = read_json_text(values[0]) or values[0]
     if isinstance(values, dict):
         values = list(values.values())
-    texts = [number_as_text(value) for value in values] if isinstance(values, list) else [None]
-    if not all(isinstance(text, str) for text in texts):
+    if not isinstance(values, list):
         return [], []
-    return (columns, texts) if texts else ([], [])
+    texts = [number_as_text(value) for value in values]
+    is_choice = texts and all(isinstance(text, str) for text in texts)
+    return (columns, texts) if is_choice else ([], [])
 
 
 def take_choices(reading: Reading, prompt: str, answer: str | None) -> tuple[list[str], str | None]:

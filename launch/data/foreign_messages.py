@@ -89,7 +89,7 @@ def take_media(reading: Reading) -> dict:
             "columns 'image' and 'images': choose one by --columns images=image or image=images"
         )
     pictures = as_list(reading.take("image", "images", "image_urls"))
-    converted = {"images": [images.write(image) for image in pictures]}
+    converted: dict[str, list] = {"images": [images.write(image) for image in pictures]}
     clips = as_list(reading.take("video", "videos"))
     if clips:
         converted["videos"] = [images.find_clip(clip) for clip in clips]

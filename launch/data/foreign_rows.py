@@ -165,7 +165,9 @@ def convert_prompt(reading: Reading) -> dict:
     """The prompt, images, videos, answer and response of a row; on --turns all, messages in place of prompt
     and response."""
     prompt = take_prompt(reading)
-    response = read_messages(reading.take("completion", "output", "response"), reading.how.drop)
+    response: Any = read_messages(
+        reading.take("completion", "output", "response"), reading.how.drop
+    )
     ends = isinstance(prompt, list) and prompt[-1]["role"] == "assistant"
     if response is not None and ends:
         raise UserError("the prompt ends with the assistant, and there is a response, too")
@@ -175,7 +177,9 @@ def convert_prompt(reading: Reading) -> dict:
         response = [{"role": "assistant", "content": as_text(response)}]
     elif ends:
         prompt, response = prompt[:-1], prompt[-1:]
-    converted = with_target(reading, prompt, response) if response else {"prompt": prompt}
+    converted: dict = {"prompt": prompt}
+    if response:
+        converted = with_target(reading, prompt, response)
     converted |= take_media(reading)
     answer = take_answer(reading)
     if answer is None and "response" in converted:

@@ -48,7 +48,7 @@ class Images:
         except Exception as error:  # damaged files raise anything, by plugin
             problem = f"an image that cannot be decoded: {image!r:.80} ({error!s:.200})"
             raise UserError(problem) from error
-        path = self.folder / f"{self.name}-{self.count}.{picture.format.lower()}"
+        path = self.folder / f"{self.name}-{self.count}.{str(picture.format).lower()}"
         path.write_bytes(data)
         self.count += 1
         self.written[digest] = f"{self.folder.name}/{path.name}"

@@ -50,7 +50,7 @@ class Tools:
 
     def step(self, text: str) -> tuple:
         answer = after_thought(text)
-        calls = [match[match.lastindex] for match in CALLS.finditer(answer)]
+        calls = [match[match.lastindex or 0] for match in CALLS.finditer(answer)]
         if not calls:
             return None, self.reward(answer), True
         return "\n".join(map(self.call, calls)), 0.0, False
