@@ -65,9 +65,8 @@ class Guardian:
             os.write(self.pipe, f"{number}\n".encode())
 
 
-guardians: list[
-    Guardian
-] = []  # the last one is that of this process, or of the one that has forked it
+# the last one is that of this process, or of the one that has forked it
+guardians: list[Guardian] = []
 
 
 def guardian() -> Guardian:

@@ -405,8 +405,8 @@ def test_a_step_on_shards_is_that_on_dtensors():
 def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows, monkeypatch):
     env, seen, inner = fresh(qwen25, picture_rows), [], ppo.minibatches_of
 
-    def watched(*arguments):
-        for part in inner(*arguments):
+    def watched(*arguments, **named):
+        for part in inner(*arguments, **named):
             seen.extend(part.indices)
             yield part
 
