@@ -350,6 +350,9 @@ class Batch:
             for part in parts
             for name in part.components
         }
+        if any(part.experts for part in parts):  # samples that no sampler drew have none
+            experts = [part.experts or [EMPTY] * len(part) for part in parts]
+            joined["experts"] = list(itertools.chain(*experts))
         return Batch(**joined)
 
 

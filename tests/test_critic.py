@@ -39,8 +39,8 @@ def test_the_critic_may_have_passes_of_its_own(
     """Each over all prompts, in orders of their own; the actor keeps its --epochs."""
     env, seen, inner = fresh(qwen25, picture_rows), [], ppo.minibatches_of
 
-    def watched(*arguments):
-        for minibatch in inner(*arguments):
+    def watched(*arguments, **named):
+        for minibatch in inner(*arguments, **named):
             seen.extend(map(int, minibatch.indices))
             yield minibatch
 
