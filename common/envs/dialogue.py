@@ -256,7 +256,8 @@ class EnvRollout:
 
     def copy_teammates(self) -> None:
         """Add the episodes of the team's other ranks, which decode the same samples."""
-        copies = {key: replace(each, env=None, row=None) for key, each in self.episodes.items()}
+        own = {"env": None, "row": None, "ready": None}  # of this process
+        copies = {key: replace(each, **own) for key, each in self.episodes.items()}
         self.episodes = dict(ChainMap(self.episodes, *self.team.gather_objects(copies)))
 
     def share_opening(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:

@@ -167,7 +167,9 @@ def digest_model(name: str, as_read: bool = True) -> str:
     if not as_read:
         return digest_files(path for path in folder.iterdir() if READ_BEFORE.fullmatch(path.name))
     small = [path for path in folder.iterdir() if READ.fullmatch(path.name)]
-    return digest_files([*small, *weight_files(folder)], plain=True)
+    # of a folder without weights, loading tells
+    stored = weight_files(folder) if any(folder.glob("*.safetensors")) else []
+    return digest_files([*small, *stored], plain=True)
 
 
 def digest_files(paths: Iterable[Path], plain: bool = False) -> str:

@@ -34,10 +34,10 @@ TURNS, LONGEST = 3, 64
 class Asks:
     """Two replies, then done."""
 
-    pictures, seconds = False, 0.0
+    pictures = False
 
     def reset(self, row):
-        self.turn = 0
+        self.turn, self.seconds = 0, row["seconds"]
 
     def step(self, text):
         time.sleep(self.seconds)
@@ -125,7 +125,6 @@ def main() -> None:
     answering = dataclasses.replace(
         sampling, environment=environments.load_environment(args, args.max_prompt_tokens)
     )
-    asks = answering.environment.make
     lengths = (
         np.random.default_rng(1)
         .lognormal(2.7, 0.7, (prompts, SAMPLES, TURNS))
@@ -136,7 +135,8 @@ def main() -> None:
     pixels = [load_pixels(row, loaded.processor) for row in loaded.train]
 
     def roll(sampling: ppo.Sampling, seconds: float) -> tuple[float, float]:
-        asks.seconds = seconds
+        for row in loaded.train:
+            row.row["seconds"] = seconds
         batch = Batch(
             loaded.train, list(range(prompts)), [0] * prompts, patches=dict(enumerate(pixels))
         )

@@ -361,7 +361,8 @@ def test_rows_that_forge_messages(load, capsys, row, message):
     data = b'{"prompt": "fine"}\n' + row.encode() + b"\n"
     with user_error(f"(?m)^  train.jsonl:2: .*{message}") as error:
         load(data)
-    assert len(str(error.value).split("\n")) == 2
+    advice = ["  (--on_bad_row skip leaves such rows out)"]
+    assert str(error.value).split("\n")[2:] in ([], advice)
     str(error.value).encode("utf-8")
     assert len(load(data, on_bad_row="skip")) == 1
     assert "\x1b" not in capsys.readouterr().out
