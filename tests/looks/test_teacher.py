@@ -577,7 +577,7 @@ def test_with_an_environment_it_sees_as_the_policy_does(qwen25, other, task, tmp
         if name not in ("model_type", "rope_parameters")
     }
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **text)).save_pretrained(blind)
-    talker = Path(__file__).parent / "talkers.py"
+    talker = Path(__file__).parents[1] / "talkers.py"
     for folder in (other, blind):
         refused(
             qwen25,
@@ -616,7 +616,7 @@ def test_conversations_are_scored_as_they_were_held(qwen25, rows):
 
 def test_a_run_of_conversations_with_a_teacher(qwen25, task, tmp_path):
     """Which is not measured at the start: its tower would have to see what environments show."""
-    talkers = Path(__file__).with_name("talkers.py")
+    talkers = Path(__file__).parents[1] / "talkers.py"
     line = flags(
         qwen25,
         task,

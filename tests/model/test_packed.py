@@ -239,9 +239,8 @@ def test_the_host_waits_for_no_table_of_a_pack(qwen25, sent):
     numbers["its numbers"] = len(sent)
     model = load_model(qwen25, loaded=False)
     model.setup = dataclasses.replace(model.setup, device=CUDA)
-    prefill_pack(
-        model, None, [Prefill([0, 1], 3, torch.arange(7), positions)], [torch.zeros(1, 2, 64)]
-    )
+    cache, parts = SimpleNamespace(experts=None), [Prefill([0, 1], 3, torch.arange(7), positions)]
+    prefill_pack(model, cache, parts, [torch.zeros(1, 2, 64)])
     numbers["prefill"] = len(sent)
     assert len(set(numbers.values())) == len(numbers), numbers  # each has sent something
     assert set(sent) == {(True, True)}
