@@ -579,7 +579,7 @@ BAD_ROWS = table("""
     | only answers can be learned, not what the user says
 {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
     {"role": "assistant", "content": "c"}]}
-    | the last not by the assistant
+    | the messages end with the assistant, and a prompt does not
 {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]} | must not be empty
 {"messages": [{"role": "user", "content": "a"},
     {"role": "assistant", "content": "<image>"}], "images": ["0.png"]}

@@ -201,7 +201,7 @@ def test_weights_that_cannot_be_drawn_by(qwen25, task, tmp_path, curriculum, nam
         ("curriculum.py", "expected an existing path.py:function"),
         ("curriculum.py:two", r":two: must take \(rows, samples, rewards\): too many positional"),
         ("curriculum.py:np", r":np: must take \(rows, samples, rewards\): .*not a callable"),
-        ("curriculum.py:waits", ":waits is async"),
+        ("curriculum.py:waits", ":waits: waits is async"),
     ],
 )
 def test_a_function_that_cannot_be_called_ends_the_run_before_rows_are_read(
