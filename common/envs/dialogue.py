@@ -256,8 +256,10 @@ class EnvRollout:
 
     def copy_teammates(self) -> None:
         """Add the episodes of the team's other ranks, which decode the same samples."""
-        own = {"env": None, "row": None, "ready": None}  # of this process
-        copies = {key: replace(each, **own) for key, each in self.episodes.items()}
+        copies = {
+            key: replace(each, env=None, row=None, ready=None)  # which are of this process
+            for key, each in self.episodes.items()
+        }
         self.episodes = dict(ChainMap(self.episodes, *self.team.gather_objects(copies)))
 
     def share_opening(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
