@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 arguments=("$@")
 set --    # a sourced file without arguments of its own sees ours
 source launch/setup.sh pytest pytest-xdist
-pytest=(python -m pytest tests -q -rs --durations 10)
+pytest=(python -m pytest tests -q -rfEs --show-capture=stderr --durations 10)
 both=(-n 2 --dist loadscope --no-loadscope-reorder)    # a file stays in one process, where its runs are made once
 case "${arguments[*]}" in
     "") "${pytest[@]}" "${both[@]}" -m "not slow" --ignore tests/benchmarks; exit ;;

@@ -173,7 +173,7 @@ def test_there_are_fourteen_and_each_is_small():
     assert [diff.stem for diff in DIFFS] == sorted(TESTS)
     assert len(DIFFS) == 14
     for diff in DIFFS:
-        largest = {"sampler": 67, "muon": 40, "noisy": 35}.get(diff.stem, 28)
+        largest = {"sampler": 67, "muon": 40, "noisy": 36}.get(diff.stem, 28)
         assert 0 < len(changed_lines(diff)) <= largest, diff
         others = {
             "gigpo": [FORMULAS],
