@@ -24,7 +24,8 @@ seconds. It exits with 1 if a killed run differs from the undisturbed one.
     --jobs N          processes at the same time (default 2)
 
 `compare` prints the first difference of each run (step, name, both values) and exits with 1 if there is
-one; with 2 if the folders cannot be compared. `--ignore name,name` leaves out metrics that a commit says it
+one; with 2 if the folders cannot be compared. Metrics that only the runs of the second folder have are
+listed, and are no difference. `--ignore name,name` leaves out metrics that a commit says it
 changed, `--renamed old=new,old=new` follows those that it renamed. Only on the same machine, with the same
 packages, do floats agree bit for bit.
 """
@@ -587,16 +588,27 @@ def write(folder: Path, checkout: Path, toy: Path, only: str, jobs: int) -> int:
     return int(any(differences))
 
 
+def metric_names(steps: dict[int, dict]) -> set[str]:
+    return {name for metrics in steps.values() for name in metrics}
+
+
+def without(steps: dict[int, dict], names: set[str]) -> dict[int, dict]:
+    kept = {}
+    for step, metrics in steps.items():
+        kept[step] = {name: value for name, value in metrics.items() if name not in names}
+    return kept
+
+
 def read_folder(
     folder: Path, names: dict[str, str], ignored: set[str]
 ) -> dict[str, dict[int, dict]]:
     """Run -> step -> metrics, those of `names` renamed, without the `ignored` ones."""
     runs = {}
     for path in sorted(folder.glob("*-*-*.jsonl")):
-        runs[path.stem] = steps = {}
+        steps = {}
         for step, metrics in read_metrics(path).items():
-            renamed = {names.get(name, name): value for name, value in metrics.items()}
-            steps[step] = {name: value for name, value in renamed.items() if name not in ignored}
+            steps[step] = {names.get(name, name): value for name, value in metrics.items()}
+        runs[path.stem] = without(steps, ignored)
     return runs
 
 
@@ -611,12 +623,17 @@ def compare(folders: list[Path], ignored: set[str], renamed: dict[str, str]) -> 
             )
     old, new = (read_folder(folder, renamed, ignored) for folder in folders)
     problems = [f"{name}: only in one folder" for name in sorted(old.keys() ^ new.keys())]
+    added: set[str] = set()
     for name in sorted(old.keys() & new.keys()):
-        difference = first_difference(old[name], new[name])
+        of_run = metric_names(new[name]) - metric_names(old[name])
+        added |= of_run
+        difference = first_difference(old[name], without(new[name], of_run))
         if difference:
             problems.append(f"{name}: {difference}")
     if not old:
         problems.append(f"{folders[0]} holds no runs")
+    if added:
+        print(f"only in {folders[1]}: {', '.join(sorted(added))}")
     same = f"{len(old)} runs: identical, {about[0]['commit']} and {about[1]['commit']}"
     print("\n".join(problems) if problems else same)
     return int(bool(problems))

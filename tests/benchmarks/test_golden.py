@@ -137,11 +137,35 @@ def test_equal_runs_are_identical(compare):
 
 def test_the_first_difference_is_shown(compare):
     a = {1: {"x": 1.0, "y": 2.0}, 2: {"x": 0.3}}
-    b = {1: {"x": 1.0, "y": 2.0}, 2: {"x": 0.1 + 0.2, "z": 1}}
+    b = {1: {"x": 1.0, "y": 2.1}, 2: {"x": 0.1 + 0.2}}
     assert compare(a, b) == (
         1,
-        "gae-1-whole: step 2, x: 0.3 and 0.30000000000000004 (the first of 2 differences)\n",
+        "gae-1-whole: step 1, y: 2.0 and 2.1 (the first of 2 differences)\n",
     )
+
+
+def test_a_metric_that_is_new_is_listed_and_no_difference(compare, tmp_path):
+    a, b = {1: {"x": 1.0}, 2: {"x": 0.3}}, {1: {"x": 1.0}, 2: {"x": 0.3, "z": 1}}
+    listed = f"only in {tmp_path / 'b'}: z\n"
+    assert compare(a, b) == (0, listed + "1 runs: identical, a and b\n")
+
+
+@pytest.mark.parametrize(
+    "a, b, problem",
+    [
+        ({"x": 0.3}, {"x": 0.4, "z": 1}, "x: 0.3 and 0.4"),
+        ({"x": 0.3, "y": 1}, {"x": 0.3}, "y: 1 and absent"),
+    ],
+)
+def test_a_new_metric_hides_no_difference_and_one_that_is_gone_is_one(compare, a, b, problem):
+    code, output = compare({1: a}, {1: b})
+    assert code == 1
+    assert f"gae-1-whole: step 1, {problem}\n" in output
+
+
+def test_a_metric_that_one_step_lacks_is_not_new(compare):
+    a, b = {1: {"x": 1}, 2: {}}, {1: {"x": 1}, 2: {"x": 1}}
+    assert compare(a, b) == (1, "gae-1-whole: step 2, x: absent and 1\n")
 
 
 def test_a_missing_step_is_a_difference(compare):
