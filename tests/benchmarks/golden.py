@@ -593,10 +593,11 @@ def metric_names(steps: dict[int, dict]) -> set[str]:
 
 
 def without(steps: dict[int, dict], names: set[str]) -> dict[int, dict]:
-    kept = {}
+    """The metrics of each step, but for those with these names."""
+    remaining = {}
     for step, metrics in steps.items():
-        kept[step] = {name: value for name, value in metrics.items() if name not in names}
-    return kept
+        remaining[step] = {name: value for name, value in metrics.items() if name not in names}
+    return remaining
 
 
 def read_folder(
