@@ -143,13 +143,16 @@ def take_sides(reading: Reading, sides: list) -> tuple[str | list, list]:
     belongs to the prompt, or is it. Raises UserError: they part before their last message."""
     drop = reading.how.drop
     sides = [side if is_picture(side) else read_messages(side, drop) for side in sides]
+    has_prompt = bool({*PROMPTS, "instruction"} & reading.rest.keys())
     beginnings = [side[:-1] for side in sides if isinstance(side, list)]
+    if not has_prompt:  # an answer alone is to what the other conversation asks
+        beginnings = [messages for messages in beginnings if messages] or beginnings
     if len(beginnings) == 2 and beginnings[0] != beginnings[1]:
         raise UserError(
             "both sides of a pair must begin with the same messages, and differ in the last one alone"
         )
     beginning = beginnings[0] if beginnings else []
-    if not set(PROMPTS) & reading.rest.keys() and "instruction" not in reading.rest:
+    if not has_prompt:
         reading.rest["prompt"] = beginning or None
         return take_prompt(reading), sides
     prompt = take_prompt(reading)

@@ -984,6 +984,9 @@ def test_rejected_responses_of_ms_swift(tmp_path, rejected):
     worse = ["b", "c"][: len(rejected)]
     assert [sorted(row["responses"]) for row in rows] == [[text, "good"] for text in worse]
     assert preferred_texts(rows) == ["good"] * len(rows)
+    talk = [{"role": "user", "content": "x"}, plain_turn("good")]
+    again = run(tmp_path, [{"messages": talk, "rejected_response": rejected}])
+    assert again == rows
 
 
 def test_what_both_sides_begin_with_belongs_to_the_prompt(tmp_path, capsys):
