@@ -527,21 +527,21 @@ def load_rows(args: Args) -> Rows:
 def load_files(
     spec: str, args: Args, processor: Processor, settings: judgements.JudgeSettings
 ) -> list[list[Prompt]]:
-    """The rows of each file of --data or --eval_data, numbered across all files. Raises UserError with
-    file and line."""
+    """The rows of each file of --data or --eval_data, numbered across all files, bad ones included; a
+    judgement is a question in either order. Raises UserError with file and line."""
     columns, system = parse_columns(args.columns), args.system_prompt
     sets, before = [], 0
     paths = [path for path, _ in flags.parse_datasets(spec)]
     for path in paths:
         if args.row_kind == "prompts":
             rows = load_prompts(path, processor, args, columns, system, args.env)
-            sets.append([replace(row, index=before + row.index) for row in rows])
-            before += count_rows(path)
+            questions_per_row = 1
         else:
-            questions = judgements.load_judgements(path, processor, settings, args)
-            # both orders of a row are questions of their own
-            sets.append([replace(each.prompt, index=k) for k, each in enumerate(questions, before)])
-            before += len(questions)
+            examples = judgements.load_judgements(path, processor, settings, args)
+            rows = [example.prompt for example in examples]
+            questions_per_row = len(judgements.ORDERS)
+        sets.append([replace(row, index=before + row.index) for row in rows])
+        before += questions_per_row * count_rows(path)
     return name_tasks(sets, paths)
 
 

@@ -1526,3 +1526,18 @@ def test_a_skipped_row_does_not_change_the_samples_of_later_ones(qwen25, task, t
     whole, skipped = texts
     assert skipped.keys() == {(k, n) for k in (0, 2, 3, 4) for n in (0, 1)}
     assert all(skipped[key] == whole[key] for key in skipped)
+
+
+def test_a_skipped_row_does_not_change_the_numbers_of_judgements(qwen25, tmp_path):
+    """Each row of judgements has the numbers of two orders, asked or not; so has a bad one."""
+    pair = {"prompt": "say a", "responses": ["a", "b"], "preferred": "A"}
+    scored = {"prompt": "how many?", "response": "3", "score": 4}
+    bad = {"prompt": "say a", "responses": ["a", "a"], "preferred": "A"}
+    files = [
+        write_rows(tmp_path / "1.jsonl", [pair, bad, scored]),
+        write_rows(tmp_path / "2.jsonl", [bad, pair]),
+    ]
+    argv = words("--model", qwen25, f"--data {files[0]},{files[1]} --row_kind judgements")
+    args = ppo.parse_args([*argv, "--reward", "verdict", "--on_bad_row", "skip"])
+    numbers = [[row.index for row in rows] for rows in ppo.load_rows(args).train_sets]
+    assert numbers == [[0, 1, 4], [8, 9]]

@@ -75,8 +75,8 @@ class Prompt:
     grids: tuple[tuple, ...]  # `Family.grid` of each image, `clip_grid` of each clip
     input_ids: Tensor  # (P,) int64, placeholders expanded as `Family.expand` says
     image_tokens: int  # M, those of input_ids that stand for image features
-    # Number of rows before it in the files, bad ones included: it seeds the sampling noise, so a
-    # skipped row must not shift it.
+    # Number of rows before it in the files, bad ones included (of judgements twice as many, as each can be
+    # asked in two orders): it seeds the sampling noise, so a skipped row must not shift it.
     index: int = 0
     position: int = 0  # among the rows that are trained on: where a run keeps its history
     source: str = ""  # "train.jsonl:12", for messages
