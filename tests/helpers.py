@@ -559,7 +559,7 @@ class NormOfAGPU(torch.autograd.Function):
 
 def peak_of_an_update(env, module, batch: Batch) -> tuple[int, Pack]:
     """The most bytes that are alive while a module learns from the one pack of a batch, without gradient
-    shards; the second time, as in an update of several."""
+    shards and what is frozen, which one rank holds whole; the second time, as in an update of several."""
     n = len(batch.tokens)
     batch.sampling, batch.in_policy_loss = env.sampling, torch.ones(n, dtype=torch.bool)
     batch.logprobs = batch.old_logprobs = torch.zeros(n)
@@ -568,8 +568,9 @@ def peak_of_an_update(env, module, batch: Batch) -> tuple[int, Pack]:
     part = ppo.Minibatch(range(1), weights, weights, None)
     module.train()
     for _ in range(2):
+        frozen = [p for p in module.parameters() if not p.requires_grad]
         shards = [shard_of(p.grad) for p in module.parameters() if p.grad is not None]
-        with LiveBytes(shards) as live:
+        with LiveBytes([*frozen, *shards]) as live:
             (pack,) = packs.of_batch(module.model, batch)
             if isinstance(module, ppo.Critic):
                 loss, _ = ppo.critic_loss(module, pack, batch, part, env.args)

@@ -145,7 +145,8 @@ def layer_activations(
     attention, or what linear attention keeps; four tensors of the MLP (gate, its activation, up, their
     product), three where gates are fused; in MoE for each expert of the token, with its input and output;
     and the same four for the layer's own inputs, if it has any. Gradients are two of the MLP's tensors, or
-    three of the outputs of experts, which return into the order of the tokens; and the residual's.
+    three of the outputs of experts, which return into the order of the tokens; the residual's; and one of
+    adapters' inputs, beside that of their layers'.
     """
     text, setup = module.model.config.get_text_config(), module.model.setup
     width, hidden = setup.dtype.itemsize, text.hidden_size
@@ -175,6 +176,8 @@ def layer_activations(
         mixing = activation_bytes(text, width)
     products = width * ((2 + 2 * experts) * hidden + 4 * inner - fused)
     gradients = width * (hidden + max(2 * inner, 3 * experts * hidden))
+    if setup.adapter:
+        gradients += width * hidden
     return norms + mixing + products, gradients
 
 
