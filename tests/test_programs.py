@@ -589,6 +589,7 @@ def score(prompts):
     threading.Thread(target=time.sleep, args=(300,)).start()
     forked = os.popen(f"pgrep -P {os.getpid()}").read().split()
     print(os.getpid(), *forked, flush=True)
+    open("{told}", "w").close()
     time.sleep(prompts)
     return 1.0
 """
@@ -596,7 +597,15 @@ RUN = """
 import os, signal, sys, threading, time
 from common.ground import process
 from common.user_code import load_function
+def send(number):
+    while not os.path.exists("{told}"):
+        time.sleep(0.05)
+    os.kill(os.getpid(), number)
+def ask_and_get(number):
+    threading.Thread(target=send, args=(number,)).start()
+    score(60)
 def main():
+    global score
     score, *_ = load_function("--reward", "{path}:score", "prompts")
     {main}
 process.run_main(main)
@@ -609,15 +618,16 @@ process.run_main(main)
         ("score(0)", 0),
         ("score(0); raise process.UserError('a typo')", 2),
         ("score(0); sys.exit(1)", 1),
-        ("threading.Timer(1, os.kill, (os.getpid(), 9)).start(); score(60)", -9),
-        ("threading.Timer(1, os.kill, (os.getpid(), 15)).start(); score(60)", 75),
-        ("threading.Timer(1, os.kill, (os.getpid(), 2)).start(); score(60)", 75),
+        ("ask_and_get(9)", -9),
+        ("ask_and_get(15)", 75),
+        ("ask_and_get(2)", 75),
     ],
 )
 def test_nothing_is_left_of_a_program_when_its_rank_ends(tmp_path, main, code):
     """Nor does it keep the rank from ending: processes, a thread and a pool that never end."""
-    (tmp_path / "mine.py").write_text(LEAVES)
-    result = python(RUN.format(path=tmp_path / "mine.py", main=main))
+    told = tmp_path / "told"
+    (tmp_path / "mine.py").write_text(LEAVES.replace("{told}", f"{told}"))
+    result = python(RUN.format(path=tmp_path / "mine.py", told=told, main=main))
     assert result.returncode == code, result.stderr
     numbers = [int(word) for word in result.stdout.split()]
     assert len(numbers) >= 3
@@ -660,13 +670,13 @@ def test_a_signal_in_the_middle_of_a_call_lets_it_finish(tmp_path, name):
     )
     tell = f"threading.Timer({{}}, os.kill, (os.getpid(), signal.{name})).start()"
     main = f"process.catch_signals(); {tell.format(0.3)}; print(score(1), process.STOP_SIGNALS)"
-    result = python(RUN.format(path=tmp_path / "mine.py", main=main))
+    result = python(RUN.format(path=tmp_path / "mine.py", told="", main=main))
     number, *told = result.stdout.split()
     assert (result.returncode, told) == (0, ["1.0", f"[{int(getattr(signal, name))}]"])
     wait_until_ended([int(number)])
     if name == "SIGINT":
         main = f"process.catch_signals(); {tell.format(0.3)}; {tell.format(0.6)}; score(60)"
-        result = python(RUN.format(path=tmp_path / "mine.py", main=main))
+        result = python(RUN.format(path=tmp_path / "mine.py", told="", main=main))
         assert result.returncode == -signal.SIGINT
         wait_until_ended([int(result.stdout)])
 

@@ -195,7 +195,7 @@ def test_resumed_as_if_undisturbed_and_not_while_frozen(qwen25, rows, task, tmp_
     assert "train/ptx_loss" not in first
     assert len({step["train/ptx_loss"] for step in others}) == 3
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:4]))
-    with user_error("is of another run: --ptx_data '.*' -> '"):
+    with user_error("is of another run: --ptx_data '.*' .*ptx.jsonl. -> '"):
         train(qwen25, task, tmp_path / "parts", *more, "--steps 4")
 
 
