@@ -121,6 +121,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             due = logging.evaluation_due(step, last, state.pass_ended, args)
             if due and rows.held_out and not log.has_evaluation(step):
                 evaluate(judge, rows, state, log, args)
+            rows.note_evaluation(log.newest_evaluation())
             checkpoints.save_if_best(step, log.best_evaluation(args.keep_best))
             checkpoints.export_if_due(step, last, {"export": trained}, rows.processor)
             # a signal may have come meanwhile
@@ -280,6 +281,11 @@ class Rows:
     @property
     def train(self) -> list[Question]:
         return list(itertools.chain(*self.train_sets))
+
+    def note_evaluation(self, metrics: logging.Metrics) -> None:
+        """Let exports say how often the judge gives a pair the same verdict in both orders."""
+        self.settings.position_consistency = metrics.get("eval/position_consistency")
+        self.settings.write_to(self.processor)
 
 
 def load_rows(args: Args) -> Rows:

@@ -104,8 +104,8 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
     state = TrainState(args.kl_coef, history=torch.zeros(2, len(rows.train)))
     checkpoints = checkpoint.Checkpoints(args, state, fingerprint)
     models = build_models(begun_before_replay(args, checkpoints), rows.processor, ranks.device)
-    modules = models.by_role()  # on meta: no weights are read yet
-    modules |= reward_modules(args, reward, rows, models.actor)
+    modules = models.by_role() | reward_modules(args, reward, rows, models.actor)  # on meta
+    keep_thoughts(reward, checkpoints)
     check_teacher_rows(args, rows, models.teacher)
     budget.fit(plan_memory(args, modules, rows, ranks.world), ranks)
     load_models(args, modules, ranks)
@@ -736,6 +736,7 @@ OF_REWARDS = "reward reward_recipe reward_combiner grm_question grm_opponents gr
 IDENTITY = {
     *flags.IDENTITY,
     *OF_REWARDS,
+    "thoughts",  # not a flag: judge.json says what reward models are shown
     *ppo_flags.RowArgs.__annotations__,
     *AlgorithmArgs.__annotations__,
     *ppo_flags.PerceptionArgs.__annotations__,
@@ -880,6 +881,18 @@ def reward_modules(args: Args, reward: sources.RewardMix, rows: Rows, actor: Pol
         write=partial(write_critiques, args=args),
         offload=args.offload,
     )
+
+
+def keep_thoughts(reward: sources.RewardMix, checkpoints: checkpoint.Checkpoints) -> None:
+    """Note which reward models are shown the thoughts of responses: in a run that began before there was a
+    choice, all are."""
+    saved = checkpoints.saved
+    began_before = bool(saved) and "thoughts" not in saved["fingerprint"]
+    noted = checkpoints.fingerprint["thoughts"] = {}
+    for source in reward.sources:
+        if source.kind in ("grm", "rm"):
+            source.score.reads_thoughts |= began_before
+            noted[source.name] = source.score.reads_thoughts
 
 
 def check_teacher_rows(args: Args, rows: Rows, teacher: Teacher | None) -> None:

@@ -332,7 +332,7 @@ def mention_unfinished(folder: Path, fingerprint: dict) -> None:
     except UserError:  # of another version, say: it is not this run's
         return
     before, step = saved["fingerprint"], saved["step"]
-    is_same = before.keys() == fingerprint.keys() and all(
+    is_same = before.keys() >= fingerprint.keys() and all(
         before[name] == fingerprint[name] for name in ("model", "data")
     )
     if is_same and step < before["steps"]:

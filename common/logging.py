@@ -295,6 +295,10 @@ class RunLogger:
         on every rank."""
         return step in self._evaluations
 
+    def newest_evaluation(self) -> Metrics:
+        """The metrics of the newest evaluation; none before the first."""
+        return self._evaluations[max(self._evaluations)] if self._evaluations else {}
+
     def best_evaluation(self, metric: str) -> int | None:
         """The step of the best evaluation so far by a metric of --keep_best, the first of equal ones; None:
         there is none since training began. Raises UserError: evaluations have no such metric."""

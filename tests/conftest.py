@@ -220,7 +220,7 @@ def judge_settings(*verdicts: tuple[str, str], saved: dict = {}, **settings):
 
     judge = JudgeSettings.to_train(SimpleNamespace(files={"judge": saved}), **settings)
     judge.note_training(
-        SimpleNamespace(label=kind, reference=verdict) for kind, verdict in verdicts
+        SimpleNamespace(label=kind, reference=verdict, row={}) for kind, verdict in verdicts
     )
     return judge
 

@@ -56,9 +56,17 @@ def tokens_of(env, text: str) -> torch.Tensor:
 PICTURE = "<|cut|>"  # in a question: the place of a picture that its prompt does not show
 
 
-def alone(folder: Path, prompt: Prompt, question: str, answer: str | None, pictures: list = []):
+def alone(
+    folder: Path,
+    prompt: Prompt,
+    question: str,
+    answer: str | None,
+    pictures: list = [],
+    judge: str | None = None,
+):
     """The judge's model and the inputs of one question, rendered by its own tokenizer, with the
-    prompt's pictures and further ones; with an answer, its log-prob."""
+    prompt's pictures and further ones; with an answer, its log-prob. ``judge``: its system message; ""
+    for none."""
     tokenizer, model = (
         AutoTokenizer.from_pretrained(folder),
         AutoModelForImageTextToText.from_pretrained(folder),
@@ -67,10 +75,11 @@ def alone(folder: Path, prompt: Prompt, question: str, answer: str | None, pictu
     parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": before}]
     for piece in behind:
         parts += [{"type": "image"}, {"type": "text", "text": piece}]
-    chat = [
-        {"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)},
-        {"role": "user", "content": parts},
-    ]
+    chat = [{"role": "user", "content": parts}]
+    if judge is None:
+        judge = "Judge: " + judgements.user_text(prompt.messages)
+    if judge:
+        chat.insert(0, {"role": "system", "content": judge})
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     pictures = [Image.open(path).convert("RGB") for path in prompt.images] + pictures
     cut = [Processor(folder).family.patches(picture) for picture in pictures]
@@ -99,9 +108,17 @@ def ask(prompt: Prompt, kind: str, **answers: str) -> str:
 
 
 def chances(
-    folder: Path, prompt: Prompt, question: str, words: list[str], pictures: list = []
+    folder: Path,
+    prompt: Prompt,
+    question: str,
+    words: list[str],
+    pictures: list = [],
+    judge: str | None = None,
 ) -> list[float]:
-    logs = [alone(folder, prompt, question, f"<answer>{word}</answer>", pictures) for word in words]
+    logs = [
+        alone(folder, prompt, question, f"<answer>{word}</answer>", pictures, judge)
+        for word in words
+    ]
     return torch.tensor(logs, dtype=torch.float64).softmax(0).tolist()
 
 

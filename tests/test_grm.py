@@ -1080,6 +1080,8 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     kinds = ("answers", "correct", "pictures", "score")
     assert judge["verdicts"] == {kind: VERDICTS[kind] for kind in kinds}
     summary = evaluation(one_rank, 4)["summary"]
+    assert judge["thoughts"] is False
+    assert judge["position_consistency"] == summary["position_consistency"]
     model = AutoModelForImageTextToText.from_pretrained(folder)
     assert (
         load_file(folder / "model.safetensors").keys()

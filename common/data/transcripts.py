@@ -81,12 +81,3 @@ def plain_text(message: dict) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.get("text", " (an image) ") for part in content)
-
-
-def whole_texts(batch: Batch, picks: list[int], processor: Processor) -> list[str]:
-    """The responses of the samples ``picks`` as one text each; conversations include the replies of
-    environments."""
-    turns = turn_texts(batch, picks, processor)
-    if not batch.conversations:
-        return [texts[-1] for texts in turns]
-    return [as_text(batch.conversations[i], texts) for i, texts in zip(picks, turns)]

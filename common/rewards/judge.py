@@ -4,7 +4,7 @@
     text     -> verdict                                                                  parse_verdict
 
 A judge is its templates, which make questions of rows, and its verdicts. judge.json holds them, so that
-a judge is asked in the words that it was trained on.
+a judge is asked in the words that it was trained on. A model without judge.json is asked in built-in words.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from common.data.rows import (
 )
 from common.flags import NUMBER, DataArgs
 from common.ground.files import UserError, check_form
-from common.rewards.rules import parse_verdict
+from common.rewards.rules import parse_verdict, without_thoughts
 
 # --------------------------------------------------------------------------------------------------
 # Kinds of judgements
@@ -124,7 +124,13 @@ def fill_in(template: str, columns: dict[str, str]) -> str:
 # judge.json
 # --------------------------------------------------------------------------------------------------
 
-FORM = {"system_instruction?": str, "templates?": {str: str}, "verdicts?": {str: [str]}}
+FORM = {
+    "system_instruction?": str,
+    "templates?": {str: str},
+    "verdicts?": {str: [str]},
+    "thoughts?": bool,
+    "position_consistency?": int | float,
+}
 
 
 @dataclass
@@ -134,6 +140,8 @@ class JudgeSettings:
     system_instruction: str = ""
     templates: dict[str, str] = field(default_factory=dict)  # by kind
     verdicts: dict[str, list[str]] = field(default_factory=dict)  # by kind that it was trained on
+    thoughts: bool | None = None  # whether it reads those of responses; None: not said
+    position_consistency: float | None = None  # in its last evaluation
 
     @staticmethod
     def of(processor: Processor) -> "JudgeSettings":
@@ -147,7 +155,11 @@ class JudgeSettings:
                 'again, or write its "templates" {kind: text} and "verdicts" {kind: [text]} into it'
             )
         check_form(saved, FORM, "judge.json")
-        settings = JudgeSettings(**{name: value for name, value in saved.items() if value})
+        settings = JudgeSettings(
+            **{key: value for key, value in saved.items() if value is not None}
+        )
+        built_in = {name: kind.template for name, kind in KINDS.items()}
+        settings.templates = built_in | settings.templates
         settings.check("judge.json")
         return settings
 
@@ -159,9 +171,9 @@ class JudgeSettings:
         checkpoint says, else built in. Raises UserError: see `check`."""
         check_form(templates, {str: str}, "--templates")
         settings = JudgeSettings.of(processor)
-        built_in = {name: kind.template for name, kind in KINDS.items()}
-        settings.templates = built_in | settings.templates | templates
+        settings.templates |= templates
         settings.system_instruction = system_instruction or settings.system_instruction
+        settings.position_consistency = None
         settings.check("--templates")
         return settings
 
@@ -187,10 +199,19 @@ class JudgeSettings:
                 expected = known or "numbers"
                 raise UserError(f"{where}: {kind} has the verdicts {verdicts}, expected {expected}")
 
+    @property
+    def reads_thoughts(self) -> bool:
+        """Whether the judge is shown the thoughts of responses, as it was in training by versions that did
+        not say so."""
+        return bool(self.verdicts) if self.thoughts is None else self.thoughts
+
     def note_training(self, rows: Iterable[Prompt]) -> None:
-        """Note what the judge is trained on: kinds and verdicts of these rows, besides what it learned
-        before. Raises UserError: too many different scores."""
-        trained = {(row.label, row.reference or "") for row in rows if row.label in KINDS}
+        """Note what the judge is trained on: kinds and verdicts of these rows, and whether their responses
+        have thoughts, besides what it learned before. Raises UserError: too many different scores."""
+        rows = [row for row in rows if row.label in KINDS]
+        if rows and self.thoughts is None:
+            self.thoughts = self.reads_thoughts or any(map(has_thoughts, rows))
+        trained = {(row.label, row.reference or "") for row in rows}
         scores = sorted({verdict for kind, verdict in trained if kind == "score"}, key=float)
         if len(scores) > MAX_SCORES:
             raise UserError(
@@ -207,6 +228,8 @@ class JudgeSettings:
         """A question about one response, or about two. An <answer> in a response becomes [answer], as a
         judge that quotes it would give a verdict."""
         names = ["response"] if len(responses) == 1 else ["response_a", "response_b"]
+        if self.thoughts is False:
+            responses = list(map(without_thoughts, responses))
         for name, response in zip(names, responses):
             columns[name] = re.sub("<(/?answer)>", r"[\1]", response)
         return fill_in(self.templates[kind], columns)
@@ -234,16 +257,27 @@ class JudgeSettings:
 
     def kind_to_ask(self, wanted: str) -> str:
         """The kind of question to ask about responses: the ``wanted`` one, or for auto the first that the
-        judge was trained on. Raises UserError: it was not trained on it."""
+        judge was trained on. A model that was trained on none can be asked any. Raises UserError: it was not
+        trained on it, or its verdicts are not known."""
         trained = [kind for kind in ABOUT_RESPONSES if kind in self.verdicts]
-        if wanted == "auto" and trained:
-            return trained[0]
-        if wanted not in trained:
+        questions = ", ".join(ABOUT_RESPONSES)
+        kind = trained[0] if wanted == "auto" and trained else wanted
+        if self.verdicts and kind not in trained:
             raise UserError(
-                f"--grm_question {wanted}: the judge was trained on {', '.join(self.verdicts) or 'nothing'}, "
-                f"says judge.json; {', '.join(ABOUT_RESPONSES)} can be asked about a response"
+                f"--grm_question {wanted}: the judge was trained on {', '.join(self.verdicts)}, says "
+                f"judge.json; {questions} can be asked about a response"
             )
-        return wanted
+        if kind == "auto":
+            raise UserError(
+                "the model has no judge.json with verdicts: it was not trained to judge. Choose what it is "
+                f"asked by --grm_question: {questions}"
+            )
+        if not self.known_verdicts(kind):
+            raise UserError(
+                f"--grm_question {kind}: its verdicts are missing; write them into judge.json beside the "
+                f'weights: {{"verdicts": {{"{kind}": ["1", "2", "3", "4", "5"]}}}}'
+            )
+        return kind
 
 
 # --------------------------------------------------------------------------------------------------
@@ -357,6 +391,11 @@ def judged_responses(row: dict) -> list[str]:
     listed = row.get("responses") or [row.get("response")]
     texts = [text_column({"response": response}, "response") or "" for response in listed]
     return [re.sub("|".join(MEDIA_MARKS), " ", text) for text in texts]
+
+
+def has_thoughts(row: Prompt) -> bool:
+    """Whether responses that a row judges have thoughts."""
+    return any(without_thoughts(text) != text for text in judged_responses(row.row))
 
 
 def check_sides(kind: str, sides: list) -> None:

@@ -23,7 +23,7 @@ from common.data.loader import load_pixels
 from common.data.processor import Processor, answer_frame
 from common.data.responses import framed_answer
 from common.data.rows import MEDIA_MARKS, Prompt, check_media, make_prompt, measure, user_text
-from common.data.transcripts import finished_text, whole_texts
+from common.data.transcripts import as_text, finished_text, turn_texts
 from common.ground.process import UserError
 from common.model.build import build_reader
 from common.model.fsdp import on_device
@@ -31,7 +31,7 @@ from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.vlm import Modules, compute_features, tower_parameters
 from common.ppo_flags import RewardArgs
 from common.rewards.judge import JudgeSettings, encode_verdicts, read_rubric
-from common.rewards.rules import parse_verdict
+from common.rewards.rules import parse_verdict, with_opened_thought, without_thoughts
 from common.rewards.sources import RewardMix, Scores
 
 Write = Callable[[Policy, Batch], Batch]  # the likeliest response to every question
@@ -52,8 +52,8 @@ def build(
         offload: of --offload.
 
     Raises:
-        UserError: on every rank alike: no such folder, no judge.json, a question the judge was not
-            trained on, rows that it cannot be asked about.
+        UserError: on every rank alike: no such folder, a question that a judge cannot be asked, rows
+            that it cannot be asked about.
     """
     modules = {}
     # a judge is asked with the template_options of its judge.json
@@ -78,7 +78,7 @@ def build(
     if opponents and not any(isinstance(each, JudgeModel) and each.opponents for each in judges):
         raise UserError(
             f"--grm_opponents {opponents} needs a judge of pairs: a grm:FOLDER among the rewards, whose "
-            'judge.json has the verdicts of "answers", with --grm_question auto or answers'
+            'judge.json has the verdicts of "answers", or any with --grm_question answers'
         )
     return modules
 
@@ -89,6 +89,7 @@ WORTH = {"yes": 1.0, "no": 0.0, "A": 1.0, "B": 0.0, "tie": 0.5}  # of a verdict;
 # judge that tells two answers apart by a thousandth of a nat has no opinion.
 LOGIT_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2**-8}
 VERDICT_LOGIT = 10.0  # the usual size of a verdict's logit
+CONSISTENT = 0.2  # share of pairs; verdicts that are drawn at random agree in a third of them
 
 Answer = tuple[int, str]  # a prompt of the batch, and what is said of it
 
@@ -112,6 +113,11 @@ class RewardModel:
     offload: str
     write: Write
 
+    def __post_init__(self):
+        """Raises UserError: a judge.json that cannot be used."""
+        self.settings = JudgeSettings.of(self.processor)
+        self.reads_thoughts = self.settings.reads_thoughts
+
     @property
     def logit_error(self) -> float:
         """How far the model's logits are off, as a share of their size."""
@@ -133,7 +139,7 @@ class RewardModel:
         """What the model says of the samples ``used``, whole conversations. Equal answers share a result:
         asked separately, they would differ by rounding. Answers whose rewards differ by rounding alone
         get their mean: an estimator that divides by a spread would make advantages of the noise."""
-        texts = whole_texts(batch, used, policy)
+        texts = self.whole_texts(batch, used, policy)
         answers = list(zip(batch.prompt_index[used].tolist(), texts))
         index_of = {answer: k for k, answer in enumerate(dict.fromkeys(answers))}  # K answers
         with on_device(self.offload, self.module):
@@ -148,6 +154,20 @@ class RewardModel:
                     column = losses.level(column, compared, opinions.noise[name])
             columns[name] = column[picks]
         return Scores(used, columns, notes=[opinions.notes[k] for k in picks if opinions.notes])
+
+    def whole_texts(self, batch: Batch, used: list[int], policy: Processor) -> list[str]:
+        """The responses of the samples ``used`` as one text each; conversations include the replies of
+        environments."""
+        turns = turn_texts(batch, used, policy)
+        if not self.reads_thoughts:
+            prompts = [batch.prompts[index].text for index in batch.prompt_index[used].tolist()]
+            turns = [
+                [without_thoughts(with_opened_thought(prompt, text)) for text in texts]
+                for prompt, texts in zip(prompts, turns)
+            ]
+        if not batch.conversations:
+            return [texts[-1] for texts in turns]
+        return [as_text(batch.conversations[i], texts) for i, texts in zip(used, turns)]
 
     def ask(self, batch: Batch, answers: list[Answer]) -> Opinions:
         """The model's opinions of answers, which are in the order of their prompts."""
@@ -201,9 +221,9 @@ class Question(NamedTuple):
 
 @dataclass
 class JudgeModel(RewardModel):
-    """A generative judge (train_grm_vl.py). It is asked about each distinct response once; with a rubric
-    once for each criterion, and about a response beside the reference answer, or beside each of its
-    --grm_opponents, in both orders.
+    """A generative judge: an export of train_grm_vl.py, or any model. It is asked about each distinct
+    response once; with a rubric once for each criterion, and about a response beside the reference answer,
+    or beside each of its --grm_opponents, in both orders.
 
     Its verdicts are worth: no 0, yes 1; a score itself; a lost pair 0, a tie 1/2, a won pair 1. A
     critique without a verdict is worth the lowest of them.
@@ -213,17 +233,27 @@ class JudgeModel(RewardModel):
 
     def __post_init__(self):
         """Raises UserError: the judge was not trained on the questions it is to be asked."""
+        super().__post_init__()
         # headers are read once
         self.measure = functools.cache(functools.partial(measure, self.processor))
-        self.settings = JudgeSettings.of(self.processor)
         wanted = self.args.grm_question
         if self.args.grm_opponents and wanted == "auto" and "answers" in self.settings.verdicts:
             wanted = "answers"
         self.kind = self.settings.kind_to_ask(wanted)
         self.opponents = self.args.grm_opponents if self.kind == "answers" else 0
-        self.verdicts = self.settings.verdicts[self.kind]
+        self.tell_position()
+        self.verdicts = self.settings.known_verdicts(self.kind)
         values = [WORTH[v] if v in WORTH else float(v) for v in self.verdicts]
         self.worth = torch.tensor(values, dtype=torch.float64)  # (V,)
+
+    def tell_position(self) -> None:
+        """Warn of a judge of pairs that goes by their order: its verdicts in both orders cancel out."""
+        share = self.settings.position_consistency
+        if self.kind == "answers" and share is not None and share < CONSISTENT:
+            distributed.say_once(
+                f"warning: --reward {self.spec}: in its last evaluation the judge had the same verdict in "
+                f"both orders for {share:.0%} of the pairs; it goes by position, and its rewards are noise"
+            )
 
     def check_row(self, row: Prompt) -> None:
         """Raises UserError: it also lacks the rubric, or the reference answer, of its questions."""

@@ -185,6 +185,12 @@ def after_thought(response: str) -> str:
     return "" if "<think>" in rest else rest.strip()
 
 
+def without_thoughts(response: str) -> str:
+    """What follows the last thought of a response; one without a thought unchanged."""
+    rest = after_thought(response)
+    return response if rest == response.strip() else rest
+
+
 def extract_answer(response: str, rule: str) -> str | None:
     r"""Content of the last `\boxed{...}` or GLM's box (rule "boxed"), or of the last `<answer>...</answer>`
     or the last box in that (rule "answer"); None without one, or if the response ends inside a thought."""

@@ -1,6 +1,7 @@
 """The accuracy of a judge, by every convention in which published tables differ.
 
     python launch/judges/judge_table.py RUN
+    python launch/judges/judge_table.py RUN OTHER        two judges on the same rows, and their difference
 
 RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K`, in which
 every pair was judged K times in each order; the newest of its evaluations is read. Rows with only one
@@ -11,7 +12,8 @@ tied vote counts one half. (VL-RewardBench's cal.py requires more than half of a
 questions without such a majority.) All other lines are about single judgements. "macro" is the mean
 over groups, blank if one of them has no value. In a benchmark without ties, such as VL-RewardBench, a
 verdict of a tie is wrong, or left out as in cal.py. The interval is that of the first accuracy, by a
-bootstrap over pairs, in which rows that count together stay together."""
+bootstrap over pairs, in which rows that count together stay together; that of the difference of two
+judges draws the same pairs for both."""
 
 import sys
 from pathlib import Path
@@ -24,8 +26,8 @@ versions.require("numpy")
 
 
 from collections import defaultdict
-from collections.abc import Collection
 from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ from launch import tool
 from launch.data.benchmarks import VL_ELSEWHERE, vl_group
 
 MIRRORED = {"A": "B", "B": "A"}
+FIRST = "accuracy, unread is wrong"
 INTERVAL = "95 % of the first accuracy"
 BOOTSTRAPS = 1000
 
@@ -50,6 +53,8 @@ JUDGEMENT = {  # the form of what is read of a record
 
 Orders = dict[str, list[dict]]  # order -> the judgements on a row, sample by sample
 Column = dict[str, str]  # line -> cell
+Units = dict[tuple, "Unit"]  # by what its rows share
+Groups = list[list["Unit"]]  # a mean over them is a column
 
 # ---- Judgements
 
@@ -99,7 +104,7 @@ class Unit:
         longer, differ = "A" if sizes[0] > sizes[-1] else "B", sizes[0] != sizes[-1]
         self.hits.append([verdict == right for verdict in verdicts])
         lines = {
-            "accuracy, unread is wrong": (hits, total),
+            FIRST: (hits, total),
             "accuracy, unread left out": (hits, total - unread),
             "accuracy, unread is one half": (hits + unread / 2, total),
             "accuracy, unread and ties left out": (odd_ties * hits, odd_ties * sides),
@@ -128,7 +133,7 @@ class Unit:
         self.counts["all that count together right"] = (row.get("pair") is not None) * together
 
 
-def read_units(run: Path) -> list[Unit]:
+def read_units(run: Path) -> Units:
     """The units of a run; prints how many rows count. Raises UserError: none does."""
     rows = read_judgements(run)
     pairs = [orders for orders in rows if len(orders) == 2]
@@ -141,7 +146,7 @@ def read_units(run: Path) -> list[Unit]:
         pair = first["row"].get("pair")
         key = first["group"], pair, pair is None and first["index"]
         units.setdefault(key, Unit(first)).add(orders, first["row"].get("benchmark") in odd)
-    return list(units.values())
+    return units
 
 
 def benchmarks_with_odd_ties(rows: list[Orders]) -> set:
@@ -157,19 +162,37 @@ def benchmarks_with_odd_ties(rows: list[Orders]) -> set:
 # ---- Table
 
 
-def make_table(units: list[Unit]) -> dict[str, Column]:
-    """The columns of all rows, of each group, and of means over groups."""
-    table, groups = {"overall": column([units])}, by_group(units)
+def make_table(units: Units) -> dict[str, Column]:
+    """The columns of `columns_of`."""
+    return {name: column(groups) for name, groups in columns_of(units).items()}
+
+
+def compare(runs: list[Path], units: Units, others: Units) -> dict[str, Column]:
+    """How far two judges are apart, in the same columns. Raises UserError: they did not judge the same
+    rows."""
+    rows = [[(key, unit.first["row"]) for key, unit in each.items()] for each in (units, others)]
+    if rows[0] != rows[1]:
+        raise UserError(
+            f"{runs[0]} and {runs[1]} judged different rows: evaluate both on the same --eval_data"
+        )
+    columns, theirs = columns_of(units), columns_of(others)
+    return {name: difference(runs, columns[name], theirs[name]) for name in columns}
+
+
+def columns_of(by_key: Units) -> dict[str, Groups]:
+    """What the columns are means over: all rows, each group, and all groups."""
+    units = list(by_key.values())
+    columns, groups = {"overall": [units]}, by_group(units)
     decided = [unit for unit in units if unit.first["reference"] != "tie"]
     if 0 < len(decided) < len(units):
-        table["without ties"] = column([decided])
+        columns["without ties"] = [decided]
     if len(groups) > 1:
-        table |= {group: column([members]) for group, members in groups.items()}
-        table["macro"] = column(groups.values())
+        columns |= {group: [members] for group, members in groups.items()}
+        columns["macro"] = list(groups.values())
     if {unit.first["row"].get("benchmark") for unit in units} == {"vl_rewardbench"}:
         for script in VL_ELSEWHERE:
-            table[f"macro of {script}"] = column(by_group(units, script).values())
-    return table
+            columns[f"macro of {script}"] = list(by_group(units, script).values())
+    return columns
 
 
 def by_group(units: list[Unit], script: str = "") -> dict[str, list[Unit]]:
@@ -182,25 +205,58 @@ def by_group(units: list[Unit], script: str = "") -> dict[str, list[Unit]]:
     return dict(sorted(groups.items()))
 
 
-def column(groups: Collection[list[Unit]]) -> Column:
+def column(groups: Groups) -> Column:
     """The mean over groups, for every line that all groups have."""
     shares: Any = 0  # (lines,)
-    bootstrap: Any = 0  # (BOOTSTRAPS,)
-    sizes, rng = [], np.random.default_rng(0)
     for units in groups:
         counts = np.array([list(unit.counts.values()) for unit in units])  # (units, lines, 2)
         parts, wholes = counts.sum(axis=0).T  # (lines,)
         with np.errstate(invalid="ignore"):
             shares += parts / wholes / len(groups)  # nan: of a line of which the group has nothing
-        sizes.append(str(sum(len(unit.hits) for unit in units)))
-        # (BOOTSTRAPS, 2)
-        drawn = counts[rng.integers(len(units), size=(BOOTSTRAPS, len(units))), 0].sum(axis=1)
-        bootstrap += drawn[:, 0] / drawn[:, 1] / len(groups)
-    cells = {
-        line: f"{share:.3f}" for line, share in zip(units[0].counts, shares) if np.isfinite(share)
+    lines = groups[0][0].counts
+    cells = {line: f"{share:.3f}" for line, share in zip(lines, shares) if np.isfinite(share)}
+    low, high = middle(bootstrap(groups))
+    return rows_of(groups) | cells | {INTERVAL: f"{low:.3f}-{high:.3f}"}
+
+
+def difference(runs: list[Path], groups: Groups, others: Groups) -> Column:
+    """The first accuracies of two judges on the same rows."""
+    a, b = (fmean(accuracy(units) for units in each) for each in (groups, others))
+    low, high = middle(bootstrap(groups) - bootstrap(others))
+    return rows_of(groups) | {
+        f"{runs[0]}": f"{a:.3f}",
+        f"{runs[1]}": f"{b:.3f}",
+        "difference": f"{a - b:+.3f}",
+        "95 % of the difference": f"{low:+.3f} to {high:+.3f}",
     }
-    low, high = np.percentile(bootstrap, (2.5, 97.5))
-    return {"rows": "/".join(sizes)} | cells | {INTERVAL: f"{low:.3f}-{high:.3f}"}
+
+
+def accuracy(units: list[Unit]) -> float:
+    """The first one."""
+    hits, total = sum(unit.counts[FIRST] for unit in units)
+    return float(hits / total)
+
+
+def rows_of(groups: Groups) -> Column:
+    """How many rows each group has."""
+    return {"rows": "/".join(str(sum(len(unit.hits) for unit in units)) for units in groups)}
+
+
+def bootstrap(groups: Groups) -> np.ndarray:
+    """(BOOTSTRAPS,) means of the first accuracy, when the units of each group are drawn anew: the same ones
+    for every judge."""
+    means, rng = np.zeros(BOOTSTRAPS), np.random.default_rng(0)
+    for units in groups:
+        counts = np.array([unit.counts[FIRST] for unit in units])  # (units, 2)
+        drawn = counts[rng.integers(len(units), size=(BOOTSTRAPS, len(units)))].sum(axis=1)
+        means += drawn[:, 0] / drawn[:, 1] / len(groups)
+    return means
+
+
+def middle(values: np.ndarray) -> tuple[float, float]:
+    """The ends of what 95 % of the values lie in."""
+    low, high = np.percentile(values, (2.5, 97.5))
+    return low, high
 
 
 def print_table(table: dict[str, Column]) -> None:
@@ -218,7 +274,19 @@ def print_table(table: dict[str, Column]) -> None:
 def main(argv: list[str]) -> None:
     parser = tool.parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN")
-    print_table(make_table(read_units(parser.parse_args(argv).run)))
+    parser.add_argument("other", type=Path, metavar="OTHER", nargs="?")
+    args = parser.parse_args(argv)
+    units = read_units(args.run)
+    if args.other is None:
+        print_table(make_table(units))
+        return
+    others = read_units(args.other)
+    for run, table in (args.run, make_table(units)), (args.other, make_table(others)):
+        say(f"{run}\n")
+        print_table(table)
+        say("")
+    say(f"{FIRST}\n")
+    print_table(compare([args.run, args.other], units, others))
 
 
 if __name__ == "__main__":

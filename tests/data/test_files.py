@@ -158,6 +158,8 @@ JUDGE = {
     "system_instruction": "Judge.",
     "templates": {kind: entry.template for kind, entry in KINDS.items()},
     "verdicts": {"correct": ["yes", "no"], "score": ["1", "2.5"]},
+    "thoughts": False,
+    "position_consistency": 0.75,
 }
 
 
@@ -174,7 +176,8 @@ verdicts.correct              | ["yes", "perhaps"] | perhaps.*expected \['yes', 
 verdicts.correct              | ["yes", "yes", "no"] | expected
 verdicts.score                | ["1", "good"]  | good.*expected numbers
 verdicts.beauty               | []             | 'beauty' is no kind of judgement
-templates                     | {}             | correct must hold {prompt}, {response}: ''
+thoughts                      | "no"           | thoughts must be bool
+position_consistency          | "1"            | position_consistency must be
 taught_by                     | "me"           | another version, with taught_by
 """)
 

@@ -532,6 +532,35 @@ def test_the_table_is_printed(tmp_path, capsys):
     assert lines[3].startswith("| accuracy, unread is wrong ")
 
 
+def test_two_judges_are_compared_on_the_same_pairs(tmp_path, capsys):
+    """Their difference is surer than either accuracy: 400 pairs, of which both judges are wrong in the same
+    half, and the second in 40 more."""
+    rows = {"first": [], "second": []}
+    for k in range(400):
+        for name in rows:
+            is_right = k % 2 and (name == "first" or k % 10 != 1)
+            letters = ("A", "B") if is_right else ("B", "A")
+            rows[name].append(("ab"[k % 4 > 1], "A", *letters, {"row": {"id": k}}))
+    runs = [str(judged(tmp_path / name, each)) for name, each in rows.items()]
+    judge_table.main(runs)
+    cells = {}
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("|"):
+            name, *values = (cell.strip() for cell in line.strip("|").split("|"))
+            cells[name] = values
+    assert cells[""] == ["overall", "a", "b", "macro"]
+    assert cells["rows"] == ["400", "200", "200", "200/200"]
+    assert [cells[run][0] for run in runs] == ["0.500", "0.400"]
+    assert cells["difference"] == ["+0.100"] * 4
+    low, _, high = cells["95 % of the difference"][0].split()
+    width = 2 * 1.96 * (0.1 * 0.9 / 400) ** 0.5  # of 400 coins that fall once in ten times
+    assert float(high) - float(low) == pytest.approx(width, rel=0.1)
+    other = str(judged(tmp_path / "other", rows["second"][::-1]))
+    with pytest.raises(SystemExit):
+        judge_table.main([runs[0], other])
+    assert f"{runs[0]} and {other} judged different rows" in capsys.readouterr().err
+
+
 def test_a_run_without_judgements(tmp_path, capsys):
     empty, prompts = tmp_path / "empty", tmp_path / "prompts"
     (prompts / "samples").mkdir(parents=True)

@@ -35,6 +35,7 @@ from common.rewards import models as reward_models
 from common.rewards import sources
 from common.user_code import load_function
 from conftest import (
+    ROOT,
     ROUNDING,
     inputs_of,
     marked,
@@ -774,21 +775,150 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
     rewards_of("--reward grm:x").check_rows([row])
 
 
-def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges):
-    env = start(qwen25, picture_rows, "--advantage grpo --reward", f"grm:{qwen25}")
-    with user_error("the judge was trained on nothing, says judge.json"):
-        build(env, sources.load_rewards(env.args))
+def test_a_judge_is_not_asked_what_it_never_learned():
     for trained, asked in (
         (["score", "correct"], "correct"),
         (["pictures", "score"], "score"),
         (["rubric", "answers"], "answers"),
         (["rubric"], "rubric"),
     ):
-        judge = judgements.JudgeSettings(verdicts=dict.fromkeys(trained, []))
+        judge = judgements.JudgeSettings(verdicts=dict.fromkeys(trained, ["1"]))
         assert judge.kind_to_ask("auto") == asked
     for trained, asked in (("score", "answers"), ("pictures", "auto")):
         with user_error(f"--grm_question {asked}: the judge was trained on {trained}, says"):
-            judgements.JudgeSettings(verdicts={trained: []}).kind_to_ask(asked)
+            judgements.JudgeSettings(verdicts={trained: ["1"]}).kind_to_ask(asked)
+
+
+def test_a_model_that_was_never_trained_to_judge_is_asked_by_the_built_in_templates(
+    qwen25, picture_rows
+):
+    """As Hugging Face's model says it alone; what it is asked has to be said, and what scores there are."""
+    env, reward, batch, texts = prepare(
+        qwen25, picture_rows, "--reward", f"grm:{qwen25}", "--grm_question correct"
+    )
+    scored, expected = score(env, reward, batch), []
+    for group, text in zip(batch.prompt_index.tolist(), texts):
+        prompt = env.prompts[group]
+        yes, _ = chances(
+            qwen25, prompt, ask(prompt, "correct", response=text), ["yes", "no"], judge=""
+        )
+        expected.append(yes)
+    assert max(expected) - min(expected) > 1e-4
+    expected = levelled(expected, list(zip(batch.prompt_index.tolist(), texts)), 5e-4)
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
+    for question, message in (
+        ("auto", r"no judge.json with verdicts.*--grm_question: correct, score, answers, rubric$"),
+        ("score", r'score: its verdicts are missing.*\{"verdicts": \{"score": \["1", "2"'),
+    ):
+        with user_error(f"grm:{qwen25}: .*{message}"):
+            build(env, sources.load_rewards(replace(env.args, grm_question=question)))
+
+
+def test_a_judge_json_by_hand(judges, picture_rows, qwen25, tmp_path):
+    """Any part of it, as the page shows: what it leaves out is built in."""
+    page = (ROOT / "common" / "README.md").read_text(encoding="utf-8")
+    section = page.partition("### A judge from anywhere")[2].partition("\n### ")[0]
+    written = json.loads(section.partition("```json")[2].partition("```")[0])
+    folder = judge_folder(judges, tmp_path, written)
+    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", f"grm:{folder}")
+    judge = reward.sources[0].score
+    assert (judge.kind, judge.verdicts) == ("score", ["1", "2", "3", "4", "5"])
+    assert judge.settings.templates["rubric"] == judgements.KINDS["rubric"].template
+    scored, expected = score(env, reward, batch), []
+    for group, text in zip(batch.prompt_index.tolist(), texts):
+        columns = {
+            "prompt": judgements.user_text(env.prompts[group].messages),
+            "response": text.replace("<image>", " "),
+        }
+        question = written["templates"]["score"].format(**columns)
+        shares = chances(
+            folder,
+            env.prompts[group],
+            question,
+            judge.verdicts,
+            judge=written["system_instruction"],
+        )
+        expected.append(sum(share * value for value, share in enumerate(shares, start=1)))
+    expected = levelled(expected, list(zip(batch.prompt_index.tolist(), texts)), 4 * 5e-4)
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
+
+
+THOUGHTS = [["<think>3?</think> 4", "4"], ["3</think>\n\n4", "[THINK]so[/THINK]four"], ["<think>4"]]
+BARE = [["4", "4"], ["4", "four"], [""]]
+
+
+def test_thoughts_of_responses_are_not_judged(qwen25, picture_rows, judges, tmp_path):
+    """A judge is shown what follows them, unless it was trained with them: the rewards are those of bare
+    answers. A judge.json that says nothing is of a version that showed them all."""
+    saved = read_json(judges["near"] / "judge.json")
+    assert saved["thoughts"] is False
+    earned = {}
+    for thoughts in (False, True, None):
+        folder = judge_folder(judges, tmp_path, saved | {"thoughts": thoughts})
+        for texts in (THOUGHTS, BARE):
+            flags = words("--reward", f"grm:{folder}", "--grm_question score")
+            env, reward, batch = answered(qwen25, picture_rows, texts, *flags)
+            earned[thoughts, texts is BARE] = score(env, reward, batch).rewards.tolist()
+    assert earned[False, False] == earned[False, True] == earned[True, True] == earned[None, True]
+    assert earned[True, False] == earned[None, False]
+    assert earned[True, False][:2] != earned[True, True][:2]
+
+
+def test_what_follows_a_thought_that_the_prompt_opens(qwen25, picture_rows):
+    """In each turn of a conversation; one that was not ended is all thought."""
+    env, _, batch = answered(qwen25, picture_rows, [["so</think>4"], ["4"]], "--reward exact")
+    batch.prompts = [replace(row, text=row.text + "<think>\n") for row in batch.prompts]
+    model = SimpleNamespace(reads_thoughts=False)
+    whole_texts = reward_models.RewardModel.whole_texts
+    assert whole_texts(model, batch, [0, 1], env.processor) == ["4", ""]
+    model.reads_thoughts = True
+    assert whole_texts(model, batch, [1, 0], env.processor) == ["4", "so</think>4"]
+
+
+@pytest.mark.parametrize(
+    "saved, responses, reads",
+    [
+        ({}, ["a", "b"], False),
+        ({}, ["a", "<think>b</think>c"], True),
+        ({"thoughts": False}, ["a", "<think>b</think>c"], False),
+        ({"verdicts": {"correct": ["yes", "no"]}}, ["a", "b"], True),
+    ],
+)
+def test_a_judge_reads_thoughts_if_it_was_trained_with_them(saved, responses, reads):
+    settings = judgements.JudgeSettings.to_train(SimpleNamespace(files={"judge": saved}))
+    row = {"prompt": "what?", "responses": responses, "preferred": "A"}
+    (asked, _) = judgements.read_judgement(row, settings, "both")
+    second = "c" if settings.thoughts is False else responses[1]
+    assert f"Answer B: {second}\n" in asked.question
+    settings.note_training([SimpleNamespace(label="answers", reference="A", row=row)])
+    assert settings.thoughts is reads
+
+
+@pytest.mark.parametrize("before, reads", [(None, False), ({}, True), ({"thoughts": {}}, False)])
+def test_runs_that_began_before_judges_were_asked_without_thoughts_go_on(before, reads):
+    """What reward models are shown is a part of a run's identity."""
+    model = SimpleNamespace(reads_thoughts=False)
+    listed = [
+        SimpleNamespace(kind="rm", name="rm", score=model),
+        SimpleNamespace(kind="rule", name="exact"),
+    ]
+    life = SimpleNamespace(saved={} if before is None else {"fingerprint": before}, fingerprint={})
+    ppo.keep_thoughts(SimpleNamespace(sources=listed), life)
+    assert model.reads_thoughts is reads
+    assert life.fingerprint == {"thoughts": {"rm": reads}}
+    assert "thoughts" in ppo.IDENTITY
+
+
+def test_a_judge_that_goes_by_position_is_told(qwen25, picture_rows, judges, tmp_path, capsys):
+    """By the newest evaluation before its export; where its rewards compare."""
+    saved = read_json(judge_of_pairs(judges, tmp_path) / "judge.json")
+    env = start(qwen25, picture_rows, "--advantage grpo --reward", f"grm:{tmp_path / 'judge'}")
+    for share, told in ((None, False), (0.04, True), (0.5, False)):
+        judge_folder(judges, tmp_path, saved | {"position_consistency": share})
+        build(env, sources.load_rewards(env.args))
+        assert (
+            "same verdict in both orders for 4% of the pairs" in capsys.readouterr().out
+        ) is told
 
 
 def test_a_judge_is_asked_with_its_own_template_options(qwen25, judges, picture_rows, tmp_path):

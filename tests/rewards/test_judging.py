@@ -273,7 +273,7 @@ def test_a_judge_learns_criteria(qwen25, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             judgements.read_judgement(row | bad, settings, "both")
-    settings.note_training([SimpleNamespace(label="rubric", reference="no")])
+    settings.note_training([SimpleNamespace(label="rubric", reference="no", row=row)])
     assert settings.verdicts == {"rubric": ["yes", "no"]}
 
 
@@ -281,7 +281,7 @@ def test_what_a_judge_learns_changes_no_file_that_was_read():
     saved = {"templates": {"score": "{prompt} {response}"}, "verdicts": {"score": ["1", "2"]}}
     processor = SimpleNamespace(files={"judge": saved})
     settings = judgements.JudgeSettings.to_train(processor)
-    settings.note_training([SimpleNamespace(label="correct", reference="no")])
+    settings.note_training([SimpleNamespace(label="correct", reference="no", row={})])
     assert settings.verdicts == {"score": ["1", "2"], "correct": ["yes", "no"]}
     assert processor.files["judge"]["verdicts"] == {"score": ["1", "2"]}
     assert settings.templates["score"] == "{prompt} {response}"
