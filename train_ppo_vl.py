@@ -58,12 +58,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common import checkpoint, distributed, flags, logging, losses, ppo_flags
+from common import checkpoint, distributed, flags, logging, losses
 from common.buffers import EMPTY, Batch, Pack
 from common.data import loader as data
 from common.data.overlap import tell_shared_rows
 from common.data.processor import Processor, answer_frame
-from common.data.rows import Prompt, count_rows, load_prompts, name_tasks, parse_columns
+from common.data.rows import Prompt, RowArgs, count_rows, load_prompts, name_tasks, parse_columns
 from common.envs import environments
 from common.flags import flag
 from common.ground import process
@@ -71,7 +71,7 @@ from common.ground.files import check_form
 from common.ground.process import UserError
 from common.looks import further_losses, image_changes
 from common.looks.further_losses import PtxLoss
-from common.looks.teacher import Teacher, follow_average
+from common.looks.teacher import Teacher, TeacherArgs, follow_average
 from common.memory import budget, memory
 from common.memory.recompute import explain_memory
 from common.model import adapters, build, experts, fsdp, packs, vlm, weights
@@ -157,8 +157,8 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 
 
 # -------------------------------------------------------------------------------------------------
-# Flags that decide what a step computes. The others (models, data, optimizers, checkpoints, runs;
-# rows, rewards, updates) are in common/flags.py and common/ppo_flags.py.
+# Flags that decide what a step computes. The others are in common/: rows, environments, rewards,
+# perception and teachers beside what reads them; models, data, optimizers, checkpoints and runs in flags.py.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -406,17 +406,64 @@ class AlgorithmArgs:
 
 
 @dataclass(frozen=True)
+class UpdateArgs:
+    """update"""
+
+    epochs: int = flag(1, "passes over the samples of a step", low=1)
+    minibatches: int = flag(
+        1,
+        "optimizer updates per pass; must divide --prompts_per_step",
+        low=1,
+    )
+    actor_lr: float = flag(1e-6, "learning rate of the actor")
+    critic_lr: float = flag(9e-6, "learning rate of the critic")
+    critic_epochs: int = flag(
+        0, "passes of the critic over the samples of a step; 0: as many as --epochs"
+    )
+    critic_warmup_steps: int = flag(0, "first steps that update only the critic")
+    target_kl: float = flag(
+        0.0,
+        "end a step's actor updates at the first whose KL(old, new) per token exceeds this, without "
+        "applying it; 0: off",
+    )
+    aux_loss_coef: float = flag(
+        0.0,
+        "weight of the load-balancing loss of MoE models, actor and critic; above 0 it "
+        "costs one more forward per update",
+    )
+    sampler_gap_limit: float = flag(
+        -1.0,
+        "largest train/sampler_gap, the mean difference between the log-probs of sampler and "
+        "training: above it, the first step or --eval_only ends the run, and later steps warn; -1: "
+        "0.1, in float32 0.001; 0: off",
+        low=-1,
+    )
+    ema_beta: float = flag(
+        0.0,
+        "decay of a running average of the actor's weights, say 0.992, updated after each applied "
+        "update; evaluations use the average, exports have both; 0: no average",
+        high=0.999999,
+    )
+    offload: str = flag(
+        "none",
+        "what to keep in host memory while it is not used. optimizer: the optimizers' states; all: "
+        "reference, teacher and reward models too",
+        choices=("none", "optimizer", "all"),
+    )
+
+
+@dataclass(frozen=True)
 class Args(
     flags.ModelArgs,
     flags.DataArgs,
-    ppo_flags.RowArgs,
+    RowArgs,
     RolloutArgs,
-    ppo_flags.EnvArgs,
-    ppo_flags.RewardArgs,
+    environments.EnvArgs,
+    sources.RewardArgs,
     AlgorithmArgs,
-    ppo_flags.PerceptionArgs,
-    ppo_flags.TeacherArgs,
-    ppo_flags.UpdateArgs,
+    image_changes.PerceptionArgs,
+    TeacherArgs,
+    UpdateArgs,
     flags.OptimArgs,
     flags.CheckpointArgs,
     flags.RunArgs,
@@ -737,10 +784,10 @@ IDENTITY = {
     *flags.IDENTITY,
     *OF_REWARDS,
     "thoughts",  # not a flag: judge.json says what reward models are shown
-    *ppo_flags.RowArgs.__annotations__,
+    *RowArgs.__annotations__,
     *AlgorithmArgs.__annotations__,
-    *ppo_flags.PerceptionArgs.__annotations__,
-    *ppo_flags.TeacherArgs.__annotations__,
+    *image_changes.PerceptionArgs.__annotations__,
+    *TeacherArgs.__annotations__,
 } - {"export_critic"}
 # The parts of a saved state that depend on flags: if one of these has changed, the part begins anew.
 DEPENDS_ON = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train_ppo_vl as ppo
-from common import losses, ppo_flags
+from common import losses
 from common.buffers import Batch
 from common.data.loader import PromptLoader
 from common.model import packs
@@ -686,7 +686,7 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     args = with_flags(
         env.args, advantage="remax", dynamic_sampling=limit, prompts_per_step=4 * rollouts
     )
-    reward = sources.load_rewards(ppo_flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
+    reward = sources.load_rewards(sources.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
     batches = [(env.prompts, list(range(4 * k, 4 * k + 4))) for k in range(rollouts)]
     with PromptLoader(env.processor, args, batches) as loader:
         samples, metrics = ppo.collect(
@@ -727,7 +727,7 @@ def test_functions_score_while_the_models_do(env, ruled, monkeypatch):
         return [float(len(response)) for response in responses]
 
     monkeypatch.setattr(ppo, "fill_logprobs_and_values", noted)
-    mix = sources.load_rewards(ppo_flags.RewardArgs(reward="exact"))
+    mix = sources.load_rewards(sources.RewardArgs(reward="exact"))
     mix.sources[0].function = reward
     for dynamic, expected in ((0, ["log-probs", "rewards"]), (1, ["rewards", "log-probs"])):
         args = with_flags(env.args, dynamic_sampling=dynamic, prompts_per_step=4)

@@ -27,17 +27,16 @@ answers      ground
 child        ground answers
 user_code    ground answers child
 flags        ground
-ppo_flags    ground flags
 sampling
 buffers      ground distributed sampling
 logging      ground distributed flags
 data         ground distributed flags buffers
 model        ground losses logprobs distributed flags sampling buffers logging data
 memory       ground logprobs distributed flags sampling buffers logging data model
-looks        ground losses logprobs distributed flags ppo_flags buffers logging data model
-rewards      ground losses distributed child user_code flags ppo_flags buffers data model
+looks        ground losses logprobs distributed flags buffers logging data model
+rewards      ground losses distributed child user_code flags buffers data model
 reports      ground distributed buffers data rewards
-envs         ground distributed child user_code flags ppo_flags sampling buffers data model
+envs         ground distributed child user_code flags sampling buffers data model
 rollout      ground logprobs distributed sampling buffers logging data model memory envs
 checkpoint   ground distributed user_code flags logging data model
 """

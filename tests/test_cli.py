@@ -649,13 +649,13 @@ def assert_one_message(result: subprocess.CompletedProcess, ours: str) -> None:
 
 REFUSING = """
 import os, time
-from common import flags, ppo_flags
+from common import flags
 from common.ground import process
 
 def main():
     if os.environ["RANK"] == "0":
         time.sleep(1)
-    flags.build_parser(ppo_flags.RewardArgs, None).read_flags(None)
+    flags.build_parser(flags.OptimArgs, None).read_flags(None)
 process.run_main(main)
 """
 

@@ -15,8 +15,7 @@ import torch
 from PIL import Image
 
 from common import answers, child, user_code
-from common.ppo_flags import RewardArgs
-from common.rewards.sources import load_source
+from common.rewards.sources import RewardArgs, load_source
 from common.user_code import load_class, load_function, with_table
 from conftest import user_error
 from helpers import reward_samples, score_samples
@@ -683,8 +682,7 @@ def test_a_signal_in_the_middle_of_a_call_lets_it_finish(tmp_path, name):
 
 AT_TERMINAL = """
 import os, sys, threading, time, types
-from common.ppo_flags import RewardArgs
-from common.rewards.sources import load_source
+from common.rewards.sources import RewardArgs, load_source
 from helpers import reward_samples, score_samples
 master, slave = os.openpty()
 os.dup2(slave, 0)

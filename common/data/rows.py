@@ -25,14 +25,14 @@ from common import distributed
 from common.data.coordinates import Place, Regions, read_regions
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor, called_function
-from common.flags import DataArgs
+from common.flags import DataArgs, flag
 from common.ground.files import check_form, number_as_text, parse_json, printable, read_bytes
 from common.ground.process import UserError
 
 MEDIA_MARKS = ("<image>", "<video>")  # in the strings of rows
 ROLES = ("system", "user", "assistant", "tool")
-# What --columns can rename.
 MOST_TASKS = 50  # that have metrics of their own
+# What --columns can rename.
 COLUMNS = {name: name for name in ("prompt", "images", "answer", "label")}
 # How files begin that are not JSONL, and what they are; after a colon, what to do if
 # launch/data/convert.py cannot read them.
@@ -63,6 +63,48 @@ MESSAGES = r"""\s*(\[\s*\{\s*["'](content|value)|\[?\s*\{\s*["'](role|from))["']
 NUMBERED_IMAGE = r"(?i)<\|?(image|img)[ _-]?\d+\|?>"
 WORKED_SOLUTION = r"(?m)^####.*\s*\Z|.\\boxed|<answer>"
 Media = str | tuple[str, ...]  # the path of an image; of a clip its file, or those of its frames
+
+
+@dataclass(frozen=True)
+class RowArgs:
+    """rows"""
+
+    row_kind: str = flag(
+        "prompts",
+        "kind of rows: prompts; or judgements (see train_grm_vl.py --help judge), to train a judge by RL: "
+        "--reward verdict compares the judge's answers with the rows' verdicts",
+        choices=("prompts", "judgements"),
+    )
+    columns: str = flag(
+        "",
+        "columns of your files, as in prompt=question,images=pictures,answer=solution,label=source",
+    )
+    system_prompt: str = flag(
+        "",
+        "system message put before every prompt; empty: none",
+    )
+    curriculum: str = flag(
+        "",
+        "file.py:function from (rows, samples, rewards) to weights, by which the rows of a batch are drawn: "
+        "for each row of --data its columns, its number of samples so far, and the sum of their "
+        "rewards; empty: every row once in a pass",
+        paths=True,
+    )
+    ptx_data: str = flag(
+        "",
+        "JSONL with prompt, images, response for a next-token loss besides the RL loss; empty: none",
+        paths=True,
+    )
+    ptx_coef: float = flag(
+        0.0,
+        "weight of the --ptx_data loss in the actor's loss (PPO-ptx); 0: off",
+    )
+    ptx_batch: int = flag(64, "rows of --ptx_data per update of the actor, over all ranks", low=1)
+    ptx_labels: str = flag(
+        "text",
+        "tokens of --ptx_data that carry the loss: all text, or responses",
+        choices=("text", "responses"),
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ A reward is a number, or {"reward": number, "accuracy": number}.
 
 import copy
 import math
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +21,40 @@ from common.buffers import ROLES, Conversation
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.envs.replies import encode_reply, read_parts
+from common.flags import LONGEST_WAIT, flag
 from common.ground.process import UserError
-from common.ppo_flags import EnvArgs
 from common.sampling import Environment
 from common.user_code import load_class
+
+
+@dataclass(frozen=True)
+class EnvArgs:
+    """environment"""
+
+    env: str = flag(
+        "",
+        "file.py:Class of an environment that answers the policy's turns (launch/README.md); empty: "
+        "responses have one turn",
+        paths=True,
+    )
+    max_turns: int = flag(8, "turns of the policy in a sample with an environment", low=1)
+    max_reply_tokens: int = flag(
+        1024,
+        "tokens of all replies of an environment in a sample; --max_new_tokens counts the policy's "
+        "own over all turns",
+        low=1,
+    )
+    env_timeout: float = flag(
+        60.0,
+        "longest time of one call of an environment (reset, step or close), seconds",
+        low=1e-6,
+        high=LONGEST_WAIT,
+    )
+    env_workers: int = flag(
+        8,
+        "environments of a rank that compute at a time while other samples go on; 0: one after the other, "
+        "so that runs repeat bit for bit",
+    )
 
 
 class Step(NamedTuple):

@@ -8,7 +8,7 @@ changed_logprobs   log-probs with changed images
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,9 +19,42 @@ from common import distributed
 from common.buffers import Batch, Conversation
 from common.data.loader import join_pixels, load_pixels
 from common.data.processor import Processor
+from common.flags import flag
 from common.model.packs import image_grids
 from common.model.policy import Policy, logprobs_of
 from common.model.vlm import Model, compute_features_unless_trained, image_features
+
+
+@dataclass(frozen=True)
+class PerceptionArgs:
+    """perception: what masked images change, by one more forward pass"""
+
+    perception_coef: float = flag(
+        0.0,
+        "above 0: subtract this times the KL between the policy with its images and with masked ones "
+        "from the actor's loss (PAPO: 0.01 or 0.02, with an --entropy_coef below 0)",
+    )
+    perception_ratio: float = flag(
+        1.0,
+        "below 1: use only this fraction of each response's tokens, those that depend most on its "
+        "images, in the policy loss (VPPO: 0.4)",
+        low=1e-6,
+        high=1,
+    )
+    perception_scale: float = flag(
+        1.0,
+        "below 1: multiply advantages by a factor that grows with how much the response depends on "
+        "its images; this is the smallest factor, and their mean is 1 (VPPO: 0.9)",
+        high=1,
+    )
+    perception_mask: float = flag(
+        0.6, "share of an image's squares of 14 pixels that are masked black", low=1e-6, high=1
+    )
+
+    @property
+    def masks_images(self) -> bool:
+        return self.perception_coef > 0 or min(self.perception_ratio, self.perception_scale) < 1
+
 
 # -------------------------------------------------------------------------------------------------
 # Other images

@@ -6,6 +6,8 @@ follow_average   a teacher that is the running average of the policy
 """
 
 import functools
+import re
+import string
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,13 +16,61 @@ from common import distributed
 from common.buffers import Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt, columns_of, make_prompt
+from common.flags import flag
 from common.ground.files import UserError
 from common.looks.image_changes import reread_images
 from common.model.adapters import without_adapters
 from common.model.fsdp import Trainable, copy_weights, on_device
 from common.model.policy import Policy
 from common.model.vlm import compute_features_unless_trained, tower_parameters
-from common.ppo_flags import TeacherArgs
+
+# of --teacher_prompt: text, in which a brace is written twice, and names of columns
+HINT = re.compile(r"(?:[^{}]|\{\{|\}\}|\{[^\W\d][^{}.\[\]:!]*\})*")
+
+
+def check_teacher_prompt(template: str) -> None:
+    """Raises UserError: not a template of --teacher_prompt. That is a Python format string of plain
+    names: a format specification could take gigabytes, and an attribute could read more than the row."""
+    if not HINT.fullmatch(template):
+        raise UserError(
+            f"{template}: braces hold the name of a column and nothing else, as in {{answer}} (a brace "
+            "of the text is written twice)"
+        )
+    names = [name for _, name, *_ in string.Formatter().parse(template)]
+    if template and not names.count("prompt") == template.count("{prompt}") == 1:
+        raise UserError(f"{template} has no {{prompt}}, the place of the row's prompt, or several")
+
+
+@dataclass(frozen=True)
+class TeacherArgs:
+    """teacher"""
+
+    teacher_model: str = flag(
+        "",
+        "frozen model that also scores the sampled tokens, and from which the policy learns: a checkpoint "
+        "of any size that has the policy's tokens and reads rows by its own processor; self: the "
+        "initial weights (with adapters, the base model); ema: the average of --ema_beta; empty: none",
+        paths=True,
+    )
+    teacher_in: str = flag(
+        "advantage",
+        "advantage: add --teacher_coef * (the teacher's log-prob - the policy's) to each token's advantage; "
+        "loss: add --teacher_coef * the exact KL(policy | teacher) over the vocabulary, which costs a "
+        "forward pass of the teacher per update",
+        choices=("advantage", "loss"),
+    )
+    teacher_coef: float = flag(1.0, "weight of the teacher")
+    teacher_prompt: str = flag(
+        "",
+        "template of what the teacher reads in place of a prompt; braces take columns of the row: "
+        "'{prompt} (The answer is {answer}.)'; empty: the prompt",
+        check=check_teacher_prompt,
+    )
+
+    @property
+    def teacher_in_loss(self) -> bool:
+        return self.teacher_model != "" and self.teacher_in == "loss"
+
 
 # -------------------------------------------------------------------------------------------------
 # Other prompts

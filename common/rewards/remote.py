@@ -13,7 +13,6 @@ from urllib.parse import urljoin
 from common.data.images import read_frames
 from common.ground.files import parse_json, say
 from common.ground.process import UserError
-from common.ppo_flags import RewardArgs
 from common.rewards.rules import Columns
 
 URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:\d+)?(/[^\s#]*)?", re.ASCII | re.IGNORECASE)
@@ -37,10 +36,10 @@ class Server:
     invalid answer is an error at once. No proxy is used, and no redirect followed.
     """
 
-    def __init__(self, url: str, args: RewardArgs):
-        """Raises UserError: the URL is malformed."""
+    def __init__(self, url: str, timeout: float):
+        """``timeout``: of one try, seconds. Raises UserError: the URL is malformed."""
         self.url = url
-        self.timeout = args.reward_timeout / 2  # of one try, seconds
+        self.timeout = timeout
         if not URL.fullmatch(url):
             raise UserError(
                 f"--reward {url}: expected http://host:port/path or https://..., without spaces,"

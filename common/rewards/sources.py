@@ -31,8 +31,8 @@ from common.child import problems_of
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
 from common.data.transcripts import finished_text, messages, turn_texts
+from common.flags import LONGEST_WAIT, flag
 from common.ground.files import UserError, check_form, parse_json, read_bytes
-from common.ppo_flags import RewardArgs
 from common.rewards import regions
 from common.rewards.remote import Server
 from common.rewards.rules import RULES, Columns, check_reference, rule_reward
@@ -46,6 +46,56 @@ Spans = list[list[tuple[int, float]]]
 # --------------------------------------------------------------------------------------------------
 # Sources and recipes
 # --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RewardArgs:
+    """reward"""
+
+    reward: str = flag(
+        "boxed",
+        "source of rewards, or several separated by commas: a rule (exact, boxed, answer, box, boxes, "
+        "point, verdict), env (what --env gives), "
+        "file.py:function, grm:FOLDER (generative judge), "
+        "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: only a teacher",
+        paths=True,
+    )
+    reward_recipe: str = flag(
+        "",
+        'JSON, or a .json file, in place of --reward: {label: [[source, weight], ...]}, "*" for '
+        "every other label; weight 0: only measured",
+        paths=True,
+    )
+    reward_combiner: str = flag(
+        "",
+        "file.py:function of {source: rewards} to rewards, for several sources without a recipe",
+        paths=True,
+    )
+    grm_question: str = flag(
+        "auto",
+        "what a judge is asked; answers: whether the response or the reference answer is better; rubric: "
+        "whether the response meets each criterion of the row's rubric; auto: the first of correct, score, "
+        "answers and rubric that it was trained on",
+        choices=("auto", "correct", "score", "answers", "rubric"),
+    )
+    grm_opponents: int = flag(
+        0,
+        "above 0: a judge of pairs compares a response with so many others to its prompt, in both orders, "
+        "not with the reference answer; the reward is the expected share of wins (Pref-GRPO)",
+    )
+    grm_mode: str = flag(
+        "probability",
+        "what a judge's reward is: its expected verdict (by probability), or the verdict of a critique "
+        "that it writes",
+        choices=("probability", "critique"),
+    )
+    grm_max_new_tokens: int = flag(512, "longest critique of a judge, tokens", low=1)
+    reward_timeout: float = flag(
+        60.0,
+        "longest time for the rewards of functions and servers, all together, with retries, seconds",
+        low=1e-6,
+        high=LONGEST_WAIT,
+    )
 
 
 class Scores(NamedTuple):
@@ -148,7 +198,9 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     if kind in ("grm", "rm") and rest:
         return Source(spec, kind, kind)
     if kind in ("http", "https"):
-        return Source(spec, "remote", "remote", Server(spec, args), ["groups", "places"])
+        return Source(
+            spec, "remote", "remote", Server(spec, args.reward_timeout / 2), ["groups", "places"]
+        )
     function, keywords, has_check = load_function(
         "--reward",
         spec,

@@ -21,9 +21,9 @@ from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.data.transcripts import finished_text
 from common.envs import dialogue, environments
+from common.envs.environments import EnvArgs
 from common.looks import image_changes
 from common.model import packs
-from common.ppo_flags import EnvArgs
 from common.rewards import sources
 from conftest import (
     ROUNDING,

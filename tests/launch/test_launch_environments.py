@@ -12,8 +12,8 @@ from PIL import Image
 import train_ppo_vl as ppo
 from common.data.processor import Processor
 from common.envs import environments
+from common.envs.environments import EnvArgs
 from common.envs.replies import encode_reply, read_parts
-from common.ppo_flags import EnvArgs
 from conftest import ROOT, read_rows, start, table, take, words
 from launch import toy
 

@@ -5,8 +5,7 @@ import time
 import pytest
 
 import extra_packages
-from common.ppo_flags import RewardArgs
-from common.rewards.sources import load_source
+from common.rewards.sources import RewardArgs, load_source
 from conftest import ROOT, table
 from helpers import reward_samples, score_samples
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from common.data.rows import Prompt
-from common.ppo_flags import RewardArgs
-from common.rewards.sources import RewardMix, Source, load_source
+from common.rewards.sources import RewardArgs, RewardMix, Source, load_source
 from conftest import ROOT, marked, table, user_error, value_error
 from helpers import reward_samples, score_samples
 from launch import reward_vision

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from common.data.coordinates import Place, Regions
-from common.ppo_flags import RewardArgs
 from common.rewards import sources
 from common.rewards.regions import (
     RULES,
@@ -21,6 +20,7 @@ from common.rewards.regions import (
     score_boxes,
     score_point,
 )
+from common.rewards.sources import RewardArgs
 from conftest import marked
 
 WIDE = (1000, 500)  # pixels of the file, 1008 x 504 as Qwen2.5-VL sees it

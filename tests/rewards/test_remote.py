@@ -19,10 +19,8 @@ import reward_server
 from common.data import images as vlm_images
 from common.data.coordinates import Place
 from common.data.images import read_image
-from common.ppo_flags import RewardArgs
 from common.rewards import remote
-from common.rewards.remote import Server
-from common.rewards.sources import call_source, load_source
+from common.rewards.sources import RewardArgs, call_source, load_source
 from conftest import ROOT, user_error, words
 from helpers import reward_samples, score_samples
 from reward_server import LIES, RewardServer, open_pictures
@@ -322,7 +320,7 @@ def test_bad_address(url):
 
 def test_a_try_has_half_of_the_time_of_the_step():
     """So that there is time for another one."""
-    assert Server("http://127.0.0.1:1/", RewardArgs(reward_timeout=60)).timeout == 30
+    assert load_source("http://127.0.0.1:1/", RewardArgs(reward_timeout=60)).function.timeout == 30
 
 
 def test_the_server_runs_from_the_command_line():

@@ -15,7 +15,6 @@ import torch
 import train_ppo_vl as ppo
 from common.data.rows import Prompt, name_tasks
 from common.ground.process import UserError
-from common.ppo_flags import RewardArgs
 from common.reports.records import accuracy_columns, summarise_samples, task_metrics
 from common.rewards import sources
 from common.rewards.rules import (
@@ -27,7 +26,7 @@ from common.rewards.rules import (
     rule_reward,
     same_words,
 )
-from common.rewards.sources import Source, load_source
+from common.rewards.sources import RewardArgs, Source, load_source
 from conftest import ROOT, readme_reward, table, user_error, words
 from helpers import reward_samples, score_samples
 
