@@ -70,7 +70,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import checkpoint, distributed, flags, logging
 from common.buffers import Batch
-from common.data import loader as data
+from common.data.loader import (
+    PromptLoader,
+    batches_in_order,
+    draw_batches,
+    repeated_rows,
+    shares_of,
+)
 from common.data.overlap import tell_shared_rows
 from common.data.processor import Processor
 from common.data.rows import Example, Prompt, media_parts
@@ -83,8 +89,8 @@ from common.memory.recompute import explain_memory
 from common.model import build, fsdp, packs, vlm, weights
 from common.model.policy import Policy, logprobs_of
 from common.reports import accuracy
-from common.reports import records as reports
-from common.rewards import judge as judgements
+from common.reports.records import sample_cards, sample_records
+from common.rewards import judgements
 from common.rollout import prompts_together, rollout
 from common.sampling import Sampling
 
@@ -348,15 +354,15 @@ def group_by_prompt(examples: list[Example]) -> list[Question]:
     return list(questions.values())
 
 
-def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
+def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
     """The training questions in order, continuing where the run stopped."""
-    shares = data.shares_of(args.data, rows.train_sets)
+    shares = shares_of(args.data, rows.train_sets)
     size, seed = args.prompts_per_step, args.seed
-    batches = data.draw_batches(rows.train_sets, shares, size, seed, start=state.rows_drawn)
-    return data.PromptLoader(rows.processor, args, batches)
+    batches = draw_batches(rows.train_sets, shares, size, seed, start=state.rows_drawn)
+    return PromptLoader(rows.processor, args, batches)
 
 
-def next_batch(loader: data.PromptLoader, judge: Policy) -> Batch:
+def next_batch(loader: PromptLoader, judge: Policy) -> Batch:
     """The prompts of a step with their targets; prompts whose images do not decode get none."""
     prompts = loader.take()
     examples = [question.examples for question in loader.rows]
@@ -593,16 +599,16 @@ def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
     Raises:
         UserError: no example is left.
     """
-    batches = data.batches_in_order(
+    batches = batches_in_order(
         rows.held_out, prompts_together(args.slots, args.rollout_shards, samples=1)
     )
     records, first, dropped = [], 0, 0  # first: index of the first example of a batch
-    with data.PromptLoader(rows.processor, args, batches) as loader:
+    with PromptLoader(rows.processor, args, batches) as loader:
         for _ in batches:
             batch = write_judgements(judge, loader.take(least=0), args)
             dropped += len(batch.dropped)
             likelihoods = weigh_verdicts(judge, rows, loader.rows, batch)
-            answers = reports.sample_records(batch, rows.processor)
+            answers = sample_records(batch, rows.processor)
             for k, record in zip(batch.prompt_index.tolist(), answers):
                 example = loader.rows[k]
                 target = {"target": example.text, "tokens": len(example.target)}
@@ -692,7 +698,7 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     )
     if args.eval_only:
         return log
-    notes = [*data.repeated_rows(args, rows.train_sets), *uneven_prompts(rows.train)]
+    notes = [*repeated_rows(args, rows.train_sets), *uneven_prompts(rows.train)]
     for line in [*notes, *split_conversations(rows.train)]:
         log.line(line)
     warmup = args.warmup_steps
@@ -743,14 +749,14 @@ def report(
     step, metrics = state.step, state.metrics
     log.step(step, metrics, STEP_COLUMNS)
     if log.shows_samples(step, args.steps):
-        log_samples(log, step, reports.sample_records(batch, judge.processor), stem="step")
+        log_samples(log, step, sample_records(batch, judge.processor), stem="step")
 
 
 def log_samples(log: logging.RunLogger, step: int, records: list[dict], stem: str) -> None:
     """Log the records, and cards of some of them, evenly spaced."""
     count = log.log_samples
     every = max(1, len(records) // max(1, count))
-    log.samples(step, records, reports.sample_cards(records[::every][:count]), stem)
+    log.samples(step, records, sample_cards(records[::every][:count]), stem)
 
 
 if __name__ == "__main__":

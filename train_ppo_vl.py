@@ -60,7 +60,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import checkpoint, distributed, flags, logging, losses
 from common.buffers import EMPTY, Batch, Pack
-from common.data import loader as data
+from common.data.loader import (
+    Drawn,
+    PromptLoader,
+    batches_in_order,
+    draw_batches,
+    draw_by_weights,
+    repeated_rows,
+    shares_of,
+)
 from common.data.overlap import tell_shared_rows
 from common.data.processor import Processor, answer_frame
 from common.data.rows import Prompt, RowArgs, count_rows, load_prompts, name_tasks, parse_columns
@@ -76,10 +84,19 @@ from common.memory import budget, memory
 from common.memory.recompute import explain_memory
 from common.model import adapters, build, experts, fsdp, packs, vlm, weights
 from common.model.policy import Critic, Policy, logprobs_of, values_of
-from common.reports import records as reports
-from common.rewards import judge as judgements
-from common.rewards import models as reward_models
-from common.rewards import sources
+from common.reports.records import (
+    accuracy_columns,
+    add_tokens,
+    component_metric,
+    conversation_metrics,
+    first_samples,
+    sample_cards,
+    sample_records,
+    show_images,
+    summarise_samples,
+    task_metrics,
+)
+from common.rewards import judgements, reward_models, sources
 from common.rollout import prompts_together, rollout
 from common.sampling import Environment, Sampling
 from common.user_code import load_function, with_table
@@ -655,7 +672,7 @@ def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
             raise UserError(f"--ptx_data {row.source}: a judgement, not a response to imitate")
     return PtxLoss(
         rows=rows,
-        loader=data.PromptLoader(processor, args),
+        loader=PromptLoader(processor, args),
         batch=args.ptx_batch,
         coef=args.ptx_coef,
         labels=args.ptx_labels,
@@ -665,26 +682,26 @@ def load_ptx(args: Args, processor: Processor) -> PtxLoss | None:
 
 def open_loader(
     args: Args, rows: Rows, state: "TrainState", weigh: Callable | None = None
-) -> data.PromptLoader:
+) -> PromptLoader:
     """The training prompts in order, or drawn by ``weigh`` of --curriculum, continuing where the run
     stopped."""
     if rows.ptx:
         rows.ptx.scheduled = state.ptx_rows
-    batches = data.draw_batches(
+    batches = draw_batches(
         rows.train_sets,
-        data.shares_of(args.data, rows.train_sets),
+        shares_of(args.data, rows.train_sets),
         args.prompts_per_rollout,
         args.seed,
         state.rows_drawn,
     )
     if weigh and rows.train:
         batches = draw_by_history(args, weigh, rows.train, state)
-    return data.PromptLoader(rows.processor, args, batches)
+    return PromptLoader(rows.processor, args, batches)
 
 
 def draw_by_history(
     args: Args, weigh: Callable, rows: list[Prompt], state: "TrainState"
-) -> Iterator[data.Drawn]:
+) -> Iterator[Drawn]:
     """Endless batches of rows, by the weights of --curriculum. Each is drawn while the step before it
     runs; ``state.ahead`` keeps it, so that a resumed run begins with the same one. Raises UserError."""
     size = args.prompts_per_rollout
@@ -692,7 +709,7 @@ def draw_by_history(
 
     def draw(start: int) -> list[int]:
         weights = weigh(*state.history.numpy().copy())
-        return data.draw_by_weights(weights, len(rows), size, (args.seed, start))
+        return draw_by_weights(weights, len(rows), size, (args.seed, start))
 
     for start in itertools.count(state.rows_drawn, size):
         if not state.ahead:
@@ -1099,7 +1116,7 @@ def take_step(trained: fsdp.Trainable, step: int) -> tuple[float, bool]:
 
 def collect(
     models: Models,
-    loader: data.PromptLoader,
+    loader: PromptLoader,
     reward: sources.RewardMix,
     sampling: Sampling,
     state: TrainState,
@@ -1157,7 +1174,7 @@ def note_rewards(batch: Batch, state: TrainState, args: Args) -> None:
 
 def sample_and_score(
     models: Models,
-    loader: data.PromptLoader,
+    loader: PromptLoader,
     reward: sources.RewardMix,
     sampling: Sampling,
     step: int,
@@ -1379,20 +1396,19 @@ def batch_metrics(batch: Batch) -> logging.Metrics:
         "train/advantages_max": batch.advantages.max(),
     }
     components = {
-        reports.component_metric(name, "_reward"): values
-        for name, values in batch.components.items()
+        component_metric(name, "_reward"): values for name, values in batch.components.items()
     }
     for name, values in components.items():
         if not values.isnan().all():
             metrics[f"rollout/{name}"] = values.nanmean()
-    metrics |= reports.task_metrics(batch, {"reward": batch.rewards} | components)
+    metrics |= task_metrics(batch, {"reward": batch.rewards} | components)
     if len(batch.kl):
         metrics["train/kl"] = batch.kl.mean()
     if len(batch.teacher_logprobs):
         metrics["train/teacher_kl"] = (batch.old_logprobs - batch.teacher_logprobs).mean()  # k1
     if len(batch.values):
         metrics["train/values"] = batch.values.mean()
-    metrics |= reports.conversation_metrics(batch.conversations, "rollout")
+    metrics |= conversation_metrics(batch.conversations, "rollout")
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -1689,10 +1705,10 @@ def evaluate(
     count = args.eval_samples
     sampling = replace(sampling, stream=EVAL, greedy=count == 1, keeps_experts=False)
     together = prompts_together(args.slots, args.rollout_shards, count)
-    batches = data.batches_in_order(rows.held_out, together)
+    batches = batches_in_order(rows.held_out, together)
     records, conversations, dropped = [], [], 0
     gaps: list[Tensor] = []  # (k,) each, see `image_changes.vision_gaps`
-    loader = data.PromptLoader(rows.processor, args, batches)
+    loader = PromptLoader(rows.processor, args, batches)
     with trainables["actor"].averaged(), loader:
         for _ in batches:
             prompts = loader.take(least=0)
@@ -1704,15 +1720,15 @@ def evaluate(
                 require_same_policy(actor, batch, args)
             reward.score(batch, actor.processor, state.step)
             gaps.append(image_changes.vision_gaps(actor, batch))
-            answers = reports.sample_records(batch, actor.processor)
+            answers = sample_records(batch, actor.processor)
             picks = range(len(batch))[: max(0, args.log_samples * count - len(records))]
-            reports.show_images(batch, answers, picks)
+            show_images(batch, answers, picks)
             records += answers
             conversations += batch.conversations
     if not records:
         raise UserError("evaluation: no held-out prompt is left, as none of their images decodes")
-    metrics = reports.summarise_samples(records, count)
-    metrics |= reports.conversation_metrics(conversations, "eval")
+    metrics = summarise_samples(records, count)
+    metrics |= conversation_metrics(conversations, "eval")
     gap = torch.cat(gaps)
     if len(gap):
         metrics["eval/vision_gap_logprob"] = float(gap.mean())
@@ -1734,10 +1750,10 @@ def evaluate_teacher(
     if not (teacher and args.eval_only) or args.env or args.reward == "none":
         return {}
     together = prompts_together(args.slots, args.rollout_shards, 1)
-    batches = data.batches_in_order(rows.held_out, together)[:1]
+    batches = batches_in_order(rows.held_out, together)[:1]
     with (
         teacher.in_use() as policy,
-        data.PromptLoader(rows.processor, args, batches) as loader,
+        PromptLoader(rows.processor, args, batches) as loader,
     ):
         batch = loader.take()
         answers = rollout(
@@ -1745,8 +1761,8 @@ def evaluate_teacher(
         )
     answers = replace(answers, prompts=batch.prompts, features=batch.features, positions={})
     reward.score(answers, rows.processor, state.step)
-    metrics = reports.summarise_samples(reports.sample_records(answers, rows.processor), 1)
-    columns = reports.accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
+    metrics = summarise_samples(sample_records(answers, rows.processor), 1)
+    columns = accuracy_columns(metrics) | {"reward": "eval/reward_mean"}
     return {f"eval/teacher_{word}": metrics[name] for word, name in columns.items()}
 
 
@@ -1787,9 +1803,9 @@ def report_evaluation(
         "eval/train_step": state.step,
     }
     state.metrics |= metrics
-    cards = reports.sample_cards(records[: log.log_samples])
+    cards = sample_cards(records[: log.log_samples])
     log.samples(state.step, records, cards, stem="eval")
-    accuracies = reports.accuracy_columns(metrics)
+    accuracies = accuracy_columns(metrics)
     for name in accuracies.values():
         # before the first step, none need be right
         never_right = metrics[name] == 0 and state.step > 0
@@ -1828,7 +1844,7 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.steps} steps = {passes:.1f} passes over the data; output: {args.out}"
     )
-    for line in [*data.repeated_rows(args, rows.train_sets), *idle_steps(args)]:
+    for line in [*repeated_rows(args, rows.train_sets), *idle_steps(args)]:
         log.line(line)
     return log
 
@@ -1859,7 +1875,7 @@ def report(
     records: list[dict] = []
     if log.shows_samples(step, args.steps):
         records = report_samples(log, batch, step, actor, args)
-    columns = reports.accuracy_columns(metrics, batch.prompts) | STEP_COLUMNS
+    columns = accuracy_columns(metrics, batch.prompts) | STEP_COLUMNS
     log.step(step, metrics | checkpoints.metrics(), columns)
     if records:
         first = records[0]
@@ -1899,14 +1915,14 @@ def report_samples(
     """Write the samples of a step; those of the first --log_samples prompts with the numbers of their
     tokens and the images that environments have shown. Returns their records, on rank 0."""
     records: list[dict] = []
-    picks = reports.first_samples(batch, args.log_samples)
+    picks = first_samples(batch, args.log_samples)
     if distributed.is_main():
-        records = reports.sample_records(batch, actor.processor)
-        reports.add_tokens(batch, records, picks, actor.processor)
-    reports.show_images(batch, records, picks)
+        records = sample_records(batch, actor.processor)
+        add_tokens(batch, records, picks, actor.processor)
+    show_images(batch, records, picks)
     # of each prompt one sample
     carded = [records[i] for i in picks[:: args.samples_per_prompt] if records]
-    log.samples(step, records, reports.sample_cards(carded))
+    log.samples(step, records, sample_cards(carded))
     return records
 
 

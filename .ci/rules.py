@@ -155,6 +155,16 @@ def variables() -> Problems:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}: {name} does not tell what it holds"
 
 
+def aliases(modules: dict[str, ast.Module]) -> Problems:
+    """A module of ours under another name hides where a thing lives."""
+    for module, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("common"):
+                for name in node.names:
+                    if name.asname:
+                        yield f"{module}:{node.lineno}: {name.name} under the name {name.asname}"
+
+
 def top_level() -> Problems:
     for path in ROOT.iterdir():
         # toy.*: being made
@@ -248,6 +258,7 @@ if __name__ == "__main__":
         *long_lines_of_tests(),
         *first_stage(modules),
         *variables(),
+        *aliases(modules),
         *top_level(),
     ]
     problems += [*unread_flags(modules), *documents(modules), *experiments()]

@@ -216,7 +216,7 @@ def judge_settings(*verdicts: tuple[str, str], saved: dict = {}, **settings):
     """Settings of a judge that is trained on (kind, verdict), from a checkpoint with ``saved`` ones."""
     from types import SimpleNamespace
 
-    from common.rewards.judge import JudgeSettings
+    from common.rewards.judgements import JudgeSettings
 
     judge = JudgeSettings.to_train(SimpleNamespace(files={"judge": saved}), **settings)
     judge.note_training(

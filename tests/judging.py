@@ -14,8 +14,7 @@ from common.buffers import Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.model import vlm
-from common.rewards import judge as judgements
-from common.rewards import sources
+from common.rewards import judgements, sources
 from conftest import build_rewards, read_rows, start, take, token_logprobs, words
 from conftest import records as records_of
 

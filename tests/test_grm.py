@@ -33,8 +33,7 @@ from common.ground import process
 from common.model import packs, vlm
 from common.reports import accuracy
 from common.reports.records import record_card
-from common.rewards import judge as judgements
-from common.rewards import rules
+from common.rewards import judgements, rules
 from conftest import (
     ROUNDING,
     assert_same_records,

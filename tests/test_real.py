@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_ppo_vl as ppo
 from common.data.processor import Processor
-from common.model import weights as vlm_weights
+from common.model import weights
 from conftest import (
     ROOT,
     ROUNDING,
@@ -102,7 +102,7 @@ def forced(model, prompt: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def test_texts_come_back_from_their_tokens(real):
     tokenizer = AutoTokenizer.from_pretrained(real)
-    processor = Processor(vlm_weights.resolve_folder(str(real)), ppo.flags.DataArgs())
+    processor = Processor(weights.resolve_folder(str(real)), ppo.flags.DataArgs())
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text

@@ -10,8 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
 from common import logprobs
-from common.model import attention as vlm_attention
-from common.model import fsdp, graphs, vlm
+from common.model import attention, fsdp, graphs, vlm
 from common.rollout import RolloutEngine
 from conftest import (
     ROUNDING,
@@ -133,7 +132,7 @@ def test_prompts_and_pictures_are_computed_once(qwen25, picture_rows, monkeypatc
         return features(model, patches, grids)
 
     def watched_hidden(model, pack):
-        if isinstance(pack.attention, vlm_attention.PackedAttention):
+        if isinstance(pack.attention, attention.PackedAttention):
             prefilled.append(pack.input_ids.shape[1])
         return hidden(model, pack)
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import itemgetter
 from statistics import fmean
 
-from common.rewards.judge import in_order
+from common.rewards.judgements import in_order
 from common.rewards.rules import same_words, vote
 
 SHORT_ANSWER = 16  # tokens; a longer response without a verdict is not compared word by word

@@ -23,7 +23,7 @@ from common.data.transcripts import (
 )
 from common.ground.cards import draw_regions, sample_card
 from common.reports.accuracy import vote_rates
-from common.rewards.judge import JudgeSettings, group_of
+from common.rewards.judgements import JudgeSettings, group_of
 from common.rewards.regions import region_record
 
 

@@ -120,7 +120,7 @@ class Source:
     # whose models and process group it sees.
     function: Callable | None = None
     keywords: list[str] = field(default_factory=list)  # what it gets by name, of OFFERED
-    # Of no function: scores these samples of the batch. `models.build` sets that of a model.
+    # Of no function: scores these samples of the batch. `reward_models.build` sets that of a model.
     score: Callable[[Batch, list[int], Processor], Scores] | None = None
     # Why nothing can match each of these reference answers, of these rows; "" if something can. None: any
     # may be right.

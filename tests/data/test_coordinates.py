@@ -8,7 +8,7 @@ from PIL import Image
 from common.data.coordinates import Place, read_regions, write_marks
 from common.data.processor import Processor, answer_frame
 from common.flags import DataArgs
-from common.rewards.judge import JudgeSettings, load_judgements
+from common.rewards.judgements import JudgeSettings, load_judgements
 from conftest import marked, user_error, write_rows
 from helpers import write_processor
 

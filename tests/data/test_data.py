@@ -31,7 +31,7 @@ from common.flags import DataArgs
 from common.ground.files import UserError
 from common.model.build import build_model
 from common.model.weights import materialize, resolve_folder
-from common.rewards.judge import load_judgements, read_rubric
+from common.rewards.judgements import load_judgements, read_rubric
 from conftest import (
     judge_settings,
     read_json,

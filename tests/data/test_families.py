@@ -44,7 +44,7 @@ from common.looks.teacher import with_prompts
 from common.model import attention as vlm_attention
 from common.model import build, packs, vlm
 from common.model import weights as vlm_weights
-from common.rewards import judge
+from common.rewards import judgements
 from conftest import (
     ROUNDING,
     computing,
@@ -503,9 +503,9 @@ def test_every_answer_of_a_conversation_is_learned(family, tmp_path):
     path = write_rows(tmp_path / "talk.jsonl", [row | {"images": images}])
     env, model = family.env, family.env.actor.model
     frame = answer_frame(env.processor)
-    settings = judge.JudgeSettings.to_train(env.processor)
+    settings = judgements.JudgeSettings.to_train(env.processor)
     args = DataArgs(max_prompt_tokens=4000)
-    examples = judge.load_judgements(path, env.processor, settings, args, frame=frame)
+    examples = judgements.load_judgements(path, env.processor, settings, args, frame=frame)
     rows = len(examples)
     assert rows == (1 if env.processor.family.replies_show_images or not images else 2)
     with PromptLoader(env.processor, args) as loader:

@@ -25,7 +25,7 @@ from common.flags import DataArgs
 from common.ground import files, process
 from common.model.build import build_model
 from common.model.weights import open_weights, resolve_folder, weight_index
-from common.rewards.judge import KINDS, JudgeSettings
+from common.rewards.judgements import KINDS, JudgeSettings
 from conftest import (
     read_json,
     same_tensors,

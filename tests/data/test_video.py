@@ -35,8 +35,7 @@ from common.data.processor import Processor
 from common.data.rows import load_prompts, make_prompt
 from common.flags import DataArgs
 from common.model import vlm
-from common.rewards import judge as judgements
-from common.rewards import remote, sources
+from common.rewards import judgements, remote, sources
 from conftest import (
     ROUNDING,
     build_rewards,

@@ -6,7 +6,7 @@ import torch
 from common.model import build, layers
 from conftest import marked, words
 from families import PLAIN, TEXT_ONLY, write_family
-from launch import check_model as program
+from launch import check_model
 
 DAILY = ("qwen3_5", "gemma3", "llama")
 FURTHER = ("qwen3_vl_moe", "gemma4_26b_a4b", "mistral3")
@@ -18,7 +18,7 @@ def test_every_comparison_of_a_sound_checkpoint_passes(kind, tmp_path, picture_r
         write_family(kind, tmp_path, picture_rows)
     except ImportError:
         pytest.skip(f"this transformers wants torchvision for {kind}")
-    assert program.main(words(tmp_path)) == 0
+    assert check_model.main(words(tmp_path)) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[-1] == "PASS"
     names = ("module by module", "log-probs of packs", "log-probs of the sampler")
@@ -37,9 +37,9 @@ def test_every_comparison_of_a_sound_checkpoint_passes(kind, tmp_path, picture_r
 
 def test_rows_of_a_user_are_read(tmp_path, picture_rows, capfd):
     write_family("gemma3", tmp_path, picture_rows)
-    assert program.main(words(tmp_path, "--data", tmp_path / "rows.jsonl")) == 0
+    assert check_model.main(words(tmp_path, "--data", tmp_path / "rows.jsonl")) == 0
     with pytest.raises(SystemExit):
-        program.main(words(tmp_path, "--data", tmp_path / "config.json"))
+        check_model.main(words(tmp_path, "--data", tmp_path / "config.json"))
     assert "error" in capfd.readouterr().err
 
 
@@ -47,7 +47,7 @@ def test_a_wrong_module_is_named(tmp_path, picture_rows, monkeypatch, capfd):
     """As if one norm had been taken for another: the model computes on, without an error."""
     write_family("gemma3", tmp_path, picture_rows)
     monkeypatch.setattr(layers, "PLUS_ONE", ())
-    assert program.main(words(tmp_path)) == 1
+    assert check_model.main(words(tmp_path)) == 1
     lines = capfd.readouterr().out.splitlines()
     assert lines[-1] == "FAIL"
     (worst,) = [line for line in lines if "module by module" in line]
@@ -114,6 +114,6 @@ def test_a_wrong_module_of_any_origin_is_named(
         change(model)
 
     monkeypatch.setattr(build, "use_ours", also)
-    assert program.main(words(tmp_path)) == 1
+    assert check_model.main(words(tmp_path)) == 1
     (worst,) = [line for line in capfd.readouterr().out.splitlines() if "module by module" in line]
     assert worst.startswith(f"FAIL module by module, model.{name}:")

@@ -17,7 +17,7 @@ from common.data.images import read_image
 from common.data.processor import Processor
 from common.data.rows import load_prompts, text_column
 from common.flags import DataArgs
-from common.rewards.judge import load_judgements
+from common.rewards.judgements import load_judgements
 from conftest import ROOT, judge_settings, marked, read_rows, user_error, words, write_json
 from helpers import PYTHONS_WORDS, base64_of, encode, noise, odd_value
 from launch.data import accounts, convert, foreign_rows

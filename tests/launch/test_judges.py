@@ -19,7 +19,7 @@ import pytest
 
 from common.data.processor import Processor
 from common.flags import DataArgs
-from common.rewards.judge import answer_frame, encode_target, load_judgements, with_verdict
+from common.rewards.judgements import answer_frame, encode_target, load_judgements, with_verdict
 from conftest import ROOT, judge_settings, read_rows, table, words, write_rows
 from helpers import base64_of, encode, noise
 from judging import MIRRORED, PAIRS, judge_by_a_policy, judged, whole_judgements

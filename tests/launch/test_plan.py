@@ -22,13 +22,12 @@ from transformers import (
 
 import families
 from common import distributed
-from common.data import loader as data
+from common.data.processor import Processor
 from common.flags import DataArgs
 from common.ground import process
 from common.memory import budget, memory
 from common.memory.recompute import recompute
-from common.model import attention as vlm_attention
-from common.model import fsdp, layers, vlm
+from common.model import attention, fsdp, layers, vlm
 from common.model.vlm import UpdateSetting
 from conftest import published, start, take, user_error, words, write_checkpoint, write_json
 from helpers import NormOfAGPU, peak_of_an_update, planned, planned_peak, trainable
@@ -117,12 +116,12 @@ def test_copies_must_fit():
 
 
 def test_bytes_of_the_cache(checkpoint):
-    text = data.Processor(checkpoint, DataArgs()).config.get_text_config()
+    text = Processor(checkpoint, DataArgs()).config.get_text_config()
     for dtype in (torch.float32, torch.bfloat16):
-        cache = vlm_attention.SlotCache(text, 3, 50, dtype, torch.device("cpu"), "sdpa")
+        cache = attention.SlotCache(text, 3, 50, dtype, torch.device("cpu"), "sdpa")
         kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
         layers = len(kinds) - kinds.count("linear_attention")
-        numbers = 2 * layers * text.num_key_value_heads * vlm_attention.head_dim(text)
+        numbers = 2 * layers * text.num_key_value_heads * attention.head_dim(text)
         stored = 3 * 50 * numbers * dtype.itemsize
         if cache.linear is not None:
             stored += cache.linear.inputs.nbytes + cache.linear.states.nbytes
@@ -246,7 +245,7 @@ def test_keys_of_an_update_are_counted_per_response(qwen25, picture_rows, sample
     text, tokens = dry.models["actor"].model.config.get_text_config(), 1000
     # in float32, keys and values of each layer
     further = tokens * (keys / (prompt + samples * 12) - 1)
-    size = 2 * 4 * text.num_hidden_layers * text.num_key_value_heads * vlm_attention.head_dim(text)
+    size = 2 * 4 * text.num_hidden_layers * text.num_key_value_heads * attention.head_dim(text)
     setting = UpdateSetting(tokens, 0)
     activations = dry.needed.phases(setting)["update actor"]["activations"]
     bare = memory.backward_bytes(dry.models["actor"], setting)["activations"]

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.model import attention as vlm_attention
+from common.model import attention
 from helpers import DEVICE
 
 pytestmark = [
@@ -52,8 +52,8 @@ def test_the_backward_of_a_tower_never_takes_cudnn(h100):
     with FakeTensorMode(), Calls() as calls:
         q, k, v = (torch.empty(512, 16, 80, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
         bounds = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-        vlm_attention.varlen_attention(
-            q, k, v, vlm_attention.VarlenCall(bounds, bounds, 256, 256, False), 1.0, "varlen"
+        attention.varlen_attention(
+            q, k, v, attention.VarlenCall(bounds, bounds, 256, 256, False), 1.0, "varlen"
         )
         window, grouped = calls.arguments[9:11]
         assert grouped is True
@@ -77,7 +77,7 @@ def test_varlen_never_takes_cudnn(h100):
         try:
             torch.backends.cuda.enable_cudnn_sdp(True)
             assert chosen() == SDPBackend.CUDNN_ATTENTION.value
-            vlm_attention.choose_backend("varlen", DEVICE)
+            attention.choose_backend("varlen", DEVICE)
             assert chosen() == SDPBackend.FLASH_ATTENTION.value
         finally:
             torch.backends.cuda.enable_cudnn_sdp(enabled)

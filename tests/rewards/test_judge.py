@@ -29,9 +29,7 @@ from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.model import vlm
 from common.reports.records import sample_records
-from common.rewards import judge as judgements
-from common.rewards import models as reward_models
-from common.rewards import sources
+from common.rewards import judgements, reward_models, sources
 from common.rewards.sources import RewardArgs
 from common.user_code import load_function
 from conftest import (

@@ -16,9 +16,8 @@ import torch
 import train_ppo_vl as ppo
 from common.data.processor import Processor
 from common.reports import accuracy
-from common.rewards import judge as judgements
-from common.rewards import sources
-from common.rewards.judge import JudgeSettings, load_judgements
+from common.rewards import judgements, sources
+from common.rewards.judgements import JudgeSettings, load_judgements
 from conftest import (
     ROUNDING,
     read_rows,

@@ -29,7 +29,7 @@ from common.model.build import build_reader
 from common.model.fsdp import on_device
 from common.model.policy import Critic, Policy, logprobs_of, values_of
 from common.model.vlm import Modules, compute_features, tower_parameters
-from common.rewards.judge import JudgeSettings, encode_verdicts, read_rubric
+from common.rewards.judgements import JudgeSettings, encode_verdicts, read_rubric
 from common.rewards.rules import parse_verdict, with_opened_thought, without_thoughts
 from common.rewards.sources import RewardArgs, RewardMix, Scores
 
