@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
 # -------------------------------------------------------------------------------------------------
 
 
-def check_text(text: str) -> None:
+def check_not_file(text: str) -> None:
     """Raises UserError: the text looks like the name of a file that does not exist."""
     is_name = Path(text).suffix and len(text.split()) == 1 and "{" not in text
     if is_name and not os.path.isfile(text):
@@ -168,14 +168,14 @@ class JudgeArgs:
     """judgements (a text, or a file that contains it; empty: judge.json of --model, else built in)"""
 
     system_instruction: str = flag(
-        "", "system message; {prompt} in it becomes the row's prompt", check=check_text
+        "", "system message; {prompt} in it becomes the row's prompt", check=check_not_file
     )
     templates: str = flag(
         "",
         "JSON {kind: question}, in which braces become columns of the row: correct and score hold {prompt} "
         "and {response}, rubric also {criterion}, answers {prompt}, {response_a} and {response_b}, pictures "
         "{prompt} and two <image>, videos {prompt} and two <video>",
-        check=check_text,
+        check=check_not_file,
     )
     orders: str = flag(
         "both",
@@ -257,7 +257,7 @@ def count_steps(args: Args, rows: int, saved: dict, fingerprint: dict) -> Args:
 
 # The flags that identify a run: if one has changed, --resume auto refuses the checkpoint.
 IDENTITY = {
-    *flags.IDENTITY,
+    *flags.SHARED_IDENTITY,
     *JudgeArgs.__annotations__,
 }
 
@@ -268,7 +268,7 @@ IDENTITY = {
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class ExampleGroup:
     """A prompt and its examples, whose targets share one copy of the prompt in a pack."""
 
     prompt: Prompt
@@ -281,11 +281,11 @@ class Rows:
 
     processor: Processor
     settings: judgements.JudgeSettings  # an export's judge.json
-    train_sets: list[list[Question]]
+    train_sets: list[list[ExampleGroup]]
     held_out: list[Example]
 
     @property
-    def train(self) -> list[Question]:
+    def train(self) -> list[ExampleGroup]:
         return list(itertools.chain(*self.train_sets))
 
     def note_evaluation(self, metrics: logging.Metrics) -> None:
@@ -341,17 +341,17 @@ def last_answers(examples: list[Example]) -> list[Example]:
     return list(last.values())
 
 
-def group_by_prompt(examples: list[Example]) -> list[Question]:
+def group_by_prompt(examples: list[Example]) -> list[ExampleGroup]:
     """The examples grouped by their prompts, in the order of first occurrence. A conversation that shows
     images in later turns is alone, as its prompt brings them."""
-    questions = {}
+    groups = {}
     for example in examples:
         prompt = example.prompt
         key = (prompt.text, prompt.images)
         if len(prompt.grids) > len(media_parts(prompt.messages)):
             key += (prompt.source,)
-        questions.setdefault(key, Question(example.prompt, [])).examples.append(example)
-    return list(questions.values())
+        groups.setdefault(key, ExampleGroup(example.prompt, [])).examples.append(example)
+    return list(groups.values())
 
 
 def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
@@ -365,7 +365,7 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
 def next_batch(loader: PromptLoader, judge: Policy) -> Batch:
     """The prompts of a step with their targets; prompts whose images do not decode get none."""
     prompts = loader.take()
-    examples = [question.examples for question in loader.rows]
+    examples = [group.examples for group in loader.rows]
     batch = packs.with_examples(judge.model, prompts, examples)
     batch.truncated = torch.zeros(len(batch), dtype=torch.bool)
     return batch
@@ -525,7 +525,7 @@ def update(trained: fsdp.Trainable, batch: Batch, state: TrainState) -> logging.
         logp, *_ = judge(pack)  # (T,)
         backward(-logp.sum() / tokens)
         done.append((pack.flat, logp.detach()))
-    logprobs = packs.join(done, tokens)  # (N,)
+    logprobs = packs.join_packs(done, tokens)  # (N,)
     norm, applied = take_step(trained, step)
     metrics = {
         "train/lr": trained.rates_at(step)[0],
@@ -688,10 +688,10 @@ def weigh_verdicts(
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record, and print what the run will do."""
     log = logging.RunLogger(args, args.steps, first_step)
-    if any(question.prompt.regions for question in rows.train):
+    if any(group.prompt.regions for group in rows.train):
         log.line(f"boxes and points of responses are in the coordinates {rows.processor.space!r}")
     prompts, count, steps = args.prompts_per_step, len(rows.train), args.steps
-    sizes = [len(question.examples) for question in rows.train]
+    sizes = [len(group.examples) for group in rows.train]
     log.line(
         f"{sum(sizes)} examples of {count} training prompts, {len(rows.held_out)} held-out examples; {steps} "
         f"steps of {prompts} prompts = {steps * prompts / max(1, count):.1f} passes; output: {log.out}"
@@ -707,12 +707,12 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     return log
 
 
-def uneven_prompts(questions: list[Question]) -> list[str]:
+def uneven_prompts(groups: list[ExampleGroup]) -> list[str]:
     """A warning where one prompt has more than a tenth of all examples, and more than twice as many as others
     have on average: its step is far larger than the others."""
-    largest = max(questions, key=lambda question: len(question.examples))
-    count, total = len(largest.examples), sum(len(question.examples) for question in questions)
-    if count <= max(total / 10, 2 * total / len(questions)):
+    largest = max(groups, key=lambda group: len(group.examples))
+    count, total = len(largest.examples), sum(len(group.examples) for group in groups)
+    if count <= max(total / 10, 2 * total / len(groups)):
         return []
     return [
         f"warning: {count} of {total} examples share one prompt ({largest.prompt.source}), and a step has "
@@ -720,10 +720,10 @@ def uneven_prompts(questions: list[Question]) -> list[str]:
     ]
 
 
-def split_conversations(questions: list[Question]) -> list[str]:
+def split_conversations(groups: list[ExampleGroup]) -> list[str]:
     """A message on conversations that are several examples: the template writes earlier turns in another
     way, or the family shows no images behind an answer."""
-    answers = [one.prompt for question in questions for one in question.examples]
+    answers = [one.prompt for group in groups for one in group.examples]
     responses = [prompt for prompt in answers if prompt.label == judgements.RESPONSE]
     rows = Counter((prompt.folder, prompt.source) for prompt in responses)
     split = [count for count in rows.values() if count > 1]

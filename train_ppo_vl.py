@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> logging.Metrics:
             if checkpoints.saved_to_stop(step, last):
                 break
             follow_average(models.teacher, trainables["actor"])
-            if evaluation_due(state, rows, args) and not log.has_evaluation(step):
+            if evaluates_now(state, rows, args) and not log.has_evaluation(step):
                 metrics, records = evaluate(trainables, reward, rows, sampling, state, args)
                 metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, state, args)
                 report_evaluation(log, metrics, records, state)
@@ -758,7 +758,7 @@ class TrainState:
                 setattr(self, name, value)
 
 
-def evaluation_due(state: TrainState, rows: Rows, args: Args) -> bool:
+def evaluates_now(state: TrainState, rows: Rows, args: Args) -> bool:
     """Whether the held-out rows are evaluated after this step."""
     due = logging.evaluation_due(state.step, args.steps, state.pass_ended, args)
     return due and bool(rows.held_out)
@@ -788,7 +788,7 @@ def advance(
     passes = state.rows_drawn / max(1, len(rows.train))
     state.pass_ended = int(passes) > int(state.passes)
     state.passes = passes
-    state.evaluations += evaluation_due(state, rows, args)
+    state.evaluations += evaluates_now(state, rows, args)
     for part in ("rollout", "train"):
         metrics |= {f"{part}/episode": state.passes, f"{part}/global_step": state.step}
     state.metrics = metrics
@@ -798,7 +798,7 @@ def advance(
 # takes all others as they are now.
 OF_REWARDS = "reward reward_recipe reward_combiner grm_question grm_opponents grm_mode env".split()
 IDENTITY = {
-    *flags.IDENTITY,
+    *flags.SHARED_IDENTITY,
     *OF_REWARDS,
     "thoughts",  # not a flag: judge.json says what reward models are shown
     *RowArgs.__annotations__,

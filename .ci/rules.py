@@ -165,6 +165,23 @@ def aliases(modules: dict[str, ast.Module]) -> Problems:
                         yield f"{module}:{node.lineno}: {name.name} under the name {name.asname}"
 
 
+def senses(modules: dict[str, ast.Module]) -> Problems:
+    """A name that two modules define has two senses. The scripts are twins: they share names with each other."""
+    homes: dict[str, str] = {}
+    for module, tree in modules.items():
+        if module == "launch.plan":  # a program
+            continue
+        home = "the scripts" if f"{module}.py" in SCRIPTS else module
+        for node in tree.body:
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+            )
+            for target in targets:
+                name = getattr(target, "id", getattr(target, "name", ""))
+                if name and homes.setdefault(name, home) != home:
+                    yield f"{module}:{node.lineno}: {name} is defined in {homes[name]}, too"
+
+
 def top_level() -> Problems:
     for path in ROOT.iterdir():
         # toy.*: being made
@@ -259,6 +276,7 @@ if __name__ == "__main__":
         *first_stage(modules),
         *variables(),
         *aliases(modules),
+        *senses(modules),
         *top_level(),
     ]
     problems += [*unread_flags(modules), *documents(modules), *experiments()]

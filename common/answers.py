@@ -18,7 +18,7 @@ from typing import Any
 from common.ground.files import UserError
 
 KIND = "\0"  # the key of a dict that stands for what JSON has no value for
-MOST = 512 * 2**20  # bytes of an answer
+MOST_BYTES = 512 * 2**20  # bytes of an answer
 # which PNG keeps as they are
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
@@ -38,8 +38,8 @@ def encode(value: Any) -> bytes:
         content = json.dumps(value, default=describe).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"it returned what is no plain data: {error}") from error
-    if len(content) > MOST:
-        raise UserError(f"it returned {len(content):,} bytes, more than {MOST:,}")
+    if len(content) > MOST_BYTES:
+        raise UserError(f"it returned {len(content):,} bytes, more than {MOST_BYTES:,}")
     return content
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from common import distributed
 from common.sampling import Sampling
 
-ROLES = ("user", "tool")  # the roles in which an environment may speak
+REPLY_ROLES = ("user", "tool")  # the roles in which an environment may speak
 # What ended a sample: its environment, --max_turns, --max_new_tokens or --max_reply_tokens, an
 # error of the environment.
 ENDINGS = ("answered", "turn_limit", "token_limit", "error")
@@ -342,7 +342,7 @@ class Batch:
             start = end
         joined = {}
         for name in itertools.chain(*FIELDS.values()):
-            joined[name] = join([getattr(part, name) for part in shifted])
+            joined[name] = join_field([getattr(part, name) for part in shifted])
         joined["components"] = {
             name: torch.cat(
                 [each.components.get(name, torch.full((len(each),), math.nan)) for each in parts]
@@ -384,7 +384,7 @@ def pick(values: Any, order: Tensor) -> Any:
     return values[order] if isinstance(values, Tensor) else [values[i] for i in order.tolist()]
 
 
-def join(values: list) -> Any:
+def join_field(values: list) -> Any:
     """A field of several batches."""
     if isinstance(values[0], Tensor):
         return torch.cat(values)

@@ -54,8 +54,8 @@ from common.distributed import (
 )
 from common.flags import (
     MODEL_IDENTITY,
-    Args,
     RunArgs,
+    SomeArgs,
     as_json,
     fields_of,
     map_parts,
@@ -182,13 +182,13 @@ def digest_rows(spec: str, image_root: str) -> str:
         with open_file(path) as file:
             for line in filter(bytes.strip, file):
                 digest.update(plain_json(line))
-                sizes = sizes_of(line, os.path.dirname(os.path.abspath(path)), image_root)
+                sizes = listed_sizes(line, os.path.dirname(os.path.abspath(path)), image_root)
                 digest.update(str(sizes).encode())
         digests.append(digest.hexdigest()[:12] + ("" if weight is None else f":{weight:g}"))
     return ",".join(digests)
 
 
-def sizes_of(line: bytes, folder: str, image_root: str) -> list[int]:
+def listed_sizes(line: bytes, folder: str, image_root: str) -> list[int]:
     """The sizes of the files, such as pictures and videos, that a row names."""
     sizes = []
     for name in re.findall(rb'"((?:[^"\\\n]|\\.){1,400}\.\w{2,5})"', line):
@@ -277,7 +277,7 @@ def parts_by_bytes(text: str) -> str:
 # -------------------------------------------------------------------------------------------------
 
 
-def choose_folder(args: Args, fingerprint: dict) -> Args:
+def choose_folder(args: SomeArgs, fingerprint: dict) -> SomeArgs:
     """``args`` with the folder of a run without --out: a new one, which runs/latest then names. An
     evaluation takes the one that runs/latest names; a restart by torchrun that of its first start.
 

@@ -38,7 +38,7 @@ from common.ground.signals import CAUGHT
 
 DEBUGGING = b"a debugger reads from the terminal"  # sent while a request is answered
 CUDA_NOT_INITIALIZED = 3  # of <cuda.h>
-PATIENCE = 1.0  # seconds for a process to end once it has closed its connection
+TIME_TO_END = 1.0  # seconds for a process to end once it has closed its connection
 NEEDS_SHARED = (
     "CUDA is initialised in the program's process, and the process of a sample cannot use it: say "
     "shared = True in the class (its objects then live in the program's process, one call after the "
@@ -137,8 +137,8 @@ def receive() -> tuple[str, tuple] | None:
 
 def answer(request: str, arguments: tuple) -> None:
     """Answer a request with its "result", or what was "refused" or "raised"."""
-    if request == "fork":
-        fork(*arguments)
+    if request == "fork_object":
+        fork_object(*arguments)
         return
     process = os.getpid()
     try:
@@ -177,7 +177,7 @@ def load(file: str, named: str) -> list[str]:
         module = run_program(Path(file))
     except BaseException as error:
         raise UserError(f"{path} raised {describe_error(error)}") from error
-    return list(map(str, files_of(Path(file))))
+    return list(map(str, imported_files(Path(file))))
 
 
 def find(name: str) -> Any:
@@ -258,7 +258,7 @@ def call_each(name: str, values: list) -> list:
     return list(map(getattr(module, name), values))
 
 
-def keep(rows: list[dict]) -> int:
+def keep_rows(rows: list[dict]) -> int:
     """Keep a table for `call_with`. Returns its number."""
     tables.append(rows)
     return len(tables) - 1
@@ -269,7 +269,7 @@ def call_with(name: str, table: int, arguments: tuple) -> Any:
     return getattr(module, name)([dict(row) for row in tables[table]], *arguments)
 
 
-def check(name: str, references: list[str | None], rows: list[dict]) -> list[str]:
+def check_references(name: str, references: list[str | None], rows: list[dict]) -> list[str]:
     """What the check of a function says of each reference answer; "" if nothing."""
     return problems_of(getattr(module, name).check, references, rows)
 
@@ -313,7 +313,7 @@ def of_class(name: str) -> dict[str, Any]:
     return {key: getattr(made, key, default) for key, default in says.items()}
 
 
-def fork(ended: list[int]) -> None:
+def fork_object(ended: list[int]) -> None:
     """Another process like this one, in which one object of a class will live: it answers what comes by the
     connection that follows the request, at first with its number. The ``ended`` ones are forgotten."""
     global answering
@@ -363,7 +363,7 @@ def close(number: int) -> None:
 
 REQUESTS: dict[str, Callable] = {
     function.__name__: function
-    for function in (load, of_function, call, call_each, keep, call_with, check)
+    for function in (load, of_function, call, call_each, keep_rows, call_with, check_references)
     + (of_class, make, step, close)
 }
 
@@ -376,7 +376,7 @@ REQUESTS: dict[str, Callable] = {
 def end_of(number: int) -> str:
     """How a process that this one has started ended. It stays a zombie, so that its number is that of
     nothing else."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIME_TO_END
     how = os.WEXITED | os.WNOHANG | os.WNOWAIT
     with suppress(ChildProcessError):  # the program has waited for it
         while time.monotonic() < deadline:
@@ -433,7 +433,7 @@ def run_program(file: Path) -> ModuleType:
     return sys.modules[name]
 
 
-def files_of(program: Path) -> set[Path]:
+def imported_files(program: Path) -> set[Path]:
     """The file of a program that was loaded, and those that it imports from its folder, one by another;
     of a package, those that were loaded."""
     files, waiting = set(), {program}

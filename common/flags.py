@@ -26,15 +26,15 @@ from common.ground.files import follow_pointer, parse_json, read_json
 from common.ground.process import Exit, UserError
 from common.ground.toy import toy_file, write_toy
 
-Args = TypeVar("Args", bound="RunArgs")  # a script's
-NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
+SomeArgs = TypeVar("SomeArgs", bound="RunArgs")  # a script's
+FLOAT_TEXT = r"-?\d*\.?\d+(e-?\d+)?"
 LARGEST = 1e300  # of a flag's values, so that infinity is none
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
 LONGEST_WAIT = 1e7
 # The flags that identify a model, and a run of either script.
 MODEL_IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision")
-IDENTITY = (*MODEL_IDENTITY, "data", "template_options", "seed")
-FOREIGN = ROOT / "common" / "ground" / "foreign_flags.json"  # flags of other systems
+SHARED_IDENTITY = (*MODEL_IDENTITY, "data", "template_options", "seed")
+FOREIGN_FLAGS = ROOT / "common" / "ground" / "foreign_flags.json"  # flags of other systems
 # the flags that most runs touch, which --help alone shows
 OFTEN = """
 model train_vision lora_rank gradient_checkpointing max_tokens_per_pack
@@ -133,11 +133,11 @@ def map_parts(text: str, change: Callable[[str], str]) -> str:
 
 
 def parse(
-    args_class: type[Args],
+    args_class: type[SomeArgs],
     doc: str | None,
     argv: list[str] | None,
     toy: tuple[str, str],
-) -> Args:
+) -> SomeArgs:
     """An ``args_class`` with the values of flags. The command line overrides --config, which overrides
     the defaults.
 
@@ -170,7 +170,7 @@ def parse(
     return dataclasses.replace(args, out=args.out.absolute())
 
 
-def read_record(args: Args, recorded: dict, path: Path, typed: dict) -> Args:
+def read_record(args: SomeArgs, recorded: dict, path: Path, typed: dict) -> SomeArgs:
     """The flags of an args.json that a run has written."""
     changes: dict[str, Any] = {}
     if "keep_best" not in recorded:
@@ -195,7 +195,7 @@ def run_of(record: Path) -> Path:
     return folder.parent if is_evaluation else folder
 
 
-def override(args: Args, values: dict) -> Args:
+def override(args: SomeArgs, values: dict) -> SomeArgs:
     """The flags with other ``values`` of some. What follows from other flags (`RunArgs.automatic`) is
     derived again; what was chosen stays, except alternatives to the new values."""
     unchosen = set(args.derived)
@@ -332,7 +332,7 @@ def read_config(path: str | Path, parser: Parser) -> dict:
 def suggest(unknown: str, known: list[str]) -> str:
     """What to write instead of an unknown flag: one of another system, the beginning of a ``known`` one,
     or a misspelling. "" if nothing is like it."""
-    foreign = read_json(FOREIGN)
+    foreign = read_json(FOREIGN_FLAGS)
     name = unknown.lower().replace("-", "_")
     ours = [name] if name in known else []  # it was written --actor-lr
     for word in (name, name.rpartition(".")[2]):  # verl's are paths: actor_rollout_ref.rollout.n
@@ -437,7 +437,7 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
     for part in filter(None, map(str.strip, spec.split(","))):
         path, _, weight = part.rpartition(":")
         # another colon belongs to the name of a file or folder
-        is_weight = re.fullmatch(NUMBER, weight)
+        is_weight = re.fullmatch(FLOAT_TEXT, weight)
         sets.append((path, float(weight)) if path and is_weight else (part, None))
     weights = [weight for _, weight in sets if weight is not None]
     mixed = len(weights) not in (0, len(sets)) or not all(weight > 0 for weight in weights)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-EMPTY = torch.zeros(0)
+NO_VALUES = torch.zeros(0)
 ROUNDING = 1e-6  # smaller differences of rewards, and smaller advantages, count as zero
 
 # -------------------------------------------------------------------------------------------------
@@ -41,15 +41,15 @@ class AdvantageInputs:
     # (S,) each, before shaping; NaN where a sample has none: the rewards of several sources, or the
     # parts of a single source's reward
     components: dict[str, Tensor] = field(default_factory=dict)
-    weights: Tensor = EMPTY  # (S, K) of the K sources
+    weights: Tensor = NO_VALUES  # (S, K) of the K sources
     # (S, 2) of the sample's row in earlier steps: its samples, and the sum of their rewards
-    history: Tensor = EMPTY
-    turn_ends: Tensor = EMPTY  # (N,) bool: the last token of a turn of the policy
+    history: Tensor = NO_VALUES
+    turn_ends: Tensor = NO_VALUES  # (N,) bool: the last token of a turn of the policy
     # (N,) the part of the rewards that turns and spans of text earned, at their last tokens
-    turn_rewards: Tensor = EMPTY
-    values: Tensor = EMPTY  # (N,) the critic's
+    turn_rewards: Tensor = NO_VALUES
+    values: Tensor = NO_VALUES  # (N,) the critic's
     # (S,) shaped reward of the greedy response to the same prompt
-    greedy_rewards: Tensor = EMPTY
+    greedy_rewards: Tensor = NO_VALUES
     gamma: float = 1.0
     turn_gamma: float = 1.0
     gae_lambda: float = 1.0

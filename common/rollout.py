@@ -21,7 +21,7 @@ from common.model.policy import Policy
 from common.sampling import Sampling
 
 # given beginnings of responses: tokens (n,) and their log-probs (n,)
-Beginnings = dict[dialogue.Key, tuple[Tensor, Tensor]]
+Beginnings = dict[dialogue.SampleKey, tuple[Tensor, Tensor]]
 # decoding steps on a GPU between two checks of the host for finished samples; on a CPU 1
 POLL = 8
 # eager decoding steps at a batch size before its CUDA graph is captured, which takes as long as these
@@ -94,7 +94,7 @@ def check_beginnings(beginnings: Beginnings, policy: Policy, sampling: Sampling)
             )
 
 
-def with_samples(batch: Batch, results: dict[dialogue.Key, dialogue.Response]) -> Batch:
+def with_samples(batch: Batch, results: dict[dialogue.SampleKey, dialogue.Response]) -> Batch:
     """The batch with these samples, which are in the order of (prompt, sample number)."""
     responses: list[list[Tensor]] = [[] for _ in batch.prompts]
     for (index, _), response in results.items():
@@ -122,7 +122,7 @@ def prompts_together(slots: int, shards: int, samples: int) -> int:
 class Sample:
     """What the host knows about the sample in a slot."""
 
-    key: dialogue.Key
+    key: dialogue.SampleKey
     stored: int = 0  # upper bound of its cached tokens
     turn_start: int = 0  # response tokens before this turn
     beginning: int = 0  # response tokens that were given
@@ -219,7 +219,7 @@ class RolloutEngine:
         fitting = memory.fitting_slots(self.policy, capacity, wanted, free, team.size)
         return min(team.gather_objects(fitting))
 
-    def generate(self) -> dict[dialogue.Key, dialogue.Response]:
+    def generate(self) -> dict[dialogue.SampleKey, dialogue.Response]:
         """Sample all responses; returns them by (index of the prompt, sample number)."""
         # (prompt, sample numbers), each with at most as many samples as there are slots
         waiting, numbers = deque(), range(self.count)
@@ -435,7 +435,7 @@ class RolloutEngine:
             size += self.envs.episodes[key].reply_tokens
         # a copy, on a CPU too: the slot is used again
         ids = self.cache.experts[:, slot, :size].transpose(0, 1).to("cpu", copy=True)
-        ids[-1] = experts.NONE  # a last token is not decoded
+        ids[-1] = experts.NOT_RECORDED  # a last token is not decoded
         return ids
 
     def collect_replies(self, envs: dialogue.EnvRollout) -> None:

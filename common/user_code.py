@@ -203,7 +203,7 @@ class Program(Remote):
             self.refuse_if_ended()
             forgotten, self.forgotten = self.forgotten, []
             try:
-                self.connection.send_bytes(pickle.dumps(("fork", (forgotten,))))
+                self.connection.send_bytes(pickle.dumps(("fork_object", (forgotten,))))
                 send_handle(self.connection, theirs.fileno(), self.number)
                 theirs.close()
                 answer = answers.decode(ours.recv_bytes())
@@ -272,7 +272,7 @@ class Function:
 
     def check(self, references: list[str | None], rows: list[dict]) -> list[str]:
         """What its check says of each reference answer, None of a row without one; "" if nothing."""
-        return self.program.ask("check", self.name, references, rows)
+        return self.program.ask("check_references", self.name, references, rows)
 
     def ask(self, *request: Any) -> Any:
         try:
@@ -291,7 +291,7 @@ def with_table(function: Callable, rows: list[dict]) -> Callable:
         if not isinstance(function, Function):
             return function([dict(row) for row in rows], *arguments)
         if not numbers:
-            numbers.append(function.program.ask("keep", rows))
+            numbers.append(function.program.ask("keep_rows", rows))
         return function.ask("call_with", function.name, numbers[0], arguments)
 
     return call

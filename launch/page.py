@@ -39,7 +39,7 @@ BLOCK = 2**18  # characters of JSON, about, that a browser unpacks at once
 TOLD = 12  # metrics of a run that are printed, at most
 
 LARGEST = sys.float_info.max
-NUMBER = int | float
+NUMERIC = int | float
 # The forms of what the page computes with; any other field is shown as it is.
 METRICS = {"step?": int, "first_step?": int, "arguments?": dict, "environment?": dict}
 SAMPLE = {
@@ -49,13 +49,13 @@ SAMPLE = {
     "images": list,
     "question?": str,
     "prompt?": str,
-    "reward?": NUMBER,
-    "advantage?": NUMBER,
-    "components?": {str: NUMBER},
+    "reward?": NUMERIC,
+    "advantage?": NUMERIC,
+    "components?": {str: NUMERIC},
     "judgement?": str,
     "conversation?": [{"role": str}],
-    "turn_rewards?": [NUMBER],
-    "regions?": {"image": int, "true": [[NUMBER]], "answered": [[NUMBER]]},
+    "turn_rewards?": [NUMERIC],
+    "regions?": {"image": int, "true": [[NUMERIC]], "answered": [[NUMERIC]]},
     "per_token?": {"text": [str], "turns?": [int]},
 }
 # What the samples of a prompt share.
@@ -192,7 +192,7 @@ def read_run(folder: Path) -> Run:
         step = record.pop("step", None)
         for name, value in record.items():
             # JSON's integers may have any size
-            if step is not None and isinstance(value, NUMBER) and abs(value) <= LARGEST:
+            if step is not None and isinstance(value, NUMERIC) and abs(value) <= LARGEST:
                 points.setdefault(name, {})[step] = value
     for name, values in sorted(points.items()):
         run.metrics[name] = [list(values), list(values.values())]

@@ -146,7 +146,9 @@ def plan_grm(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = grm.parse_args(flags)
     if args.data == UNREAD:
         example = Example(longest_row(args), torch.empty(0), "")
-        rows = grm.Rows(NOT_READ, NOT_READ, [[grm.Question(example.prompt, [example])]], [example])
+        rows = grm.Rows(
+            NOT_READ, NOT_READ, [[grm.ExampleGroup(example.prompt, [example])]], [example]
+        )
     else:
         rows = grm.load_rows(args)
     judge = grm.build_judge(args, rows.processor, META)

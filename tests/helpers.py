@@ -455,7 +455,7 @@ MOVED: list[tuple[int, torch.Tensor]] = []  # bytes and new place of what was mo
 
 
 def apart(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`to_device` as where host and device have memory of their own: always a copy, and what is
+    """`fsdp.moved_to` as where host and device have memory of their own: always a copy, and what is
     left behind is lost."""
     old = shard_of(tensor)
     new = old.clone()

@@ -1180,7 +1180,7 @@ def test_a_prompt_that_makes_one_step_larger_than_all_others_is_told():
     """320 rows of which 300 share a prompt: "4 prompts a step" are 4, 4, 303, 4 ... rows."""
 
     def questions(*counts):
-        return [grm.Question(SimpleNamespace(source="a:1"), [None] * count) for count in counts]
+        return [grm.ExampleGroup(SimpleNamespace(source="a:1"), [None] * count) for count in counts]
 
     (line,) = grm.uneven_prompts(questions(*[1] * 20, 300))
     assert line.startswith("warning: 300 of 320 examples share one prompt (a:1)")

@@ -134,7 +134,7 @@ def test_gdpo_golden(name):
         lengths=torch.full((8,), 2),
         prompt_index=group,
         components=components,
-        weights=torch.tensor(weights).T if weights else losses.EMPTY,
+        weights=torch.tensor(weights).T if weights else losses.NO_VALUES,
     )
     advantages, returns = losses.gdpo(earned)
     to_go = [[0.1 * (4 * i + 1) / 10, 0.1 * (2 * i + 1) / 10] for i in range(8)]

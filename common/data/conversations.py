@@ -1,7 +1,7 @@
 """Conversations whose answers are learned.
 
     row       -> its messages; an example for each answer: what comes before it, and it    read_answers
-    examples  -> those that continue each other, as one                                    join
+    examples  -> those that continue each other, as one                      join_conversations
 
 An answer stands behind exactly what the model reads when it gives it, as the chat template renders it.
 Where this begins with all of the example before it, token by token, the two are one example with a
@@ -25,7 +25,7 @@ from common.data.responses import (
     check_size,
     encode_framed,
     framed_answer,
-    prompt_of,
+    prompt_column,
 )
 from common.data.rows import (
     Example,
@@ -47,7 +47,7 @@ def ends_with_answer(row: dict) -> bool:
     """Whether the messages of a row end with the assistant's."""
     if not any(row.get(name) is not None for name in PROMPT_COLUMNS):
         return False
-    messages = read_messages(prompt_of(row))
+    messages = read_messages(prompt_column(row))
     return bool(messages) and messages[-1]["role"] == "assistant"
 
 
@@ -68,7 +68,7 @@ def read_answers(
     Raises:
         UserError: no such answer, or one that cannot be written.
     """
-    messages = read_messages(prompt_of(row))
+    messages = read_messages(prompt_column(row))
     learned = answers_to_learn(messages)
     media = place_media(messages, media_list(row))
 
@@ -86,7 +86,7 @@ def read_answers(
     for k in learned if frame else learned[-1:]:
         prompt = prompt_before(k, {**row, "regions": None})
         prompt = replace(prompt, row=row, regions=regions)
-        text, target = answer_text(messages[k]), EMPTY
+        text, target = learned_text(messages[k]), EMPTY
         if frame:
             processor.check_length("example", text, args.max_prompt_tokens)
             framed = framed_turn(processor, frame, prompt, messages[k])
@@ -131,7 +131,7 @@ def write_regions(messages: list[dict], regions: Regions | None) -> None:
         part["text"] = text
 
 
-def answer_text(message: dict) -> str:
+def learned_text(message: dict) -> str:
     """The text of an answer; it may be empty if it has a thought or calls tools. Raises UserError: an
     image, or no text."""
     if media_parts([message]):
@@ -151,7 +151,7 @@ def framed_turn(processor: Processor, frame: AnswerFrame, prompt: Prompt, messag
     """An answer after what the template writes before it. A thought and calls of tools are written by the
     template. Raises UserError: it cannot write them, or a special token in the text."""
     if not has_more(message):
-        return framed_answer(processor, frame, answer_text(message))
+        return framed_answer(processor, frame, learned_text(message))
     whole = processor.render([*prompt.messages, message])
     end = processor.tokenizer.convert_ids_to_tokens(frame.end)
     written, is_ended, _ = whole.removeprefix(prompt.text).partition(end)
@@ -166,7 +166,7 @@ def framed_turn(processor: Processor, frame: AnswerFrame, prompt: Prompt, messag
     return written
 
 
-def join(examples: list[Example], shows_images: bool) -> list[Example]:
+def join_conversations(examples: list[Example], shows_images: bool) -> list[Example]:
     """The examples of a conversation, where each that continues the one before is part of it.
 
     Args:

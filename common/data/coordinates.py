@@ -19,7 +19,7 @@ from common.ground.files import UserError, check_form
 Box = tuple[float, ...]  # left, top, right, bottom
 Point = tuple[float, ...]  # x, y
 # The form of the column `regions`.
-FORM = {
+REGIONS_FORM = {
     "boxes?": [[int | float]],
     "points?": [[int | float]],
     "labels?": [str],
@@ -82,10 +82,10 @@ def read_regions(entry: Any, places: tuple[Place | None, ...]) -> Regions | None
     """
     if entry is None:
         return None
-    check_form(entry, FORM, "regions")
+    check_form(entry, REGIONS_FORM, "regions")
     known = {name: value for name, value in entry.items() if value is not None}
     entry = {"boxes": [], "points": [], "labels": [], "space": "file", "image": 0} | known
-    if len(entry) > len(FORM):
+    if len(entry) > len(REGIONS_FORM):
         raise UserError(
             f"regions has {', '.join(known)}; known are boxes, points, labels, space, image"
         )

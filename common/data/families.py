@@ -39,7 +39,7 @@ Patches = tuple[Tensor, Grid]
 Inputs = dict[str, Tensor]  # of a model of transformers, by name
 Files = dict[str, dict]  # the small files of a checkpoint, by name
 Expansion = tuple[str, list[int]]  # a text, and how often each image token in it is repeated
-Segment = tuple  # (start, end, prefix_start, prefix_end[, BOTH_WAYS or IN_WINDOWS])
+FamilySegment = tuple  # (start, end, prefix_start, prefix_end[, BOTH_WAYS or IN_WINDOWS])
 
 
 # The tokens of a segment all attend to each other: in every layer, or in those with a sliding window.
@@ -99,7 +99,9 @@ class Family:
         clip."""
         return torch.tensor([self.image_token_id, self.video_token_id])
 
-    def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
+    def attention_segments(
+        self, segments: list[FamilySegment], image_index: Tensor
+    ) -> list[FamilySegment]:
         """The segments of a row as the family's decoder attends to them; ``image_index`` (M,) are the
         positions of its image tokens, ascending."""
         return segments
@@ -364,7 +366,9 @@ class Gemma3(Family):
     both_ways = BOTH_WAYS
     types_input = "token_type_ids"
 
-    def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
+    def attention_segments(
+        self, segments: list[FamilySegment], image_index: Tensor
+    ) -> list[FamilySegment]:
         """Cut a prompt into texts and images, each with all that comes before it as its prefix."""
         if not len(image_index):
             return segments
@@ -531,7 +535,9 @@ class Gemma4(Measured, Gemma3):
         super().__init__(config)
         self.replies_show_images = not config.get_text_config().use_bidirectional_attention
 
-    def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
+    def attention_segments(
+        self, segments: list[FamilySegment], image_index: Tensor
+    ) -> list[FamilySegment]:
         is_causal = self.replies_show_images
         return segments if is_causal else super().attention_segments(segments, image_index)
 

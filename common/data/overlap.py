@@ -39,15 +39,15 @@ def tell_shared_rows(train: Asked, held_out: Asked) -> None:
         )
 
 
-def files_of(prompt: Prompt) -> list[str]:
+def media_files(prompt: Prompt) -> list[str]:
     """The files of a row's images and of the frames of its clips."""
     return [path for item in prompt.images for path in ([item] if isinstance(item, str) else item)]
 
 
 def sizes_of(prompt: Prompt) -> tuple[int, ...]:
-    return tuple(map(os.path.getsize, files_of(prompt)))
+    return tuple(map(os.path.getsize, media_files(prompt)))
 
 
 def have_same_files(a: Prompt, b: Prompt, digest: Callable[[str], str]) -> bool:
     """Whether the files of two rows, of which there are equally many, have the same content."""
-    return all(x == y or digest(x) == digest(y) for x, y in zip(files_of(a), files_of(b)))
+    return all(x == y or digest(x) == digest(y) for x, y in zip(media_files(a), media_files(b)))

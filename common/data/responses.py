@@ -1,6 +1,6 @@
 """Responses to imitate.
 
-row    -> its prompt and its response                   prompt_of, response_of
+row    -> its prompt and its response                   prompt_column, response_of
 text   -> label tokens, as generation would see them    encode_target
 """
 
@@ -15,7 +15,7 @@ PROMPT_COLUMNS = ("prompt", "question", "messages")
 THOUGHT = "<think>"  # opens a thought in templates that close it with </think>
 
 
-def prompt_of(row: dict) -> str | list:
+def prompt_column(row: dict) -> str | list:
     """The text or messages of a row. Raises UserError: none, or several."""
     prompts = [row[name] for name in PROMPT_COLUMNS if row.get(name) is not None]
     if len(prompts) != 1:

@@ -53,7 +53,7 @@ NAMES_ELSEWHERE = {
 }
 LEAVE_OUT = "(--on_bad_row skip leaves such rows out)"
 # Columns that other systems read as part of the prompt or as the answer.
-FOREIGN = "conversations history input instruction objects reward_model system tools".split()
+READ_ELSEWHERE = "conversations history input instruction objects reward_model system tools".split()
 # What is not a path: URLs, base64 of PNG, JPEG, GIF and WebP, and names that no file can have.
 NO_PATH = r"(?s)(https?|data|file):|iVBORw0KGgo|/9j/|R0lGOD|UklGR|.*[\0\ud800-\udfff]|.{4097}|$"
 # How columns of images look when printed by Python.
@@ -397,7 +397,7 @@ def read_jsonl(path: str) -> bytes:
 
 def describe_column(column: str, value: Any) -> str:
     """The name of a column that is not read, with a hint if perhaps it should be."""
-    if re.search(IMAGES, f"{value!r:.2000}") or column in FOREIGN and value:
+    if re.search(IMAGES, f"{value!r:.2000}") or column in READ_ELSEWHERE and value:
         return f"{column!r} (images, or part of prompt or answer? see --columns, launch/data/convert.py)"
     return repr(column)
 

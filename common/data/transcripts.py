@@ -72,10 +72,10 @@ def as_text(conversation: Conversation, turns: list[str]) -> str:
     if len(turns) == 1 and not conversation.opening:
         return turns[0]
     chat = messages(conversation, turns)
-    return "\n".join(f"{one['role']}: {plain_text(one)}" for one in chat)
+    return "\n".join(f"{one['role']}: {message_text(one)}" for one in chat)
 
 
-def plain_text(message: dict) -> str:
+def message_text(message: dict) -> str:
     """The content of a message, with words in the place of each image."""
     content = message["content"]
     if isinstance(content, str):

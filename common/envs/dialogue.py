@@ -40,7 +40,7 @@ from common.model.policy import Policy
 from common.sampling import Environment, Sampling
 from common.user_code import LateError, UserObject
 
-Key = tuple[int, int]  # (index of the prompt, sample number)
+SampleKey = tuple[int, int]  # (index of the prompt, sample number)
 
 
 class Response(NamedTuple):
@@ -57,7 +57,7 @@ class Response(NamedTuple):
 class Episode:
     """The conversation of one sample, in progress."""
 
-    key: Key
+    key: SampleKey
     prompt: Prompt  # with the first observation, if there is one
     conversation: Conversation
     row: dict | None = None  # what its environment is reset with; None for a teammate's sample
@@ -119,8 +119,8 @@ class EnvRollout:
         self.workers = futures.ThreadPoolExecutor(max(1, self.environment.workers))
         self.slots = self.sampling.slots or attention.most_slots(self.team.size)
         self.places = threading.Semaphore(self.slots)  # for processes
-        self.episodes: dict[Key, Episode] = {}
-        self.waiting: dict[Key, Episode] = {}  # for environments that run on this rank
+        self.episodes: dict[SampleKey, Episode] = {}
+        self.waiting: dict[SampleKey, Episode] = {}  # for environments that run on this rank
         self.closing: list[Episode] = []
         self.shared_pixels: dict[int, Pixels] = {}  # by prompt, its own first
 
@@ -239,7 +239,7 @@ class EnvRollout:
             return None
         return replies.read_parts(observation, self.processor, self.environment.max_prompt_tokens)
 
-    def begin(self, key: Key) -> None:
+    def begin(self, key: SampleKey) -> None:
         """A sample has a slot: make its environment, if it has none yet and can have one."""
         episode = self.episodes[key]
         if episode.row is not None and episode.env is None and not episode.conversation.error:
@@ -286,7 +286,7 @@ class EnvRollout:
 
     # Turns
 
-    def on_turn_end(self, key: Key, response: Response, by_string: bool) -> bool:
+    def on_turn_end(self, key: SampleKey, response: Response, by_string: bool) -> bool:
         """Hand the environment the turn that ends ``response``. False: the sample is over, as a
         token limit cut the turn or its environment has failed before.
 
@@ -415,7 +415,7 @@ class EnvRollout:
 
     # Conversations
 
-    def fill(self, batch: Batch, keys: list[Key]) -> None:
+    def fill(self, batch: Batch, keys: list[SampleKey]) -> None:
         """Add to the batch the conversations of its samples, whose ``keys`` are in its order."""
         episodes = [self.episodes[key] for key in keys]
         parts = [(EMPTY, EMPTY.bool(), EMPTY.view(0, 3))]  # a rank may have no samples

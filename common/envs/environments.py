@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from common import distributed
-from common.buffers import ROLES, Conversation
+from common.buffers import REPLY_ROLES, Conversation
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.envs.replies import encode_reply, read_parts
@@ -73,8 +73,8 @@ def load_environment(args: EnvArgs, max_prompt_tokens: int) -> Environment | Non
         return None
     of = load_class("--env", args.env)
     role = of.says["role"]
-    if role not in ROLES:
-        raise UserError(f"--env {args.env}: role is {role!r}, not one of {', '.join(ROLES)}")
+    if role not in REPLY_ROLES:
+        raise UserError(f"--env {args.env}: role is {role!r}, not one of {', '.join(REPLY_ROLES)}")
     return Environment(
         args.env,
         of,

@@ -29,7 +29,7 @@ from common.model.vlm import (
     whole_parameters,
 )
 
-MARGIN = 2 * 2**30  # least bytes of a GPU that a rollout leaves free
+LEAST_FREE = 2 * 2**30  # least bytes of a GPU that a rollout leaves free
 # dense bfloat16, from data sheets
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
@@ -217,7 +217,7 @@ def fitting_slots(policy: Wrapper, length: int, most: int, free: float, ranks: i
     """How many slots for sequences of ``length`` tokens fit into ``free`` bytes: at least one, at most
     ``most``. A tenth of the bytes, and at least 2 GiB, stay free for fragments of torch's cache, NCCL's
     buffers and CUDA graphs."""
-    room = free - max(0.1 * free, MARGIN) - forward_bytes(policy, most)
+    room = free - max(0.1 * free, LEAST_FREE) - forward_bytes(policy, most)
     return max(1, min(most, int(room // slot_bytes(policy, length, ranks))))
 
 

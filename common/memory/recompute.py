@@ -39,7 +39,7 @@ def recompute(model: Model, setting: UpdateSetting) -> None:
         from_end = setting.recomputed - number
         contexts = noop_context_fn
         if setting.keep_attention:
-            policy = functools.partial(keep, from_end <= setting.keep_products)
+            policy = functools.partial(keep_or_recompute, from_end <= setting.keep_products)
             contexts = functools.partial(create_selective_checkpoint_contexts, policy)
         layer.gradient_checkpointing = from_end > 0
         layer._gradient_checkpointing_func = functools.partial(
@@ -47,7 +47,9 @@ def recompute(model: Model, setting: UpdateSetting) -> None:
         )
 
 
-def keep(with_products: bool, _, operator: Callable, *args, **named) -> CheckpointPolicy:
+def keep_or_recompute(
+    with_products: bool, _, operator: Callable, *args, **named
+) -> CheckpointPolicy:
     """What to do with an operator's result: keep that of attention, perhaps that of a product."""
     if is_attention(operator) or (with_products and operator.name() in PRODUCTS):
         return CheckpointPolicy.MUST_SAVE

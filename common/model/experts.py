@@ -22,7 +22,7 @@ from torch import Tensor
 from common.buffers import Pack
 from common.model.vlm import Model, decoder, experts_per_token
 
-NONE = -1  # the token's choice was not recorded: the router chooses
+NOT_RECORDED = -1  # the token's choice was not recorded: the router chooses
 
 
 def choosers(model: Model) -> list[tuple[nn.Module, Any]]:
@@ -47,7 +47,7 @@ def listen(model: Model) -> None:
             if name.endswith("attn"):
                 part.register_forward_pre_hook(functools.partial(tell, chooser), with_kwargs=True)
         chooser.told = None
-        chooser.register_forward_hook(functools.partial(choose, number))
+        chooser.register_forward_hook(functools.partial(choose_again, number))
 
 
 def tell(chooser: Any, _, args: tuple, named: dict[str, Any]) -> None:
@@ -55,7 +55,9 @@ def tell(chooser: Any, _, args: tuple, named: dict[str, Any]) -> None:
     chooser.told = getattr(named.get("attention"), "experts", None)
 
 
-def choose(number: int, chooser: Any, _, out: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+def choose_again(
+    number: int, chooser: Any, _, out: tuple[Tensor, ...]
+) -> tuple[Tensor, ...] | None:
     """After a router: the experts that it was told, with their weights."""
     told, chooser.told = chooser.told, None
     scores, _, live = out
@@ -104,7 +106,7 @@ class Replay:
 
     def __call__(self, layer: int, live: Tensor) -> Tensor:
         recorded = self.ids[:, layer].to(live.dtype)
-        return torch.where(recorded == NONE, live, recorded)
+        return torch.where(recorded == NOT_RECORDED, live, recorded)
 
 
 def buffer_of(model: Model, slots: int, capacity: int, device: torch.device) -> Tensor:

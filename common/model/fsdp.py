@@ -306,14 +306,14 @@ def move(part: Trainable | vlm.Wrapper, device: torch.device) -> None:
     references to them; forwards need them on the device of the mesh."""
     if isinstance(part, Trainable):
         for state in part.optimizer.state.values():
-            state |= {name: to_device(state[name], device) for name in state if name != "step"}
+            state |= {name: moved_to(state[name], device) for name in state if name != "step"}
     else:
-        part._apply(lambda tensor: to_device(tensor, device))
+        part._apply(lambda tensor: moved_to(tensor, device))
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # copies may still be on their way to the host
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor, or this rank's shard of it, in the memory of ``device``, which is pinned if that is
     the host."""
     local = shard_of(tensor)

@@ -33,7 +33,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
 from common import distributed
 from common.ground.files import UserError
 
-WIDTH = 4  # K of every Qwen3.5; other widths are refused, as they are not tested
+KERNEL_WIDTH = 4  # K of every Qwen3.5; other widths are refused, as they are not tested
 FLA_INSTALL = "pip install fla-core"
 # of transformers, the same but for the name
 HF_LAYERS = (qwen3_5.Qwen3_5GatedDeltaNet, qwen3_5_moe.Qwen3_5MoeGatedDeltaNet)
@@ -101,10 +101,10 @@ class DeltaNet(qwen3_5.Qwen3_5GatedDeltaNet):
 
     def __init__(self, theirs: Any):
         nn.Module.__init__(self)  # no weights of its own
-        if theirs.conv_kernel_size != WIDTH or theirs.activation != "silu":
+        if theirs.conv_kernel_size != KERNEL_WIDTH or theirs.activation != "silu":
             raise UserError(
                 f"linear attention with linear_conv_kernel_dim {theirs.conv_kernel_size} and "
-                f"hidden_act {theirs.activation} is not supported; Qwen3.5 has {WIDTH} and silu"
+                f"hidden_act {theirs.activation} is not supported; Qwen3.5 has {KERNEL_WIDTH} and silu"
             )
         vars(self).update(vars(theirs))
         self.decay = Decay(theirs.A_log, theirs.dt_bias)
@@ -187,13 +187,18 @@ class PackedDelta:
             self.order = torch.cat([self.without_prefix.tokens, self.with_prefix.tokens]).argsort()
         inputs = convolution_inputs(table, resumed)  # (S, K - 1 + longest)
         # The convolution of the first K - 1 tokens of each segment reaches beyond its start.
-        windows = np.lib.stride_tricks.sliding_window_view(inputs, WIDTH, axis=1)  # of each token
-        first, windows = inputs[:, WIDTH - 1 : 2 * WIDTH - 2], windows[:, : WIDTH - 1]
+        windows = np.lib.stride_tricks.sliding_window_view(
+            inputs, KERNEL_WIDTH, axis=1
+        )  # of each token
+        first, windows = (
+            inputs[:, KERNEL_WIDTH - 1 : 2 * KERNEL_WIDTH - 2],
+            windows[:, : KERNEL_WIDTH - 1],
+        )
         inside = first < end[:, None]
         self.first = self.to_device(first[inside])  # (F,)
         self.sources = self.to_device(windows[inside])  # (F, K) inputs under it, oldest first
         if states is not None:
-            ends = (end - start)[:, None] + np.arange(WIDTH - 1)
+            ends = (end - start)[:, None] + np.arange(KERNEL_WIDTH - 1)
             last = np.take_along_axis(inputs, ends, axis=1)  # (S, K - 1)
             self.keep(end[~has_prefix], last[~has_prefix], plan)
 
@@ -224,14 +229,14 @@ class PackedDelta:
     def convolve(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
         """The causal convolution, x (N, C) and taps (K, C) -> (N, C): over the pack, and once more
         for the first tokens of each segment. In float32, rounded once, as in decoding."""
-        padded = F.pad(x.float(), (0, 0, WIDTH - 1, 1))
-        inputs = padded[WIDTH - 1 :]  # the pack, and after it zeros
+        padded = F.pad(x.float(), (0, 0, KERNEL_WIDTH - 1, 1))
+        inputs = padded[KERNEL_WIDTH - 1 :]  # the pack, and after it zeros
         if self.resumed is not None:
             earlier = self.resumed.inputs[layer, self.slots].float()
             inputs = torch.cat([inputs, earlier.flatten(0, 1)])
         weights = taps.float()
         out = padded[: len(x)] * weights[0]
-        for i in range(1, WIDTH):
+        for i in range(1, KERNEL_WIDTH):
             out = out + padded[i : i + len(x)] * weights[i]
         again = (inputs[self.sources] * weights).sum(dim=1)
         if self.states is not None:
@@ -268,7 +273,7 @@ def convolution_inputs(table: np.ndarray, resumed: bool) -> np.ndarray:
     """(S, K - 1 + longest) the index of each input of the convolution: K - 1 before the segment, then
     its own. Those before are the end of its prefix, or N, where there are zeros; for a resumed segment
     they are N + 1 and on, where the inputs from its slot are."""
-    size, width = table[-1, 1], WIDTH - 1
+    size, width = table[-1, 1], KERNEL_WIDTH - 1
     start, end, prefix_start, prefix_end = (table[:, i : i + 1] for i in range(4))  # (S, 1)
     before = prefix_end + np.arange(-width, 0)
     before = np.where(before < prefix_start, size, before)
@@ -378,7 +383,7 @@ class SlotStates:
     def __init__(self, text_config, slots: int, dtype: torch.dtype, device: torch.device):
         layers, heads = linear_layers(text_config), text_config.linear_num_value_heads
         head = text_config.linear_key_head_dim, text_config.linear_value_head_dim
-        window = layers, slots, WIDTH - 1, channels(text_config)
+        window = layers, slots, KERNEL_WIDTH - 1, channels(text_config)
         self.inputs = torch.zeros(window, dtype=dtype, device=device)
         self.states = torch.zeros(layers, slots, heads, *head, device=device)
         # (slots,) bool: slots that must not change, as their sequences wait to go on

@@ -37,7 +37,7 @@ from common.data.rows import Example, Stream
 from common.logging import progress
 from common.model import vlm
 from common.model.attention import PackedAttention, SlotCache
-from common.model.experts import NONE, Recorder, Replay
+from common.model.experts import NOT_RECORDED, Recorder, Replay
 from common.model.fsdp import reshard_root
 from common.model.vlm import Model, Wrapper, positions_of
 
@@ -134,7 +134,7 @@ def with_longer_prompts(batch: Batch, other: Batch) -> Batch:
     return replace(batch, prompts=longer)
 
 
-def join(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
+def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
     """The values of all ranks' packs as flat tensors (N,) or (k, N), on every rank. ``done`` has, for
     each pack of this rank, the index (T,) and the values (T,) or (k, T)."""
     leading = done[0][1].shape[:-1] if done else ()
@@ -218,7 +218,7 @@ def tell_experts(
             rows += [ids.get(("reply", i), int(batch.pack_lengths[i])) for i in members]
         known = next(iter(ids.values()), None)
         if rows and known is not None:
-            unknown = known.new_full((1, *known.shape[1:]), NONE)
+            unknown = known.new_full((1, *known.shape[1:]), NOT_RECORDED)
             rows = [unknown.expand(x, -1, -1) if isinstance(x, int) else x for x in rows]
             device = pack.input_ids.device
             attention = cast(PackedAttention, pack.attention)
@@ -235,12 +235,12 @@ def spare_image(batch: Batch) -> set[ImageKey]:
     return set()
 
 
-Key = TypeVar("Key", int, ImageKey)  # of features: a prompt, or any images
+FeatureKey = TypeVar("FeatureKey", int, ImageKey)  # of features: a prompt, or any images
 
 
 def exchange_features(
-    local: dict[Key, Tensor], needed: list[set[Key]], dtype: torch.dtype
-) -> dict[Key, Tensor]:
+    local: dict[FeatureKey, Tensor], needed: list[set[FeatureKey]], dtype: torch.dtype
+) -> dict[FeatureKey, Tensor]:
     """Send image features from the ranks that computed them to the ranks that need them.
 
     Args:
@@ -340,4 +340,4 @@ def run_forward(
     packs = of_batch(module.model, batch, replay=replay)
     done = [(pack.flat, forward(pack)) for pack in packs]
     reshard_root(module)
-    return join(done, len(batch.tokens))
+    return join_packs(done, len(batch.tokens))

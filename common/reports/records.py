@@ -16,8 +16,8 @@ from common.data.processor import Processor
 from common.data.rows import Prompt, user_text
 from common.data.transcripts import (
     finished_text,
+    message_text,
     messages,
-    plain_text,
     token_texts,
     turn_texts,
 )
@@ -191,7 +191,7 @@ def spoken_text(record: dict) -> str:
     answer = {"role": "assistant", "content": record["response"]}
     parts = [f"PROMPT\n{record['question']}"]
     for message in record.get("conversation", [answer]):
-        content = plain_text(message).strip()
+        content = message_text(message).strip()
         parts.append(f"{message['role'].upper()}\n{content or '(empty)'}")
     if "env_error" in record:
         parts.append(f"ERROR\n{record['env_error']}")

@@ -17,14 +17,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from common.buffers import EMPTY
-from common.data.conversations import ends_with_answer, join, pop_wish, read_answers
+from common.data.conversations import ends_with_answer, join_conversations, pop_wish, read_answers
 from common.data.coordinates import write_marks
 from common.data.processor import AnswerFrame, Processor, answer_frame
 from common.data.responses import (
     PROMPT_COLUMNS,
     bounded_target,
     encode_target,
-    prompt_of,
+    prompt_column,
     response_of,
 )
 from common.data.rows import (
@@ -41,7 +41,7 @@ from common.data.rows import (
     text_column,
     user_text,
 )
-from common.flags import NUMBER, DataArgs
+from common.flags import FLOAT_TEXT, DataArgs
 from common.ground.files import UserError, check_form
 from common.rewards.rules import parse_verdict, without_thoughts
 
@@ -124,7 +124,7 @@ def fill_in(template: str, columns: dict[str, str]) -> str:
 # judge.json
 # --------------------------------------------------------------------------------------------------
 
-FORM = {
+JUDGE_FORM = {
     "system_instruction?": str,
     "templates?": {str: str},
     "verdicts?": {str: [str]},
@@ -154,7 +154,7 @@ class JudgeSettings:
                 f"judge.json is of another version, with {', '.join(sorted(unknown))}: train the judge "
                 'again, or write its "templates" {kind: text} and "verdicts" {kind: [text]} into it'
             )
-        check_form(saved, FORM, "judge.json")
+        check_form(saved, JUDGE_FORM, "judge.json")
         settings = JudgeSettings(
             **{key: value for key, value in saved.items() if value is not None}
         )
@@ -194,7 +194,7 @@ class JudgeSettings:
             verdicts = self.verdicts.get(kind, known)
             fits = sorted(verdicts) == sorted(known)
             if not known:
-                fits = all(re.fullmatch(NUMBER, verdict) for verdict in verdicts)
+                fits = all(re.fullmatch(FLOAT_TEXT, verdict) for verdict in verdicts)
             if not fits:
                 expected = known or "numbers"
                 raise UserError(f"{where}: {kind} has the verdicts {verdicts}, expected {expected}")
@@ -317,7 +317,7 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[Judg
     Raises:
         UserError: a row that is not a judgement.
     """
-    kind, images, prompt = kind_of_row(row), media_list(row), prompt_of(row)
+    kind, images, prompt = kind_of_row(row), media_list(row), prompt_column(row)
     form = {} if kind == RESPONSE else KINDS[kind].form
     check_form(row, {"critique?": str, "source?": str} | form, f"a row of the kind {kind}")
     if kind == RESPONSE:
@@ -463,7 +463,9 @@ def load_judgements(
         if is_conversation(row):
             fields |= {"index": 2 * fields["index"], "label": RESPONSE, "order": ORDERS[0]}
             answers = read_answers(row, fields, processor, args, frame, settings.instruction)
-            return join(list(map(with_verdict_of, answers)), processor.family.replies_show_images)
+            return join_conversations(
+                list(map(with_verdict_of, answers)), processor.family.replies_show_images
+            )
         examples = []
         for k, one in enumerate(read_judgement(row, settings, orders)):
             prompt = make_prompt(

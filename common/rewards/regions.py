@@ -85,7 +85,7 @@ def region_in_file(numbers: list[float], place: Place) -> Box | Point:
 # Scores
 # --------------------------------------------------------------------------------------------------
 
-MOST = 100  # boxes that may be scored, or twice the true ones if more; those in a record
+MOST_BOXES = 100  # boxes that may be scored, or twice the true ones if more; those in a record
 SLACK = 1e-9  # of a threshold, against rounding
 HALF = 0.5 - SLACK  # the IoU of a hit
 NEAR = 0.05  # of the image's diagonal: how far from a true point a click may be
@@ -122,7 +122,7 @@ def score_boxes(response: str, truth: Regions) -> dict[str, float]:
     true boxes, all are 1 for an answer that says there are none."""
     answered, count = find_regions(response, truth.place), len(truth.boxes)
     parsed = answered is not None
-    if answered is None or len(answered) > max(MOST, 2 * count):
+    if answered is None or len(answered) > max(MOST_BOXES, 2 * count):
         answered = [((0.0, 0.0), "")]  # nothing that can be right
     larger = max(len(answered), count)
     if not larger:
@@ -168,13 +168,13 @@ def is_hit(region: Box | Point, truth: Regions) -> bool:
 
 
 # Each returns its "reward" among its scores.
-RULES = {"box": score_box, "boxes": score_boxes, "point": score_point}
+REGION_RULES = {"box": score_box, "boxes": score_boxes, "point": score_point}
 
 
 def region_reward(rule: str, prompts, responses, *_, regions: list[Regions]) -> Columns:
     """A rule for regions as a reward function."""
     answers = map(with_opened_thought, prompts, responses)
-    scores = list(map(RULES[rule], answers, regions))
+    scores = list(map(REGION_RULES[rule], answers, regions))
     return {name: [float(each[name]) for each in scores] for name in scores[0]}
 
 
@@ -199,6 +199,6 @@ def region_record(row: Prompt, response: str) -> dict:
     if truth is None:
         return {}
     regions = find_regions(with_opened_thought(row.text, response), truth.place) or []
-    answered = [clip(region, truth.place.file) for region, _ in regions[:MOST]]
+    answered = [clip(region, truth.place.file) for region, _ in regions[:MOST_BOXES]]
     true = truth.boxes + truth.points
     return {"regions": {"image": truth.image, "true": true, "answered": answered}}

@@ -31,7 +31,7 @@ ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 RULES = ("exact", "boxed", "answer", "verdict")
 # How models that have tokens of their own for it write a thought: Ministral 3, Gemma 4.
 BEGINS_THOUGHT, ENDS_THOUGHT = r"\[THINK\]|<\|channel>thought", r"\[/THINK\]|<channel\|>"
-ACCURACY, FORM = 0.9, 0.1  # weights in rules that also reward the form
+ACCURACY_WEIGHT, FORM_WEIGHT = 0.9, 0.1  # weights in rules that also reward the form
 RAISED, LOWERED = "[²³¹⁰-ⁿ]+", "[₀-ₜ]+"  # 3² is 3^2, not 32
 BRACES = re.compile(r"\\boxed\s*\{|\\(?:[{}]|\\(?!boxed))|[{}]")
 MAX_ANSWER = 512  # characters; longer answers compare as text, which bounds the work of patterns
@@ -53,7 +53,7 @@ LETTER = re.compile(
     rf"(?:[A-Za-z](?=\))|(?:A{ARTICLE}|[B-HJ-Z]|I(?=[.:]?\s*\Z))(?!')(?!{IN_WORD}))"
 )
 # Texts in which small letters are as good: b   (b)   b. dog   Answer: b or c
-SMALL = re.compile(
+SMALL_LETTER = re.compile(
     rf"(?i)^\W*[a-z]\W*\Z|^\s*[a-z](?=[.:]\s)|{LEAD}\(?[a-z]{ARTICLE}(?!')(?!{IN_WORD})"
 )
 CHOICE = re.compile(r"(?s)\(?[a-z][).:]+ ?\w.*")  # a letter and its text, spelled: b.dog
@@ -75,13 +75,13 @@ QUOTIENT = re.compile(
 IN_TEXT = re.compile(rf"(?<![\w.])(?<![a-z}}]\^)[+-]?{NUMBER}{EXPONENT}", re.ASCII)
 NONE = re.compile(r"\bnone\b")
 LONGEST = 32  # characters of a number in a text; what is longer is none
-SCALES = {"thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
-SCALES |= {"万": "e4", "亿": "e8"}
+EXPONENTS = {"thousand": "e3", "million": "e6", "billion": "e9", "trillion": "e12"}
+EXPONENTS |= {"万": "e4", "亿": "e8"}
 MIXED = (  # numbers that are partly words: minus 3   2.5 million
     (r"(?:\b(?:minus|negative) |负)(?=[\d.])", "-"),
     (
-        rf"(?<![\w./,])({NUMBER}) ?({'|'.join(SCALES)})",
-        lambda match: match[1] + SCALES[match[2]],
+        rf"(?<![\w./,])({NUMBER}) ?({'|'.join(EXPONENTS)})",
+        lambda match: match[1] + EXPONENTS[match[2]],
     ),
 )
 # 50k   $2B   1.5bn: letters that touch a number are its scale, and those apart a unit: 300 K   300\text{K}
@@ -267,7 +267,7 @@ def read_letters(text: str) -> tuple[set[str], str]:
     """The letters of options that a text names, in capitals, none if it takes one back; and the text without
     them."""
     text = plain_text(text)
-    if re.fullmatch("[a-z]", spelled(text)) or SMALL.search(text):
+    if re.fullmatch("[a-z]", spelled(text)) or SMALL_LETTER.search(text):
         text = text.upper()
     named = set() if DENIED.search(text) else set(map(str.upper, LETTER.findall(text)))
     return named, LETTER.sub("", text)
@@ -448,7 +448,7 @@ def rule_scores(rule: str, response: str, reference: str) -> dict[str, float]:
     answer = extract_answer(response, rule)
     right, formed = answers_equal(answer or "", reference), format_score(response, rule)
     scores = {"accuracy": right, "format": formed, "parsed": answer is not None}
-    return {"reward": ACCURACY * right + FORM * formed} | scores
+    return {"reward": ACCURACY_WEIGHT * right + FORM_WEIGHT * formed} | scores
 
 
 def parse_verdict(text: str, verdicts: list[str] | None = None, prompt: str = "") -> str | None:

@@ -192,7 +192,7 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     if spec in RULES:
         rule, check = functools.partial(rule_reward, spec), functools.partial(check_reference, spec)
         return Source(spec, spec, "rule", rule, check=functools.partial(problems_of, check))
-    if spec in regions.RULES:
+    if spec in regions.REGION_RULES:
         rule = functools.partial(regions.region_reward, spec)
         return Source(spec, spec, "regions", rule, ["regions"])
     if kind in ("grm", "rm") and rest:
@@ -206,7 +206,7 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
         spec,
         "prompts, responses, references, labels, images",
         OFFERED,
-        f"one of {', '.join((*RULES, *regions.RULES))}, env, grm:FOLDER, rm:FOLDER, "
+        f"one of {', '.join((*RULES, *regions.REGION_RULES))}, env, grm:FOLDER, rm:FOLDER, "
         "http://host:port/path, or an existing path.py:function",
     )
     check = function.check if has_check else None

@@ -25,7 +25,7 @@ DATE = r"\d{4}-\d\d-\d\d([T ][\d:.]+(Z|[+-][\d:]+)?)?"
 ID = r"(?i:id|idx|index|uid|uuid)"  # a column called so
 AN_ID = rf"{ID}|.*_{ID}|.*[a-z](Id|ID|Idx|Index)"  # ... or so, unless its values number two sides
 NOTHING = r"(?i)\s*(none|null|nan|n/a)?\s*"
-PICTURE = r"(?is)data:image/.*|iVBORw0KGgo.*|/9j/.*|\S+\.(bmp|gif|jpe?g|png|tiff?|webp|mp4|avi|mkv|mov|webm)"
+PICTURE_VALUE = r"(?is)data:image/.*|iVBORw0KGgo.*|/9j/.*|\S+\.(bmp|gif|jpe?g|png|tiff?|webp|mp4|avi|mkv|mov|webm)"
 LONG = 20  # characters of a text that is not by chance in a prompt
 
 # How a text names a side of a pair, or neither.
@@ -96,7 +96,9 @@ class Account:
         is_side = isinstance(value, str) and bool(read_side(value))
         entry.is_preference |= is_side or is_number
         entry.is_negative |= is_number and value < 0
-        entry.is_picture |= isinstance(value, bytes) or bool(re.fullmatch(PICTURE, f"{value}"))
+        entry.is_picture |= isinstance(value, bytes) or bool(
+            re.fullmatch(PICTURE_VALUE, f"{value}")
+        )
         entry.matters |= kind == "other" or is_side or is_key(name) or is_number and row.is_pair
         first = entry.values.setdefault(split, f"{value!r}")
         entry.varies |= first != f"{value!r}"

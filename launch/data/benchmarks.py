@@ -12,7 +12,7 @@ import re
 
 from common.ground.files import UserError
 
-COLUMNS = {
+FILE_COLUMNS = {
     "vl_rewardbench": "id",
     "mm_rlhf": "id prompt chosen rejected",
     "multimodal_rewardbench": "ID Text Output1 Output2 Better Category",
@@ -59,7 +59,7 @@ def rows_of(benchmark: str, row: dict) -> Rows:
 
     Raises LeftOut, FileNotFoundError (no image), and UserError: a row without an answer, or of
     another benchmark."""
-    require(row, COLUMNS[benchmark])
+    require(row, FILE_COLUMNS[benchmark])
     return [pair | {"benchmark": benchmark} for pair in READERS[benchmark](dict(row))]
 
 
@@ -77,7 +77,7 @@ def require(row: dict, columns: str) -> None:
 
 def vl_rewardbench(row: dict) -> Rows:
     require(row, "chosen rejected" if "chosen" in row else "response human_ranking")
-    return [row | {"image": take_media(row, "image"), "source": vl_group(row["id"])}]
+    return [row | {"image": take_file(row, "image"), "source": vl_group(row["id"])}]
 
 
 def vl_group(name: str, script: str = "") -> str:
@@ -90,7 +90,7 @@ def vl_group(name: str, script: str = "") -> str:
 
 def mm_rlhf(row: dict) -> Rows:
     column = "video" if row.get("video") else "image"
-    path = take_media(row, column)
+    path = take_file(row, column)
     group = column
     if column == "image":
         # the last one: folders further up are the user's
@@ -110,7 +110,7 @@ def multimodal_rewardbench(row: dict) -> Rows:
         group += "/math" if name.startswith("math") else "/coding"
     pair = {
         "prompt": row["Text"],
-        "image": take_media(row, "Image"),
+        "image": take_file(row, "Image"),
         "id": row["ID"],
         "source": group,
     }
@@ -133,14 +133,14 @@ def genai_bench(row: dict) -> Rows:
         raise LeftOut("two videos")
     if "source_image" in row:
         raise LeftOut("an image beside those of both sides")
-    images = [take_media(row, "left_image"), take_media(row, "right_image")]
+    images = [take_file(row, "left_image"), take_file(row, "right_image")]
     return [
         row
         | {"images": images, "preferred": PREFERRED[row["vote_type"]], "source": "image_generation"}
     ]
 
 
-def take_media(row: dict, column: str):
+def take_file(row: dict, column: str):
     """Take an image or video out of a row. Raises FileNotFoundError: there is none."""
     if not row.get(column):
         raise FileNotFoundError(f"no {column}")

@@ -104,7 +104,7 @@ from launch.data.foreign_rows import JUDGED, LABELS, convert
 from launch.data.pictures import Images
 
 # What --columns can rename, besides prompts and labels.
-COLUMNS = (
+OTHER_COLUMNS = (
     "image images videos answer answers response responses chosen rejected preferred boxes choices"
 )
 # How other systems write the place of one of several images.
@@ -466,9 +466,9 @@ def describe(error: Exception, row: Any) -> str:
 def parse_columns(text: str) -> dict[str, str]:
     parts = [item.partition("=") for item in text.split(",")]
     columns = {ours: theirs for ours, _, theirs in parts}
-    unknown = columns.keys() - {*PROMPTS, *LABELS, *COLUMNS.split(), *JUDGED}
+    unknown = columns.keys() - {*PROMPTS, *LABELS, *OTHER_COLUMNS.split(), *JUDGED}
     if unknown:
-        names = ", ".join((*COLUMNS.split(), *JUDGED))
+        names = ", ".join((*OTHER_COLUMNS.split(), *JUDGED))
         raise argparse.ArgumentTypeError(f"{min(unknown)!r} is not one of prompt, label, {names}")
     return columns
 
@@ -487,7 +487,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="new folder to write")
     parser.add_argument(
-        "--benchmark", choices=benchmarks.COLUMNS, help="of judges, whose files these are"
+        "--benchmark", choices=benchmarks.FILE_COLUMNS, help="of judges, whose files these are"
     )
     parser.add_argument(
         "--columns",

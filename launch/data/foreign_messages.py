@@ -19,9 +19,9 @@ from launch.data.pictures import Images
 
 PROMPTS = "prompt messages conversations conversation message query question problem input".split()
 MESSAGES = r'\s*\[\s*\{\s*"(role|content|from|value)"'  # as text
-ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
-ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "developer": "system"}
-ROLES |= {"function_call": "assistant", "observation": "tool"}
+ROLE_NAMES = {role: role for role in ("system", "user", "assistant", "tool")}
+ROLE_NAMES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "developer": "system"}
+ROLE_NAMES |= {"function_call": "assistant", "observation": "tool"}
 # Keys of a message that chat templates read, and those by which train_grm_vl.py leaves one out.
 TEMPLATE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"}
 LOSS_KEYS = {"loss", "weight"}
@@ -133,10 +133,10 @@ def read_messages(value: Any, drop: Collection[str] = ()) -> Any:
             raise UserError(
                 f"a message has role and content, or from and value, unlike {turn!r:.80}"
             )
-        if role not in ROLES:
-            raise UserError(f"role {role!r:.80} is not one of {', '.join(ROLES)}")
+        if role not in ROLE_NAMES:
+            raise UserError(f"role {role!r:.80} is not one of {', '.join(ROLE_NAMES)}")
         content = message.pop("content", None) or message.pop("value", None) or ""
-        messages.append({"role": ROLES[role], "content": content} | message)
+        messages.append({"role": ROLE_NAMES[role], "content": content} | message)
     return messages
 
 

@@ -20,7 +20,7 @@ from common.ground.files import UserError
 from launch import tool
 from launch.judges.judge_table import JUDGEMENT, Orders, read_judgements
 
-FORM = JUDGEMENT | {"messages": list, "images": list, "response": str, "truncated": bool}
+RECORD_FORM = JUDGEMENT | {"messages": list, "images": list, "response": str, "truncated": bool}
 
 
 def filter_rows(rows: list[Orders]) -> tuple[list, list]:
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--wrong", type=Path, required=True, help="file to write: rows for RL")
     args = parser.parse_args(argv)
-    right, wrong = filter_rows(read_judgements(args.run, FORM))
+    right, wrong = filter_rows(read_judgements(args.run, RECORD_FORM))
     print(len(right), "right judgements,", len(wrong), "rows with a wrong one", flush=True)
     if not right or not wrong:
         raise UserError("one of the two files would be empty")

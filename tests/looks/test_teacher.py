@@ -380,7 +380,7 @@ def test_offloading_changes_nothing(qwen25, other, task, tmp_path, monkeypatch):
     """Also where host and device are two memories, and the weights of a teacher that rests are of no use."""
     line = f"{QUIET} --teacher_in loss --teacher_model {other}"
     plain = train(qwen25, task, tmp_path / "none", line)
-    monkeypatch.setattr(fsdp, "to_device", asleep)
+    monkeypatch.setattr(fsdp, "moved_to", asleep)
     assert_same_records(plain, train(qwen25, task, tmp_path / "all", line, "--offload all"))
 
 

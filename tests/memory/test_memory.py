@@ -211,7 +211,7 @@ def run_apart(lines: list[list[str]]) -> None:
     """Whole runs, from the second on as if host and device had memory of their own."""
     for line in lines:
         ppo.main(line)
-        fsdp.to_device = apart
+        fsdp.moved_to = apart
     print(f"{len(MOVED)} tensors moved", flush=True)
 
 
@@ -260,7 +260,7 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
 
 
 def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, monkeypatch):
-    monkeypatch.setattr(fsdp, "to_device", apart)
+    monkeypatch.setattr(fsdp, "moved_to", apart)
     env = start(qwen25, picture_rows, "--kl_coef 0.1 --offload optimizer", EMA)
     role = ppo.make_trainables(env.args, ppo.Models(env.actor, None, env.reference))["actor"]
     trained = [p for p in env.actor.parameters() if p.requires_grad]

@@ -57,7 +57,7 @@ def assert_recorded(policy: Policy, batch: Batch) -> None:
     unknown = 0
     for pack in packs.of_batch(policy.model, batch, replay=True):
         recorded = pack.attention.experts.ids.transpose(0, 1).long().sort().values
-        known = recorded[..., 0] != experts.NONE
+        known = recorded[..., 0] != experts.NOT_RECORDED
         unknown += int((~known).sum())
         live = used(policy, pack, batch, replay=False)
         assert torch.equal(recorded[known], live.ids[known])
@@ -103,7 +103,7 @@ def test_bfloat16_flips_no_expert(mixture, tmp_path):
     flipped = []
     for pack in packs.of_batch(env.actor.model, batch, replay=True):
         recorded = pack.attention.experts.ids.transpose(0, 1).long().sort().values
-        known = recorded[..., 0] != experts.NONE
+        known = recorded[..., 0] != experts.NOT_RECORDED
         (sampled_logp,) = pack.pick(batch.logprobs)
         live, replayed = used(env.actor, pack, batch, False), used(env.actor, pack, batch, True)
         assert torch.equal(recorded[known], replayed.ids[known])

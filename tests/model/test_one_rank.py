@@ -41,7 +41,7 @@ def test_what_is_held_whole_computes_what_a_gathered_copy_would(
 ):
     """Reference, teacher and adapters' base in bfloat16: every metric and every weight, bit for bit. What
     rests in host memory cannot be computed with."""
-    monkeypatch.setattr(fsdp, "to_device", asleep)
+    monkeypatch.setattr(fsdp, "moved_to", asleep)
     folders = []
     for way in (vlm.whole_parameters, gathered):
         monkeypatch.setattr(vlm, "whole_parameters", way)

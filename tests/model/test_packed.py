@@ -19,7 +19,7 @@ from common.data.loader import load_pixels
 from common.model.attention import DecodeAttention, PackedAttention, SlotCache, bucket_segments
 from common.model.fsdp import unsharded
 from common.model.linear_attention import PackedDelta
-from common.model.packs import Prefill, join, prefill_pack
+from common.model.packs import Prefill, join_packs, prefill_pack
 from common.model.vlm import image_features
 from common.model.weights import resolve_folder
 from conftest import (
@@ -35,7 +35,7 @@ def test_what_packs_compute_does_not_depend_on_torchs_default_type():
     values = torch.tensor([1.001, 2.003, 3.007])
     torch.set_default_dtype(torch.bfloat16)
     try:
-        joined = join([(torch.arange(3), values)], 3)
+        joined = join_packs([(torch.arange(3), values)], 3)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(joined, values)

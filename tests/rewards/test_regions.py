@@ -12,7 +12,7 @@ import pytest
 from common.data.coordinates import Place, Regions
 from common.rewards import sources
 from common.rewards.regions import (
-    RULES,
+    REGION_RULES,
     find_regions,
     pair,
     region_record,
@@ -34,7 +34,7 @@ def truth(boxes, labels=(), space="file", file=WIDE, seen=(1008, 504), points=()
 
 
 def scores(response, boxes, space="file", labels=(), **more):
-    return RULES["boxes"](response, truth(boxes, labels, space, **more))
+    return REGION_RULES["boxes"](response, truth(boxes, labels, space, **more))
 
 
 def as_json(*boxes, labels=None):
@@ -193,7 +193,9 @@ def test_labels_are_compared_without_case_and_outer_blanks():
     assert scores(tagged, [TEN, other], labels=["cat", "cat"])["f1"] == 1
     named_by_numbers = '{"bbox_2d": [0, 0, 100, 100], "label": "f(1, 2)"}'
     assert scores(named_by_numbers, [TEN], labels=["f(1, 2)"])["box_iou"] == 1
-    assert RULES["box"](as_json(TEN), truth([TEN], ["cat"]))["reward"] == 1  # one box needs no name
+    assert (
+        REGION_RULES["box"](as_json(TEN), truth([TEN], ["cat"]))["reward"] == 1
+    )  # one box needs no name
 
 
 @pytest.mark.parametrize(
