@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import train_ppo_vl as ppo  # noqa: E402  what a rank has imported
-from machine import machine  # noqa: E402
 from common.user_code import load_class, load_function  # noqa: E402
+from machine import machine  # noqa: E402
 
 PROGRAM = """
 {imports}
