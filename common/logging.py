@@ -442,12 +442,18 @@ class Profiler:
                 on_trace_ready=torch.profiler.tensorboard_trace_handler(str(self.folder)),
             )
             self.profile.start()
+            if (
+                torch.cuda.is_available()
+            ):  # who allocated what, for the snapshot when memory runs out
+                torch.cuda.memory._record_memory_history(max_entries=100_000)
 
     def stop(self) -> None:
         """Write what was recorded, if anything is."""
         if self.profile is not None:
             self.profile.stop()
             self.profile = None
+            if torch.cuda.is_available():
+                torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def how_to_go_on(args: Any) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 import ranks
@@ -124,6 +125,30 @@ def test_what_lies_behind_a_message_is_in_the_file(tmp_path, kind, is_kept):
     if is_kept:
         assert "in fail_of" in file.read_text()
         assert "KeyError: 'size'" in file.read_text()
+
+
+def run_out_of_memory(folder: Path, space: bool) -> None:
+    """As on a GPU, which is not there: stubs of torch tell what they are asked."""
+    process.keep_errors(folder)
+    torch.cuda.is_initialized = lambda: True
+
+    def dump(path: str) -> None:
+        if not space:
+            raise OSError(28, "No space left on device")
+        Path(path).write_text("the blocks")
+
+    torch.cuda.memory._dump_snapshot = dump
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize("space", [True, False])
+def test_a_snapshot_of_memory_lies_beside_the_traceback(tmp_path, space):
+    told = ranks.run(run_out_of_memory, tmp_path, space, codes=[1], RANK="3")
+    file = tmp_path / "errors" / "memory-rank-3.pickle"
+    assert "the GPU is out of memory: lower --max_tokens_per_pack" in told
+    assert f"{file} has the blocks of its memory" in told if space else "No space left" in told
+    assert file.exists() == space
+    assert (file.parent / "rank-3.txt").exists()
 
 
 def test_the_next_start_removes_old_tracebacks(flags, copy):

@@ -222,6 +222,21 @@ def write_traceback(error: BaseException) -> Path | None:
     return path
 
 
+def write_memory_snapshot(path: Path) -> None:
+    """Write the blocks of the GPU's memory, for the viewer of torch. Nothing here reads the file, as a pickle
+    may run code."""
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError) as problem:
+        say(f"warning: no snapshot of the memory in {path}: {problem}", file=sys.stderr)
+        return
+    say(
+        f"{path} has the blocks of its memory, which https://pytorch.org/memory_viz shows; with "
+        "--profile_steps, also which lines allocated them",
+        file=sys.stderr,
+    )
+
+
 def report_input(error: UserError) -> None:
     """Say what a user can mend: once, not by all ranks. What lies behind it, such as a library's error,
     is in the file of tracebacks."""
@@ -247,6 +262,8 @@ def report_bug(error: BaseException) -> None:
     say("".join(traceback.format_exception(error)).rstrip(), file=sys.stderr)
     if isinstance(error, torch.OutOfMemoryError):
         say(OUT_OF_MEMORY, file=sys.stderr)
+        if path and torch.cuda.is_initialized():
+            write_memory_snapshot(path.with_name(f"memory-rank-{this_rank()}.pickle"))
     elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():
         say(TIMED_OUT, file=sys.stderr)
 
