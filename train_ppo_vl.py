@@ -17,7 +17,7 @@ What happens in common/:
     model/attention.py     fills the KV cache
     rewards/sources.py     calls your reward, and collects the rewards; if a call has raised, ends every
                            rank with a message
-    model/checkpoint.py    saves in the background; resumes from the newest undamaged checkpoint
+    checkpoint.py          saves in the background; resumes from the newest undamaged checkpoint
 
 Shapes: G prompts and S samples in a step, with N response tokens in all; L tokens in a pack, T of
 them response tokens and M image tokens; P prompt tokens, H hidden size, V vocabulary, B slots that
