@@ -3,8 +3,8 @@
     encode    in the program's process
     decode    in the trainer
 
-Beside the values of JSON travel bytes, arrays and tensors of numbers as theirs, Pillow images as PNG, and
-pathlib.Paths. Tuples become lists. Of anything else only its type and its text arrive, for a message.
+Beside the values of JSON travel bytes, arrays and tensors of numbers as their bytes, Pillow images as PNG,
+and pathlib.Paths. Tuples become lists. Of any other object only type and text arrive, for a message.
 """
 
 import base64

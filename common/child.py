@@ -3,12 +3,14 @@ one.
 
     serve            the life of the process
     load, find       the file's module, and what it calls by a name
-    call, check      a function's result; what its check says of reference answers
-    fork, make       a process for an object of a class; the object
-    guard            the life of the guardian, which ends all of them when the rank has ended
+    call, check_references
+                     a function's result; what the function's check says of reference answers
+    fork_object, make
+                     a process for an object of a class; the object
+    guard            the life of the guardian, which ends all these processes when the rank has ended
 
-The process is forked from the trainer before that touches a GPU or starts a thread: what both import is in
-memory once, and the program may use the GPU.
+The process is forked from the trainer before the trainer touches a GPU or starts a thread: what both import
+is in memory once, and the program may use the GPU.
 """
 
 import ast

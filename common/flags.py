@@ -6,7 +6,7 @@ parse          command line, --config and defaults -> a script's Args
 override       an Args with other values of some flags
 Refusals       collects flags that cannot be used, or not together
 as_json        the values by flag
-as_typed       the same as they were chosen, for args.json
+as_typed       the values as they were chosen, for args.json
 """
 
 import argparse
@@ -502,14 +502,14 @@ class ModelArgs:
     )
     train_vision: bool = flag(
         False,
-        "train the vision tower and its projector too; every model then has one of its "
-        "own and computes image features in every forward pass",
+        "train the vision tower and its projector too; every model then has a tower of "
+        "its own and computes image features in every forward pass",
     )
     lora_rank: int = flag(
         0,
-        "rank of LoRA adapters on attention and MLP, but not on a mixture's experts: only they (and a "
-        "value head) are trained, the other weights are kept in the compute type; 0: off, all weights "
-        "are trained",
+        "rank of LoRA adapters on attention and MLP, but not on a mixture's experts: only adapters "
+        "(and a value head) are trained, the other weights are kept in the compute type; 0: off, all "
+        "weights are trained",
     )
     lora_alpha: int = flag(16, "adapters are scaled by this / --lora_rank", low=1)
     max_tokens_per_pack: int = flag(
@@ -568,20 +568,21 @@ class DataArgs:
     coordinates: str = flag(
         "auto",
         "coordinates of boxes and points in the model's answers. file, seen: pixels of the file, or of the "
-        "image as the model sees it; 1000, 1: from 0 to this number on both axes; auto: those of the family",
+        "image as the model sees it; 1000, 1: from 0 to this number on both axes; auto: the "
+        "coordinates of the family",
         choices=("auto", "file", "seen", "1000", "1"),
     )
     image_root: str = flag(
         "",
-        "folder of images and videos: paths are relative to the rows' file, or to this folder; what "
-        "lies outside of it, links resolved, is refused; empty: any file",
+        "folder of images and videos: paths are relative to the rows' file, or to this folder; files "
+        "outside of the folder, once links are resolved, are refused; empty: any file",
         paths=True,
         check=check_folder,
     )
     template_options: str = flag(
         "",
-        'variables of the chat template, as a JSON object: {"enable_thinking": false}; empty: those of '
-        "judge.json, if any",
+        'variables of the chat template, as a JSON object: {"enable_thinking": false}; empty: the '
+        "variables in judge.json, if any",
         check=parse_template_options,
     )
     on_bad_row: str = flag(
@@ -630,12 +631,12 @@ class CheckpointArgs:
     keep_best: str = flag(
         "",
         "metric of evaluations, as eval/accuracy_reward_mean, or min:eval/loss where less is better: "
-        "export/best and a checkpoint beside those of --keep_last are of the best evaluation so far; "
-        "empty: none",
+        "export/best and one more checkpoint than --keep_last have the weights of the best evaluation "
+        "so far; empty: none",
     )
     save_strategy: str = flag(
         "unrestricted",
-        "who writes at the same time: all ranks, those of one node, or one rank",
+        "who writes at the same time: all ranks, the ranks of one node, or one rank",
         choices=("unrestricted", "single_node", "single_process", "single_thread"),
     )
     save_blocking: bool = flag(
@@ -649,8 +650,8 @@ class CheckpointArgs:
     resume: str = flag(
         "auto",
         "auto: resume if --out has a checkpoint, but refuse one of another model, data, reward, algorithm "
-        "or seed; never: fail if it has one; PATH of a run or a checkpoint: start --out from there, even "
-        "with other flags, unless --out has a checkpoint of its own",
+        "or seed; never: fail if --out has a checkpoint; PATH of a run or a checkpoint: "
+        "start --out from there, even with other flags, unless --out has a checkpoint of its own",
     )
 
 

@@ -5,9 +5,9 @@ the name of a function of that file with its arguments, an answer is plain data 
 
     load_function    a function of a program, to call it
     load_class       a class of a program, to make objects of it
-    in_thread        a call of what is ours, beside other work
+    in_thread        a call of a function of ours, beside other work
 
-A program dies alone, with a message. When a rank ends, however it does, its guardian ends what is left.
+A program dies alone, with a message. When a rank ends, in whatever way, its guardian ends the programs.
 """
 
 import atexit

@@ -5,7 +5,7 @@ python launch/page.py RUN [RUN ...] --out page.html           pictures stay wher
 python launch/page.py RUN --out page.html --embed             small copies of them go into the file
 python launch/page.py RUN --out page.html --steps 0 50 100    samples of these steps alone
 
-RUN is what --out was, of either script; evaluations by --eval_only inside it are shown as runs of
+RUN is the --out of either script; evaluations by --eval_only inside it are shown as runs of
 their own. A run may be going on, and its files may be damaged: what cannot be read is left out, and
 counted on the page. Rows name pictures: only those below the folders of the data, of --image_root and
 of the runs are shown.

@@ -1,4 +1,4 @@
-"""What the tools share: errors end in one message, as in the scripts; flags with bounds."""
+"""Shared by the tools: errors end in one message, as in the scripts; flags with bounds."""
 
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter

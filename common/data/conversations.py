@@ -1,12 +1,12 @@
 """Conversations whose answers are learned.
 
-    row       -> its messages; an example for each answer: what comes before it, and it    read_answers
-    examples  -> those that continue each other, as one                      join_conversations
+    row       -> its messages; for each answer an example, with the turns before    read_answers
+    examples  -> those that continue each other, as one example                     join_conversations
 
-An answer stands behind exactly what the model reads when it gives it, as the chat template renders it.
-Where this begins with all of the example before it, token by token, the two are one example with a
-stream, in which each token stands once. Some templates change earlier turns (Qwen3's leaves out their
-thoughts): there a conversation stays several examples.
+An answer stands behind exactly the prompt that the model reads before it answers, as the chat template
+renders this prompt. Where the prompt begins with all of the example before, token by token, the two are
+one example with a stream, in which each token stands once. Some templates change earlier turns (Qwen3's
+leaves out their thoughts): there a conversation stays several examples.
 
 Shapes: n label tokens of an answer, R tokens of a stream.
 """

@@ -1,4 +1,4 @@
-"""The small files of a checkpoint folder: config.json, the tokenizer's, and further settings."""
+"""The small files of a checkpoint folder: config.json, the files of the tokenizer, and further settings."""
 
 import json
 import re

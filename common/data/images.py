@@ -1,4 +1,4 @@
-"""Files to RGB frames: images and videos. Sizes are read from headers, bodies only when a step needs
+"""Files to RGB frames: images and videos. Sizes are read from headers, pixels only when a step needs
 them.
 
 A clip is several images, one after the other, or one file (MP4, GIF, ...), for which a further package

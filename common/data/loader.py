@@ -1,4 +1,4 @@
-"""From rows of data to batches of prompts, in the order of their drawing.
+"""From rows of data to batches of prompts, in the order in which rows are drawn.
 
     rows  -> batches, drawn at random or in file order       draw_batches, batches_in_order
     batch -> images and clips decoded, one batch ahead       PromptLoader

@@ -2,7 +2,7 @@
 
     checkpoint -> config, tokenizer, chat template, image processor            Processor
     template   -> what it writes around an answer, the end of a turn           answer_frame
-    messages   -> the template's text, which must contain theirs               Processor.render
+    messages   -> the template's text, which must contain the messages' texts   Processor.render
                -> token ids, placeholders expanded                             Processor.encode
     token ids  -> the text of a response                                       Processor.decode
 

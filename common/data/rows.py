@@ -71,8 +71,8 @@ class RowArgs:
 
     row_kind: str = flag(
         "prompts",
-        "kind of rows: prompts; or judgements (see train_grm_vl.py --help judge), to train a judge by RL: "
-        "--reward verdict compares the judge's answers with the rows' verdicts",
+        "kind of rows: prompts; or judgements (see train_grm_vl.py --help judgements), to train a judge by "
+        "RL: --reward verdict compares the judge's answers with the rows' verdicts",
         choices=("prompts", "judgements"),
     )
     columns: str = flag(

@@ -10,9 +10,9 @@ Meanwhile the rollout engine decodes the other samples. It marks the slot of a w
 Such a slot still decodes, but nothing that it writes survives the reply: its tokens and states of
 linear attention do not change, and its cache entries are overwritten.
 
-There are never more processes of environments than --slots; without it, than `attention.most_slots`, since
-how many slots memory leaves is known only when the first observations are. Those of samples beyond them are
-reset for their first observations alone, and again once they have a slot.
+There are never more processes of environments than --slots (without --slots: than `attention.most_slots`,
+since how many slots memory leaves is known only when the first observations are). The environment of a
+sample without a slot is reset for its first observation alone, and again once the sample has a slot.
 """
 
 import itertools

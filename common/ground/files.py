@@ -1,4 +1,4 @@
-"""A user's files: JSON is read or is one message, and so is JSON that does not hold what it must.
+"""A user's files, above all JSON: what cannot be read, or does not hold what it must, is one message.
 
     UserError                what a user can mend
     open_file                a file as bytes, if Git LFS has fetched it
@@ -14,7 +14,7 @@
                              what survives a power cut
     show_anything            a terminal gets escapes of what it cannot show
     say                      print what may quote files and programs
-    as_message, printable    such a text, fit for a terminal
+    as_message, printable    a text of files and programs, fit for a terminal
 
 A form is one of these:
 

@@ -1,4 +1,4 @@
-"""The same samples with other images, to be scored like any other.
+"""The same samples with other images, to be scored like any others.
 
 reread_images      a batch with all images of prompts and conversations changed, or read again
 blank, ...         changes: functions of images and the key of their noise
@@ -44,7 +44,7 @@ class PerceptionArgs:
     perception_scale: float = flag(
         1.0,
         "below 1: multiply advantages by a factor that grows with how much the response depends on "
-        "its images; this is the smallest factor, and their mean is 1 (VPPO: 0.9)",
+        "its images; this is the smallest factor, and the mean of all factors is 1 (VPPO: 0.9)",
         high=1,
     )
     perception_mask: float = flag(

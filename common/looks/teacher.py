@@ -1,6 +1,6 @@
 """Another model that scores the policy's tokens: a teacher.
 
-Teacher          a frozen model, and the batch as it sees it: `Teacher.view`
+Teacher          a frozen model, and the batch as this model sees it: `Teacher.view`
 with_prompts     a batch with other prompts, such as prompts in a template
 follow_average   a teacher that is the running average of the policy
 """

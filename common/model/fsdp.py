@@ -1,7 +1,7 @@
 """What FSDP2 leaves to its users: steps on shards, learning rates, weights gathered for a rollout, host
 memory. The scripts themselves shard models, make optimizers and take their steps.
 
-    Trainable                          a model in training, and what moves with it
+    Trainable                          a model in training, with optimizer, schedule and average
     AdamW                              torch's, on this rank's shards
     unsharded, unwrapped_forward       many forwards without a collective
     reshard_root, clear_forward_order  after forwards without a backward

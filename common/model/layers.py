@@ -1,8 +1,8 @@
 """What transformers' own layers compute, in fewer kernels: norms, rotary positions, gates, the patch
 embedding, DeepStack's sum.
 
-Their weights keep their names, so checkpoints load and export as without them. Which of transformers'
-modules they stand for is a rule by class; tests compare each family with transformers.
+The weights keep their names, so checkpoints load and export as with transformers' layers. Which of
+transformers' modules are replaced is a rule by class; tests compare each family with transformers.
 
 Shapes: D numbers of a norm's vectors, P patches, E numbers of an embedded patch, L tokens, H hidden
 size, M image tokens.

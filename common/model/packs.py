@@ -1,8 +1,8 @@
 """How a batch becomes packs on the device.
 
-    with_examples     prompts with what is to be imitated behind them
+    with_examples     prompts, and behind them the responses to imitate
     of_batch          this rank's packs of some prompts, with image features from all ranks
-    join              what was computed for each token of each pack, back on every rank
+    join_packs        what was computed for each token of each pack, back on every rank
     run_forward       a forward pass over a batch, for every token
     prefill_pack      prompts or replies as one pack that fills the KV cache
 

@@ -5,9 +5,9 @@
 
 A user's mistake is a UserError that names the file. Models are of the type `vlm.Model`.
 
-What stands in a checkpoint's files under which name is transformers' to know: it reads them, and its
-conversions, reversed, give the names that trained weights have there. An export has the files that came,
-in which the values of those are replaced: all else keeps its bytes.
+Transformers knows which tensor a checkpoint's files hold under which name: it reads the files, and its
+conversions, reversed, give the names of trained weights in the files. An export is a copy of the files of
+the checkpoint with the values of trained weights replaced: everything else keeps its bytes.
 """
 
 import hashlib

@@ -2,7 +2,7 @@
 
     build        the models that --reward names, on meta, and how they are asked
     JudgeModel   what a judge says of responses
-    ScalarModel  what a value head says at their end
+    ScalarModel  what a value head says at the end of responses
 
 Every rank has all responses, and all ranks together ask a model about them.
 """

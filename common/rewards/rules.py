@@ -10,7 +10,7 @@ r"""Rules that score a response by its text.
     read_numbers          the numbers in a text
     read_places           the numbers of the boxes and points in a text
     rule_reward           a rule as a reward function
-    check_reference       what no response can match is no answer
+    check_reference       refuses a reference answer that no response can match
 
 For roots, units and expressions there is launch/reward_math.py. launch/judges/judge_table.py and
 launch/data/convert.py read this file without the rest of common/, which needs torch.

@@ -1,4 +1,4 @@
-"""Rewards: what functions, rules, servers, models and environments say of samples, and what it comes to.
+"""Rewards: what functions, rules, servers, models and environments say of samples, and the sums of it.
 
     load_rewards        --reward, --reward_recipe, --reward_combiner -> RewardMix, of Sources
     RewardMix.begin     this rank's samples -> calls of functions, rules and servers, each in a thread
