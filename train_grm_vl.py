@@ -364,8 +364,8 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
 
 def next_batch(loader: PromptLoader, judge: Policy) -> Batch:
     """The prompts of a step with their targets; prompts whose images do not decode get none."""
-    prompts = loader.take()
-    examples = [group.examples for group in loader.rows]
+    groups, prompts = loader.take()
+    examples = [group.examples for group in groups]
     batch = packs.with_examples(judge.model, prompts, examples)
     batch.truncated = torch.zeros(len(batch), dtype=torch.bool)
     return batch
@@ -605,15 +605,16 @@ def judge_all(judge: Policy, rows: Rows, args: Args) -> tuple[list[dict], int]:
     records, first, dropped = [], 0, 0  # first: index of the first example of a batch
     with PromptLoader(rows.processor, args, batches) as loader:
         for _ in batches:
-            batch = write_judgements(judge, loader.take(least=0), args)
+            examples, prompts = loader.take(least=0)
+            batch = write_judgements(judge, prompts, args)
             dropped += len(batch.dropped)
-            likelihoods = weigh_verdicts(judge, rows, loader.rows, batch)
+            likelihoods = weigh_verdicts(judge, rows, examples, batch)
             answers = sample_records(batch, rows.processor)
             for k, record in zip(batch.prompt_index.tolist(), answers):
-                example = loader.rows[k]
+                example = examples[k]
                 target = {"target": example.text, "tokens": len(example.target)}
                 records.append(record | target | likelihoods[k] | {"index": first + k})
-            first += len(loader.rows)
+            first += len(examples)
     if not records:
         raise UserError("evaluation: no held-out example is left; no image decodes")
     return records, dropped

@@ -1184,7 +1184,7 @@ def sample_and_score(
     rewards of one greedy response to each prompt. Also returns the number of generated tokens."""
     actor, remax = models.actor, args.advantage == "remax"
     with logging.timer("data"):
-        prompts = loader.take()
+        _, prompts = loader.take()
     with logging.timer("rollout"):
         batch = rollout(actor, prompts, sampling, args.samples_per_prompt)
         if remax:
@@ -1711,7 +1711,7 @@ def evaluate(
     loader = PromptLoader(rows.processor, args, batches)
     with trainables["actor"].averaged(), loader:
         for _ in batches:
-            prompts = loader.take(least=0)
+            _, prompts = loader.take(least=0)
             dropped += len(prompts.dropped)
             if len(prompts.dropped) == len(prompts.prompts):
                 continue
@@ -1755,7 +1755,7 @@ def evaluate_teacher(
         teacher.in_use() as policy,
         PromptLoader(rows.processor, args, batches) as loader,
     ):
-        batch = loader.take()
+        _, batch = loader.take()
         answers = rollout(
             policy, teacher.view(batch), replace(sampling, stream=EVAL, greedy=True), 1
         )

@@ -1154,10 +1154,10 @@ def test_steps_of_another_size_go_on_at_the_next_row(
     taken, take = [], PromptLoader.take
 
     def noted(self, least=1):
-        batch = take(self, least)
+        rows, batch = take(self, least)
         if least:
             taken.extend(zip(batch.prompt_ids, (prompt.source for prompt in batch.prompts)))
-        return batch
+        return rows, batch
 
     monkeypatch.setattr(PromptLoader, "take", noted)
     sets = [part.split(":") for part in files.split(",")]

@@ -139,7 +139,6 @@ class PromptLoader:
     def __post_init__(self):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="images")
-        self.rows = []  # of the batch taken last
         self.later = iter(self.batches)
 
     def __enter__(self) -> "PromptLoader":
@@ -149,15 +148,15 @@ class PromptLoader:
     def __exit__(self, *_) -> None:
         self.pool.shutdown(cancel_futures=True)
 
-    def take(self, least: int = 1) -> Batch:
-        """The prompts of the next batch, decoded; from now on those of the one after it decode.
-        Raises UserError: fewer than ``least`` prompts have images that decode."""
-        self.rows, draws, futures = self.ahead
-        batch = self.collect(self.rows, draws, futures)
+    def take(self, least: int = 1) -> tuple[list, Batch]:
+        """The rows of the next batch and their prompts, decoded; from now on those of the one after it
+        decode. Raises UserError: fewer than ``least`` prompts have images that decode."""
+        rows, draws, futures = self.ahead
+        batch = self.collect(rows, draws, futures)
         self.ahead = self.submit_next()
         if len(batch.prompts) - len(batch.dropped) < least:
             raise UserError(f"of {len(batch.prompts)} prompts no image can be decoded")
-        return batch
+        return rows, batch
 
     def submit_next(self) -> tuple:
         """Begin to decode the next batch; there is none after the last."""
