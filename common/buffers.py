@@ -118,7 +118,7 @@ class Batch:
 
     # Prompts. Each rank decodes the images of its own prompts, and computes their features.
     prompts: PerPrompt  # rows of the data
-    prompt_ids: PerPrompt  # number of the draw in the run: a key of the sampling noise
+    draws: PerPrompt  # number of the draw in the run: a key of the sampling noise
     owners: PerPrompt  # rank that samples the responses
     # ids (P, layers, K) of the experts that prompts chose, those of this rank's own, on the CPU
     prompt_experts: OfPrompts[Tensor] = field(default_factory=dict)

@@ -386,16 +386,16 @@ def _exponentials(keys: Tensor, hashes: Tensor) -> Tensor:
     return (x.float() + 0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1).log1p_().neg_()
 
 
-def sequence_keys(seed: int, stream: int, draw: Tensor, sample: Tensor) -> Tensor:
+def sequence_keys(seed: int, stream: int, draws: Tensor, samples: Tensor) -> Tensor:
     """(B,) int64 keys for the noise of B sequences; see `token_keys`.
 
     Args:
         stream: what the sequences are for: training, evaluation, ...
-        draw: (B,) number of prompts drawn before the sequence's prompt.
-        sample: (B,) number of the sequence among the samples of its prompt.
+        draws: (B,) number of prompts drawn before the sequence's prompt.
+        samples: (B,) number of the sequence among the samples of its prompt.
     """
-    key = torch.full_like(draw, seed % 2**63, dtype=torch.int64)
-    for part in (stream, draw, sample):
+    key = torch.full_like(draws, seed % 2**63, dtype=torch.int64)
+    for part in (stream, draws, samples):
         key = _mix64(key + (0x9E3779B97F4A7C15 - 2**64)) ^ part
     return _mix64(key + (0x9E3779B97F4A7C15 - 2**64))
 

@@ -268,15 +268,15 @@ class RolloutEngine:
         started, parts = [], []
         for index, samples in members:
             for slot, number in samples:
-                started.append((slot, batch.prompt_ids[index], number))
+                started.append((slot, batch.draws[index], number))
                 self.slots[slot] = Sample((index, number))
                 if self.envs:
                     self.envs.begin((index, number))
             slots, ids = [slot for slot, _ in samples], batch.prompts[index].input_ids
             parts.append(packs.Prefill(slots, 0, ids, vlm.positions_of(self.model, batch, index)))
-        slots, prompt_ids, numbers = torch.tensor(started, device=self.setup.device).T  # (b,) each
+        slots, draws, numbers = torch.tensor(started, device=self.setup.device).T  # (b,) each
         self.noise_keys[slots] = logprobs.sequence_keys(
-            sampling.seed, sampling.stream, prompt_ids, numbers
+            sampling.seed, sampling.stream, draws, numbers
         )
         features = [batch.features[index] for index, _ in members if index in batch.features]
         self.begin(parts, features)

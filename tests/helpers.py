@@ -392,7 +392,7 @@ def random_batch(
 
     batch = Batch(
         prompts=prompts_of(range(1, prompts + 1)),
-        prompt_ids=list(range(50, 50 + prompts)),
+        draws=list(range(50, 50 + prompts)),
         owners=[g % 3 for g in range(prompts)],
         dropped=[g for g in range(prompts) if counts[g] == 0],
         sampling="as it was",

@@ -61,9 +61,7 @@ def with_prompts(batch: Batch, lengths: list[int]) -> Batch:
 
 def batch_of(prompts: list[int], responses: list[int]) -> Batch:
     """One response to each prompt, of so many tokens each."""
-    batch = Batch(
-        prompts_of(prompts), prompt_ids=list(range(len(prompts))), owners=[0] * len(prompts)
-    )
+    batch = Batch(prompts_of(prompts), draws=list(range(len(prompts))), owners=[0] * len(prompts))
     return batch.with_targets([[torch.ones(length, dtype=torch.int64)] for length in responses])
 
 
@@ -78,7 +76,7 @@ def pieces(samples: Batch, flat: torch.Tensor) -> list[list]:
 
 # ------------------------------------------------------------------------------------------------ Batch
 OF_PROMPTS = (
-    *("prompts", "prompt_ids", "owners", "dropped"),
+    *("prompts", "draws", "owners", "dropped"),
     *("patches", "features", "positions", "prompt_experts"),
 )
 

@@ -473,7 +473,7 @@ def test_a_student_sees_less_than_its_teacher(run, qwen25, teacher_in):
     for i, (index, tokens) in enumerate(responses_of(batch)):
         prompt, seen = batch.prompts[index], []
         for change in (mask, image_changes.unchanged):
-            pixels = load_pixels(prompt, processor, change, (batch.prompt_ids[index], 0))
+            pixels = load_pixels(prompt, processor, change, (batch.draws[index], 0))
             with torch.no_grad():
                 logits = logits_of(model, prompt, tokens, processor, pixels)
             seen.append(token_logprobs(logits, tokens))

@@ -442,11 +442,11 @@ def test_a_batch_without_a_picture_that_decodes(env, monkeypatch):
     take = PromptLoader.take
 
     def damaged(loader, *arguments, **options):
-        batch = take(loader, *arguments, **options)
+        rows, batch = take(loader, *arguments, **options)
         if len(batch.prompts) == 1:
             batch.dropped.append(0)
             batch.patches.clear()
-        return batch
+        return rows, batch
 
     monkeypatch.setattr(PromptLoader, "take", damaged)
     metrics, _ = evaluate(env, env.held_out[:3], slots=2)

@@ -103,7 +103,7 @@ def sampled(folder: Path, rows: Path, *flags: str):
             env.args,
         )
     # draws of the run, which seed the masks, are no indices of prompts
-    assert env.batch.prompt_ids == [4, 5, 6, 7]
+    assert env.batch.draws == [4, 5, 6, 7]
     return env
 
 
@@ -118,7 +118,7 @@ def test_masked_logprobs_are_those_of_forwards_with_masked_images(checkpoint, ro
     oracle = hugging_face(checkpoint).double()
     for (index, tokens), ours in zip(responses_of(env.batch), env.batch.split(actual)):
         prompt = env.batch.prompts[index]
-        pixels = masked_pixels(env.processor, prompt, env.batch.prompt_ids[index])
+        pixels = masked_pixels(env.processor, prompt, env.batch.draws[index])
         with torch.no_grad():
             theirs = token_logprobs(forward(env, oracle, prompt, tokens, pixels), tokens)
         if not prompt.images:
@@ -192,7 +192,7 @@ def test_a_step_has_the_gradient_of_the_naive_oracle(qwen25, rows, name):
         whole.append(
             forward(env, oracle, prompts[index], tokens, load_pixels(prompts[index], env.processor))
         )
-        pixels = masked_pixels(env.processor, prompts[index], batch.prompt_ids[index])
+        pixels = masked_pixels(env.processor, prompts[index], batch.draws[index])
         with torch.no_grad():
             masked.append(
                 token_logprobs(

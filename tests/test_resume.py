@@ -1156,7 +1156,7 @@ def test_steps_of_another_size_go_on_at_the_next_row(
     def noted(self, least=1):
         rows, batch = take(self, least)
         if least:
-            taken.extend(zip(batch.prompt_ids, (prompt.source for prompt in batch.prompts)))
+            taken.extend(zip(batch.draws, (prompt.source for prompt in batch.prompts)))
         return rows, batch
 
     monkeypatch.setattr(PromptLoader, "take", noted)

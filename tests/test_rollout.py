@@ -118,7 +118,7 @@ def test_samples_do_not_depend_on_batching(checkpoint, picture_rows, monkeypatch
     alone = take(env)  # each prompt in a rollout of its own, with the same draw number
     for group in range(4):
         part = alone.select_prompts([group])
-        assert part.prompt_ids == [group]
+        assert part.draws == [group]
         assert generate(env, part, 5)[1] == expected[5 * group : 5 * group + 5]
 
 
@@ -152,7 +152,7 @@ def test_streams_draws_and_seeds_give_other_samples(qwen25, picture_rows):
     assert generate(env, take(env), 2)[1] == base
     assert generate(env, take(env), 2, stream=ppo.EVAL)[1] != base
     later = take(env)
-    later.prompt_ids = [draw + 4 for draw in later.prompt_ids]
+    later.draws = [draw + 4 for draw in later.draws]
     assert generate(env, later, 2)[1] != base
     assert generate(env, take(env), 2, seed=1)[1] != base
 

@@ -182,7 +182,7 @@ class EnvRollout:
         for index in indices:
             row = batch.prompts[index]
             for number in range(count):
-                seed = self.sampling.seed, self.sampling.stream, batch.prompt_ids[index]
+                seed = self.sampling.seed, self.sampling.stream, batch.draws[index]
                 columns = env_row(row, seed, number)
                 conversation = Conversation(self.environment.role)
                 episode = Episode((index, number), row, conversation, columns)

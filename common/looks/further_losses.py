@@ -85,7 +85,7 @@ class PtxLoss:
         """
         model = policy.model
         prompts = self.loader.collect(*pending)
-        batch = packs.with_examples(model, prompts, [[self.rows[k]] for k in prompts.prompt_ids])
+        batch = packs.with_examples(model, prompts, [[self.rows[k]] for k in prompts.draws])
         vlm.compute_features_unless_trained(model, batch)
         load = count_experts(policy, batch) if aux_loss_coef else None
         count = self.count_labels(batch)

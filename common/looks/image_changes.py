@@ -118,7 +118,7 @@ def reread_images(
     patches, conversations = {}, list(batch.conversations)
     with distributed.raise_on_all_ranks():
         for index in batch.own_prompts():
-            key = batch.prompt_ids[index], 0
+            key = batch.draws[index], 0
             pixels = load_pixels(batch.prompts[index], processor, change, key)
             if pixels is not None:
                 patches[index] = pixels
@@ -126,7 +126,7 @@ def reread_images(
             index = int(batch.prompt_index[i])
             if not conversation.images:  # none, or on another rank
                 continue
-            key = batch.prompt_ids[index], 1 + int(batch.sample_number[i])
+            key = batch.draws[index], 1 + int(batch.sample_number[i])
             changed = map(processor.family.patches, change(list(conversation.images), key))
             pixels = [(patched, torch.tensor([grid])) for patched, grid in changed]
             in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)

@@ -176,7 +176,7 @@ class RewardModel:
         """Questions about prompts of the batch, with the images of those. The images of a prompt are read
         and encoded once, by the rank that has them."""
         owners = [batch.owners[index] for index in about]
-        questions = Batch(prompts=prompts, prompt_ids=list(range(len(prompts))), owners=owners)
+        questions = Batch(prompts=prompts, draws=list(range(len(prompts))), owners=owners)
         first = {index: about.index(index) for index in about}
         # with the actor, whose features serve
         shares_tower = not tower_parameters(self.module.model)

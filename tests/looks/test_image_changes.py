@@ -100,7 +100,7 @@ def test_images_of_environments_are_changed_too(qwen25, rows):
     for name in ("Noise", "Same"):
         places = []
         batch = talk(env, name, 2, batch=take(env))
-        batch.prompt_ids = [14, 15, 16, 17]
+        batch.draws = [14, 15, 16, 17]
         changed = image_changes.reread_images(batch, env.actor.model, env.processor, change)
         same = image_changes.reread_images(
             batch, env.actor.model, env.processor, lambda images, place: images
