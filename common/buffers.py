@@ -125,7 +125,7 @@ class Batch:
     # indices of prompts without samples, as an image does not decode
     dropped: OfBatch[list[int]] = field(default_factory=list)
     # images of own prompts, until their features exist
-    patches: OfPrompts[tuple] = field(default_factory=dict)
+    patches: OfPrompts[Tensor] = field(default_factory=dict)
     # of own prompts, (K, M, H), on the CPU
     features: OfPrompts[Tensor] = field(default_factory=dict)
     # (3, P) rotary positions, cached at first use

@@ -104,7 +104,7 @@ class Chat:
         inputs |= self.family.token_types(ids)
         pixels = load_pixels(prompt, self.processor)
         if pixels is not None:
-            inputs |= self.family.vision_inputs(*pixels)
+            inputs |= self.family.vision_inputs(pixels, prompt.patch_grids)
         return {name: value.to(self.model.device) for name, value in inputs.items()}
 
 

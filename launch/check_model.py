@@ -79,7 +79,7 @@ def compare(chat: Chat, data: str, scratch: Path) -> Iterator[tuple[str, float, 
     samples = ppo.rollout(actor, batch, sampling, 2)  # two of a prompt share it in a pack
     chat.model.setup = actor.model.setup
     for k in pixels:
-        features = vlm.image_features(chat.model, *pixels[k])
+        features = vlm.image_features(chat.model, pixels[k], prompts[k].patch_grids)
         yield f"image features of prompt {k}", difference(samples.features[k], features), bound
 
     longest = max(range(count), key=lambda k: prompts[k].image_tokens)

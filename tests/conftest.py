@@ -364,14 +364,15 @@ def hugging_face(folder: Path):
 
 def inputs_of(prompt, response: torch.Tensor, processor, pixels=None) -> dict:
     """What Hugging Face's own model takes of a prompt and the tokens of one response, unpacked;
-    ``pixels``: patches and grids of other images than the prompt's own."""
+    ``pixels``: patches of other images than the prompt's own, of the same sizes."""
     from common.data.loader import load_pixels
 
     ids = torch.cat([prompt.input_ids, response])[None]
     inputs = {"input_ids": ids, "mm_token_type_ids": (ids == processor.config.image_token_id).int()}
-    pixels = pixels or load_pixels(prompt, processor)
-    if pixels:
-        inputs["pixel_values"], inputs["image_grid_thw"] = pixels
+    if pixels is None:
+        pixels = load_pixels(prompt, processor)
+    if pixels is not None:
+        inputs |= {"pixel_values": pixels, "image_grid_thw": prompt.patch_grids}
     return inputs
 
 

@@ -59,8 +59,8 @@ def rows(tmp_path_factory) -> Path:
 
 
 def masked_pixels(processor, prompt, draw: int):
-    """Patches and grids of a prompt's images with black squares, by a loop over the squares."""
-    patches, grids = [], []
+    """Patches of a prompt's images with black squares, by a loop over the squares."""
+    patches = []
     for k, path in enumerate(prompt.images):
         pixels = np.array(Image.open(path).convert("RGB"))
         height, width = pixels.shape[:2]
@@ -69,10 +69,8 @@ def masked_pixels(processor, prompt, draw: int):
             for x in range(0, width, 14):
                 if next(draws) < SHARE:
                     pixels[y : y + 14, x : x + 14] = 0
-        part, grid = processor.family.patches(Image.fromarray(pixels))
-        patches.append(part)
-        grids.append(grid)
-    return (torch.cat(patches), torch.tensor(grids)) if patches else None
+        patches.append(processor.family.patches(Image.fromarray(pixels))[0])
+    return torch.cat(patches) if patches else None
 
 
 def forward(env, oracle, prompt, tokens: torch.Tensor, pixels) -> torch.Tensor:

@@ -29,7 +29,6 @@ from common.flags import DataArgs, parse_datasets
 from common.ground.process import UserError
 
 DECODERS = 2  # threads that decode images while the model works
-Pixels = tuple[Tensor, Tensor]  # patches of some images, and their grids
 Drawn = tuple[list, list[int]]  # the rows of a batch, and their draw numbers
 
 # -------------------------------------------------------------------------------------------------
@@ -199,20 +198,14 @@ class PromptLoader:
         return Batch(prompts, draws, owners, dropped=sorted(problems), patches=patches)
 
 
-def join_pixels(parts: list[Pixels]) -> Pixels:
-    """One after the other."""
-    patches, grids = zip(*parts)
-    return torch.cat(patches), torch.cat(grids)
-
-
 def load_pixels(
     prompt: Prompt,
     processor: Processor,
     change: Callable | None = None,
     key: tuple[int, ...] = (),
-) -> Pixels | None:
-    """Decode the images and clips of a prompt: patches (ΣP, ...) or tiles (ΣT, 3, h, w) float32,
-    and grids (I, G) int64, G up to 3; None without either.
+) -> Tensor | None:
+    """Decode the images and clips of a prompt: patches (ΣP, ...) or tiles (ΣT, 3, h, w) float32, which
+    have its `Prompt.patch_grids`; None without either.
 
     Args:
         change: (all Pillow images and frames of the prompt, the key of their noise) -> as many of the
@@ -235,4 +228,4 @@ def load_pixels(
             f"{prompt.images}: patch grids {expected} by the headers, but {grids} decoded: changed "
             "since loaded, or a PNG has EXIF data after its body; restore the file"
         )
-    return torch.cat(patches), torch.tensor(grids)
+    return torch.cat(patches)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from PIL import Image
 from torch import Tensor
 
@@ -132,6 +133,11 @@ class Prompt:
     # One for each image, None for a clip. Empty if the headers were not read.
     places: tuple[Place | None, ...] = ()
     regions: Regions | None = None
+
+    @property
+    def patch_grids(self) -> Tensor:
+        """(I, G) int64, G up to 3: frames, rows and columns of each image or clip, without a clip's times."""
+        return torch.tensor([grid[:3] for grid in self.grids])
 
 
 class Example(NamedTuple):

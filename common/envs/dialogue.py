@@ -29,7 +29,6 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import EMPTY, Batch, Conversation
-from common.data.loader import Pixels, join_pixels
 from common.data.rows import Prompt
 from common.envs import replies
 from common.envs.environments import Step, env_row, read_step
@@ -122,7 +121,7 @@ class EnvRollout:
         self.episodes: dict[SampleKey, Episode] = {}
         self.waiting: dict[SampleKey, Episode] = {}  # for environments that run on this rank
         self.closing: list[Episode] = []
-        self.shared_pixels: dict[int, Pixels] = {}  # by prompt, its own first
+        self.shared_pixels: dict[int, Tensor] = {}  # by prompt, its own first
 
     def submit(self, episode: Episode, function: Callable, *args: Any) -> futures.Future:
         """Wait for user code in a thread; with --env_workers 0 here, so that nothing depends on which of
@@ -276,8 +275,7 @@ class EnvRollout:
                 )
         if opening.grids:
             parts = [batch.patches[index]] if index in batch.patches else []
-            parts.append((opening.patches, torch.tensor(opening.grids)))
-            self.shared_pixels[index] = join_pixels(parts)
+            self.shared_pixels[index] = torch.cat([*parts, opening.patches])
         for episode in episodes:  # also one whose reset failed, as it has the same prompt
             episode.reply = None
             episode.conversation.opening = opening.content

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import Batch, Conversation
-from common.data.loader import join_pixels, load_pixels
+from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.flags import flag
 from common.model.packs import image_grids
@@ -127,14 +127,13 @@ def reread_images(
             if not conversation.images:  # none, or on another rank
                 continue
             key = batch.draws[index], 1 + int(batch.sample_number[i])
-            changed = map(processor.family.patches, change(list(conversation.images), key))
-            pixels = [(patched, torch.tensor([grid])) for patched, grid in changed]
+            changed = change(list(conversation.images), key)
+            pixels = [patched for patched, _ in map(processor.family.patches, changed)]
             in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)
             if in_prompt and batch.sample_number[i] == 0:
                 parts = [patches[index]] if index in patches else []
-                patches[index] = join_pixels([*parts, *pixels[:in_prompt]])
-            later = [patched for patched, _ in pixels[in_prompt:]]
-            conversations[i] = with_patches(model, conversation, later)
+                patches[index] = torch.cat([*parts, *pixels[:in_prompt]])
+            conversations[i] = with_patches(model, conversation, pixels[in_prompt:])
     others = replace(batch, patches=patches, features={}, conversations=conversations)
     compute_features_unless_trained(model, others)
     return others

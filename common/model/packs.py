@@ -174,7 +174,7 @@ def local_images(model: Model, batch: Batch) -> Features:
     patches, patch size) if the model trains its tower."""
     of_prompts = batch.features
     if model.setup.trains_vision:
-        of_prompts = {index: patches[None] for index, (patches, _) in batch.patches.items()}
+        of_prompts = {index: patches[None] for index, patches in batch.patches.items()}
     images: Features = {("prompt", index): image for index, image in of_prompts.items()}
     for i, conversation in enumerate(batch.conversations):
         if conversation.features is not None:

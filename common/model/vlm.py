@@ -287,10 +287,11 @@ def compute_features(model: Model, batch: Batch) -> None:
     problem = ""
     waiting = sorted(batch.patches.keys() - batch.features.keys())
     # roughly the number of patches, even if images are split into tiles
-    sizes = [batch.patches[index][0].numel() // 1024 for index in waiting]
+    sizes = [batch.patches[index].numel() // 1024 for index in waiting]
     for part in fill_packs(waiting, sizes, model.setup.max_tokens_per_pack):
-        pixels, grids = zip(*(batch.patches[index] for index in part))
-        features = image_features(model, torch.cat(pixels), torch.cat(grids)).cpu()  # (K, M, H)
+        patches = torch.cat([batch.patches[index] for index in part])
+        grids = torch.cat([batch.prompts[index].patch_grids for index in part])
+        features = image_features(model, patches, grids).cpu()  # (K, M, H)
         counts = [batch.prompts[index].image_tokens for index in part]
         if sum(counts) != features.shape[1]:
             problem = f"{features.shape[1]} image features for {sum(counts)} image tokens"

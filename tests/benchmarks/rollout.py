@@ -188,8 +188,8 @@ def main() -> None:
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             "mm_token_type_ids": (ids == processor.config.image_token_id).int(),
-            "pixel_values": torch.cat([p for p, _ in pixels for _ in range(SAMPLES)]),
-            "image_grid_thw": torch.cat([g for _, g in pixels for _ in range(SAMPLES)]),
+            "pixel_values": torch.cat([part for part in pixels for _ in range(SAMPLES)]),
+            "image_grid_thw": torch.cat([row.patch_grids for row in rows for _ in range(SAMPLES)]),
         }
         oracle = AutoModelForImageTextToText.from_pretrained(folder / "model").eval()
         programs = {"ours": (ours, prompts), "generate": (theirs, prompts)}

@@ -122,11 +122,8 @@ def make_task(
         grids = ((1, side, side),) if image_tokens else ()
         rows.append(Prompt([], "", (), grids, ids, image_tokens, index=i, source=f"row {i}"))
         if image_tokens:
-            patches[i] = (
-                torch.randn(
-                    side * side, 3 * 2 * config.vision_config.patch_size**2, generator=generator
-                ),
-                torch.tensor(grids),
+            patches[i] = torch.randn(
+                side * side, 3 * 2 * config.vision_config.patch_size**2, generator=generator
             )
     asked = buffers.Batch(rows, list(range(prompts)), [0] * prompts, patches=dict(patches))
     vlm.compute_features(actor.model, asked)
@@ -183,8 +180,8 @@ def padded(oracle, processor, batch, patches, only_responses: bool, per_call: in
         images = {}
         if patches:
             images = {
-                "pixel_values": torch.cat([patches[g][0] for g in groups]),
-                "image_grid_thw": torch.cat([patches[g][1] for g in groups]),
+                "pixel_values": torch.cat([patches[g] for g in groups]),
+                "image_grid_thw": torch.cat([batch.prompts[g].patch_grids for g in groups]),
             }
         logits = oracle(
             input_ids=ids,
@@ -270,9 +267,10 @@ def compare(flags, args, processor, actor, oracle) -> None:
             f"  {name:7s} {value:7.3f} CPU seconds   {value / seconds['shared']:5.2f} times those of shared"
         )
     if patches:
+        groups = batch.prompt_index[: flags.samples].tolist()
         grouped = [
-            torch.cat(parts)
-            for parts in zip(*(patches[g] for g in batch.prompt_index[: flags.samples].tolist()))
+            torch.cat([patches[g] for g in groups]),
+            torch.cat([batch.prompts[g].patch_grids for g in groups]),
         ]
         oracle.setup = actor.model.setup
         tower = (

@@ -414,8 +414,8 @@ def test_the_config_has_the_last_word_on_patches(tmp_path):
     (prompt,) = load_prompts(
         str(tmp_path / "rows.jsonl"), processor, DataArgs(max_prompt_tokens=500)
     )
-    patches, grids = load_pixels(prompt, processor)
-    assert grids.tolist() == [[1, 8, 4]]
+    patches = load_pixels(prompt, processor)
+    assert prompt.patch_grids.tolist() == [[1, 8, 4]]
     assert patches.shape == (32, 3 * 2 * 14 * 14)
     assert (prompt.input_ids == IMAGE).sum() == 32 // 2**2
 
@@ -639,9 +639,9 @@ def test_one_row_in_full(load, processor, tmp_path):
     text = processor.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
     at = text.index(IMAGE)
     assert prompt.input_ids.tolist() == text[:at] + [IMAGE] * (h * w // 4) + text[at + 1 :]
-    patches, grids = load_pixels(prompt, processor)
+    patches = load_pixels(prompt, processor)
     assert patches.shape == (h * w, 3 * 2 * 14 * 14)
-    assert grids.tolist() == [[1, h, w]]
+    assert prompt.patch_grids.tolist() == [[1, h, w]]
     assert patches.dtype == torch.float32
     assert prompt.input_ids.dtype == torch.int64
 
@@ -660,9 +660,8 @@ def test_several_images_of_several_sizes_and_text_only_rows(load, processor):
     for prompt in prompts:
         runs = "".join("x" if i == IMAGE else " " for i in prompt.input_ids.tolist()).split()
         assert [len(run) for run in runs] == [h * w // 4 for _, h, w in prompt.grids]
-    patches, grids = load_pixels(prompts[0], processor)
-    assert grids.tolist() == [list(g) for g in sizes]
-    assert len(patches) == grids.prod(-1).sum()
+    assert prompts[0].patch_grids.tolist() == [list(g) for g in sizes]
+    assert len(load_pixels(prompts[0], processor)) == sum(h * w for _, h, w in sizes)
     assert load_pixels(prompts[1], processor) is None
     assert prompts[1].text == rendered(("user", "1+1?"))
 

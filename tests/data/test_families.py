@@ -552,12 +552,12 @@ def test_onevision_treats_an_image_alone_in_another_way(tmp_path, picture_rows):
     env = start(tmp_path, tmp_path / "rows.jsonl")
     processor, family, prompt = env.processor, env.processor.family, env.prompts[1]
     assert prompt.grids == ((56, 56, 1),)
-    assert len(load_pixels(prompt, processor)[0]) == 5  # the whole and four tiles
+    assert len(load_pixels(prompt, processor)) == 5  # the whole and four tiles
     together, _ = measure(processor, prompt.images[0], 2)
     assert together == (56, 56, 2)
     assert family.expand(together)[1] == [17]  # 4 x 4 and a newline
     beside = replace(prompt, grids=(together, family.among(2).grid(30, 40)))
-    assert len(load_pixels(beside, processor)[0]) == 1
+    assert len(load_pixels(beside, processor)) == 1
     with user_error("images in replies are not supported for llava_onevision"):
         read_parts(Image.new("RGB", (30, 40)), processor, 100)
 

@@ -4,6 +4,7 @@ its video processor's `patchify`, log-probs by one forward per sample, greedy ro
 judgements by `generate`; what a clip's time is; and that every bad clip is refused."""
 
 import json
+import math
 import re
 import sys
 from importlib.util import find_spec
@@ -249,7 +250,7 @@ def test_ids_and_patches_equal_those_of_the_familys_processors(family):
         assert torch.equal(prompt.input_ids, inputs["input_ids"][0])
         if not prompt.images:
             continue
-        patches, grids = load_pixels(prompt, family.env.processor)
+        patches, grids = load_pixels(prompt, family.env.processor), prompt.patch_grids
         pixels = patches.split(grids.prod(dim=1).tolist())
         of_clip = torch.tensor([is_clip(grid) for grid in prompt.grids])
         for kind, which, suffix in (("image", ~of_clip, ""), ("video", of_clip, "_videos")):
@@ -471,9 +472,8 @@ def test_bounds_of_frames(load, tmp_path, family):
         area = prompt.grids[0][1] * prompt.grids[0][2] * processor.family.patch_size**2
         assert area <= (cap or 200704)
         areas.append(area)
-        patches, grids = load_pixels(prompt, processor)
-        assert len(patches) == grids.prod()
-        assert tuple(grids[0].tolist()) == prompt.grids[0][:3]
+        assert len(load_pixels(prompt, processor)) == math.prod(prompt.grids[0][:3])
+        assert prompt.patch_grids.tolist() == [list(prompt.grids[0][:3])]
     assert areas == sorted(set(areas))[::-1]
     assert (areas[0] > 50_000) == (family == "qwen2_5_vl")
 

@@ -122,10 +122,11 @@ def test_bfloat16_leaves_rotary_frequencies_alone(qwen25, picture_rows):
         torch.float32
     }
     # nor may FSDP2 cast the angles in front of a tower that is trained
+    prompt = env.prompts[2]
+    pixels = load_pixels(prompt, env.processor)
     with torch.no_grad(), unsharded(trained.actor):
         features = [
-            image_features(e.actor.model, *load_pixels(env.prompts[2], env.processor))
-            for e in (env, trained)
+            image_features(e.actor.model, pixels, prompt.patch_grids) for e in (env, trained)
         ]
     assert torch.equal(*features)
 
